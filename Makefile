@@ -72,18 +72,18 @@ browser: ## A Chromium for the tests of the status page (skipped when there is o
 	  || { echo "No Chromium, and it cannot be installed here: sudo make browser, or CHROMIUM=/path/to/one"; exit 1; }; }
 
 .PHONY: screenshots
-screenshots: setup browser ## Take the pictures in docs/use anew: the status page and tandem top (three minutes)
+screenshots: setup browser ## Retake the pictures in docs/use: the status page and tandem top (three minutes)
 	@$(BIN)/python -m tests.browser.screenshots $(ARGS)
 
 .PHONY: promtool
-promtool: ## Prometheus' rule checker, for the tests of alarms (skipped when there is one; else apt-get, as root)
+promtool: ## Install promtool for the tests of alerts (skipped if there is one; else apt-get, as root)
 	@test -n "$${PROMTOOL:-}" || command -v promtool >/dev/null || { \
 	  echo "Installing promtool (once) ..."; \
 	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends prometheus >/dev/null \
 	  || { echo "No promtool, and it cannot be installed here: sudo make promtool, or PROMTOOL=/path/to/one"; exit 1; }; }
 
 .PHONY: test
-test: setup browser promtool ## All tests but the long proofs; what fails is run once more, and told apart as FLAKY if it passes
+test: setup browser promtool ## All tests but the long proofs; failures are run once more, and reported as FLAKY if they pass
 	@$(BIN)/python -m tests.suite.run $(ARGS)
 
 COMPONENTS := tandem engine worker kv router cluster bench
@@ -92,7 +92,7 @@ $(COMPONENTS:%=test-%): test-%: setup  # the unit tests of one component, withou
 	@OMP_NUM_THREADS=1 TEST_TURN=none $(BIN)/pytest -q -n 2 --dist worksteal -m "$* and not slow and not gpu and not alone" tests/unit $(ARGS)
 
 .PHONY: flaky
-flaky: setup ## The tests of a folder twenty times beside two busy loops: make flaky ARGS=tests/unit/router
+flaky: setup ## Run the tests of a folder twenty times next to two busy loops: make flaky ARGS=tests/unit/router
 	@$(BIN)/python -m tests.suite.flaky $(ARGS)
 
 .PHONY: check

@@ -1,7 +1,7 @@
-"""`python -m cluster.kv_arithmetic`: what a model's KV takes, how many tokens a worker holds, what a hand-off moves.
+"""`python -m cluster.kv_arithmetic`: KV memory of a model, the tokens that a worker can hold, the size of a hand-off.
 
-It reads a model's `config.json`, no weights, and uses the engine's own layout, so that what it says is what a worker
-will say at its start; only weights and workspace are estimates.
+Reads only a model's `config.json` and uses the engine's own layout, so its figures are those that a worker reports at
+start; only weights and workspace are estimates.
 """
 
 import argparse
@@ -19,29 +19,29 @@ from tandem.model_path import BUILTIN, BUILTIN_DTYPE, model_directory
 from tandem.values.kv_layout import AUTO_DTYPE, DTYPE_BYTES, KVLayout
 
 HEADROOM = 0.05
-"""Share of a worker's memory that the engine leaves alone."""
+"""Share of a worker's memory that the engine leaves unused."""
 _BLOCK_SIZE = 16
 _GB = 1e9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class SizingOptions:
     """What the figures depend on besides the model."""
 
     dtype: str = "bfloat16"
     kv_dtype: str = AUTO_DTYPE
     tensor_parallel_size: int = 1
     rank_bytes: int = 80 * 10**9
-    """`engine.memory_bytes`: of each rank."""
+    """Memory of each rank, as `engine.memory_bytes`."""
     context: int = 4096
-    """Tokens of the sequence that is asked about, prompt and answer."""
+    """Tokens of the sequence to compute figures for, prompt and answer together."""
     link_gbytes: float = 10.0
-    """GB/s between two workers."""
+    """Bandwidth between two workers, in GB/s."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerRoom:
-    """What one worker, all its ranks together, has room for."""
+    """Capacity of one worker, all its ranks together."""
 
     bytes_per_token: int
     block_bytes: int
@@ -50,7 +50,7 @@ class WorkerRoom:
     num_blocks: int
     context: int
     hand_off_s: float
-    """Of one prompt of `context` tokens, if nothing of it were hidden behind its computation."""
+    """Duration of transferring one prompt of `context` tokens, if no computation hides it."""
 
     @property
     def kv_tokens(self) -> int:
@@ -59,16 +59,16 @@ class WorkerRoom:
 
     @property
     def sequences(self) -> int:
-        """Sequences of `context` tokens at once; a sequence takes whole blocks."""
+        """Maximum concurrent sequences of `context` tokens; each takes whole blocks."""
         return self.num_blocks // -(-self.context // _BLOCK_SIZE)
 
     def lines(self) -> list[str]:
-        """The figures in words."""
+        """Render the figures, one per line."""
         prompt_bytes = self.bytes_per_token * self.context
         return [
             f"KV of a token        {self.bytes_per_token:,} B ({self.bytes_per_token / 1024:g} KiB)",
             f"KV of {self.context:,} tokens   {prompt_bytes / _GB:.3f} GB; "
-            f"a hand-off of them {1e3 * self.hand_off_s:.1f} ms if nothing hides it",
+            f"their hand-off takes {1e3 * self.hand_off_s:.1f} ms if no computation hides it",
             f"weights              {self.weights_bytes / _GB:.2f} GB",
             f"workspace            {self.workspace_bytes / _GB:.2f} GB at most",
             f"KV pool              {self.num_blocks:,} blocks of {_BLOCK_SIZE}: kv_tokens={self.kv_tokens}",
@@ -77,7 +77,7 @@ class WorkerRoom:
 
 
 def num_parameters(model: ModelArchitecture) -> int:
-    """Weights of the model, counted from its geometry."""
+    """Count the weights of the model from its geometry."""
     queries, values = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     attention = model.hidden_size * (2 * queries + 2 * values)
     biases = (queries + 2 * values) * model.qkv_bias + model.hidden_size * model.output_bias
@@ -88,35 +88,35 @@ def num_parameters(model: ModelArchitecture) -> int:
     return embeddings + model.num_layers * (attention + biases + mlp + norms) + model.hidden_size
 
 
-def layout_of(model: ModelArchitecture, asked: Asked) -> KVLayout:
-    """The geometry that the engine would choose."""
+def layout_of(model: ModelArchitecture, options: SizingOptions) -> KVLayout:
+    """Return the layout that the engine would choose."""
     return kv_layout(
         model,
         fingerprint="",
-        dtype=asked.dtype,
+        dtype=options.dtype,
         block_size=_BLOCK_SIZE,
-        tp_size=asked.tensor_parallel_size,
-        kv_dtype=asked.kv_dtype,
+        tp_size=options.tensor_parallel_size,
+        kv_dtype=options.kv_dtype,
     )
 
 
-def room(model: ModelArchitecture, asked: Asked) -> WorkerRoom:
-    """The figures. Raises ConfigError when weights and workspace alone are too much."""
-    layout, defaults, ranks = layout_of(model, asked), EngineSection(), asked.tensor_parallel_size
-    context = min(model.max_context, asked.context)
-    weights_bytes = num_parameters(model) * DTYPE_BYTES[asked.dtype]
+def room(model: ModelArchitecture, options: SizingOptions) -> WorkerRoom:
+    """Compute the figures. Raises ConfigError if weights and workspace alone exceed the memory."""
+    layout, defaults, ranks = layout_of(model, options), EngineSection(), options.tensor_parallel_size
+    context = min(model.max_context, options.context)
+    weights_bytes = num_parameters(model) * DTYPE_BYTES[options.dtype]
     workspace_bytes = estimate_workspace_bytes(
         model,
-        dtype=asked.dtype,
+        dtype=options.dtype,
         max_batch_tokens=defaults.max_batched_tokens,
         max_num_seqs=defaults.max_running_requests,
         max_context=context,
-        kv_dtype=asked.kv_dtype,
+        kv_dtype=options.kv_dtype,
     )
-    rest = int(asked.rank_bytes * (1 - HEADROOM)) - weights_bytes // ranks - workspace_bytes
+    rest = int(options.rank_bytes * (1 - HEADROOM)) - weights_bytes // ranks - workspace_bytes
     if rest < layout.block_bytes:
         raise ConfigError(
-            f"no room for KV: of {asked.rank_bytes / _GB:.1f} GB a rank, weights take "
+            f"no memory left for KV: of {options.rank_bytes / _GB:.1f} GB a rank, weights take "
             f"{weights_bytes / ranks / _GB:.1f}, the workspace at most {workspace_bytes / _GB:.1f}, "
             f"headroom {HEADROOM:.0%}"
         )
@@ -128,12 +128,12 @@ def room(model: ModelArchitecture, asked: Asked) -> WorkerRoom:
         workspace_bytes=workspace_bytes * ranks,
         num_blocks=rest // layout.block_bytes,
         context=context,
-        hand_off_s=bytes_per_token * context / (asked.link_gbytes * _GB),
+        hand_off_s=bytes_per_token * context / (options.link_gbytes * _GB),
     )
 
 
 def read_model(text: str) -> ModelArchitecture:
-    """Of `builtin`, a model's directory, or a `config.json` alone. Raises ConfigError."""
+    """Read `builtin`, a model's directory, or a `config.json`. Raises ConfigError."""
     path = Path(text)
     if text == BUILTIN or path.is_dir():
         return load_model_config(model_directory(text))
@@ -144,38 +144,40 @@ def read_model(text: str) -> ModelArchitecture:
 
 
 def parser() -> argparse.ArgumentParser:
-    defaults = Asked()
+    defaults = SizingOptions()
     made = argparse.ArgumentParser(prog="python -m cluster.kv_arithmetic", description=__doc__)
-    made.add_argument("model", help="builtin, a directory in Hugging Face layout, or a config.json")
+    made.add_argument("model", help="`builtin`, a directory in Hugging Face layout, or a config.json")
     made.add_argument(
         "--dtype",
         choices=(AUTO_DTYPE, "float32", "bfloat16", "float16"),
         default=AUTO_DTYPE,
-        help="as model.dtype: auto is what config.json says (else bfloat16), and float32 for the built-in model",
+        help="as model.dtype; auto: that of config.json (else bfloat16), or float32 for the built-in model",
     )
     made.add_argument("--kv-dtype", choices=(AUTO_DTYPE, "int8", "fp8_e4m3"), default=defaults.kv_dtype)
-    made.add_argument("--tensor-parallel", type=int, default=1, help="ranks of one worker")
-    made.add_argument("--memory-gb", type=float, default=defaults.rank_bytes / _GB, help="of each rank")
-    made.add_argument("--context", type=int, default=defaults.context, help="tokens of a sequence")
-    made.add_argument("--link-gbytes", type=float, default=defaults.link_gbytes, help="GB/s between two workers")
+    made.add_argument("--tensor-parallel", type=int, default=1, help="ranks per worker")
+    made.add_argument("--memory-gb", type=float, default=defaults.rank_bytes / _GB, help="memory per rank, in GB")
+    made.add_argument("--context", type=int, default=defaults.context, help="tokens per sequence")
+    made.add_argument(
+        "--link-gbytes", type=float, default=defaults.link_gbytes, help="bandwidth between two workers, in GB/s"
+    )
     return made
 
 
 def _computed_in(model: ModelArchitecture, options: argparse.Namespace) -> str:
     if options.dtype != AUTO_DTYPE:
         return str(options.dtype)
-    return BUILTIN_DTYPE if options.model == BUILTIN else model.stored_dtype or Asked().dtype
+    return BUILTIN_DTYPE if options.model == BUILTIN else model.stored_dtype or SizingOptions().dtype
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the figures; 2 for what cannot be."""
+    """Print the figures and return the exit code: 2 for invalid input."""
     options = parser().parse_args(arguments)
     try:
         model = read_model(options.model)
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
-    asked = Asked(
+    sizing = SizingOptions(
         dtype=_computed_in(model, options),
         kv_dtype=options.kv_dtype,
         tensor_parallel_size=options.tensor_parallel,
@@ -184,7 +186,7 @@ def main(arguments: list[str] | None = None) -> int:
         link_gbytes=options.link_gbytes,
     )
     try:
-        print("\n".join(room(model, asked).lines()))
+        print("\n".join(room(model, sizing).lines()))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2

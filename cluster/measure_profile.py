@@ -1,7 +1,8 @@
-"""`python -m cluster.measure_profile FILE`: this machine's engine as a latency profile for `tandem simulate`.
+"""`python -m cluster.measure_profile FILE`: measures this machine's engine as a latency profile for `tandem simulate`.
 
-The real scheduler and runner compute prompts of several lengths and batches of several sizes and contexts, one step at
-a time. Of equal steps the fastest counts, since a busy machine only ever adds; a step's five figures are fitted to all.
+The real scheduler and runner compute prompts of several lengths and batches of several sizes and contexts, step by
+step. Of equal steps the fastest counts, since a busy machine only adds time; the five figures of a step are fitted to
+all of them.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from tandem.values.roles import WorkerRole
 from tandem.values.sampling import SamplingParams
 from worker.engine_spec import engine_spec
 
-_SECRET = "profile-profile-"  # noqa: S105  # of nobody's cache
+_SECRET = "profile-profile-"  # noqa: S105  # a secret that protects no real cache
 _ROUNDS = 3
 _PROMPTS = (64, 256, 512, 1024)
 _ROWS = (1, 4, 16)
@@ -35,7 +36,7 @@ _STEPS = 6
 
 
 def measure(overrides: dict[str, Any]) -> StepLatency:
-    """Dotted names of the cluster's configuration say which model and engine. Raises ConfigError."""
+    """Measure the model and engine that `overrides` selects, by dotted configuration names. Raises ConfigError."""
     lone = {"prefill.replicas": 0, "decode.replicas": 1, "secret": _SECRET}
     parts = assemble(engine_spec(load(None, lone | overrides), WorkerRole.DECODE))
     parts.runner.bind_thread()
@@ -57,7 +58,7 @@ def _cases(most: int, max_rows: int) -> Iterator[tuple[int, int]]:
 
 
 def _steps(parts: EngineParts, rows: int, length: int, *, salt: int) -> Iterator[tuple[StepWork, float]]:
-    """Each step's work and time, from equal requests whose prompts nobody else has."""
+    """Yield each step's work and time, for equal requests whose prompts share nothing."""
     scheduler, vocab = parts.scheduler, parts.model.vocab_size
     for row in range(rows):
         tokens = array("i", ((7919 * (salt + 1) + 104_729 * row + 31 * i) % vocab for i in range(length)))
@@ -81,7 +82,7 @@ def _steps(parts: EngineParts, rows: int, length: int, *, salt: int) -> Iterator
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m cluster.measure_profile", description=__doc__)
     made.add_argument("file", type=Path)
-    made.add_argument("--model", help="a directory in Hugging Face layout; the built-in model when absent")
+    made.add_argument("--model", help="directory in Hugging Face layout; default: the built-in model")
     made.add_argument("--dtype", default="float32")
     made.add_argument("--threads", type=int)
     return made

@@ -1,7 +1,7 @@
-"""`python -m cluster.probe router|prefill|decode --config FILE`: is the process beside me well? For health checks.
+"""`python -m cluster.probe router|prefill|decode --config FILE`: a health check of the process in the same container.
 
-It reads what the process reads, so that it asks where that one listens, in TLS if need be. Exit codes: 0 well, 1 not,
-2 a wrong configuration.
+It reads the same configuration as the process, so it connects to the right address, with TLS if configured. Exit codes:
+0 healthy, 1 not healthy, 2 invalid configuration.
 """
 
 import argparse
@@ -16,12 +16,12 @@ from tandem.config.worker import listen_address
 from tandem.errors import ConfigError
 
 TIMEOUT_S = 4.0
-_ANY = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # noqa: S104  # who listens everywhere is asked on loopback
+_ANY = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # noqa: S104  # a process that listens on all addresses is probed on loopback
 _Complaint = str | None
 
 
 def ask(config: ClusterConfig, role: str, index: int, *, is_ready: bool) -> _Complaint:
-    """What is wrong, or None. Raises ConfigError."""
+    """Return what is wrong, or None. Raises ConfigError."""
     try:
         if role == "router":
             return _ask_router(config.router, "/readyz" if is_ready else "/health")
@@ -36,7 +36,7 @@ def _ask_router(config: RouterConfig, path: str) -> _Complaint:
     if config.tls is None:
         connection = http.client.HTTPConnection(host, config.port, timeout=TIMEOUT_S)
     elif config.tls.client_ca is not None:
-        socket.create_connection((host, config.port), TIMEOUT_S).close()  # nobody gave us a certificate to show
+        socket.create_connection((host, config.port), TIMEOUT_S).close()  # there is no client certificate to present
         return None
     else:
         from tandem.rpc.certificates import client_of
@@ -58,27 +58,31 @@ def _ask_worker(host: str, port: int) -> _Complaint:
 
     with grpc.insecure_channel(f"{host}:{port}", options=(("grpc.enable_http_proxy", 0),)) as channel:
         try:
-            told = channel.unary_unary(HEALTH_METHOD)(b"", timeout=TIMEOUT_S)
+            options = channel.unary_unary(HEALTH_METHOD)(b"", timeout=TIMEOUT_S)
         except grpc.RpcError as error:
             return str(error.code().name)
-    return None if told == SERVING else "takes no work"
+    return None if options == SERVING else "not serving"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line, down to its exit code."""
-    parser = argparse.ArgumentParser(prog="cluster.probe", description="ask the process in this container how it is")
+    """Run the command line and return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="cluster.probe", description="check the health of the process in this container"
+    )
     parser.add_argument("role", choices=("router", "prefill", "decode"))
     parser.add_argument("--config", type=Path, required=True, help="the cluster's YAML")
-    parser.add_argument("--index", type=int, default=0, help="which worker of the pool")
-    parser.add_argument("--ready", action="store_true", help="of a router: has a canary come through the workers?")
-    told = parser.parse_args(arguments)
+    parser.add_argument("--index", type=int, default=0, help="index of the worker in its pool")
+    parser.add_argument(
+        "--ready", action="store_true", help="for a router: whether a canary request has passed through the workers"
+    )
+    options = parser.parse_args(arguments)
     try:
-        wrong = ask(load(told.config), told.role, told.index, is_ready=told.ready)
+        wrong = ask(load(options.config), options.role, options.index, is_ready=options.ready)
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
     if wrong is not None:
-        sys.stderr.write(f"{told.role}: {wrong}\n")
+        sys.stderr.write(f"{options.role}: {wrong}\n")
     return int(wrong is not None)
 
 

@@ -1,4 +1,4 @@
-"""A small client of the HTTP server, for `tandem chat`, `demo` and `top`: answers with their times, and the status."""
+"""A small HTTP client for `tandem chat`, `demo` and `top`: answers with their timing, and the status."""
 
 import json
 import ssl
@@ -21,22 +21,22 @@ _T = TypeVar("_T")
 
 
 class ClientError(Exception):
-    """The cluster cannot be reached or has refused; the message is for the user."""
+    """The cluster cannot be reached or rejected the request; the message is for the user."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Where one request's time went, in seconds, as the router accounts it."""
+    """Time that each phase of a request took, in seconds, as the router measures it."""
 
     queue_s: float = 0.0
-    """On the prefill and on the decode worker."""
+    """Queueing time on the prefill and the decode worker."""
     prefill_s: float = 0.0
     transfer_s: float = 0.0
     decode_s: float = 0.0
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Self:
-        """From the `timing` object of the last chunk."""
+        """Parse the `timing` object of the last chunk."""
         return cls(
             queue_s=float(value.get("queue_s", 0.0)),
             prefill_s=float(value.get("prefill_s", 0.0)),
@@ -53,12 +53,12 @@ class ChatReply:
     completion_tokens: int
     cached_tokens: int
     first_token_s: float | None
-    """Seen here: from sending the request to the first text, of thinking or answer."""
+    """Time measured here from sending the request to the first text, of reasoning or answer."""
     total_s: float
     timing: Timing | None
 
     def time_line(self) -> str:
-        """One line: queue, prefill, transfer, decode, cached tokens."""
+        """Render the times in one line: queue, prefill, transfer, decode, cached tokens."""
         parts = []
         if self.timing is not None:
             t = self.timing
@@ -73,7 +73,7 @@ class ChatReply:
 
 @dataclass(slots=True)
 class _Collected:
-    """What the chunks have told so far."""
+    """State accumulated from the chunks so far."""
 
     pieces: list[str] = field(default_factory=list)
     finish_reason: str | None = None
@@ -83,7 +83,7 @@ class _Collected:
 
 
 def client_tls(ca: Path | None, cert: Path | None) -> ssl.SSLContext | None:
-    """Of a client that believes `ca`'s authorities and shows `cert`, a PEM file with its key. Raises ClientError."""
+    """Build a TLS context that trusts `ca` and presents `cert`, a PEM file with its key. Raises ClientError."""
     if ca is None and cert is None:
         return None
     try:
@@ -92,54 +92,58 @@ def client_tls(ca: Path | None, cert: Path | None) -> ssl.SSLContext | None:
                 read_pem(path, option)
         context = ssl.create_default_context(cafile=ca)
         if cert is not None:
-            context.load_cert_chain(cert, password="")  # else an encrypted key is asked for on the terminal
+            context.load_cert_chain(
+                cert, password=""
+            )  # otherwise the terminal would prompt for an encrypted key's password
     except ConfigError as error:
         raise ClientError(str(error)) from None
     except (OSError, ssl.SSLError) as error:
-        raise ClientError(f"{ca} and {cert} are no PEM files to speak TLS with: {error}") from None
+        raise ClientError(f"{ca} and {cert} cannot be used for TLS: {error}") from None
     return context
 
 
 def base_of(url: str) -> str:
-    """A router's address without what users copy with it."""
+    """Strip the parts of a router's URL that users copy along."""
     return url.rstrip("/").removesuffix("/v1")
 
 
 def unreachable(url: str, error: Exception) -> ClientError:
-    """Why nothing comes from there, for the user of a command."""
+    """Return why a router cannot be reached, for the user of a command."""
     if isinstance(error, httpx.ConnectError) and "CERTIFICATE_VERIFY_FAILED" in str(error):
-        return ClientError(f"{url} shows a certificate that is not believed here: name its authority with --ca")
+        return ClientError(
+            f"{url} has a certificate that is not trusted here: give its certificate authority with --ca"
+        )
     if isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout)):
-        return ClientError(f"no cluster answers at {url}: start one with `tandem up`, or name it with --url")
+        return ClientError(f"no cluster answers at {url}: start one with `tandem up`, or give its address with --url")
     hint = ""
     if isinstance(error, httpx.RemoteProtocolError) and url.startswith("http:"):
-        hint = " (a router with TLS answers to https:// alone)"
+        hint = " (a router with TLS answers only on https://)"
     return ClientError(f"{url}: {error or type(error).__name__}{hint}")
 
 
 class ServedModel(NamedTuple):
-    """What a router serves."""
+    """Model that a router serves."""
 
     name: str
     has_chat_template: bool
-    """Without one it completes plain prompts, and refuses conversations."""
+    """Whether it serves conversations; without a template it only completes plain prompts."""
 
     @classmethod
     def from_json(cls, card: Mapping[str, Any]) -> Self:
-        """From an entry of `/v1/models`; routers of the version before do not say whether there is a template."""
+        """Parse an entry of `/v1/models`; routers of the previous version do not report templates."""
         return cls(str(card["id"]), bool(card.get("has_chat_template", True)))
 
 
 class ChatClient:
-    """One connection to a router. An async context manager."""
+    """Connection to one router; an async context manager."""
 
     def __init__(self, url: str, *, api_key: str | None = None, tls: ssl.SSLContext | None = None) -> None:
-        """`tls`: whom to believe, and who to be; the system's authorities when absent."""
+        """`tls`: trusted authorities and client certificate; by default the system's authorities."""
         self.url = base_of(url)
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         timeout = httpx.Timeout(CONNECT_TIMEOUT_S, read=None)
         try:
-            # trust_env: a proxy of the company's network does not know this machine's loopback
+            # trust_env is off: a corporate proxy cannot reach this machine's loopback
             self._http = httpx.AsyncClient(
                 base_url=self.url,
                 headers=headers,
@@ -159,13 +163,13 @@ class ChatClient:
         await self._http.aclose()
 
     async def model(self) -> ServedModel:
-        """The first model served. Raises ClientError."""
+        """Return the first model served. Raises ClientError."""
         return await self._get("/v1/models", lambda body: ServedModel.from_json(body["data"][0]))
 
     async def status(self, read: Callable[[Any], _T]) -> _T:
-        """What `read` makes of the router's status (`router.status.snapshot.merge`). Raises ClientError.
+        """Return the router's status as parsed by `read` (`router.status.snapshot.merge`). Raises ClientError.
 
-        `read` may raise ValueError, LookupError or TypeError for what is none.
+        `read` may raise ValueError, LookupError or TypeError for an invalid status.
         """
         return await self._get("/status/snapshot", read)
 
@@ -178,7 +182,7 @@ class ChatClient:
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise unreachable(self.url, error) from None
         except (ValueError, LookupError, TypeError):
-            raise ClientError(f"{self.url} answers, but not as a Tandem router does") from None
+            raise ClientError(f"{self.url} answers, but is not a Tandem router") from None
 
     async def ask(
         self,
@@ -187,16 +191,16 @@ class ChatClient:
         on_thought: Callable[[str], None] = lambda _: None,
         **body: Any,
     ) -> ChatReply:
-        """Stream one answer, passing on what comes of it: what the model thinks, and the text.
+        """Stream one answer, passing on reasoning and text as they arrive.
 
-        Cancelling it cancels the request. Raises ClientError.
+        Cancelling this cancels the request. Raises ClientError.
         """
         return await self._stream(
             "/v1/chat/completions", {"messages": list(messages), **body}, on_text=on_text, on_thought=on_thought
         )
 
     async def complete(self, prompt: str, on_text: Callable[[str], None], **body: Any) -> ChatReply:
-        """Stream what follows a plain prompt, as `ask` does."""
+        """Stream the continuation of a plain prompt, as `ask` does."""
         return await self._stream("/v1/completions", {"prompt": prompt, **body}, on_text=on_text)
 
     async def _stream(
@@ -238,7 +242,7 @@ class ChatClient:
 
 
 async def _chunks(lines: AsyncIterator[str]) -> AsyncIterator[dict[str, Any]]:
-    """The JSON objects of an event stream up to [DONE]; ClientError when it ends before or makes no sense."""
+    """Yield the JSON objects of an event stream up to [DONE]; ClientError if it ends early or is malformed."""
     async for line in lines:
         if not line.startswith("data:"):
             continue
@@ -248,15 +252,15 @@ async def _chunks(lines: AsyncIterator[str]) -> AsyncIterator[dict[str, Any]]:
         try:
             chunk = json.loads(data)
         except ValueError:
-            raise ClientError("the answer's stream is not JSON") from None
+            raise ClientError("the response stream is not JSON") from None
         if not isinstance(chunk, dict):
-            raise ClientError("the answer's stream is not of JSON objects")
+            raise ClientError("the response stream does not consist of JSON objects")
         yield chunk
-    raise ClientError("the answer broke off before its end")
+    raise ClientError("the response ended prematurely")
 
 
 def _read_chunk(chunk: dict[str, Any], got: _Collected) -> tuple[str, str]:
-    """Note what a chunk says; what it brings of thinking and of text."""
+    """Record a chunk, and return its reasoning and its text."""
     if "error" in chunk:
         raise ClientError(_message(chunk))
     if isinstance(chunk.get("usage"), dict):
@@ -275,15 +279,15 @@ def _read_chunk(chunk: dict[str, Any], got: _Collected) -> tuple[str, str]:
 
 
 def refusal(response: httpx.Response) -> str:
-    """What a router has said in place of an answer, for the user of a command."""
+    """Return a router's error response, for the user of a command."""
     try:
         message = _message(response.json())
     except ValueError:
         message = response.text[:MAX_ERROR_CHARS]
     wait = response.headers.get("Retry-After")
-    hint = f" (try again in {wait} s)" if wait else ""
+    hint = f" (retry in {wait} s)" if wait else ""
     if response.status_code == httpx.codes.UNAUTHORIZED:
-        hint = " (--api-key-file names the file of one)"
+        hint = " (give the file of an API key with --api-key-file)"
     return f"{response.status_code}: {message}{hint}"
 
 

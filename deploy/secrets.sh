@@ -1,5 +1,5 @@
 #!/bin/sh
-# Makes the secrets of deploy/compose.yaml, each once: a file that is there stays. Prints where the first API key is.
+# Creates the secrets of deploy/compose.yaml; existing files are kept. Prints where the first API key is.
 set -eu
 umask 077
 cd "$(dirname "$0")"
@@ -18,9 +18,9 @@ once api_keys "api_keys:
   - {key: \"$(digest first_key)\", tenant: first}
   - {key: \"$(digest metrics_key)\", tenant: metrics, operator: true}
 "
-# Made before /metrics was for operators alone: Prometheus would be refused.
+# Created before /metrics required an operator's key: Prometheus would be refused.
 sed -i "s/^\(  - {key: .*, tenant: metrics\)}$/\1, operator: true}/" secrets/api_keys
-# Containers run as whoever may read them: you, or where you are root nobody in particular.
+# Containers run as a user who may read the secrets: you or, if you are root, an unprivileged user.
 user="$(id -u):$(id -g)"
 if [ "${user%%:*}" = 0 ]; then
     user=10001:10001

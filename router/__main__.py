@@ -68,8 +68,8 @@ from tandem.values.ids import Incarnation
 from tandem.values.worker_identity import draw_incarnation
 
 _COLLECT_AFTER = (20_000, 20, 20)
-"""Objects made and not freed before a collection looks at the young ones: hardly anything here is in a cycle, and with
-Python's 700 a busy router looks for them during one request in two."""
+"""Objects allocated and not freed before a young collection: hardly anything here is in a cycle, and with Python's
+default of 700 a busy router would run one for every second request."""
 _log = logging.getLogger(__name__)
 
 
@@ -169,9 +169,9 @@ def _announce(heart: Heartbeat, where: str, http: HttpServer, rpc: GrpcServer, m
 
 
 async def _check_ports(stack: AsyncExitStack, config: ClusterConfig, place: RouterPlace) -> RunningRouter | None:
-    """The running router that will hand its ports over, if any. Raises OSError when another process has a port.
+    """Return the running router that will hand its ports over, if any. Raises OSError when another process has a port.
 
-    Of processes that share their ports, the parent has checked.
+    For processes that share their ports, the parent has already checked.
     """
     if place.shared_folder is not None:
         return None
@@ -215,7 +215,7 @@ def _grammars(config: ClusterConfig, model: ModelInfo) -> GrammarProcess:
 async def _kept_prompts(
     stack: AsyncExitStack, config: ClusterConfig, registry: WorkerRegistry, place: RouterPlace
 ) -> CachedPrompts:
-    """The named caches, including those of processes that share the ports."""
+    """Build the named caches, including those of processes that share the ports."""
     settings, pins = config.router.prompt_cache, registry.pins
     caches = NamedCaches(clock=time.time, most=settings.max_named, max_ttl_s=settings.max_ttl_s)
     if place.shared_folder is None:
@@ -235,7 +235,7 @@ async def _join_workers(
 ) -> tuple[RouterClusterState | None, WorkerFleet, Callable[[frozenset[WorkerAddress]], None]]:
     """Keep sessions with all workers; with Redis, also with those it lists, and read their cache events from it.
 
-    The last part of the result takes the addresses that the configuration names later.
+    The last part of the result sets the addresses that the configuration names later.
     """
     named = configured_addresses(config)
     directory = ChangingDirectory(named)
@@ -267,7 +267,7 @@ async def _join_workers(
 def _open_limits(
     stack: AsyncExitStack, config: ClusterConfig, place: RouterPlace, secret: bytes, incarnation: Incarnation
 ) -> SharedRateLimits:
-    """With the account of the router processes of this host."""
+    """Open the limits, with the account that the router processes of this host share."""
     account = None
     if place.shared_folder is not None:
         account = stack.enter_context(RateLimitFile(place.shared_folder, router=incarnation))
@@ -342,7 +342,7 @@ async def _port_takeover(
     config: ClusterConfig, peers: HostPeerExchange | None, handing: ListenerHandover | None
 ) -> PortTakeover:
     if handing is not None:
-        await handing.close()  # a successor that came now would share the ports with a router that refuses
+        await handing.close()  # a successor starting now would share the ports with a router that refuses requests
         return PortTakeover.SUCCESSOR if handing.is_handed_over else PortTakeover.NOBODY
     if peers is None or not await peers.others():
         return PortTakeover.NOBODY
@@ -356,7 +356,7 @@ def make_dispatcher(
     secret: bytes,
     decisions: DecisionLog,
 ) -> Dispatcher:
-    """The core of the router over its live workers."""
+    """Build the dispatcher over the registry's live workers."""
     settings = config.router
     placer = Placer(
         registry=registry,

@@ -7,7 +7,7 @@ ServingError
 ├── Unauthenticated           401
 ├── ModelNotFound             404
 ├── RouteNotFound             404
-├── NotAllowed                403  a good key, and not for this
+├── NotAllowed                403  a good key, and not for this; or a web page of another origin
 ├── Overloaded                429  a bounded queue or limit is full; carries Retry-After
 ├── Unavailable               503  no healthy worker can take it now; carries Retry-After
 ├── DeadlineExceeded          504
@@ -86,7 +86,7 @@ class Unauthenticated(ServingError):
 
 
 class NotAllowed(ServingError):
-    """The key is good, and not for this."""
+    """The key is good, and not for this; or a web page of another origin wants what needs no key."""
 
     code = Code.PERMISSION_DENIED
     http_status = 403

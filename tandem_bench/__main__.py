@@ -23,26 +23,28 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="tandem bench",
         description="Measure Tandem and print the figures.",
-        epilog="Exit code: 1 when a goal was not met (on a busy machine, perhaps), 2 when something was not measured.",
+        epilog="Exit code: 1 if a goal was missed (possible on a busy machine), 2 if something could not be measured.",
     )
     subjects = made.add_subparsers(dest="subject", required=True)
     spine = subjects.add_parser("spine", help="parity with transformers, start-up, latency, the model's own gates")
     scales = spine.add_mutually_exclusive_group()
     scales.add_argument("--quick", action="store_true", help="a sample of each figure, in under a minute")
-    scales.add_argument("--full", action="store_true", help="parity in every combination; about twice the time")
+    scales.add_argument("--full", action="store_true", help="parity in every combination; takes about twice as long")
     spine.add_argument("--only", nargs="+", metavar="PART", choices=PARTS, help=f"some of: {', '.join(PARTS)}")
     spine.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file as well")
     engine = subjects.add_parser("engine", help="speed against this machine's limits, peers, baselines; 55 s at most")
     engine_options.add_options(engine)
     transfer = subjects.add_parser("transfer", help="KV between two processes against the machine's limits and peers")
     transfer_options.add_options(transfer)
-    router = subjects.add_parser("router", help="what the router costs by itself, and what it decides")
+    router = subjects.add_parser("router", help="cost of the router itself, and of its decisions")
     router_options.add_options(router)
-    telemetry = subjects.add_parser("telemetry", help="what traces, scrapes and logs cost a cluster; 4 minutes")
+    telemetry = subjects.add_parser("telemetry", help="cost of traces, scrapes and logs in a cluster; 4 minutes")
     _add_telemetry_options(telemetry)
-    recovery = subjects.add_parser("recovery", help="pauses of a stream when processes are killed; 3 minutes")
-    recovery.add_argument("--rounds", type=int, default=3, metavar="N", help="of each case; 3")
-    recovery.add_argument("--standby", type=int, metavar="N", help="`standby_workers`; its default otherwise")
+    recovery = subjects.add_parser("recovery", help="pauses of a stream after processes are killed; 3 minutes")
+    recovery.add_argument("--rounds", type=int, default=3, metavar="N", help="rounds per case; default: 3")
+    recovery.add_argument(
+        "--standby", type=int, metavar="N", help="value of `standby_workers`; default: that of the configuration"
+    )
     recovery.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file as well")
     return made
 
@@ -51,19 +53,25 @@ def _add_telemetry_options(parser: argparse.ArgumentParser) -> None:
     seconds, turn_s, parts = 180.0, 2.0, TELEMETRY_PARTS
     parser.add_argument("--only", nargs="+", choices=parts, metavar="PART", help=f"some of: {', '.join(parts)}")
     parser.add_argument(
-        "--seconds", type=float, default=seconds, metavar="S", help=f"of all rounds; one more ends later; {seconds:g}"
+        "--seconds",
+        type=float,
+        default=seconds,
+        metavar="S",
+        help=f"total time of the rounds; a started round is finished; default: {seconds:g}",
     )
-    parser.add_argument("--turn", type=float, default=turn_s, metavar="S", help=f"of each load in a turn; {turn_s:g}")
+    parser.add_argument(
+        "--turn", type=float, default=turn_s, metavar="S", help=f"time of each load in a turn; default: {turn_s:g}"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file as well")
 
 
 def main() -> int:
-    """Parse the command line, measure, report; 1 when a goal was missed, 2 when something could not be measured."""
+    """Parse the command line, measure and report; return 1 when a goal was missed, 2 when a measurement failed."""
     parsing = parser()
     options = parsing.parse_args()
     for file in (options.json, getattr(options, "plot", None)):
         if file is not None and not file.absolute().parent.is_dir():
-            parsing.error(f"{file}: there is no such folder")
+            parsing.error(f"{file}: no such directory")
 
     err = Console(stderr=True, highlight=False)
     rows: list[Row] = []
@@ -82,7 +90,7 @@ def main() -> int:
 
 
 def _require_extras(options: argparse.Namespace) -> None:
-    """Before minutes are spent on measuring. Raises ExtraMissing."""
+    """Check for required packages before minutes are spent on measuring. Raises ExtraMissing."""
     if (module := _SUBJECT_EXTRAS.get(options.subject)) is not None:
         require_extra(module, f"tandem bench {options.subject}")
     if getattr(options, "plot", None) is not None:
@@ -90,16 +98,16 @@ def _require_extras(options: argparse.Namespace) -> None:
 
 
 async def _ended_by_sigterm(work: Coroutine[None, None, None]) -> None:
-    """As Ctrl-C ends it: what was started here must not outlive us."""
+    """End the work on SIGTERM as on Ctrl-C: started processes must not outlive this one."""
     task = asyncio.current_task()
     if task is not None:
-        # The loop's own way: it wakes the loop, whatever that is about to wait for.
+        # The loop's own handler wakes the loop, whatever it is about to wait for.
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     await work
 
 
 async def _spine(options: argparse.Namespace, rows: list[Row], err: Console) -> None:
-    """Adds to `rows` part by part, so that a later part's failure loses nothing."""
+    """Measure part by part, adding to `rows`, so that a later failure loses nothing."""
     from tandem_bench.spine.measure import Scale, measure
 
     scale = Scale.quick() if options.quick else Scale.full() if options.full else Scale()
@@ -148,7 +156,7 @@ def _out() -> Console:
 EXIT_CANNOT_MEASURE = 2
 EXIT_INTERRUPTED = 130
 WIDTH = 120
-"""Of a table in a file or a pipe."""
+"""Width of a table in a file or a pipe."""
 PARTS = ("logits", "gates", "startup", "speed", "parity", "bf16")
 QUICK_PARTS = PARTS[:-1]
 TELEMETRY_PARTS = ("spans", "router", "cluster")
@@ -162,7 +170,7 @@ _SUBJECTS: Mapping[str, Callable[[argparse.Namespace, list[Row], Console], Corou
     "recovery": _recovery,
 }
 _SUBJECT_EXTRAS: Mapping[str, str] = {"spine": "transformers", "telemetry": "opentelemetry.proto"}
-"""What a subject cannot be measured without, of what only the extra `bench` installs."""
+"""Packages of the extra `bench` that each subject needs."""
 
 if __name__ == "__main__":
     sys.exit(main())

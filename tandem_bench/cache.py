@@ -1,4 +1,4 @@
-"""Where benchmarks keep what is costly to make: models, the peers' environments. Never in the repository."""
+"""Directories for costly files of benchmarks: models and the peers' environments. Never in the repository."""
 
 import os
 from pathlib import Path
@@ -7,7 +7,7 @@ _NAME = "tandem-bench"
 
 
 def cache_dir(kind: str) -> Path:
-    """`~/.cache/tandem-bench/KIND`, or below `XDG_CACHE_HOME`; made when it is missing."""
+    """Return `~/.cache/tandem-bench/KIND`, or the same below `XDG_CACHE_HOME`, created if missing."""
     root = os.environ.get("XDG_CACHE_HOME")
     folder = (Path(root) if root else Path.home() / ".cache") / _NAME / kind
     folder.mkdir(parents=True, exist_ok=True)

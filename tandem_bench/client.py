@@ -1,4 +1,4 @@
-"""A client that streams completions as token ids and keeps the time."""
+"""A client that streams completions as token ids and records the times."""
 
 import asyncio
 import json
@@ -17,22 +17,22 @@ from tandem_bench.prompts import Prompt
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion:
-    """One answer and when its parts came."""
+    """Answer to one request, and the times of its parts."""
 
     token_ids: tuple[int, ...]
     cached_tokens: int
     first_token_s: float
-    """From the request's sending."""
+    """Time from sending the request to the first token."""
     gaps_s: tuple[float, ...]
-    """Between two messages that carried tokens, shared evenly among the tokens of the later one."""
+    """Times between two messages with tokens, shared evenly among the tokens of the later one."""
     prefill_s: float
-    """Computing the prompt, as the worker measured it."""
+    """Time of computing the prompt, as the worker measured it."""
     transfer_s: float
-    """KV transfer that no computation hid, as the workers measured it."""
+    """Time of KV transfer not hidden by computation, as the workers measured it."""
 
 
 class Client:
-    """HTTP to one router; an async context manager."""
+    """HTTP client of one router; an async context manager."""
 
     def __init__(self, url: str) -> None:
         limits = httpx.Limits(max_connections=None)
@@ -47,7 +47,7 @@ class Client:
         await self._http.aclose()
 
     async def complete(self, prompt: Prompt, *, max_tokens: int, salt: str = "bench") -> Completion:
-        """Greedy and to the full length. Raises RequestFailed."""
+        """Request a greedy completion of full length. Raises RequestFailed."""
         body = {
             "prompt": prompt.body,
             "max_tokens": max_tokens,
@@ -77,7 +77,7 @@ class Client:
     async def complete_all(
         self, prompts: Sequence[Prompt], *, max_tokens: int, concurrency: int, salt: str = "bench"
     ) -> list[Completion]:
-        """At most `concurrency` at once; answers in the prompts' order."""
+        """Request at most `concurrency` completions at once; return the answers in the prompts' order."""
         gate = asyncio.Semaphore(concurrency)
 
         async def one(prompt: Prompt) -> Completion:
@@ -87,7 +87,7 @@ class Client:
         return list(await asyncio.gather(*(one(prompt) for prompt in prompts)))
 
     async def counts(self, name: str) -> dict[str, float]:
-        """A counter of the router's, by the value of its last label."""
+        """Return a counter of the router by the value of its last label."""
         text = (await self._http.get("/metrics")).text
         return {
             list(sample.labels.values())[-1]: sample.value
@@ -96,7 +96,7 @@ class Client:
         }
 
     async def samples(self, name: str, **labels: str) -> list[tuple[dict[str, str], float]]:
-        """Samples of one of the router's metrics that have these labels, with all that they have."""
+        """Return the samples of one router metric that have these labels, with all their labels."""
         text = (await self._http.get("/metrics")).text
         return [
             (sample.labels, sample.value)
@@ -111,7 +111,7 @@ def _samples(samples: Iterable[Any], name: str) -> Iterable[Any]:
 
 
 class _Reader:
-    """Folds the chunks of one stream."""
+    """Accumulates the chunks of one stream."""
 
     def __init__(self, sent_s: float) -> None:
         self._sent_s = sent_s

@@ -1,7 +1,7 @@
-"""Clusters to be measured, started through the command line on ports of their own and stopped when done with.
+"""Clusters for measurements, started through the command line on ports of their own and stopped afterwards.
 
-`memory` is special: that transport joins two workers of one process, so `tandem_bench.memory_pair` holds both and only
-the router is a process of its own.
+`memory` is special: that transport joins two workers of one process, so `tandem_bench.memory_pair` runs both and only
+the router has its own process.
 """
 
 import asyncio
@@ -35,29 +35,29 @@ _PORTS = range(20_000, 32_000)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What kind of cluster: one decode worker and, but for `colocated`, one prefill worker."""
+    """Kind of cluster: one decode worker and, unless `colocated`, one prefill worker."""
 
     mode: str
     """`colocated`, or the name of a KV transport."""
     dtype: str = "float32"
     prefill_chunk_tokens: int = 512
     local_prefill_tokens: int | None = None
-    """None leaves Tandem's default; 0 sends every prompt through both pools."""
+    """Value of `local_prefill_tokens`: None leaves the default; 0 sends every prompt through both pools."""
     num_threads: int | None = None
     model: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """More of the section, and of the next ones."""
+    """Further settings of the `model` section; the next fields are the same for other sections."""
     engine: Mapping[str, Any] = field(default_factory=dict, hash=False)
     router: Mapping[str, Any] = field(default_factory=dict, hash=False)
     more: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """Sections that nothing else here fills."""
+    """Sections of the configuration that no other field sets."""
 
     @property
     def is_colocated(self) -> bool:
-        """Whether one worker does everything."""
+        """Whether a single worker does prefill and decode."""
         return self.mode == COLOCATED
 
     def config(self, ports: Sequence[int]) -> dict[str, Any]:
-        """The YAML's content; `ports`: HTTP, gRPC, prefill, decode."""
+        """Return the content of the YAML; `ports`: HTTP, gRPC, prefill, decode."""
         router: dict[str, Any] = {"port": ports[0], "grpc_port": ports[1], **self.router}
         if self.local_prefill_tokens is not None:
             router |= dict.fromkeys(("local_prefill_tokens", "max_local_prefill_tokens"), self.local_prefill_tokens)
@@ -85,7 +85,7 @@ class Setup:
         return content
 
     def commands(self, config: Path) -> list[list[str]]:
-        """The processes to start, after `python -m`."""
+        """Return the processes to start, as arguments of `python -m`."""
         if self.mode == MEMORY:
             return [
                 ["tandem_bench.memory_pair", "--config", str(config)],
@@ -96,20 +96,20 @@ class Setup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningCluster:
-    """Where it serves, and how long it took to do so."""
+    """Cluster that serves, with its address and its start-up time."""
 
     url: str
     started_s: float
-    """On time.monotonic, when its first process was started."""
+    """Time of starting its first process, on time.monotonic."""
     ready_s: float
-    """From then to `/readyz` saying 200."""
+    """Time from then until `/readyz` returned 200."""
     pids: tuple[int, ...]
-    """Of the processes started here; those have children."""
+    """Process ids of the started processes, which have children."""
 
 
 @asynccontextmanager
 async def running(setup: Setup) -> AsyncIterator[RunningCluster]:
-    """A cluster for as long as the context lasts. Raises ClusterFailed."""
+    """Run a cluster within the context. Raises ClusterFailed."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="tandem-bench-")))
         ports = free_ports(4)
@@ -128,7 +128,7 @@ async def running(setup: Setup) -> AsyncIterator[RunningCluster]:
             await _until(url, _is_ready, processes)
             ready_s = time.monotonic() - started_s
             if not setup.is_colocated:
-                # A router is ready once it has a decode worker; its session with the prefill worker may come later.
+                # A router is ready once it has a decode worker; its session with the prefill worker may start later.
                 await _until(url, _has_prefill_worker, processes)
         except ClusterFailed as error:
             log.seek(0)
@@ -139,10 +139,9 @@ async def running(setup: Setup) -> AsyncIterator[RunningCluster]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of the loopback interface that nobody uses now.
+    """Choose unused ports of the loopback interface.
 
-    Outside the range from which the kernel serves outgoing connections, or one of those may take a port before its
-    cluster does.
+    They are outside the range for outgoing connections, which could otherwise take a port before its cluster does.
     """
     found: list[int] = []
     with ExitStack() as stack:
@@ -155,7 +154,7 @@ def free_ports(count: int) -> list[int]:
 
 
 async def _start(command: Sequence[str], log: IO[str]) -> asyncio.subprocess.Process:
-    # A user's TANDEM_* settings would overrule the YAML and so change what is measured.
+    # A user's TANDEM_* settings would override the YAML and change what is measured.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")}
     return await asyncio.create_subprocess_exec(
         sys.executable,
@@ -186,15 +185,15 @@ async def _until(
 ) -> None:
     deadline_s = time.monotonic() + _START_S
     async with httpx.AsyncClient(base_url=url, trust_env=False) as http:
-        while not await _asked(holds, http):
+        while not await _holds(holds, http):
             dead = [process for process in processes if process.returncode is not None]
             if dead or time.monotonic() > deadline_s:
                 raise ClusterFailed(f"exit code {dead[0].returncode}" if dead else "not ready")
-            # The door of another process: there is no event here to wait on.
+            # The server runs in another process, which gives no event to wait for.
             await asyncio.sleep(_PERIOD_S)
 
 
-async def _asked(holds: Callable[[httpx.AsyncClient], Awaitable[bool]], http: httpx.AsyncClient) -> bool:
+async def _holds(holds: Callable[[httpx.AsyncClient], Awaitable[bool]], http: httpx.AsyncClient) -> bool:
     try:
         return await holds(http)
     except httpx.TransportError:

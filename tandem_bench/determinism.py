@@ -1,9 +1,8 @@
-"""What `engine.deterministic` costs: `python -m tandem_bench.determinism` times steps with and without it on the same
-weights.
+"""The cost of `engine.deterministic`: `python -m tandem_bench.determinism` times steps with and without it.
 
-One thread drives the model's runner without a scheduler, which is the same either way: decode steps of some sequences
-over a filled cache, and whole prompts. Rounds of both take turns, since the machine's speed drifts; the fastest step
-of all rounds counts.
+One thread drives the model's runner without a scheduler, which is the same in both cases: decode steps of several
+sequences over a filled cache, and whole prompts, with the same weights. Rounds of both alternate, since the machine's
+speed drifts; the fastest step of all rounds counts.
 """
 
 import argparse
@@ -44,14 +43,14 @@ class Plan:
     prompt_tokens: int = 512
     rounds: int = 5
     steps: int = 8
-    """Decode steps of each round; one prompt stands for as many."""
+    """Decode steps of each round; one prompt counts as many."""
 
 
 class Contestant:
     """One way to compute: its model, and a cache filled with as many prompts as the largest batch needs."""
 
     def __init__(self, folder: Path, options: BackendOptions, plan: Plan) -> None:
-        """Raises ConfigError when the options cannot be had here."""
+        """Load the model. Raises ConfigError when the options are not available here."""
         model = load_model(folder, backend=select_backend(options))
         layout = kv_layout(model.config, fingerprint=model.fingerprint, dtype=options.dtype, block_size=_BLOCK_SIZE)
         blocks_each = -(-(plan.prompt_tokens + 1) // _BLOCK_SIZE)
@@ -69,12 +68,12 @@ class Contestant:
             self.prefill(i)
 
     def prefill(self, number: int = 0) -> float:
-        """Seconds to compute one prompt in one step, its first token included."""
+        """Return the seconds to compute one prompt in one step, including its first token."""
         request = self._requests[number]
         return self._execute([BatchItem(request=request, start=0, num_tokens=request.num_prompt_tokens, samples=True)])
 
     def decode(self, batch: int) -> float:
-        """Seconds of one step in which the first `batch` sequences get a token each."""
+        """Return the seconds of one step in which the first `batch` sequences get a token each."""
         return self._execute(
             [
                 BatchItem(request=request, start=request.num_prompt_tokens, num_tokens=1, samples=True)
@@ -89,7 +88,7 @@ class Contestant:
 
 
 def rows(folder: Path, options: Sequence[BackendOptions], plan: Plan) -> list[Row]:
-    """Figures of both ways, `options` in the order of WAYS. Raises ConfigError."""
+    """Measure both ways, with `options` in the order of WAYS. Raises ConfigError."""
     contestants = [Contestant(folder, each, plan) for each in options]
     prefill_s = [float("inf")] * len(contestants)
     decode_s = {batch: [float("inf")] * len(contestants) for batch in plan.batches}
@@ -117,7 +116,7 @@ def _cost_percent(default_s: float, deterministic_s: float) -> float:
 
 
 def _request(tokens: list[int], number: int, num_blocks: int) -> Request:
-    """The last token is the first one generated: its step is a decode step."""
+    """Build a request whose last token is the first generated one: its step is a decode step."""
     return Request(
         request_id=RequestId(f"determinism-{number}"),
         token_ids=array("i", tokens),
@@ -129,7 +128,7 @@ def _request(tokens: list[int], number: int, num_blocks: int) -> Request:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the figures; nothing is promised, so nothing can be missed."""
+    """Print the figures; there are no goals to miss."""
     given = _options(argv)
     if given.device == "cpu":
         torch.set_num_threads(given.threads)
@@ -153,12 +152,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tandem_bench.determinism", description="What determinism costs.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tandem_bench.determinism", description="Measure the cost of determinism."
+    )
     parser.add_argument("--shape", choices=list(SHAPES), default=REFERENCE)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="of the CPU")
-    parser.add_argument("--rounds", type=int, default=Plan().rounds, help="of either way, taking turns")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1, help="number of CPU threads")
+    parser.add_argument("--rounds", type=int, default=Plan().rounds, help="rounds of each way, alternating")
     parser.add_argument("--json", type=Path, metavar="FILE")
     return parser.parse_args(argv)
 

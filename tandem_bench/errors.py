@@ -1,14 +1,14 @@
-"""Why a benchmark ends without its figures."""
+"""Reasons why a benchmark ends without its figures."""
 
 from importlib import import_module
 
 
 class CannotMeasure(Exception):
-    """Base of them all; the message is for the user."""
+    """Base class of the reasons; the message is for the user."""
 
 
 class ClusterFailed(CannotMeasure):
-    """A cluster did not come up; the message holds what its processes said last."""
+    """A cluster did not start; the message has the last output of its processes."""
 
 
 class ExtraMissing(CannotMeasure):
@@ -16,15 +16,15 @@ class ExtraMissing(CannotMeasure):
 
 
 class RequestFailed(CannotMeasure):
-    """A cluster answered with an error; the message is the cluster's."""
+    """A cluster answered with an error, which is the message."""
 
 
 class EvaluationFailed(CannotMeasure):
-    """The model's evaluation ended with an error; the message is its last words."""
+    """The model's evaluation ended with an error; the message has its last output."""
 
 
 def require_extra(module: str, purpose: str) -> None:
-    """Raises ExtraMissing where `module`, which only the extra `bench` installs, cannot be imported."""
+    """Raise ExtraMissing if `module`, which only the extra `bench` installs, cannot be imported."""
     try:
         import_module(module)
     except ImportError:

@@ -1,11 +1,11 @@
-"""Everything that only a GPU machine can say, in one command: `python tandem_bench/gpu_suite.py --json gpu.json`.
+"""Everything that only a GPU machine can measure, in one command: `python tandem_bench/gpu_suite.py --json gpu.json`.
 
-Parity of kernels and engine, the machine's ceilings, an 8B-shaped random model's speed against them, peers; under eight
-minutes on an H200. Needs torch, triton, numpy and safetensors, and transformers for parity and its own speed; no
-model, no network, no installation of this package. Every part runs in a process of its own within a budget of its own
-(tandem_bench.gpu.isolation): what fails is reported and the rest goes on.
+Parity of kernels and engine, the machine's ceilings, the speed of an 8B-shaped random model relative to them, and
+peers; under eight minutes on an H200. Needs torch, triton, numpy and safetensors, and transformers for parity and its
+own speed; no model, no network, no installation of this package. Every part runs in a process of its own within a
+budget of its own (tandem_bench.gpu.isolation): a failure is reported and the rest continues.
 
-`--device cpu --shape tiny` runs all of it small, with kernels in Triton's interpreter, to see that it runs.
+`--device cpu --shape tiny` runs all of it with small sizes and kernels in Triton's interpreter, to check that it works.
 
 Exit code: 0, or 1 when a goal was missed, or 2 when a part failed or had no time.
 """
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if not __package__:
-    # Run as a file: the directory above holds the packages, and the file's own must not shadow anybody's modules.
+    # Run as a file: the directory above contains the packages, and the file's own directory must not shadow modules.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from tandem_bench import report
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from tandem_bench.gpu.stage import Stage
 
 LIMIT_S = 477.0
-"""Of the eight minutes: the parts' budgets, and what their processes take to begin and to end."""
+"""Time limit within the eight minutes: the parts' budgets, and the start and end of their processes."""
 EXIT_MISSED, EXIT_INCOMPLETE = 1, 2
 _VERDICTS = {True: "met", False: "NOT MET", None: ""}
 _FORK_SAFE = ("numpy", "torch", "triton")
@@ -40,15 +40,15 @@ _MODELS = tuple(f"transformers.models.{name}.modeling_{name}" for name in ("llam
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the suite; the process's exit code."""
+    """Run the suite, and return the process's exit code."""
     given = _options(argv)
-    # Before anything imports triton: it decides then whether kernels are interpreted.
+    # Set before anything imports triton, which decides at import whether kernels are interpreted.
     _prepare_environment(given.device)
     from tandem_bench.gpu.isolation import Workshop
     from tandem_bench.gpu.stage import Stage
 
     started_s = time.monotonic()
-    # Importing model code may look for GPUs, which a process that others are forked from must not do.
+    # Importing model code may query GPUs, which the process that others are forked from must not do.
     workshop = Workshop(_FORK_SAFE + (_MODELS if given.device == "cpu" else ()))
     workshop.warm()
     stage = Stage(device=given.device, shape=given.shape, seed=given.seed, deadline_s=started_s + given.limit_s)
@@ -65,12 +65,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="gpu_suite", description="What only a GPU machine can say about Tandem.")
+    parser = argparse.ArgumentParser(prog="gpu_suite", description="Measure what only a GPU machine can.")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--shape", default=None, help="random model: tiny, 0.5b, 1b, 8b; by default 8b, on a CPU tiny")
-    parser.add_argument("--only", nargs="+", metavar="PART", help="parts by name or by what their names begin with")
-    parser.add_argument("--list", action="store_true", help="name the parts and end")
-    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="the whole suite's time")
+    parser.add_argument("--shape", default=None, help="random model: tiny, 0.5b, 1b, 8b; default: 8b, on a CPU tiny")
+    parser.add_argument("--only", nargs="+", metavar="PART", help="names of parts, or prefixes of them")
+    parser.add_argument("--list", action="store_true", help="list the parts and exit")
+    parser.add_argument("--limit-s", type=float, default=LIMIT_S, help="time limit of the whole suite, in seconds")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything found to this file as well")
     given = parser.parse_args(argv)
@@ -80,7 +80,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
             print(f"{part.name:<24}{part.budget_s:>6.0f} s")
         parser.exit()
     if given.only and not _chosen(given.only):
-        parser.error(f"no part is named like {', '.join(given.only)}")
+        parser.error(f"no part matches {', '.join(given.only)}")
     return given
 
 
@@ -89,7 +89,7 @@ def _chosen(only: Sequence[str] | None) -> tuple[Part, ...]:
 
 
 def _prepare_environment(device: str) -> None:
-    """For the processes that are to come. A directory on PYTHONPATH, so that they find the packages as well."""
+    """Prepare the environment of the processes to start; PYTHONPATH lets them find the packages."""
     root = str(Path(__file__).resolve().parents[1])
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     os.environ["HF_HUB_OFFLINE"] = "1"
@@ -102,7 +102,7 @@ def _prepare_environment(device: str) -> None:
 
 
 def describe(result: "Result") -> str:
-    """One part: a line for how it ended, then its notes and figures."""
+    """Describe a part: a line for its outcome, then its notes and figures."""
     lines = [f"== {result.part}: {result.status.value}, {result.seconds:.1f} s"]
     lines += [f"   {name:<40} {value}" for name, value in result.notes.items()]
     for row in result.rows:
@@ -129,7 +129,7 @@ def num_missed(results: Sequence["Result"]) -> int:
 
 
 def write_json(path: Path, results: Sequence["Result"], *, stage: "Stage", seconds: float) -> None:
-    """Everything so far: `{"device", "shape", "seed", "seconds", "parts": [...], "rows": [...]}`.
+    """Write all results so far: `{"device", "shape", "seed", "seconds", "parts": [...], "rows": [...]}`.
 
     `rows` are those of all parts together, as other benchmarks write theirs.
     """
@@ -142,9 +142,9 @@ def write_json(path: Path, results: Sequence["Result"], *, stage: "Stage", secon
     }
     whole["is_complete"] = all(result.is_complete for result in results)
     rows = [asdict(row) for result in results for row in result.rows]
-    beside = path.with_name(f"{path.name}.new")
-    beside.write_text(json.dumps({**whole, "parts": parts, "rows": rows}, indent=2) + "\n", encoding="utf-8")
-    beside.replace(path)  # whoever stops the suite meanwhile keeps the file of the part before
+    temporary = path.with_name(f"{path.name}.new")
+    temporary.write_text(json.dumps({**whole, "parts": parts, "rows": rows}, indent=2) + "\n", encoding="utf-8")
+    temporary.replace(path)  # if the suite is stopped meanwhile, the previous file remains
 
 
 if __name__ == "__main__":

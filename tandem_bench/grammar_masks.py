@@ -1,8 +1,8 @@
-"""What a parser takes of a processor for each token of an answer: by grammar, without a model.
+"""Processor time of a grammar parser for each token of an answer, without a model.
 
-`python -m tandem_bench.grammar_masks` follows answers of random tokens of the built-in vocabulary as a decode worker
-does, and shows the most that one mask took, the mean of a token, and after how many tokens a guide gave up, if it did.
-Times are those of the thread itself.
+`python -m tandem_bench.grammar_masks` follows answers of random tokens of the built-in vocabulary like a decode worker,
+and shows the maximum time of a mask, the mean per token, and after how many tokens a guide gave up, if it did. Times
+are those of the thread itself.
 """
 
 import argparse
@@ -68,7 +68,7 @@ GRAMMARS: Mapping[str, str] = MappingProxyType(
 
 
 def follow(grammar: str, *, num_tokens: int, seed: int) -> tuple[float, float, int | None]:
-    """Milliseconds of the longest mask and of a token in the mean; the token at which the guide gave up."""
+    """Return milliseconds of the longest mask and per token on average, and the token at which the guide gave up."""
     path = Path(model_directory("builtin")) / "tokenizer.json"
     guides = LlGuides(path, vocab_size=_VOCAB_SIZE, eos_token_ids=[_END], cache_bytes=_CACHE_BYTES)
     guide, random = guides.guide(grammar), Random(seed)
@@ -92,7 +92,7 @@ def follow(grammar: str, *, num_tokens: int, seed: int) -> tuple[float, float, i
 
 
 def main() -> int:
-    """Print the table; 1 when a schema or a choice was given up."""
+    """Print the table; return 1 when a schema or a choice was given up."""
     parser = argparse.ArgumentParser(prog="tandem_bench.grammar_masks")
     parser.add_argument("--tokens", type=int, default=600)
     parser.add_argument("--seeds", type=int, default=3)

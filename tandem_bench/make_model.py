@@ -1,8 +1,8 @@
 """Writes a named random shape as a Hugging Face directory: `python -m tandem_bench.make_model --shape 0.5b`.
 
-The weights are made and written shard by shard, so the writer's memory is one shard, whatever the model's size. The
-tokenizer is a byte-level BPE whose tokens are single bytes, then pairs, then triples of letters and digits: any
-program that reads tokenizer.json reads it, and every id has a text of its own.
+The weights are made and written shard by shard, so the writer needs the memory of one shard, whatever the model's size.
+The tokenizer is a byte-level BPE whose tokens are single bytes, then pairs, then triples of letters and digits: any
+program that supports tokenizer.json can load it, and every id has its own text.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from tandem_bench.shapes import END_ID, SHAPES, Shape, random_tensor
 
 SHARD_BYTES = 256 << 20
 _VERSION = 1
-"""Of everything below that changes what is written."""
+"""Version of everything below that affects the files."""
 _END_TEXT = "<|end|>"
 _SYMBOLS = string.ascii_lowercase + string.ascii_uppercase + string.digits
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -38,7 +38,7 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 def cached_model(
     shape: Shape, *, dtype: str = "bfloat16", seed: int = 0, note: Callable[[str], None] = lambda _: None
 ) -> Path:
-    """The model's directory in the user's cache, written on first use; complete or absent, never half there."""
+    """Return the model's directory in the user's cache, written on first use; never partial."""
     key = hashlib.sha256(json.dumps([_VERSION, seed, shape.name, shape.hf_config(dtype)]).encode()).hexdigest()[:10]
     folder = cache_dir("models") / f"{shape.name}-{dtype}-{key}"
     if not folder.exists():
@@ -50,14 +50,14 @@ def cached_model(
             draft.replace(folder)
         except BaseException:
             shutil.rmtree(draft, ignore_errors=True)
-            if not folder.exists():  # else another process was first, with the same content
+            if not folder.exists():  # otherwise another process was first, with the same content
                 raise
         note(f"made in {time.monotonic() - started_s:.1f} s")
     return folder
 
 
 def write_model(folder: Path, shape: Shape, *, dtype: str = "bfloat16", seed: int = 0) -> None:
-    """Configuration, tokenizer and weights into an existing folder. Raises OSError."""
+    """Write configuration, tokenizer and weights into an existing folder. Raises OSError."""
     _write_json(folder / "config.json", shape.hf_config(dtype))
     _write_json(folder / "generation_config.json", {"bos_token_id": END_ID, "eos_token_id": END_ID})
     make_tokenizer(shape.vocab_size).save(str(folder / "tokenizer.json"))
@@ -88,11 +88,11 @@ def write_model(folder: Path, shape: Shape, *, dtype: str = "bfloat16", seed: in
 
 
 def make_tokenizer(vocab_size: int) -> Tokenizer:
-    """Byte-level BPE of exactly `vocab_size` tokens. Raises ValueError when it cannot hold the 256 bytes."""
+    """Build a byte-level BPE of exactly `vocab_size` tokens. Raises ValueError if it cannot hold the 256 bytes."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     num_merges = vocab_size - 1 - len(alphabet)
     if num_merges < 0:
-        raise ValueError(f"a byte-level vocabulary has at least {1 + len(alphabet)} tokens, not {vocab_size}")
+        raise ValueError(f"a byte-level vocabulary needs at least {1 + len(alphabet)} tokens, got {vocab_size}")
     merges = list(islice(_merges(), num_merges))
     if len(merges) < num_merges:
         raise ValueError(f"a vocabulary of {vocab_size} tokens is more than bytes, pairs and triples")
@@ -127,14 +127,14 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    """Write one model; prints its directory."""
+    """Write one model and print its directory."""
     parser = argparse.ArgumentParser(
         prog="python -m tandem_bench.make_model", description="Write a seeded random model."
     )
     parser.add_argument("--shape", choices=list(SHAPES), default="0.5b")
     parser.add_argument("--dtype", choices=list(_DTYPES), default="bfloat16")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, help="an empty directory; the user's cache when absent")
+    parser.add_argument("--out", type=Path, help="empty directory; default: the user's cache")
     options = parser.parse_args()
     shape = SHAPES[options.shape]
     if options.out is None:

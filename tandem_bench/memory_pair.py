@@ -35,7 +35,7 @@ from worker.sessions import WorkerSessions
 
 @dataclass(slots=True, kw_only=True)
 class Pair:
-    """What both workers share; entered on `stack`, so that its end ends them."""
+    """State that both workers share; entered on `stack`, which ends them."""
 
     config: ClusterConfig
     lifetime: Lifetime
@@ -111,7 +111,7 @@ class Pair:
 
 
 async def serve(config: ClusterConfig, place: WorkerPlace, lifetime: Lifetime) -> None:
-    """Both workers, until told to stop."""
+    """Run both workers until stopped."""
     async with AsyncExitStack() as stack:
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         auth = ClusterAuth(cluster_secret(config))

@@ -1,7 +1,7 @@
-"""What lower precision costs: the built-in model's gates through our engine, in every way it can compute.
+"""The cost of lower precision: the built-in model's quality gates through our engine, in every way it can compute.
 
-`python -m tandem_bench.quality` prints perplexity, needles and JSON objects (training/evaluate.py) for each setting
-beside transformers in float32. A prompt runs as it would in a worker: in chunks, over the paged cache.
+`python -m tandem_bench.quality` prints perplexity, needles and JSON objects (training/evaluate.py) for each setting,
+and for transformers in float32. A prompt runs as in a worker: in chunks, over the paged cache.
 """
 
 import argparse
@@ -45,10 +45,10 @@ _CHUNK = 512
 
 
 class EngineForward:
-    """The engine's model as a function from tokens to logits."""
+    """Model of the engine as a function from tokens to logits."""
 
     def __init__(self, folder: Path, settings: Mapping[str, str | bool], *, num_threads: int) -> None:
-        """Raises ConfigError when the settings cannot be had here."""
+        """Load the model. Raises ConfigError when the settings are not available here."""
         options = BackendOptions(
             device=torch.device("cpu"),
             dtype=str(settings["dtype"]),
@@ -71,7 +71,7 @@ class EngineForward:
 
     @torch.inference_mode()
     def __call__(self, ids: list[int]) -> Tensor:
-        """Float32 logits after each token, `[num_tokens, vocab_size]`."""
+        """Return float32 logits after each token, `[num_tokens, vocab_size]`."""
         request = Request(
             request_id=RequestId("quality"),
             token_ids=array("i", ids),
@@ -92,7 +92,7 @@ class EngineForward:
 def rows(
     folder: Path, *, settings: Sequence[str], samples: int, lengths: Sequence[int], text: str, num_threads: int
 ) -> list[Row]:
-    """Every gate in every setting; the built-in model's promises are goals of each. Raises ConfigError."""
+    """Measure every gate in every setting; the built-in model's guarantees are the goals. Raises ConfigError."""
     found: list[Row] = []
     for name in settings:
         forward: Forward | None = None
@@ -105,18 +105,20 @@ def rows(
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="python -m tandem_bench.quality", description="What lower precision costs.")
+    made = argparse.ArgumentParser(
+        prog="python -m tandem_bench.quality", description="Measure the cost of lower precision."
+    )
     every = (TRANSFORMERS, *SETTINGS)
     made.add_argument("--settings", nargs="+", choices=every, default=list(every))
-    made.add_argument("--samples", type=int, default=100, help="questions and stories of each kind")
-    made.add_argument("--lengths", type=int, nargs="+", default=[512], help="needle lengths")
-    made.add_argument("--text", type=Path, help="the text of the training run; its last 5%% is measured")
+    made.add_argument("--samples", type=int, default=100, help="number of questions and stories of each kind")
+    made.add_argument("--lengths", type=int, nargs="+", default=[512], help="prompt lengths of the needle test")
+    made.add_argument("--text", type=Path, help="text of the training run; its last 5%% is measured")
     made.add_argument("--json", type=Path, metavar="FILE")
     return made
 
 
 def main() -> int:
-    """Print the figures; 1 when a promise is not kept."""
+    """Print the figures; return 1 when a goal is missed."""
     options = parser().parse_args()
     num_threads = os.cpu_count() or 1
     torch.set_num_threads(num_threads)

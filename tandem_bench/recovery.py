@@ -1,7 +1,7 @@
-"""How long a live stream pauses when processes of its cluster are killed, and where that time goes.
+"""Pauses of a live stream when processes of its cluster are killed, and where that time goes.
 
-A cluster of two prefill workers, two decode workers and one router; a stream over gRPC that goes on by its ids where
-the router dies; SIGKILL for some of the processes at once. The pause is the longest silence of the stream.
+The cluster has two prefill workers, two decode workers and one router; the stream uses gRPC and resumes by its ids when
+the router dies; some of the processes get SIGKILL at once. The pause is the longest silence of the stream.
 """
 
 import argparse
@@ -38,10 +38,10 @@ _PROMPT = "Once upon a time there was a small house by the sea, and"
 _TOKENS_BEFORE = 30
 _MAX_TOKENS = 1200
 _MAX_RECONNECTS = 1_000
-"""The only router may be gone for a while."""
+"""Maximum reconnects: the only router may be gone for a while."""
 _WAIT_S = 120.0
 _CALM_S = 8.0
-"""Between rounds: what was started anew has settled, a standby worker included."""
+"""Pause between rounds, after which restarted processes have settled, including a standby worker."""
 _CONFIG = {
     "prefill.replicas": 2,
     "decode.replicas": 2,
@@ -56,17 +56,17 @@ _CONFIG = {
 
 @dataclass(slots=True)
 class _Restart:
-    """Moments of one process's way back, on the monotonic clock."""
+    """Times of one process's restart, on the monotonic clock."""
 
     launched_s: float | None = None
     ready_s: float | None = None
     load_s: float = 0.0
-    """Of these, from the model's file to serving; the rest of a start is the interpreter and its imports."""
+    """Part of the start from the model's file to serving; the rest is the interpreter and its imports."""
 
 
 @dataclass(slots=True)
 class _Moments(SilentWatcher):
-    """Notes when processes start and serve."""
+    """Records when processes start and serve."""
 
     restarts: dict[str, _Restart] = field(default_factory=dict)
 
@@ -80,7 +80,7 @@ class _Moments(SilentWatcher):
 
 
 async def measure(options: argparse.Namespace, rows: list[Row], *, out: Console, err: Console) -> None:
-    """Add the figures to `rows` case by case. Raises CannotMeasure when a stream does not come back."""
+    """Add the figures to `rows` case by case. Raises CannotMeasure when a stream does not resume."""
     config = load(None, {**_CONFIG, "standby_workers": options.standby})
     moments = _Moments()
     policy = Policy(stable_s=1.0, max_rapid_deaths=1000)
@@ -96,7 +96,7 @@ async def measure(options: argparse.Namespace, rows: list[Row], *, out: Console,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Round:
-    """One pause, split at what happened first among the victims that can serve the stream."""
+    """One pause, divided by what happened first among the killed processes that can serve the stream."""
 
     pause_s: float
     until_launch_s: float
@@ -114,7 +114,7 @@ def _figures(case: str, rounds: Sequence[_Round]) -> list[Row]:
         figure(f"{case}: worst of {len(rounds)}", round(max(one.pause_s for one in rounds), 2), "s"),
     ]
     if not all(one.until_launch_s for one in rounds):
-        return rows  # another worker went on with it: no start was waited for
+        return rows  # another worker continued the stream: no start was awaited
     return [
         *rows,
         figure(f"{case}: from the kill to the first start", median("until_launch_s"), "s"),
@@ -140,7 +140,7 @@ async def _round(cluster: LocalCluster, moments: _Moments, victims: Sequence[str
                     moments.restarts.clear()
                     _kill(cluster, names)
                 if killed_s and arrivals[-1] - killed_s > 1.0 and _longest(arrivals)[0] < arrivals[-1] - 0.5:
-                    break  # it goes on: the rest of the answer says nothing more
+                    break  # the stream continues: the rest of the answer adds nothing
     began, ended = _longest(arrivals)
     back = [r for name, r in moments.restarts.items() if r.ready_s is not None and name.startswith("decode")]
     first = min(back, key=lambda r: r.ready_s or 0.0, default=None)
@@ -156,12 +156,12 @@ async def _round(cluster: LocalCluster, moments: _Moments, victims: Sequence[str
 
 
 def _longest(arrivals: Sequence[float]) -> tuple[float, float]:
-    """Both ends of the longest silence."""
+    """Return both ends of the longest silence."""
     return max(itertools.pairwise(arrivals), key=lambda ends: ends[1] - ends[0])
 
 
 async def _named(cluster: LocalCluster, victims: Sequence[str]) -> list[str]:
-    """Names of processes; `decode-serving` is the worker that computes the only stream."""
+    """Resolve names of processes; `decode-serving` is the worker that computes the only stream."""
     if victims != ("decode-serving",):
         return list(victims)
     busiest = max(
@@ -178,7 +178,7 @@ def _cpu_ticks(pid: int) -> int:
 def _kill(cluster: LocalCluster, names: Sequence[str]) -> None:
     pids = [view.pid for view in cluster.processes if view.name in names or view.role.value in names]
     if len(pids) != len(names) or None in pids:
-        raise CannotMeasure(f"not all of {json.dumps(list(names))} run")
+        raise CannotMeasure(f"not all of {json.dumps(list(names))} are running")
     for pid in pids:
         os.kill(pid or 0, signal.SIGKILL)
 

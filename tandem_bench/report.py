@@ -1,4 +1,4 @@
-"""What a benchmark says: rows of figures, as a table for people and as JSON for machines."""
+"""The report of a benchmark: rows of figures, as a table for people and as JSON for programs."""
 
 import json
 import operator
@@ -22,7 +22,7 @@ _COMPARE: Mapping[str, Callable[[float, float], bool]] = {"<=": operator.le, ">=
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One measured figure; `goal` and `met` are None where nothing is promised."""
+    """One measured figure; `goal` and `met` are None where there is no goal."""
 
     name: str
     value: float
@@ -40,11 +40,11 @@ def figure(
     at_least: float | None = None,
     below: float | None = None,
 ) -> Row:
-    """A row, judged where a goal is given. Raises ValueError for more than one goal."""
+    """Build a row, judged where a goal is given. Raises ValueError for more than one goal."""
     bounds = {"<=": at_most, ">=": at_least, "<": below}
     goals = [(sign, bound) for sign, bound in bounds.items() if bound is not None]
     if len(goals) > 1:
-        raise ValueError(f"{name}: one goal, not {len(goals)}")
+        raise ValueError(f"{name}: at most one goal is allowed, got {len(goals)}")
     if not goals:
         return Row(name=name, value=value, unit=unit)
     sign, bound = goals[0]
@@ -52,12 +52,12 @@ def figure(
 
 
 def num_missed(rows: Sequence[Row]) -> int:
-    """How many goals were not met."""
+    """Count the goals that were missed."""
     return sum(row.met is False for row in rows)
 
 
 def print_table(console: "Console", rows: Sequence[Row]) -> None:
-    """Print the table. Rich is imported here: figures are also made where it is not installed."""
+    """Print the table. Rich is imported here, as figures are also made where it is not installed."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -72,26 +72,26 @@ def print_table(console: "Console", rows: Sequence[Row]) -> None:
         verdict = {True: Text("met", style="green"), False: Text("NOT MET", style="bold red"), None: Text("")}[row.met]
         table.add_row(Text(row.name), shown(row.value), Text(row.unit), row.goal or "", verdict)
     console.print(table)
-    missed = [f"{row.name} {shown(row.value)}, wanted {row.goal}" for row in rows if row.met is False]
+    missed = [f"{row.name} {shown(row.value)}, expected {row.goal}" for row in rows if row.met is False]
     if missed:
         count = f"{len(missed)} goal{'s' * (len(missed) > 1)} not met"
         console.print(Text(f"{count}: {'; '.join(missed)}", style="bold red"), soft_wrap=True)
 
 
 def shown(value: float) -> str:
-    """Four significant digits; whole numbers, and what lies before the point, in full."""
+    """Render four significant digits; whole numbers and integer parts in full."""
     is_whole = float(value).is_integer() or abs(value) >= 1e4
     return f"{value:,.0f}" if is_whole and abs(value) < 1e15 else f"{value:.4g}"
 
 
 def write_json(path: Path, rows: Sequence[Row], *, about: Mapping[str, object] | None = None) -> None:
-    """`{"about": {...}, "rows": [{"name", "value", "unit", "goal", "met"}]}`; `about`: when, where, of what."""
-    told = {"about": dict(about or {}), "rows": [asdict(row) for row in rows]}
-    path.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+    """Write `{"about": {...}, "rows": [{"name", "value", "unit", "goal", "met"}]}`; `about`: when, where and what."""
+    report = {"about": dict(about or {}), "rows": [asdict(row) for row in rows]}
+    path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
 def circumstances(command: Sequence[str]) -> dict[str, object]:
-    """When and where a benchmark runs: what its figures must not be separated from."""
+    """Return when and where a benchmark runs, which its figures must be stored with."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(command),
@@ -113,6 +113,6 @@ def _processor() -> str:
 
 
 def read_json(path: Path) -> list[Row]:
-    """Rows that another program wrote in the same shape."""
+    """Read rows that another program wrote in the same format."""
     rows = json.loads(read_regular_text(path, max_bytes=64 << 20))["rows"]
     return [Row(**row) for row in rows]

@@ -19,7 +19,7 @@ _QWEN3 = "Qwen3ForCausalLM"
 _LLAMA = "LlamaForCausalLM"
 _MODEL_TYPES = {_QWEN3: "qwen3", _LLAMA: "llama"}
 END_ID = 0
-"""The end token; prompts and answers of benchmarks treat it like any other."""
+"""End token, which benchmarks treat like any other in prompts and answers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class Shape:
     rope_theta: float = 1e6
 
     def hf_config(self, dtype: str) -> dict[str, Any]:
-        """The content of `config.json`."""
+        """Return the content of `config.json`."""
         return {
             "architectures": [self.architecture],
             "model_type": _MODEL_TYPES[self.architecture],
@@ -66,16 +66,16 @@ class Shape:
         }
 
     def model_config(self, dtype: str = "bfloat16") -> ModelArchitecture:
-        """As the engine reads it."""
+        """Return the configuration as the engine reads it."""
         return parse_model_config(self.hf_config(dtype), {})
 
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Every stored tensor, in Hugging Face's names, with its shape."""
+        """Return every stored tensor, by its Hugging Face name, with its shape."""
         return expected_shapes(self.model_config())
 
     @property
     def num_parameters(self) -> int:
-        """Stored numbers; tied ones count once."""
+        """Number of stored weights; tied ones count once."""
         return sum(torch.Size(size).numel() for size in self.tensors().values())
 
 
@@ -156,7 +156,7 @@ REFERENCE = "0.5b"
 def random_tensors(
     shape: Shape, *, seed: int, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the model, one at a time, made where it is wanted; no two live at once unless kept."""
+    """Yield every tensor of the model, made when needed; no two exist at once unless kept."""
     for name, size in shape.tensors().items():
         yield name, random_tensor(shape, name, size, seed=seed, dtype=dtype, device=device)
 
@@ -170,10 +170,10 @@ def random_tensor(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
 ) -> Tensor:
-    """One tensor, a function of its arguments alone; the numbers differ between kinds of device.
+    """Generate one tensor from the arguments alone; the numbers differ between kinds of devices.
 
-    Norms are one, with a little noise so that a mistake in them shows; matrices are normal with deviation
-    1/sqrt(fan-in). The embedding counts as the head that it is when tied: its fan-in is the hidden size.
+    Norms are one, with a little noise so that errors in them show; matrices are normal with deviation 1/sqrt(fan-in). A
+    tied embedding counts as the head: its fan-in is the hidden size.
     """
     word = hashlib.blake2b(f"{shape.name}:{seed}:{name}".encode(), digest_size=8).digest()
     generator = torch.Generator(device).manual_seed(int.from_bytes(word, "little") >> 1)

@@ -1,7 +1,7 @@
-"""What following a grammar costs: decoding time per token of answers with a structure and without one, by turns.
+"""Cost of following a grammar: decode time per token of answers with a structure and without, alternately.
 
-`python -m tandem_bench.structured` starts a cluster of the built-in model, which is the hardest case: a model so small
-that a token takes a fraction of a millisecond, so what a mask takes shows. Times are the workers' own.
+`python -m tandem_bench.structured` starts a cluster of the built-in model, which is the hardest case: a token takes
+only a fraction of a millisecond, so the time of a mask shows. Times are measured by the workers.
 """
 
 import argparse
@@ -41,7 +41,7 @@ _STRUCTURES: dict[str, dict[str, Any]] = {
 
 
 async def token_ms(http: httpx.AsyncClient, structure: dict[str, Any], *, streams: int, seed: int) -> float:
-    """Decoding time of a token, in milliseconds: the median of answers that run together."""
+    """Return the decode time of a token in milliseconds: the median of answers that run together."""
     body = {
         "prompt": _PROMPT,
         "max_tokens": ANSWER_TOKENS,
@@ -53,8 +53,8 @@ async def token_ms(http: httpx.AsyncClient, structure: dict[str, Any], *, stream
     async def one(number: int) -> float:
         answer = await http.post("/v1/completions", json=body | {"seed": seed + number})
         answer.raise_for_status()
-        told = answer.json()
-        decode_s, num_tokens = float(told["timing"]["decode_s"]), int(told["usage"]["completion_tokens"])
+        reply = answer.json()
+        decode_s, num_tokens = float(reply["timing"]["decode_s"]), int(reply["usage"]["completion_tokens"])
         return 1e3 * decode_s / (num_tokens - 1)
 
     each = await asyncio.gather(*(one(number) for number in range(streams)))
@@ -62,7 +62,7 @@ async def token_ms(http: httpx.AsyncClient, structure: dict[str, Any], *, stream
 
 
 async def measure(rounds: int, batches: Sequence[int]) -> list[Row]:
-    """Rows for each number of streams."""
+    """Return the rows for each number of streams."""
     async with (
         running(Setup(mode=COLOCATED)) as cluster,
         httpx.AsyncClient(
@@ -88,7 +88,7 @@ async def _compare(http: httpx.AsyncClient, streams: int, rounds: int) -> list[R
 
 
 def main() -> int:
-    """Print the table; 1 when a goal was missed."""
+    """Print the table; return 1 when a goal was missed."""
     parser = argparse.ArgumentParser(prog="tandem_bench.structured")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 8])

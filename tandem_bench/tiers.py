@@ -1,16 +1,16 @@
-"""What the first token of a long prompt waits for, by where the prefix's KV comes from.
+"""Time to the first token of a long prompt, by the source of the prefix's KV.
 
-`python -m tandem_bench.tiers` serves long prompts on a real engine, one at a time, its pool hardly larger than one of
-them:
+`python -m tandem_bench.tiers` serves long prompts on a real engine, one at a time, with a pool hardly larger than one
+of them:
 
-- *recompute*: nobody has seen the prompt;
-- *pool*: it was asked just before;
-- *host*: another prompt has pushed it down to host memory since;
+- *recompute*: the prompt is new;
+- *pool*: it was requested just before;
+- *host*: another prompt has since moved it to host memory;
 - *disk*: another process computed it; the files are in the system's page cache;
-- *disk, cold*: the system was asked to drop them from it (posix_fadvise), which a virtual disk's host need not have.
+- *disk, cold*: the system was requested to drop them from it (posix_fadvise), which a virtual disk's host need not do.
 
-The engine decides by itself, from rates that it has measured: a figure counts only when the tokens came from where it
-says, and when the answer is the computed one.
+The engine decides by itself, from rates that it has measured: a figure counts only when the tokens came from the stated
+source, and when the answer equals the computed one.
 """
 
 import argparse
@@ -47,7 +47,7 @@ _EXIT_CANNOT_MEASURE = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What is asked of which model."""
+    """Model and size of the prompts."""
 
     shape: Shape
     prompt_tokens: int
@@ -56,7 +56,7 @@ class Setup:
 
     @property
     def prompt_blocks(self) -> int:
-        """That are full, and whose KV can be found."""
+        """Number of full blocks of a prompt, whose KV can be found."""
         return (self.prompt_tokens - 1) // BLOCK_TOKENS
 
     @property
@@ -71,7 +71,7 @@ class Setup:
         ]
 
     def overrides(self) -> Mapping[str, Any]:
-        """Of the cluster's configuration: a pool for one prompt, host memory for several, a disk for all."""
+        """Return the configuration: a pool for one prompt, host memory for several, a disk for all."""
         return {
             "model.path": str(cached_model(self.shape)),
             "model.dtype": "bfloat16",
@@ -84,26 +84,26 @@ class Setup:
 
 
 class Server:
-    """One life of an engine over the folder."""
+    """Engine over the folder, from start to end."""
 
     def __init__(self, setup: Setup) -> None:
         self._parts = assemble_from(dict(setup.overrides()))
         self._rig = Rig(self._parts)
-        # The first steps of a process are slower: on a prompt that nobody asks for again.
+        # The first steps of a process are slower: run them on a prompt that is not used again.
         self.ask(tuple(range(3, 3 + 4 * BLOCK_TOKENS)))
 
     def ask(self, prompt: Tokens) -> tuple[float, tuple[int, ...]]:
-        """Seconds to the first token, and the answer."""
+        """Return the seconds to the first token, and the answer."""
         outcome = self._rig.run(Job(prompts=(prompt,), num_tokens=2))
         return outcome.arrivals_s[0][0], outcome.tokens[0]
 
     def hits(self) -> dict[str, int]:
-        """Blocks found in each tier so far."""
+        """Return the blocks found in each tier so far."""
         counts: Sequence[TierCounts] = self._parts.scheduler.load().tiers
         return {one.tier: one.hits for one in counts}
 
     def close(self) -> None:
-        """Leave everything on disk."""
+        """Stop the engine, leaving everything on disk."""
         self._rig.__exit__()
         tiers, disk = self._parts.scheduler.tiers, self._parts.disk
         if tiers is None or disk is None:
@@ -113,7 +113,7 @@ class Server:
 
 
 class Figures:
-    """Times by source, each taken only where the KV came from there."""
+    """Times by source, each counted only if the KV came from there."""
 
     def __init__(self, setup: Setup) -> None:
         self.times_s: dict[str, list[float]] = {source: [] for source in SOURCES}
@@ -121,7 +121,7 @@ class Figures:
         self._answers: dict[Tokens, tuple[int, ...]] = {}
 
     def measure(self, source: str, server: Server, prompt: Tokens) -> None:
-        """Ask, and see where the prefix came from. Raises CannotMeasure for another answer or source."""
+        """Run a prompt and check the source of its prefix. Raises CannotMeasure for another answer or source."""
         before = server.hits()
         seconds, answer = server.ask(prompt)
         found = {tier: hits - before[tier] for tier, hits in server.hits().items()}
@@ -134,7 +134,7 @@ class Figures:
 
 
 def measure(setup: Setup) -> Figures:
-    """Three lives of an engine: one computes, one reads what the first has left, one reads it cold."""
+    """Run three engines: one computes, one reads what the first left, one reads it cold."""
     figures, prompts = Figures(setup), setup.prompts()
     server = Server(setup)
     for prompt in prompts:
@@ -159,14 +159,14 @@ def _drop_from_page_cache(folder: Path) -> None:
     for path in folder.rglob(f"*{SUFFIX}"):
         fd = os.open(path, os.O_RDONLY)
         try:
-            os.fsync(fd)  # pages that are not on the disk yet cannot be dropped
+            os.fsync(fd)  # pages not written to the disk yet cannot be dropped
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(fd)
 
 
 def rows(setup: Setup, figures: Figures) -> list[Row]:
-    """Medians and, of each, the share of computing."""
+    """Return medians and the share of computing for each."""
     made: list[Row] = []
     computing_s = median(figures.times_s["recompute"])
     for source, times_s in figures.times_s.items():
@@ -179,14 +179,14 @@ def rows(setup: Setup, figures: Figures) -> list[Row]:
 
 
 def main() -> int:
-    """Print one table; 2 when something could not be measured."""
+    """Print one table; return 2 when something could not be measured."""
     parser = argparse.ArgumentParser(
         prog="python -m tandem_bench.tiers", description="Time to first token by cache tier."
     )
     parser.add_argument("--shape", choices=sorted(SHAPES), default="0.5b", help="model of this geometry")
-    parser.add_argument("--tokens", type=int, default=2048, help="of each prompt")
-    parser.add_argument("--prompts", type=int, default=3, help="how many; medians are over them")
-    parser.add_argument("--folder", type=Path, help="on the disk to be measured; a temporary one when absent")
+    parser.add_argument("--tokens", type=int, default=2048, help="tokens per prompt")
+    parser.add_argument("--prompts", type=int, default=3, help="number of prompts, of which medians are taken")
+    parser.add_argument("--folder", type=Path, help="directory on the disk to measure; default: a temporary one")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file as well")
     options = parser.parse_args()
     console = Console(highlight=False, width=100)

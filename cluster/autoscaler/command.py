@@ -1,4 +1,4 @@
-"""`tandem autoscale` without a load of its own: which cluster, who scales it, and what a planner must know."""
+"""`tandem autoscale` for a running cluster: finds the cluster and its scaler, and gathers the planner's options."""
 
 import asyncio
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from cluster.autoscaler.live import LiveOptions, autoscale_live
 from cluster.autoscaler.local_scaler import ControlScaler
 from cluster.control.server import default_path
 from cluster.planner.orders import Scaler
-from cluster.planner.staffing import Promise, WorkerModel
+from cluster.planner.staffing import LatencyTargets, WorkerModel
 from cluster.planner.values import PlannerPolicy, Sizes
 from cluster.router_client import ClientError, client_tls
 from cluster.simulator.inputs.latency_files import load_latency
@@ -22,17 +22,17 @@ from tandem.values.roles import WorkerRole
 DEFAULT_URL = "http://127.0.0.1:8000"
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _CHUNK_TOKENS = 1024
-"""Of the prompts that a step computes at most, where the cluster's YAML says nothing else."""
+"""Maximum prompt tokens computed in one step, unless the cluster's YAML sets another limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveCommand:
-    """As it comes from the command line."""
+    """Options of the command line."""
 
     urls: tuple[str, ...] = ()
     socket: Path | None = None
     kubernetes: str | None = None
-    """The StatefulSets are this and `-prefill`, `-decode`."""
+    """Release name: the StatefulSets are named after it, with `-prefill` and `-decode` appended."""
     api_key_file: Path | None = None
     ca: Path | None = None
     client_cert: Path | None = None
@@ -45,14 +45,14 @@ class LiveCommand:
     period_s: float
     policy: PlannerPolicy
     metrics: str | None = None
-    """HOST:PORT, or a port of the loopback."""
+    """Address of the metrics server: HOST:PORT, or a port on loopback."""
 
 
 def run_live(command: LiveCommand) -> int:
-    """Until it is told to stop; the exit code. ConfigError for options that make no sense."""
+    """Run until stopped, and return the exit code. Raises ConfigError for options that contradict each other."""
     if command.socket is not None and command.kubernetes is not None:
-        raise ConfigError("--socket or --kubernetes: one of them scales the cluster")
-    promised = Slo.parse(command.slo)
+        raise ConfigError("give either --socket or --kubernetes, not both")
+    slo = Slo.parse(command.slo)
     urls = command.urls or (DEFAULT_URL,)
     scaler = _scaler(command, urls[0])
     policy = command.policy
@@ -65,7 +65,7 @@ def run_live(command: LiveCommand) -> int:
     options = LiveOptions(
         urls=urls,
         worker=_worker(command),
-        promise=Promise(ttft_s=promised.ttft_s, itl_s=promised.itl_s),
+        targets=LatencyTargets(ttft_s=slo.ttft_s, itl_s=slo.itl_s),
         policy=policy,
         period_s=command.period_s,
         is_dry_run=command.is_dry_run,
@@ -88,7 +88,7 @@ def _scaler(command: LiveCommand, url: str) -> Scaler | None:
         return ControlScaler(path)
     if command.is_dry_run:
         return None
-    raise ConfigError(f"{url} has no control socket on this host: name it with --socket, or say --kubernetes NAME")
+    raise ConfigError(f"no control socket for {url} on this host: give --socket PATH or --kubernetes NAME")
 
 
 def _worker(command: LiveCommand) -> WorkerModel:
@@ -101,7 +101,7 @@ def _worker(command: LiveCommand) -> WorkerModel:
 
 
 def sizes_of(text: str) -> Sizes:
-    """Of `PREFILL:DECODE`. Raises ConfigError."""
+    """Parse `PREFILL:DECODE`. Raises ConfigError."""
     prefill, _, decode = text.partition(":")
     if not all(part.isascii() and part.isdigit() and len(part) <= 6 for part in (prefill, decode)):
         raise ConfigError(f"{text!r} is not PREFILL:DECODE, such as 1:2")
@@ -109,7 +109,7 @@ def sizes_of(text: str) -> Sizes:
 
 
 def address_of(text: str) -> tuple[str, int]:
-    """Of `HOST:PORT` or `PORT`. Raises ConfigError."""
+    """Parse `HOST:PORT` or `PORT`. Raises ConfigError."""
     host, _, port = text.rpartition(":")
     if not (port.isascii() and port.isdigit() and 0 < int(port) < 1 << 16):
         raise ConfigError(f"{text!r} is not HOST:PORT or PORT")

@@ -1,7 +1,8 @@
-"""Pools that are StatefulSets, sized through the `scale` subresource with the rights of the pod's service account.
+"""Scales pools that are StatefulSets, through the `scale` subresource and with the rights of the pod's service account.
 
-The account's files are read for every request: Kubernetes renews the token, and the authority may change. A change is
-made only on top of the sizes that it was decided for: whoever else scales in between wins, and the planner looks anew.
+The account's files are read again for every request, because Kubernetes renews the token and the certificate authority
+may change. A change is applied only to the sizes it was decided for: if something else scales the set in between, that
+wins, and the planner decides again.
 """
 
 import json
@@ -32,21 +33,21 @@ class _Scale:
 
 
 class KubernetesScaler:
-    """Two StatefulSets of one namespace."""
+    """Scales the two StatefulSets of one release in one namespace."""
 
     can_flip = False
 
     def __init__(
         self, sets: Mapping[WorkerRole, str], *, account: Path = ACCOUNT, api: str = API, namespace: str | None = None
     ) -> None:
-        """`sets`: names by pool. `account`: a directory with `token`, `ca.crt` and, unless given, `namespace`."""
+        """`sets`: StatefulSets by pool. `account`: directory with `token`, `ca.crt` and, unless given, `namespace`."""
         self._sets = dict(sets)
         self._account = account
         self._api = api.rstrip("/")
         self._namespace = namespace
 
     async def fleet(self) -> FleetView:
-        """By what the StatefulSets are meant to have. Raises OrderFailed."""
+        """Return the sizes that the StatefulSets specify. Raises OrderFailed."""
         async with self._client() as client:
             found = {role: await self._scale(client, role) for role in WorkerRole}
         return FleetView(
@@ -54,7 +55,7 @@ class KubernetesScaler:
         )
 
     async def carry_out(self, order: Order) -> None:
-        """What grows grows first. Raises OrderFailed."""
+        """Apply the order, growing pools before shrinking others. Raises OrderFailed."""
         before, after = order.before, order.after
         changed = [role for role in WorkerRole if before.size_of(role) != after.size_of(role)]
         async with self._client() as client:
@@ -62,8 +63,8 @@ class KubernetesScaler:
                 scale = await self._scale(client, role)
                 if scale.replicas != before.size_of(role):
                     raise OrderFailed(
-                        f"{self._sets[role]} has {scale.replicas} replicas by now, not {before.size_of(role)}: "
-                        "somebody else has scaled it"
+                        f"{self._sets[role]} now has {scale.replicas} replicas, not {before.size_of(role)}: "
+                        "it was scaled by something else"
                     )
                 await self._resize(client, role, scale, after.size_of(role))
 
@@ -74,9 +75,9 @@ class KubernetesScaler:
             if self._namespace is None:
                 self._namespace = read_regular_text(self._account / "namespace").strip()
         except (ConfigError, OSError, ValueError) as error:
-            raise OrderFailed(f"the service account's files cannot be read: {error}") from None
-        if not (token.isascii() and token.isprintable()):  # whoever refuses it later would show it
-            raise OrderFailed(f"{self._account / 'token'} holds no token: one line of ASCII")
+            raise OrderFailed(f"cannot read the service account's files: {error}") from None
+        if not (token.isascii() and token.isprintable()):  # an error message further down would print it
+            raise OrderFailed(f"{self._account / 'token'} is not a token: expected one line of ASCII")
         headers = {"Authorization": f"Bearer {token}", "Accept": "application/json"}
         return httpx.AsyncClient(
             base_url=self._api, headers=headers, timeout=_ANSWER_S, trust_env=False, verify=context
@@ -86,11 +87,11 @@ class KubernetesScaler:
         return self._read(await self._send(client, "GET", role, None), role)
 
     async def _resize(self, client: httpx.AsyncClient, role: WorkerRole, scale: _Scale, replicas: int) -> None:
-        # The version makes the server refuse it if the set has changed since.
+        # With the resource version, the server rejects the request if the set has changed since.
         patch = {"metadata": {"resourceVersion": scale.version}, "spec": {"replicas": replicas}}
         now = self._read(await self._send(client, "PATCH", role, patch), role)
         if now.replicas != replicas:
-            raise OrderFailed(f"{self._sets[role]} was to have {replicas} replicas and has {now.replicas}")
+            raise OrderFailed(f"{self._sets[role]} has {now.replicas} replicas, expected {replicas}")
 
     async def _send(
         self, client: httpx.AsyncClient, method: str, role: WorkerRole, patch: Mapping[str, Any] | None
@@ -108,14 +109,14 @@ class KubernetesScaler:
 
     def _read(self, response: httpx.Response, role: WorkerRole) -> _Scale:
         try:
-            told = response.json()
-            # A set of no replicas leaves the number out.
-            replicas = int(told["spec"].get("replicas", 0))
+            body = response.json()
+            # The number is omitted when a set has no replicas.
+            replicas = int(body["spec"].get("replicas", 0))
             if replicas < 0:
-                raise ValueError("there are fewer than none")
-            return _Scale(replicas, str(told["metadata"]["resourceVersion"]))
+                raise ValueError("replicas is below 0")
+            return _Scale(replicas, str(body["metadata"]["resourceVersion"]))
         except (ValueError, OverflowError, LookupError, TypeError, AttributeError):
-            raise OrderFailed(f"{self._sets[role]}: what {self._api} answers is no Scale") from None
+            raise OrderFailed(f"{self._sets[role]}: {self._api} did not return a valid Scale") from None
 
 
 def _message(response: httpx.Response) -> str:

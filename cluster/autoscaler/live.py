@@ -1,7 +1,7 @@
-"""`tandem autoscale` against a running cluster: looks once a period, and carries out what is decided.
+"""`tandem autoscale` against a running cluster: observes it once per period and carries out the planner's decisions.
 
-It only carries facts to `cluster.planner.controller` and its orders to a scaler. An order takes its time; meanwhile
-the looks go on. Whoever ends the planner changes nothing: the fleet stays as it is.
+This module only passes facts to `cluster.planner.controller` and its orders to a scaler. Observation continues while an
+order is carried out. Stopping the planner changes nothing: the fleet stays as it is.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from prometheus_client import start_http_server
 
-from cluster.autoscaler.report import Account, PlannerMetrics
+from cluster.autoscaler.report import PlannerMetrics, RoundReporter
 from cluster.autoscaler.routers import RouterGroup
 from cluster.planner.controller import Controller, Outcome
 from cluster.planner.load_watch import LoadWatch, live_workers
@@ -22,22 +22,22 @@ from cluster.planner.orders import Order, OrderFailed, Scaler
 from cluster.planner.planner import Planner
 from cluster.planner.router_figures import RouterFigures
 from cluster.planner.speed import SpeedWatch
-from cluster.planner.staffing import Margins, Promise, Staffing, WorkerModel
+from cluster.planner.staffing import LatencyTargets, Margins, Staffing, WorkerModel
 from cluster.planner.values import FleetView, PlannerPolicy
 from tandem.errors import ConfigError
 from tandem.process.hangup import on_hangup
 
 _FORGET_PERIODS = 4.0
-"""For so many a silent router is waited for; after that its clients are the others'."""
+"""Periods to wait for a silent router; after that its clients are assumed to use the others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LiveOptions:
-    """What a planner of a live cluster is told."""
+    """Options of the planner of a live cluster."""
 
     urls: Sequence[str]
     worker: WorkerModel
-    promise: Promise
+    targets: LatencyTargets
     policy: PlannerPolicy
     period_s: float = 15.0
     margins: Margins = field(default_factory=Margins)
@@ -47,29 +47,29 @@ class LiveOptions:
     tls: ssl.SSLContext | None = None
     metrics_address: tuple[str, int] | None = None
     turns: int | None = None
-    """After which it ends; None: never."""
+    """Number of rounds to run; None: no limit."""
 
 
 class LivePlanner:
     def __init__(self, options: LiveOptions, scaler: Scaler | None, say: Callable[[str], None]) -> None:
-        """`scaler`: None: what routers know of workers is the fleet, and it cannot be changed. Raises ConfigError."""
+        """`scaler`: None to take the fleet from the routers' figures, and never change it. Raises ConfigError."""
         if scaler is None and not options.is_dry_run:
-            raise ConfigError("to change a fleet takes --socket PATH or --kubernetes NAME; --dry-run changes none")
+            raise ConfigError("changing a fleet needs --socket PATH or --kubernetes NAME; --dry-run changes nothing")
         self._options = options
         self._scaler = scaler
         self._routers = RouterGroup(options.urls, api_key_file=options.api_key_file, tls=options.tls)
         self.metrics = PlannerMetrics(period_s=options.period_s)
-        self._account = Account(say, self.metrics, as_json=options.as_json)
+        self._account = RoundReporter(say, self.metrics, as_json=options.as_json)
         self._speed = SpeedWatch(options.worker)
-        self._watch = LoadWatch(self._speed, ttft_s=options.promise.ttft_s, forget_s=_FORGET_PERIODS * options.period_s)
-        self._staffing = Staffing(options.worker, options.promise, options.margins)
+        self._watch = LoadWatch(self._speed, ttft_s=options.targets.ttft_s, forget_s=_FORGET_PERIODS * options.period_s)
+        self._staffing = Staffing(options.worker, options.targets, options.margins)
         planner = Planner(self._staffing, options.policy, period_s=options.period_s)
         retry_s = max(options.period_s, options.policy.cooldown_s)
         self._controller = Controller(planner, is_dry_run=options.is_dry_run, retry_s=retry_s)
         self._order: asyncio.Task[None] | None = None
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Until `stop`, or for as many turns as there are to be. An order under way is then left to whoever has it."""
+        """Run until `stop` is set or the rounds are used up. An order in progress is left to the scaler's target."""
         options, loop, left = self._options, asyncio.get_running_loop(), self._options.turns
         async with self._routers as routers:
             due_s = loop.time()
@@ -77,7 +77,8 @@ class LivePlanner:
                 while not stop.is_set() and left != 0:
                     await self._turn(routers)
                     left = None if left is None else left - 1
-                    # After a late look the next is no mere instant later: so short a period would say nothing.
+                    # After a late round, wait at least some time before the next: a very short period would show
+                    # nothing.
                     due_s = max(due_s + options.period_s, loop.time() + options.period_s / 2)
                     try:
                         async with asyncio.timeout_at(due_s):
@@ -91,20 +92,20 @@ class LivePlanner:
 
     async def _turn(self, routers: RouterGroup) -> None:
         if self._order is not None and self._order.done():
-            self._order.result()  # what no scaler may raise ends the planner, and is not waited for in silence
-        told = await routers.ask()
-        fleet = await self._fleet(told)
+            self._order.result()  # raises what a scaler must not raise, so that the planner ends instead of hiding it
+        answers = await routers.ask()
+        fleet = await self._fleet(answers)
         now_s = asyncio.get_running_loop().time()
-        seen = self._watch.observe(now_s, told)
+        seen = self._watch.observe(now_s, answers)
         self._staffing.worker = self._speed.decode_worker
         turn = self._controller.turn(now_s, seen, fleet)
         self._account.turn(turn)
         if turn.outcome is Outcome.ORDERED and turn.order is not None:
             self._order = asyncio.create_task(self._carry_out(turn.order))
 
-    async def _fleet(self, told: dict[str, RouterFigures | str]) -> FleetView | str:
+    async def _fleet(self, answers: dict[str, RouterFigures | str]) -> FleetView | str:
         if self._scaler is None:
-            answered = [said for said in told.values() if isinstance(said, RouterFigures)]
+            answered = [answer for answer in answers.values() if isinstance(answer, RouterFigures)]
             return FleetView(sizes=live_workers(answered)) if answered else "no router answers"
         try:
             return await self._scaler.fleet()
@@ -112,7 +113,7 @@ class LivePlanner:
             return str(error)
 
     async def _carry_out(self, order: Order) -> None:
-        assert self._scaler is not None  # noqa: S101  # narrows: without one nothing is ordered
+        assert self._scaler is not None  # noqa: S101  # narrows: orders are given only with a scaler
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         try:
@@ -126,14 +127,14 @@ class LivePlanner:
 
 
 async def autoscale_live(options: LiveOptions, scaler: Scaler | None, say: Callable[[str], None]) -> int:
-    """Until SIGINT or SIGTERM; the exit code."""
+    """Run the planner until SIGINT or SIGTERM, and return the exit code."""
     planner = LivePlanner(options, scaler, say)
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     async with AsyncExitStack() as stack:
         for signum in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(signum, stop.set)
             stack.callback(loop.remove_signal_handler, signum)
-        if on_hangup(loop, closed=stop.set, reread=lambda: None):  # keys and tokens are read for every look anyway
+        if on_hangup(loop, closed=stop.set, reread=lambda: None):  # keys and tokens are read again every period anyway
             stack.callback(loop.remove_signal_handler, signal.SIGHUP)
         if options.metrics_address is not None:
             host, port = options.metrics_address

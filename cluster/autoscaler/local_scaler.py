@@ -1,4 +1,4 @@
-"""A cluster of `tandem up` on this host, sized through its control socket. It can flip: its workers are its own."""
+"""Scales a `tandem up` cluster on this host through its control socket. It supports flips, as it owns its workers."""
 
 import asyncio
 from collections.abc import Sequence
@@ -6,7 +6,15 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from cluster.control.wire import ControlMessage, FlipAsked, ProcessTold, ScaleAsked, StatusAsked, Told, written
+from cluster.control.wire import (
+    ControlMessage,
+    ControlReply,
+    FlipRequest,
+    ProcessStatus,
+    ScaleRequest,
+    StatusRequest,
+    encode_message,
+)
 from cluster.planner.orders import Order, OrderFailed
 from cluster.planner.values import FleetView, Sizes
 from tandem.process.runtime_folder import answers_as_us
@@ -19,46 +27,48 @@ _COMES = frozenset({"pending", "starting", "backoff"})
 
 
 class ControlScaler:
-    """Whoever may open the socket may scale."""
+    """Scales through the control socket, for any user allowed to open it."""
 
     can_flip = True
 
     def __init__(self, path: Path) -> None:
-        """`path`: of the socket."""
+        """`path`: path of the control socket."""
         self._path = path
 
     async def fleet(self) -> FleetView:
-        """Raises OrderFailed, also while the cluster is being changed: then its sizes are of no meaning."""
+        """Return the present sizes. Raises OrderFailed, also during a change, when the sizes mean nothing."""
         try:
             async with asyncio.timeout(_ANSWER_S):
-                told = await self._ask(StatusAsked())
+                reply = await self._ask(StatusRequest())
         except TimeoutError:
-            raise OrderFailed(f"the cluster at {self._path} says nothing for {_ANSWER_S:g} s") from None
-        if told.processes is None:
-            raise OrderFailed(f"the cluster at {self._path} does not say what it runs")
-        if told.changing:
-            raise OrderFailed("somebody is changing the cluster")
-        return FleetView(sizes=_count(told.processes, _LEAVES, counted=False), starting=_count(told.processes, _COMES))
+            raise OrderFailed(f"the cluster at {self._path} has not answered for {_ANSWER_S:g} s") from None
+        if reply.processes is None:
+            raise OrderFailed(f"the cluster at {self._path} did not list its processes")
+        if reply.changing:
+            raise OrderFailed("another change of the cluster is in progress")
+        return FleetView(
+            sizes=_count(reply.processes, _LEAVES, counted=False), starting=_count(reply.processes, _COMES)
+        )
 
     async def carry_out(self, order: Order) -> None:
-        """One flip after the other, then the sizes. Raises OrderFailed."""
+        """Carry out the flips one after another, then set the sizes. Raises OrderFailed."""
         for role in order.flips:
-            await self._order(FlipAsked(to=role.value, yields=True))
+            await self._order(FlipRequest(to=role.value, yields=True))
         if order.flipped != order.after:
             sizes = order.after
-            await self._order(ScaleAsked(prefill=sizes.prefill, decode=sizes.decode, yields=True))
+            await self._order(ScaleRequest(prefill=sizes.prefill, decode=sizes.decode, yields=True))
 
-    async def _order(self, asked: FlipAsked | ScaleAsked) -> None:
+    async def _order(self, request: FlipRequest | ScaleRequest) -> None:
         try:
-            await self._ask(asked)
+            await self._ask(request)
         except OrderFailed as error:
             if ".yields: " not in str(error):
                 raise
-            # A parent of an older version has not understood the field, and done nothing.
-            await self._ask(asked.model_copy(update={"yields": None}))
+            # A supervisor of the previous version has rejected the field and changed nothing.
+            await self._ask(request.model_copy(update={"yields": None}))
 
-    async def _ask(self, asked: ControlMessage) -> Told:
-        """The line that has most to tell: that with the processes, or the last. Raises OrderFailed."""
+    async def _ask(self, request: ControlMessage) -> ControlReply:
+        """Return the reply with the processes if there is one, else the last reply. Raises OrderFailed."""
         try:
             reader, writer = await asyncio.open_unix_connection(self._path, limit=_MOST_LINE_BYTES)
         except OSError as error:
@@ -66,25 +76,25 @@ class ControlScaler:
         try:
             if not answers_as_us(writer.get_extra_info("socket")):
                 raise OrderFailed(f"another user answers at {self._path}")
-            writer.write(written(asked))
-            processes: tuple[ProcessTold, ...] | None = None
+            writer.write(encode_message(request))
+            processes: tuple[ProcessStatus, ...] | None = None
             changing: bool | None = None
             while line := await reader.readline():
-                told = Told.model_validate_json(line)
-                if told.processes is not None:
-                    processes, changing = told.processes, told.changing
-                if told.done is not None:
-                    if not told.done:
-                        raise OrderFailed(told.reason or "the cluster does not say why")
-                    return told.model_copy(update={"processes": processes, "changing": changing})
+                reply = ControlReply.model_validate_json(line)
+                if reply.processes is not None:
+                    processes, changing = reply.processes, reply.changing
+                if reply.done is not None:
+                    if not reply.done:
+                        raise OrderFailed(reply.reason or "the cluster gave no reason")
+                    return reply.model_copy(update={"processes": processes, "changing": changing})
         except (OSError, ValueError, ValidationError) as error:
             raise OrderFailed(f"{self._path}: {error}") from None
         finally:
             writer.close()
-        raise OrderFailed("the cluster ended before it was done")
+        raise OrderFailed("the cluster stopped before the change was complete")
 
 
-def _count(processes: Sequence[ProcessTold], states: frozenset[str], *, counted: bool = True) -> Sizes:
-    """Workers that are in one of these states, or in none of them."""
+def _count(processes: Sequence[ProcessStatus], states: frozenset[str], *, counted: bool = True) -> Sizes:
+    """Count the workers in one of these states, or in none of them unless `counted`."""
     found = [process.role for process in processes if (process.state in states) is counted]
     return Sizes(prefill=found.count(WorkerRole.PREFILL.value), decode=found.count(WorkerRole.DECODE.value))

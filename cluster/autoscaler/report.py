@@ -1,4 +1,4 @@
-"""What a live planner tells of its turns: a line of words, a line of JSON, and metrics of its own."""
+"""Reports of a live planner's rounds: a line of text or JSON for each, and metrics."""
 
 import json
 from collections.abc import Callable
@@ -15,47 +15,51 @@ from tandem.values.roles import WorkerRole
 _QUIET = {Outcome.STEADY}
 
 
-class Account:
-    """Tells `say` of each turn as JSON, or in words of those that are news."""
+class RoundReporter:
+    """Reports every round as JSON, or those with news as text."""
 
     def __init__(self, say: Callable[[str], None], metrics: "PlannerMetrics", *, as_json: bool) -> None:
         self._say = say
         self._metrics = metrics
         self._as_json = as_json
-        self._said: tuple[object, ...] = ()
+        self._last_reported: tuple[object, ...] = ()
 
     def turn(self, turn: PlanningRound) -> None:
-        """One look and what came of it."""
+        """Report a round and publish its metrics."""
         self._metrics.publish(turn)
         if self._as_json:
             self._say(json.dumps(as_json(turn)))
             return
         actions = () if turn.decision is None else turn.decision.actions
-        # A silent router or a wish that cannot be followed is news once, not every period.
+        # A silent router, or demand that cannot be met, is news once and not in every period.
         news = (turn.outcome, actions, turn.why[0] if turn.outcome is Outcome.UNSEEN else None)
-        if turn.outcome is Outcome.ORDERED or (news != self._said and not self._is_quiet(turn)):
+        if turn.outcome is Outcome.ORDERED or (news != self._last_reported and not self._is_quiet(turn)):
             self._say(without_controls(words(turn)))
-        self._said = news
+        self._last_reported = news
 
     def done(self, seconds: float, sizes: Sizes) -> None:
-        """An order was carried out."""
+        """Report an order that was carried out."""
         self._metrics.orders.labels("done").inc()
-        self._tell("done", f"the order is carried out in {seconds:.1f} s: {sizes}")
+        self._report("done", f"order carried out in {seconds:.1f} s: {sizes}")
 
     def failed(self, why: str) -> None:
-        """An order was not."""
+        """Report an order that failed."""
         self._metrics.orders.labels("failed").inc()
-        self._tell("failed", f"the order FAILED: {why}")
+        self._report("failed", f"order FAILED: {why}")
 
-    def _tell(self, outcome: str, text: str) -> None:
+    def _report(self, outcome: str, text: str) -> None:
         text = without_controls(text)
         self._say(
             json.dumps({"at": _now(), "outcome": outcome, "why": [text]}) if self._as_json else f"{_now()} {text}"
         )
 
     def _is_quiet(self, turn: PlanningRound) -> bool:
-        # The first turn without trouble says that there is none.
-        return turn.outcome in _QUIET and bool(self._said) and self._said[0] in (*_QUIET, Outcome.ORDERED)
+        # The first round without trouble reports that there is none.
+        return (
+            turn.outcome in _QUIET
+            and bool(self._last_reported)
+            and self._last_reported[0] in (*_QUIET, Outcome.ORDERED)
+        )
 
 
 def words(turn: PlanningRound) -> str:
@@ -70,7 +74,7 @@ _WORDS = {
     Outcome.STEADY: "steady",
     Outcome.ORDERED: "ordered",
     Outcome.WOULD_ORDER: "would order",
-    Outcome.UNSEEN: "no action, the load is not seen",
+    Outcome.UNSEEN: "no action, the load is unknown",
     Outcome.UNKNOWN: "no action",
     Outcome.UNDER_WAY: "no other action",
     Outcome.WAITING: "no action yet",
@@ -79,19 +83,19 @@ _WORDS = {
 
 
 def as_json(turn: PlanningRound) -> dict[str, Any]:
-    told: dict[str, Any] = {"at": _now(), "outcome": turn.outcome.value, "why": list(turn.why)}
+    record: dict[str, Any] = {"at": _now(), "outcome": turn.outcome.value, "why": list(turn.why)}
     if turn.sizes is not None:
-        told["sizes"] = _sizes(turn.sizes)
+        record["sizes"] = _sizes(turn.sizes)
     if turn.starting is not None:
-        told["starting"] = _sizes(turn.starting)
+        record["starting"] = _sizes(turn.starting)
     if turn.decision is not None:
-        told["wanted"] = _sizes(turn.decision.wanted)
-        told["actions"] = [str(action) for action in turn.decision.actions]
+        record["wanted"] = _sizes(turn.decision.wanted)
+        record["actions"] = [str(action) for action in turn.decision.actions]
     if turn.order is not None:
-        told["order"] = _sizes(turn.order.after)
+        record["order"] = _sizes(turn.order.after)
     if turn.seen is not None:
         seen = turn.seen
-        told["seen"] = {
+        record["seen"] = {
             "period_s": round(seen.period_s, 3),
             "requests": seen.demand.num_requests,
             "answers": seen.demand.num_answers,
@@ -99,7 +103,7 @@ def as_json(turn: PlanningRound) -> dict[str, Any]:
             "late": seen.num_late,
             "waiting_prompt_seconds": round(seen.waiting_prompt_seconds, 3),
         }
-    return told
+    return record
 
 
 def _sizes(sizes: Sizes) -> dict[str, int]:
@@ -111,7 +115,7 @@ def _now() -> str:
 
 
 class PlannerMetrics:
-    """In a registry of their own."""
+    """Prometheus metrics of the planner, in a registry of their own."""
 
     def __init__(self, *, period_s: float) -> None:
         self.registry = CollectorRegistry()
@@ -130,7 +134,7 @@ class PlannerMetrics:
             "Unix time of the planner's last successful observation",
             registry=self.registry,
         )
-        # How old the last look may be is a matter of the period: alarms ask for it.
+        # Alerts compare the age of the last observation with the period.
         Gauge("tandem_planner_period_seconds", "Seconds between two planning rounds", registry=self.registry).set(
             period_s
         )

@@ -1,4 +1,4 @@
-"""Asks the routers of a cluster for their figures: every address that their names stand for, at once."""
+"""Fetches the metrics of a cluster's routers, from every address that their names resolve to, concurrently."""
 
 import asyncio
 import socket
@@ -17,25 +17,25 @@ from tandem.errors import ConfigError
 from tandem.rpc.hosts import join
 
 _ANSWER_S = 5.0
-"""Between two pieces of an answer."""
+"""Maximum time between two parts of a response."""
 _WHOLE_S = 10.0
-"""For all of it: one that drips must not keep the planner from looking at the others."""
+"""Maximum time for a whole response, so that a slow one does not keep the planner from the others."""
 _MOST_BYTES = 64 << 20
 
 
 class RouterGroup:
-    """An async context manager."""
+    """HTTP connections to a cluster's routers; an async context manager."""
 
     def __init__(self, urls: Sequence[str], *, api_key_file: Path | None, tls: ssl.SSLContext | None) -> None:
-        """A name in `urls` may stand for several routers, as a headless Service's does. Raises ConfigError."""
+        """`urls`: a name may resolve to several routers, as a headless Service's does. Raises ConfigError."""
         self._urls = [urlsplit(url if "//" in url else f"http://{url}") for url in urls]
         for url in self._urls:
             if url.scheme not in ("http", "https") or not url.hostname:
-                raise ConfigError(f"{url.geturl()} is no router's address: http://HOST:PORT, or https://")
+                raise ConfigError(f"{url.geturl()} is not a router URL: expected http://HOST:PORT or https://HOST:PORT")
         self._api_key_file = api_key_file
         self._addresses: dict[str, list[str]] = {}
-        """By URL, as its name was last resolved."""
-        # trust_env: a proxy of the company's network does not know the cluster's addresses.
+        """Addresses by URL, as the name was last resolved."""
+        # trust_env is off: a corporate proxy cannot reach the cluster's addresses.
         self._http = httpx.AsyncClient(timeout=_ANSWER_S, trust_env=False, verify=tls if tls is not None else True)
 
     async def __aenter__(self) -> Self:
@@ -47,27 +47,27 @@ class RouterGroup:
         await self._http.aclose()
 
     async def ask(self) -> dict[str, RouterFigures | str]:
-        """By router what it says, or why it says nothing. Never raises."""
-        told: dict[str, RouterFigures | str] = {}
+        """Return the figures of each router, or why there are none. Never raises."""
+        results: dict[str, RouterFigures | str] = {}
         found: list[tuple[str, str, str]] = []
         for url in self._urls:
             host, port = str(url.hostname), url.port or (443 if url.scheme == "https" else 80)
             try:
                 self._addresses[url.geturl()] = await _addresses(host, port)
             except (OSError, UnicodeError) as error:
-                # Routers go on while nobody can resolve their name: they are asked where they were.
+                # Routers keep running while their name cannot be resolved: use their last addresses.
                 if url.geturl() not in self._addresses:
-                    told[url.geturl()] = f"its name is not known: {error}"
+                    results[url.geturl()] = f"cannot resolve its name: {error}"
                     continue
             addresses = self._addresses[url.geturl()]
             path = url.path.rstrip("/").removesuffix("/v1")
             found += [(f"{url.scheme}://{join(address, port)}{path}", host, url.netloc) for address in addresses]
         answers = await asyncio.gather(*(self._figures(*one) for one in found))
-        return told | dict(zip([name for name, _, _ in found], answers, strict=True))
+        return results | dict(zip([name for name, _, _ in found], answers, strict=True))
 
     async def _figures(self, url: str, host: str, netloc: str) -> RouterFigures | str:
         try:
-            # The name is what its certificate is for, whichever of its addresses is asked.
+            # Its certificate is for the name, whichever of its addresses is used.
             headers = {"Host": netloc} | self._key()
             async with (
                 asyncio.timeout(_WHOLE_S),
@@ -76,37 +76,37 @@ class RouterGroup:
                 ) as response,
             ):
                 if response.status_code != httpx.codes.OK:
-                    return f"answers {response.status_code}{_HINTS.get(response.status_code, '')}"
+                    return f"HTTP {response.status_code}{_HINTS.get(response.status_code, '')}"
                 body = bytearray()
                 async for piece in response.aiter_bytes():
                     body += piece
                     if len(body) > _MOST_BYTES:
-                        return f"its metrics are more than {_MOST_BYTES >> 20} MiB"
+                        return f"its metrics exceed {_MOST_BYTES >> 20} MiB"
             return await asyncio.to_thread(read_figures, body.decode())
         except TimeoutError:
-            return f"its metrics take more than {_WHOLE_S:g} s"
+            return f"its metrics took longer than {_WHOLE_S:g} s"
         except (ConfigError, httpx.HTTPError, OSError, ValueError) as error:
             return f"{type(error).__name__} {error}".strip()
 
     def _key(self) -> dict[str, str]:
-        """Read each time: keys are changed while we run."""
+        """Return the authorization header; the key is read each time, as it may change while the planner runs."""
         if self._api_key_file is None:
             return {}
         key = read_regular_text(self._api_key_file).strip()
-        if not (key.isascii() and key.isprintable()):  # whoever refuses it later would show it
-            raise ValueError(f"{self._api_key_file} holds no key: one line of ASCII")
+        if not (key.isascii() and key.isprintable()):  # an error message further down would print it
+            raise ValueError(f"{self._api_key_file} is not a key: expected one line of ASCII")
         return {"Authorization": f"Bearer {key}"}
 
 
 _HINTS = {
-    401: ": it wants a key, --api-key-file",
-    403: ": the key is no operator's",
-    404: ": no router, or its metrics are not for this address",
+    401: ": it needs an API key (--api-key-file)",
+    403: ": the key is not an operator's, or a router without keys does not accept this host name",
+    404: ": not a router, or its metrics are not served to this address",
 }
 
 
 async def _addresses(host: str, port: int) -> list[str]:
-    """Of one family alone: a router that listens at both would be counted twice."""
+    """Resolve to addresses of a single family: a router that listens on both would be counted twice."""
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
     family = found[0][0]
     return sorted({str(address[0]) for kind, _, _, _, address in found if kind == family})

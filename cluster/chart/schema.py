@@ -1,7 +1,7 @@
-"""`python -m cluster.chart.schema`: what the Helm chart has of the configuration's models, so that it cannot differ.
+"""`python -m cluster.chart.schema`: generates the Helm chart's schema and defaults from the configuration models.
 
-`values.schema.json` is the chart's own values and, as `config`, the cluster's YAML without what follows from the pods.
-`files/defaults.yaml` is every default of that YAML, for the templates' arithmetic.
+`values.schema.json` holds the chart's own values and, as `config`, the cluster's YAML without what the pods determine.
+`files/defaults.yaml` holds every default of that YAML, for arithmetic in the templates.
 """
 
 import argparse
@@ -47,7 +47,7 @@ DECIDED_BY_THE_CHART = (
     "redis.password",
     "redis.ca",
 )
-"""Of the cluster's YAML: pods, Services and secrets say it."""
+"""Keys of the cluster's YAML that pods, Services and secrets determine."""
 _Schema = dict[str, Any]
 
 
@@ -58,22 +58,22 @@ def values_schema() -> _Schema:
     for dotted in DECIDED_BY_THE_CHART:
         *sections, key = dotted.split(".")
         model = definitions[_model_of(config, sections[0])] if sections else config
-        # Both pools are one model: what the first named loses, the second has lost.
+        # Both pools share one model: what the first removes is gone from the second, too.
         model["properties"].pop(key, None)
     own["properties"]["config"] = config
-    # Helm itself puts it in where a chart is a part of another.
+    # Helm adds this key when the chart is a subchart.
     own["properties"]["global"] = {"type": "object"}
-    # A draft that older Helm knows, too.
+    # A draft that older versions of Helm support, too.
     return {"$schema": "http://json-schema.org/draft-07/schema#", **own, "$defs": definitions}
 
 
 def defaults() -> str:
-    """Every default of the cluster's YAML."""
+    """Render every default of the cluster's YAML."""
     return "# Made by `python -m cluster.chart.schema`.\n" + dump(ClusterConfig())
 
 
 def rendered() -> dict[Path, str]:
-    """The files and what they should hold."""
+    """Return the generated files and their content."""
     return {
         CHART / "values.schema.json": json.dumps(values_schema(), indent=1, sort_keys=True, ensure_ascii=False) + "\n",
         CHART / "files" / "defaults.yaml": defaults(),
@@ -85,14 +85,14 @@ def _model_of(config: _Schema, section: str) -> str:
 
 
 def _plain(node: Any, prefix: str) -> Any:
-    """With the models' names behind a prefix, and without defaults and required fields: those are the values file's."""
+    """Prefix the models' names, and drop defaults and required fields, which are the values file's."""
     if isinstance(node, list):
         return [_plain(one, prefix) for one in node]
     if not isinstance(node, dict):
         return node
     plain: _Schema = {}
     for key, value in node.items():
-        if key in ("properties", "$defs"):  # what stands below has names of its own, such as `default`
+        if key in ("properties", "$defs"):  # the keys below are names, which may equal keywords such as `default`
             names = prefix if key == "$defs" else ""
             plain[key] = {f"{names}{name}": _plain(found, prefix) for name, found in value.items()}
         elif key == "$ref":
@@ -103,8 +103,10 @@ def _plain(node: Any, prefix: str) -> Any:
 
 
 def main() -> int:
-    """Write the files, or with --check say which differ."""
-    parser = argparse.ArgumentParser(prog="cluster.chart.schema", description="what the chart has of the models")
+    """Write the files, or with --check print which differ."""
+    parser = argparse.ArgumentParser(
+        prog="cluster.chart.schema", description="generate the chart's schema and defaults"
+    )
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 where a file differs")
     check = parser.parse_args().check
     wrong = [path for path, text in rendered().items() if not path.is_file() or path.read_text("utf-8") != text]

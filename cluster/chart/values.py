@@ -1,6 +1,6 @@
-"""The Helm chart's own values: their types and bounds. `helm/tandem/values.yaml` has their defaults and meaning.
+"""The Helm chart's own values: their types and bounds. `helm/tandem/values.yaml` has their defaults and meanings.
 
-No field has a default here, and none is required: what a user leaves out comes from that file.
+No field has a default here, and none is required: whatever a user omits comes from that file.
 """
 
 from typing import Annotated, Any, Literal
@@ -27,7 +27,7 @@ ResourceName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)
 Spreading = Literal["ScheduleAnyway", "DoNotSchedule", "none"]
 Texts = dict[str, str]
 Kubernetes = dict[str, Any]
-"""As Kubernetes has it; checked there."""
+"""Kubernetes object, validated by Kubernetes."""
 
 
 class Image(Section):
@@ -112,7 +112,7 @@ class Service(Section):
 
 class Router(Placed):
     replicas: PositiveInt
-    listen: Literal["0.0.0.0", "::"]  # noqa: S104  # a pod has nothing else
+    listen: Literal["0.0.0.0", "::"]  # noqa: S104  # a pod listens on all addresses
     ports: Ports
     resources: Resources
     preStopSeconds: Annotated[int, Field(ge=1, le=3600)]

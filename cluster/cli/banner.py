@@ -1,4 +1,4 @@
-"""What `tandem up` prints once everything serves: model, pools, memory in blocks, addresses, settings, a curl line."""
+"""The banner that `tandem up` prints once everything serves: model, pools, memory, addresses, settings, a curl line."""
 
 import json
 import shlex
@@ -26,23 +26,23 @@ EXAMPLE_QUESTION = "Tell me a short story about a fox."
 EXAMPLE_BEGINNING = "Once upon a time there was a little fox"
 EXAMPLE_TOKENS = 96
 COMPLETES_NOTE = (
-    "This model has no chat template: it completes text (/v1/completions, `tandem chat`, the page's playground)."
+    "This model has no chat template: use it for text completion (/v1/completions, `tandem chat`, or the playground)."
 )
-FAILOVER_NOTE = "a text resumed after a failover may differ; engine.deterministic prevents it"
+FAILOVER_NOTE = "text that resumes after a failover may differ; engine.deterministic prevents it"
 
 
 def print_banner(
-    console: Console, asked: ClusterConfig, effective: ClusterConfig, processes: Sequence[ProcessView]
+    console: Console, configured: ClusterConfig, effective: ClusterConfig, processes: Sequence[ProcessView]
 ) -> None:
-    """Print the banner. `asked` is what the user configured, `effective` what runs."""
+    """Print the banner. `configured` is what the user configured, `effective` what runs."""
     model = model_name(effective, processes)
     body = Group(
-        _summary(asked, effective, processes, model),
+        _summary(configured, effective, processes, model),
         Text(""),
         _pools(processes),
         Text(""),
         _urls(effective),
-        *_settings(asked),
+        *_settings(configured),
     )
     console.print(Panel(body, title="[bold]Tandem[/bold]", box=box.ROUNDED, expand=False, padding=(1, 2)))
     for warning in warnings(effective):
@@ -60,38 +60,38 @@ def print_banner(
 
 
 def model_name(config: ClusterConfig, processes: Sequence[ProcessView]) -> str:
-    """The name that clients use: as the workers report it, else as configured."""
+    """Return the name that clients use: as the workers report it, else as configured."""
     reported = next((str(p.ready["model"]) for p in processes if p.ready.get("model")), None)
     return config.model.name or reported or config.model.path.rstrip("/").rpartition("/")[2]
 
 
 def served_dtype(config: ClusterConfig, processes: Sequence[ProcessView]) -> str:
-    """What the workers compute in: as they report it, else as configured."""
+    """Return the dtype that the workers compute in: as they report it, else as configured."""
     reported = next((str(p.ready["dtype"]) for p in processes if p.ready.get("dtype")), None)
     return reported or config.model.dtype
 
 
 def base_url(config: ClusterConfig, port: int) -> str:
-    """host:port to connect to from this machine: loopback in place of a wildcard address."""
+    """Return host:port to connect to from this machine, with loopback in place of a wildcard address."""
     return join(reachable(config.router.host), port)
 
 
 def http_url(config: ClusterConfig) -> str:
-    """URL of the HTTP server from this machine."""
+    """Return the HTTP server's URL as seen from this machine."""
     scheme = "http" if config.router.tls is None else "https"
     return f"{scheme}://{base_url(config, config.router.port)}"
 
 
 def has_chat_template(processes: Sequence[ProcessView]) -> bool:
-    """Whether the model serves conversations, as routers report it."""
+    """Return whether the model has a chat template, as the routers report it."""
     return all(process.ready.get("has_chat_template", True) for process in processes)
 
 
 def curl_line(config: ClusterConfig, model: str, *, chats: bool = True) -> str:
-    """A streaming request that works when pasted into a shell; a key is never shown. `chats`: else it completes."""
+    """Return a streaming request to paste into a shell, without any key. `chats`: False for a plain completion."""
     question = {"messages": [{"role": "user", "content": EXAMPLE_QUESTION}]}
-    asked: dict[str, Any] = question if chats else {"prompt": EXAMPLE_BEGINNING}
-    body = {"model": model, **asked, "max_tokens": EXAMPLE_TOKENS, "stream": True}
+    configured: dict[str, Any] = question if chats else {"prompt": EXAMPLE_BEGINNING}
+    body = {"model": model, **configured, "max_tokens": EXAMPLE_TOKENS, "stream": True}
     url = f"{http_url(config)}/v1/{'chat/completions' if chats else 'completions'}"
     parts = ["curl -N", shlex.quote(url), "-H 'Content-Type: application/json'"]
     if (tls := config.router.tls) is not None:
@@ -102,17 +102,17 @@ def curl_line(config: ClusterConfig, model: str, *, chats: bool = True) -> str:
 
 
 def warnings(config: ClusterConfig) -> list[str]:
-    """Warnings about this configuration."""
+    """Return the warnings about this configuration."""
     found = [] if config.router.warning is None else [config.router.warning]
     if any(key.is_plain for key in config.router.api_keys):
-        found.append("router.api_keys holds keys themselves; `tandem key digest` makes what may be kept in their place")
+        found.append("router.api_keys contains plain-text keys; store digests instead (`tandem key digest`)")
     return found
 
 
 def changed_settings(config: BaseModel, defaults: BaseModel | None, prefix: str = "") -> dict[str, str]:
-    """Dotted names of the settings that differ from their defaults; secrets stay hidden.
+    """Return the settings that differ from their defaults, by dotted name; secrets stay hidden.
 
-    `defaults` is None for a section that is absent by default: what it holds by itself is no news there either.
+    `defaults` is None for a section that is absent by default: the defaults of its own fields are not listed.
     """
     found: dict[str, str] = {}
     for name, field in type(config).model_fields.items():
@@ -123,7 +123,7 @@ def changed_settings(config: BaseModel, defaults: BaseModel | None, prefix: str 
                 found[f"{prefix}{name}"] = _shown(value)
             continue
         inner = changed_settings(value, default, f"{prefix}{name}.")
-        found |= inner or ({f"{prefix}{name}": "with its defaults"} if default is None else {})
+        found |= inner or ({f"{prefix}{name}": "with defaults"} if default is None else {})
     return found
 
 
@@ -149,12 +149,12 @@ def _shown_entry(value: Any) -> str:
     return " and ".join(f"{name} {text}" for name, text in changed_settings(value, None).items()) or "no limit"
 
 
-def _summary(asked: ClusterConfig, config: ClusterConfig, processes: Sequence[ProcessView], model: str) -> Table:
+def _summary(configured: ClusterConfig, config: ClusterConfig, processes: Sequence[ProcessView], model: str) -> Table:
     table = Table.grid(padding=(0, 2))
     context = next((p.ready["max_model_len"] for p in processes if p.ready.get("max_model_len")), None)
     table.add_row("model", Text(model, style="bold cyan"))
     dtype = served_dtype(config, processes)
-    chosen = " (auto)" if asked.model.dtype == AUTO_DTYPE != dtype else ""
+    chosen = " (auto)" if configured.model.dtype == AUTO_DTYPE != dtype else ""
     table.add_row("", Text(f"{config.model.path} · {dtype}{chosen}", style="dim"))
     if context is not None:
         table.add_row("context", Text(f"{context} tokens"))
@@ -170,7 +170,7 @@ def _ranks(pool: PoolConfig) -> str:
 
 def _pools(processes: Sequence[ProcessView]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    # Fits a terminal of 80 columns: text cut here cannot be read anywhere else.
+    # Fits a terminal of 80 columns: text that is cut off here cannot be read anywhere else.
     table.add_column("process", overflow="fold")
     table.add_column("pid", no_wrap=True, min_width=7)
     table.add_column("address", no_wrap=True)
@@ -186,7 +186,7 @@ def _pools(processes: Sequence[ProcessView]) -> Table:
 
 
 def _gpus(view: ProcessView) -> str:
-    """`0,1`, and `0 1/2` of one that two workers share."""
+    """Render a worker's GPUs: `0,1`, or `0 1/2` for one that two workers share."""
     gpus, sharers = view.ready.get("gpus") or [], int(view.ready.get("gpu_sharers", 1))
     return ",".join(map(str, gpus)) + (f" 1/{sharers}" if gpus and sharers > 1 else "")
 
@@ -214,8 +214,8 @@ def _urls(config: ClusterConfig) -> Table:
     return table
 
 
-def _settings(asked: ClusterConfig) -> list[Text | Table]:
-    changed = changed_settings(asked, ClusterConfig())
+def _settings(configured: ClusterConfig) -> list[Text | Table]:
+    changed = changed_settings(configured, ClusterConfig())
     if not changed:
         return []
     table = Table.grid(padding=(0, 2))

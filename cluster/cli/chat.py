@@ -1,4 +1,4 @@
-"""`tandem chat`: a conversation in the terminal with a running cluster; also one question per line from a pipe."""
+"""`tandem chat`: a conversation in the terminal with a running cluster; from a pipe, one question per line."""
 
 import asyncio
 import os
@@ -19,38 +19,38 @@ from cluster.terminal_text import without_controls
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
 
-HELP = "/clear forgets the conversation, /stats counts it, /exit or Ctrl-D leaves; Ctrl-C stops an answer"
-COMPLETES = "has no chat template: it completes each text that you type, and sees nothing of those before"
+HELP = "/clear starts over, /stats shows totals, /exit or Ctrl-D quits; Ctrl-C stops an answer"
+COMPLETES = "has no chat template: it completes each text on its own, without the ones before"
 COMPLETION_TOKENS = 128
-"""Default length of a completed text without --max-tokens: a router's own default is 16."""
+"""Default length of a completion without --max-tokens; a router's own default is 16."""
 _OnText: TypeAlias = Callable[[str], None]
 _AnswerTo: TypeAlias = Callable[[str, _OnText, _OnText], Coroutine[Any, Any, ChatReply]]
 
 
 @dataclass(slots=True)
 class Conversation:
-    """The turns so far, and what they cost."""
+    """The turns of a conversation so far, and what they cost."""
 
     system: str | None = None
     turns: list[dict[str, str]] = field(default_factory=list)
     answers: list[ChatReply] = field(default_factory=list)
 
     def asking(self, question: str) -> list[dict[str, str]]:
-        """The messages to send for this question; the conversation itself grows only with `add`."""
+        """Return the messages to send for this question; only `add` extends the conversation."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, *self.turns, {"role": "user", "content": question}]
 
     def add(self, question: str, answer: ChatReply) -> None:
-        """A question that was answered to its end."""
+        """Record a question with its complete answer."""
         self.turns += [{"role": "user", "content": question}, {"role": "assistant", "content": answer.text}]
         self.answers.append(answer)
 
     def clear(self) -> None:
-        """Forget the turns; the counts go on."""
+        """Forget the turns; the totals are kept."""
         self.turns.clear()
 
     def stats(self) -> str:
-        """One line over all answers."""
+        """Summarize all answers in one line."""
         if not self.answers:
             return "no answers yet"
         prompt = sum(a.prompt_tokens for a in self.answers)
@@ -60,12 +60,12 @@ class Conversation:
         rate = f", {made / seconds:.1f} tokens/s" if seconds > 0 else ""
         return (
             f"{len(self.answers)} answers · {prompt} prompt tokens, {cached} from the cache · "
-            f"{made} tokens answered in {seconds:.1f} s{rate}"
+            f"{made} tokens generated in {seconds:.1f} s{rate}"
         )
 
 
 async def chat(client: ChatClient, conversation: Conversation, *, max_tokens: int | None, temperature: float) -> int:
-    """Talk until the input ends; the exit code. Raises ClientError when no cluster answers at the start."""
+    """Chat until the input ends, and return the exit code. Raises ClientError when no cluster answers at the start."""
     out, err = Console(highlight=False), Console(stderr=True, highlight=False)
     model = await client.model()
     interactive = sys.stdin.isatty()
@@ -77,7 +77,7 @@ async def chat(client: ChatClient, conversation: Conversation, *, max_tokens: in
     answer = partial(_answer, client, conversation, body)
     if not model.has_chat_template:
         if conversation.system:
-            raise ClientError(f"--system: {model.name} has no chat template, and completes plain text alone")
+            raise ClientError(f"--system: {model.name} has no chat template and can only complete plain text")
         err.print(Text(f"{model.name} {COMPLETES}", style="yellow"), soft_wrap=True)
         answer = partial(_complete, client, {"max_tokens": COMPLETION_TOKENS, **body})
     failed = False
@@ -103,7 +103,7 @@ async def chat(client: ChatClient, conversation: Conversation, *, max_tokens: in
 
 
 class _Thought:
-    """What the model thinks before it answers: beside the answer, where somebody watches."""
+    """Prints the model's reasoning, set apart from the answer, when stderr is a terminal."""
 
     def __init__(self, err: Console) -> None:
         self._err = err
@@ -115,7 +115,7 @@ class _Thought:
             self._err.print(Text(without_controls(text), style="dim italic"), end="", soft_wrap=True)
 
     def end(self) -> None:
-        """The answer begins on a line of its own."""
+        """End the reasoning, so that the answer begins on a line of its own."""
         if self._is_open:
             self._is_open = False
             self._err.print()
@@ -141,7 +141,7 @@ async def _complete(
 async def _exchange(
     conversation: Conversation, question: str, answer_to: _AnswerTo, *, out: Console, err: Console
 ) -> bool:
-    """Ask and print the answer; False when it was incomplete."""
+    """Ask and print the answer; return False if it is incomplete."""
 
     thought = _Thought(err)
 
@@ -174,7 +174,7 @@ async def _exchange(
 
 
 async def _piped() -> AsyncIterator[str]:
-    # Blocking the loop is harmless here, while a thread in readline could not be interrupted by Ctrl-C.
+    # Blocking the loop is harmless here; a thread in readline could not be interrupted by Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     while line := sys.stdin.readline():
         yield line
@@ -192,7 +192,7 @@ async def _typed() -> AsyncIterator[str]:
 
 
 def _session() -> "PromptSession[str]":
-    """A prompt with a history that only its user can read; without one where the home is not writable."""
+    """Create a prompt with a history that only its user can read, or without one if the home is not writable."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 
@@ -207,7 +207,7 @@ def _session() -> "PromptSession[str]":
 
 
 def _make_private(path: Path) -> None:
-    """Create the file if needed and make it readable by its owner alone, whatever the umask. Raises OSError."""
+    """Create the file if needed and make it readable by its owner only, whatever the umask. Raises OSError."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:

@@ -1,4 +1,4 @@
-"""`tandem demo`: a cluster on free ports, one long question through both pools, the same again from the cache."""
+"""`tandem demo`: a cluster on free ports; a long question through both pools, and the same again from the cache."""
 
 from pathlib import Path
 
@@ -32,39 +32,42 @@ again."""
 
 
 async def demo(config: ClusterConfig, *, out: Console, err: Console) -> int:
-    """Run the whole of it; the exit code. Raises ConfigError before anything was started."""
+    """Run the whole demo and return the exit code. Raises ConfigError before anything is started."""
     if reason := _no_way_in(config.router):
         raise ConfigError(reason)
 
     async def body(cluster: LocalCluster) -> int:
         return await talk(cluster, out, err)
 
-    pools = f"{config.prefill.replicas} to read the prompt, {config.decode.replicas} to write the answer"
-    err.print(Text(f"First a cluster of processes here ({pools}, a router), then a question, twice."), soft_wrap=True)
-    without_standby = config.model_copy(update={"standby_workers": 0})  # it is over before one could be of use
+    pools = f"{config.prefill.replicas} for prefill, {config.decode.replicas} for decode"
+    err.print(
+        Text(f"Starting a cluster on this machine ({pools}, and a router), then asking one question twice."),
+        soft_wrap=True,
+    )
+    without_standby = config.model_copy(update={"standby_workers": 0})  # the demo is over before one could be useful
     return await run_with(resolve_model(without_standby), body, console=err, show_logs=False)
 
 
 def _no_way_in(router: RouterConfig) -> str | None:
-    """Why the demo could not ask its own cluster."""
+    """Return why the demo could not access its own cluster, or None."""
     if router.tls is not None and router.tls.client_ca is not None:
-        return "router.tls.client_ca: the demo has no certificate of a client; leave it out here"
+        return "router.tls.client_ca: the demo has no client certificate; omit this setting"
     if router.api_keys_file is not None or (router.api_keys and not any(one.is_plain for one in router.api_keys)):
-        return "router.api_keys: the demo has no key, and digests give it none; leave them out here"
+        return "router.api_keys: the demo cannot derive a key from digests; omit this setting"
     return None
 
 
 async def talk(cluster: LocalCluster, out: Console, err: Console) -> int:
-    """Ask the same question twice; the exit code."""
+    """Ask the same question twice, and return the exit code."""
     model = banner.model_name(cluster.config, cluster.processes)
     pools = ", ".join(f"{view.worker_id} pid {view.pid}" for view in cluster.workers)
     out.print(Text(f"{model} at {cluster.http_url} · {pools}"), style="dim", soft_wrap=True)
     messages = [{"role": "user", "content": f"{STORY} {QUESTION}"}]
-    out.print(Text(f"\nA story of {len(STORY.split())} words hides “{NEEDLE}” Then:"), soft_wrap=True)
+    out.print(Text(f"\nA story of {len(STORY.split())} words contains “{NEEDLE}” The question:"), soft_wrap=True)
     router = cluster.config.router
     api_key = next((one.key.get_secret_value() for one in router.api_keys if one.is_plain), None)
     tls = None if router.tls is None else client_of(Path(router.tls.cert), "router.tls.cert")
-    titles = ("through both pools", "once more: its prefix is cached")
+    titles = ("through both pools", "again, with the prefix cached")
     try:
         async with ChatClient(cluster.http_url, api_key=api_key, tls=tls) as client:
             for title in titles:

@@ -1,4 +1,4 @@
-"""`tandem doctor`, as the command line knows it."""
+"""The command-line interface of `tandem doctor`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -10,10 +10,12 @@ def doctor(
     config: Annotated[
         Path | None, typer.Option("--config", "-c", help="The cluster's YAML.", rich_help_panel="Configuration")
     ] = None,
-    router_only: Annotated[bool, typer.Option("--router", help="This machine will have routers alone.")] = False,
+    router_only: Annotated[
+        bool, typer.Option("--router", help="Check only what a machine with routers and no workers needs.")
+    ] = False,
     json_: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
-    """Say what this machine has and what is wrong with it; exit code 1 when it cannot run Tandem."""
+    """Check whether this machine can run Tandem, and what is wrong; exit code 1 if it cannot."""
     from rich.console import Console
 
     from cluster.doctor import checks

@@ -1,4 +1,4 @@
-"""`tandem key`: keys for clients, and what the configuration keeps of them."""
+"""`tandem key`: generates API keys, and the entries that the configuration holds for them."""
 
 import sys
 
@@ -10,22 +10,22 @@ from tandem.values.api_key import entry_of, new_key
 
 
 def show_new(tenant: str | None, operator: bool = False) -> int:
-    """Print a new key and its entry; returns the exit code."""
+    """Print a new key and its entry, and return the exit code."""
     key = new_key()
     entry = _entry(key, tenant, operator)
-    print(f"key (for its user; it is shown this once): {key}")
-    print(f"entry (for router.api_keys, or the file of keys): {entry}")
+    print(f"key (give it to its user; it is shown only once): {key}")
+    print(f"entry (for router.api_keys, or the key file): {entry}")
     return 0
 
 
 def show_digest(tenant: str | None, operator: bool = False) -> int:
-    """The entry of a key from standard input: on a command line it would stay in histories."""
+    """Print the entry for a key read from standard input, as a command line would stay in the shell's history."""
     print(_entry(sys.stdin.readline().strip(), tenant, operator))
     return 0
 
 
 def _entry(key: str, tenant: str | None, operator: bool) -> str:
-    """In YAML. Raises ConfigError for what can be no key, or no tenant."""
+    """Render the entry as YAML. Raises ConfigError for an invalid key or tenant."""
     try:
         ApiKey.model_validate({"key": key, "tenant": tenant})
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""The `tandem` command. Only what a command needs is imported, and only when it runs: help must come at once."""
+"""The `tandem` command. Only what a command needs is imported, and only when it runs, so that help appears at once."""
 
 import asyncio
 import os
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 _SHOWN = (
-    "everybody on this machine can read the password in --redis off the list of processes: "
-    "redis.password in the YAML is for this user alone, and so is TANDEM_REDIS__PASSWORD__FILE"
+    "the password in --redis is visible to every user in this machine's process list; "
+    "use redis.password in the YAML or TANDEM_REDIS__PASSWORD__FILE instead"
 )
 EXIT_CONFIG = 2
 EXIT_INTERRUPTED = 130
-_RUN, _CHANGE, _PROCESSES = "Run a cluster here", "Change a cluster that runs", "Run one process"
-_TALK, _LOOK = "Use a cluster", "Look around"
+_RUN, _CHANGE, _PROCESSES = "Run a cluster here", "Change a running cluster", "Run one process"
+_TALK, _LOOK = "Use a cluster", "Inspect and measure"
 
 app = typer.Typer(
     name="tandem",
@@ -45,14 +45,14 @@ ConfigOption = Annotated[
 RequiredConfig = Annotated[
     Path, typer.Option("--config", "-c", exists=True, dir_okay=False, help="The cluster's YAML.")
 ]
-IndexOption = Annotated[int, typer.Option("--index", "-i", min=0, help="Which address of the pool this worker is.")]
+IndexOption = Annotated[int, typer.Option("--index", "-i", min=0, help="Index of the worker in its pool.")]
 ModelOption = Annotated[
     str | None,
     typer.Option(
         "--model",
         "-m",
         metavar="DIR_OR_HUB_ID",
-        help="A directory in Hugging Face layout, or a hub id. The built-in model when absent.",
+        help="Directory in Hugging Face layout, or a hub id; default: the built-in model.",
         rich_help_panel="Model",
     ),
 ]
@@ -66,31 +66,31 @@ DtypeOption = Annotated[
     ),
 ]
 PrefillOption = Annotated[
-    int | None, typer.Option("--prefill", metavar="N", help="Prefill workers.", rich_help_panel="Pools")
+    int | None, typer.Option("--prefill", metavar="N", help="Number of prefill workers.", rich_help_panel="Pools")
 ]
 DecodeOption = Annotated[
-    int | None, typer.Option("--decode", metavar="N", help="Decode workers.", rich_help_panel="Pools")
+    int | None, typer.Option("--decode", metavar="N", help="Number of decode workers.", rich_help_panel="Pools")
 ]
 TransportOption = Annotated[
     str | None,
     typer.Option(
         "--transport",
         metavar="NAME",
-        help="How KV travels: auto, shm, tcp, nixl, torch_dist or cuda_ipc.",
+        help="KV transport: auto, shm, tcp, nixl, torch_dist or cuda_ipc.",
         rich_help_panel="Pools",
     ),
 ]
-KeyFileOption = Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="A file that holds the API key.")]
+KeyFileOption = Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="File with the API key.")]
 CaOption = Annotated[
-    Path | None, typer.Option(exists=True, dir_okay=False, help="PEM file of the router's authority, for https.")
+    Path | None, typer.Option(exists=True, dir_okay=False, help="PEM file of the router's certificate authority.")
 ]
 ClientCertOption = Annotated[
-    Path | None, typer.Option(exists=True, dir_okay=False, help="PEM file of your certificate and its key.")
+    Path | None, typer.Option(exists=True, dir_okay=False, help="PEM file of the client certificate and key.")
 ]
 
 
-def _show_version(asked: bool) -> None:
-    if asked:
+def _show_version(requested: bool) -> None:
+    if requested:
         from cluster.cli.version import version_line
 
         print(version_line())
@@ -103,7 +103,7 @@ def tandem(
         bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Print the versions and exit.")
     ] = False,
 ) -> None:
-    """Serve a large language model from two pools: one reads prompts, the other writes answers."""
+    """Serve a large language model from two pools of workers: prefill reads prompts, decode writes answers."""
 
 
 @app.command(rich_help_panel=_RUN)
@@ -111,9 +111,11 @@ def up(  # noqa: PLR0913  # one parameter per option
     *,
     model: ModelOption = None,
     dtype: DtypeOption = None,
-    host: Annotated[str | None, typer.Option(help="Where to listen.", rich_help_panel="Servers")] = None,
-    port: Annotated[int | None, typer.Option(help="HTTP port; 0 takes a free one.", rich_help_panel="Servers")] = None,
-    grpc_port: Annotated[int | None, typer.Option(help="gRPC port; 0: a free one.", rich_help_panel="Servers")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.", rich_help_panel="Servers")] = None,
+    port: Annotated[int | None, typer.Option(help="HTTP port; 0: any free port.", rich_help_panel="Servers")] = None,
+    grpc_port: Annotated[
+        int | None, typer.Option(help="gRPC port; 0: any free port.", rich_help_panel="Servers")
+    ] = None,
     prefill: PrefillOption = None,
     decode: DecodeOption = None,
     transport: TransportOption = None,
@@ -121,7 +123,7 @@ def up(  # noqa: PLR0913  # one parameter per option
         str | None,
         typer.Option(
             metavar="URL",
-            help="A Redis that routers and workers share, such as redis://host:6379; rediss:// for TLS.",
+            help="Redis shared by routers and workers, such as redis://host:6379; rediss:// for TLS.",
             rich_help_panel="Pools",
         ),
     ] = None,
@@ -130,13 +132,13 @@ def up(  # noqa: PLR0913  # one parameter per option
         typer.Option(
             "--ray",
             metavar="auto|HOST:PORT|local",
-            help="Workers on the nodes of this Ray cluster; [b]ray[/b] says what each takes.",
+            help="Run the workers on this Ray cluster; their resources are set under [b]ray[/b].",
             rich_help_panel="Pools",
         ),
     ] = None,
     config: ConfigOption = None,
 ) -> None:
-    """Start a whole cluster on this machine and keep it alive. Ctrl-C drains and stops."""
+    """Start a whole cluster on this machine and keep it running. Ctrl-C drains and stops it."""
     from rich.console import Console
 
     from cluster.cli.up import serve
@@ -169,7 +171,7 @@ def demo(
     transport: TransportOption = None,
     config: ConfigOption = None,
 ) -> None:
-    """Start a cluster on free ports, ask one question through both pools, show where the time went, stop."""
+    """Start a cluster on free ports, ask one question through both pools, show where the time went, and stop."""
     from rich.console import Console
 
     from cluster.cli.demo import demo as run_demo
@@ -181,7 +183,7 @@ def demo(
 
 
 def _complaints(redis: str | None) -> "Console":
-    """Where they go; the first is of a password in `--redis`."""
+    """Return a console for errors and warnings, after warning of a password in `--redis`."""
     from rich.console import Console
 
     err = Console(stderr=True, highlight=False)
@@ -207,10 +209,12 @@ def router(
     config: RequiredConfig,
     workers: Annotated[
         int | None,
-        typer.Option("--workers", "-w", min=1, max=64, help="Processes that share the ports; [b]router.processes[/b]."),
+        typer.Option(
+            "--workers", "-w", min=1, max=64, help="Number of processes sharing the ports ([b]router.processes[/b])."
+        ),
     ] = None,
 ) -> None:
-    """Become the router of the cluster that the YAML describes; with several processes, the parent of them."""
+    """Run the router of the cluster that the YAML describes; with several processes, their supervisor."""
     from tandem.config.cluster import load
 
     again = partial(load, config, {"router.processes": workers})
@@ -226,13 +230,13 @@ def router(
 
 @app.command(rich_help_panel=_PROCESSES)
 def prefill(config: RequiredConfig, index: IndexOption = 0) -> None:
-    """Become a prefill worker: it reads prompts."""
+    """Run a prefill worker, which reads prompts."""
     _become(["prefill_worker", "--config", str(config), "--index", str(index)])
 
 
 @app.command(rich_help_panel=_PROCESSES)
 def decode(config: RequiredConfig, index: IndexOption = 0) -> None:
-    """Become a decode worker: it writes answers."""
+    """Run a decode worker, which writes answers."""
     _become(["decode_worker", "--config", str(config), "--index", str(index)])
 
 
@@ -241,15 +245,17 @@ app.command(rich_help_panel=_PROCESSES)(follower)
 
 @app.command(rich_help_panel=_TALK)
 def chat(
-    url: Annotated[str, typer.Option(help="The router's HTTP address.")] = DEFAULT_URL,
+    url: Annotated[str, typer.Option(help="HTTP address of the router.")] = DEFAULT_URL,
     system: Annotated[str | None, typer.Option(help="A system prompt.")] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Longest answer in tokens.")] = None,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 always takes the likeliest token.")] = 0.0,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Maximum tokens per answer.")] = None,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="Sampling temperature; 0 always picks the likeliest token.")
+    ] = 0.0,
     api_key_file: KeyFileOption = None,
     ca: CaOption = None,
     client_cert: ClientCertOption = None,
 ) -> None:
-    """Talk to a running cluster; with a pipe as input, one question per line."""
+    """Chat with a running cluster; from a pipe, ask one question per line."""
     from cluster.cli.chat import Conversation
     from cluster.cli.chat import chat as run_chat
     from cluster.router_client import ChatClient, ClientError, client_tls
@@ -271,10 +277,13 @@ def chat(
 @app.command(rich_help_panel=_TALK)
 def top(
     url: Annotated[
-        list[str] | None, typer.Option(help="A router's HTTP address; repeat for several routers of one cluster.")
+        list[str] | None,
+        typer.Option(help="HTTP address of a router; may be repeated for several routers of one cluster."),
     ] = None,
-    interval: Annotated[float, typer.Option(min=0.2, max=60.0, help="Seconds between two looks.")] = 1.0,
-    once: Annotated[bool, typer.Option("--once", help="Print once; also where the output is no terminal.")] = False,
+    interval: Annotated[float, typer.Option(min=0.2, max=60.0, help="Seconds between updates.")] = 1.0,
+    once: Annotated[
+        bool, typer.Option("--once", help="Print once and exit; implied when the output is not a terminal.")
+    ] = False,
     api_key_file: KeyFileOption = None,
     ca: CaOption = None,
     client_cert: ClientCertOption = None,
@@ -302,7 +311,7 @@ def top(
     context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
 )
 def bench(context: typer.Context) -> None:
-    """Measure a cluster: the same as [bold]python -m tandem_bench[/bold], which explains its own options."""
+    """Benchmark a cluster, as [bold]python -m tandem_bench[/bold] does, which documents its options."""
     _become(["tandem_bench", *context.args])
 
 
@@ -316,28 +325,30 @@ for look in (ps, doctor, profile, simulate, plan):
 def key(
     action: Annotated[
         str,
-        typer.Argument(metavar="new|digest", help="Make a key, or print the entry of one read from standard input."),
+        typer.Argument(
+            metavar="new|digest", help="Generate a key, or print the entry for one read from standard input."
+        ),
     ] = "new",
-    tenant: Annotated[str | None, typer.Option(help="Whose it is, for the entry.")] = None,
+    tenant: Annotated[str | None, typer.Option(help="Tenant to put into the entry.")] = None,
     operator: Annotated[
-        bool, typer.Option("--operator", help="An operator's: it sees all tenants and /metrics, and may profile.")
+        bool, typer.Option("--operator", help="Operator key: may see all tenants and /metrics, and may profile.")
     ] = False,
 ) -> None:
-    """Make an API key: the key goes to its user, the entry into [b]router.api_keys[/b] or the file of keys."""
+    """Generate an API key: the key goes to its user, the entry into [b]router.api_keys[/b] or the key file."""
     from cluster.cli.keys import show_digest, show_new
 
     raise typer.Exit({"new": show_new, "digest": show_digest}.get(action, _no_such_action)(tenant, operator))
 
 
 def _no_such_action(_tenant: str | None, _operator: bool) -> int:
-    _complain("tandem key new, or tandem key digest")
+    _complain("expected `tandem key new` or `tandem key digest`")
     return EXIT_CONFIG
 
 
 @app.command(rich_help_panel=_LOOK)
 def version() -> None:
     """Print the versions of Tandem, Python and torch."""
-    _show_version(asked=True)
+    _show_version(requested=True)
 
 
 def _key_of(file: Path | None) -> str | None:
@@ -349,7 +360,7 @@ def _key_of(file: Path | None) -> str | None:
 
 
 def _become(module_and_arguments: list[str]) -> None:
-    """Replace this process: signals and exit code are then the module's own, as a container expects."""
+    """Replace this process, so that signals and exit code are those of the module, as a container expects."""
     from cluster.processes.effective_config import GRPC_WITHOUT_FORK, import_root
 
     environment = {**GRPC_WITHOUT_FORK, **os.environ}
@@ -357,7 +368,7 @@ def _become(module_and_arguments: list[str]) -> None:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, environment.get("PYTHONPATH", ""))))
     sys.stdout.flush()
     command = [sys.executable, "-m", *module_and_arguments]
-    os.execve(sys.executable, command, environment)  # noqa: S606  # the interpreter that runs us, no shell
+    os.execve(sys.executable, command, environment)  # noqa: S606  # our own interpreter, no shell
 
 
 def _complain(message: str) -> None:
@@ -368,7 +379,7 @@ def _complain(message: str) -> None:
 
 
 def main() -> None:
-    """Entry point of the `tandem` script."""
+    """Run the `tandem` command."""
     try:
         app()
     except ConfigError as error:

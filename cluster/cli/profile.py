@@ -1,5 +1,7 @@
-"""`tandem profile`: what a router or a worker of a running cluster does, into a file. Wants `profiling.enabled` and an
-operator's key."""
+"""`tandem profile`: records a profile of a router or worker of a running cluster.
+
+It needs `profiling.enabled` and an operator's key.
+"""
 
 import gzip
 from pathlib import Path
@@ -11,37 +13,43 @@ if TYPE_CHECKING:
     import httpx
 
 _MARGIN_S = 150.0
-"""Beyond the seconds that were asked for: a worker's profiler takes its time to get ready and to write."""
+"""Seconds to wait beyond those requested: a worker's profiler takes a while to get ready and to write."""
 _FORMATS = {".svg": "svg", ".json": "speedscope", ".txt": "collapsed"}
 
 
 def profile(  # one parameter per option
     *,
-    out: Annotated[Path, typer.Option("--out", "-o", help="File; a router's as .svg, .json (speedscope) or .txt.")],
-    router: Annotated[bool, typer.Option("--router", help="A flame graph of the router.")] = False,
-    worker: Annotated[str | None, typer.Option(metavar="NAME", help="A trace of a worker, such as decode-0.")] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Steps of the worker's engine.")] = 20,
-    seconds: Annotated[
-        float, typer.Option(min=0.1, help="So long; of a worker at most, if its steps take longer.")
-    ] = 10.0,
-    url: Annotated[str, typer.Option(help="The router's HTTP address.")] = "http://127.0.0.1:8000",
-    api_key_file: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="An operator's key.")] = None,
-    ca: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="PEM file of the authority.")] = None,
+    out: Annotated[
+        Path, typer.Option("--out", "-o", help="Output file; for a router .svg, .json (speedscope) or .txt.")
+    ],
+    router: Annotated[bool, typer.Option("--router", help="Record a flame graph of the router.")] = False,
+    worker: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Record a trace of a worker, such as decode-0.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Number of engine steps, for a worker.")] = 20,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Seconds to record; for a worker, at most.")] = 10.0,
+    url: Annotated[str, typer.Option(help="HTTP address of the router.")] = "http://127.0.0.1:8000",
+    api_key_file: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="File with an operator's API key.")
+    ] = None,
+    ca: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="PEM file of the certificate authority.")
+    ] = None,
     client_cert: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="PEM file of your certificate and its key.")
+        Path | None, typer.Option(exists=True, dir_okay=False, help="PEM file of the client certificate and key.")
     ] = None,
 ) -> None:
-    """Record what a router or a worker does; for Perfetto or chrome://tracing, speedscope, or a browser."""
+    """Record a profile of a router or worker, for Perfetto or chrome://tracing, speedscope, or a browser."""
     if router == (worker is not None):
-        raise typer.BadParameter("either --router or --worker NAME")
+        raise typer.BadParameter("give either --router or --worker NAME")
     if router and out.suffix not in _FORMATS:
         raise typer.BadParameter(
-            f"{out.name} is none of {', '.join(f'*{one}' for one in _FORMATS)}", param_hint="--out"
+            f"{out.name} does not match any of {', '.join(f'*{one}' for one in _FORMATS)}", param_hint="--out"
         )
-    if not out.absolute().parent.is_dir():  # else this would come out when all is recorded
-        raise typer.BadParameter(f"there is no folder {out.parent}", param_hint="--out")
-    asked: dict[str, str | float] = {"seconds": seconds}
-    asked |= {"format": _FORMATS[out.suffix]} if worker is None else {"worker": worker, "steps": steps}
+    if not out.absolute().parent.is_dir():  # otherwise this would fail only after recording
+        raise typer.BadParameter(f"no such directory: {out.parent}", param_hint="--out")
+    params: dict[str, str | float] = {"seconds": seconds}
+    params |= {"format": _FORMATS[out.suffix]} if worker is None else {"worker": worker, "steps": steps}
     path = "/debug/profile/router" if worker is None else "/debug/profile/worker"
     import httpx
 
@@ -55,7 +63,7 @@ def profile(  # one parameter per option
         patience = httpx.Timeout(seconds + _MARGIN_S)
         verify = True if tls is None else tls
         with httpx.Client(timeout=patience, trust_env=False, verify=verify, headers=headers) as client:
-            content, note = _fetch(client, base_of(url), path, asked)
+            content, note = _fetch(client, base_of(url), path, params)
         out.write_bytes(gzip.decompress(content) if worker is not None and out.suffix != ".gz" else content)
     except (ClientError, ConfigError, OSError) as error:
         typer.echo(f"error: {error}", err=True)
@@ -63,14 +71,14 @@ def profile(  # one parameter per option
     print(f"{out}{note}")
 
 
-def _fetch(client: "httpx.Client", url: str, path: str, asked: dict[str, str | float]) -> tuple[bytes, str]:
-    """The file, and how many steps it has. Raises ClientError."""
+def _fetch(client: "httpx.Client", url: str, path: str, params: dict[str, str | float]) -> tuple[bytes, str]:
+    """Return the file's content and a note on the number of steps. Raises ClientError."""
     import httpx
 
     from cluster.router_client import ClientError, refusal, unreachable
 
     try:
-        answer = client.post(url + path, params=asked)
+        answer = client.post(url + path, params=params)
     except (httpx.HTTPError, httpx.InvalidURL) as error:
         raise unreachable(url, error) from None
     if answer.status_code != httpx.codes.OK:

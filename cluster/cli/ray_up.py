@@ -1,4 +1,4 @@
-"""`tandem up --ray`: the cluster of `tandem up` with its workers on the nodes of a Ray cluster."""
+"""`tandem up --ray`: runs a cluster like `tandem up`, with its workers on the nodes of a Ray cluster."""
 
 import asyncio
 from pathlib import Path
@@ -14,9 +14,9 @@ from tandem.model_path import BUILTIN
 
 
 def serve_on_ray(config: ClusterConfig, address: str, *, out: Console, err: Console, again: Again | None = None) -> int:
-    """Run it until the user ends it; the exit code. Raises ConfigError before anything was started.
+    """Run the cluster until the user ends it, and return the exit code. Raises ConfigError before anything is started.
 
-    Call it on the main thread, outside of any event loop.
+    Call this on the main thread, outside any event loop.
     """
     with connect(address) as session:
         if session.warning is not None:
@@ -26,5 +26,5 @@ def serve_on_ray(config: ClusterConfig, address: str, *, out: Console, err: Cons
 
 
 def _hub_id(path: str) -> str | None:
-    """Nodes fetch such a model for themselves; a directory must be there already, under the same name."""
+    """Return the hub id that nodes download the model by; a local directory must exist there under the same name."""
     return None if path == BUILTIN or Path(path).is_dir() else path

@@ -1,6 +1,6 @@
-"""`tandem up`: start a cluster here, show how it comes up, keep it alive, and end it as the user asks.
+"""`tandem up`: starts a cluster on this machine, shows its progress, keeps it running, and ends it on request.
 
-The first Ctrl-C (or SIGTERM, or the terminal's end) drains, the second kills.
+The first Ctrl-C (or SIGTERM, or the end of the terminal) drains, the second kills.
 """
 
 import asyncio
@@ -35,18 +35,18 @@ from tandem.process.load_progress import LoadReport
 EXIT_FAILED = 1
 EXIT_KILLED = 130
 LINE_S = 5.0
-"""Seconds between two lines on how weights load, where no bar is shown."""
-_STARTING = "starting; compiles kernels first where they are not yet, a minute or so"
+"""Seconds between two lines about loading weights, where no progress bar is shown."""
+_STARTING = "starting; if kernels must be compiled first, this takes about a minute"
 Body = Callable[[LocalCluster], Awaitable[int]]
-"""Runs while the cluster serves; its result is the exit code."""
+"""Function that runs while the cluster serves; its result is the exit code."""
 Again = Callable[[], ClusterConfig]
-"""Reloads the user's configuration. Raises ConfigError and OSError."""
+"""Function that reloads the user's configuration. Raises ConfigError and OSError."""
 
 
 class ConsoleWatcher:
-    """Spinners and bars while processes load, then their log lines and what the supervisor does about deaths.
+    """Shows spinners and progress bars while processes load, then their log lines and the supervisor's notices.
 
-    Log lines written before everything serves are kept back, warnings excepted: a process that fails shows its own.
+    Log lines written before everything serves are withheld, except warnings: a process that fails shows its own.
     """
 
     def __init__(self, console: Console, *, show_logs: bool) -> None:
@@ -55,7 +55,7 @@ class ConsoleWatcher:
         self._starting = True
         self._tasks: dict[str, TaskID] = {}
         self._lines_s: dict[str, float] = {}
-        """When a process was last given a line on how its weights load, or began."""
+        """Time of each process's last line about loading weights, or of its start."""
         self._progress = Progress(
             SpinnerColumn(finished_text="[green]✓[/green]"),
             TextColumn("{task.fields[name]:<12}", style="bold", markup=False),
@@ -76,16 +76,16 @@ class ConsoleWatcher:
         self._progress.stop()
 
     def all_ready(self) -> None:
-        """The start is over: close the spinners and let log lines through."""
+        """End the start phase: close the spinners and let log lines through."""
         self._progress.stop()
         self._starting = False
 
     def on_state(self, view: ProcessView) -> None:
-        """Move this process's spinner on."""
+        """Update the process's spinner."""
         if not self._starting:
             return
         if view.state is ProcessState.STARTING and view.name not in self._tasks:
-            # Without a total the bar only says that something goes on.
+            # Without a total, the bar only shows that something is happening.
             self._tasks[view.name] = self._progress.add_task("", total=None, name=view.name)
             self._enter(view.name, "opening its ports" if view.role is Role.ROUTER else _STARTING)
         elif view.state is ProcessState.READY:
@@ -95,12 +95,12 @@ class ConsoleWatcher:
                 self._print(Text(f"{view.name} {text}"))
 
     def on_loading(self, name: str, report: LoadReport) -> None:
-        """Move its bar on; where there is none, a line every few seconds."""
+        """Update the process's progress bar, or print a line every few seconds where there is none."""
         if not self._starting or name not in self._tasks:
             return
         if report.share == 1.0:
             self._progress.update(self._tasks[name], total=None, completed=0.0)
-            self._enter(name, "weights are loaded, making room for KV")
+            self._enter(name, "weights loaded, allocating the KV cache")
             return
         self._progress.update(self._tasks[name], description=str(report), total=1.0, completed=report.share)
         now_s = asyncio.get_running_loop().time()
@@ -109,7 +109,7 @@ class ConsoleWatcher:
             self._print(Text(f"{name} {report}"))
 
     def _enter(self, name: str, phase: str) -> None:
-        """Show what the process does from now on; without a bar, in a line of its own."""
+        """Show the process's new phase, in a line of its own where there is no bar."""
         self._progress.update(self._tasks[name], description=phase)
         if not self._console.is_terminal:
             self._print(Text(f"{name} {phase}"))
@@ -119,11 +119,11 @@ class ConsoleWatcher:
         self._print(Text(text, style="cyan"))
 
     def on_note(self, note: Note) -> None:
-        """Always shown: a process died or came back."""
+        """Show that a process died or came back, in any phase."""
         self._print(Text(f"{note.name} {note.text}", style="red" if note.is_error else "green"))
 
     def on_log(self, name: str, line: str) -> None:
-        """Shown dim, with the process's name where the line lacks it."""
+        """Show a log line, dimmed, with the process's name unless the line contains it."""
         if self._starting and " WARNING " not in line:
             return
         if self._show_logs:
@@ -131,14 +131,14 @@ class ConsoleWatcher:
             self._print(Text(without_controls(text), style="dim"))
 
     def _print(self, text: Text) -> None:
-        # Called from the reader of a process's events, which must go on although the terminal is gone.
+        # Called from the reader of a process's events, which must continue even if the terminal is gone.
         with suppress(OSError):
             self._console.print(text, soft_wrap=True)
 
 
 @dataclass(slots=True)
 class _Interrupts:
-    """Counts the user's interrupts."""
+    """Counts the user's interrupts: the first drains, the second kills."""
 
     cluster: LocalCluster
     console: Console
@@ -146,9 +146,9 @@ class _Interrupts:
     count: int = 0
 
     def __call__(self) -> None:
-        """First drain, then kill."""
+        """Handle an interrupt: drain first, then kill."""
         self.count += 1
-        # A terminal that is gone must not block this: act first, then print.
+        # The terminal may be gone and printing may block: act first.
         if self.count > 1:
             self.cluster.request_kill()
             self._say("killing", "red")
@@ -166,7 +166,7 @@ class _Interrupts:
 class _Rereads:
     """Handle SIGHUP where there is no terminal: all processes reload the settings that may change while they run.
 
-    The user's file is read in a thread: where it hangs, processes are still watched and started again.
+    The file is read in a thread, so that processes are supervised even if reading hangs.
     """
 
     def __init__(self, cluster: LocalCluster, console: Console, again: Again | None) -> None:
@@ -183,13 +183,13 @@ class _Rereads:
             self._turns()
 
     def _read(self) -> None:
-        assert self._again is not None  # noqa: S101  # narrows
+        assert self._again is not None  # noqa: S101  # narrows: the handler is installed only with it
         fresh: ClusterConfig | Exception
         try:
             fresh = self._again()
         except (ConfigError, OSError) as error:
             fresh = error
-        with suppress(RuntimeError):  # the loop has ended meanwhile
+        with suppress(RuntimeError):  # the loop has ended in the meantime
             self._loop.call_soon_threadsafe(self._apply, fresh)
 
     def _apply(self, fresh: ClusterConfig | Exception) -> None:
@@ -201,7 +201,7 @@ class _Rereads:
             self._cluster.shared.watch_as(fresh)
         except (ConfigError, OSError) as error:
             with suppress(OSError):
-                self._console.print(Text(f"{error}; the configuration stays as it was", style="bold red"))
+                self._console.print(Text(f"{error}; the configuration is unchanged", style="bold red"))
         self._cluster.request_reread()
 
 
@@ -213,8 +213,8 @@ async def serve(
     launcher: Launcher | None = None,
     again: Again | None = None,
 ) -> int:
-    """Run a cluster until the user ends it; the exit code. Raises ConfigError before anything was started."""
-    # Before a model is fetched and workers load it: the routers, who need them, come up last.
+    """Run a cluster until the user ends it, and return the exit code. Raises ConfigError before anything is started."""
+    # Checked before a model is downloaded and loaded: the routers, which need this, start last.
     for found in await asyncio.to_thread(locks, config):
         if found.status is Status.FAIL:
             raise ConfigError(found.detail)
@@ -230,7 +230,7 @@ async def serve(
 
 
 async def serve_routers(config: ClusterConfig, *, console: Console, again: Again | None = None) -> int:
-    """Run this host's router processes, and nothing else, until stopped; the exit code. Raises ConfigError."""
+    """Run this host's router processes only, until stopped, and return the exit code. Raises ConfigError."""
 
     check_place(config)
 
@@ -253,7 +253,7 @@ async def run_with(
     launcher: Launcher | None = None,
     again: Again | None = None,
 ) -> int:
-    """Run `body` while a cluster serves, then drain it; the exit code. `again`: reads the user's configuration anew."""
+    """Run `body` while a cluster serves, drain it, and return the exit code. `again` reloads the configuration."""
     watcher = ConsoleWatcher(console, show_logs=show_logs)
     cluster = LocalCluster(config, watcher=watcher, command=command, routers_only=routers_only, launcher=launcher)
     interrupts = _Interrupts(cluster, console)
@@ -265,7 +265,7 @@ async def run_with(
         signals.append(signal.SIGHUP)
     try:
         with watcher:
-            async with cluster, ControlSocket(cluster, tell=watcher.on_change):
+            async with cluster, ControlSocket(cluster, report=watcher.on_change):
                 watcher.all_ready()
                 interrupts.work = asyncio.ensure_future(body(cluster))
                 code = await _result(interrupts)
@@ -284,7 +284,7 @@ async def run_with(
 
 
 async def _result(interrupts: _Interrupts) -> int:
-    assert interrupts.work is not None  # noqa: S101  # narrows
+    assert interrupts.work is not None  # noqa: S101  # narrows: set before this is called
     try:
         return await interrupts.work
     except asyncio.CancelledError:

@@ -1,4 +1,4 @@
-"""Which Tandem this is."""
+"""The version of Tandem, for users."""
 
 import importlib.metadata
 import platform
@@ -10,20 +10,20 @@ GIT_TIMEOUT_S = 5.0
 
 
 def version_line() -> str:
-    """`tandem 0.1.0 (commit 1a2b3c4), Python 3.11.9, torch 2.13.0`."""
+    """Render the version, as `tandem 0.1.0 (commit 1a2b3c4), Python 3.11.9, torch 2.13.0`."""
     root = Path(__file__).resolve().parents[2]
     commit = git_commit(root)
     shown = f" (commit {commit})" if commit else ""
     torch = _installed("torch") or "not installed"
-    own = _installed("tandem-serve") or _declared(root) or "of unknown version"
+    own = _installed("tandem-serve") or _declared(root) or "(unknown version)"
     return f"tandem {own}{shown}, Python {platform.python_version()}, torch {torch}"
 
 
 def git_commit(root: Path) -> str | None:
-    """The checkout's commit, `-dirty` when files differ from it; None outside a checkout or without git."""
+    """Return the checkout's commit, with `-dirty` if files differ from it; None outside a checkout or without git."""
     if not (root / ".git").exists():
         return None
-    # From the path: git has no one place, and its answer is only shown.
+    # Found on the path: git has no fixed location, and the output is only displayed.
     command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=GIT_TIMEOUT_S, check=False)  # noqa: S603
@@ -33,7 +33,7 @@ def git_commit(root: Path) -> str | None:
 
 
 def _declared(root: Path) -> str | None:
-    """What a checkout that is not installed calls itself."""
+    """Return the version that a checkout which is not installed declares."""
     try:
         project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     except (OSError, tomllib.TOMLDecodeError, KeyError):

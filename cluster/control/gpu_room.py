@@ -1,7 +1,7 @@
-"""Whether this machine's GPUs have room for a worker beside the one that it is to replace.
+"""Whether this machine's GPUs have room for a worker's replacement while the worker still runs.
 
-Workers say in their ready line how many GPUs they compute on and what they keep there. How much is free is asked of
-torch, in a process of its own that sees what a worker would see: `tandem up` itself holds no memory of any GPU.
+A worker's ready line states its GPUs and how much memory it uses on them. Free memory is queried with torch in a
+separate process that sees what a worker would see: `tandem up` itself never holds GPU memory.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from engine.model.memory_budget import DEFAULT_MEMORY_SHARE
 from tandem.config.cluster import ClusterConfig
 
 _ANSWER_S = 120.0
-"""torch alone takes seconds to import from a cold disk."""
+"""Timeout of the query: importing torch from a cold disk alone takes seconds."""
 _ASK = """
 import json, os, torch
 
@@ -35,12 +35,12 @@ print(json.dumps([free(index) for index in range(torch.cuda.device_count())]))
 _log = logging.getLogger(__name__)
 
 
-async def crowded(
+async def workers_without_room(
     workers: Sequence[ProcessView], config: ClusterConfig, command: Sequence[str] = (sys.executable, "-c", _ASK)
 ) -> frozenset[str]:
-    """Names of the workers beside which no other like them fits; none where GPUs cannot be asked.
+    """Return the names of the workers whose GPUs have no room for a second one like them.
 
-    Nobody is asked while no worker computes on a GPU.
+    Returns none where free memory is unknown; nothing is queried while no worker computes on a GPU.
     """
     on_gpus = [view for view in workers if _num_gpus(view.ready)]
     if not on_gpus:
@@ -50,9 +50,9 @@ async def crowded(
 
 
 def has_room(ready: Mapping[str, Any], config: ClusterConfig, free_bytes: Sequence[int]) -> bool:
-    """Whether a successor gets what the worker with this ready line has, on the same GPUs.
+    """Return whether a replacement fits on the GPUs of the worker with this ready line.
 
-    Who does not name them, as versions before this one, has the first.
+    A worker of the previous version does not name its GPUs, and has the first ones.
     """
     count = _num_gpus(ready)
     gpus = [int(gpu) for gpu in ready.get("gpus") or range(count)]
@@ -77,10 +77,10 @@ async def _free_bytes(command: Sequence[str]) -> list[int] | None:
     )
     try:
         async with asyncio.timeout(_ANSWER_S):
-            told, _ = await process.communicate()
-        return [int(free) for free in json.loads(told)]
+            output, _ = await process.communicate()
+        return [int(free) for free in json.loads(output)]
     except (TimeoutError, ValueError, TypeError):
-        _log.warning("the GPUs' free memory is not known")
+        _log.warning("cannot determine the free memory of the GPUs")
         return None
     finally:
         if process.returncode is None:

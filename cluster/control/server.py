@@ -1,6 +1,6 @@
-"""The control socket of a running cluster: who may enter its folder may scale, flip and restart it.
+"""The control socket of a running cluster, over which it is scaled, flipped and restarted.
 
-A Unix socket of mode 0600 in a folder of mode 0700, named after the port of the HTTP server.
+It is a Unix socket of mode 0600 in a folder of mode 0700, named after the HTTP server's port.
 """
 
 import asyncio
@@ -12,13 +12,21 @@ from types import TracebackType
 from typing import Self
 
 from cluster.control.operations import abort, carry_out
-from cluster.control.wire import AbortAsked, NotUnderstood, ProcessTold, StatusAsked, Told, read_asked, written
+from cluster.control.wire import (
+    AbortRequest,
+    ControlReply,
+    MalformedRequest,
+    ProcessStatus,
+    StatusRequest,
+    encode_message,
+    parse_request,
+)
 from cluster.processes.local_cluster import LocalCluster
 from cluster.supervisor.exceptions import ChangeFailed
 from cluster.supervisor.rollout import ChangeRefused
 from tandem.config.cluster import ClusterConfig
 from tandem.errors import ConfigError
-from tandem.process.runtime_folder import place_for_socket, runtime_folder, somebody_answers
+from tandem.process.runtime_folder import place_for_socket, remove_dead_sockets, runtime_folder, somebody_answers
 
 MAX_LINE_BYTES = 1 << 16
 _log = logging.getLogger(__name__)
@@ -26,12 +34,12 @@ _BACKLOG_LINES = 1024
 
 
 def control_path(config: ClusterConfig) -> Path:
-    """Where a cluster with this configuration is asked."""
+    """Return the socket's path for a cluster with this configuration."""
     return default_path(config.router.port) if config.control_socket is None else Path(config.control_socket)
 
 
 def check_place(config: ClusterConfig) -> None:
-    """Before minutes are spent on loading: a stated place that cannot be. Raises ConfigError."""
+    """Check a configured socket path before minutes are spent on loading. Raises ConfigError."""
     if config.control_socket is not None:
         _look_at(Path(config.control_socket))
 
@@ -43,34 +51,38 @@ def _look_at(path: Path) -> None:
 
 
 def default_path(port: int) -> Path:
-    """Path of the socket of the cluster with this HTTP port."""
+    """Return the socket's path for the cluster with this HTTP port."""
     return runtime_folder() / f"{port}.sock"
 
 
 class ControlSocket:
-    def __init__(self, cluster: LocalCluster, *, tell: Callable[[str], None]) -> None:
-        """`tell` is called with the progress of every change, including those requested here."""
+    def __init__(self, cluster: LocalCluster, *, report: Callable[[str], None]) -> None:
+        """`report` is called with the progress of every change, including those requested here."""
         self.path = control_path(cluster.config)
         self._cluster = cluster
-        self._tell = tell
+        self._report = report
         self._server: asyncio.Server | None = None
         self._inode: int | None = None
         self._changes: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
-        """Without a safe place the cluster serves all the same; raises ConfigError if the place was stated."""
+        """Open the socket; without a safe path the cluster serves without one. Raises ConfigError for a configured
+        path.
+        """
         try:
             await self._open()
         except ConfigError as error:
             if self._cluster.config.control_socket is not None:
                 raise
-            self._tell(f"nobody can change this cluster: {error}")
+            self._report(f"this cluster cannot be changed while it runs: {error}")
         return self
 
     async def _open(self) -> None:
         _look_at(self.path)
+        if self._cluster.config.control_socket is None:
+            await asyncio.to_thread(remove_dead_sockets, self.path.parent)
         try:
-            self.path.unlink(missing_ok=True)  # of an earlier life
+            self.path.unlink(missing_ok=True)  # left over from an earlier process
             self._server = await asyncio.start_unix_server(self._answer, self.path, limit=MAX_LINE_BYTES)
             self.path.chmod(0o600)
             self._inode = self.path.stat().st_ino
@@ -83,7 +95,7 @@ class ControlSocket:
         if self._server is not None:
             self._server.close()
             with contextlib.suppress(OSError):
-                if self.path.stat().st_ino == self._inode:  # what somebody else has put there since stays
+                if self.path.stat().st_ino == self._inode:  # another process may have replaced it
                     self.path.unlink()
         for change in self._changes:
             change.cancel()
@@ -91,54 +103,56 @@ class ControlSocket:
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            lines: asyncio.Queue[Told] = asyncio.Queue(_BACKLOG_LINES)
+            lines: asyncio.Queue[ControlReply] = asyncio.Queue(_BACKLOG_LINES)
             try:
-                asked = await reader.readline()
+                request = await reader.readline()
             except ValueError:
-                writer.write(written(Told(done=False, reason=f"a line has at most {MAX_LINE_BYTES} bytes")))
+                writer.write(
+                    encode_message(ControlReply(done=False, reason=f"a line has at most {MAX_LINE_BYTES} bytes"))
+                )
                 return
-            work = asyncio.get_running_loop().create_task(self._serve(asked, lines))
-            self._changes.add(work)  # it goes on when its client leaves
+            work = asyncio.get_running_loop().create_task(self._serve(request, lines))
+            self._changes.add(work)  # the change continues if its client disconnects
             work.add_done_callback(self._changes.discard)
-            told = Told()
-            while told.done is None:
-                told = await lines.get()
-                writer.write(written(told))
+            reply = ControlReply()
+            while reply.done is None:
+                reply = await lines.get()
+                writer.write(encode_message(reply))
                 await writer.drain()
         except OSError:
-            pass  # the client has left
+            pass  # the client has disconnected
         finally:
             writer.close()
 
-    async def _serve(self, line: bytes, lines: "asyncio.Queue[Told]") -> None:
-        def tell(text: str) -> None:
-            self._tell(text)
-            with contextlib.suppress(asyncio.QueueFull):  # the client does not read; the end must have room
+    async def _serve(self, line: bytes, lines: "asyncio.Queue[ControlReply]") -> None:
+        def report(text: str) -> None:
+            self._report(text)
+            with contextlib.suppress(asyncio.QueueFull):  # the client does not read; keep room for the last line
                 if lines.qsize() < _BACKLOG_LINES - 1:
-                    lines.put_nowait(Told(progress=text))
+                    lines.put_nowait(ControlReply(progress=text))
 
         try:
-            asked = read_asked(line)
-            if isinstance(asked, StatusAsked):
+            request = parse_request(line)
+            if isinstance(request, StatusRequest):
                 lines.put_nowait(self._status())
-            elif isinstance(asked, AbortAsked):
+            elif isinstance(request, AbortRequest):
                 await abort(self._cluster)
             else:
-                await carry_out(self._cluster, asked, tell)
-        except (NotUnderstood, ChangeRefused, ChangeFailed) as error:
-            self._tell(f"not done: {error}")
-            lines.put_nowait(Told(done=False, reason=str(error)))
-        except Exception as error:  # noqa: BLE001  # a client, such as the planner, must not wait for an end that never comes
+                await carry_out(self._cluster, request, report)
+        except (MalformedRequest, ChangeRefused, ChangeFailed) as error:
+            self._report(f"not done: {error}")
+            lines.put_nowait(ControlReply(done=False, reason=str(error)))
+        except Exception as error:  # noqa: BLE001  # a client must not wait for a last line that never comes
             _log.exception("a change failed unexpectedly")
-            lines.put_nowait(Told(done=False, reason=f"internal error: {type(error).__name__}"))
+            lines.put_nowait(ControlReply(done=False, reason=f"internal error: {type(error).__name__}"))
         else:
-            lines.put_nowait(Told(done=True))
+            lines.put_nowait(ControlReply(done=True))
 
-    def _status(self) -> Told:
+    def _status(self) -> ControlReply:
         processes = tuple(
-            ProcessTold(
+            ProcessStatus(
                 name=view.name, role=view.role.value, state=view.state.value, pid=view.pid, address=view.address
             )
             for view in self._cluster.processes
         )
-        return Told(processes=processes, changing=self._cluster.under_way is not None)
+        return ControlReply(processes=processes, changing=self._cluster.under_way is not None)

@@ -1,7 +1,7 @@
-"""What is said over the control socket of a running cluster: one line of JSON asks, lines of JSON answer.
+"""Messages of the control socket of a running cluster: one line of JSON as the request, lines of JSON as the reply.
 
-An upgrade begins with a new command that asks a parent of the version before. Whatever a message has gained since is
-therefore None, and left out, unless somebody wants it: the parent refuses fields that it does not know.
+During an upgrade a new command talks to a supervisor of the previous version, which rejects unknown fields. Fields
+added since are therefore None by default and omitted unless set.
 """
 
 from typing import Annotated, Literal
@@ -15,58 +15,58 @@ RoleName = Literal["prefill", "decode", "router"]
 
 
 class ControlMessage(BaseModel):
-    """Base of all: frozen, and refusing what it does not know or what is of another type: `true` is no size."""
+    """Base class of the messages: immutable and strict (`true` is not a number), without unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
-class StatusAsked(ControlMessage):
-    """Which processes there are."""
+class StatusRequest(ControlMessage):
+    """Request for the list of processes."""
 
     op: Literal["status"] = "status"
 
 
-class ScaleAsked(ControlMessage):
-    """So many workers; a pool that is not named stays as it is."""
+class ScaleRequest(ControlMessage):
+    """Request for pool sizes; a pool that is not named keeps its size."""
 
     op: Literal["scale"] = "scale"
     prefill: int | None = Field(default=None, ge=0, le=MAX_REPLICAS)
     decode: int | None = Field(default=None, ge=1, le=MAX_REPLICAS)
     yields: bool | None = None
-    """A planner asks: an operator's change takes its place."""
+    """Whether an operator's change may replace this one, which a planner requests."""
 
 
-class FlipAsked(ControlMessage):
-    """A worker of the other pool becomes one of this."""
+class FlipRequest(ControlMessage):
+    """Request to move a worker of the other pool to this one."""
 
     op: Literal["flip"] = "flip"
     to: WorkerRoleName
     yields: bool | None = None
 
 
-class RestartAsked(ControlMessage):
-    """Every process of these roles is replaced, one after another; nothing named: of all."""
+class RestartRequest(ControlMessage):
+    """Request to replace processes one after another: those of these roles, or all if nothing is named."""
 
     op: Literal["restart"] = "restart"
     roles: tuple[RoleName, ...] = ()
     names: tuple[str, ...] | None = None
-    """Single processes besides, such as `decode-0`."""
+    """Single processes to replace as well, such as `decode-0`."""
     in_place: bool | None = None
-    """Each worker leaves before its successor starts, also where there is room for both."""
+    """Whether each worker stops before its replacement starts, even where there is room for both."""
 
 
-class AbortAsked(ControlMessage):
-    """The change that is under way is taken back; what it has done stays."""
+class AbortRequest(ControlMessage):
+    """Request to abort the change in progress; finished steps stay."""
 
     op: Literal["abort"] = "abort"
 
 
-Asked = StatusAsked | ScaleAsked | FlipAsked | RestartAsked | AbortAsked
-_ASKED: TypeAdapter[Asked] = TypeAdapter(Annotated[Asked, Field(discriminator="op")])
+ControlRequest = StatusRequest | ScaleRequest | FlipRequest | RestartRequest | AbortRequest
+_REQUESTS: TypeAdapter[ControlRequest] = TypeAdapter(Annotated[ControlRequest, Field(discriminator="op")])
 
 
-class ProcessTold(ControlMessage):
-    """One process of the cluster."""
+class ProcessStatus(ControlMessage):
+    """State of one process of the cluster."""
 
     name: str
     role: RoleName
@@ -75,31 +75,31 @@ class ProcessTold(ControlMessage):
     address: str
 
 
-class Told(ControlMessage):
-    """One line of an answer; the last has `done`."""
+class ControlReply(ControlMessage):
+    """One line of a reply; the last one has `done`."""
 
     progress: str | None = None
-    processes: tuple[ProcessTold, ...] | None = None
+    processes: tuple[ProcessStatus, ...] | None = None
     changing: bool | None = None
-    """Beside `processes`: whether a change is under way."""
+    """Whether a change is in progress; set with `processes`."""
     done: bool | None = None
     reason: str | None = None
-    """Why it was not done."""
+    """Reason why the request was not carried out."""
 
 
-class NotUnderstood(ValueError):
-    """A line that asks for nothing that there is; the message names what is wrong with it."""
+class MalformedRequest(ValueError):
+    """Malformed or unknown request; the message names what is wrong with it."""
 
 
-def read_asked(line: bytes) -> Asked:
+def parse_request(line: bytes) -> ControlRequest:
     try:
-        return _ASKED.validate_json(line)
+        return _REQUESTS.validate_json(line)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise NotUnderstood(f"{where}: {first['msg']}" if where else first["msg"]) from None
+        raise MalformedRequest(f"{where}: {first['msg']}" if where else first["msg"]) from None
 
 
-def written(message: ControlMessage) -> bytes:
-    """One line; what is not said is left out."""
+def encode_message(message: ControlMessage) -> bytes:
+    """Encode as one line, omitting fields that are None."""
     return message.model_dump_json(exclude_none=True).encode() + b"\n"

@@ -1,6 +1,6 @@
 """`tandem doctor`: what this machine has, what is wrong with it, and what to do about that.
 
-Every check is a small function that returns one or more findings. A machine's oddities are findings, never errors.
+Every check is a small function that returns one or more findings. Peculiarities of a machine are findings, not errors.
 """
 
 import socket
@@ -13,8 +13,8 @@ from tandem.errors import ConfigError
 
 
 def examine(config: ClusterConfig, *, router_only: bool = False) -> list[Finding]:
-    """Run every check, in the order shown; for a machine that will have no worker, only what a router needs."""
-    doors: tuple[Check, ...] = (software.python, software.router_packages, software.redis, software.tokenizer)
+    """Run every check, in display order; with `router_only`, only those of what a router needs."""
+    router_checks: tuple[Check, ...] = (software.python, software.router_packages, software.redis, software.tokenizer)
     all_software: tuple[Check, ...] = (
         software.python,
         software.packages,
@@ -29,12 +29,12 @@ def examine(config: ClusterConfig, *, router_only: bool = False) -> list[Finding
         software.dtype,
     )
     here: tuple[Check, ...] = (machine.cores, machine.memory, machine.disk, machine.shared_memory, machine.limits)
-    checks = (*(doors if router_only else all_software), *here, ports, locks)
+    checks = (*(router_checks if router_only else all_software), *here, ports, locks)
     return [finding for check in checks for finding in check(config)]
 
 
 def ports(config: ClusterConfig) -> list[Finding]:
-    """Whether the router's ports are free, and whether loopback works at all."""
+    """Check whether the router's ports are free, and whether loopback works at all."""
     host, found = config.router.host, []
     options = (("HTTP port", config.router.port, "--port"), ("gRPC port", config.router.grpc_port, "--grpc-port"))
     for name, port, option in options:
@@ -45,7 +45,7 @@ def ports(config: ClusterConfig) -> list[Finding]:
                 probe.bind((host, port))
                 probe.listen(1)
         except OSError as error:
-            hint = f"choose another with `tandem up {option} N`, or end what listens there"
+            hint = f"choose another with `tandem up {option} N`, or stop the process that listens there"
             status = Status.WARN if port else Status.FAIL
             found.append(Finding(name=name, status=status, detail=f"{host}:{port}: {error.strerror}", hint=hint))
         else:
@@ -54,7 +54,7 @@ def ports(config: ClusterConfig) -> list[Finding]:
 
 
 def locks(config: ClusterConfig) -> list[Finding]:
-    """Whether the doors' certificates and keys can be used, where they have any."""
+    """Check the servers' certificates and API keys, where any are configured."""
     from router.access.tls import read_identity
     from tandem.config.access import read_keys
 
@@ -63,7 +63,7 @@ def locks(config: ClusterConfig) -> list[Finding]:
         if router.tls is not None:
             read_identity(router.tls)
             found.append(
-                Finding(name="TLS", status=Status.OK, detail=f"{router.tls.cert} is good, and its key is there")
+                Finding(name="TLS", status=Status.OK, detail=f"{router.tls.cert} is valid, and its key is present")
             )
         if router.api_keys_file is not None:
             keys, _ = read_keys(Path(router.api_keys_file), router.limits)

@@ -1,4 +1,4 @@
-"""What `tandem doctor` finds of a machine: findings, whether one of them is essential, and how they are shown."""
+"""Findings of `tandem doctor`: their severity, and how they are shown."""
 
 import json
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from tandem.config.cluster import ClusterConfig
 
 
 class Status(Enum):
-    """How much a finding matters."""
+    """Severity of a finding."""
 
     OK = "ok"
     INFO = "info"
@@ -23,31 +23,31 @@ class Status(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One fact about this machine."""
+    """Single fact about this machine."""
 
     name: str
     status: Status
     detail: str
     hint: str = ""
-    """What to do, where something can be done."""
+    """Suggested remedy; empty if there is none."""
 
 
 Check = Callable[[ClusterConfig], list[Finding]]
 
 
 def has_failed(findings: list[Finding]) -> bool:
-    """Whether something essential is wrong."""
+    """Return whether any finding is a failure."""
     return any(finding.status is Status.FAIL for finding in findings)
 
 
 def as_json(findings: list[Finding]) -> str:
-    """All findings for a program."""
+    """Render all findings as JSON."""
     rows = [asdict(finding) | {"status": finding.status.value} for finding in findings]
     return json.dumps({"ok": not has_failed(findings), "checks": rows}, indent=2)
 
 
 def print_findings(console: Console, findings: list[Finding]) -> None:
-    """All findings for a human."""
+    """Print all findings as a table."""
     marks = {
         Status.OK: Text("✓", style="green"),
         Status.INFO: Text("·", style="dim"),
@@ -64,6 +64,8 @@ def print_findings(console: Console, findings: list[Finding]) -> None:
     wrong = sum(finding.status is Status.FAIL for finding in findings)
     warnings = sum(finding.status is Status.WARN for finding in findings)
     if wrong:
-        console.print(f"\n[bold red]{wrong} essential thing(s) wrong[/bold red], {warnings} warning(s)")
+        console.print(
+            f"\n[bold red]{wrong} problem(s) prevent Tandem from running here[/bold red], {warnings} warning(s)"
+        )
     else:
         console.print(f"\n[green]This machine can run Tandem[/green], {warnings} warning(s)")

@@ -17,17 +17,19 @@ MIN_MEMORY_BYTES = 2 << 30
 MIN_DISK_BYTES = 1 << 30
 MIN_SHM_BYTES = 64 << 20
 MIN_OPEN_FILES = 4096
-SHM = "/dev/shm"  # noqa: S108  # measured, not written to
+SHM = "/dev/shm"  # noqa: S108  # only measured, never written to
 _CGROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 _CPU_FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "asimd", "sve")
 
 
 def cores(_config: ClusterConfig) -> list[Finding]:
-    """Cores this process may use, and the instructions that matter for matrices."""
+    """Report the usable cores and the instruction sets that matter for matrix multiplication."""
     usable = len(os.sched_getaffinity(0))
     found = [flag for flag in _CPU_FLAGS if flag in _cpu_flags()]
-    detail = f"{usable} usable of {os.cpu_count()}, {platform.machine()}, {' '.join(found) or 'no vector flags known'}"
-    status, hint = (Status.OK, "") if usable > 1 else (Status.WARN, "workers will take turns on the one core")
+    detail = (
+        f"{usable} usable of {os.cpu_count()}, {platform.machine()}, {' '.join(found) or 'vector instructions unknown'}"
+    )
+    status, hint = (Status.OK, "") if usable > 1 else (Status.WARN, "all workers will share one core")
     return [Finding(name="cores", status=status, detail=detail, hint=hint)]
 
 
@@ -40,14 +42,14 @@ def _cpu_flags() -> set[str]:
 
 
 def memory(_config: ClusterConfig) -> list[Finding]:
-    """What is free, and a container's limit where there is one."""
+    """Report free memory, and the container's limit if there is one."""
     machine = psutil.virtual_memory()
     limit = _cgroup_limit(machine.total)
     detail = f"{format_bytes(machine.available)} free of {format_bytes(machine.total)}"
     if limit is not None:
         detail += f", container limit {format_bytes(limit)}"
     if min(machine.available, limit or machine.available) < MIN_MEMORY_BYTES:
-        hint = f"three workers need about {format_bytes(MIN_MEMORY_BYTES)}; set engine.memory_bytes lower"
+        hint = f"three workers need about {format_bytes(MIN_MEMORY_BYTES)}; reduce engine.memory_bytes"
         return [Finding(name="memory", status=Status.WARN, detail=detail, hint=hint)]
     return [Finding(name="memory", status=Status.OK, detail=detail)]
 
@@ -64,20 +66,20 @@ def _cgroup_limit(total_bytes: int) -> int | None:
 
 
 def disk(_config: ClusterConfig) -> list[Finding]:
-    """Room here and where temporary files go."""
+    """Report free disk space here and in the directory for temporary files."""
     found = []
     for name, path in (("disk here", Path.cwd()), ("disk for temporary files", Path(tempfile.gettempdir()))):
         free = shutil.disk_usage(path).free
-        status, hint = (Status.OK, "") if free >= MIN_DISK_BYTES else (Status.WARN, "models and logs need room")
+        status, hint = (Status.OK, "") if free >= MIN_DISK_BYTES else (Status.WARN, "models and logs need disk space")
         found.append(Finding(name=name, status=status, detail=f"{format_bytes(free)} free in {path}", hint=hint))
     return found
 
 
 def shared_memory(_config: ClusterConfig) -> list[Finding]:
-    """memfd carries KV between the processes of one host; /dev/shm is what PyTorch and NCCL use."""
+    """Check memfd, which carries KV between processes of one host, and /dev/shm, which PyTorch and NCCL use."""
     try:
         os.close(os.memfd_create("tandem-doctor", os.MFD_CLOEXEC))
-        found = [Finding(name="memfd", status=Status.OK, detail="works: KV can go by shared memory")]
+        found = [Finding(name="memfd", status=Status.OK, detail="works: KV can use shared memory")]
     except (AttributeError, OSError) as error:
         hint = "start with `--transport tcp`; memfd needs Linux 3.17 and a seccomp profile that allows it"
         found = [Finding(name="memfd", status=Status.WARN, detail=f"does not work: {error}", hint=hint)]
@@ -96,7 +98,7 @@ def shared_memory(_config: ClusterConfig) -> list[Finding]:
 
 
 def limits(_config: ClusterConfig) -> list[Finding]:
-    """Open files (one per client connection) and locked memory (RDMA registers its pools)."""
+    """Report the limits of open files (one per client connection) and of locked memory (for RDMA)."""
     files, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     status, hint = Status.OK, ""
     if files != resource.RLIM_INFINITY and files < MIN_OPEN_FILES:
@@ -104,7 +106,7 @@ def limits(_config: ClusterConfig) -> list[Finding]:
     detail = f"{_limit(files)}, at most {_limit(most)}"
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     locked_text = "unlimited" if locked == resource.RLIM_INFINITY else format_bytes(locked)
-    locked_hint = "" if locked == resource.RLIM_INFINITY else "only RDMA needs more: `ulimit -l unlimited`"
+    locked_hint = "" if locked == resource.RLIM_INFINITY else "only RDMA needs more (`ulimit -l unlimited`)"
     return [
         Finding(name="open files", status=status, detail=detail, hint=hint),
         Finding(name="locked memory", status=Status.INFO, detail=locked_text, hint=locked_hint),

@@ -1,4 +1,4 @@
-"""Checks of what is installed for `tandem doctor`: Python, packages, torch, CUDA, Redis, a compiler, the model."""
+"""Checks of installed software for `tandem doctor`: Python, packages, torch, CUDA, Redis, a compiler, the model."""
 
 import importlib.metadata
 import importlib.util
@@ -50,12 +50,12 @@ def python(_config: ClusterConfig) -> list[Finding]:
 
 
 def packages(_config: ClusterConfig) -> list[Finding]:
-    """Whether the packages that every process needs are installed."""
+    """Check the packages that every process needs."""
     return _installed((*_ROUTERS_NEED, *_WORKERS_NEED))
 
 
 def router_packages(_config: ClusterConfig) -> list[Finding]:
-    """Whether those that a router needs are."""
+    """Check the packages that a router needs."""
     return _installed(_ROUTERS_NEED)
 
 
@@ -64,18 +64,18 @@ def _installed(modules: tuple[str, ...]) -> list[Finding]:
     if missing:
         detail, hint = f"missing: {', '.join(missing)}", "`make setup`, or `pip install tandem-serve`"
         return [Finding(name="packages", status=Status.FAIL, detail=detail, hint=hint)]
-    return [Finding(name="packages", status=Status.OK, detail=f"all {len(modules)} there")]
+    return [Finding(name="packages", status=Status.OK, detail=f"all {len(modules)} installed")]
 
 
 def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # the parent package of a dotted name
+    except ModuleNotFoundError:  # the parent package of a dotted name is missing
         return False
 
 
 def torch(_config: ClusterConfig) -> list[Finding]:
-    """Whether torch loads, its threads, and the best instructions it will use."""
+    """Check that torch loads, and report its threads and instruction set."""
     try:
         import torch as module
     except ImportError as error:
@@ -86,7 +86,7 @@ def torch(_config: ClusterConfig) -> list[Finding]:
 
 
 def cuda(_config: ClusterConfig) -> list[Finding]:
-    """GPUs that torch sees, or why it sees none; NCCL with them."""
+    """Report the GPUs that torch sees, or why it sees none, and NCCL."""
     try:
         import torch as module
     except ImportError:
@@ -94,10 +94,16 @@ def cuda(_config: ClusterConfig) -> list[Finding]:
     if not module.cuda.is_available():
         driver = shutil.which("nvidia-smi") is not None or Path("/dev/nvidiactl").exists()
         if driver and module.version.cuda is None:
-            detail, hint = "an NVIDIA driver is here, but this torch is built for CPUs", "install a CUDA build of torch"
+            detail, hint = (
+                "an NVIDIA driver is installed, but this torch is a CPU build",
+                "install a CUDA build of torch",
+            )
             return [Finding(name="CUDA", status=Status.WARN, detail=detail, hint=hint)]
         if driver:
-            detail, hint = f"torch for CUDA {module.version.cuda} sees no GPU", "is the driver new enough for it?"
+            detail, hint = (
+                f"torch for CUDA {module.version.cuda} sees no GPU",
+                "check that the driver supports this CUDA version",
+            )
             return [Finding(name="CUDA", status=Status.WARN, detail=detail, hint=hint)]
         return [
             Finding(name="CUDA", status=Status.INFO, detail="no GPU: workers compute on the CPU"),
@@ -114,12 +120,12 @@ def cuda(_config: ClusterConfig) -> list[Finding]:
 
 
 def gpus(config: ClusterConfig) -> list[Finding]:
-    """Which of this machine's GPUs each worker of `tandem up` would get, and how much of each."""
+    """Report which GPUs each worker of `tandem up` would get, and how much of each."""
     return gpu_table(config, NvidiaHost(os.environ))
 
 
 def gpu_table(config: ClusterConfig, host: GpuHost) -> list[Finding]:
-    """The same, of a machine with these GPUs."""
+    """Report the assignment of workers to the GPUs of `host`."""
     num_gpus = len(host.names())
     if config.engine.device == "cpu" or not num_gpus:
         return []
@@ -128,14 +134,14 @@ def gpu_table(config: ClusterConfig, host: GpuHost) -> list[Finding]:
     except ConfigError as error:
         return [Finding(name="GPUs", status=Status.FAIL, detail=str(error))]
     shared = (
-        "; workers on one GPU divide 80 % of its memory" if any(seat.sharers > 1 for seat in seats.values()) else ""
+        "; workers on the same GPU share 80 % of its memory" if any(seat.sharers > 1 for seat in seats.values()) else ""
     )
     placed = (f"{name} on GPU {', '.join(map(str, seat.gpus))}" for name, seat in seats.items())
     detail = f"{num_gpus} visible: {'; '.join(placed)}{shared}"
     idle = set(range(num_gpus)) - {gpu for seat in seats.values() for gpu in seat.gpus}
     if not idle:
         return [Finding(name="GPUs", status=Status.OK, detail=detail)]
-    hint = f"GPU {', '.join(map(str, sorted(idle)))} would idle: more prefill.replicas or decode.replicas use them"
+    hint = f"GPU {', '.join(map(str, sorted(idle)))} would be idle: raise prefill.replicas or decode.replicas"
     return [Finding(name="GPUs", status=Status.INFO, detail=detail, hint=hint)]
 
 
@@ -143,21 +149,21 @@ def _nccl() -> Finding:
     import torch as module
 
     if not module.distributed.is_available() or not module.distributed.is_nccl_available():
-        hint = "tensor parallelism over GPUs needs it"
-        return Finding(name="NCCL", status=Status.WARN, detail="not in this torch", hint=hint)
-    version = ".".join(map(str, module.cuda.nccl.version()))  # type: ignore[no-untyped-call]  # torch's own
+        hint = "tensor parallelism across GPUs needs it"
+        return Finding(name="NCCL", status=Status.WARN, detail="missing in this build of torch", hint=hint)
+    version = ".".join(map(str, module.cuda.nccl.version()))  # type: ignore[no-untyped-call]  # an untyped function of torch
     return Finding(name="NCCL", status=Status.OK, detail=version)
 
 
 def triton(_config: ClusterConfig) -> list[Finding]:
-    """GPU kernels need it; a CPU does not."""
+    """Report Triton, which GPU kernels need and a CPU does not."""
     version = _version("triton")
-    detail = version or "not installed: only GPU kernels need it"
+    detail = version or "not installed: needed for GPU kernels only"
     return [Finding(name="Triton", status=Status.OK if version else Status.INFO, detail=detail)]
 
 
 def redis(_config: ClusterConfig) -> list[Finding]:
-    """Several routers share what they know through Redis; one router needs none."""
+    """Report Redis, through which several routers share state; a single router needs none."""
     server = shutil.which("redis-server")
     client = _version("redis")
     parts = [f"server {server}" if server else "no server", f"client {client}" if client else "no client"]
@@ -166,7 +172,7 @@ def redis(_config: ClusterConfig) -> list[Finding]:
             name="Redis",
             status=Status.OK if server and client else Status.INFO,
             detail=", ".join(parts),
-            hint="" if server and client else "only needed with several routers: `apt install redis-server`",
+            hint="" if server and client else "needed with several routers only: `apt install redis-server`",
         )
     ]
 
@@ -179,20 +185,20 @@ def _version(distribution: str) -> str | None:
 
 
 def compiler(_config: ClusterConfig) -> list[Finding]:
-    """The first C compiler on the path."""
+    """Report the first C compiler on the path."""
     for name in ("cc", "gcc", "clang"):
         path = shutil.which(name)
         if path is None:
             continue
         lines = _output([path, "--version"]).splitlines()
         return [Finding(name="C compiler", status=Status.OK, detail=lines[0] if lines else path)]
-    hint = "Triton compiles its launchers with one: `apt install gcc`"
+    hint = "Triton needs one to compile its launchers: `apt install gcc`"
     return [Finding(name="C compiler", status=Status.WARN, detail="none found", hint=hint)]
 
 
 def _output(command: list[str]) -> str:
     try:
-        done = subprocess.run(  # noqa: S603  # a program that `which` found, no shell
+        done = subprocess.run(  # noqa: S603  # a program found by `which`, no shell
             command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
@@ -201,15 +207,15 @@ def _output(command: list[str]) -> str:
 
 
 def model(config: ClusterConfig) -> list[Finding]:
-    """Whether the configured model's files are where the workers will look."""
+    """Check that the configured model's files are where the workers will look for them."""
     needed = {"config.json": "config.json", "tokenizer.json": "tokenizer.json", "weights": "*.safetensors"}
     return _model_files(config, needed)
 
 
 def architecture(config: ClusterConfig) -> list[Finding]:
-    """Whether workers can run the model that `config.json` describes."""
+    """Check that workers can run the model that `config.json` describes."""
     if (directory := _directory(config)) is None or not (directory / "config.json").is_file():
-        return []  # said by `model`, or not here yet
+        return []  # reported by `model`, or not downloaded yet
     try:
         found = load_model_config(directory).architecture
     except ConfigError as error:
@@ -219,28 +225,28 @@ def architecture(config: ClusterConfig) -> list[Finding]:
 
 
 def _directory(config: ClusterConfig) -> Path | None:
-    """Of the model; None while its files are not here."""
+    """Return the model's directory; None if its files are not on this machine."""
     if config.model.path != BUILTIN and not Path(config.model.path).is_dir():
         return None
     return model_directory(config.model.path)
 
 
 def dtype(config: ClusterConfig) -> list[Finding]:
-    """What the model is computed in, where `model.dtype: auto` leaves it to the checkpoint; and what follows."""
+    """Report the dtype that the model runs in, and what follows from it."""
     if _directory(config) is None or any(one.status is Status.FAIL for one in architecture(config)):
-        return []  # its files are not here yet, or `architecture` says what is wrong with them
+        return []  # the files are not here yet, or `architecture` reports what is wrong with them
     try:
         from engine.model.dtype import resolve_dtype
 
         found = resolve_dtype(config.model.dtype, config.model.path)
     except ImportError:
-        return []  # said by `torch`
+        return []  # reported by `torch`
     except ConfigError as error:
-        return [Finding(name="dtype", status=Status.FAIL, detail=str(error), hint="state model.dtype")]
+        return [Finding(name="dtype", status=Status.FAIL, detail=str(error), hint="set model.dtype")]
     chosen = f" ({_whose_dtype(config)})" if config.model.dtype == AUTO_DTYPE else ""
     if may_differ_after_failover(found, deterministic=config.engine.deterministic):
-        detail = f"{found}{chosen}: a text resumed after a failover may differ from an undisturbed one"
-        hint = "`engine.deterministic: true` or `model.dtype: float32` prevents that, at a cost in speed"
+        detail = f"{found}{chosen}: text that resumes after a failover may differ from an uninterrupted answer"
+        hint = "`engine.deterministic: true` or `model.dtype: float32` prevents that, at some cost in speed"
         return [Finding(name="dtype", status=Status.INFO, detail=detail, hint=hint)]
     return [Finding(name="dtype", status=Status.OK, detail=f"{found}{chosen}")]
 
@@ -250,7 +256,7 @@ def _whose_dtype(config: ClusterConfig) -> str:
 
 
 def tokenizer(config: ClusterConfig) -> list[Finding]:
-    """Whether those of them that a router reads are there."""
+    """Check that the model's files that a router reads are present."""
     return _model_files(config, {"config.json": "config.json", "tokenizer.json": "tokenizer.json"})
 
 
@@ -258,11 +264,11 @@ def _model_files(config: ClusterConfig, needed: dict[str, str]) -> list[Finding]
     name = config.model.path
     directory = model_directory(BUILTIN) if name == BUILTIN else Path(name)
     if not directory.is_dir():
-        hint = "its files are fetched at the first start, if the network allows it"
-        return [Finding(name="model", status=Status.WARN, detail=f"{name} is not a directory here", hint=hint)]
+        hint = "its files are downloaded at the first start, if the network allows"
+        return [Finding(name="model", status=Status.WARN, detail=f"{name} is not a local directory", hint=hint)]
     missing = [what for what, pattern in needed.items() if not any(directory.glob(pattern))]
     if missing:
-        hint = "train it: see training/README.md" if name == BUILTIN else "a directory in Hugging Face layout has them"
+        hint = "train it: see training/README.md" if name == BUILTIN else "use a directory in Hugging Face layout"
         detail = f"{directory} lacks {', '.join(missing)}"
         return [Finding(name="model", status=Status.FAIL, detail=detail, hint=hint)]
     return [Finding(name="model", status=Status.OK, detail=f"{name} in {directory}")]

@@ -1,8 +1,8 @@
-"""Turn by turn, what a planner does with a live cluster: nothing, unless everything is known and nobody is in between.
+"""What a planner does with a live cluster, round by round: nothing, unless everything is known and no one interferes.
 
-Pure. The planner is told every period that was seen, whether or not anything may be done, so its forecast and what it
-remembers go on. No order is given when routers or the fleet cannot be asked, while an order is under way, for a while
-after one that failed, and when somebody else has changed the sizes: theirs are kept for a whole hold, but for growth.
+Pure. The planner receives every observed period, whether or not it may act, so that its forecast and history continue.
+No order is given while the routers or the fleet are unknown, while an order is in progress, for a while after a failed
+order, and after someone else has changed the sizes: those are kept for a whole hold time, except for growth.
 """
 
 from dataclasses import dataclass
@@ -14,51 +14,51 @@ from cluster.planner.planner import Planner
 from cluster.planner.values import Decision, FleetView, Observation, Sizes
 
 _MOST_WAIT_S = 600.0
-"""Between two tries of a fleet that refuses."""
+"""Maximum delay before the next order to a fleet that rejects orders."""
 
 
 class Outcome(Enum):
-    """What a turn came to; a label."""
+    """Result of a round; a metric label."""
 
     STEADY = "steady"
-    """All is as it should be."""
+    """Everything is as it should be."""
     ORDERED = "ordered"
     WOULD_ORDER = "would_order"
-    """In a dry run."""
+    """The order is not carried out in a dry run."""
     UNSEEN = "unseen"
-    """Routers could not be asked."""
+    """The routers' figures are unknown."""
     UNKNOWN = "unknown"
-    """The fleet could not be asked."""
+    """The state of the fleet is unknown."""
     UNDER_WAY = "under_way"
     WAITING = "waiting"
-    """After an order that failed."""
+    """The delay after a failed order has not passed."""
     OTHERS = "others"
-    """Somebody else has changed the sizes."""
+    """Someone else has changed the sizes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanningRound:
-    """One look and what came of it."""
+    """One observation and what came of it."""
 
     at_s: float
     outcome: Outcome
     why: tuple[str, ...]
     sizes: Sizes | None = None
-    """Before it; None: not known."""
+    """Sizes before the round; None: unknown."""
     starting: Sizes | None = None
-    """On their way, of these."""
+    """Workers of `sizes` that are still starting."""
     decision: Decision | None = None
-    """None: the period was not seen."""
+    """The planner's decision; None: the period was not observed."""
     order: Order | None = None
-    """To be carried out now; of a dry run, what would be."""
+    """Order to carry out now; in a dry run, the one that would be."""
     seen: Observation | None = None
 
 
 class Controller:
-    """One cluster's. After a turn with an order, `done` or `failed` must be told before the next one is given."""
+    """Controls one cluster. After a round with an order, call `done` or `failed` before another order can be given."""
 
     def __init__(self, planner: Planner, *, is_dry_run: bool, retry_s: float) -> None:
-        """`retry_s`: after a first order that failed; doubles with each that follows."""
+        """`retry_s`: delay after a first failed order; it doubles with each further one."""
         self._planner = planner
         self._is_dry_run = is_dry_run
         self._retry_s = retry_s
@@ -66,10 +66,10 @@ class Controller:
         self._wait_until_s = -1.0
         self._under_way: Order | None = None
         self._expected: Sizes | None = None
-        """What the fleet should be, if nobody else touches it; None: whatever is found."""
+        """Expected sizes unless someone else changes them; None: accept those found."""
 
     def turn(self, now_s: float, seen: Observation | Unseen, fleet: FleetView | str) -> PlanningRound:
-        """Of one period; `fleet`: or why it is not known."""
+        """Run the round of one period; `fleet` is its state, or why that is unknown."""
         if isinstance(seen, Unseen):
             sizes = None if isinstance(fleet, str) else fleet.sizes
             return PlanningRound(at_s=now_s, outcome=Outcome.UNSEEN, why=(seen.why,), sizes=sizes)
@@ -85,7 +85,7 @@ class Controller:
                 decision=watched,
                 seen=seen,
             )
-        assert not isinstance(fleet, str)  # noqa: S101  # narrows: `_no_order` has looked
+        assert not isinstance(fleet, str)  # noqa: S101  # narrows: `_no_order` has checked
         self._expected = fleet.sizes
         decision = self._planner.decide(now_s, seen, fleet)
         order = Order.from_actions(decision.actions, fleet.sizes) if decision.actions else None
@@ -105,29 +105,29 @@ class Controller:
         )
 
     def done(self) -> None:
-        """The order was carried out."""
+        """Record that the order was carried out."""
         if self._under_way is not None:
             self._expected = self._under_way.after
         self._under_way, self._num_failed = None, 0
 
     def failed(self, now_s: float) -> None:
-        """It was not, or not whole: what is there is looked at anew."""
+        """Record that the order failed, at least in part: the fleet's actual state is then used."""
         self._under_way, self._expected = None, None
         self._num_failed += 1
         self._wait_until_s = now_s + min(_MOST_WAIT_S, self._retry_s * 2.0 ** (self._num_failed - 1))
 
     def _no_order(self, now_s: float, fleet: FleetView | str) -> tuple[Outcome, str] | None:
-        """Why none may be given now, whatever the planner would like."""
+        """Return why no order may be given now, whatever the planner decides, or None."""
         if self._under_way is not None:
-            return Outcome.UNDER_WAY, f"an order to {self._under_way.after} is under way"
+            return Outcome.UNDER_WAY, f"an order to {self._under_way.after} is in progress"
         if isinstance(fleet, str):
-            return Outcome.UNKNOWN, f"the fleet cannot be asked: {fleet}"
+            return Outcome.UNKNOWN, f"the state of the fleet is unknown: {fleet}"
         if self._expected is not None and fleet.sizes != self._expected:
-            text = f"the fleet is {fleet.sizes}, and was {self._expected}: somebody else has changed it"
+            text = f"the fleet is {fleet.sizes}, and was {self._expected}: someone else has changed it"
             self._expected = fleet.sizes
             self._planner.hold(now_s)
             return Outcome.OTHERS, text
         if now_s < self._wait_until_s:
             left_s = self._wait_until_s - now_s
-            return Outcome.WAITING, f"{self._num_failed} orders in a row have failed: the next in {left_s:.0f} s"
+            return Outcome.WAITING, f"{self._num_failed} orders in a row have failed: retrying in {left_s:.0f} s"
         return None

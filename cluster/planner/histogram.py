@@ -1,11 +1,11 @@
-"""A Prometheus histogram as values: what came between two looks, and what its buckets say of lengths' moments. Pure."""
+"""A Prometheus histogram as values: the change between two readings, and the moments its buckets imply. Pure."""
 
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf, isnan
 
 _ROUNDING = 1e-9
-"""Parts of a sum may be added up in another order each time."""
+"""Relative tolerance: parts of a sum may be added in another order each time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,19 +13,19 @@ class Histogram:
     """Observations by bucket, and their sum."""
 
     bounds: tuple[float, ...] = ()
-    """Upper ends, ascending; the last is infinity."""
+    """Upper bounds, ascending; the last is infinity."""
     counts: tuple[float, ...] = ()
-    """Of each bucket alone."""
+    """Observations in each bucket alone."""
     total: float = 0.0
 
     @classmethod
     def from_cumulative(cls, cumulative: dict[float, float], total: float) -> "Histogram":
-        """From the text format: by upper end, how many are at most that. ValueError for what no histogram says."""
+        """Build from the text format: observations at most each upper bound. ValueError for an invalid histogram."""
         bounds = tuple(sorted(cumulative))
         reached = [0.0, *(cumulative[bound] for bound in bounds)]
         counts = tuple(after - before for before, after in pairwise(reached))
         if any(isnan(bound) for bound in bounds) or any(count < 0.0 for count in counts):
-            raise ValueError("a histogram has fewer observations up to a value than up to a smaller one, or no values")
+            raise ValueError("histogram buckets must be cumulative and not empty")
         return cls(bounds=bounds, counts=counts, total=total)
 
     @property
@@ -33,9 +33,9 @@ class Histogram:
         return sum(self.counts)
 
     def plus(self, other: "Histogram", *, kept: float = 1.0) -> "Histogram":
-        """A share of this, and another's; one that is empty has no buckets yet.
+        """Return a share of this plus another; an empty one has no buckets yet.
 
-        Routers of two versions may have other bounds: then those stay that both have, infinity at least.
+        Routers of two versions may have different bounds: then the common ones stay, at least infinity.
         """
         if not self.bounds:
             return other
@@ -47,16 +47,16 @@ class Histogram:
         return Histogram(bounds=self.bounds, counts=counts, total=kept * self.total + other.total)
 
     def minus(self, earlier: "Histogram") -> "Histogram":
-        """The observations since an earlier reading."""
+        """Return the observations since an earlier reading."""
         return self if not earlier.bounds else self.plus(earlier.scaled(-1.0))
 
     def scaled(self, share: float) -> "Histogram":
-        """So much of each bucket."""
+        """Return this with every bucket multiplied by a share."""
         counts = tuple(share * count for count in self.counts)
         return Histogram(bounds=self.bounds, counts=counts, total=share * self.total)
 
     def _at(self, bounds: tuple[float, ...]) -> "Histogram":
-        """With those of its bounds alone that are among these."""
+        """Return this with only those bounds that are among the given ones."""
         kept: list[float] = []
         counts: list[float] = []
         below = 0.0
@@ -69,7 +69,7 @@ class Histogram:
         return Histogram(bounds=tuple(kept), counts=tuple(counts), total=self.total)
 
     def fell_below(self, earlier: "Histogram") -> bool:
-        """Whether it counts anew: no bucket of one that goes on ever falls, nor its sum, but for the last digits."""
+        """Return whether the counts have restarted: otherwise no bucket ever falls, nor the sum beyond rounding."""
         if earlier.bounds != self.bounds:
             return bool(earlier.bounds)
         if self.total < earlier.total * (1.0 - _ROUNDING):
@@ -77,7 +77,7 @@ class Histogram:
         return any(now < before for now, before in zip(self.counts, earlier.counts, strict=True))
 
     def above(self, value: float) -> float:
-        """Observations above it; those of its own bucket are taken to lie evenly."""
+        """Estimate the observations above a value, assuming an even distribution within its bucket."""
         above, low = 0.0, 0.0
         for bound, count in zip(self.bounds, self.counts, strict=True):
             if low >= value:
@@ -88,18 +88,18 @@ class Histogram:
         return above
 
     def values(self) -> list[tuple[float, float]]:
-        """A value of each bucket that is not empty, and how many have it: middles, moved so that the sum is right."""
+        """Return a representative value and the count of each non-empty bucket, adjusted to match the sum."""
         middles: list[tuple[float, float]] = []
         low = 0.0
         for bound, count in zip(self.bounds, self.counts, strict=True):
             if count > 0.0:
                 middles.append((1.5 * low if bound == inf else (low + bound) / 2, count))
             low = bound
-        told = sum(middle * count for middle, count in middles)
-        factor = self.total / told if told > 0.0 else 1.0
+        estimate = sum(middle * count for middle, count in middles)
+        factor = self.total / estimate if estimate > 0.0 else 1.0
         return [(factor * middle, count) for middle, count in middles]
 
     def moment(self, power: int) -> float:
-        """The mean of the values' powers; 0 where there are none."""
+        """Return the mean of a power of the values; 0 without values."""
         num = self.num
         return sum(count * value**power for value, count in self.values()) / num if num > 0.0 else 0.0

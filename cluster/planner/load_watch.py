@@ -1,9 +1,9 @@
-"""From what routers tell, look by look, to what a period was. Pure.
+"""Derives what happened in a period from successive readings of the routers' metrics. Pure.
 
-Counts are compared with those of the last good look, so a look that fails costs no requests: the next period is longer.
-A router that is silent makes the look fail, until it has been silent for so long that its clients are the others'. So
-does one whose counts have fallen: either a process of it did not answer just now, and then they come back, or it has
-begun anew, and then they are counted from there.
+Counts are compared with those of the last good reading, so a failed reading loses no requests: the next period is
+longer. A silent router fails the reading until it has been silent for so long that its clients are assumed to use the
+others. So does a router whose counts have fallen: either one of its processes did not answer just now, and the counts
+will recover, or it has restarted, and they are counted from there.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,13 +16,13 @@ from cluster.planner.staffing import WorkerModel
 from cluster.planner.values import Demand, Observation, Sizes
 
 _REMEMBERED = 0.8
-"""Of lengths of prompts, from one period to the next: answers are of prompts that came before."""
+"""Share of the history of prompt lengths that is kept per period: answers belong to earlier prompts."""
 _HIT_WEIGHT = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unseen:
-    """A look that cannot be used."""
+    """Reading that cannot be used, with the reason."""
 
     why: str
 
@@ -35,10 +35,10 @@ class _Known:
 
 
 class LoadWatch:
-    """Of one cluster's routers."""
+    """Observes the load of one cluster's routers."""
 
     def __init__(self, speed: SpeedWatch, *, ttft_s: float, forget_s: float) -> None:
-        """`ttft_s`: what is promised. `forget_s`: for so long a silent router is waited for."""
+        """`ttft_s`: the objective. `forget_s`: how long to wait for a silent router."""
         self._speed = speed
         self._ttft_s = ttft_s
         self._forget_s = forget_s
@@ -47,46 +47,46 @@ class LoadWatch:
         self._prompts = Histogram()
         self._hit_rate = 0.0
 
-    def observe(self, now_s: float, told: Mapping[str, RouterFigures | str]) -> Observation | Unseen:
-        """By router what it says, or why it says nothing."""
-        answered = {name: said for name, said in told.items() if isinstance(said, RouterFigures)}
-        self._forget(now_s, told, answered)
-        if trouble := self._trouble(told, answered):
+    def observe(self, now_s: float, answers: Mapping[str, RouterFigures | str]) -> Observation | Unseen:
+        """Return what happened in the period, from each router's figures or the reason there are none."""
+        answered = {name: answer for name, answer in answers.items() if isinstance(answer, RouterFigures)}
+        self._forget(now_s, answers, answered)
+        if trouble := self._trouble(answers, answered):
             return Unseen(why=trouble)
         if not answered:
-            return Unseen(why="no router is known")
+            return Unseen(why="no router was found")
         before, since_s = self._known, self._looked_s
         self._known = {name: _Known(figures=figures, heard_s=now_s) for name, figures in answered.items()}
         self._looked_s = now_s
         pairs = [(before[name].figures, figures) for name, figures in answered.items() if name in before]
         if since_s is None or not pairs:
-            return Unseen(why="a first look: there is nothing yet to compare it with")
+            return Unseen(why="first reading: nothing to compare it with yet")
         return self._observation(now_s - since_s, pairs, list(answered.values()))
 
-    def _forget(self, now_s: float, told: Mapping[str, object], answered: Mapping[str, RouterFigures]) -> None:
-        """Who is not listed any more, and who has been silent for long."""
+    def _forget(self, now_s: float, answers: Mapping[str, object], answered: Mapping[str, RouterFigures]) -> None:
+        """Drop routers that are no longer listed or have been silent for long."""
         for name in list(self._known):
             known = self._known[name]
             if name in answered:
                 known.heard_s = now_s
-            elif name not in told or now_s - known.heard_s > self._forget_s:
+            elif name not in answers or now_s - known.heard_s > self._forget_s:
                 del self._known[name]
 
-    def _trouble(self, told: Mapping[str, RouterFigures | str], answered: Mapping[str, RouterFigures]) -> str:
-        """Why this look is of no use; empty where it is."""
-        silent = [f"{name}: {said}" for name, said in told.items() if isinstance(said, str)]
-        if silent and (not answered or any(name in self._known for name in told.keys() - answered.keys())):
+    def _trouble(self, answers: Mapping[str, RouterFigures | str], answered: Mapping[str, RouterFigures]) -> str:
+        """Return why this reading cannot be used; empty if it can."""
+        silent = [f"{name}: {answer}" for name, answer in answers.items() if isinstance(answer, str)]
+        if silent and (not answered or any(name in self._known for name in answers.keys() - answered.keys())):
             return "; ".join(silent)
         fallen = []
         for name, known in self._known.items():
-            if not answered[name].began_anew(known.figures):
+            if not answered[name].has_restarted(known.figures):
                 known.has_fallen = False
             elif known.has_fallen:
                 known.figures = answered[name]
-                fallen.append(f"{name} counts anew")
+                fallen.append(f"{name} has restarted its counts")
             else:
                 known.has_fallen = True
-                fallen.append(f"{name}: its counts have fallen")
+                fallen.append(f"{name}: its counts fell")
         return "; ".join(fallen)
 
     def _observation(
@@ -100,7 +100,7 @@ class LoadWatch:
         num_lost = sum(after.num_lost - before.num_lost for before, after in pairs)
         if queried > 0.0:
             self._hit_rate += _HIT_WEIGHT * (max(0.0, min(1.0, hits / queried)) - self._hit_rate)
-        # Of other buckets, such as another version's, nothing is remembered: it would be as rough as both.
+        # A histogram with other buckets, such as another version's, is not kept: both would lose precision.
         known = self._prompts if self._prompts.bounds == prompts.bounds else Histogram()
         self._prompts = known.plus(prompts, kept=_REMEMBERED)
         answered = _answered(answers, self._prompts, hits)
@@ -133,7 +133,7 @@ class LoadWatch:
 
 
 def waiting_tokens(now: Sequence[RouterFigures]) -> float:
-    """Of prompts that nobody has computed: at the doors, and on workers, of whom every router tells."""
+    """Count the tokens of prompts not computed yet, in the routers' queues and on workers, which all routers report."""
     backlog: dict[str, float] = {}
     for figures in now:
         for worker, tokens in figures.backlog_tokens.items():
@@ -142,18 +142,20 @@ def waiting_tokens(now: Sequence[RouterFigures]) -> float:
 
 
 def fullness(now: Sequence[RouterFigures], pool_tokens: int) -> tuple[int, float]:
-    """Decode workers, of whom every router tells, and what is taken of their KV, in pools: the doors' prompts too."""
+    """Count the decode workers and the KV they use, in pools, including that of prompts in the routers' queues."""
     taken: dict[str, float] = {}
     for figures in now:
         for worker, share in figures.taken_kv.items():
             taken[worker] = max(share, taken.get(worker, 0.0))
     if not taken:
         return 0, 0.0
-    return len(taken), sum(taken.values()) + sum(figures.door_tokens for figures in now) / max(1, pool_tokens)
+    return len(taken), sum(taken.values()) + sum(figures.total_queued_tokens for figures in now) / max(1, pool_tokens)
 
 
 def live_workers(now: Sequence[RouterFigures]) -> Sizes:
-    """Whom routers can send work to; the one that knows most is right, for others may have just begun."""
+    """Count the workers that routers can send work to; the largest count is right, as other routers may have just
+    started.
+    """
     return Sizes(
         prefill=max((figures.live.prefill for figures in now), default=0),
         decode=max((figures.live.decode for figures in now), default=0),
@@ -161,7 +163,7 @@ def live_workers(now: Sequence[RouterFigures]) -> Sizes:
 
 
 def _answered(answers: Histogram, prompts: Histogram, cached_tokens: float) -> Demand:
-    """Which prompt an answer had is not told: their lengths are taken to know nothing of each other."""
+    """Combine answers and prompts: which prompt an answer had is unknown, so their lengths are taken as independent."""
     prompt, prompt_squared = prompts.moment(1), prompts.moment(2)
     output, squared, cubed = (answers.moment(power) for power in (1, 2, 3))
     return Demand(

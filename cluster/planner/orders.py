@@ -1,4 +1,4 @@
-"""What a planner's decision becomes for whoever carries it out. Values and the protocol; pure."""
+"""Orders that a planner's decision becomes, and the protocol of what carries them out. Values only; pure."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -9,21 +9,21 @@ from tandem.values.roles import WorkerRole
 
 
 class OrderFailed(Exception):
-    """The fleet cannot be asked or changed; the message says why, and holds no secret."""
+    """The fleet cannot be queried or changed; the message says why and contains no secret."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Order:
-    """One decision's changes. First the flips, one after the other; then the sizes as they shall be."""
+    """Changes of one decision: first the flips, one after another, then the new sizes."""
 
     before: Sizes
     flips: tuple[WorkerRole, ...]
-    """By the pool that gains."""
+    """Pools that gain a worker, one entry per flip."""
     after: Sizes
 
     @classmethod
     def from_actions(cls, actions: tuple[Action, ...], before: Sizes) -> "Order":
-        """All of one decision's actions."""
+        """Combine all actions of one decision."""
         after, flips = before, list[WorkerRole]()
         for action in actions:
             after = after.changed(action.role, -1 if action.kind is ActionKind.STOP else 1)
@@ -34,7 +34,7 @@ class Order:
 
     @property
     def flipped(self) -> Sizes:
-        """Once the flips are done."""
+        """Return the sizes once the flips are done."""
         sizes = self.before
         for role in self.flips:
             sizes = sizes.changed(role, 1).changed(other_pool(role), -1)
@@ -42,15 +42,15 @@ class Order:
 
 
 class Scaler(Protocol):
-    """Knows what workers there are meant to be, and changes that."""
+    """Knows the fleet's intended sizes, and changes them."""
 
     can_flip: bool
-    """Whether a warm worker can change pools; else a new one takes its place as any other."""
+    """Whether a warm worker can change pools; otherwise a new one replaces it like any other."""
 
     async def fleet(self) -> FleetView:
-        """As it is meant to be now. Raises OrderFailed."""
+        """Return the fleet's intended state now. Raises OrderFailed."""
         ...
 
     async def carry_out(self, order: Order) -> None:
-        """Returns when it is done, or on its way for good. Raises OrderFailed; some of it may be done then."""
+        """Carry out the order until it is done or sure to happen. Raises OrderFailed, also when part of it is done."""
         ...

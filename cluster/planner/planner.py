@@ -1,12 +1,12 @@
-"""Decides the sizes of both pools, period by period: forecast, staffing, and then no more haste than is due.
+"""Decides the sizes of both pools each period, from a forecast and the staffing formulas, with hysteresis.
 
-Growing is at once, by roles first: a worker that its own pool could spare for `flip_hold_s` changes pools in seconds,
-a new machine takes minutes. Shrinking waits until what is left would have been enough all through `hold_s`. So a load
-that does not change gives no action, and a load that swings within that time is served by its peaks. What was enough
-is known of the time that was watched alone: after a gap, as at the beginning, that time starts anew.
+Pools grow at once, by flips first: a worker that its own pool could have spared for `flip_hold_s` changes pools in
+seconds, while a new machine takes minutes. Pools shrink only once the smaller size would have sufficed throughout
+`hold_s`. So a steady load causes no action, and a load that swings within that time is served at its peaks. What would
+have sufficed is known only for observed time: after a gap, as at the start, that time begins again.
 
-Beside what the formulas say of the forecast stands what is seen: how full decode workers are. Crowds that no rate
-foretells fill KV half a minute before a first token is late, which is as long as a machine takes to start.
+Besides the forecast, the planner uses the observed KV usage of decode workers. Crowds that no rate predicts fill the KV
+half a minute before a first token is late, which is as long as a machine takes to start.
 """
 
 from collections import deque
@@ -20,27 +20,27 @@ from cluster.planner.values import other as other_pool
 from tandem.values.roles import WorkerRole
 
 _ROLES = (WorkerRole.DECODE, WorkerRole.PREFILL)
-"""Decode first where only one can be served: without a place there no prompt is begun."""
+"""Decode first where only one can be served: without room there, no prompt is started."""
 _REMEMBERED_PERIODS = 20
-"""Over which the mix of requests is averaged."""
+"""Periods over which the mix of requests is averaged."""
 _JUDGED_PERIODS = 60
-"""Over which it is counted how many first tokens were late."""
+"""Periods over which late first tokens are counted."""
 _CARE = 10.0
-"""Of a load's share, for each share of first tokens that is late beyond what may be."""
+"""Increase of the assumed load for each share of first tokens that is late beyond the allowance."""
 _BUDGET_PERIODS = 1000
 _BUDGET_LEAST = 2000
-"""First tokens, of which the budget is a share even where fewer were counted."""
+"""Minimum number of first tokens that the budget is a share of."""
 _BUDGET_SPENT = 0.5
-"""Of the share that may be late: from there on more is provided for, so that the rest of the budget lasts."""
+"""Share of the budget of late first tokens from which on more capacity is planned, so that the rest lasts."""
 _BUDGET_CARE = 20.0
-"""Of a load's share, for each share of first tokens that is late beyond that."""
+"""Increase of the assumed load for each share of the budget spent beyond that."""
 _MOST_CARE = 0.4
 _FULL = 0.9
-"""Of decode workers' KV: when more is taken another worker is wanted, whatever the formulas say."""
+"""Share of the decode workers' KV beyond which another worker is added, whatever the formulas say."""
 _ROOMY = 0.65
-"""Of decode workers' KV, that may be taken when one fewer has it all: who leaves does so before the crowd comes."""
+"""Share of KV that may be in use with one decode worker fewer: workers leave before the crowd comes."""
 _GAP_PERIODS = 2.5
-"""Without a look, after which nothing is known of what was enough."""
+"""Periods without an observation after which it is unknown what would have sufficed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class _Wanted:
 
 
 class _LateShare:
-    """Of first tokens, over so many periods: what is older counts less and less."""
+    """Share of first tokens that were late, over a number of periods with decaying weights."""
 
     def __init__(self, periods: int) -> None:
         self._kept = 1.0 - 1.0 / periods
@@ -61,12 +61,12 @@ class _LateShare:
         self._num_first = self._kept * self._num_first + seen.num_first
 
     def share(self, *, least: float = 1.0) -> float:
-        """As if there had been so many first tokens at least."""
+        """Return the share, as if there had been at least so many first tokens."""
         return self._num_late / max(self._num_first, least)
 
 
 class Planner:
-    """One cluster's. Call `decide` once a period, with what the period was and what machines there are."""
+    """Plans one cluster. Call `decide` once per period, with what happened in it and the present fleet."""
 
     def __init__(self, staffing: Staffing, policy: PlannerPolicy, *, period_s: float, season_s: float = 0.0) -> None:
         self.policy = policy
@@ -77,74 +77,76 @@ class Planner:
         self._mix = Demand()
         self._lately, self._budget = _LateShare(_JUDGED_PERIODS), _LateShare(_BUDGET_PERIODS)
         self._taken_pools = 0.0
-        """Of decode workers' KV, just now."""
+        """KV in use on decode workers now, in pools."""
         self._history: deque[_Wanted] = deque()
         self._settled_at_s = -inf
-        """When roles were changed or workers given up for the last time."""
+        """Time of the last flip or reduction."""
         self._held_from_s = -inf
-        """Since when, without a gap, it has been watched what is enough."""
+        """Start of the uninterrupted observation of what would have sufficed."""
 
     def hold(self, now_s: float) -> None:
-        """Take no worker from a pool until it was watched anew for as long as that asks for: somebody else decided."""
+        """Take no worker from a pool for a full hold time from now on: someone else changed the sizes."""
         self._held_from_s = now_s
 
     def decide(self, now_s: float, seen: Observation, fleet: FleetView) -> Decision:
-        """What is to be done with the machines."""
+        """Decide what to do with the machines now."""
         watched = self.watch(now_s, seen)
         actions, reasons = self._act(now_s, watched.wanted, fleet)
         return Decision(actions=tuple(actions), wanted=watched.wanted, reasons=(*watched.reasons, *reasons))
 
     def watch(self, now_s: float, seen: Observation) -> Decision:
-        """What would be right, where nothing can be done now: time goes on and is remembered as ever."""
+        """Return what would be right when nothing can be done now; the history continues as usual."""
         self._mix = self._mix.plus(seen.demand, kept=1.0 - 1.0 / _REMEMBERED_PERIODS)
         self._rate.observe(seen.demand.num_requests / seen.period_s)
         self._taken_pools = seen.taken_pools
-        asked, why = self._asked(seen)
-        # A crowd is not remembered: who came for it may leave as soon as those that stay have room.
-        self._remember(now_s, self._bounded(asked))
-        crowd = self._crowded(seen, asked)
-        if crowd != asked:
-            why += f", {seen.taken_pools:.2f} pools of KV in {seen.num_decoding} for {crowd}"
+        required, why = self._required(seen)
+        # A crowd is not remembered: workers added for it may leave as soon as the others have room.
+        self._remember(now_s, self._bounded(required))
+        crowd = self._crowded(seen, required)
+        if crowd != required:
+            why += f", {seen.taken_pools:.2f} pools of KV used on {seen.num_decoding} decode workers require {crowd}"
         wanted = self._bounded(crowd)
-        return Decision(actions=(), wanted=wanted, reasons=(why + (f", bounded {wanted}" if wanted != crowd else ""),))
+        return Decision(
+            actions=(), wanted=wanted, reasons=(why + (f", bounded to {wanted}" if wanted != crowd else ""),)
+        )
 
-    def _asked(self, seen: Observation) -> tuple[Sizes, str]:
-        """For the dearest moment between now and when a machine ordered now would serve."""
+    def _required(self, seen: Observation) -> tuple[Sizes, str]:
+        """Return the sizes for the most demanding moment between now and when a machine ordered now would serve."""
         policy, band = self.policy, self.policy.band
         rate = max(self._rate.ahead(0).upper(0.0), self._rate.ahead(self._ahead).upper(band))
         rate *= self._care(seen)
         sizes = self._staffing.sizes(rate, self._mix, backlog_s=self._overdue_s(seen), most=policy.most_workers)
-        return sizes, f"{rate:.2f} requests/s forecast ask for {sizes}"
+        return sizes, f"{rate:.2f} requests/s forecast require {sizes}"
 
     @staticmethod
-    def _crowded(seen: Observation, asked: Sizes) -> Sizes:
-        """One more than decode now, where they are full: with every one that comes there is another look."""
+    def _crowded(seen: Observation, required: Sizes) -> Sizes:
+        """Return one more decode worker than now if those are full; the next period checks again."""
         if seen.taken_pools <= _FULL * seen.num_decoding:
-            return asked
-        return Sizes(prefill=asked.prefill, decode=max(asked.decode, seen.num_decoding + 1))
+            return required
+        return Sizes(prefill=required.prefill, decode=max(required.decode, seen.num_decoding + 1))
 
     def _care(self, seen: Observation) -> float:
-        """How much more is provided for than is forecast: nothing while the promise is kept with some to spare.
+        """Return the factor by which to plan for more than the forecast; 1 while objectives are met with a margin.
 
-        The formulas are rough. When more first tokens are late than may be, the load is taken for a larger one; and,
-        for longer and less, when much of what may be late in the long run has been.
+        The formulas are approximate. When more first tokens are late than allowed, the load is assumed to be larger;
+        the same applies, less strongly and for longer, when much of the long-term allowance is spent.
         """
         self._lately.add(seen)
         self._budget.add(seen)
-        allowed = self._staffing.promise.late_share
+        allowed = self._staffing.targets.late_share
         excess = max(0.0, self._lately.share() - allowed)
         spent = max(0.0, self._budget.share(least=_BUDGET_LEAST) - _BUDGET_SPENT * allowed)
         return 1.0 + min(_MOST_CARE, _CARE * excess + _BUDGET_CARE * spent)
 
     def _overdue_s(self, seen: Observation) -> float:
-        """Waiting work beyond what stationary queues hold: only a backlog that one promise's time cannot clear."""
-        return max(0.0, seen.waiting_prompt_seconds - self._staffing.promise.ttft_s)
+        """Return the waiting work that is no stationary queue: what the TTFT objective's time cannot clear."""
+        return max(0.0, seen.waiting_prompt_seconds - self._staffing.targets.ttft_s)
 
     def _bounded(self, sizes: Sizes) -> Sizes:
         policy = self.policy
         prefill, decode = max(sizes.prefill, policy.least.prefill), max(sizes.decode, policy.least.decode)
         while prefill + decode > policy.most_workers:
-            # In proportion, as far as the least allows it.
+            # In proportion, as far as the minimum sizes allow.
             if prefill > policy.least.prefill and (prefill >= decode or decode <= policy.least.decode):
                 prefill -= 1
             else:
@@ -160,9 +162,9 @@ class Planner:
             self._history.popleft()
 
     def _enough(self, role: WorkerRole, now_s: float, hold_s: float) -> float:
-        """What would have been enough for a pool all this time, and leaves room for what it has in hand.
+        """Return the workers that would have sufficed for a pool all this time, including for what it has in hand.
 
-        Any number may have been needed while nobody looked.
+        Any number may have been needed while nothing was observed.
         """
         if now_s - self._held_from_s < hold_s:
             return inf
@@ -177,7 +179,7 @@ class Planner:
                 action = self._gain(role, now_s, sizes, actions, may_settle=may_settle)
                 if action is None:
                     reasons.append(
-                        f"{role.value} lacks {wanted.size_of(role) - sizes.size_of(role)}: no machine may be asked for"
+                        f"{role.value} lacks {wanted.size_of(role) - sizes.size_of(role)}: maximum workers reached"
                     )
                     break
                 sizes = sizes.changed(role, 1)
@@ -195,7 +197,7 @@ class Planner:
     def _gain(
         self, role: WorkerRole, now_s: float, sizes: Sizes, actions: list[Action], *, may_settle: bool
     ) -> Action | None:
-        """One worker more for a pool: a warm one, else a new one, else nobody."""
+        """Add a worker to a pool: a warm one of the other pool, else a new one, else none."""
         policy, donor = self.policy, other_pool(role)
         num_flips = sum(action.kind is ActionKind.FLIP for action in actions)
         spare = sizes.size_of(donor) - self._enough(donor, now_s, policy.flip_hold_s)
@@ -211,7 +213,7 @@ class Planner:
         return None
 
     def _give_up(self, now_s: float, sizes: Sizes) -> tuple[list[Action], list[str]]:
-        """One worker that its pool could have spared all along: the other pool's waits for the next time."""
+        """Give up one worker that its pool could have spared all along; the other pool waits for the next period."""
         held_s = self.policy.hold_s
         for role in _ROLES:
             enough = max(self.policy.least.size_of(role), self._enough(role, now_s, held_s))

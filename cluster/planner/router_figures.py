@@ -1,7 +1,7 @@
-"""What one router's `/metrics` tells a planner. Pure: text in, values out.
+"""What one router's `/metrics` contains for a planner: text in, values out. Pure.
 
-Requests, answers, first tokens and what became of them are counts since the router began; queues, workers and their
-backlog are of now. Of workers every router tells alike.
+Requests, answers, first tokens and errors are counts since the router started; queues, workers and their backlog are
+present values. Every router reports the same about workers.
 """
 
 from collections.abc import Iterator, Mapping
@@ -36,18 +36,18 @@ _READ = (
     _BLOCKS, _PINNED,
 )  # fmt: skip
 _OURS = {Code.INTERNAL.value, Code.UNAVAILABLE.value, Code.DEADLINE_EXCEEDED.value, Code.RESOURCE_EXHAUSTED.value}
-"""Failures that more workers might have spared: the others are the client's."""
+"""Failures that more workers might have prevented; the others are the client's."""
 _OF_LIMITS = {"concurrent_requests", "requests_per_minute", "tokens_per_minute", "draining"}
-"""Turned away whatever workers there are."""
+"""Reasons for rejecting a request that more workers would not change."""
 _FOR_READERS = {"prefill", "both"}
-"""What those in the routers' queues lack where more prefill workers would read them sooner."""
+"""Resources that queued requests wait for and that more prefill workers would provide."""
 _LARGEST = float(1 << 63)
-"""Nobody has counted further: beyond it, or below 0, or no number at all, is no word to plan by."""
+"""Upper bound of credible values: anything above it, below 0 or not a number is not used for planning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepCounts:
-    """One worker's steps of one kind since it began."""
+    """Steps of one kind on one worker since it started."""
 
     steps: float = 0.0
     seconds: float = 0.0
@@ -57,7 +57,7 @@ class StepCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterFigures:
-    """One router's word at one moment."""
+    """Metrics of one router at one moment."""
 
     prompts: Histogram
     answers: Histogram
@@ -65,23 +65,23 @@ class RouterFigures:
     queried_tokens: float = 0.0
     hit_tokens: float = 0.0
     num_lost: float = 0.0
-    """Requests that got no answer and are no client's fault."""
+    """Requests without an answer that are not the client's fault."""
     queued_tokens: float = 0.0
-    """Of prompts that wait at the door for somebody to read them, not for a place to decode."""
-    door_tokens: float = 0.0
-    """Of all prompts that wait there, whatever they lack."""
+    """Tokens of queued prompts that wait for prefill and not for room to decode."""
+    total_queued_tokens: float = 0.0
+    """Tokens of all queued prompts, whatever they wait for."""
     taken_kv: Mapping[str, float] = field(default_factory=dict)
-    """By decode worker: the share of its KV that is neither free nor kept for pins, which give way."""
+    """Share of each decode worker's KV that is in use; pinned blocks that can be freed do not count."""
     backlog_tokens: Mapping[str, float] = field(default_factory=dict)
-    """By worker."""
+    """Backlog in tokens by worker."""
     live: Sizes = field(default_factory=lambda: Sizes(prefill=0, decode=0))
     steps: Mapping[tuple[str, str, str], StepCounts] = field(default_factory=dict)
-    """By worker, its role, and kind of step."""
+    """Steps by worker, its role, and kind of step."""
     decode_kv_tokens: int | None = None
-    """That the smallest pool of a decode worker holds; None: nobody said."""
+    """KV tokens in the smallest pool of a decode worker; None: unknown."""
 
-    def began_anew(self, earlier: "RouterFigures") -> bool:
-        """Whether this router, or a process of it, is another one than before."""
+    def has_restarted(self, earlier: "RouterFigures") -> bool:
+        """Return whether this router or one of its processes has restarted since."""
         pairs = (
             (self.prompts, earlier.prompts),
             (self.answers, earlier.answers),
@@ -91,7 +91,7 @@ class RouterFigures:
 
 
 def read_figures(text: str) -> RouterFigures:
-    """From the text format. ValueError for what no router of ours says."""
+    """Parse the text format. ValueError for metrics that no router of ours serves."""
     buckets: dict[str, dict[float, float]] = {_PROMPTS: {}, _ANSWERS: {}, _FIRST: {}}
     sums: dict[str, float] = {}
     backlog: dict[str, float] = {}
@@ -122,7 +122,7 @@ def read_figures(text: str) -> RouterFigures:
     except KeyError as error:
         raise ValueError(f"a metric lacks its label {error}") from None
     if not all(buckets.values()):
-        raise ValueError("histograms of requests are not among its metrics: no router of this version answers there")
+        raise ValueError("histograms of requests are missing: not a router of this version")
     made = {name: Histogram.from_cumulative(found, sums.get(f"{name}_sum", 0.0)) for name, found in buckets.items()}
     return RouterFigures(
         prompts=made[_PROMPTS],
@@ -132,7 +132,7 @@ def read_figures(text: str) -> RouterFigures:
         hit_tokens=sums.get(_HITS, 0.0),
         num_lost=max(0.0, sums.get(_FAILURES, 0.0) - sums.get(_REJECTIONS, 0.0)),
         queued_tokens=sums.get(_QUEUE, 0.0),
-        door_tokens=sums.get(_QUEUE, 0.0) + sums.get(_TO_DECODE, 0.0),
+        total_queued_tokens=sums.get(_QUEUE, 0.0) + sums.get(_TO_DECODE, 0.0),
         taken_kv={worker: _taken(states) for worker, states in blocks.items()},
         backlog_tokens=backlog,
         live=Sizes(prefill=live["prefill"], decode=live["decode"]),
@@ -147,7 +147,7 @@ def _smallest_of_decode(kv_tokens: Mapping[str, int], roles: Mapping[str, str]) 
 
 
 def _samples(text: str) -> Iterator[Sample]:
-    # Most of what a router tells is of no use here, and parsing is what costs.
+    # A planner needs only a few of a router's metrics, and parsing is what costs time.
     lines = "\n".join(line for line in text.splitlines() if line.startswith(_READ))
     for family in text_string_to_metric_families(lines + "\n"):
         for sample in family.samples:
@@ -162,7 +162,7 @@ def _sane(name: str, value: float) -> float:
 
 
 def _key(name: str, labels: Mapping[str, str]) -> str | None:
-    """Under what a plain number is added up; None: it is not."""
+    """Return the key under which a plain number is added up; None if it is not."""
     if name == _FAILURES and labels["code"] not in _OURS:
         return None
     if name == _REJECTIONS and labels["reason"] not in _OF_LIMITS:
@@ -173,14 +173,14 @@ def _key(name: str, labels: Mapping[str, str]) -> str | None:
 
 
 def _state_of_blocks(name: str, labels: Mapping[str, str]) -> str | None:
-    """Of a decode worker's KV; None: it tells of something else."""
+    """Return the state of a decode worker's KV blocks that a sample counts; None for other samples."""
     if name not in (_BLOCKS, _PINNED) or labels["role"] != WorkerRole.DECODE.value:
         return None
     return labels["state"] if name == _BLOCKS else _PINNED
 
 
 def _taken(blocks: Mapping[str, float]) -> float:
-    """Share of a pool's blocks that sequences have."""
+    """Return the share of a pool's blocks that sequences use."""
     used = blocks.get("used", 0.0)
     total = blocks.get("free", 0.0) + used
     return max(0.0, used - blocks.get(_PINNED, 0.0)) / total if total > 0.0 else 0.0

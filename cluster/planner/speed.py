@@ -1,7 +1,7 @@
-"""How fast this cluster's workers are, by what their steps took: a latency profile's shape, at their own speed. Pure.
+"""How fast this cluster's workers are, from their measured steps and the shape of a latency profile. Pure.
 
-A profile says how a step's time follows from its work. What live workers' steps took, divided by what the profile says
-of the same work, is a factor for each pool. Until much was measured the profile is believed.
+A profile predicts a step's time from its work. The measured time of live workers' steps, divided by the predicted time
+of the same work, gives a factor for each pool. Until enough is measured, the profile counts.
 """
 
 from collections.abc import Sequence
@@ -12,9 +12,9 @@ from cluster.planner.staffing import WorkerModel
 from tandem.values.roles import WorkerRole
 
 _BELIEVED_S = 5.0
-"""Seconds of steps that the profile's word is worth."""
+"""Weight of the profile, in seconds of steps."""
 _KEPT = 0.98
-"""Of what was measured, from one period to the next."""
+"""Share of the measurements that is kept from one period to the next."""
 _LARGEST = 1000.0
 
 _Steps = dict[tuple[str, str, str], StepCounts]
@@ -22,12 +22,12 @@ _Steps = dict[tuple[str, str, str], StepCounts]
 
 class SpeedWatch:
     def __init__(self, model: WorkerModel) -> None:
-        """`model`: by the profile."""
+        """`model`: the worker according to the profile."""
         self._model = model
         self._kv_tokens = model.kv_tokens
         self._before: _Steps = {}
         self._measured = dict.fromkeys(WorkerRole, _BELIEVED_S)
-        self._told = dict.fromkeys(WorkerRole, _BELIEVED_S)
+        self._predicted = dict.fromkeys(WorkerRole, _BELIEVED_S)
 
     @property
     def prefill_worker(self) -> WorkerModel:
@@ -35,26 +35,27 @@ class SpeedWatch:
 
     @property
     def decode_worker(self) -> WorkerModel:
-        """For answers; its pool is as large as workers say."""
+        """Return the model of a decode worker, with the pool size that workers report."""
         return replace(self._model.scaled(self.factor(WorkerRole.DECODE)), kv_tokens=self._kv_tokens)
 
     def factor(self, role: WorkerRole) -> float:
-        """By how much this pool's workers are slower than the profile."""
-        return min(_LARGEST, max(1.0 / _LARGEST, self._measured[role] / self._told[role]))
+        """Return how many times slower than the profile this pool's workers are."""
+        return min(_LARGEST, max(1.0 / _LARGEST, self._measured[role] / self._predicted[role]))
 
     def observe(self, now: Sequence[RouterFigures], *, prompt_tokens: float, context_tokens: float | None) -> None:
-        """Once a period. Mean lengths of prompts and, of tokens that were written, of what was before them."""
+        """Record a period: mean lengths of prompts and, for generated tokens, of what came before them."""
         steps = _latest(now)
         pools = [figures.decode_kv_tokens for figures in now if figures.decode_kv_tokens is not None]
         self._kv_tokens = min(pools, default=self._kv_tokens)
         before, self._before = self._before, steps
         for role in WorkerRole:
             self._measured[role] = _BELIEVED_S + _KEPT * (self._measured[role] - _BELIEVED_S)
-            self._told[role] = _BELIEVED_S + _KEPT * (self._told[role] - _BELIEVED_S)
+            self._predicted[role] = _BELIEVED_S + _KEPT * (self._predicted[role] - _BELIEVED_S)
         for key, after in steps.items():
             _, role_name, kind = key
             done = _since(before.get(key), after)
-            # Each pool by its own trade alone: a decode worker's prompts are short ones, with others' rows among them.
+            # Each pool by its own kind of work only: prompts on a decode worker are short and share steps with other
+            # rows.
             if done is None or role_name != kind:
                 continue
             pool = WorkerRole(role_name)
@@ -63,9 +64,9 @@ class SpeedWatch:
             elif context_tokens is not None:
                 self._add(pool, done.seconds, self._decode_s(done, context_tokens))
 
-    def _add(self, role: WorkerRole, measured_s: float, told_s: float) -> None:
+    def _add(self, role: WorkerRole, measured_s: float, predicted_s: float) -> None:
         self._measured[role] += measured_s
-        self._told[role] += told_s
+        self._predicted[role] += predicted_s
 
     def _prefill_s(self, done: StepCounts, prompt_tokens: float) -> float:
         model = self._model
@@ -78,7 +79,7 @@ class SpeedWatch:
 
 
 def _latest(now: Sequence[RouterFigures]) -> _Steps:
-    """Of what several routers tell of one worker, the word that is latest."""
+    """Return the latest report of each worker's steps among those of several routers."""
     steps: _Steps = {}
     for figures in now:
         for key, counts in figures.steps.items():
@@ -88,7 +89,7 @@ def _latest(now: Sequence[RouterFigures]) -> _Steps:
 
 
 def _since(before: StepCounts | None, after: StepCounts) -> StepCounts | None:
-    """None for a worker that is new, or began anew."""
+    """Return the difference of two reports; None for a worker that is new or has restarted."""
     if before is None or after.steps < before.steps or after.seconds < before.seconds:
         return None
     return StepCounts(**{f.name: getattr(after, f.name) - getattr(before, f.name) for f in fields(StepCounts)})

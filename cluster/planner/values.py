@@ -1,4 +1,4 @@
-"""What the planner is told, what it answers, and the bounds it keeps. Values only."""
+"""Inputs, outputs and bounds of the planner. Values only."""
 
 from dataclasses import dataclass, field
 from enum import Enum
@@ -9,7 +9,7 @@ from tandem.values.roles import WorkerRole
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """Workers of either pool."""
+    """Number of workers in each pool."""
 
     prefill: int
     decode: int
@@ -22,7 +22,7 @@ class Sizes:
         return self.prefill if role is WorkerRole.PREFILL else self.decode
 
     def changed(self, role: WorkerRole, by: int) -> "Sizes":
-        """With so many more, or fewer, in one pool."""
+        """Return sizes with so many more, or fewer, in one pool."""
         more_prefill = by if role is WorkerRole.PREFILL else 0
         return Sizes(prefill=self.prefill + more_prefill, decode=self.decode + by - more_prefill)
 
@@ -32,74 +32,74 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demand:
-    """Requests of one period, as sums: means and second moments come of any number of periods added up."""
+    """Requests of one period, as sums, so that periods can be added before taking means and second moments."""
 
     num_requests: float = 0.0
     prompt_tokens: float = 0.0
-    """That had to be computed: what was cached is left out."""
+    """Prompt tokens that had to be computed, without the cached ones."""
     prompt_seconds: float = 0.0
-    """Of one prefill worker, for these prompts."""
+    """Time that one prefill worker takes for these prompts."""
     prompt_seconds_squared: float = 0.0
     num_answers: float = 0.0
-    """Requests that ended; not those that came."""
+    """Requests that ended, as opposed to arrived."""
     output_tokens: float = 0.0
     cached_tokens: float = 0.0
-    """Of the prompts of those that ended."""
+    """Cached tokens of the prompts of ended requests."""
     context_tokens: float = 0.0
-    """Of prompts and answers of those that ended, each as often as its answer has tokens."""
+    """Context lengths of the ended requests, each counted once per generated token."""
     context_tokens_squared: float = 0.0
-    """Squares of the same lengths, as often."""
+    """Squares of the same lengths, counted the same way."""
 
     def plus(self, other: "Demand", *, kept: float = 1.0) -> "Demand":
-        """This, of which only a share is remembered, and another's."""
+        """Return a share of this plus another."""
         sums = {name: kept * getattr(self, name) + getattr(other, name) for name in Demand.__slots__}
         return Demand(**sums)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """One period as it was."""
+    """Observation of one period."""
 
     period_s: float
     demand: Demand
     waiting_prompt_seconds: float = 0.0
-    """Work of prompts that are not computed yet, at its end."""
+    """Work of the prompts not computed yet, at the end of the period."""
     num_late: int = 0
-    """First tokens that came after the promise, or never."""
+    """First tokens that came later than the objective, or never."""
     num_first: int = 0
-    """First tokens at all."""
+    """First tokens in the period."""
     num_decoding: int = 0
-    """Decode workers that told how full they are, at its end."""
+    """Decode workers that reported their KV usage at the end of the period."""
     taken_pools: float = 0.0
-    """What their sequences have of their KV and the prompts at the doors will take of it: 1.5 is a pool and a half."""
+    """KV used by sequences and needed by queued prompts, in pools: 1.5 is a pool and a half."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetView:
-    """The machines at one moment, by what they will be when what was ordered is done."""
+    """Fleet at one moment, by what the workers will be when all orders are done."""
 
     sizes: Sizes
-    """Ready and on their way; not those that leave."""
+    """Workers that are ready or starting, without those that leave."""
     starting: Sizes | None = None
-    """On their way, of `sizes`: ordered or changing roles. The account tells of them. None: not known."""
+    """Workers of `sizes` that are ordered or changing roles, for reports; None: unknown."""
 
 
 class ActionKind(Enum):
-    """What can be done with a worker."""
+    """Action on one worker."""
 
     FLIP = "flip"
-    """Drain it, and start it again in the other pool on the same machine."""
+    """Drain it, and restart it in the other pool on the same machine."""
     START = "start"
-    """Ask for a new machine."""
+    """Request a new machine for a worker."""
     STOP = "stop"
-    """Drain it, and give its machine back."""
+    """Drain the worker and release its machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Action:
     kind: ActionKind
     role: WorkerRole
-    """Of the pool that gains a worker, or loses it for good."""
+    """Pool that gains a worker, or loses one for good."""
 
     def __str__(self) -> str:
         if self.kind is ActionKind.FLIP:
@@ -109,40 +109,40 @@ class Action:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What is to be done now, and why."""
+    """What to do now, and why."""
 
     actions: tuple[Action, ...]
     wanted: Sizes
-    """That the forecast asks for, before hysteresis."""
+    """Sizes that the forecast requires, before hysteresis."""
     reasons: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerPolicy:
-    """Bounds of what the planner may do, and how steady it is."""
+    """Bounds of what the planner may do, and its damping."""
 
     least: Sizes = field(default_factory=lambda: Sizes(prefill=1, decode=1))
     most_workers: int = 64
     start_s: float = 180.0
-    """From an order to a worker that serves: the forecast looks so far ahead."""
+    """Time from an order to a worker that serves: how far ahead the forecast looks."""
     hold_s: float = 300.0
-    """A pool shrinks only to what was enough all this time."""
+    """Time throughout which fewer workers must have sufficed before a pool shrinks."""
     flip_hold_s: float = 60.0
-    """A worker is lent to the other pool only if its own could spare it all this time."""
+    """Time throughout which a pool must have been able to spare a worker before it is lent to the other pool."""
     cooldown_s: float = 30.0
-    """Between two decisions that change roles or give workers up."""
+    """Minimum time between two decisions that flip or remove workers."""
     most_flips: int = 2
-    """In one decision."""
+    """Maximum flips in one decision."""
     band: float = 0.5
     """Standard errors of the forecast that are provided for."""
 
     def __post_init__(self) -> None:
         if min(self.least.prefill, self.least.decode) < 1:
-            raise ConfigError("a pool keeps at least one worker")
+            raise ConfigError(f"the minimum size of each pool must be at least 1, got {self.least}")
         if self.most_workers < self.least.total:
-            raise ConfigError(f"at most {self.most_workers} workers cannot hold the least of {self.least}")
+            raise ConfigError(f"the maximum of {self.most_workers} workers is below the minimum of {self.least}")
         if min(self.start_s, self.hold_s, self.flip_hold_s, self.cooldown_s, self.band, self.most_flips) < 0:
-            raise ConfigError("times, flips and the band of a planner are not below 0")
+            raise ConfigError("the planner's times, flips and band must be at least 0")
 
 
 def other(role: WorkerRole) -> WorkerRole:

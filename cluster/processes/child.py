@@ -28,9 +28,9 @@ MAX_LINE_BYTES = 1 << 14
 MAX_READY_BYTES = 1 << 16
 _BEATS = b"."
 
-# Run by an isolated interpreter that then becomes the child: a preexec_fn would do the same, but it forces a full
-# fork of a process with threads. The check of getppid covers a supervisor that died before prctl was called.
-# SIGHUP comes from the supervisor alone, also where `nohup` had that ignore it: it says that a file has changed.
+# Run by an isolated interpreter that then becomes the child: a preexec_fn would do the same, but it forces a full fork
+# of a process with threads. The check of getppid covers a supervisor that died before prctl was called. SIGHUP is reset
+# because only the supervisor sends it, when a file has changed, even where `nohup` made it ignored.
 _SHIM = (
     "import _signal, ctypes, os, sys\n"
     "parent = int(sys.argv[1])\n"
@@ -43,7 +43,7 @@ _SHIM = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Callbacks:
-    """Callbacks for a child's events; each is called on the event loop."""
+    """Callbacks for a child's events, called on the event loop."""
 
     on_loading: Callable[[LoadReport], None]
     on_ready: Callable[[Mapping[str, Any]], None]
@@ -58,7 +58,7 @@ class Callbacks:
 
 
 class Child:
-    """A running process. Needs a running event loop; raises OSError when it cannot be started.
+    """Process that is running. Needs a running event loop; raises OSError when it cannot be started.
 
     The kernel ties the child to the *thread* that started it: use the thread that lives longest.
     """
@@ -71,7 +71,7 @@ class Child:
         *,
         takes_stdin: bool = False,
     ) -> None:
-        """`argv` gets the descriptor for the ready line. `takes_stdin`: it reads what `write_stdin` writes."""
+        """`argv` gets the descriptor for the ready line. `takes_stdin`: the child reads what `write_stdin` writes."""
         self._callbacks = callbacks
         self._loop = asyncio.get_running_loop()
         self._ready = bytearray()
@@ -103,11 +103,11 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """The pid of the process itself, since the shim execs it."""
+        """Process id of the child itself, since the shim becomes it by exec."""
         return self._process.pid
 
     def send(self, signum: signal.Signals) -> None:
-        """Signal it; does nothing once it has ended."""
+        """Send a signal to the child; does nothing once it has ended."""
         self._process.send_signal(signum)
 
     def write_stdin(self, data: bytes) -> bool:
@@ -122,7 +122,7 @@ class Child:
         return True
 
     def discard(self) -> None:
-        """Kill it without further callbacks."""
+        """Kill the child without further callbacks."""
         self._process.kill()
         self._process.wait()
         if self._process.stdin is not None:
@@ -176,7 +176,7 @@ class Child:
             self._callbacks.on_news(news)
 
     def _read_log(self) -> bool:
-        """Pass on whole lines; True when there may be more."""
+        """Pass on complete lines; return True when there may be more."""
         data = _read(self._log_fd)
         if data is None:
             return False
@@ -201,7 +201,7 @@ class Child:
             self._read_ready()
         while self._log_fd in self._open_fds and self._read_log():
             pass
-        if self._log:  # a grandchild may hold the pipe open, so its end is not waited for
+        if self._log:  # a grandchild may hold the pipe open, so its end is not awaited
             self._callbacks.on_log(self._log.decode(errors="replace").rstrip())
         for fd in tuple(self._open_fds):
             self._close(fd)
@@ -214,7 +214,7 @@ class Child:
 
 
 def _pipe(ours: ExitStack, theirs: ExitStack) -> tuple[int, int]:
-    """Open a pipe: the reading end and the child's; each is closed with its stack."""
+    """Open a pipe; return our end for reading and the child's end, each closed with its stack."""
     read, write = os.pipe()
     ours.callback(os.close, read)
     theirs.callback(os.close, write)
@@ -222,7 +222,7 @@ def _pipe(ours: ExitStack, theirs: ExitStack) -> tuple[int, int]:
 
 
 def _read(fd: int) -> bytes | None:
-    """Read bytes: empty at the end of the file, None when there is nothing now."""
+    """Read bytes: empty at the end of the file, None when nothing is available now."""
     try:
         return os.read(fd, READ_BYTES)
     except BlockingIOError:

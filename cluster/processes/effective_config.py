@@ -32,8 +32,11 @@ from tandem.rpc.hosts import hold, join, split
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 ROUTER_NAME = "router"
 GRPC_WITHOUT_FORK = {"GRPC_ENABLE_FORK_SUPPORT": "0"}
-"""For processes of ours: what they fork becomes another program at once, and gRPC's handlers, read when it is imported,
-would complain of each fork beside its threads, and end some children before they begin."""
+"""Environment of our child processes.
+
+They fork only to start other programs. gRPC's fork handlers, enabled when it is imported, would warn about each fork of
+a process with threads, and would end some children before they start.
+"""
 STOP_MARGIN_S = 5.0
 """Extra time for a process that drains to its own bound to close what it opened."""
 
@@ -127,7 +130,7 @@ def _with_ports(router: RouterConfig, ports: PortDrawer) -> RouterConfig:
 
 
 def _claim_rank_ports(pool: PoolConfig, name: str, ports: PortDrawer) -> None:
-    """Where workers of several nodes listen for their ranks on the others."""
+    """Fill in where workers of several nodes listen for their ranks on other nodes."""
     if pool.nodes == 1:
         return
     hosts = [split(address)[0] for address in pool.addresses] or [pool.host] * pool.replicas
@@ -140,9 +143,7 @@ def _with_addresses(pool: PoolConfig, name: str, ports: PortDrawer) -> PoolConfi
         drawn = tuple(join(pool.host, ports.draw(pool.host, f"{name}.host")) for _ in range(pool.replicas))
         return pool.model_copy(update={"addresses": drawn})
     if len(pool.addresses) != pool.replicas:
-        raise ConfigError(
-            f"{name}.addresses names {len(pool.addresses)} workers, but {name}.replicas is {pool.replicas}"
-        )
+        raise ConfigError(f"{name}.addresses has {len(pool.addresses)} entries, but {name}.replicas is {pool.replicas}")
     for address in pool.addresses:
         ports.claim(*split(address), f"{name}.addresses")
     return pool
@@ -170,7 +171,7 @@ def with_watching(config: ClusterConfig, fresh: ClusterConfig) -> ClusterConfig:
 
 
 def plan_processes(config: ClusterConfig) -> list[ProcessPlan]:
-    """The processes of this cluster, workers first."""
+    """Plan the processes of this cluster, workers first."""
     pools = ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode))
     workers = [
         plan_worker(config, role, i, pool.addresses[i] if pool.addresses else "")
@@ -181,7 +182,7 @@ def plan_processes(config: ClusterConfig) -> list[ProcessPlan]:
 
 
 def plan_worker(config: ClusterConfig, role: Role, index: int, address: str) -> ProcessPlan:
-    """One worker of a pool."""
+    """Plan one worker of a pool."""
     pool = config.prefill if role is Role.PREFILL else config.decode
     return ProcessPlan(
         name=f"{role.value}-{index}",
@@ -212,29 +213,29 @@ def plan_router(config: ClusterConfig, index: int) -> ProcessPlan:
 
 
 def module_command(plan: ProcessPlan, config_path: Path, ready_fd: int) -> list[str]:
-    """The command line of this plan's process: `python -m MODULE --config FILE …`."""
+    """Return the command line of this plan's process: `python -m MODULE --config FILE …`."""
     return [*module_prefix(plan.role), *place_arguments(plan, config_path), "--ready-fd", str(ready_fd)]
 
 
 def place_arguments(plan: ProcessPlan, config_path: Path) -> list[str]:
-    """Arguments for a process's place in the cluster."""
+    """Return the arguments that state a process's place in the cluster."""
     arguments = ["--config", str(config_path), "--index", str(plan.index)]
     if plan.role is Role.ROUTER:
-        # Also for a single one: its successor will share the ports with it for a while.
+        # Also for a single router process: its replacement shares the ports with it for a while.
         return [*arguments, "--siblings", str(config_path.parent)]
     return [*arguments, "--address", plan.address] if plan.address else arguments
 
 
 def module_prefix(role: Role) -> list[str]:
-    """The interpreter and module of a role."""
+    """Return the interpreter and module of a role."""
     module = "router" if role is Role.ROUTER else f"{role.value}_worker"
     return [sys.executable, "-m", module]
 
 
 def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a child.
+    """Return the environment of a child process.
 
-    `TANDEM_*` is left out: it is already in the effective file, where the command line has overruled it. A checkout
+    `TANDEM_*` is left out: the effective file already contains it, where the command line took precedence. A checkout
     that is not installed is put on the path, so that children run this code from any directory.
     """
     kept = {name: value for name, value in environment.items() if not name.startswith(ENV_PREFIX)}
@@ -244,14 +245,14 @@ def child_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def import_root() -> str | None:
-    """The checkout to put on the path of a process; None when Tandem is installed where Python looks anyway."""
+    """Return the checkout to put on a process's path; None when Tandem is installed where Python looks anyway."""
     root = str(Path(__file__).resolve().parents[2])
     return None if root in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")) else root
 
 
 @contextlib.contextmanager
 def written(config: ClusterConfig, directory: Path) -> Iterator[Path]:
-    """The configuration as a file that only its owner can read; removed in the end."""
+    """Write the configuration to a file that only its owner can read, and remove it in the end."""
     path = directory / "cluster.yaml"
     _write_privately(path, dump_for_processes(config))
     try:
@@ -297,7 +298,7 @@ def resolve_model(config: ClusterConfig, *, runs_workers: bool = True) -> Cluste
 
 
 def _check_model(directory: Path, model: ModelSection, runs_workers: bool) -> None:
-    """Every process would fail by itself, minutes later, and without naming the directory."""
+    """Check the model here: every process would fail on its own minutes later, without naming the directory."""
     try:
         if runs_workers:
             load_model_config(directory)

@@ -38,17 +38,17 @@ from tandem.rpc.hosts import join
 from tandem.values.roles import WorkerRole
 
 Command = Callable[[ProcessPlan, Path, int], Sequence[str]]
-"""The command line of a process: its plan, the configuration's path, the descriptor for its ready line."""
+"""Function that returns a process's command line, from its plan, the configuration's path, and its ready descriptor."""
 EXIT_NOT_STARTED = 127
 """Exit status of a process that could not be started, as in shells."""
 
 
 class Launched(Protocol):
-    """One process that was started."""
+    """Handle of a process that was started."""
 
     @property
     def pid(self) -> int | None:
-        """Its process id; None when unknown."""
+        """Process id; None when unknown."""
         ...
 
     def send(self, signum: signal.Signals) -> None:
@@ -61,7 +61,7 @@ class Launcher(Protocol):
 
     @property
     def config_path(self) -> Path:
-        """Where the configuration stands, once `open`."""
+        """Path of the configuration file, once `open` was called."""
         ...
 
     def settle(self, config: ClusterConfig) -> ClusterConfig:
@@ -101,29 +101,29 @@ def plan_one_more(launcher: Launcher, config: ClusterConfig, role: Role, index: 
 
 
 class LocalLauncher:
-    """On this machine, each in a session of its own. Use it on the thread that lives longest (see Child)."""
+    """Starts processes on this machine, each in its own session. Use it on the longest-lived thread (see Child)."""
 
     def __init__(
         self, command: Command = module_command, *, routers_only: bool = False, gpus: GpuHost | None = None
     ) -> None:
-        """`routers_only`: the workers are elsewhere, as the configuration says. `gpus`: this machine's."""
+        """`routers_only`: the workers run elsewhere, as the configuration says. `gpus`: those of this machine."""
         self._command = command
         self._routers_only = routers_only
         self._gpus = WorkerGpus(gpus or NvidiaHost(os.environ))
         self._standby: StandbyWorkers | None = None
         self._started: set[str] = set()
-        """Processes that start again, should they die: by these names."""
+        """Names of the processes that were started: if they die, they are restarted."""
         self._files = ExitStack()
         self._config = ClusterConfig()
         self.config_path = Path()
-        """What every process reads, once `open`."""
+        """Path of the file that every process reads, once `open` was called."""
 
     def settle(self, config: ClusterConfig) -> ClusterConfig:
-        """Free ports in place of those that are 0. Raises ConfigError."""
+        """Choose free ports for those that are 0. Raises ConfigError."""
         return with_router_ports(config) if self._routers_only else make_effective(config)
 
     def open(self, config: ClusterConfig) -> None:
-        """Write the file that all of them read, in a folder that only this user can enter."""
+        """Write the file that all processes read, in a folder that only this user can enter."""
         directory = self._files.enter_context(tempfile.TemporaryDirectory(prefix="tandem-"))
         self.config_path = self._files.enter_context(written(config, Path(directory)))
         self._config = config
@@ -154,13 +154,13 @@ class LocalLauncher:
 
     def start(self, plan: ProcessPlan, callbacks: Callbacks) -> Child:
         """Start a process here. Raises OSError when the machine is out of processes, descriptors or memory."""
-        if not self.config_path.exists():  # temporary folders are cleared of files unread for days
+        if not self.config_path.exists():  # temporary folders are cleared of old files
             self.configure(self._config)
         place = self._gpus.arguments(self._config, plan)
 
         def ended(status: int) -> None:
             if status == 0:
-                self._started.discard(plan.name)  # it was told to
+                self._started.discard(plan.name)  # it ended as requested
             self._gpus.leave(plan.name)
             callbacks.on_exit(status)
 
@@ -168,7 +168,8 @@ class LocalLauncher:
         if self._standby is not None:
             ours = self._standby.observed(plan.name, ours)
             if plan.name not in self._started:
-                # A user wants it, perhaps because another version was installed since they imported theirs.
+                # The user requested this, perhaps because another version was installed since the standbys imported
+                # theirs.
                 self._standby.discard()
                 self._started.add(plan.name)
             elif plan.role is not Role.ROUTER:
@@ -179,7 +180,7 @@ class LocalLauncher:
         return Child(lambda ready_fd: [*self._command(plan, self.config_path, ready_fd), *place], environment, ours)
 
     def close(self) -> None:
-        """End the standby workers, and remove what was written."""
+        """Kill the standby workers and remove the configuration file."""
         if self._standby is not None:
             self._standby.close()
         self._files.close()

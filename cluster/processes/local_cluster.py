@@ -25,7 +25,7 @@ from tandem.rpc.hosts import join
 
 
 class LocalCluster:
-    """The processes of one configuration. Enter and leave it on the thread that lives longest (see Child)."""
+    """Processes of one configuration. Enter and leave it on the thread that lives longest (see Child)."""
 
     def __init__(
         self,
@@ -37,8 +37,8 @@ class LocalCluster:
         routers_only: bool = False,
         launcher: Launcher | None = None,
     ) -> None:
-        """`routers_only`: the workers are elsewhere, as the configuration says. `launcher`: in place of this machine's,
-        which starts processes by `command`.
+        """`routers_only`: the workers run elsewhere, as configured. `launcher` replaces this machine's, which runs
+        `command`.
         """
         self._launcher = launcher or LocalLauncher(command, routers_only=routers_only)
         self.shared = SharedConfig(self._launcher, config)
@@ -54,7 +54,7 @@ class LocalCluster:
         )
 
     async def __aenter__(self) -> Self:
-        """Raises ClusterFailed when a process cannot start, StoppedEarly when `request_stop` came first."""
+        """Start all processes. Raises ClusterFailed if one cannot start, StoppedEarly if `request_stop` came first."""
         self._launcher.open(self.config)
         try:
             self._processes.start()
@@ -75,20 +75,20 @@ class LocalCluster:
 
     @property
     def config(self) -> ClusterConfig:
-        """What every process reads."""
+        """Configuration that every process reads."""
         return self.shared.config
 
     @property
     def http_url(self) -> str:
         """Base URL of the HTTP server."""
         address = join(self.config.router.host, self.config.router.port)
-        return str(self._processes.book.router_facts().get("http", f"http://{address}"))
+        return str(self._processes.table.router_facts().get("http", f"http://{address}"))
 
     @property
     def grpc_address(self) -> str:
-        """host:port of the gRPC server."""
+        """Address of the gRPC server, host:port."""
         address = join(self.config.router.host, self.config.router.grpc_port)
-        return str(self._processes.book.router_facts().get("grpc", address))
+        return str(self._processes.table.router_facts().get("grpc", address))
 
     @property
     def runs_here(self) -> bool:
@@ -97,47 +97,47 @@ class LocalCluster:
 
     @property
     def config_path(self) -> Path:
-        """What every process reads, of a cluster on this machine."""
+        """Path of the configuration file, for a cluster on this machine."""
         return self._launcher.config_path
 
     @property
     def processes(self) -> list[ProcessView]:
-        """Every process, workers first."""
-        return [self._processes.view(name) for name in self._processes.book]
+        """List every process, workers first."""
+        return [self._processes.view(name) for name in self._processes.table]
 
     @property
     def workers(self) -> list[ProcessView]:
-        """Every worker: prefill, then decode."""
+        """List every worker: prefill, then decode."""
         return [view for view in self.processes if view.role is not Role.ROUTER]
 
     @property
     def failure(self) -> str | None:
-        """Why the cluster ended by itself, with the guilty process's last log lines; None while all is well."""
+        """Reason why the cluster ended by itself, with the failed process's last log lines; None while all is well."""
         reason, name = self._supervisor.failure, self._supervisor.failed_name
         if reason is None or name is None:
             return None
-        return "\n".join([reason, *self._processes.book.tail(name)])
+        return "\n".join([reason, *self._processes.table.tail(name)])
 
     def kill(self, worker_id: str, signum: signal.Signals = signal.SIGKILL) -> None:
         """Signal one process, named as in `processes` or by its worker id; it will be restarted.
 
-        Raises KeyError when there is none, or none alive.
+        Raises KeyError if it does not exist or is not running.
         """
         name = next((v.name for v in self.processes if worker_id in (v.name, v.worker_id)), worker_id)
-        self._processes.book.send(name, signum)
+        self._processes.table.send(name, signum)
 
     async def wait_ready(self, name: str, *, after_pid: int | None = None) -> ProcessView:
         """Wait until this process serves (again: with another pid than `after_pid`); ClusterFailed if it never will."""
         dead, processes = (ProcessState.ABANDONED, ProcessState.EXITED), self._processes
 
         def settled() -> bool:
-            if name not in processes.book:
+            if name not in processes.table:
                 return True
             view = processes.view(name)
             return view.state in dead or (view.state is ProcessState.READY and view.pid != after_pid)
 
         await processes.until(settled)
-        if name not in processes.book or processes.view(name).state in dead:
+        if name not in processes.table or processes.view(name).state in dead:
             raise ClusterFailed(self.failure or f"{name} is not running")
         return processes.view(name)
 
@@ -160,37 +160,37 @@ class LocalCluster:
 
     @property
     def is_ending(self) -> bool:
-        """Whether the cluster drains or has ended, when its files may be gone."""
+        """Whether the cluster is draining or has ended, so that its files may be gone."""
         return self._supervisor.phase in (Phase.STOPPING, Phase.STOPPED)
 
     @property
     def under_way(self) -> Rollout | None:
-        """The change in progress."""
+        """Change in progress, or None."""
         return self._processes.rollout
 
-    async def change(self, rollout: Rollout, tell: Callable[[str], None]) -> None:
-        """Carry out a change of the running cluster; `tell` is called with its progress. Raises ChangeFailed.
+    async def change(self, rollout: Rollout, report: Callable[[str], None]) -> None:
+        """Carry out a change of the running cluster; `report` is called with its progress. Raises ChangeFailed.
 
-        One at a time. Cancelling this call does not end the change.
+        Only one change at a time is possible. Cancelling this call does not end the change.
         """
         if self.under_way is not None:
-            raise ChangeFailed("another change is under way")
-        self._processes.begin(rollout, tell)
+            raise ChangeFailed("another change is in progress")
+        self._processes.begin(rollout, report)
         await self._processes.until(lambda: rollout.state is not RolloutState.UNDER_WAY)
         await asyncio.sleep(0)  # deliver the last progress before the end
         if rollout.failure is not None:
             raise ChangeFailed(rollout.failure)
 
     async def abort(self, reason: str) -> None:
-        """Abort the change in progress; finished steps stay, and the present one is undone where it can be."""
+        """Abort the change in progress; finished steps stay, and the present one is undone if possible."""
         if (rollout := self.under_way) is not None:
             rollout.abort(reason)
             self._processes.apply([])
             await self._processes.until(lambda: self.under_way is not rollout)
 
     def members(self) -> dict[str, Member]:
-        """Every process as a change sees it."""
-        return self._processes.book.members()
+        """Return every process as a rollout sees it."""
+        return self._processes.table.members()
 
     async def _close(self, *, kill: bool = False) -> None:
         (self.request_kill if kill else self.request_stop)()

@@ -19,7 +19,7 @@ LOG_TAIL_LINES = 20
 class _Known:
     plan: ProcessPlan
     child: Launched | None = None
-    """The running child; None while there is none."""
+    """Child that is running; None while there is none."""
     ready: Mapping[str, Any] | None = None
     """Its last ready line."""
     reaches: frozenset[str] | None = None
@@ -27,8 +27,8 @@ class _Known:
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=LOG_TAIL_LINES))
 
 
-class ProcessBook:
-    """Keeps the facts of all processes; their states are the supervisor's. Takes no decision."""
+class ProcessTable:
+    """Holds facts about all processes; their states are the supervisor's. Decides nothing."""
 
     def __init__(self, plans: Iterable[ProcessPlan], state_of: Callable[[str], ProcessState]) -> None:
         """`plans`: the processes that exist from the start."""
@@ -45,7 +45,7 @@ class ProcessBook:
         return self._known[name].plan
 
     def view(self, name: str, *, router_address: str) -> ProcessView:
-        """The user's view of a process; `router_address`: the address that all routers share."""
+        """Return the user's view of a process; `router_address` is the one that all routers share."""
         known = self._known[name]
         return ProcessView(
             name=name,
@@ -57,7 +57,7 @@ class ProcessBook:
         )
 
     def member(self, name: str) -> Member:
-        """The process as a member of a rollout."""
+        """Return the process as a member of a rollout."""
         known, plan = self._known[name], self._known[name].plan
         state = self._state_of(name)
         return Member(role=plan.role, index=plan.index, state=state, address=plan.address, reaches=known.reaches)
@@ -66,12 +66,12 @@ class ProcessBook:
         return {name: self.member(name) for name in self._known}
 
     def router_facts(self) -> Mapping[str, Any]:
-        """The ready line of any router process, since they share their ports; empty before there is one."""
+        """Return the ready line of any router process, as they share their ports; empty before there is one."""
         routers = (known.ready for known in self._known.values() if known.plan.role is Role.ROUTER)
         return next((ready for ready in routers if ready is not None), {})
 
     def tail(self, name: str) -> tuple[str, ...]:
-        """The last lines that it wrote."""
+        """Return the last lines that the process wrote."""
         return tuple(self._known[name].tail) if name in self._known else ()
 
     def add(self, plan: ProcessPlan) -> None:
@@ -81,45 +81,45 @@ class ProcessBook:
         """Remove a process from the table."""
         del self._known[name]
 
-    def launching(self, name: str) -> None:
+    def record_launch(self, name: str) -> None:
         """Record a start or restart: earlier output and contacts belong to another process."""
         known = self._known[name]
         known.tail.clear()
         known.reaches = None
 
-    def launched(self, name: str, child: Launched) -> None:
+    def record_started(self, name: str, child: Launched) -> None:
         self._known[name].child = child
 
-    def serves(self, name: str, info: Mapping[str, Any]) -> None:
+    def record_ready(self, name: str, info: Mapping[str, Any]) -> None:
         """Record a ready line, which names the address of a worker that a launcher placed."""
         known = self._known[name]
         known.ready = info
         if known.plan.role is not Role.ROUTER and (address := str(info.get("address") or "")):
             known.plan = replace(known.plan, address=address)
 
-    def learns(self, name: str, news: Mapping[str, Any]) -> bool:
+    def record_message(self, name: str, news: Mapping[str, Any]) -> bool:
         """Record a message of a serving process; False when it is of no known kind."""
         if not isinstance(reached := news.get(REACHES), list) or name not in self._known:
             return False
         self._known[name].reaches = frozenset(map(str, reached))
         return True
 
-    def wrote(self, name: str, line: str) -> None:
+    def record_output(self, name: str, line: str) -> None:
         """Record a line of stdout or stderr."""
         if name in self._known:
             self._known[name].tail.append(line)
 
-    def exited(self, name: str) -> None:
+    def record_exit(self, name: str) -> None:
         """Record the end of a process."""
         if name in self._known:
             self._known[name].child = None
 
     def send(self, name: str, signum: signal.Signals) -> None:
-        """Signal it. Raises KeyError where there is none of that name, or none alive."""
+        """Signal a process. Raises KeyError if it does not exist or is not running."""
         if (child := self._known[name].child) is None:
             raise KeyError(name)
         child.send(signum)
 
     def is_alive(self, name: str) -> bool:
-        """Whether it can be signalled."""
+        """Return whether the process can be signalled."""
         return name in self._known and self._known[name].child is not None

@@ -1,4 +1,4 @@
-"""The configuration that every process of a cluster reads, and how it changes while they run."""
+"""The configuration that every process of a cluster reads, and its changes while they run."""
 
 from collections.abc import Mapping
 
@@ -10,10 +10,10 @@ from tandem.config.cluster import ClusterConfig
 
 
 class SharedConfig:
-    """What was written last is what `config` says: what cannot be written changes nothing."""
+    """Holds the configuration that was written last; if a write fails, it stays as it was."""
 
     def __init__(self, launcher: Launcher, config: ClusterConfig) -> None:
-        """`config` as the user wrote it. Raises ConfigError for what cannot be."""
+        """`config` as the user wrote it. Raises ConfigError for an invalid one."""
         self._launcher = launcher
         self.config = launcher.settle(config)
 
@@ -21,8 +21,8 @@ class SharedConfig:
         """Set the number of workers of each pool, by which new ones share the machine. Raises ChangeFailed."""
         try:
             self._write(with_sizes(self.config, {role.value: size for role, size in sizes.items()}))
-        except OSError as error:  # a full disk, or somebody tidied the temporary folder
-            raise ChangeFailed(f"the configuration cannot be written: {error.strerror or error}") from None
+        except OSError as error:  # a full disk, or a cleared temporary folder
+            raise ChangeFailed(f"cannot write the configuration: {error.strerror or error}") from None
 
     def name_workers(self, *, prefill: tuple[str, ...], decode: tuple[str, ...]) -> bool:
         """Write the worker addresses for routers; False when they are unchanged. Raises OSError."""
@@ -33,7 +33,7 @@ class SharedConfig:
         return True
 
     def watch_as(self, fresh: ClusterConfig) -> None:
-        """Apply its settings that need no restart from the next SIGHUP on. Raises OSError."""
+        """Apply the settings of `fresh` that need no restart, effective from the next SIGHUP. Raises OSError."""
         self._write(with_watching(self.config, fresh))
 
     def _write(self, config: ClusterConfig) -> None:

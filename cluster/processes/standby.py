@@ -1,26 +1,36 @@
-"""Standby workers: processes that have imported all that a worker needs and wait to be assigned one.
+"""Standby workers: processes that have imported everything a worker needs, and wait to become one.
 
-Importing PyTorch takes most of a worker's start, about two seconds of processor time; a worker that died is replaced
-without it while there is a standby. `python -m cluster.processes.standby --ready-fd N` is such a process: it reads its
-role and arguments from stdin as one JSON line, and then is that worker.
+Importing PyTorch takes most of a worker's start, about two seconds of processor time; a standby replaces a dead worker
+without that delay. `python -m cluster.processes.standby --ready-fd N` is such a process: it reads its role and
+arguments from stdin as one JSON line, and then becomes that worker, whose name `ps` shows.
 """
 
 import argparse
 import asyncio
+import ctypes
 import importlib
 import json
+import logging
+import os
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from cluster.processes.child import Callbacks, Child
 from tandem.values.roles import WorkerRole
 
 CALM_S = 1.0
-"""From the moment that no process is starting to the start of a standby: it must not slow those down."""
+"""Delay from the moment that no process is starting until a standby starts, so that it slows none of them down."""
 MAX_FAILURES = 3
 """Maximum number of standbys that end by themselves before no more are started."""
+_ROOM = " " * 512
+"""Last argument of a standby, which makes room for overwriting its command line with the worker's."""
+_ARG_START, _ARG_END = 45, 46
+"""Indices of these fields of /proc/PID/stat, counted after the name."""
+_log = logging.getLogger(__name__)
 
 
 class StandbyWorkers:
@@ -41,7 +51,7 @@ class StandbyWorkers:
         return [standby.child.pid for standby in self._waiting]
 
     def observed(self, name: str, callbacks: Callbacks) -> Callbacks:
-        """The callbacks of a process that starts now; standbys are started when no process is starting."""
+        """Wrap the callbacks of a process that starts now; standbys are started when no process is starting."""
         self._starting.add(name)
         self._cancel()
 
@@ -56,7 +66,7 @@ class StandbyWorkers:
         return replace(callbacks, on_ready=on_ready, on_exit=on_exit)
 
     def start(self, role: WorkerRole, arguments: Sequence[str], callbacks: Callbacks) -> Child | None:
-        """Make a standby the worker with these arguments; None when there is none."""
+        """Turn a standby into the worker with these arguments; None when there is none."""
         while self._waiting:
             standby = self._waiting.popleft()
             if standby.become(role, arguments, callbacks):
@@ -70,7 +80,7 @@ class StandbyWorkers:
         self.discard()
 
     def discard(self) -> None:
-        """Kill those that wait; others are started when no process is starting."""
+        """Kill the waiting standbys; others are started when no process is starting."""
         while self._waiting:
             self._waiting.popleft().child.discard()
 
@@ -85,14 +95,25 @@ class StandbyWorkers:
         while len(self._waiting) < self._count and self._failures < MAX_FAILURES:
             try:
                 self._waiting.append(_Standby(self._environment(), self._ended))
-            except OSError:  # out of processes or memory: a worker that dies starts as it would without us
-                self._failures += 1
+            except OSError as error:  # out of processes or memory
+                self._failed(f"cannot start a standby worker: {error}")
 
-    def _ended(self, standby: "_Standby") -> None:
+    def _ended(self, standby: "_Standby", status: int) -> None:
         if standby in self._waiting:
             self._waiting.remove(standby)
-            self._failures += 1
+            self._failed(f"a standby worker ended by itself with status {status}")
             self._refill()
+
+    def _failed(self, reason: str) -> None:
+        self._failures += 1
+        if self._failures < MAX_FAILURES:
+            _log.warning("%s; starting another one", reason)
+        else:
+            _log.error(
+                "%s, the last of %d: no more are started, and replacing a worker that dies takes longer now",
+                reason,
+                MAX_FAILURES,
+            )
 
     def _cancel(self) -> None:
         if self._timer is not None:
@@ -101,16 +122,16 @@ class StandbyWorkers:
 
 
 class _Standby:
-    """One standby process, which waits until `become`."""
+    """Standby process that waits until `become`."""
 
-    def __init__(self, environment: Mapping[str, str], on_end: Callable[["_Standby"], None]) -> None:
+    def __init__(self, environment: Mapping[str, str], on_end: Callable[["_Standby", int], None]) -> None:
         """Raises OSError when it cannot be started."""
         self._callbacks: Callbacks | None = None
         self._on_end = on_end
         self.child = Child(_command, environment, self._relay(), takes_stdin=True)
 
     def become(self, role: WorkerRole, arguments: Sequence[str], callbacks: Callbacks) -> bool:
-        """Say which worker it is; False when it is no longer there."""
+        """Tell the process which worker it is; False when it no longer runs."""
         self._callbacks = callbacks
         line = json.dumps({"role": role.value, "arguments": list(arguments)}) + "\n"
         if not self.child.write_stdin(line.encode()):
@@ -119,14 +140,16 @@ class _Standby:
         return True
 
     def _relay(self) -> Callbacks:
-        """Forward events to the callbacks of the worker that it becomes; earlier ones are dropped."""
+        """Forward events to the callbacks of the worker that it becomes; its earlier log lines are logged here."""
 
         def to(name: str) -> Callable[..., None]:
-            def call(*values: object) -> None:
+            def call(*values: Any) -> None:
                 if self._callbacks is not None:
                     getattr(self._callbacks, name)(*values)
                 elif name == "on_exit":
-                    self._on_end(self)
+                    self._on_end(self, *values)
+                elif name == "on_log":
+                    _log.warning("standby: %s", *values)
 
             return call
 
@@ -141,15 +164,28 @@ class _Standby:
 
 
 def _command(ready_fd: int) -> list[str]:
-    return [sys.executable, "-m", "cluster.processes.standby", "--ready-fd", str(ready_fd)]
+    return [sys.executable, "-m", "cluster.processes.standby", "--ready-fd", str(ready_fd), _ROOM]
+
+
+def _show_command_line(arguments: Sequence[str]) -> None:
+    """Have `ps` show these arguments instead of those the process was started with, as far as there is room.
+
+    The kernel reads a command line from the memory of its process, between two addresses that stay as they are.
+    """
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, num_bytes = int(fields[_ARG_START]), int(fields[_ARG_END]) - int(fields[_ARG_START])
+    if start and num_bytes > 0:
+        shown = os.fsencode("\0".join(arguments)) + b"\0"
+        ctypes.memmove(start, shown[: num_bytes - 1].ljust(num_bytes - 1) + b"\0", num_bytes)
 
 
 def main() -> None:
-    """Import, wait, become a worker. Ends at once when stdin closes without a word."""
+    """Import, wait, and become a worker. Ends when stdin closes without a line."""
     from tandem.process.lifetime import end, worker_main
 
-    parser = argparse.ArgumentParser(prog="standby", description="a worker that does not know yet which one it is")
+    parser = argparse.ArgumentParser(prog="standby", description="a standby process that becomes a worker on request")
     parser.add_argument("--ready-fd", required=True)
+    parser.add_argument("room", nargs="?", help="blanks that the worker's command line overwrites")
     ready_fd: str = parser.parse_args().ready_fd
     serves = {role: importlib.import_module(f"{role.value}_worker.__main__").serve for role in WorkerRole}
     line = sys.stdin.readline()
@@ -157,7 +193,9 @@ def main() -> None:
         end(0)
     order = json.loads(line)
     role = WorkerRole(order["role"])
-    sys.argv = [f"{role.value}_worker", *order["arguments"], "--ready-fd", ready_fd]
+    arguments = [*order["arguments"], "--ready-fd", ready_fd]
+    _show_command_line([sys.executable, "-m", f"{role.value}_worker", *arguments])
+    sys.argv = [f"{role.value}_worker", *arguments]
     end(worker_main(role, serves[role]))
 
 

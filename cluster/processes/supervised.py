@@ -6,7 +6,7 @@ from typing import Any
 
 from cluster.processes.child import Callbacks
 from cluster.processes.launcher import EXIT_NOT_STARTED, Launcher, plan_one_more
-from cluster.processes.process_table import ProcessBook
+from cluster.processes.process_table import ProcessTable
 from cluster.processes.shared_config import SharedConfig
 from cluster.supervisor.process_view import ProcessView, Watcher
 from cluster.supervisor.rollout import Add, Progress, Retire, Rollout, RolloutState
@@ -19,7 +19,7 @@ _WRITE_AGAIN_S = 5.0
 
 
 class SupervisedProcesses:
-    """The processes of one cluster while it lives. Use it on the event loop."""
+    """Runs the processes of one cluster. Use it on the event loop."""
 
     def __init__(
         self,
@@ -32,23 +32,23 @@ class SupervisedProcesses:
     ) -> None:
         """`names_workers`: publish worker addresses to routers, since the workers are among these processes."""
         self.supervisor = supervisor
-        self.book = ProcessBook(supervisor.plans, supervisor.state)
+        self.table = ProcessTable(supervisor.plans, supervisor.state)
         self.rollout: Rollout | None = None
-        """The change in progress."""
-        self._tell: Callable[[str], None] = _nobody
+        """Change in progress, or None."""
+        self._report: Callable[[str], None] = _nobody
         self._launcher = launcher
         self._shared = shared
         self._watcher = watcher
         self._names_workers = names_workers
         self._timer: asyncio.TimerHandle | None = None
         self._publish_at: float | None = None
-        """When to retry a failed write of the configuration."""
+        """Time of the next attempt to write the configuration."""
         self._changed = asyncio.Event()
 
     def view(self, name: str) -> ProcessView:
-        """The user's view of a process. Raises KeyError."""
+        """Return the user's view of a process. Raises KeyError."""
         router = self._shared.config.router
-        return self.book.view(name, router_address=join(router.host, router.port))
+        return self.table.view(name, router_address=join(router.host, router.port))
 
     async def until(self, reached: Callable[[], bool]) -> None:
         """Wait until a predicate holds; it is checked whenever something has changed."""
@@ -71,13 +71,13 @@ class SupervisedProcesses:
         """Have all processes reload the settings that may change while they run."""
         self.apply(self.supervisor.reread())
 
-    def begin(self, rollout: Rollout, tell: Callable[[str], None]) -> None:
-        """Start this change; `tell` is called with its progress."""
-        self.rollout, self._tell = rollout, tell
+    def begin(self, rollout: Rollout, report: Callable[[str], None]) -> None:
+        """Start this change; `report` is called with its progress."""
+        self.rollout, self._report = rollout, report
         try:
             self.apply([])
         except BaseException:
-            self.rollout, self._tell = None, _nobody
+            self.rollout, self._report = None, _nobody
             raise
 
     def apply(self, actions: list[Action]) -> None:
@@ -101,8 +101,8 @@ class SupervisedProcesses:
                 case Launch():
                     self._launch(action.name)
                 case Send():
-                    if self.book.is_alive(action.name):
-                        self.book.send(action.name, action.signum)
+                    if self.table.is_alive(action.name):
+                        self.table.send(action.name, action.signum)
                 case Note():
                     self._watcher.on_note(action)
                 case Gone():
@@ -114,7 +114,7 @@ class SupervisedProcesses:
             return
         if self.supervisor.phase is not Phase.RUNNING:
             rollout.abandon(f"the cluster is {self.supervisor.phase.value}")
-        while orders := rollout.advance(self.book.members(), _now()):
+        while orders := rollout.advance(self.table.members(), _now()):
             for order in orders:
                 match order:
                     case Add():
@@ -123,9 +123,9 @@ class SupervisedProcesses:
                         self._retire(order.name)
                     case Progress():
                         # In a turn of its own: the callback may call back into this object.
-                        asyncio.get_running_loop().call_soon(self._tell, order.text)
+                        asyncio.get_running_loop().call_soon(self._report, order.text)
         if rollout.state is not RolloutState.UNDER_WAY:
-            self.rollout, self._tell = None, _nobody
+            self.rollout, self._report = None, _nobody
 
     def _add(self, order: Add, rollout: Rollout) -> None:
         try:
@@ -135,25 +135,27 @@ class SupervisedProcesses:
             return
         if order.replaces is not None:
             self._launcher.replace(plan.name, order.replaces)
-        self.book.add(plan)
+        self.table.add(plan)
         rollout.started(plan.name)
         self._carry_out(self.supervisor.add(plan, _now(), is_needed=order.is_needed))
-        self._publish()  # whom it replaces has left: who waits for a worker knows that one comes
+        self._publish()  # The one it replaces has left: now routers learn the address of the new worker.
 
     def _retire(self, name: str) -> None:
         actions = self.supervisor.retire(name, _now())
-        self._carry_out([action for action in actions if isinstance(action, Gone)])  # it was dead: ask no more of it
-        # Routers keep the session that is up; they will not look for another one at this address.
+        self._carry_out(
+            [action for action in actions if isinstance(action, Gone)]
+        )  # it was not running, so nothing else must be done
+        # Routers keep the session that exists, and will not connect to this address again.
         self._publish()
         self._carry_out([action for action in actions if not isinstance(action, Gone)])
 
     def _forget(self, gone: Gone) -> None:
-        name, last_line = gone.name, self.book.tail(gone.name)[-1:]
+        name, last_line = gone.name, self.table.tail(gone.name)[-1:]
         failure = None if gone.failure is None else ": ".join([gone.failure, *last_line])
-        self.book.forget(name)
+        self.table.forget(name)
         if failure is not None:
-            self._watcher.on_note(Note(name=name, text=f"is given up: {failure}", is_error=True))
-        elif self.rollout is None or not self.rollout.tells_end(name):
+            self._watcher.on_note(Note(name=name, text=f"was abandoned: {failure}", is_error=True))
+        elif self.rollout is None or not self.rollout.reports_end(name):
             self._watcher.on_note(Note(name=name, text="has left"))
         if self.rollout is not None:
             self.rollout.gone(name, failure)
@@ -167,15 +169,15 @@ class SupervisedProcesses:
         try:
             if not self._shared.name_workers(prefill=prefill, decode=decode):
                 return
-        except OSError as error:  # routers go on with what they know, and hear of it when it can be written again
+        except OSError as error:  # routers keep what they have, and are notified once it can be written again
             self._publish_at = _now() + _WRITE_AGAIN_S
             if tried_at is None:
-                self._watcher.on_note(Note(name="configuration", text=f"cannot be written: {error}", is_error=True))
+                self._watcher.on_note(Note(name="configuration", text=f"cannot write it: {error}", is_error=True))
             return
         self._carry_out(self.supervisor.reread(Role.ROUTER))
 
     def _addresses(self, role: Role) -> tuple[str, ...]:
-        plans = [self.book.plan(name) for name in self.book if self.supervisor.is_member(name)]
+        plans = [self.table.plan(name) for name in self.table if self.supervisor.is_member(name)]
         return tuple(plan.address for plan in plans if plan.role is role and plan.address)
 
     def _launch(self, name: str) -> None:
@@ -188,10 +190,10 @@ class SupervisedProcesses:
             on_exit=lambda status: self._on_exit(name, status),
             on_room=lambda has_room: self._on_room(name, has_room),
         )
-        self.book.launching(name)
+        self.table.record_launch(name)
         try:
-            self.book.launched(name, self._launcher.start(self.book.plan(name), callbacks))
-        except OSError as error:  # out of processes, descriptors or memory: an exit like any other
+            self.table.record_started(name, self._launcher.start(self.table.plan(name), callbacks))
+        except OSError as error:  # out of processes, descriptors or memory: handled like any other exit
             self._on_log(name, f"cannot start: {error}")
             asyncio.get_running_loop().call_soon(self._on_exit, name, EXIT_NOT_STARTED)
         self._watcher.on_state(self.view(name))
@@ -201,24 +203,24 @@ class SupervisedProcesses:
         self.apply([])
 
     def _on_ready(self, name: str, info: Mapping[str, Any]) -> None:
-        self.book.serves(name, info)
+        self.table.record_ready(name, info)
         actions = self.supervisor.on_ready(name, _now())
         self._publish()
         self.apply(actions)
         self._watcher.on_state(self.view(name))
 
     def _on_news(self, name: str, news: Mapping[str, Any]) -> None:
-        if self.book.learns(name, news):
+        if self.table.record_message(name, news):
             self.apply([])
 
     def _on_log(self, name: str, line: str) -> None:
-        self.book.wrote(name, line)
+        self.table.record_output(name, line)
         self._watcher.on_log(name, line)
 
     def _on_exit(self, name: str, status: int) -> None:
-        self.book.exited(name)
+        self.table.record_exit(name)
         self.apply(self.supervisor.on_exited(name, status, _now()))
-        if name in self.book:
+        if name in self.table:
             self._watcher.on_state(self.view(name))
 
     def _tick(self) -> None:
@@ -232,4 +234,4 @@ def _now() -> float:
 
 
 def _nobody(_text: str) -> None:
-    """Default `tell`, while no change is in progress."""
+    """Ignore progress while no change is in progress."""

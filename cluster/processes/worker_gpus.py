@@ -11,7 +11,7 @@ from tandem.values.roles import WorkerRole
 
 
 class WorkerGpus:
-    """Keeps assignments for the cluster's life: a restarted worker, or its replacement, gets the same GPUs."""
+    """Keeps the assignments for the cluster's life: a restarted worker, or its replacement, gets the same GPUs."""
 
     def __init__(self, host: GpuHost) -> None:
         self._host = host
@@ -32,9 +32,9 @@ class WorkerGpus:
             self._place(config, plan)
 
     def arguments(self, config: ClusterConfig, plan: ProcessPlan) -> list[str]:
-        """Arguments for a worker that starts now; none where there are no GPUs.
+        """Return the arguments for a worker that starts now; none where there are no GPUs.
 
-        A worker reports unavailable GPUs itself, as one that was started by hand does.
+        The worker itself reports GPUs that are unavailable, like one that was started by hand.
         """
         seat = self._place(config, plan)
         if seat is None:
@@ -42,7 +42,7 @@ class WorkerGpus:
         return ["--gpus", ",".join(map(str, seat.gpus)), "--gpu-sharers", str(seat.sharers)]
 
     def seats(self, config: ClusterConfig, plans: Sequence[ProcessPlan]) -> dict[str, GpuSeat]:
-        """Placement of these workers by `plan`. Raises ConfigError for unavailable GPUs."""
+        """Return the placement of these workers by `plan`. Raises ConfigError for unavailable GPUs."""
         for role in WorkerRole:
             allowed_gpus(config, role, self._num_gpus)
         self.plan(config, plans)

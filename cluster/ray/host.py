@@ -1,12 +1,11 @@
-"""An actor for one worker: on its node it starts the worker's real main, tells of it, and signals it.
+"""The actor of one worker: starts the worker's real main on its node, reports its events, and signals it.
 
 The process is a child of the actor's (`cluster.processes.child`): the kernel kills it when the actor's process ends,
-and Ray ends that with `tandem up` and with the node. Should Ray not come to it, an actor that nobody has asked
-anything for `lease_s` ends by itself. The configuration, secrets included, comes with a call from `tandem up` straight
-to the actor, never with its constructor, which Ray keeps; here it is in memory alone, where only this user's processes
-can read it.
+and Ray ends that with `tandem up` or with the node. If Ray fails to do so, an actor that has received no call for
+`lease_s` ends by itself. The configuration, secrets included, comes in a call from `tandem up` directly to the actor,
+never in its constructor, which Ray stores; here it is in memory only, readable by this user's processes alone.
 
-Nothing here runs in `tandem up`, and nothing but `where` needs Ray.
+Nothing here runs in `tandem up`, and only `where` needs Ray.
 """
 
 import asyncio
@@ -23,17 +22,17 @@ if TYPE_CHECKING:
     from router.workers.silence import SilenceWatch
 
 Word = tuple[str, Any]
-"""What happened, and what is to be said of it: loading, ready, beat, news, log or exit."""
+"""Event as its kind and value; kinds are loading, ready, beat, news, log and exit."""
 LISTEN_S = 1.0
-"""An actor that has nothing to tell answers so soon nevertheless: it is a sign of life."""
+"""Maximum wait of `listen`: an actor without news returns then, to show that it is alive."""
 _LOOKS = 8
-"""So often within its lease it is looked whether it has run out."""
+"""Number of checks of the lease within its duration."""
 MAX_LOG_BYTES = 1 << 18
-"""Of lines that nobody has fetched yet; the oldest are lost first, and it is told how many."""
+"""Maximum bytes of log lines not fetched yet; the oldest are dropped first, and counted."""
 
 
 class Outbox:
-    """What is to be told. Pure; log lines are bounded, all else is little and is kept."""
+    """Buffers events until they are fetched. Pure; log lines are bounded, everything else is small and kept."""
 
     def __init__(self, max_log_bytes: int = MAX_LOG_BYTES) -> None:
         self._max_log_bytes = max_log_bytes
@@ -48,7 +47,7 @@ class Outbox:
         return bool(self._lines or self._words or self._is_beating or self._status is not None)
 
     def log(self, line: str) -> None:
-        """A line of the process."""
+        """Add a log line of the process."""
         self._lines.append(line)
         self._log_bytes += len(line)
         while self._log_bytes > self._max_log_bytes and len(self._lines) > 1:
@@ -56,20 +55,20 @@ class Outbox:
             self._lost += 1
 
     def beat(self) -> None:
-        """It lives; however often, it is told once."""
+        """Add a heartbeat; several are reported as one."""
         self._is_beating = True
 
     def say(self, kind: str, value: Any) -> None:
-        """Anything else but its end."""
+        """Add any other event except the end."""
         self._words.append((kind, value))
 
     def end(self, status: int) -> None:
-        """Its end, told last of all."""
+        """Add the end of the process, which is reported last."""
         self._status = status
 
     def drain(self) -> list[Word]:
-        """Everything, in order; lines first, since a process speaks before it ends."""
-        lost = [("log", f"{self._lost} lines were lost: nobody fetched them in time")] if self._lost else []
+        """Return all events in order; log lines come first, since a process writes before it ends."""
+        lost = [("log", f"{self._lost} lines were dropped because they were not fetched in time")] if self._lost else []
         words: list[Word] = [*lost, *(("log", line) for line in self._lines), *self._words]
         words += [("beat", None)] if self._is_beating else []
         words += [] if self._status is None else [("exit", self._status)]
@@ -81,7 +80,7 @@ class Outbox:
 
 
 class WorkerHost:
-    """The actor. Its methods are called by `cluster.ray.launcher` alone, with plain values."""
+    """Ray actor of one worker. Its methods are called only by `cluster.ray.launcher`, with plain values."""
 
     def __init__(self, lease_s: float) -> None:
         self._lease_s = lease_s
@@ -93,13 +92,13 @@ class WorkerHost:
         self._look: asyncio.TimerHandle | None = None
 
     async def where(self) -> tuple[str, str]:
-        """The id and the address of the node that this is."""
+        """Return the id and address of this node."""
         import ray
 
         return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
 
     async def start(self, role: str, index: int, address: str, config: str) -> int:
-        """Start the worker; its pid. Raises ConfigError or OSError."""
+        """Start the worker and return its pid. Raises ConfigError or OSError."""
         from cluster.processes.child import Child
         from cluster.supervisor.supervisor import ProcessPlan, Role
 
@@ -113,15 +112,15 @@ class WorkerHost:
         return self._child.pid
 
     async def configure(self, config: str) -> None:
-        """What the worker reads when it starts, and again upon SIGHUP."""
-        assert self._config_fd is not None  # noqa: S101  # narrows
+        """Replace what the worker reads when it starts and upon SIGHUP."""
+        assert self._config_fd is not None  # noqa: S101  # narrows: `start` has set it
         text = (await asyncio.to_thread(_on_this_node, config)).encode()
         os.ftruncate(self._config_fd, 0)
         os.pwrite(self._config_fd, text, 0)
 
     async def listen(self) -> list[Word]:
-        """What has happened since it was last asked, as soon as there is something."""
-        assert self._news is not None  # noqa: S101  # narrows
+        """Return the events since the last call, as soon as there is one."""
+        assert self._news is not None  # noqa: S101  # narrows: `start` has set it
         self._renew()
         if not self._outbox:
             self._news.clear()
@@ -168,27 +167,27 @@ class WorkerHost:
             self._news.set()
 
     def _renew(self) -> None:
-        """Somebody still wants this worker."""
+        """Renew the lease, as the worker is still wanted."""
         from router.workers.silence import SilenceWatch
 
         now = asyncio.get_running_loop().time()
         if self._lease is None:
             self._lease = SilenceWatch(silence_s=self._lease_s, period_s=self._lease_s / _LOOKS, now_s=now)
             self._look_soon()
-        self._lease.heard(now)
+        self._lease.on_message(now)
 
     def _look_soon(self) -> None:
         self._look = asyncio.get_running_loop().call_later(self._lease_s / _LOOKS, self._look_now)
 
     def _look_now(self) -> None:
-        """Time in which this process itself stood still, with its whole machine perhaps, does not count."""
+        """Check the lease; time in which this process itself was suspended does not count."""
         if self._lease is not None and self._lease.is_silent(asyncio.get_running_loop().time()):
-            os._exit(1)  # the child goes with this process; nobody is left to be told
+            os._exit(1)  # the child ends with this process; no one is left to report to
         self._look_soon()
 
 
 def _on_this_node(config: str) -> str:
-    """With the model's directory here, fetched first where a hub id was given."""
+    """Return the configuration with the model's directory on this node, downloaded first for a hub id."""
     import yaml
 
     from cluster.processes.effective_config import resolve_model
@@ -204,7 +203,7 @@ def _command(plan: "ProcessPlan", config_path: Path, ready_fd: int) -> list[str]
 
 
 def _environment() -> Mapping[str, str]:
-    """Of a process of ours, without Ray's: its token opens the whole cluster, and a worker has no use for it."""
+    """Return the worker's environment without Ray's: its token gives access to the whole Ray cluster."""
     from cluster.processes.effective_config import child_environment
 
     return {name: value for name, value in child_environment(os.environ).items() if not name.startswith("RAY_")}

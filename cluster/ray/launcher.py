@@ -1,8 +1,8 @@
-"""The launcher of `tandem up --ray`: workers as processes on the nodes of a Ray cluster, routers as processes here.
+"""The launcher of `tandem up --ray`: workers run as processes on the nodes of a Ray cluster, routers on this machine.
 
-It carries facts between the actors (`cluster.ray.host`), the pure `cluster.supervisor.ray_placement` and the callbacks
-that a local process would call (`cluster.processes.child`). A worker whose node is gone has ended like any other, and
-is placed anew when the supervisor starts it again. Where a worker listens is known when it serves.
+It passes facts between the actors (`cluster.ray.host`), the pure `cluster.supervisor.ray_placement` and the callbacks
+that a local process would call (`cluster.processes.child`). A worker whose node is lost has ended like any other, and
+is placed again when the supervisor restarts it. A worker's address is known once it serves.
 """
 
 import asyncio
@@ -28,20 +28,20 @@ from tandem.process.load_progress import LoadReport
 from tandem.rpc.hosts import join
 
 LEASE_S = 60.0
-"""An actor of which `tandem up` has asked nothing for so long ends, and its worker with it."""
+"""Time without a call from `tandem up` after which an actor ends, and its worker with it."""
 _ROOM_S = 5.0
-"""A worker that finds no room for so long says so, then after twice as long, and so on."""
+"""Delay before the first report that a worker waits for room; doubled for each further one."""
 _MAX_ROOM_S = 600.0
-"""Most time between two such words."""
+"""Maximum delay between two such reports."""
 _LOOKS = 8
-"""So often within `ray.silence_s` it is looked whether an actor is silent."""
+"""Number of checks for a silent actor within `ray.silence_s`."""
 
 
 class RayLauncher:
-    """Use it on the thread that lives longest: routers are children of it."""
+    """Launcher for a Ray cluster. Use it on the thread that lives longest: routers are its children."""
 
     def __init__(self, session: RaySession, *, model_path: str | None = None) -> None:
-        """`model_path`: how nodes are to find the model, if not as this machine does; a hub id is fetched there."""
+        """`model_path`: where nodes find the model, if it differs from this machine; a hub id is downloaded there."""
         self._session = session
         self._model_path = model_path
         self._local = LocalLauncher()
@@ -49,10 +49,10 @@ class RayLauncher:
         self.config = ClusterConfig()
 
     def settle(self, config: ClusterConfig) -> ClusterConfig:
-        """The routers' ports and the secret; workers find their own. Raises ConfigError for addresses."""
+        """Fill in the routers' ports and the secret; workers choose ports. Raises ConfigError for fixed addresses."""
         for name, pool in (("prefill", config.prefill), ("decode", config.decode)):
             if pool.addresses:
-                raise ConfigError(f"{name}.addresses: with Ray, workers are where Ray has room for them")
+                raise ConfigError(f"{name}.addresses: not possible with Ray, which chooses the workers' nodes")
         secret = config.secret or SecretStr(secrets.token_urlsafe(32))
         return with_router_ports(config).model_copy(update={"secret": secret})
 
@@ -61,39 +61,39 @@ class RayLauncher:
         return self._local.config_path
 
     def open(self, config: ClusterConfig) -> None:
-        """The file that routers read."""
+        """Write the file that routers read."""
         self.config = config
         self._local.open(config)
 
     def configure(self, config: ClusterConfig) -> None:
-        """Of the routers at once; a worker has it before it is told to read again."""
-        self._local.configure(config)  # what cannot be written changes nothing
+        """Replace the routers' configuration now; a worker gets it before its signal to reload."""
+        self._local.configure(config)  # if writing fails, nothing changes
         self.config = config
 
     def address(self, config: ClusterConfig, role: Role) -> str:
-        """It turns out when the worker serves."""
+        """Return an empty address: it is known when the worker serves."""
         return ""
 
     def replace(self, name: str, retired: str) -> None:
-        """Ray says where it goes."""
+        """Do nothing: Ray chooses the node."""
 
     def start(self, plan: ProcessPlan, callbacks: Callbacks) -> Launched:
-        """A router here; a worker wherever there is room, as soon as there is."""
+        """Start a router here, or a worker on some node as soon as there is room."""
         if plan.role is Role.ROUTER:
             return self._local.start(plan, callbacks)
         return RayProcess(self, self._session, plan, callbacks)
 
     def close(self) -> None:
-        """Remove what was written."""
+        """Remove the files that were written."""
         self._local.close()
 
     def config_on(self, role: Role, node: Node) -> str:
-        """What a worker on this node reads."""
+        """Return the configuration for a worker on this node, as YAML."""
         return dump_for_processes(worker_config(self.config, role, node, self._model_path or self.config.model.path))
 
 
 class RayProcess:
-    """One worker, from the search for a node to its end."""
+    """Handle of one worker, from the search for a node to its end."""
 
     def __init__(self, launcher: RayLauncher, session: RaySession, plan: ProcessPlan, callbacks: Callbacks) -> None:
         self._launcher = launcher
@@ -105,13 +105,13 @@ class RayProcess:
         self._is_started = self._has_ended = False
         self._orders: set[asyncio.Task[None]] = set()
         self.pid: int | None = None
-        """On its node."""
+        """Process id on its node."""
         self._life = asyncio.get_running_loop().create_task(self._live())
-        # Not the end of `_live`: a task that is cancelled in the turn that made it never begins.
+        # Not at the end of `_live`: a task that is cancelled before its first turn never starts.
         self._life.add_done_callback(self._ended)
 
     def send(self, signum: signal.Signals) -> None:
-        """A worker without a process has nothing to drain: whatever is to end it does so at once."""
+        """Signal the worker; one without a process has nothing to drain, so any signal ends it at once."""
         if self._has_ended:
             return
         if not self._is_started:
@@ -123,8 +123,8 @@ class RayProcess:
         order.add_done_callback(self._orders.discard)
 
     async def _signal(self, signum: signal.Signals) -> None:
-        assert self._host is not None and self._node is not None  # noqa: S101, PT018  # narrows
-        with suppress(NodeLost, ConfigError, OSError):  # its end is told by whoever listens
+        assert self._host is not None and self._node is not None  # noqa: S101, PT018  # narrows: only a started worker is signalled
+        with suppress(NodeLost, ConfigError, OSError):  # `_listen` reports the end of the worker
             if signum is signal.SIGHUP:
                 await self._host.configure(self._launcher.config_on(self._plan.role, self._node))
             await asyncio.wait_for(self._host.send(signum), self._silence_s)
@@ -133,11 +133,11 @@ class RayProcess:
             self._life.cancel()
 
     async def _live(self) -> int:
-        """Until its end; the exit status."""
+        """Run the worker to its end, and return the exit status."""
         try:
             return await self._run()
         except NodeLost as error:
-            self._callbacks.on_log(f"lost with its node: {error}")
+            self._callbacks.on_log(f"lost together with its node: {error}")
             self._launcher.placement.lost(self._plan.name, asyncio.get_running_loop().time())
             return -signal.SIGKILL if self._is_started else EXIT_NOT_STARTED
         except (ConfigError, OSError) as error:
@@ -145,11 +145,11 @@ class RayProcess:
             return EXIT_NOT_STARTED
 
     def _ended(self, life: asyncio.Task[int]) -> None:
-        """Tell of its end, whatever it was."""
+        """Report the worker's end, whatever its reason."""
         self._has_ended = True
         self._launcher.placement.leave(self._plan.name)
         if not life.cancelled() and (error := life.exception()) is not None:
-            self._callbacks.on_log(f"is lost to trouble with Ray: {type(error).__name__}: {error}")
+            self._callbacks.on_log(f"lost because of a Ray error: {type(error).__name__}: {error}")
         is_told = not life.cancelled() and life.exception() is None
         self._callbacks.on_exit(life.result() if is_told else -signal.SIGKILL)
 
@@ -160,10 +160,10 @@ class RayProcess:
         now = asyncio.get_running_loop().time()
         near = launcher.placement.choose(self._plan.name, role, bundle, nodes, now)
         self._callbacks.on_room(False)
-        telling = asyncio.get_running_loop().create_task(self._tell_want(bundle))
+        reporting = asyncio.get_running_loop().create_task(self._report_wait(bundle))
         try:
             async with self._session.host(self._plan.name, bundle, near, LEASE_S) as host:
-                telling.cancel()
+                reporting.cancel()
                 self._callbacks.on_room(True)
                 node_id, address = await host.where()
                 self._host, self._node = host, await self._node_of(node_id)
@@ -173,16 +173,16 @@ class RayProcess:
                 self._is_started = True
                 return await self._listen(host)
         finally:
-            telling.cancel()
+            reporting.cancel()
 
     async def _node_of(self, node_id: str) -> Node:
         found = [node for node in await self._session.nodes() if node.node_id == node_id]
         if not found:
-            raise NodeLost("the node was gone before the worker began")
+            raise NodeLost("the node was lost before the worker started")
         return found[0]
 
     async def _listen(self, host: HostHandle) -> int:
-        """Pass on what the actor tells; the exit status."""
+        """Pass on the actor's events, and return the exit status."""
         loop, look_s = asyncio.get_running_loop(), self._silence_s / _LOOKS
         watch = SilenceWatch(silence_s=self._silence_s, period_s=look_s, now_s=loop.time())
         listening = loop.create_task(host.listen())
@@ -192,9 +192,9 @@ class RayProcess:
                 is_silent = watch.is_silent(loop.time())
                 if not listening.done():
                     if is_silent:
-                        raise NodeLost(f"nothing is heard of it for {self._silence_s:g} s")
+                        raise NodeLost(f"no answer for {self._silence_s:g} s")
                     continue
-                watch.heard(loop.time())
+                watch.on_message(loop.time())
                 for kind, value in listening.result():
                     if kind == "exit":
                         return int(value)
@@ -216,23 +216,23 @@ class RayProcess:
             case "news":
                 self._callbacks.on_news(value)
 
-    async def _tell_want(self, bundle: Mapping[str, float]) -> None:
-        """While it waits for room: what it waits for and what there is, less and less often."""
+    async def _report_wait(self, bundle: Mapping[str, float]) -> None:
+        """Report at growing intervals what the worker waits for and what the nodes have free."""
         wait_s = _ROOM_S
         while True:
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, _MAX_ROOM_S)
             with suppress(NodeLost):
-                self._callbacks.on_log(_want(bundle, await self._session.nodes()))
+                self._callbacks.on_log(_describe_wait(bundle, await self._session.nodes()))
 
     @property
     def _silence_s(self) -> float:
         return self._launcher.config.ray.silence_s
 
 
-def _want(bundle: Mapping[str, float], nodes: list[Node]) -> str:
+def _describe_wait(bundle: Mapping[str, float], nodes: list[Node]) -> str:
     room = "; ".join(
-        f"{node.host} has {render_resources(_shown(node.free, bundle)) or 'none of that'}" for node in nodes
+        f"{node.host} has {render_resources(_shown(node.free, bundle)) or 'none of these'}" for node in nodes
     )
     hopeless = "" if any(node.could_hold(bundle) for node in nodes) else ", and no node is that large"
     return f" WARNING waits for a Ray node with {render_resources(bundle)} free ({room}){hopeless}"

@@ -1,7 +1,7 @@
-"""This process as a driver of a Ray cluster: how it comes in, which nodes there are, and one actor in its place.
+"""The connection of this process to a Ray cluster as a driver: joining, nodes, and one actor in its placement group.
 
-Ray itself waits half a minute and more for a head that is not there or that refuses its token, and then says neither.
-So the head is asked first, once.
+Ray itself waits half a minute or more for a head that is missing or rejects its token, and then reports neither. So the
+head is queried first.
 """
 
 import asyncio
@@ -19,16 +19,19 @@ T = TypeVar("T")
 
 @asynccontextmanager
 async def held(make: Callable[[], T], end: Callable[[T], None], *, end_s: float) -> AsyncIterator[T]:
-    """What `make` returns, until `end`; each runs in a thread. For the end it waits `end_s` at most: it goes on alone.
+    """Hold what `make` returns until `end`, each run in a thread; wait at most `end_s` for the end, which then
+    continues.
 
-    Whoever is cancelled while it is being made leaves nothing behind: it is ended as soon as it is there.
+    If the caller is cancelled during `make`, its result is passed to `end` as soon as it exists.
     """
     loop = asyncio.get_running_loop()
     making = loop.run_in_executor(None, make)
 
     def end_at_once(made: asyncio.Future[T]) -> None:
         if not made.cancelled() and made.exception() is None:
-            with suppress(RuntimeError):  # the loop takes no more threads: the process ends, and with it all it holds
+            with suppress(
+                RuntimeError
+            ):  # the loop starts no more threads: the process is ending, and everything it holds with it
                 loop.run_in_executor(None, end, made.result())
 
     try:
@@ -48,35 +51,35 @@ LOCAL, AUTO = "local", "auto"
 _CLIENT_SCHEME = "ray://"
 _MIN_VERSION = (2, 52)
 _ASK_S = 5.0
-"""For the head's answer."""
+"""Timeout of the head's answer."""
 _END_S = 5.0
-"""For the head to end an actor, and to take a placement group back, before whoever wants that goes on without it."""
+"""Maximum wait for the head to end an actor or return a placement group, before continuing without it."""
 _AUTH_MODE = "RAY_AUTH_MODE"
 _CLUSTER_ID = "/ray.rpc.NodeInfoGcsService/GetClusterId"
-_TOKEN_HINT = "RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token"  # noqa: S105  # names of places
+_TOKEN_HINT = "RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or ~/.ray/auth_token"  # noqa: S105  # names of places, no secret
 
 
 class NodeLost(Exception):
-    """An actor's node, or the actor itself, is gone or answers no more."""
+    """An actor or its node is gone or no longer answers."""
 
 
 class HostHandle:
-    """An actor (`cluster.ray.host`) to be talked with. Every call raises NodeLost once it cannot answer."""
+    """Handle of an actor (`cluster.ray.host`). Every call raises NodeLost if the actor cannot answer."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
 
     async def where(self) -> tuple[str, str]:
-        """Id and address of its node."""
+        """Return the id and address of its node."""
         node_id, host = await self._call("where")
         return node_id, host
 
     async def start(self, role: str, index: int, address: str, config: str) -> int:
-        """Raises ConfigError or OSError, too."""
+        """Start the worker; also raises ConfigError or OSError."""
         return int(await self._call("start", role, index, address, config))
 
     async def configure(self, config: str) -> None:
-        """Replace what its worker reads."""
+        """Replace the configuration that its worker reads."""
         await self._call("configure", config)
 
     async def listen(self) -> list[tuple[str, Any]]:
@@ -91,7 +94,7 @@ class HostHandle:
 
         try:
             return await getattr(self._actor, method).remote(*arguments)
-        except RayTaskError as error:  # the actor's own word
+        except RayTaskError as error:  # raised by the actor itself
             cause = getattr(error, "cause", None)
             if isinstance(cause, (ConfigError, OSError)):
                 raise cause from None
@@ -101,12 +104,12 @@ class HostHandle:
 
 
 class RaySession:
-    """A connection to a Ray cluster. `with connect(address) as session:`; leaving it ends every actor of ours."""
+    """Connection to a Ray cluster. `with connect(address) as session:`; leaving it ends every actor of ours."""
 
     def __init__(self, address: str, *, warning: str | None) -> None:
         self.address = address
         self.warning = warning
-        """What the user should know of this cluster's doors."""
+        """Warning for the user about access to this cluster, or None."""
         self._num_placed = 0
 
     def __enter__(self) -> Self:
@@ -118,7 +121,7 @@ class RaySession:
         ray.shutdown()
 
     async def nodes(self) -> list[Node]:
-        """Those that are alive. Raises NodeLost where the head does not say."""
+        """List the nodes that are alive. Raises NodeLost if the head does not answer."""
         from ray.exceptions import RayError
 
         try:
@@ -130,9 +133,9 @@ class RaySession:
     async def host(
         self, what: str, bundle: Mapping[str, float], near: Node | None, lease_s: float
     ) -> AsyncIterator[HostHandle]:
-        """An actor in a placement group of its own; both are gone at the end. Waits until some node has room.
+        """Hold an actor in a placement group of its own; both are removed in the end. Waits until a node has room.
 
-        `near`: where it should be; Ray takes another node if that one is gone or full by then.
+        `near`: the preferred node; Ray takes another if that one is gone or full by then.
         """
         from ray.exceptions import RayError
 
@@ -163,7 +166,7 @@ def _actor(group: Any, bundle: Mapping[str, float], lease_s: float) -> Any:
         num_gpus=bundle.get(GPU, 0),
         memory=bundle.get(MEMORY),
         resources={name: amount for name, amount in bundle.items() if name not in (CPU, GPU, MEMORY)},
-        max_restarts=0,  # the supervisor decides that
+        max_restarts=0,  # restarts are the supervisor's decision
         max_concurrency=8,
         scheduling_strategy=PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=0),
     )
@@ -173,7 +176,7 @@ def _actor(group: Any, bundle: Mapping[str, float], lease_s: float) -> Any:
 def _dismiss(actor: Any) -> None:
     import ray
 
-    with suppress(ray.exceptions.RayError, RuntimeError, ValueError):  # it has ended, or Ray has
+    with suppress(ray.exceptions.RayError, RuntimeError, ValueError):  # it or Ray has ended
         ray.kill(actor)
 
 
@@ -181,20 +184,20 @@ def _give_back(group: Any) -> None:
     import ray
     from ray.util.placement_group import remove_placement_group
 
-    with suppress(ray.exceptions.RayError, RuntimeError, ValueError):  # it is gone, or Ray is
+    with suppress(ray.exceptions.RayError, RuntimeError, ValueError):  # it or Ray is gone
         remove_placement_group(group)
 
 
 def connect(address: str, environment: MutableMapping[str, str] = os.environ) -> RaySession:
-    """Join a Ray cluster, or start one here (`local`). Raises ConfigError at once for whatever stands in the way.
+    """Join a Ray cluster, or start one here (`local`). Raises ConfigError at once if that is impossible.
 
-    Call it on the main thread, before signals are handled: Ray takes SIGTERM, and whoever comes later has it.
+    Call this on the main thread, before signal handlers are installed: Ray handles SIGTERM until someone else does.
     """
     if address.startswith(_CLIENT_SCHEME):
         raise ConfigError(
             "ray.address: ray:// is for interactive clients; run `tandem up` on a node of the Ray cluster"
         )
-    # Before Ray is imported, which reads it then. Not said is not the same as not wanted.
+    # Set before Ray is imported, which reads it. An unset variable does not mean that the user decided against it.
     mode = environment.setdefault(_AUTH_MODE, "token")
     ray = _module()
     if address != LOCAL:
@@ -206,7 +209,9 @@ def connect(address: str, environment: MutableMapping[str, str] = os.environ) ->
         raise ConfigError(f"ray.address: {_last_line(error)}") from None
     warning = None
     if mode != "token":
-        warning = f"{_AUTH_MODE} is {mode}: whoever reaches the Ray cluster can run anything on it and read its secrets"
+        warning = (
+            f"{_AUTH_MODE} is {mode}: anyone who can reach the Ray cluster can run code on it and read its secrets"
+        )
     return RaySession(address, warning=warning)
 
 
@@ -218,17 +223,17 @@ def _module() -> Any:
     version = tuple(int(part) for part in ray.__version__.split(".")[:2])
     if version < _MIN_VERSION:
         needed = ".".join(map(str, _MIN_VERSION))
-        raise ConfigError(f"--ray needs Ray {needed} or newer, which asks for a token; this is {ray.__version__}")
+        raise ConfigError(f"--ray needs Ray {needed} or newer, which supports tokens; found {ray.__version__}")
     return ray
 
 
 def _own_cluster(address: str) -> dict[str, Any]:
-    """What is asked for where a cluster is started; one that runs has its own mind."""
+    """Return the settings of a cluster that is started here; one that runs has its own."""
     return {"include_dashboard": False} if address == LOCAL else {}
 
 
 def _head_of(address: str) -> str:
-    """host:port of the head."""
+    """Return the host:port of the head."""
     from ray._private.services import canonicalize_bootstrap_address_or_die
 
     try:
@@ -238,17 +243,17 @@ def _head_of(address: str) -> str:
 
 
 def _ask(ray: Any, address: str) -> None:
-    """Whether there is a head, and whether it takes our token. Raises ConfigError."""
+    """Check that there is a head and that it accepts our token. Raises ConfigError."""
     import grpc
 
     if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
-        return  # with certificates of its own; Ray will say
+        return  # the head uses its own certificates; Ray will report problems
     try:
         headers = ray._raylet.AuthenticationTokenLoader.instance().get_token_for_http_header()
     except (ray.exceptions.RayError, RuntimeError) as error:
-        raise ConfigError(f"no Ray token: {_last_line(error)}; it is looked for in {_TOKEN_HINT}") from None
+        raise ConfigError(f"no Ray token: {_last_line(error)}; looked in {_TOKEN_HINT}") from None
     if os.environ[_AUTH_MODE] == "token" and not headers:
-        raise ConfigError(f"no Ray token: it is looked for in {_TOKEN_HINT}")
+        raise ConfigError(f"no Ray token: looked in {_TOKEN_HINT}")
     with grpc.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
         ask = channel.unary_unary(_CLUSTER_ID, request_serializer=bytes, response_deserializer=bytes)
         try:
@@ -259,7 +264,7 @@ def _ask(ray: Any, address: str) -> None:
 
 def _refusal(address: str, code: str, details: str | None) -> str:
     if code in ("UNAUTHENTICATED", "PERMISSION_DENIED"):
-        return f"the Ray cluster at {address} refuses this token; it is the one in {_TOKEN_HINT}"
+        return f"the Ray cluster at {address} rejected the token from {_TOKEN_HINT}"
     if code in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
         return f"ray.address: no Ray head answers at {address}"
     return f"ray.address: the Ray head at {address} answers {code}: {details}"
@@ -272,24 +277,24 @@ def _nodes() -> list[Node]:
     free = available_resources_per_node()
     return [
         Node(
-            node_id=told["NodeID"],
-            host=told["NodeManagerAddress"],
-            total=dict(told["Resources"]),
-            free=dict(free.get(told["NodeID"], {})),
+            node_id=info["NodeID"],
+            host=info["NodeManagerAddress"],
+            total=dict(info["Resources"]),
+            free=dict(free.get(info["NodeID"], {})),
         )
-        for told in ray.nodes()
-        if told["Alive"]
+        for info in ray.nodes()
+        if info["Alive"]
     ]
 
 
 def _last_line(error: BaseException) -> str:
-    """Ray's messages are long; of a traceback the end says what happened."""
+    """Return the last line: Ray's messages are long, and the end of a traceback says what happened."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[-1] if lines else type(error).__name__
 
 
 def _reason(error: BaseException) -> str:
-    """Of an actor's death, the sentence that says why."""
+    """Extract the sentence that says why an actor died."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     why = [line for line in lines if "died because" in line or "node was" in line or "Error" in line]
     return " ".join(why[:2]) or (lines[0] if lines else type(error).__name__)

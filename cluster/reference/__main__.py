@@ -1,4 +1,4 @@
-"""`python -m cluster.reference`: the pages of the documentation that are made from the code."""
+"""`python -m cluster.reference`: generates the pages of the documentation that are made from the code."""
 
 import argparse
 import sys
@@ -22,10 +22,10 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write the pages, or with --check say which are stale."""
+    """Write the pages, or with --check print which are stale."""
     given = parser().parse_args(arguments)
     if unknown := sorted(set(given.pages) - PAGES.keys()):
-        print(f"there is no page {unknown[0]}: there are {' and '.join(PAGES)}", file=sys.stderr)
+        print(f"unknown page {unknown[0]}: expected {' or '.join(PAGES)}", file=sys.stderr)
         return 2
     stale = []
     for name in given.pages or PAGES:

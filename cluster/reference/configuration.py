@@ -1,4 +1,4 @@
-"""The page of every configuration key, made from the models that validate the file."""
+"""The page of every configuration key, generated from the models that validate the file."""
 
 import json
 import re
@@ -42,7 +42,7 @@ def render() -> str:
 
 
 def keys() -> Iterator[tuple[str, str]]:
-    """Every key by its path, and its description."""
+    """Yield the path and description of every key."""
     schema = ClusterConfig.model_json_schema()
     for path, section in _sections(schema, schema["$defs"], ()):
         for name, field in section["properties"].items():
@@ -63,7 +63,7 @@ def _heading(path: tuple[str, ...], section: _Schema) -> Iterator[str]:
 def _sections(
     section: _Schema, definitions: _Schema, path: tuple[str, ...]
 ) -> Iterator[tuple[tuple[str, ...], _Schema]]:
-    """The section and all below it, each with its path; those of a list or a mapping have a placeholder in theirs."""
+    """Yield the section and all below it with their paths; items of a list or mapping have a placeholder in theirs."""
     yield path, section
     for name, field in section["properties"].items():
         if (found := _section_of(field, definitions)) is not None:
@@ -73,7 +73,7 @@ def _sections(
 
 
 def _section_of(field: _Schema, definitions: _Schema) -> tuple[str, _Schema] | None:
-    """The model below a field, and how it is reached: `""` itself, `[]` as an item, `.NAME` as a value."""
+    """Return the model below a field, and how it is reached: `""` itself, `[]` as an item, `.NAME` as a value."""
     for option in field.get("anyOf", [field]):
         if (below := _model(option, definitions)) is not None:
             return "", below
@@ -86,7 +86,7 @@ def _section_of(field: _Schema, definitions: _Schema) -> tuple[str, _Schema] | N
 
 
 def _values_of(mapping: _Schema) -> Iterator[_Schema]:
-    """The schemas of a mapping's values: of any name, or of names of a pattern."""
+    """Yield the schemas of a mapping's values: of any name, or of names that match a pattern."""
     yield from (mapping.get("patternProperties") or {}).values()
     if isinstance(values := mapping.get("additionalProperties"), dict):
         yield values
@@ -104,7 +104,7 @@ def _rows(path: tuple[str, ...], section: _Schema, definitions: _Schema) -> Iter
     for name, field in section["properties"].items():
         below = _section_of(field, definitions)
         if below is not None and not _is_optional(field) and not below[0]:
-            continue  # a section that is always there: its own table says all
+            continue  # a section that always exists is described by its own table
         default = "required" if name in required else f"`{_default(field.get('default'))}`"
         description = _on_one_line(field.get("description", ""))
         if below is not None:
@@ -127,7 +127,7 @@ def _default(value: Any) -> str:
 
 
 def _type(node: _Schema, definitions: _Schema) -> str:
-    """In words, with its bounds."""
+    """Render a type in words, with its bounds."""
     if "anyOf" in node:
         return " or ".join(dict.fromkeys(_type(option, definitions) for option in node["anyOf"]))
     if "$ref" in node:

@@ -1,7 +1,7 @@
-"""The page of every metric, made from the collectors that serve `/metrics`.
+"""The page of every metric, generated from the collectors that serve `/metrics`.
 
-A collector is asked what it shows before anything has happened. One that is built around a live part of the router (the
-admission queue, the connection to Redis) gets an `_Idle` in its place: only names, labels and help texts are read.
+The collectors are read before any events. A collector that needs a live part of the router (the admission queue, the
+connection to Redis) gets an `_Idle` in its place: only names, labels and help texts are read.
 """
 
 from collections.abc import Iterable, Iterator
@@ -53,7 +53,7 @@ class _Row(NamedTuple):
 
 
 class _Idle:
-    """Stands for a part of the router in which nothing has happened: whatever it is asked for is nothing, too."""
+    """Stand-in for a part of the router without any events: every attribute, call and number is empty."""
 
     def __getattr__(self, name: str) -> "_Idle":
         if name.startswith("__"):
@@ -92,18 +92,18 @@ def _router() -> Iterator[_Row]:
     yield from _registered(RouterMetrics("model").registry)
     for collector in (AdmissionMetrics(idle, idle), HealthMetrics(idle, None, idle), ClusterStateMetrics(idle)):
         yield from _collected(collector.collect())
-    # These open files or follow workers: their figures are asked of none of them.
+    # These open files or follow workers, so they are built without either.
     for show in (AuditFile.collect, FileWatcher.collect, QualityProbe.collect):
         yield from _collected(show(idle))
 
 
 def _registered(registry: CollectorRegistry) -> Iterator[_Row]:
-    for collector in list(registry._collector_to_names):  # the registry's own list, which collect() has without labels
+    for collector in list(registry._collector_to_names):  # the registry's private list, as collect() has no labels
         yield from _collected(collector.collect(), getattr(collector, "_labelnames", ()))
 
 
 def _collected(families: Iterable[Metric], labels: tuple[str, ...] = ()) -> Iterator[_Row]:
-    """`labels`: of an instrument, whose families do not know them."""
+    """`labels`: those of an instrument, which its families do not contain."""
     for family in families:
         own = tuple(getattr(family, "_labelnames", labels))
         name = f"{family.name}_total" if family.type == "counter" else family.name

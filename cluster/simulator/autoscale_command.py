@@ -1,11 +1,11 @@
-"""What `tandem autoscale --dry-run` does with a load: a planner over a simulated day, each decision with reasons."""
+"""`tandem autoscale --dry-run` with a simulated load: runs a planner over a day, and explains each decision."""
 
 import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from cluster.planner.planner import Planner
-from cluster.planner.staffing import Margins, Promise, Staffing
+from cluster.planner.staffing import LatencyTargets, Margins, Staffing
 from cluster.planner.values import Demand, PlannerPolicy, Sizes
 from cluster.simulator.command import SimulateOptions, cluster_of, load_of
 from cluster.simulator.inputs.day import HOURS, DaySpec, day_trace
@@ -24,23 +24,23 @@ _SCHEDULE_PERIOD_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AutoscaleOptions:
-    """As they come from the command line."""
+    """Options of the command line."""
 
     is_dry_run: bool = False
     chat: Path | None = None
-    """Traces of a day; without them the load is what the other options say."""
+    """Traces of a day; without them, the other options describe the load."""
     long: Path | None = None
     hour_s: float = 3600.0
     period_s: float = 15.0
-    """Between two looks of the planner."""
+    """Seconds between two rounds of the planner."""
     timing: FleetTiming = field(default_factory=FleetTiming)
     hold_s: float = 300.0
-    """A third of it holds before a worker is lent; two periods pass between two changes that take from a pool."""
+    """Hold time; a third of it applies to flips, and the cooldown is two periods."""
     most_workers: int = 64
     least: Sizes = field(default_factory=lambda: Sizes(prefill=1, decode=1))
     first: Sizes = field(default_factory=lambda: Sizes(prefill=1, decode=1))
     against_best: bool = False
-    """Also search the best fixed schedule, of as many windows as a day has hours."""
+    """Also search for the best fixed schedule, with as many windows as a day has hours."""
 
     def policy(self) -> PlannerPolicy:
         return PlannerPolicy(
@@ -54,9 +54,9 @@ class AutoscaleOptions:
 
 
 def autoscale_day(load: SimulateOptions, options: AutoscaleOptions) -> str:
-    """Run the planner over the load; returns what is to be printed. ConfigError for options that make no sense."""
+    """Run the planner over the load, and return the report. ConfigError for options that contradict each other."""
     if not options.is_dry_run:
-        raise ConfigError("a load is simulated: say --dry-run, or name no load to size a cluster that runs")
+        raise ConfigError("a simulated load needs --dry-run; to scale a running cluster, give no load")
     trace = _trace(load, options)
     slo, spec = Slo.parse(load.slo), cluster_of(load, trace.block_tokens)
     elastic = Elastic(trace=trace, slo=slo, spec=spec, timing=options.timing, period_s=options.period_s, seed=load.seed)
@@ -71,19 +71,19 @@ def _trace(load: SimulateOptions, options: AutoscaleOptions) -> Trace:
     if options.chat is None and options.long is None:
         return load_of(load)
     if options.chat is None or options.long is None or load.trace is not None or load.generate:
-        raise ConfigError("a day is made of --chat and --long together, and of no other load")
+        raise ConfigError("a day needs both --chat and --long, and no other load")
     return day_trace(DaySpec(hour_s=options.hour_s), load_trace(options.chat), load_trace(options.long))
 
 
 def staffing_for(spec: ClusterSpec, slo: Slo) -> Staffing:
-    """What the planner knows of the workers that it sizes pools of."""
+    """Return what the planner knows of the workers whose pools it sizes."""
     if spec.decode is None:
-        raise ConfigError("a planner sizes decode workers too")
-    return Staffing(worker_model(spec.decode), Promise(ttft_s=slo.ttft_s, itl_s=slo.itl_s), Margins())
+        raise ConfigError("a planner needs a pool of decode workers")
+    return Staffing(worker_model(spec.decode), LatencyTargets(ttft_s=slo.ttft_s, itl_s=slo.itl_s), Margins())
 
 
 def hindsight(staffing: Staffing, window: Trace) -> Sizes:
-    """What the formulas ask for a window's load, nothing cached: where the search begins."""
+    """Return the sizes that the formulas require for a window's load with nothing cached: where the search starts."""
     demand = Demand()
     for request in window.requests:
         seconds = staffing.worker.prompt_seconds(0, request.num_prompt_tokens)
@@ -103,7 +103,7 @@ def hindsight(staffing: Staffing, window: Trace) -> Sizes:
 
 
 def _best(elastic: Elastic, staffing: Staffing) -> BestSchedule:
-    # A hair more than the day's part, so that the last request is in the last window.
+    # Slightly longer than the day's part, so that the last window contains the last request.
     window_s = elastic.trace.requests[-1].arrival_s / HOURS * (1.0 + 1e-9)
     search = ScheduleSearch(
         elastic=replace(elastic, period_s=min(elastic.period_s, _SCHEDULE_PERIOD_S)),
@@ -116,7 +116,7 @@ def _best(elastic: Elastic, staffing: Staffing) -> BestSchedule:
 
 
 def _quietly(_text: str) -> None:
-    """How the search goes is told to nobody: what it found is."""
+    """Ignore the search's progress; only its result is printed."""
 
 
 def _words(result: ElasticReport, best: BestSchedule | None) -> str:
@@ -132,9 +132,9 @@ def _words(result: ElasticReport, best: BestSchedule | None) -> str:
     if best is not None:
         lines += [
             f"best fixed schedule found: {best.verified.machine_hours:.2f} machine-hours, {best.machine_hours:.2f} by "
-            f"its sizes alone ({best.num_simulated} windows simulated): {' '.join(map(str, best.windows))}",
-            f"the planner takes {result.machine_hours / best.verified.machine_hours:.3f} times as many, "
-            f"{result.machine_hours / best.machine_hours:.3f} times those of the sizes",
+            f"the sizes alone ({best.num_simulated} windows simulated): {' '.join(map(str, best.windows))}",
+            f"the planner uses {result.machine_hours / best.verified.machine_hours:.3f} times as many, "
+            f"{result.machine_hours / best.machine_hours:.3f} times that of the sizes alone",
         ]
     return "\n".join(lines)
 
@@ -147,7 +147,7 @@ def _change(change: Change) -> str:
 
 def _as_json(result: ElasticReport, best: BestSchedule | None) -> str:
     report = result.report.as_dict()
-    # Of pools that kept their size: it would be wrong here.
+    # These figures assume pools of constant size, so they would be wrong here.
     del report["pools"]
     figures = {
         "report": report,

@@ -1,4 +1,4 @@
-"""What `tandem simulate` and `tandem plan` do with their options."""
+"""Runs `tandem simulate` and `tandem plan` with their options."""
 
 import json
 from collections.abc import Sequence
@@ -22,14 +22,14 @@ from tandem.errors import ConfigError
 
 
 def draw(folder: Path, runs: Sequence[tuple[Simulation, Report]]) -> list[Path]:
-    """Distributions of the time to the first token and of queueing; hit rate and goodput by policy.
+    """Plot the distributions of time to first token and queueing, and hit rate and goodput by policy.
 
     ConfigError where matplotlib is not installed.
     """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError("--plots needs matplotlib, of the extra `bench`: pip install '.[bench]'") from error
+        raise ConfigError("--plots needs matplotlib, part of the extra `bench`: pip install '.[bench]'") from error
     folder.mkdir(parents=True, exist_ok=True)
     times = Figure(figsize=(10, 4), layout="constrained")
     for axes, name in zip(times.subplots(1, 2), ("time to first token", "queueing"), strict=True):
@@ -59,20 +59,20 @@ def draw(folder: Path, runs: Sequence[tuple[Simulation, Report]]) -> list[Path]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimulateOptions:
-    """As they come from the command line."""
+    """Options of the command line."""
 
     trace: Path | None = None
     generate: str = ""
     requests: int | None = None
     speed: float = 1.0
-    """Requests come so many times as fast as the trace says."""
+    """Factor by which the trace's arrivals are sped up."""
     prefill: int = 1
     decode: int = 1
     slo: str = ""
     policies: tuple[str, ...] = (OURS,)
     latency: str = "example"
     kv_tokens: int = 400_000
-    """Of one worker's pool."""
+    """KV tokens of one worker's pool."""
     max_running: int = 256
     link_gbytes: float = 25.0
     faults: str = ""
@@ -85,19 +85,19 @@ class SimulateOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """As they come from the command line."""
+    """Options of the command line."""
 
     load: SimulateOptions
-    """Trace, promise and seed."""
+    """Options of trace, objectives and seed."""
     workers: tuple[str, ...]
     batch_limits: tuple[int, ...] = (256,)
     max_gpus: int = 64
 
 
 def plan_cluster(options: PlanOptions) -> str:
-    """Search the cheapest cluster; returns what is to be printed. ConfigError for options that make no sense."""
+    """Search for the cheapest cluster, and return the report. ConfigError for options that contradict each other."""
     if not options.workers or not options.batch_limits or min(options.batch_limits) < 1:
-        raise ConfigError("--worker says what a worker may be, --batch how many sequences a step may have")
+        raise ConfigError("give at least one --worker (kind of worker) and --batch (sequences per step)")
     load = options.load
     trial = Trial(trace=load_of(load).spread(), slo=Slo.parse(load.slo), choosing=Choosing(), seed=load.seed)
     kinds = [WorkerKind.parse(text) for text in options.workers]
@@ -113,7 +113,7 @@ def plan_cluster(options: PlanOptions) -> str:
 
 
 def simulate(options: SimulateOptions) -> str:
-    """Run what the options say; returns what is to be printed. ConfigError for options that make no sense."""
+    """Run the simulation, and return the report. ConfigError for options that contradict each other."""
     policies = POLICIES if "all" in options.policies else options.policies
     if unknown := set(policies) - set(POLICIES):
         raise ConfigError(f"--policy must be one of {', '.join(POLICIES)} or all, not {', '.join(sorted(unknown))}")
@@ -131,7 +131,7 @@ def simulate(options: SimulateOptions) -> str:
 
 
 def cluster_of(options: SimulateOptions, block_tokens: int) -> ClusterSpec:
-    """The cluster that the options describe."""
+    """Build the cluster that the options describe."""
     if options.decode < 1 or options.prefill < 0:
         raise ConfigError("--decode must be at least 1 and --prefill at least 0 (colocated)")
     latency = load_latency(options.latency)
@@ -148,16 +148,16 @@ def cluster_of(options: SimulateOptions, block_tokens: int) -> ClusterSpec:
 
     return ClusterSpec(
         prefill=pool(options.prefill, max_step_s=None) if options.prefill else None,
-        # Somebody reads along on decode workers: a chunk beside them is bounded by the promised gap.
+        # Decode workers have streaming clients, so a prefill chunk in their steps is bounded by the ITL objective.
         decode=pool(options.decode, max_step_s=Slo.parse(options.slo).itl_s),
         network=Network(link_bytes_per_s=options.link_gbytes * 1e9),
     )
 
 
 def load_of(options: SimulateOptions) -> Trace:
-    """The requests that the options describe."""
+    """Build the requests that the options describe."""
     if (options.trace is None) == (not options.generate):
-        raise ConfigError("one of --trace and --generate says what the load is")
+        raise ConfigError("give either --trace or --generate")
     if options.speed <= 0.0:
         raise ConfigError(f"--speed must be above 0, not {options.speed}")
     if options.trace is not None:

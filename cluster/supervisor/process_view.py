@@ -10,7 +10,7 @@ from tandem.process.load_progress import LoadReport
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessView:
-    """The present state of one process."""
+    """State of one process, as shown to the user."""
 
     name: str
     role: Role
@@ -18,11 +18,11 @@ class ProcessView:
     pid: int | None
     address: str
     ready: Mapping[str, Any] = field(default_factory=dict)
-    """Its last ready line: worker_id, num_blocks, block_size, kv_bytes, weights_bytes, model, load_s, …"""
+    """Last ready line of the process: worker_id, num_blocks, block_size, kv_bytes, weights_bytes, model, load_s, …"""
 
     @property
     def worker_id(self) -> str:
-        """The id that the worker chose; its name before that."""
+        """Id that the worker chose; its name before that."""
         return str(self.ready.get("worker_id", self.name))
 
 

@@ -1,8 +1,8 @@
-"""Decides which worker goes to which node of a Ray cluster, what it takes there, and what its configuration says.
+"""Decides which worker runs on which node of a Ray cluster, with which resources and configuration.
 
-Pure: nodes as Ray tells of them come in, a node and resources go out; the clock is an argument. A worker, all its
-tensor-parallel ranks with it, is one placement group of one bundle, so it is on one node whatever happens (STRICT_PACK
-says so of the group). Workers of a pool are spread: a node that is lost takes as few of each pool along as can be.
+Pure: nodes as Ray reports them come in, a node and resources go out; the clock is an argument. A worker with all its
+tensor-parallel ranks is one placement group of one bundle, so it is always on one node (the group is STRICT_PACK).
+Workers of a pool are spread, so that the loss of a node affects as few of each pool as possible.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from tandem.config.ray import RayConfig, RayPoolConfig
 STRATEGY = "STRICT_PACK"
 CPU, GPU, MEMORY = "CPU", "GPU", "memory"
 SHUN_S = 60.0
-"""For so long a node on which a worker was lost gets another only where nothing else has room."""
+"""Time for which a node that lost a worker gets another only if no other node has room."""
 _EPSILON = 1e-6
 
 Resources = Mapping[str, float]
@@ -25,7 +25,7 @@ Resources = Mapping[str, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One that is alive, as Ray knows it."""
+    """Node that is alive, as Ray reports it."""
 
     node_id: str
     host: str
@@ -33,7 +33,7 @@ class Node:
     free: Resources
 
     def could_hold(self, bundle: Resources) -> bool:
-        """Were nothing else on it."""
+        """Return whether the node has enough resources in total."""
         return _fits(bundle, self.total)
 
 
@@ -45,12 +45,12 @@ class _Home:
 
 
 def pool_of(config: ClusterConfig, role: Role) -> PoolConfig:
-    """The section of a worker's pool."""
+    """Return the configuration section of a worker's pool."""
     return config.prefill if role is Role.PREFILL else config.decode
 
 
 def bundle_of(config: ClusterConfig, role: Role, *, has_gpus: bool) -> dict[str, float]:
-    """What one worker takes. `has_gpus`: of the Ray cluster; with `engine.device: auto` they are used if there are."""
+    """Return the resources of one worker. `has_gpus`: of the Ray cluster; `engine.device: auto` then uses them."""
     ranks = pool_of(config, role).tensor_parallel_size
     wanted = _wanted(config.ray, role)
     bundle = {CPU: wanted.cpus or float((config.engine.num_threads or 1) * ranks)}
@@ -60,10 +60,10 @@ def bundle_of(config: ClusterConfig, role: Role, *, has_gpus: bool) -> dict[str,
 
 
 def worker_config(config: ClusterConfig, role: Role, node: Node, model_path: str) -> ClusterConfig:
-    """What a worker on this node reads. What routers alone need, such as API keys, stays where the routers are.
+    """Return the configuration of a worker on this node, without what only routers need, such as API keys.
 
-    On CPUs a worker takes threads and memory by what Ray counts as its own, since it cannot see who else may come:
-    the pools' sizes there are how many like it the node could hold.
+    On CPUs, a worker divides threads and memory by the resources that Ray assigns to it, as it cannot know which
+    workers will join it: the pools' sizes are then the number of such workers that the node could hold.
     """
     bundle = bundle_of(config, role, has_gpus=GPU in node.total)
     engine = config.engine
@@ -73,7 +73,7 @@ def worker_config(config: ClusterConfig, role: Role, node: Node, model_path: str
         memory_bytes = engine.memory_bytes or (None if stated is None else int(stated))
         engine = engine.model_copy(update={"num_threads": threads, "memory_bytes": memory_bytes})
     alike = max(1, int(node.total.get(CPU, 0.0) / bundle[CPU] + _EPSILON))
-    replicas = {Role.PREFILL: (alike, 1), Role.DECODE: (0, alike)}[role]  # of decode workers there is always one
+    replicas = {Role.PREFILL: (alike, 1), Role.DECODE: (0, alike)}[role]  # there is always a decode worker
     return config.model_copy(
         update={
             "engine": engine,
@@ -92,16 +92,17 @@ def _wanted(config: RayConfig, role: Role) -> RayPoolConfig:
 
 @dataclass(slots=True)
 class RayPlacement:
-    """Which of our workers is where, by name, and where the next one should go."""
+    """Records which of our workers runs on which node, by name, and chooses the node of the next one."""
 
     _homes: dict[str, _Home] = field(default_factory=dict)
     _shunned: dict[str, float] = field(default_factory=dict)
-    """Node by id, until when."""
+    """Times until which nodes are avoided, by node id."""
 
     def choose(self, name: str, role: Role, bundle: Resources, nodes: Sequence[Node], now: float) -> Node | None:
-        """The node for this worker, taken from now on; None when none has room: then Ray waits for one that has.
+        """Choose a node for this worker and reserve it; None if no node has room: then Ray waits for one.
 
-        Fewest of the same pool first, then fewest of ours, then most processors free.
+        Nodes with the fewest workers of the same pool come first, then the fewest workers of ours, then the most free
+        processors.
         """
         self.leave(name)
         self._shunned = {node_id: until for node_id, until in self._shunned.items() if until > now}
@@ -113,14 +114,14 @@ class RayPlacement:
         return best
 
     def settle(self, name: str, role: Role, bundle: Resources, node_id: str) -> None:
-        """Record where the actor runs, which Ray may have chosen differently."""
+        """Record where the actor runs, as Ray may have chosen another node."""
         self._homes[name] = _Home(role=role, node_id=node_id, bundle=bundle)
 
     def leave(self, name: str) -> None:
         self._homes.pop(name, None)
 
     def lost(self, name: str, now: float) -> None:
-        """Record the loss of an actor with its node, which is shunned for a while."""
+        """Record the loss of an actor with its node, which is avoided for a while."""
         if (home := self._homes.pop(name, None)) is not None:
             self._shunned[home.node_id] = now + SHUN_S
 
@@ -128,7 +129,7 @@ class RayPlacement:
         return _Ranking(homes=tuple(self._homes.values()), shunned=frozenset(self._shunned), role=role)
 
     def _left(self, node: Node) -> dict[str, float]:
-        """Ray's own count comes late: what we have just taken may not be in it yet."""
+        """Return the free resources without what was just taken, as Ray's own count lags behind."""
         ours: dict[str, float] = {}
         for home in self._homes.values():
             if home.node_id == node.node_id:
@@ -142,7 +143,7 @@ class RayPlacement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Ranking:
-    """Sorts nodes, the best first."""
+    """Sort key of nodes, the best first."""
 
     homes: tuple[_Home, ...]
     shunned: frozenset[str]
@@ -159,7 +160,7 @@ def _fits(bundle: Resources, room: Resources) -> bool:
 
 
 def render_resources(resources: Resources) -> str:
-    """In words: `2 CPU, 1 GPU`."""
+    """Render resources in words: `2 CPU, 1 GPU`."""
     return ", ".join(f"{_amount(name, amount)}" for name, amount in sorted(resources.items()))
 
 

@@ -2,9 +2,8 @@
 
 A change is a sequence of steps; each adds a process, retires one, or does both: then the new one starts first, and the
 old one is drained only once the new one serves and every router reaches it. If a new process fails, the change ends and
-the old one stays. Where there is no room for both, a step in place has
-the old one leave first: until its successor serves the others do its work. Pure: the facts come in, orders go out;
-the clock is an argument.
+the old one stays. Where there is no room for both, a step in place retires the old one first, and the others take over
+until its replacement serves. Pure: facts come in, orders go out; the clock is an argument.
 """
 
 from collections import Counter
@@ -15,14 +14,14 @@ from enum import Enum
 from cluster.supervisor.supervisor import ProcessState, Role
 
 KNOWN_S = 60.0
-"""Time for routers to reach a worker that serves, and for it to produce a token."""
+"""Time for routers to reach a serving worker, and for it to produce a token."""
 _COUNT_NOT = (ProcessState.RETIRING, ProcessState.ABANDONED)
-"""States of a process that is no longer in a pool."""
+"""States of a process that is no longer part of a pool."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """One process as it is now."""
+    """Process of the cluster, as it is now."""
 
     role: Role
     index: int
@@ -30,7 +29,7 @@ class Member:
     address: str = ""
     """Address of a worker."""
     reaches: frozenset[str] | None = None
-    """Addresses of the workers that answer a router; None before it has reported them."""
+    """Addresses of the workers that answer this router; None before it has reported them."""
 
     @property
     def serves(self) -> bool:
@@ -43,7 +42,7 @@ Members = Mapping[str, Member]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One step of a change: a process to add, one to retire, or both."""
+    """Step of a change: a process to add, one to retire, or both."""
 
     add: Role | None = None
     retire: str | None = None
@@ -53,26 +52,26 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Add:
-    """Start one more process."""
+    """Order to start one more process."""
 
     role: Role
     index: int
     is_needed: bool = False
-    """Whether the process it replaces has left: then it is restarted if it dies."""
+    """Whether the process it replaces has left: then the new one is restarted if it dies."""
     replaces: str | None = None
-    """The process that it replaces."""
+    """Name of the process that it replaces."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retire:
-    """Have this process finish its work and end."""
+    """Order to let a process finish its work and end."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
-    """Report progress to the operator who requested the change."""
+    """Progress report for the operator who requested the change."""
 
     text: str
 
@@ -83,13 +82,13 @@ Order = Add | Retire | Progress
 class RolloutState(Enum):
     """State of a change."""
 
-    UNDER_WAY = "under way"
+    UNDER_WAY = "in progress"
     DONE = "done"
     FAILED = "failed"
 
 
 class ChangeRefused(ValueError):
-    """The change is invalid, or would leave no process that answers."""
+    """The change is invalid, or would leave no process that can serve requests."""
 
 
 class _Waiting(Enum):
@@ -100,7 +99,7 @@ class _Waiting(Enum):
 
 @dataclass(slots=True)
 class Rollout:
-    """One change, from its first order to its end."""
+    """Change of a running cluster, from its first order to its end."""
 
     steps: Sequence[Step]
     known_s: float = KNOWN_S
@@ -114,9 +113,9 @@ class Rollout:
     _deadline: float | None = field(init=False, default=None)
     """Time by which every router must reach the added process."""
     _aborted: str | None = field(init=False, default=None)
-    """Why the change must end early."""
+    """Reason why the change must end early."""
     _is_held: bool = field(init=False, default=False)
-    """Whether the process to retire stays for now, because no other decode worker serves yet."""
+    """Whether the process to retire stays for now because no other decode worker serves yet."""
 
     def started(self, name: str) -> None:
         """Record the name of the process added last."""
@@ -132,7 +131,7 @@ class Rollout:
         if self.state is RolloutState.UNDER_WAY and self._aborted is None:
             self._aborted = reason
 
-    def tells_end(self, name: str) -> bool:
+    def reports_end(self, name: str) -> bool:
         """Whether this change itself reports that this process has left."""
         if self.state is not RolloutState.UNDER_WAY or self._waiting is not _Waiting.GONE:
             return False
@@ -140,16 +139,16 @@ class Rollout:
         return step.retire == name and not step.in_place
 
     def gone(self, name: str, failure: str | None) -> None:
-        """Record that a process has left the set; `failure`: why it never served."""
+        """Record that a process has left the set; `failure` says why it never served."""
         if self.state is RolloutState.UNDER_WAY and name == self._added and self._waiting is _Waiting.ADDED:
             self._fail(failure or f"{name} has left")
 
     def next_wake(self) -> float | None:
-        """When to call `advance` if nothing else happens."""
+        """Return when to call `advance` if nothing else happens."""
         return self._deadline
 
     def advance(self, members: Members, now: float) -> list[Order]:
-        """Return the orders for now. Call it whenever a member has changed, and at `next_wake`."""
+        """Return the orders that are due. Call this whenever a member has changed, and at `next_wake`."""
         orders: list[Order] = []
         while self.state is RolloutState.UNDER_WAY:
             if self._position == len(self.steps):
@@ -172,7 +171,7 @@ class Rollout:
     def _start(self, role: Role, step: Step, members: Members) -> list[Order]:
         self._waiting = _Waiting.ADDED
         instead = f" in place of {step.retire}" if step.retire else ""
-        text = f"starting one more {role.value}{instead}"
+        text = f"starting a {role.value} process{instead}"
         index = free_index(members.values(), role)
         return [Progress(text=text), Add(role=role, index=index, is_needed=step.in_place, replaces=step.retire)]
 
@@ -186,13 +185,13 @@ class Rollout:
         name = self._added
         added = None if name is None else members.get(name)
         if name is None or added is None:
-            return []  # its end comes as `gone`
+            return []  # its end is reported through `gone`
         if added.state is ProcessState.ABANDONED:
             return self._give_up(name, step, f"{name} keeps dying")
         if not added.serves:
             self._deadline = None  # it died after it had served: routers get the full time again
             return []
-        if missing := who_misses(name, step.retire, members):
+        if missing := missing_contacts(name, step.retire, members):
             if self._deadline is None:
                 self._deadline = now + self.known_s
             if now < self._deadline:
@@ -205,8 +204,8 @@ class Rollout:
         return self._leave(step, members, serves)
 
     def _leave(self, step: Step, members: Members, *before: Order) -> list[Order]:
-        """Retire the old process, unless no decode worker would be left: others may have died since the plan."""
-        others = absent_beside(step.retire, members)
+        """Retire the old process, unless no decode worker would be left, since others may have died meanwhile."""
+        others = other_decode_workers(step.retire, members)
         if others:
             progress = [] if self._is_held else [Progress(text=f"{step.retire} stays until {others[0]} serves")]
             self._is_held = True
@@ -222,9 +221,9 @@ class Rollout:
 
     def _retire(self, step: Step, members: Members) -> list[Order]:
         if step.retire is None or step.retire not in members:  # it was given up or forgotten meanwhile
-            return self._next(f"{step.retire} is not there any more")
+            return self._next(f"{step.retire} no longer exists")
         self._waiting = _Waiting.GONE
-        return [Progress(text=f"{step.retire} finishes its work and leaves"), Retire(name=step.retire)]
+        return [Progress(text=f"{step.retire} is draining"), Retire(name=step.retire)]
 
     def _next(self, progress: str | None) -> list[Order]:
         self._position, self._waiting, self._added = self._position + 1, _Waiting.NOTHING, None
@@ -239,7 +238,7 @@ class Rollout:
         if self._waiting is _Waiting.GONE and step.in_place:
             if step.retire in members:
                 return []  # its retirement cannot be undone
-            orders = self._go_on(step, members, now=0.0)  # its successor is started, but not waited for
+            orders = self._go_on(step, members, now=0.0)  # its replacement is started, but not awaited
             self._fail(reason)
             return orders
         if self._waiting is _Waiting.ADDED and self._added is not None and self._added in members:
@@ -252,13 +251,13 @@ class Rollout:
 
 
 def free_index(members: Iterable[Member], role: Role) -> int:
-    """The lowest index that no process of this role has."""
+    """Return the lowest index that no process of this role has."""
     taken = {member.index for member in members if member.role is role}
     return next(index for index in range(len(taken) + 1) if index not in taken)
 
 
-def absent_beside(name: str | None, members: Members) -> list[str] | None:
-    """The other decode workers that will serve, if this one is the only one that does; None if it is not."""
+def other_decode_workers(name: str | None, members: Members) -> list[str] | None:
+    """List the decode workers that will serve, if this one is the only one that does now; None if it is not."""
     one = None if name is None else members.get(name)
     if one is None or one.role is not Role.DECODE or not one.serves:
         return None
@@ -266,11 +265,11 @@ def absent_beside(name: str | None, members: Members) -> list[str] | None:
     return None if any(m.serves for m in others.values()) else list(others)
 
 
-def who_misses(name: str, replaced: str | None, members: Members) -> str | None:
-    """Why this new process, which serves, cannot do its work yet; None if it can.
+def missing_contacts(name: str, replaced: str | None, members: Members) -> str | None:
+    """Return why this new process, which serves, cannot do its work yet; None if it can.
 
-    A worker must be reached by every router that serves; a router must reach every worker that serves or, where the
-    workers are elsewhere, all that the one it replaces does.
+    Every serving router must reach a worker; a router must reach every serving worker or, where workers run elsewhere,
+    all that its predecessor reaches.
     """
     new = members[name]
     routers = {other: member for other, member in members.items() if member.role is Role.ROUTER and member.serves}
@@ -278,12 +277,12 @@ def who_misses(name: str, replaced: str | None, members: Members) -> str | None:
         if not routers and any(member.role is Role.ROUTER for member in members.values()):
             return "no router serves"
         lacking = [other for other, router in routers.items() if new.address not in (router.reaches or ())]
-        return f"{', '.join(lacking)} did not get an answer from {name}" if lacking else None
+        return f"{', '.join(lacking)} cannot reach {name}" if lacking else None
     wanted = {member.address for member in members.values() if member.role is not Role.ROUTER and member.serves}
     if not any(member.role is not Role.ROUTER for member in members.values()) and replaced in routers:
         wanted = set(routers[replaced].reaches or ())
     missed = wanted - (new.reaches or frozenset()) if new.reaches is not None else {"any worker"}
-    return f"{name} does not reach {', '.join(sorted(missed))}" if missed else None
+    return f"{name} cannot reach {', '.join(sorted(missed))}" if missed else None
 
 
 def restart_steps(
@@ -293,17 +292,17 @@ def restart_steps(
     it leaves first. Raises ChangeRefused."""
     staying = {name: member.role for name, member in members.items() if member.state is not ProcessState.RETIRING}
     if unknown := [name for name in names if name not in staying]:
-        raise ChangeRefused(f"there is no process {', '.join(unknown)}; there are: {', '.join(sorted(staying))}")
+        raise ChangeRefused(f"unknown process {', '.join(unknown)}; the processes are: {', '.join(sorted(staying))}")
     leaving = dict.fromkeys(name for wanted in roles for name, role in staying.items() if role is wanted)
     return [Step(add=staying[name], retire=name, in_place=name in in_place) for name in leaving | dict.fromkeys(names)]
 
 
 def scale_steps(members: Members, sizes: Mapping[Role, int]) -> list[Step]:
-    """Scale each role named to its number of workers: first all that grow, then those that shrink, youngest first."""
+    """Scale each role to its number of workers: first those that grow, then those that shrink, newest workers first."""
     steps: list[Step] = []
     have = sizes_of(members)
     if sizes.get(Role.DECODE, 1) < 1:
-        raise ChangeRefused("at least one decode worker must stay: only decode workers answer requests")
+        raise ChangeRefused("at least one decode worker must remain: only decode workers answer requests")
     for role, size in sizes.items():
         steps += [Step(add=role)] * (size - have[role])
     for role, size in sizes.items():
@@ -313,22 +312,22 @@ def scale_steps(members: Members, sizes: Mapping[Role, int]) -> list[Step]:
 
 
 def flip_steps(members: Members, to: Role) -> list[Step]:
-    """Flip one worker of the other pool to this one: the new one serves before the old one leaves."""
+    """Flip one worker of the other pool to this one: the new worker serves before the old one leaves."""
     other = Role.PREFILL if to is Role.DECODE else Role.DECODE
     have = sizes_of(members)[other]
     if have < (2 if other is Role.DECODE else 1):
-        raise ChangeRefused(f"there is no {other.value} worker to spare")
+        raise ChangeRefused(f"no {other.value} worker can be spared")
     (name,) = _leaving(members, other, 1)
     return [Step(add=to, retire=name)]
 
 
 def sizes_of(members: Members) -> Counter[Role]:
-    """Processes of each role that stay; abandoned ones do not count."""
+    """Count the processes of each role that stay, without abandoned ones."""
     return Counter(member.role for member in members.values() if member.state not in _COUNT_NOT)
 
 
 def _leaving(members: Members, role: Role, count: int) -> list[str]:
-    """The processes to retire: those that do not serve first, then the youngest."""
+    """Return the processes to retire: first those that do not serve, then the newest."""
     found = [(name, m) for name, m in members.items() if m.role is role and m.state not in _COUNT_NOT]
     found.sort(key=lambda one: (one[1].serves, -one[1].index))
     return [name for name, _ in found[: max(0, count)]]

@@ -1,12 +1,12 @@
-"""Decides what the supervisor does: which process to start, restart, signal or give up.
+"""Decides what the supervisor does: which process to start, restart, signal or abandon.
 
 Pure: facts come in (ready, alive, exited, a user's Ctrl-C, time passed), actions go out; the clock is an argument. The
 life of one process: PENDING → STARTING → READY → (dies) BACKOFF → STARTING …, and in the end EXITED, or ABANDONED when
-it keeps dying. Workers start first and together, then the router; a stop goes in reverse, so that the router can
-finish what its workers still compute.
+it keeps dying. Workers start first and together, then the router; a stop goes in reverse, so that the router can finish
+what its workers still compute.
 
-The set may change while the cluster runs: one more process is added, which belongs to it once it has served, and one
-is retired, whose end is no death. Scaling, flips and rolling replacements are made of these two.
+The set of processes may change while the cluster runs: an added process becomes a member once it has served, and the
+end of a retired one is no failure. Scaling, flips and rolling restarts consist of these two operations.
 """
 
 import signal
@@ -23,20 +23,20 @@ LOOK_S = 1.0
 
 
 class Beats:
-    """Watches the heartbeat of one process, from when it serves."""
+    """Watches the heartbeat of one process from the time it serves."""
 
     def __init__(self, *, silence_s: float, now: float) -> None:
-        """`silence_s`: a process silent for this long counts as hung."""
+        """`silence_s`: a process that is silent for this long counts as hung."""
         self._watch = SilenceWatch(silence_s=silence_s, period_s=LOOK_S, now_s=now)
         self.look_at = now + LOOK_S
-        """When to call `is_silent` next."""
+        """Time of the next call of `is_silent`."""
 
     def heard(self, now: float) -> None:
         """Record a heartbeat."""
-        self._watch.heard(now)
+        self._watch.on_message(now)
 
     def is_silent(self, now: float) -> bool:
-        """Whether the process has been silent too long; False before `look_at`."""
+        """Return whether the process has been silent too long; False before `look_at`."""
         if now < self.look_at:
             return False
         self.look_at = now + LOOK_S
@@ -56,7 +56,7 @@ REQUIRED_ROLES = (Role.DECODE, Role.ROUTER)
 
 
 class Stage(IntEnum):
-    """Start order; a stop goes in reverse."""
+    """Start order of processes; a stop goes in reverse."""
 
     WORKERS = 0
     ROUTER = 1
@@ -90,7 +90,7 @@ class Phase(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessPlan:
-    """One process to keep alive."""
+    """Process to keep alive, with its limits."""
 
     name: str
     role: Role
@@ -98,11 +98,11 @@ class ProcessPlan:
     count: int = 1
     """Number of processes that share this one's work, such as a router's ports."""
     address: str = ""
-    """A worker's listening address, host:port."""
+    """Listening address of a worker, host:port."""
     drain_s: float = 30.0
     """Maximum seconds from SIGTERM to SIGKILL."""
     join_s: float = 0.0
-    """Maximum seconds of its start spent waiting for others, on top of its own time."""
+    """Maximum seconds of its start spent waiting for other processes, on top of its own time."""
     beats: bool = False
     """Whether it sends heartbeats once it is ready."""
 
@@ -113,36 +113,36 @@ class ProcessPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """Time limits of the supervisor, in seconds, and the number of deaths it accepts."""
+    """Time limits of the supervisor in seconds, and the number of deaths it accepts."""
 
     start_timeout_s: float = 900.0
-    """Time to start: a large model on a slow disk takes minutes to load."""
+    """Time limit of a start: a large model on a slow disk takes minutes to load."""
     stop_early_s: float = 5.0
-    """Maximum time to end after SIGTERM for a process with no work to finish."""
+    """Maximum time to end after SIGTERM for a process without work to finish."""
     silence_s: float = 4.0
     """A process with a heartbeat that is silent for this long counts as hung."""
     stable_s: float = 30.0
-    """A process that was ready for this long has its earlier deaths forgiven."""
+    """Time of serving after which earlier deaths of a process are forgiven."""
     backoff_s: float = 0.25
     """Delay before the first restart; doubles with every rapid death."""
     max_backoff_s: float = 10.0
     max_rapid_deaths: int = 6
 
     def backoff(self, rapid_deaths: int) -> float:
-        """Seconds to wait after the n-th rapid death in a row."""
+        """Return the seconds to wait after the n-th rapid death in a row."""
         return min(self.max_backoff_s, self.backoff_s * 2.0 ** (rapid_deaths - 1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """Start this process now."""
+    """Action: start a process now."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Send:
-    """Send this process a signal."""
+    """Action: send a process a signal."""
 
     name: str
     signum: signal.Signals
@@ -157,11 +157,11 @@ class Note:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gone:
-    """This process has left the set."""
+    """Event: a process has left the set."""
 
     name: str
     failure: str | None = None
-    """Why an added process never served; None for a retired one."""
+    """Reason why an added process never served; None for a retired one."""
 
 
 Action = Launch | Send | Note | Gone
@@ -182,7 +182,7 @@ class _Process:
     is_candidate: bool = False
     """Whether it was added and has not served yet: if it ends, it is not restarted."""
     is_outdated: bool = False
-    """Whether its files changed while it was starting, when it may have read them already."""
+    """Whether its files changed while it was starting, so that it may have read the old ones."""
 
     @property
     def is_alive(self) -> bool:
@@ -191,15 +191,15 @@ class _Process:
 
 @dataclass(slots=True)
 class Supervisor:
-    """Supervises one cluster's processes. Every method returns the actions for the shell, in order."""
+    """Supervises one cluster's processes. Every method returns the actions to carry out, in order."""
 
     plans: Sequence[ProcessPlan]
     policy: Policy = field(default_factory=Policy)
     phase: Phase = Phase.STARTING
     failure: str | None = None
-    """Why the cluster ended by itself; None while it runs and after a requested stop."""
+    """Reason why the cluster ended by itself; None while it runs and after a requested stop."""
     failed_name: str | None = None
-    """The process whose end caused that failure."""
+    """Process whose end caused that failure."""
     _processes: dict[str, _Process] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -208,7 +208,7 @@ class Supervisor:
             raise InvariantError("two processes have the same name")
 
     def state(self, name: str) -> ProcessState:
-        """State of this process."""
+        """Return the state of this process."""
         return self._processes[name].state
 
     def start(self, now: float) -> list[Action]:
@@ -261,7 +261,7 @@ class Supervisor:
             beats.heard(now)
 
     def on_room(self, name: str, has_room: bool, now: float) -> None:
-        """Record whether there is room for a starting process: while there is none, a needed one is not late."""
+        """Record whether there is room for a starting process: a needed one that has none may take longer."""
         process = self._processes[name]
         if process.state is not ProcessState.STARTING or process.terminated or self.phase is Phase.STOPPING:
             return
@@ -299,7 +299,7 @@ class Supervisor:
             name = process.plan.name
             if process.beats is not None and process.beats.is_silent(now):
                 process.beats = None
-                text = f"says nothing for {self.policy.silence_s:g} s: killed"
+                text = f"no heartbeat for {self.policy.silence_s:g} s: killed"
                 actions += [Note(name=name, text=text, is_error=True), Send(name=name, signum=signal.SIGKILL)]
             if process.deadline is None or now < process.deadline:
                 continue
@@ -315,13 +315,13 @@ class Supervisor:
         return actions
 
     def next_wake(self) -> float | None:
-        """When `tick` next has something to do, if nothing else happens."""
+        """Return when `tick` next has something to do if nothing else happens."""
         processes = self._processes.values()
         due = [p.deadline for p in processes if p.deadline is not None]
         return min(due + [p.beats.look_at for p in processes if p.beats is not None], default=None)
 
     def is_member(self, name: str) -> bool:
-        """Whether the process is a settled member: neither new nor leaving."""
+        """Return whether the process is a settled member: neither new nor leaving."""
         process = self._processes[name]
         return not process.is_candidate and process.state is not ProcessState.RETIRING
 
@@ -336,7 +336,7 @@ class Supervisor:
         return [Send(name=name, signum=signal.SIGHUP) for name in ready]
 
     def stop(self, now: float) -> list[Action]:
-        """End everything in order, each process finishing its work within its bound."""
+        """End everything in order, each process finishing its work within its limit."""
         if self.phase in (Phase.STOPPING, Phase.STOPPED):
             return []
         was_running, self.phase = self.phase is Phase.RUNNING, Phase.STOPPING
@@ -344,16 +344,16 @@ class Supervisor:
         for process in self._processes.values():
             process.beats = None
             if process.state is ProcessState.RETIRING:
-                continue  # it is ending already, within its own bound
+                continue  # it is ending already, within its own limit
             process.deadline = None
             if not process.is_alive:
                 process.state = ProcessState.EXITED
-            elif not was_running:  # no request was ever accepted, so nothing needs an order
+            elif not was_running:  # no request was accepted yet, so the order does not matter
                 actions += self._terminate(process, self.policy.stop_early_s, now)
         return actions + self._advance_stop(now)
 
     def kill(self, now: float) -> list[Action]:
-        """End everything at once."""
+        """End all processes at once."""
         actions = self.stop(now)
         alive = [p for p in self._processes.values() if p.is_alive]
         for process in alive:
@@ -362,7 +362,7 @@ class Supervisor:
         return [a for a in actions if not isinstance(a, Send)] + kills
 
     def _launch_pending(self, now: float) -> list[Action]:
-        """The next stage, once every process before it is ready."""
+        """Launch the next stage, once every process before it is ready."""
         waiting = [p for p in self._processes.values() if p.state is not ProcessState.READY]
         stage = min((p.plan.stage for p in waiting), default=None)
         due = [p for p in waiting if p.plan.stage == stage and p.state is ProcessState.PENDING]
@@ -382,7 +382,7 @@ class Supervisor:
 
     def _abandon(self, process: _Process, status: int, now: float) -> list[Action]:
         name, process.state = process.plan.name, ProcessState.ABANDONED
-        text = f"{describe_exit(status)} {process.rapid_deaths} times in a row: given up"
+        text = f"{describe_exit(status)} {process.rapid_deaths} times in a row: abandoned"
         note = Note(name=name, text=text, is_error=True)
         role = process.plan.role
         alike = [p for p in self._processes.values() if p.plan.role is role]
@@ -395,7 +395,7 @@ class Supervisor:
         return self.stop(now)
 
     def _advance_stop(self, now: float) -> list[Action]:
-        """Terminate the last stage that is still alive; nothing alive means stopped."""
+        """Terminate the last stage that is still alive; the cluster has stopped when none is."""
         alive = [p for p in self._processes.values() if p.is_alive]
         if not alive:
             self.phase = Phase.STOPPED
@@ -409,7 +409,7 @@ class Supervisor:
         ]
 
     def _patience(self, process: _Process) -> float:
-        """Time to end: short without work to finish, as for a process that does not serve or in a failed cluster."""
+        """Return the time to end: short without work to finish, as in a failed cluster or while not serving."""
         serving = process.state is ProcessState.READY and self.failure is None
         return process.plan.drain_s if serving else min(process.plan.drain_s, self.policy.stop_early_s)
 

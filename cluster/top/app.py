@@ -1,6 +1,6 @@
-"""`tandem top`: a live view of a cluster in the terminal, over the status of its routers.
+"""`tandem top`: a live view of a cluster in the terminal, from the status of its routers.
 
-A router that does not answer is named and asked again; the others are shown meanwhile, and it when it is back.
+A router that does not answer is named and retried; the others are shown meanwhile.
 """
 
 import asyncio
@@ -17,14 +17,14 @@ from rich.live import Live
 from rich.text import Text
 
 from cluster.router_client import ChatClient, ClientError
-from cluster.top.status import ClusterStatus, SortOrder, joined
+from cluster.top.status import ClusterStatus, SortOrder, merge_statuses
 from cluster.top.view import View
 
 EXIT_UNREACHABLE = 1
 
 
 class Watch:
-    """What was heard of the routers, and how it is to be shown."""
+    """Latest status of the routers, and how it is displayed."""
 
     def __init__(self, clients: Sequence[ChatClient], *, interactive: bool) -> None:
         self._clients = clients
@@ -39,24 +39,24 @@ class Watch:
 
     @property
     def is_known(self) -> bool:
-        """Whether any router has answered."""
+        """Whether any router has answered so far."""
         return self._status is not None
 
     @property
     def errors(self) -> Sequence[str]:
-        """Of those that did not answer just now."""
+        """Errors of the routers that did not answer the last time."""
         return self._errors
 
     async def ask(self) -> None:
-        """All routers at once; what was heard before stands when none of them answers."""
-        told = await asyncio.gather(*map(_status, self._clients))
-        self._errors = [str(one) for one in told if isinstance(one, ClientError)]
-        if statuses := [one for one in told if isinstance(one, ClusterStatus)]:
-            self._status = joined(statuses)
+        """Query all routers at once; the earlier status stays when none of them answers."""
+        answers = await asyncio.gather(*map(_status, self._clients))
+        self._errors = [str(one) for one in answers if isinstance(one, ClientError)]
+        if statuses := [one for one in answers if isinstance(one, ClusterStatus)]:
+            self._status = merge_statuses(statuses)
             self._heard_s = asyncio.get_running_loop().time()
 
     def press(self, key: str) -> None:
-        """A key of the user; others do nothing."""
+        """Handle a key of the user; unknown keys do nothing."""
         match key:
             case "q" | "Q" | "\x1b":
                 self.over = True
@@ -67,7 +67,7 @@ class Watch:
         self.changed.set()
 
     def quit(self) -> None:
-        """As the user's q."""
+        """Quit, like the user's q."""
         self.press("q")
 
     def view(self) -> View:
@@ -90,7 +90,7 @@ async def _status(client: ChatClient) -> ClusterStatus | ClientError:
 
 
 async def top(clients: Sequence[ChatClient], *, interval_s: float, once: bool, console: Console) -> int:
-    """Show it until the user leaves, or `once`; the exit code. The clients, one per router, are closed at the end."""
+    """Show the status until the user quits, or `once`, and return the exit code; closes the clients, one per router."""
     async with AsyncExitStack() as stack:
         for client in clients:
             await stack.enter_async_context(client)
@@ -118,7 +118,7 @@ def _print(watch: Watch, console: Console) -> int:
 
 
 async def _follow(watch: Watch, live: Live, interval_s: float) -> None:
-    """Ask once an interval, and show at once what a key changes."""
+    """Query once per interval, and show at once what a key changes."""
     loop = asyncio.get_running_loop()
     due_s = loop.time() + interval_s
     while not watch.over:
@@ -134,7 +134,7 @@ async def _follow(watch: Watch, live: Live, interval_s: float) -> None:
 
 @contextmanager
 def _keys(press: Callable[[str], None]) -> Iterator[None]:
-    """Each key as it is pressed, where there is a keyboard; the terminal is left as it was."""
+    """Call `press` with each key, where there is a keyboard; the terminal's settings are restored afterwards."""
     if not sys.stdin.isatty():
         yield
         return
@@ -143,7 +143,7 @@ def _keys(press: Callable[[str], None]) -> Iterator[None]:
 
     def read() -> None:
         pressed = os.read(descriptor, 64).decode(errors="replace")
-        # What begins with an escape and goes on is a key of its own, such as an arrow.
+        # More input after an escape belongs to the same key, such as an arrow.
         for key in () if len(pressed) > 1 and pressed[0] == "\x1b" else pressed or "q":
             press(key)
 

@@ -1,7 +1,7 @@
-"""What routers say of their cluster (`GET /status/snapshot`), read once for `tandem top`. Pure.
+"""The status of a cluster as its routers report it (`GET /status/snapshot`), for `tandem top`. Pure.
 
-Several routers may serve one cluster: what each did is added up; of a worker that several know the latest word stands;
-of latencies the worst is shown, for quantiles cannot be added.
+Several routers may serve one cluster: their counts are added; the latest report of each worker counts; of latencies the
+worst is shown, as quantiles cannot be added.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ MAX_HANDOFFS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Worker:
-    """One worker of either pool."""
+    """Worker of either pool."""
 
     id: str
     role: str
@@ -35,13 +35,13 @@ class Worker:
 
     @property
     def used_share(self) -> float:
-        """Of its KV blocks."""
+        """Share of its KV blocks in use."""
         return self.used_blocks / self.blocks if self.blocks else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandOff:
-    """A prompt that one worker computes for another."""
+    """Prompt that one worker computes for another."""
 
     source: str
     target: str
@@ -51,7 +51,7 @@ class HandOff:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
-    """Of the last seconds; latencies of the last minute, None where there were none."""
+    """Rates over the last seconds, and latencies of the last minute; None where there were none."""
 
     generation_tokens_per_s: float
     prompt_tokens_per_s: float
@@ -68,12 +68,12 @@ class Rates:
 
 
 _OF_WORKERS = frozenset({"handoffs_per_s", "moved_bytes_per_s"})
-"""Every router tells these of the same workers."""
+"""Rates about workers, which every router reports alike."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterStatus:
-    """One router's word, or that of several."""
+    """Status reported by one router, or merged from several."""
 
     model: str
     processes: int
@@ -89,41 +89,41 @@ class ClusterStatus:
     rates: Rates
 
     @classmethod
-    def read(cls, told: Any) -> Self:
-        """From JSON. Raises LookupError, TypeError or ValueError for anything else."""
+    def read(cls, data: Any) -> Self:
+        """Parse the JSON status. Raises LookupError, TypeError or ValueError if it is invalid."""
         return cls(
-            model=str(told["model"]["name"]),
-            processes=int(told["processes"]),
-            not_ready=None if told["not_ready"] is None else str(told["not_ready"]),
-            running=int(told["requests"]["running"]),
-            waiting=int(told["requests"]["waiting"]),
-            queued=int(told["queue"]["requests"]),
-            queued_tokens=int(told["queue"]["tokens"]),
-            oldest_s=float(told["queue"]["oldest_s"]),
-            workers=tuple(_worker(worker) for pool in told["pools"] for worker in pool["workers"]),
-            num_handoffs=int(told["handoffs"]["in_flight"]),
-            handoffs=tuple(_handoff(handoff) for handoff in told["handoffs"]["shown"]),
-            rates=_rates(told["recent"]),
+            model=str(data["model"]["name"]),
+            processes=int(data["processes"]),
+            not_ready=None if data["not_ready"] is None else str(data["not_ready"]),
+            running=int(data["requests"]["running"]),
+            waiting=int(data["requests"]["waiting"]),
+            queued=int(data["queue"]["requests"]),
+            queued_tokens=int(data["queue"]["tokens"]),
+            oldest_s=float(data["queue"]["oldest_s"]),
+            workers=tuple(_worker(worker) for pool in data["pools"] for worker in pool["workers"]),
+            num_handoffs=int(data["handoffs"]["in_flight"]),
+            handoffs=tuple(_handoff(handoff) for handoff in data["handoffs"]["shown"]),
+            rates=_rates(data["recent"]),
         )
 
 
-def _worker(told: Mapping[str, Any]) -> Worker:
-    texts: dict[str, Any] = {name: str(told[name]) for name in ("id", "role", "state")}
+def _worker(data: Mapping[str, Any]) -> Worker:
+    texts: dict[str, Any] = {name: str(data[name]) for name in ("id", "role", "state")}
     measured: dict[str, Any] = {
-        name: float(told[name]) for name in ("prefill_tokens_per_s", "decode_step_s", "kv_bytes_per_s")
+        name: float(data[name]) for name in ("prefill_tokens_per_s", "decode_step_s", "kv_bytes_per_s")
     }
-    counted: dict[str, Any] = {f.name: int(told[f.name]) for f in fields(Worker) if f.name not in texts | measured}
+    counted: dict[str, Any] = {f.name: int(data[f.name]) for f in fields(Worker) if f.name not in texts | measured}
     return Worker(**texts, **measured, **counted)
 
 
-def _handoff(told: Mapping[str, Any]) -> HandOff:
-    source, target = str(told["source"]), str(told["target"])
-    return HandOff(source=source, target=target, tokens=int(told["tokens"]), age_s=float(told["age_s"]))
+def _handoff(data: Mapping[str, Any]) -> HandOff:
+    source, target = str(data["source"]), str(data["target"])
+    return HandOff(source=source, target=target, tokens=int(data["tokens"]), age_s=float(data["age_s"]))
 
 
-def _rates(told: Mapping[str, Any]) -> Rates:
+def _rates(data: Mapping[str, Any]) -> Rates:
     def number(name: str) -> Any:
-        return None if told[name] is None and _may_lack(name) else float(told[name])
+        return None if data[name] is None and _may_lack(name) else float(data[name])
 
     return Rates(**{field.name: number(field.name) for field in fields(Rates)})
 
@@ -132,30 +132,30 @@ def _may_lack(name: str) -> bool:
     return name == "cached_share" or name.endswith("_ms")
 
 
-def joined(told: Sequence[ClusterStatus]) -> ClusterStatus:
-    """Of all that answered; there is at least one."""
+def merge_statuses(statuses: Sequence[ClusterStatus]) -> ClusterStatus:
+    """Merge the statuses of all routers that answered; there is at least one."""
     workers: dict[str, Worker] = {}
-    for worker in (worker for status in told for worker in status.workers):
+    for worker in (worker for status in statuses for worker in status.workers):
         if worker.id not in workers or workers[worker.id].report < worker.report:
             workers[worker.id] = worker
-    handoffs = sorted((one for status in told for one in status.handoffs), key=lambda one: -one.age_s)
+    handoffs = sorted((one for status in statuses for one in status.handoffs), key=lambda one: -one.age_s)
     return replace(
-        told[0],
-        processes=sum(status.processes for status in told),
-        not_ready=next((status.not_ready for status in told if status.not_ready), None),
-        running=sum(status.running for status in told),
-        waiting=sum(status.waiting for status in told),
-        queued=sum(status.queued for status in told),
-        queued_tokens=sum(status.queued_tokens for status in told),
-        oldest_s=max(status.oldest_s for status in told),
+        statuses[0],
+        processes=sum(status.processes for status in statuses),
+        not_ready=next((status.not_ready for status in statuses if status.not_ready), None),
+        running=sum(status.running for status in statuses),
+        waiting=sum(status.waiting for status in statuses),
+        queued=sum(status.queued for status in statuses),
+        queued_tokens=sum(status.queued_tokens for status in statuses),
+        oldest_s=max(status.oldest_s for status in statuses),
         workers=tuple(workers.values()),
-        num_handoffs=sum(status.num_handoffs for status in told),
+        num_handoffs=sum(status.num_handoffs for status in statuses),
         handoffs=tuple(handoffs[:MAX_HANDOFFS]),
-        rates=_joined_rates([status.rates for status in told]),
+        rates=_merge_rates([status.rates for status in statuses]),
     )
 
 
-def _joined_rates(rates: Sequence[Rates]) -> Rates:
+def _merge_rates(rates: Sequence[Rates]) -> Rates:
     found: dict[str, Any] = {}
     for name in (field.name for field in fields(Rates)):
         known = [value for rate in rates if (value := getattr(rate, name)) is not None]
@@ -170,7 +170,7 @@ def _joined_rates(rates: Sequence[Rates]) -> Rates:
 
 
 class SortOrder(Enum):
-    """By what workers are sorted, and which come first."""
+    """Key by which workers are sorted, and its direction."""
 
     NAME = "name"
     KV = "KV use"
@@ -179,7 +179,7 @@ class SortOrder(Enum):
     BACKLOG = "backlog"
 
     def following(self) -> "SortOrder":
-        """The next one, round and round."""
+        """Return the next order, cyclically."""
         orders = list(SortOrder)
         return orders[(orders.index(self) + 1) % len(orders)]
 
@@ -194,6 +194,6 @@ _KEYS: Mapping[SortOrder, Callable[[Worker], float]] = {
 
 
 def in_order(workers: Sequence[Worker], order: SortOrder, *, reverse: bool) -> list[Worker]:
-    """The busiest first, those that are alike by name (`decode-10` after `decode-9`)."""
+    """Sort the busiest first, and equal ones by name (`decode-10` after `decode-9`)."""
     key = _KEYS[order]
     return sorted(workers, key=lambda worker: (key(worker), natural(worker.id)), reverse=reverse)

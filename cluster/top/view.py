@@ -1,4 +1,4 @@
-"""How `tandem top` looks: from a status to what rich prints. Names of workers are shown as text, whatever they hold."""
+"""Rendering of `tandem top` with rich. Names of workers are shown as plain text, whatever they contain."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,41 +11,41 @@ from rich.text import Text
 from cluster.terminal_text import without_controls
 from cluster.top.status import ClusterStatus, SortOrder, Worker, in_order
 
-KEYS_HINT = "q quits · s sorts by something else · r turns the order round"
+KEYS_HINT = "q quits · s changes the sort key · r reverses the order"
 _BAR_WIDTH = 8
 _STATES = {"live": "green", "draining": "yellow", "probing": "yellow", "stuck": "red", "avoided": "red"}
 _HEAD_LINES = 14
-"""What is above and below the workers and the hand-offs."""
+"""Number of lines above and below the workers and the hand-offs."""
 _MOST_HANDOFFS = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class View:
-    """All that is shown."""
+    """Everything that the display shows."""
 
     status: ClusterStatus | None
-    """None: no router has answered yet."""
+    """Latest status; None: no router has answered yet."""
     errors: Sequence[str] = ()
-    """Of routers that do not answer now."""
+    """Errors of routers that did not answer the last time."""
     age_s: float = 0.0
-    """Of the status."""
+    """Age of the status in seconds."""
     num_routers: int = 1
     order: SortOrder = SortOrder.NAME
     reverse: bool = False
     interactive: bool = False
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """As many lines as fit, in the live view."""
+        """Render as many lines as fit, in the live view."""
         yield Group(*self._parts(options.max_height if self.interactive else None))
 
     def _parts(self, height: int | None) -> list[RenderableType]:
         parts: list[RenderableType] = [Text(without_controls(error), style="bold red") for error in self.errors]
         if self.status is None:
-            parts.append(Text("no status yet; trying again", style="dim"))
+            parts.append(Text("no status yet; retrying", style="dim"))
         else:
             is_old = bool(self.errors) and self.age_s > 0
             if is_old:
-                parts.append(Text(f"the figures are {duration(self.age_s)} old; trying again", style="yellow"))
+                parts.append(Text(f"the figures are {duration(self.age_s)} old; retrying", style="yellow"))
             if self.status.not_ready:
                 parts.append(Text(f"not ready: {without_controls(self.status.not_ready)}", style="yellow"))
             room = None if height is None else max(4, height - _HEAD_LINES - len(parts))
@@ -103,7 +103,7 @@ def _workers(view: View, status: ClusterStatus, room: int | None) -> Table:
     for order, title in titles.items():
         shown = title + (direction if order is view.order else "")
         table.add_column(shown, justify="left" if order in (SortOrder.NAME, SortOrder.KV) else "right", no_wrap=True)
-    # Tokens a second that a prefill worker reads; milliseconds of a decode worker's step.
+    # Prefill workers show tokens read per second, decode workers milliseconds per step.
     for title in ("speed", "moves"):
         table.add_column(title, justify="right", no_wrap=True)
     table.add_column("state", no_wrap=True)
@@ -114,7 +114,7 @@ def _workers(view: View, status: ClusterStatus, room: int | None) -> Table:
     if len(workers) > most:
         table.add_row(Text(f"and {len(workers) - most} more", style="dim"))
     if not workers:
-        table.add_row(Text("no worker is here", style="yellow"))
+        table.add_row(Text("no worker is connected", style="yellow"))
     return table
 
 
@@ -154,19 +154,19 @@ def _handoffs(status: ClusterStatus) -> list[RenderableType]:
 
 
 def milliseconds(value: float | None) -> str:
-    """`123 ms`, or a dash."""
+    """Render milliseconds as `123 ms`, or a dash for None."""
     if value is None:
         return "–"
     return f"{value:.1f} ms" if value < 10 else f"{value:,.0f} ms"
 
 
 def duration(seconds: float) -> str:
-    """`1.2 s` or `3 min`."""
+    """Render a duration, as `1.2 s` or `3 min`."""
     return f"{seconds:.1f} s" if seconds < 60 else f"{seconds / 60:.0f} min"
 
 
 def size(num_bytes: float) -> str:
-    """`1.2 MB`: rates are told in powers of ten, as those of links are."""
+    """Render a size in powers of ten, as for link rates: `1.2 MB`."""
     for unit in ("B", "KB", "MB"):
         if num_bytes < 1000:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"

@@ -1,8 +1,8 @@
-# The doors and placement, without torch: about 400 MB less than a worker on a CPU.
+# The router: servers and placement, without torch, about 400 MB less than a CPU worker.
 #   docker build -f deploy/docker/router.Dockerfile -t tandem-router:0.1.0 .
-# A digest makes it the same tomorrow: --build-arg BASE=python:3.12-slim-bookworm@sha256:…; see docs/operate/images.md.
+# Pin the base by digest for reproducible builds: --build-arg BASE=python:3.12-slim-bookworm@sha256:…; see docs/operate/images.md.
 ARG BASE=python:3.12-slim-bookworm
-# Of all files: an image is told apart by what is in it, not by when it was made.
+# Timestamp of all files, so that images differ only by content and not by build time.
 ARG SOURCE_DATE_EPOCH=1767225600
 
 FROM ${BASE} AS dependencies
@@ -10,7 +10,7 @@ ARG SOURCE_DATE_EPOCH
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_NO_COMPILE=1 PIP_ROOT_USER_ACTION=ignore
 WORKDIR /build
 COPY deploy/docker/locks locks
-# Tools stay here. What is installed has no pip of its own.
+# Build tools stay in this stage. The installed environment has no pip.
 RUN python3 -m venv tools \
     && tools/bin/pip install --quiet --no-deps --require-hashes --requirement locks/tools.txt \
     && python3 -m venv --without-pip /opt/tandem \
@@ -22,7 +22,7 @@ RUN mkdir -p /opt/tandem/share/tandem \
         --output-file /opt/tandem/share/tandem/sbom.cdx.json /opt/tandem/bin/python3 \
     && ./seal.sh /opt/tandem /
 
-# Apart, so that a changed source makes a small layer.
+# A separate step, so that a changed source makes only a small layer.
 FROM dependencies AS own
 ARG SOURCE_DATE_EPOCH
 COPY . src
@@ -39,7 +39,7 @@ LABEL org.opencontainers.image.title="tandem-router" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${REVISION}"
-# Nothing else is ever written to: mount volumes there and make the root read-only. Any user may be told to run this.
+# Nothing else is ever written to: mount volumes there and make the root file system read-only. Runs as any user.
 RUN install -d -m 1777 /cache /models && touch --date="@$SOURCE_DATE_EPOCH" /cache /models
 COPY --from=dependencies /opt/tandem /opt/tandem
 COPY --from=own /own /
@@ -49,7 +49,7 @@ USER 10001:10001
 WORKDIR /tmp
 EXPOSE 8000 8001
 STOPSIGNAL SIGTERM
-# Reads the same YAML and variables as the router; Kubernetes has probes of its own.
+# Reads the same YAML and variables as the router; Kubernetes uses its own probes.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=30m --retries=3 \
     CMD ["python3", "-m", "cluster.probe", "router", "--config", "/etc/tandem/cluster/cluster.yaml"]
 CMD ["tandem", "router", "--config", "/etc/tandem/cluster/cluster.yaml"]

@@ -1,12 +1,12 @@
 # Both pools. `--target cpu` or `--target cuda`.
 #   docker build -f deploy/docker/worker.Dockerfile --target cuda --build-arg TORCH_INDEX=ADDRESS -t tandem-worker-cuda:0.1.0 .
 # TORCH_INDEX: where torch's build for the device is; must be said, "configured" is pip's own index. EXTRAS: more locks, "ray nixl".
-# A digest makes it the same tomorrow: --build-arg BASE=python:3.12-slim-bookworm@sha256:…; see docs/operate/images.md.
+# Pin the base by digest for reproducible builds: --build-arg BASE=python:3.12-slim-bookworm@sha256:…; see docs/operate/images.md.
 ARG BASE=python:3.12-slim-bookworm
-# Of all files: an image is told apart by what is in it, not by when it was made.
+# Timestamp of all files, so that images differ only by content and not by build time.
 ARG SOURCE_DATE_EPOCH=1767225600
 
-# Without a word on it pip would take the build for GPUs, on many machines: better to ask now than after gigabytes.
+# Without an index pip would install the GPU build on many machines: better to fail now than after downloading gigabytes.
 FROM ${BASE} AS index
 ARG TORCH_INDEX=""
 RUN test -n "$TORCH_INDEX" || { \
@@ -22,10 +22,10 @@ FROM ${BASE} AS dependencies
 ARG EXTRAS=""
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_NO_COMPILE=1 PIP_ROOT_USER_ACTION=ignore
 WORKDIR /build
-# Nothing but an order: what is asked there is asked before anything is fetched.
+# Only enforces an order: that check runs before anything is downloaded.
 COPY --from=index /said said
 COPY deploy/docker/locks locks
-# Tools stay here. What is installed has no pip of its own.
+# Build tools stay in this stage. The installed environment has no pip.
 RUN python3 -m venv tools \
     && tools/bin/pip install --quiet --no-deps --require-hashes --requirement locks/tools.txt \
     && python3 -m venv --without-pip /opt/tandem \
@@ -35,7 +35,7 @@ RUN python3 -m venv tools \
     done
 
 
-# A build for GPUs brings its libraries of CUDA as packages, which it pins exactly; the driver comes with the machine.
+# A GPU build depends on CUDA libraries as packages, which it pins exactly; the driver comes with the machine.
 FROM dependencies AS torch
 ARG SOURCE_DATE_EPOCH
 ARG TORCH_VERSION=2.13.0
@@ -49,7 +49,7 @@ RUN case "$TORCH_INDEX" in configured) set -- ;; *) set -- --index-url "$TORCH_I
         --output-file /opt/tandem/share/tandem/sbom.cdx.json /opt/tandem/bin/python3 \
     && ./seal.sh /opt/tandem /
 
-# Apart, so that a changed source makes a small layer.
+# A separate step, so that a changed source makes only a small layer.
 FROM dependencies AS own
 ARG SOURCE_DATE_EPOCH
 COPY . src
@@ -66,12 +66,12 @@ LABEL org.opencontainers.image.title="tandem-worker" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${REVISION}"
-# Kernels are compiled for the processor that they run on, Triton's launchers for the Python there is, into /cache.
+# Kernels are compiled for the CPU on which they run, and Triton's launchers for the installed Python, into /cache.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++ \
     && rm -rf /var/lib/apt/lists/* /var/cache/* /var/log/*
-# Nothing else is ever written to: mount volumes there and make the root read-only. Any user may be told to run this.
+# Nothing else is ever written to: mount volumes there and make the root file system read-only. Runs as any user.
 RUN install -d -m 1777 /cache /models && touch --date="@$SOURCE_DATE_EPOCH" /cache /models
 COPY --from=torch /opt/tandem /opt/tandem
 COPY --from=own /own /
@@ -81,7 +81,7 @@ USER 10001:10001
 WORKDIR /tmp
 EXPOSE 7000
 STOPSIGNAL SIGTERM
-# Which pool it is for is said by the command: docs/operate/images.md has health checks for both.
+# The command decides which pool it serves: docs/operate/images.md has health checks for both.
 
 FROM worker AS cuda
 RUN python3 -c "import torch, triton; assert torch.version.cuda, 'torch for CPUs: see TORCH_INDEX'"

@@ -1,4 +1,5 @@
-"""The files of both servers' access control, read again when they change: API keys, certificates; and the audit log.
+"""The files that both servers' access control watches and rereads on change: API keys and certificates; and the audit
+log.
 
 A request's key is checked by `router.access.api_keys.ApiKeyStore`.
 """
@@ -28,7 +29,7 @@ _KEYS = "api_keys"
 
 
 class AccessControl:
-    """Knows the configured keys; once entered, it reads keys and certificates from files, and follows them."""
+    """Holds the configured keys; while entered, it reads keys and certificates from files and follows their changes."""
 
     def __init__(
         self,
@@ -36,7 +37,7 @@ class AccessControl:
         limits: SharedRateLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`limits`: those of the keys' tenants, which a file of keys may change."""
+        """`limits`: the rate limits of the keys' tenants, which a changed key file may alter."""
         self._config = config
         self._limits = limits
         self._clock = clock
@@ -48,7 +49,7 @@ class AccessControl:
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
-        """Raises ConfigError that names what is wrong with which file."""
+        """Start watching. Raises ConfigError that names the file and the problem."""
         if self._config.warning is not None:
             _log.warning("%s", self._config.warning)
         async with AsyncExitStack() as stack:
@@ -70,16 +71,16 @@ class AccessControl:
         await self._stack.aclose()
 
     def check_files(self) -> None:
-        """Look at its files at once, rather than within a second."""
+        """Check the files now rather than within a second."""
         if self._live is not None:
             self._live.check_now()
 
     def not_ready_reason(self) -> str | None:
-        """Why no key is accepted, if so."""
+        """Return why no key is accepted; None when keys are accepted."""
         return self.keys.lapsed()
 
     def register_metrics(self, registry: CollectorRegistry) -> None:
-        """Collect its metrics from now on."""
+        """Register the watchers' metrics."""
         for collector in self._collectors:
             registry.register(collector)
 
@@ -107,7 +108,7 @@ class AccessControl:
         if self._live is None or self._config.api_keys_file is None:
             return None
         reason = self._live.distrust(_KEYS)
-        return None if reason is None else f"no API key is good: router.api_keys_file was {reason}"
+        return None if reason is None else f"no API key is accepted: router.api_keys_file was {reason}"
 
     def _use_keys(self, found: Any) -> None:
         keys, limits = found

@@ -12,48 +12,48 @@ from tandem.values.api_key import hashed, key_id
 _SCHEME = "bearer"
 _LAPSED_RETRY_S = 5.0
 _BARE_HEADERS = ("x-api-key", "x-goog-api-key")
-"""Where clients of other makers' APIs put a key."""
+"""Headers in which clients of other vendors' APIs send a key."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiCaller:
-    """Who sends a request."""
+    """The caller of a request, as its API key identifies it."""
 
     tenant: str
     key_id: str | None
-    """What logs call the key; None where no key is required."""
+    """Identifier of the key in logs; None where no key is required."""
     operator: bool
-    """May see what other tenants use."""
+    """Whether the caller may see other tenants' usage."""
 
 
-NOBODY = ApiCaller(tenant="", key_id=None, operator=True)
-"""Everybody, where nobody has a key."""
+ANONYMOUS = ApiCaller(tenant="", key_id=None, operator=True)
+"""The caller of every request where no keys are configured."""
 
 
-_NONE = (b"", NOBODY)
-"""Compared with in place of an entry: no digest is empty."""
+_NONE = (b"", ANONYMOUS)
+"""Compared with when no entry matches: no digest is empty."""
 
 
 class ApiKeyStore:
-    """The keys that are good now. With none at all everybody is the one nameless tenant."""
+    """The API keys in force. Without any, every caller is the one unnamed tenant."""
 
     def __init__(self, keys: Iterable[ApiKey] = ()) -> None:
         self._known: dict[bytes, tuple[bytes, ApiCaller]] = {}
         self._nameless: frozenset[str] = frozenset()
         self.lapsed: Callable[[], str | None] = lambda: None
-        """Why none of them is good any more, if so: nobody knows which have been revoked meanwhile."""
+        """Returns why no key is accepted any more (revocations can no longer be read); None while keys are accepted."""
         self.replace(keys)
 
     def replace(self, keys: Iterable[ApiKey]) -> None:
-        """Accept these keys and no others from now on."""
-        # Of entries of the same key the first counts.
+        """Accept these keys, and no others, from now on."""
+        # Of several entries with the same key, the first counts.
         known = {one.kept: one for one in reversed(list(keys))}
         self._known = {kept: (kept, _caller(one)) for kept, one in known.items()}
         self._nameless |= {_caller(one).tenant for one in known.values() if one.tenant is None}
 
     @property
     def are_required(self) -> bool:
-        """Whether a key is required, because there are any."""
+        """Whether a key is required, that is, whether any is configured."""
         return bool(self._known)
 
     @property
@@ -62,32 +62,33 @@ class ApiKeyStore:
         return frozenset(caller.tenant for _, caller in self._known.values()) or frozenset({""})
 
     def is_nameless(self, tenant: str) -> bool:
-        """Whether it is called by a key's digest, for want of a name; also of a key that is not good any more."""
+        """Whether the tenant has no name and is identified by its key's digest; also true of keys no longer
+        accepted."""
         return tenant in self._nameless
 
     def tenant(self, authorization: str | None) -> str:
-        """The tenant that an Authorization value proves, "" when no key is required. Raises Unauthenticated."""
+        """Return the tenant that an Authorization value proves, "" when no key is required. Raises Unauthenticated."""
         return self.caller({} if authorization is None else {"authorization": authorization}).tenant
 
     def caller(self, headers: Mapping[str, str]) -> ApiCaller:
-        """The caller that headers, by their names in small letters, prove.
+        """Return the caller that the headers (lowercase names) prove.
 
-        Raises Unauthenticated; Unavailable while no key is good.
+        Raises Unauthenticated, or Unavailable while no key is accepted.
         """
         if (reason := self.lapsed()) is not None:
-            # The client's key may well be good, so it must not read that it is not.
+            # The client's key may well be valid, so the answer must not claim otherwise.
             raise Unavailable(reason, retry_after_s=_LAPSED_RETRY_S)
         if not self._known:
-            return NOBODY
+            return ANONYMOUS
         given = _credential(headers)
         kept = hashed(given)
-        # One look, however many keys there are. Its time may depend on the digest of what was sent, never on the key
-        # itself: whoever sends cannot choose a digest, and one that is near a good key's (should time tell that, behind
-        # the dictionary's own secret hash) says nothing of where the next guess had better be.
+        # One dictionary lookup, however many keys there are. Its time may depend on the digest of what was sent, but
+        # never on the key itself: a client cannot choose a digest, and a digest close to that of a valid key (should
+        # timing reveal that, despite the dictionary's secret hash) says nothing about which key to guess next.
         known, caller = self._known.get(kept, _NONE)
         if not (hmac.compare_digest(kept, known) and given):
             how = "send an API key as `Authorization: Bearer KEY`"
-            raise Unauthenticated("this API key is not known here" if given else how)
+            raise Unauthenticated("unknown API key" if given else how)
         return caller
 
 

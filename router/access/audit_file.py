@@ -1,9 +1,9 @@
 """The audit log's file. A thread of its own writes it, so that neither a slow nor a full disk delays a request.
 
 Lines wait in a bounded queue; a line that finds no room there or on the disk is lost and counted. Several router
-processes append to the same file, each line in one write. The process that finds the file full renames it, and the
-others see that the name is another file's now, which is also how `logrotate` is noticed. Why not logging's handlers:
-`docs/extend/adr/0020-audit-log-keeps-its-own-writer.md`.
+processes append to the same file, each line in one write. The process that finds the file full renames it; the others
+notice that the name now belongs to another file, which is also how `logrotate` is detected. For why logging's handlers
+are not used, see `docs/extend/adr/0020-audit-log-keeps-its-own-writer.md`.
 """
 
 import fcntl
@@ -32,10 +32,11 @@ _log = logging.getLogger(__name__)
 
 
 class AuditFile:
-    """An `AuditLog`, and the collector of its metric. Owns its thread; `close` writes what is queued."""
+    """An `AuditLog` that writes to a file, and the collector of its metric. Owns its thread; `close` flushes the
+    queue."""
 
     def __init__(self, config: AuditConfig, *, write: Callable[[int, bytes], int] = os.write) -> None:
-        """Raises ConfigError when the file cannot be opened for writing."""
+        """Open the file. Raises ConfigError when it cannot be opened for writing."""
         self._path = Path(config.path)
         self._config = config
         self._os_write = write
@@ -58,7 +59,7 @@ class AuditFile:
             self.num_lost += 1
 
     def close(self) -> None:
-        """Write what is queued, as far as the disk takes it within some seconds."""
+        """Write out the queue, as far as the disk accepts it within some seconds."""
         try:
             self._lines.put(None, timeout=_CLOSE_S)
         except queue.Full:
@@ -103,12 +104,12 @@ class AuditFile:
         self.num_lost += len(lines) - written
 
     def _follow(self) -> None:
-        """Open the file that has the name now; rotate it first when it is full."""
+        """Open the file that currently has the name, after rotating it if it is full."""
         if not self._is_current():
             self._reopen()
         if os.fstat(self._fd).st_size < self._config.max_bytes:
             return
-        # One of the processes renames the file: the others wait here, and find another one.
+        # One of the processes renames the file; the others wait here and then find the new one.
         fcntl.flock(self._fd, fcntl.LOCK_EX)
         if self._is_current():
             for index in range(self._config.keep - 1, 0, -1):

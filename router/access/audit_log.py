@@ -1,4 +1,4 @@
-"""Who asked for what: one audit entry for each request to a server, written when it has ended. Never its content.
+"""One audit entry for each request to a server, written when it has ended: who called what, never the content.
 
 `current_entry` finds the entry of the request that the running task serves, so that the access guard can add the caller
 and the meter the tokens, through however many layers they are called.
@@ -15,25 +15,25 @@ from router.access.api_keys import ApiCaller
 
 @dataclass(slots=True, kw_only=True)
 class AuditEntry:
-    door: str
-    """`http` or `grpc`."""
+    server: str
+    """The server that took the request: `http` or `grpc`."""
     client: str
     """The peer address of the connection; headers that claim another one are ignored."""
     began_s: float
-    """By the monotonic clock."""
+    """Start of the request, on the monotonic clock."""
     route: str = "unknown"
     status: str = ""
     caller: ApiCaller | None = None
     prompt_tokens: int = 0
     completion_tokens: int = 0
     own_id: str = field(default_factory=lambda: secrets.token_hex(16))
-    """The router's own id of the call's first request; the logs of all processes have it."""
+    """The router's own id of the call's first request, as it appears in the logs of all processes."""
     request_id: str = ""
     """The answer's X-Request-Id: the client's, else `own_id`."""
     is_named: bool = False
-    """`own_id` is in use: the call's further requests get ids of their own."""
+    """Whether `own_id` is taken, so that the call's further requests get ids of their own."""
     is_kept: bool = False
-    """Whether it is written to the log: it showed a key, or was refused."""
+    """Whether the entry is written to the log: the request carried a key, or was refused."""
 
     def __post_init__(self) -> None:
         self.request_id = self.request_id or self.own_id
@@ -41,7 +41,7 @@ class AuditEntry:
     def to_line(self, now: datetime, seconds: float) -> dict[str, Any]:
         return {
             "time": now.astimezone(UTC).isoformat(timespec="milliseconds"),
-            "door": self.door,
+            "door": self.server,
             "request_id": self.request_id,
             "own_request_id": self.own_id,
             "tenant": None if self.caller is None else self.caller.tenant,
@@ -59,13 +59,13 @@ class AuditLog(Protocol):
     """Receives the entries of requests that have ended."""
 
     def keep(self, entry: AuditEntry) -> None:
-        """Write the entry, later. Never waits, never raises."""
+        """Queue the entry for writing. Never waits, never raises."""
         ...
 
 
 class _NoAudit:
     def keep(self, entry: AuditEntry) -> None:
-        """Drop the entry: there is no log."""
+        """Drop the entry: no log is configured."""
 
 
 NO_AUDIT: AuditLog = _NoAudit()
@@ -73,7 +73,7 @@ _CURRENT: ContextVar[AuditEntry | None] = ContextVar("tandem_audit_entry", defau
 
 
 def current_entry() -> AuditEntry | None:
-    """The entry of the request that this task serves, if it serves one."""
+    """Return the entry of the request that this task serves, if any."""
     return _CURRENT.get()
 
 

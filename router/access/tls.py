@@ -1,4 +1,4 @@
-"""Certificates of the public servers, and the clients they trust; tried in a handshake with itself before use."""
+"""Certificates of the public servers and the client authorities they trust; tried in a handshake before use."""
 
 import ssl
 import time
@@ -17,22 +17,22 @@ _SETTING = "router.tls"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerIdentity:
-    """One state of the files."""
+    """One loaded state of the certificate files."""
 
     context: ssl.SSLContext
-    """Of the HTTP server."""
+    """TLS context of the HTTP server."""
     cert: str
     key: str
     client_ca: str | None
 
     def grpc_configuration(self) -> Any:
-        """The same for gRPC, which has a TLS of its own."""
+        """Return the certificate configuration for gRPC, which has its own TLS implementation."""
         authorities = None if self.client_ca is None else self.client_ca.encode()
         return grpc.ssl_server_certificate_configuration([(self.key.encode(), self.cert.encode())], authorities)
 
 
 def read_identity(config: RouterTls) -> ServerIdentity:
-    """From the files as they are now. Raises ConfigError that names the setting and what is wrong."""
+    """Load the files as they are now. Raises ConfigError that names the setting and the problem."""
     cert, key = Path(config.cert), Path(config.key)
     texts = _texts(config)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -45,7 +45,7 @@ def read_identity(config: RouterTls) -> ServerIdentity:
         _check_dates(context, config.client_ca)
         context.verify_mode = ssl.CERT_REQUIRED
     if _texts(config) != texts:
-        raise ConfigError(f"{_SETTING}: the files change while they are read")
+        raise ConfigError(f"{_SETTING}: the files changed while they were read")
     return ServerIdentity(context=context, cert=texts[0], key=texts[1], client_ca=texts[2])
 
 
@@ -53,17 +53,17 @@ def _try(server: ssl.SSLContext, cert: Path) -> None:
     try:
         shake_hands(client_of(cert, f"{_SETTING}.cert"), server)
     except ssl.SSLCertVerificationError as error:
-        raise ConfigError(f"{_SETTING}.cert: {cert}: no client would take it: {error.verify_message}") from None
+        raise ConfigError(f"{_SETTING}.cert: {cert}: no client would accept it: {error.verify_message}") from None
     except ssl.SSLError as error:
-        raise ConfigError(f"{_SETTING}: no handshake is possible: {error.reason}") from None
+        raise ConfigError(f"{_SETTING}: a test handshake failed: {error.reason}") from None
 
 
 def _check_dates(context: ssl.SSLContext, path: str) -> None:
-    """Authorities whose time is over let nobody in, whatever clients have. Raises ConfigError."""
+    """Check that some client authority is currently valid; expired ones admit no client. Raises ConfigError."""
     now_s, read_s = time.time(), ssl.cert_time_to_seconds
     found = context.get_ca_certs()
     if found and not any(read_s(str(one["notBefore"])) <= now_s <= read_s(str(one["notAfter"])) for one in found):
-        raise ConfigError(f"{_SETTING}.client_ca: {path}: no client would be let in: no authority there is valid now")
+        raise ConfigError(f"{_SETTING}.client_ca: {path}: no client could connect: no authority is currently valid")
 
 
 def _texts(config: RouterTls) -> tuple[str, str, str | None]:
@@ -76,7 +76,7 @@ def _texts(config: RouterTls) -> tuple[str, str, str | None]:
 
 
 class ServerTlsState:
-    """What the servers use now. The event loop replaces it; gRPC's threads read it at each handshake."""
+    """The identity that the servers use now. The event loop replaces it; gRPC's threads read it at each handshake."""
 
     def __init__(self, identity: ServerIdentity) -> None:
         self.identity = identity
@@ -84,12 +84,12 @@ class ServerTlsState:
         self._given = identity
 
     def grpc_credentials(self) -> Any:
-        """For a server's port; later handshakes see what the state is by then."""
+        """Credentials for a gRPC port; each handshake uses the identity in force at that time."""
         configuration = self.identity.grpc_configuration()
         return grpc.dynamic_ssl_server_credentials(configuration, self._latest, self._asks_clients)
 
     def _latest(self) -> Any:
-        """None when nothing is new."""
+        """Return the new configuration; None when it has not changed."""
         identity = self.identity
         if identity is self._given:
             return None

@@ -1,7 +1,7 @@
 """Files that are read again when they change, such as keys and certificates.
 
-What makes no sense changes nothing. A file that cannot be read is tried again at every look; for how long what was read
-of it before is good meanwhile, `WatchedFile.trust_s` says.
+Invalid content changes nothing. A file that cannot be read is retried at every check; `WatchedFile.trust_s` bounds how
+long the content read before stays in force.
 """
 
 import asyncio
@@ -27,25 +27,26 @@ _Seen = tuple[tuple[int, ...] | None, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchedFile:
-    """Some files that belong together."""
+    """One file, or several that belong together, to watch."""
 
     what: str
-    """For logs and metrics."""
+    """Name in logs and metrics."""
     paths: Sequence[Path]
     load: Callable[[], Any]
-    """In a thread; raises ConfigError."""
+    """Reads the files, in a thread; raises ConfigError."""
     apply: Callable[[Any], None]
-    """On the event loop."""
+    """Applies the loaded content, on the event loop."""
     trust_s: float | None = None
-    """How long what was read stays good while the files are unreadable (see `FileWatcher.distrust`); None: for ever."""
+    """How long the content stays in force while the files are unreadable (see `FileWatcher.distrust`); None: for
+    ever."""
 
     def seen(self) -> _Seen:
-        """Something else whenever one of them is."""
+        """Return a fingerprint that differs whenever one of the files has changed."""
         return tuple(map(_stat, self.paths))
 
 
 class _Watch:
-    """Follows one WatchedFile. Each has a task of its own: a file system that hangs holds up nobody else's files."""
+    """Follows one WatchedFile in a task of its own, so that a hanging file system delays no other file."""
 
     def __init__(self, file: WatchedFile, check_s: float, clock: Callable[[], float]) -> None:
         self.file = file
@@ -58,13 +59,13 @@ class _Watch:
         self._has_logged_distrust = False
 
     async def begin(self) -> None:
-        """Read it for the first time. Raises ConfigError when it makes no sense."""
+        """Read it for the first time. Raises ConfigError when its content is invalid."""
         self._seen = self.file.seen()
         self.file.apply(await asyncio.to_thread(self.file.load))
         self.trust.on_taken(self._clock())
 
     async def run(self) -> None:
-        """Look again and again."""
+        """Check the file periodically, for ever."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._check_s):
@@ -82,7 +83,7 @@ class _Watch:
                 check.cancel()
 
     async def check(self) -> None:
-        """Read it again if it has changed, or could not be read the last time."""
+        """Reread the file if it has changed, or could not be read the last time."""
         seen = await asyncio.to_thread(self.file.seen)
         if seen == self._seen and self.trust.is_readable:
             self.trust.on_unchanged(self._clock())
@@ -96,7 +97,7 @@ class _Watch:
             self.trust.on_refused(self._clock())
             self._refuse(str(error))
         except Exception as error:  # noqa: BLE001 - whatever it is, the next change must be seen
-            # Files that vanish while they are read may raise what no check foresaw. Nothing is known of them then.
+            # Files that vanish while being read may raise errors that no check foresaw. Their state is unknown then.
             self._report_unreadable(error)
         else:
             self.trust.on_taken(self._clock())
@@ -104,14 +105,14 @@ class _Watch:
             _log.info("%s: read again", self.file.what)
 
     def log_distrust(self) -> None:
-        """Say so once when what was read has lapsed."""
+        """Log once that the content in force has lapsed."""
         reason = self.trust.distrust(self._clock())
         if reason is not None and not self._has_logged_distrust:
-            _log.critical("%s: %s; what was read before is good no more", self.file.what, reason)
+            _log.critical("%s: %s; what was read before is no longer in force", self.file.what, reason)
         self._has_logged_distrust = reason is not None
 
     def _report_unreadable(self, error: Exception) -> None:
-        # No text of an error that is not ours is trusted to be no secret.
+        # Texts of errors that are not ours might contain a secret, so they are not logged.
         message = str(error) if isinstance(error, ConfigError) else f"{self.file.what}: {type(error).__name__}"
         if self.trust.on_unreadable(message):
             self._refuse(message)
@@ -122,12 +123,14 @@ class _Watch:
             _log.error("%s; what was read before stays in force", message)
         else:
             _log.error(
-                "%s; what was read before is good for %g s, unless it can be read again", message, self.file.trust_s
+                "%s; what was read before stays in force for %g s unless it can be read again",
+                message,
+                self.file.trust_s,
             )
 
 
 class FileWatcher:
-    """Looks at files once a second while entered, and counts in metrics what became of each change."""
+    """Checks files once a second while entered, and counts the outcome of each change in metrics."""
 
     def __init__(
         self, files: Sequence[WatchedFile], *, check_s: float = _CHECK_S, clock: Callable[[], float] = time.monotonic
@@ -137,19 +140,20 @@ class FileWatcher:
         self._tasks: list[asyncio.Task[None]] = []
 
     def check_now(self) -> None:
-        """Look at all files now: one has changed."""
+        """Check all files now: one has changed."""
         for watch in self._watches.values():
             watch.wake.set()
 
     def distrust(self, what: str) -> str | None:
-        """Why what was read of these files is not to be relied on any more, if so: they could not be read for so long.
+        """Return why the content of these files may no longer be relied on, None while it may: they were unreadable too
+        long.
 
-        Decided by the clock and not by the task that watches, so that it holds if that should end.
+        Decided by the clock rather than by the watching task, so that it holds even if that task ends.
         """
         return self._watches[what].trust.distrust(self._clock())
 
     async def __aenter__(self) -> Self:
-        """Raises ConfigError when they make no sense from the beginning."""
+        """Read all files. Raises ConfigError when one is invalid from the start."""
         for watch in self._watches.values():
             await watch.begin()
         self._tasks = [asyncio.create_task(watch.run()) for watch in self._watches.values()]
@@ -163,7 +167,7 @@ class FileWatcher:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def check(self) -> None:
-        """Read again what has changed."""
+        """Reread every file that has changed."""
         for watch in self._watches.values():
             await watch.check()
 

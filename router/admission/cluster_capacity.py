@@ -1,7 +1,7 @@
-"""What the cluster can usefully take at this moment, and how fast work goes away. Pure.
+"""How much work the cluster can usefully take at this moment, and how fast it finishes work. Pure.
 
-The costs are those of placement: backlog tokens over measured prefill rates, and room for KV. Workers are to have a
-little work ahead, so that none is idle, and no more, because in their own queues nobody can be overtaken.
+The costs are placement's: backlog tokens over measured prefill rates, and room for KV. Workers should have a little
+work queued, so that none is idle, and no more, because requests cannot overtake each other in a worker's own queue.
 """
 
 import math
@@ -14,31 +14,31 @@ from router.admission.local_prefill_capacity import LocalPrefillCapacity, local_
 from router.placement.costs import CostModel
 from router.workers.columns import Bools, ClusterView, Floats, PoolView
 
-# Of a whole column; the methods of the same names cost twice as much on short ones.
+# Methods of whole columns; the ndarray methods of the same names cost twice as much on short ones.
 _least, _most, _sum = np.minimum.reduce, np.maximum.reduce, np.add.reduce
 _Rows = slice | Bools
-"""Some workers of a pool."""
+"""A selection of a pool's workers."""
 _ALL = slice(None)
 _REMEMBERED_S = 5.0
-"""Over which the rate at which a queue drains is measured."""
+"""Seconds over which the rate at which a queue drains is measured."""
 _BELIEVED_S = 0.5
-"""Of busy time, that a rate known beforehand counts for beside what was measured."""
+"""Weight of a rate known beforehand, in seconds of busy time, against what was measured."""
 
 
 class Shortage(Enum):
-    """What there is too little of for whoever waits."""
+    """The resource that waiting requests lack."""
 
     PREFILL = "prefill"
-    """Whoever reads prompts has enough ahead."""
+    """The workers that compute prompts have enough work queued."""
     DECODE = "decode"
-    """Places, memory or short steps of decode workers."""
+    """Decode workers lack request slots, memory, or time in their steps."""
     BOTH = "both"
-    """Either pool alone would not do."""
+    """Both pools are short."""
     ROUTER = "router"
-    """The router's own bound of requests under way."""
+    """The router's own bound on requests in flight is reached."""
 
     def and_decode(self) -> "Shortage":
-        """This, and the decode pool besides."""
+        """Return this shortage combined with one of the decode pool."""
         return Shortage.BOTH if self in (Shortage.PREFILL, Shortage.BOTH) else Shortage.DECODE
 
 
@@ -51,8 +51,8 @@ class CapacityPolicy:
     max_itl_s: float | None = None
     prior_prefill_tokens_per_s: float = 5_000.0
     costs: CostModel | None = None
-    """Placement's, by which decode workers read short prompts themselves; None: nobody knows which, and all wait for
-    the prefill pool where there is one."""
+    """Placement's cost model, by which decode workers compute short prompts themselves; None: it is unknown which, so
+    all prompts wait for the prefill pool where there is one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,54 +61,54 @@ class InTransit:
 
     num_requests: int = 0
     work_tokens: float = 0.0
-    """Of those that are read by whoever reads prompts."""
+    """Prompt tokens to compute on the workers that prefill."""
     local_tokens: float = 0.0
-    """Of those that had their turn because a decode worker reads them itself."""
+    """Prompt tokens of requests that had their turn because a decode worker prefills them itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterCapacity:
-    """The cluster at one moment."""
+    """What the cluster has room for at one moment."""
 
     usable: bool
-    """A decode worker takes requests; without one dispatch says what is wrong."""
+    """Whether a decode worker accepts requests; otherwise dispatch reports the reason."""
     decode_reads: bool
-    """There is no prefill worker to read prompts."""
+    """Whether there is no prefill worker, so that decode workers compute prompts."""
     slots: int
-    """Requests that decode workers may have besides."""
+    """Further requests that decode workers may have."""
     slack_tokens: float
-    """Prompt tokens that the pool may have ahead besides; at or below 0 it has enough to do."""
+    """Further prompt tokens that may be queued for the prefilling pool; at or below 0 it has enough work."""
     free_tokens: float
-    """KV that the emptiest decode worker has room for; infinite when one has nothing to do."""
+    """KV tokens free on the emptiest decode worker; infinite when one is idle."""
     pool_tokens: float
-    """KV that the largest pool holds; infinite while there is none."""
+    """Tokens of KV that the largest pool holds; infinite while there is no pool."""
     prefill_tokens_per_s: float
-    """Of the whole pool that computes prompts."""
+    """Prefill rate of the whole pool that computes prompts."""
     measured_tokens_per_s: float
-    """Of its fastest worker; 0 when none has measured."""
+    """Measured prefill rate of its fastest worker; 0 when none has been measured."""
     least_wait_s: float
-    """Until the worker that is first done with its prompts is done."""
+    """Seconds until the first worker has finished its queued prompts."""
     awaited: bool = False
-    """No decode worker takes requests, but one is expected to."""
+    """Whether no decode worker accepts requests but one is expected to soon."""
     local: LocalPrefillCapacity | None = None
-    """What decode workers would read themselves, while the prefill pool has enough to do."""
+    """What decode workers would prefill themselves while the prefill pool has enough work."""
 
     def ever_holds(self, num_tokens: int) -> bool:
-        """Whether waiting can make room for such a prompt; if not, dispatch says what is wrong."""
+        """Whether waiting can make room for such a prompt; if not, dispatch reports the reason."""
         return num_tokens < self.pool_tokens
 
     def compute_s(self, work_tokens: float) -> float:
-        """Of one prompt, by who computes fastest; nothing before any was measured."""
+        """Seconds to compute one prompt on the fastest worker; 0 before any rate was measured."""
         return work_tokens / self.measured_tokens_per_s if self.measured_tokens_per_s > 0.0 else 0.0
 
     def takes(self, num_tokens: int) -> bool:
-        """Whether a request with such a prompt would be run now, whoever reads it."""
+        """Whether a request with such a prompt would run now, on either pool."""
         if not self.usable:
             return not self.awaited
         return self.slots > 0 and self.slack_tokens > 0.0 and num_tokens < self.free_tokens
 
     def lack(self, num_tokens: int) -> Shortage | None:
-        """What a request with such a prompt would wait for; None: it would be run now."""
+        """Return what a request with such a prompt would wait for; None: it would run now."""
         if not self.usable:
             return Shortage.DECODE if self.awaited else None
         reading = self._reading_lack(num_tokens)
@@ -117,18 +117,19 @@ class ClusterCapacity:
         return Shortage.DECODE if reading is None else reading.and_decode()
 
     def reads_itself(self, num_tokens: int) -> LocalPrefillCapacity | None:
-        """Where a decode worker would read such a prompt itself because the prefill pool has enough to do."""
+        """Return the local prefill capacity if a decode worker would compute such a prompt because the prefill pool is
+        busy."""
         local = self.local
         return local if local is not None and local.reads(num_tokens) else None
 
     def awaits_reading(self, num_tokens: int) -> LocalPrefillCapacity | None:
-        """As `reads_itself`, where such a prompt lacks nothing else of the decode pool."""
+        """Like `reads_itself`, but only if such a prompt lacks nothing else of the decode pool."""
         return self.reads_itself(num_tokens) if self.slots > 1 and num_tokens < self.free_tokens else None
 
     def most_passing(self, num_tokens: int) -> float:
-        """The longest prompt that may go before one of so many tokens that waits for the prefill pool alone.
+        """Return the longest prompt that may run before one of `num_tokens` that waits for the prefill pool alone.
 
-        What it takes of the decode pool must leave enough for that one; below 0: none may.
+        What it takes from the decode pool must leave enough for the waiting one; below 0: none may pass.
         """
         local = self.local
         if local is None or local.slack_tokens <= 0.0 or self.slots <= 1:
@@ -143,12 +144,12 @@ class ClusterCapacity:
         local = self.reads_itself(num_tokens)
         if local is not None and local.slack_tokens > 0.0:
             return None
-        # Decode workers read longer ones only because the prefill pool is too small.
+        # Decode workers compute longer prompts only because the prefill pool is too small.
         return Shortage.DECODE if local is not None and num_tokens <= local.always_tokens else Shortage.PREFILL
 
 
 def measure_capacity(view: ClusterView, policy: CapacityPolicy, transit: InTransit, now_s: float) -> ClusterCapacity:
-    """What there is room for beside `transit`. A few operations on each pool, however many workers it has."""
+    """Measure the room that is left beside `transit`, in a few operations per pool, however many workers it has."""
     decode, prefill = view.decode, view.prefill
     willing = _willing(decode, now_s)
     decode_reads = not _any(prefill, _lending(prefill))
@@ -163,7 +164,7 @@ def measure_capacity(view: ClusterView, policy: CapacityPolicy, transit: InTrans
         local = local_prefill_capacity(
             view,
             policy.costs,
-            np.arange(len(decode.roster))[willing][slots > 0.0],
+            np.arange(len(decode.members))[willing][slots > 0.0],
             backlog_s=policy.worker_backlog_s,
             transit_tokens=transit.local_tokens,
             now_s=now_s,
@@ -183,7 +184,7 @@ def measure_capacity(view: ClusterView, policy: CapacityPolicy, transit: InTrans
 
 
 def _any(pool: PoolView, rows: _Rows) -> bool:
-    return len(pool.roster) > 0 if isinstance(rows, slice) else bool(rows.any())
+    return len(pool.members) > 0 if isinstance(rows, slice) else bool(rows.any())
 
 
 def _open(pool: PoolView) -> _Rows:
@@ -191,7 +192,7 @@ def _open(pool: PoolView) -> _Rows:
 
 
 def _lending(pool: PoolView) -> _Rows:
-    lends = pool.roster.lends
+    lends = pool.members.lends
     if lends is None:
         return _open(pool)
     return lends if pool.open is None else lends & pool.open
@@ -208,7 +209,7 @@ def _willing(pool: PoolView, now_s: float) -> _Rows:
 
 
 def _rates(rates: Floats, pool: PoolView, prior: float) -> Floats:
-    """Take the mean rate for workers that have not measured theirs."""
+    """Fill in the mean rate for workers that have not measured theirs."""
     if "prefill_ms" not in pool.unmeasured:
         return rates
     known = rates > 0.0
@@ -224,7 +225,7 @@ def _slots(active: Floats, step_ms: Floats, policy: CapacityPolicy) -> Floats:
 
 def _pool_tokens(pool: PoolView) -> float:
     rows = _open(pool)
-    return float(_most(pool.roster.pool_tokens[rows])) if _any(pool, rows) else math.inf
+    return float(_most(pool.members.pool_tokens[rows])) if _any(pool, rows) else math.inf
 
 
 def _free_tokens(active: Floats, free_tokens: Floats) -> float:
@@ -234,7 +235,7 @@ def _free_tokens(active: Floats, free_tokens: Floats) -> float:
 
 
 class DrainMeter:
-    """How much is served per second while requests wait, whatever the bottleneck is."""
+    """Measures how much is served per second while requests wait, whatever the bottleneck is."""
 
     def __init__(self, *, now_s: float) -> None:
         self._now_s = now_s
@@ -242,10 +243,10 @@ class DrainMeter:
         self._cost = 0.0
 
     def passed(self, now_s: float, *, busy: bool) -> None:
-        """Advance the clock; `busy`: requests waited all the while.
+        """Advance the clock; `busy`: requests waited throughout.
 
-        What was measured is forgotten also while nobody waits: after a slow hour everybody who would have to wait is
-        refused, so that nothing would ever be measured again.
+        Measurements fade even while no request waits: otherwise, after a slow hour, every request that would have to
+        wait would be refused, and nothing would ever be measured again.
         """
         if now_s > self._now_s:
             kept = math.exp((self._now_s - now_s) / _REMEMBERED_S)
@@ -260,9 +261,9 @@ class DrainMeter:
         return max(0.0, now_s - self._now_s)
 
     def served(self, cost: float) -> None:
-        """A waiting request got its turn."""
+        """Count a waiting request that got its turn."""
         self._cost += cost
 
     def rate(self, prior: float) -> float:
-        """Cost per second; `prior`: what is expected where little was measured."""
+        """Return the cost served per second; `prior`: the rate assumed where little was measured."""
         return max(1e-6, (self._cost + prior * _BELIEVED_S) / (self._busy_s + _BELIEVED_S))

@@ -1,9 +1,9 @@
-"""Which continued streams pass the queue and the limits: they were promised to their clients. Pure.
+"""Which continued streams bypass the queue and the limits: their clients were promised them. Pure.
 
-An id can be sent any number of times, to any router, also of a stream that ended well; who has it no more computes the
-whole answer again. So a router keeps the promise once for each stream, and for as many streams at a time as it runs
-requests. Whatever comes besides takes its turn, within its key's limits, like a request that is new. All of them are
-counted for their key (`router.admission.rate_limits`).
+An id can be sent any number of times, to any router, even for a stream that ended well; a router that no longer has the
+stream computes the whole answer again. So a router keeps the promise once per stream, and for as many streams at a time
+as it runs requests. Any further continuation waits its turn, within its key's limits, like a new request. All of them
+are counted for their key (`router.admission.rate_limits`).
 """
 
 from collections.abc import Callable
@@ -14,10 +14,10 @@ _MOST_REMEMBERED = 65_536
 
 
 class Continuations:
-    """Streams that one router has let pass."""
+    """The continued streams that one router has let pass."""
 
     def __init__(self, *, most: int, remembered_s: float, clock: Callable[[], float]) -> None:
-        """`most`: at a time, beside all others; `remembered_s`: for how long an id is good."""
+        """`most`: at a time, in addition to all other requests; `remembered_s`: how long an id is valid."""
         self._most = most
         self._remembered_s = remembered_s
         self._clock = clock
@@ -26,7 +26,7 @@ class Continuations:
         self._num_under_way = 0
 
     def is_promised(self, stream: RequestId) -> bool:
-        """Whether a stream passes now."""
+        """Whether a stream may bypass the queue now."""
         return stream not in self._begun_s and self._num_under_way < self._most
 
     def begun(self, stream: RequestId) -> None:
@@ -39,5 +39,5 @@ class Continuations:
             del self._begun_s[oldest]
 
     def ended(self) -> None:
-        """Count one that had passed as over."""
+        """Count a stream that had passed as ended."""
         self._num_under_way -= 1

@@ -1,4 +1,4 @@
-"""What a request is expected to cost when it comes, by what its tenant's earlier ones were like. Pure."""
+"""The cost that a request is expected to have on arrival, estimated from its tenant's earlier requests. Pure."""
 
 from collections.abc import Callable
 
@@ -9,22 +9,22 @@ from router.admission.types import AdmissionEntry, AdmissionRequest
 
 _SMOOTHING = 0.1
 _USUAL_OUTPUT_TOKENS = 128.0
-"""Of a tenant that nobody knows yet, while nobody else is known either."""
+"""Assumed for a new tenant while no other tenant has been measured either."""
 
 
 class TenantStats:
-    """Running means, per tenant; a new tenant is taken for the mean of all requests."""
+    """Running means per tenant; a new tenant is assumed to be like the mean of all requests."""
 
     def __init__(self) -> None:
         self._of: dict[str, tuple[float, float]] = {}
         self._all = (_USUAL_OUTPUT_TOKENS, 1.0)
 
     def expected(self, tenant: str) -> tuple[float, float]:
-        """Tokens of an answer over all choices, and the share of its prompt that is not found cached."""
+        """Return the expected answer tokens over all choices, and the expected uncached share of the prompt."""
         return self._of.get(tenant, self._all)
 
     def learn(self, tenant: str, *, output_tokens: float, computed_share: float) -> None:
-        """A request has ended well."""
+        """Learn from a request that has ended well."""
         seen = (output_tokens, computed_share)
         self._of[tenant] = _blend(self._of.get(tenant, seen), seen)
         self._all = _blend(self._all, seen)
@@ -35,7 +35,7 @@ def _blend(old: tuple[float, float], new: tuple[float, float]) -> tuple[float, f
 
 
 class TicketIssuer:
-    """Makes those of one router, and learns from those that have ended."""
+    """Makes the tickets of one router, and learns from requests that have ended."""
 
     def __init__(self, counters: VirtualCounters, limiter: RateLimiter, clock: Callable[[], float]) -> None:
         self._counters = counters
@@ -45,7 +45,7 @@ class TicketIssuer:
         self._num_made = 0
 
     def make(self, wanted: AdmissionRequest) -> Ticket:
-        """In order of arrival, which is now."""
+        """Make a ticket, numbered in order of arrival, which is now."""
         self._num_made += 1
         tenant, most = wanted.tenant, wanted.max_output_tokens
         output, share = self._stats.expected(tenant)
@@ -63,7 +63,7 @@ class TicketIssuer:
         )
 
     def learn(self, entry: AdmissionEntry, cached_tokens: int) -> None:
-        """It has ended; so much of its prompt was cached. What it really cost is what its tenant is charged."""
+        """Charge the tenant what an ended request really cost; `cached_tokens` of its prompt were cached."""
         ticket = entry.ticket
         computed = max(0, ticket.num_tokens - cached_tokens)
         self._counters.charge(ticket.tenant, input_tokens=computed - ticket.work_tokens)

@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class Rejection(Enum):
-    """Why a request was turned away; a label."""
+    """Why a request was refused; a metric label."""
 
     CONCURRENT = "concurrent_requests"
     REQUESTS = "requests_per_minute"
@@ -17,7 +17,7 @@ class Rejection(Enum):
     DEADLINE = "deadline"
     """Predicted to miss its own deadline."""
     HOPELESS = "hopeless"
-    """The same, after it had waited."""
+    """Predicted to miss its deadline or the longest wait, after it had waited."""
     DRAINING = "draining"
 
 
@@ -31,34 +31,34 @@ class TenantCounts:
 
 @dataclass(slots=True)
 class AdmissionCounts:
-    """Of all tenants. Their number is bounded by the configured keys."""
+    """Counts over all tenants. Their number is bounded by the configured keys."""
 
     rejections: Counter[Rejection] = field(default_factory=Counter)
     tenants: dict[str, TenantCounts] = field(default_factory=dict)
     num_turns: int = 0
     waited_s: float = 0.0
-    """By all that had their turn, together."""
+    """Seconds waited by all requests that had their turn, summed."""
     _last: tuple[Rejection, str] | None = None
-    """Why somebody was turned away last, and of which tenant."""
+    """The last refusal's reason and tenant."""
 
     def rejected(self, why: Rejection, tenant: str, num_requests: int = 1) -> None:
-        """So many were turned away: a call is, with all its requests."""
+        """Count refused requests: a call is refused with all its requests."""
         self._last = why, tenant
         self.rejections[why] += num_requests
         self._of(tenant).rejected += num_requests
 
     def rejected_with_it(self, num_requests: int) -> None:
-        """So many more of the call whose request was turned away last."""
+        """Count further requests of the call whose request was refused last."""
         if self._last is not None:
             self.rejected(*self._last, num_requests)
 
     def waited(self, seconds: float) -> None:
-        """One had its turn."""
+        """Count a request that had its turn."""
         self.num_turns += 1
         self.waited_s += seconds
 
     def served(self, tenant: str, input_tokens: int, output_tokens: int) -> None:
-        """One that ran has ended."""
+        """Count a request that ran and has ended."""
         counts = self._of(tenant)
         counts.requests += 1
         counts.input_tokens += input_tokens

@@ -4,9 +4,9 @@
 
 A request is refused before anything is computed for it when its tenant's limits are reached
 (`router.admission.rate_limits`, 429), when the queue is full (`router.admission.queue_limits`, 429, the longest line
-first), or when it is predicted to come too late (503); each refusal says when to come back. Those that wait are looked
-at again and again. None waits while the cluster has room, and none for the prefill pool whose prompt a decode worker
-would compute itself.
+first), or when it is predicted to come too late (503); each refusal says when to retry. Waiting requests are
+reconsidered whenever something changes. No request waits while the cluster has room, and none waits for the prefill
+pool if a decode worker would compute its prompt itself.
 """
 
 from collections.abc import Callable, Sequence
@@ -59,9 +59,9 @@ class FairAdmission:
             self._queue, self._counters, self._forecast, policy=policy, counts=self.counts, clock=clock
         )
         self.closed = False
-        """Nothing new is let in."""
+        """No new request is admitted."""
         self.ended = False
-        """Nor is a stream that goes on."""
+        """No continued stream is admitted either."""
         self.num_inflight = 0
 
     @property
@@ -78,28 +78,29 @@ class FairAdmission:
         return self._num_refused()
 
     def held(self) -> dict[Shortage, QueuedTotals]:
-        """All in line by what they wait for: what they lack themselves, or else what who goes before them lacks."""
+        """Sum the queue by what requests wait for: what they lack themselves, or what the request ahead of them
+        lacks."""
         return self._rule.held(self._watch.measure())
 
     def has_idle_room(self) -> bool:
-        """Whether nobody waits, and the cluster would take another request at once."""
+        """Whether no request waits and the cluster would run another one at once."""
         return not self.closed and not len(self._queue) and self._watch.measure().takes(0)
 
     def oldest_s(self) -> float:
-        """Seconds that the request has waited that has waited longest."""
+        """Seconds that the longest-waiting request has waited."""
         now_s = self._clock()
         return now_s - min((ticket.arrived_s for ticket in self._queue), default=now_s)
 
     def enter(self, wanted: AdmissionRequest) -> tuple[AdmissionEntry, list[tuple[AdmissionEntry, ServingError]]]:
-        """Let one request in, as `enter_call`. Raises Overloaded or Unavailable with the time to come back."""
+        """Admit one request, like `enter_call`. Raises Overloaded or Unavailable with a Retry-After."""
         entered = self.enter_call([wanted])
         if entered.refusal is not None:
             raise entered.refusal
         return entered.entries[0], entered.evicted
 
     def enter_call(self, call: Sequence[AdmissionRequest]) -> "AdmissionResult":
-        """Count all requests of one client call in, or none: what is refused costs nothing. Each waits unless it has
-        its turn at once. Raises Overloaded, Unavailable, or InvalidRequest for more than the tenant may ever have.
+        """Count all requests of one client call in, or none: a refused call costs nothing. Each request waits unless it
+        has its turn at once. Raises Overloaded, Unavailable, or InvalidRequest for more than the tenant may ever have.
         """
         entries = self._admit(call)
         entered = AdmissionResult(entries, [])
@@ -121,7 +122,7 @@ class FairAdmission:
         return entered
 
     def pump(self) -> list[AdmissionEntry]:
-        """Give turns to those that may run now, and return them."""
+        """Give turns to the requests that may run now, and return them."""
         turns: list[AdmissionEntry] = []
         if not len(self._queue):
             return turns
@@ -130,7 +131,7 @@ class FairAdmission:
             room = self._watch.measure()
             if (ticket := self._rule.next_turn(first, room)) is None:
                 break
-            if ticket is first:  # who passes makes no other's turn come sooner
+            if ticket is first:  # letting it pass brings no other request's turn closer
                 self._forecast.meter.served(ticket.cost)
             self._queue.remove(ticket)
             entry = self._entries.pop(ticket)
@@ -140,12 +141,12 @@ class FairAdmission:
         return turns
 
     def hopeless(self) -> list[tuple[AdmissionEntry, ServingError]]:
-        """End those that wait and cannot be served in time any more; each with its refusal."""
+        """End waiting requests that can no longer be served in time; return each with its refusal."""
         if not len(self._queue):
             return []
         self._pass_time()
         room, forecast = self._watch.measure(), self._forecast
-        # A prediction may be wrong, so those let in are given more time; here is none.
+        # A prediction may be wrong, so admitted requests get more time than this; these have none left.
         patience = 1.0 if room.awaited else self._policy.patience
         whole_s = forecast.whole_s(room)
         found = []
@@ -170,16 +171,17 @@ class FairAdmission:
         self._counters.charge(entry.ticket.tenant, output_tokens=num_tokens)
 
     def adopted(self, entry: AdmissionEntry) -> None:
-        """Take back the charge for the prompt of a stream that a worker still had."""
+        """Refund the charge for the prompt of a stream that a worker still had."""
         self._counters.charge(entry.ticket.tenant, input_tokens=-entry.ticket.work_tokens)
         entry.ticket.num_tokens, entry.ticket.work_tokens = 0, 0.0
 
     def cached(self, entry: AdmissionEntry, num_tokens: int) -> None:
-        """Note how many prompt tokens of a choice that has ended were cached."""
+        """Record how many prompt tokens of an ended choice were cached."""
         entry.cached_tokens = max(entry.cached_tokens or 0, num_tokens)
 
     def end(self, entry: AdmissionEntry, *, taken: bool = True) -> None:
-        """End a request. `taken`: a worker took it, or may have, else it costs nothing. No-op the second time."""
+        """End a request. `taken`: a worker accepted it, or may have; otherwise it costs nothing. Calling it twice is
+        harmless."""
         if entry.ended:
             return
         entry.ended = True
@@ -203,7 +205,7 @@ class FairAdmission:
         self._limiter.settle(entry.grant, ticket.num_tokens + entry.output_tokens)
 
     def predicted_first_token_s(self, wanted: AdmissionRequest) -> float:
-        """Seconds until a request that came now would have its first token."""
+        """Predict the seconds until a request arriving now would have its first token."""
         ticket, room = self._tickets.make(wanted), self._watch.measure()
         return self._forecast.wait_s(ticket, room) + room.compute_s(ticket.work_tokens)
 
@@ -222,9 +224,9 @@ class FairAdmission:
         return [AdmissionEntry(ticket=ticket, grant=grant) for ticket, grant in zip(tickets, grants, strict=True)]
 
     def _line_up(self, entry: AdmissionEntry) -> list[tuple[AdmissionEntry, ServingError]]:
-        """Put it into the queue, unless it may run at once. Raises what `enter` raises."""
+        """Queue the request, unless it may run at once. Raises what `enter` raises."""
         ticket, room, forecast = entry.ticket, self._watch.measure(), self._forecast
-        # Who fits no pool would wait in vain, and whoever is behind it as well.
+        # A request that fits no pool would wait in vain, and so would every request behind it.
         too_large = not room.ever_holds(ticket.num_tokens)
         at_once = too_large or (self._rule.lack(ticket, room) is None and self._rule.passes(ticket, room))
         if at_once and not len(self._queue):
@@ -252,7 +254,7 @@ class FairAdmission:
         return entry, self._limits.queue_full(victim, room)
 
     def _pass_time(self) -> None:
-        # How fast the queue drains is not learned while there is nobody to drain it.
+        # The drain rate is not learned while no worker drains the queue.
         self._forecast.meter.passed(self._clock(), busy=len(self._queue) > 0 and not self._watch.awaited)
 
     def _give_turn(self, entry: AdmissionEntry) -> None:

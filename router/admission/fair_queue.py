@@ -1,7 +1,7 @@
-"""The queue of requests that wait for their turn: by priority, then the tenant served least, then by deadline.
+"""The queue of requests that wait for their turn: by priority, then by the tenant served least, then by deadline.
 
-Pure. Deadlines come first in another way: a request that can no longer meet its own is removed by the queue's owner
-(`router/admission/fair_admission.py`), so that every request here can still be served in time.
+Pure. Deadlines take precedence in another way: the queue's owner (`router/admission/fair_admission.py`) removes a
+request that can no longer meet its deadline, so every request here can still be served in time.
 """
 
 from bisect import bisect_left, insort
@@ -21,40 +21,40 @@ class Ticket:
     num_tokens: int
     """Tokens of its prompt."""
     work_tokens: float
-    """Those of them that are expected to be computed."""
+    """Prompt tokens that are expected to be computed."""
     output_tokens: float
-    """Expected, over all choices."""
+    """Tokens expected, over all choices."""
     cost: float
-    """What it is expected to count in fair shares, before weights."""
+    """Expected cost in fair shares, before weights."""
     number: int
-    """In order of arrival."""
+    """Position in order of arrival."""
     arrived_s: float
     deadline_s: float | None
-    """For its first token."""
+    """Deadline of its first token."""
 
     @property
     def rank(self) -> tuple[float, int]:
-        """Its order within its tenant and priority."""
+        """Return the sort key within its tenant and priority."""
         return (float("inf") if self.deadline_s is None else self.deadline_s, self.number)
 
 
 class Ahead(NamedTuple):
-    """What is served before a request."""
+    """The work served before a request."""
 
     cost: float
     work_tokens: float
 
 
 class EvictionCandidate(NamedTuple):
-    """One of those that are given up when there is no place for all."""
+    """A request that may be evicted when the queue is full."""
 
     ticket: Ticket
     line_cost: float
-    """Of its tenant's line over its weight, up to and with itself."""
+    """Cost over weight of its tenant's line, up to and including itself."""
 
 
 class _Line:
-    """One tenant's requests of one priority."""
+    """The queued requests of one tenant and priority."""
 
     __slots__ = ("cost", "tickets", "work_tokens")
 
@@ -85,33 +85,33 @@ def _rank(ticket: Ticket) -> tuple[float, int]:
 
 
 class FairQueue:
-    """All requests that wait. Its owner keeps its bounds."""
+    """All requests that wait. Its owner enforces the bounds."""
 
     def __init__(self, counters: VirtualCounters) -> None:
         self._counters = counters
         self._classes: dict[int, dict[str, _Line]] = {}
         self._size = 0
         self.num_tokens = 0
-        """Of all waiting prompts."""
+        """Sum over all waiting prompts."""
         self._lengths: list[int] = []
-        """Of each, in order."""
+        """Lengths of the waiting prompts, in order."""
 
     def __len__(self) -> int:
         return self._size
 
     def __iter__(self) -> Iterator[Ticket]:
-        """By priority and tenant."""
+        """Iterate by priority and tenant."""
         for priority in sorted(self._classes):
             for line in self._classes[priority].values():
                 yield from line.tickets
 
     @property
     def tenants(self) -> set[str]:
-        """Those with somebody waiting."""
+        """The tenants with waiting requests."""
         return {tenant for lines in self._classes.values() for tenant in lines}
 
     def push(self, ticket: Ticket, *, credit: float = 0.0) -> None:
-        """Begin to wait; a tenant that had nobody waiting is lifted to those that had, but for `credit`."""
+        """Queue a ticket; the counter of a tenant that had nothing queued is lifted to the others', minus `credit`."""
         tenants = self.tenants
         if ticket.tenant not in tenants:
             self._counters.activate(ticket.tenant, tenants, credit=credit)
@@ -132,7 +132,7 @@ class FairQueue:
         del self._lengths[bisect_left(self._lengths, ticket.num_tokens)]
 
     def first(self) -> Ticket | None:
-        """Whose turn it is."""
+        """Return the ticket whose turn is next."""
         if not self._classes:
             return None
         lines = self._classes[min(self._classes)]
@@ -140,7 +140,7 @@ class FairQueue:
         return lines[tenant].tickets[0]
 
     def first_within(self, most_tokens: float) -> Ticket | None:
-        """Whose turn it would be if no longer prompts waited than that."""
+        """Return the ticket whose turn would be next if no longer prompts than `most_tokens` waited."""
         if not self._lengths or self._lengths[0] > most_tokens:
             return None
         for _, lines in sorted(self._classes.items()):
@@ -154,16 +154,17 @@ class FairQueue:
         return None
 
     def within(self, most_tokens: float) -> float:
-        """Work, in tokens, of all prompts that are no longer than that."""
+        """Sum the work, in tokens, of all prompts of at most `most_tokens`."""
         if not self._lengths or self._lengths[0] > most_tokens:
             return 0.0
         return sum(ticket.work_tokens for ticket in self if ticket.num_tokens <= most_tokens)
 
     def ahead_of(self, ticket: Ticket, *, credit: float = 0.0) -> Ahead:
-        """What is served before a request, whether it waits already or not.
+        """Compute what is served before a request, whether it waits already or not.
 
-        Its turn comes when its tenant's counter has taken in all that the tenant has before it; every other tenant is
-        served until its own counter has come as far. Takes time linear in the number of tenants that wait.
+        Its turn comes when its tenant's counter has taken in everything that the tenant has queued before it; every
+        other tenant is served until its own counter has come as far. Takes time linear in the number of waiting
+        tenants.
         """
         counters, tenant = self._counters, ticket.tenant
         cost, work = 0.0, 0.0
@@ -184,8 +185,8 @@ class FairQueue:
         return Ahead(cost + own.cost, work + own.work_tokens)
 
     def given_up(self) -> Iterator[EvictionCandidate]:
-        """All, in the order in which to give them up: each the last of the line that is then the longest (by cost over
-        weight) of the worst priority. Nobody is taken out.
+        """Iterate over all tickets in the order in which to evict them: each is the last of the line that is then the
+        longest (by cost over weight) of the worst priority. Removes nothing.
         """
         for _, lines in sorted(self._classes.items(), reverse=True):
             lasts = {tenant: reversed(line.tickets) for tenant, line in lines.items()}
@@ -199,6 +200,6 @@ class FairQueue:
                 costs[longest] -= ticket.cost / self._counters.weight(longest)
 
     def line_cost(self, tenant: str, priority: int) -> float:
-        """Of a tenant's line, over its weight."""
+        """Return the cost of a tenant's line over its weight."""
         line = self._classes.get(priority, {}).get(tenant)
         return 0.0 if line is None else line.cost / self._counters.weight(tenant)

@@ -1,7 +1,7 @@
-"""Which prompts decode workers would read themselves at this moment, by placement's own costs. Pure.
+"""Which prompts decode workers would prefill themselves at this moment, by placement's own costs. Pure.
 
-Placement weighs a hand-off against what reading a prompt on the decode worker costs the streams there, so the longer
-the prefill pool's queue, the longer the prompts that it places without it. Nothing is known here of what is cached.
+Placement weighs a hand-off against what prefilling on the decode worker costs the streams there, so the longer the
+prefill pool's queue, the longer the prompts that it places without it. What is cached is unknown here.
 """
 
 from dataclasses import dataclass
@@ -16,30 +16,31 @@ _least, _most, _sum = np.minimum.reduce, np.maximum.reduce, np.add.reduce
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalPrefillCapacity:
-    """What decode workers with a place can read besides."""
+    """Further prompt work that decode workers with a free slot can take."""
 
     most_tokens: float
-    """The longest prompt that one of them would read itself."""
+    """The longest prompt that one of them would prefill itself."""
     always_tokens: int
-    """The longest that they read whatever the prefill pool has to do."""
+    """The longest prompt that they prefill however idle the prefill pool is."""
     slack_tokens: float
-    """Prompt tokens that they may have ahead besides; at or below 0 they have enough to read."""
+    """Further prompt tokens that they may have queued; at or below 0 they have enough work."""
     tokens_per_s: float
-    """That they read together."""
+    """Their combined prefill rate."""
     wait_s: float
-    """Until the one that is first done with its prompts is done."""
+    """Seconds until the first of them has finished its queued prompts."""
 
     def reads(self, num_tokens: int) -> bool:
-        """Whether such a prompt would be read there."""
+        """Whether such a prompt would be prefilled there."""
         return num_tokens <= self.most_tokens
 
 
 def local_prefill_capacity(
     view: ClusterView, model: CostModel, rows: Ints, *, backlog_s: float, transit_tokens: float, now_s: float
 ) -> LocalPrefillCapacity | None:
-    """Of the decode workers in `rows`; None: there are none. `backlog_s`: of reading, that each may have ahead.
+    """Compute it for the decode workers in `rows`; None: there are none. `backlog_s`: prefill work that each may have
+    queued.
 
-    `transit_tokens`: of prompts that had their turn and are not placed yet.
+    `transit_tokens`: prompt tokens of requests that had their turn and are not placed yet.
     """
     if not len(rows):
         return None
@@ -55,14 +56,14 @@ def local_prefill_capacity(
 
 
 def _thresholds(view: ClusterView, model: CostModel, rows: Ints, now_s: float) -> Floats:
-    """Tokens up to which reading costs no more than a hand-off, worker by worker; see
+    """Compute per worker the prompt length up to which local prefill costs no more than a hand-off; see
     `router.placement.costs.local_threshold`.
 
-    Here the partner's computing grows with the prompt as well.
+    Here the partner's computation grows with the prompt as well.
     """
     pool = view.decode
     partners = [_partner(view, model, able, now_s) for able in view.partners]
-    kinds = pool.roster.kinds[rows]
+    kinds = pool.members.kinds[rows]
     wait_ms, partner_ms = (np.array(column)[kinds] for column in zip(*partners, strict=True))
     token_ms = prefill_ms(pool, model)[rows]
     ahead = wait_ms + model.handoff_ms - pool.backlog[rows] * token_ms
@@ -72,7 +73,8 @@ def _thresholds(view: ClusterView, model: CostModel, rows: Ints, now_s: float) -
     equal = np.where(rising, ahead / np.where(rising, slope, 1.0), np.where(ahead >= 0.0, np.inf, 0.0))
     if model.max_local_prefill_tokens is not None:
         equal = np.where(wait_ms < np.inf, np.minimum(equal, model.max_local_prefill_tokens), equal)
-    # Who has no partner reads all that it is given; beside one who has, that makes no long prompt a short one.
+    # Without a partner a worker prefills everything it is given; beside one that has a partner, that makes no long
+    # prompt short.
     paired = wait_ms < np.inf
     if paired.any():
         equal = np.where(paired, equal, 0.0)
@@ -81,7 +83,8 @@ def _thresholds(view: ClusterView, model: CostModel, rows: Ints, now_s: float) -
 
 
 def _partner(view: ClusterView, model: CostModel, able: Bools | None, now_s: float) -> tuple[float, float]:
-    """Of the prefill worker that would begin first for one kind of decode worker: until then, and per token; in ms."""
+    """Return when the first prefill worker for one kind of decode worker could begin, and its time per token; both in
+    ms."""
     pool = view.prefill
     token_ms = prefill_ms(pool, model)
     wait_ms = pool.backlog * token_ms

@@ -1,7 +1,7 @@
-"""Bounds of what is prepared, what runs and what waits, and how a request beyond them is refused. Pure.
+"""Bounds on requests being prepared, running and waiting, and the refusals of requests beyond them. Pure.
 
 429 when the queue is full, and when too many prompts wait for the tokenizer; 503 when a request would come too late or
-the router drains. Each says when to come back. A tenant's own limits are in `router.admission.rate_limits`.
+the router is draining. Each refusal says when to retry. A tenant's own limits are in `router.admission.rate_limits`.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,12 +16,12 @@ from router.admission.wait_forecast import WaitForecast
 from tandem.errors import DeadlineExceeded, Overloaded, ServingError, Unavailable
 
 _DRAINING_RETRY_S = 1.0
-"""Another router, or this one's successor, answers by then."""
+"""By then another router, or this one's successor, answers."""
 _PREPARATION_RETRY_S = 1.0
 
 
 class PreparationLimit:
-    """Bounds the requests whose prompts wait for the tokenizer, before admission knows how long they are."""
+    """Bounds the requests whose prompts wait for the tokenizer, before admission knows their length."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -29,9 +29,9 @@ class PreparationLimit:
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
-        """Count one in while inside. Raises Overloaded."""
+        """Count a request while inside. Raises Overloaded."""
         if self._num_preparing >= self._most:
-            message = f"{self._num_preparing} requests wait to be tokenized"
+            message = f"{self._num_preparing} requests are waiting to be tokenized"
             raise Overloaded(message, retry_after_s=_PREPARATION_RETRY_S)
         self._num_preparing += 1
         try:
@@ -43,7 +43,7 @@ class PreparationLimit:
 class InflightLimit:
     """Bounds the requests that a router runs at once, `router.max_inflight_requests`; those beyond it wait.
 
-    Requests of positive priority (later than normal) fill a share of the places only.
+    Requests of positive priority (later than normal) may fill only a share of the slots.
     """
 
     def __init__(self, policy: AdmissionPolicy, num_running: Callable[[], int]) -> None:
@@ -52,12 +52,12 @@ class InflightLimit:
         self._num_running = num_running
 
     def num_free(self, priority: int) -> int:
-        """Places that requests of a priority could have now; below 0 when others hold its share."""
+        """Slots that requests of a priority could have now; below 0 when others hold its share."""
         return (self._max_background if priority > 0 else self._max_inflight) - self._num_running()
 
 
 class QueueLimits:
-    """Bounds of the queue of one router: who gives way when it is full, and what those hear who are refused."""
+    """Bounds of one router's queue: which requests are evicted when it is full, and how refusals are worded."""
 
     def __init__(
         self,
@@ -77,14 +77,14 @@ class QueueLimits:
         self._clock = clock
 
     def draining(self, tenant: str, num_requests: int) -> Unavailable:
-        """The refusal of a whole call by a router that ends."""
+        """Make the refusal of a whole call by a router that is shutting down."""
         self._counts.rejected(Rejection.DRAINING, tenant, num_requests)
         return Unavailable("the router is draining", retry_after_s=_DRAINING_RETRY_S)
 
     def victims(self, ticket: Ticket, room: ClusterCapacity) -> list[Ticket]:
-        """Those that give way to `ticket`: of the worst priority the end of the longest line.
+        """Return the requests to evict in favour of `ticket`: of the worst priority, the end of the longest line.
 
-        Raises Overloaded if they would not suffice, or come before it.
+        Raises Overloaded if evicting them would not make enough room, or they rank before `ticket`.
         """
         num_waiting, num_tokens = len(self._queue), self._queue.num_tokens + ticket.num_tokens
         found: list[Ticket] = []
@@ -98,21 +98,21 @@ class QueueLimits:
         return found
 
     def queue_full(self, ticket: Ticket, room: ClusterCapacity) -> Overloaded:
-        """The refusal of a request that there is no place for in the queue."""
+        """Make the refusal of a request that the queue has no room for."""
         wait_s = ticket.cost / self._forecast.rate(room)
         self._counts.rejected(Rejection.QUEUE_FULL, ticket.tenant)
         retry_s = self._forecast.retry_after_s(ticket, wait_s, room)
-        return Overloaded(f"{len(self._queue)} requests wait", retry_after_s=retry_s)
+        return Overloaded(f"{len(self._queue)} requests are waiting", retry_after_s=retry_s)
 
     def too_late(
         self, ticket: Ticket, why: Rejection, over_s: float, room: ClusterCapacity, *, waited: bool = False
     ) -> ServingError:
-        """The refusal of a request that would come `over_s` too late; `waited`: it was let in before."""
+        """Make the refusal of a request that would come `over_s` too late; `waited`: it was admitted before."""
         self._counts.rejected(Rejection.HOPELESS if waited else why, ticket.tenant)
         if why is Rejection.DEADLINE and ticket.deadline_s is not None and ticket.deadline_s <= self._clock():
-            return DeadlineExceeded("the request's time ran out before its turn came")
+            return DeadlineExceeded("the request's deadline passed while it was queued")
         retry_s = self._forecast.retry_after_s(ticket, over_s, room)
-        why_late = "no decode worker takes requests" if room.awaited else "the cluster is overloaded"
+        why_late = "no decode worker accepts requests" if room.awaited else "the cluster is overloaded"
         bound = "its deadline" if why is Rejection.DEADLINE else f"{self._policy.max_queue_s:g} s"
         return Unavailable(f"{why_late}: the wait would be longer than {bound}", retry_after_s=retry_s)
 

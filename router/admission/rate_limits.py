@@ -1,7 +1,7 @@
-"""Limits of each tenant: requests and tokens per minute, requests at once. Who is over one is refused with 429. Pure.
+"""Limits of each tenant: requests and tokens per minute, requests at once. Requests over a limit get 429. Pure.
 
-Router processes of one host count together (`router.host_peers.rate_limits`), so that their limits hold exactly. What
-routers of other hosts let in counts as soon as it is heard of (`router.admission.shared_rate_limits`).
+Router processes of one host share their counts (`router.host_peers.rate_limits`), so their limits hold exactly. Usage
+on other hosts is counted as soon as it is reported (`router.admission.shared_rate_limits`).
 """
 
 import math
@@ -18,18 +18,19 @@ _PER_REQUEST_S = 1.0
 bound."""
 _SMOOTHING = 0.2
 _USUAL_PRIORITY = 0
-"""The best that a key has of which nothing else is said."""
+"""The best priority of a key for which none is configured."""
 RECENT_S = 2 * _MINUTE_S
-"""After so long without use every account is full again, and what was used before concerns nobody."""
+"""After this long without use every account is full again, so that earlier usage no longer matters."""
 
 
 class TokenBucket:
-    """So many a minute, a minute's worth at once. Settling may put it into debt: then it has to fill up first."""
+    """A bucket that refills at a rate per minute and holds one minute's worth. Settling may overdraw it; it then
+    refills first."""
 
     __slots__ = ("level", "per_minute", "seen_s")
 
     def __init__(self, *, per_minute: float, level: float, seen_s: float) -> None:
-        """`level`: what it held at the time `seen_s`."""
+        """`level`: its content at the time `seen_s`."""
         self.per_minute = per_minute
         self.level = level
         self.seen_s = seen_s
@@ -39,29 +40,30 @@ class TokenBucket:
         return cls(per_minute=per_minute, level=float(per_minute), seen_s=now_s)
 
     def wait_s(self, amount: float, now_s: float) -> float:
-        """Seconds until `amount` may be taken; 0 when it may now. More than it ever holds may be taken when full."""
+        """Seconds until `amount` may be taken; 0 when it may be now. More than the bucket holds may be taken when it is
+        full."""
         self._fill(now_s)
         return max(0.0, (min(amount, self.per_minute) - self.level) * _MINUTE_S / self.per_minute)
 
     def consume(self, amount: float, now_s: float) -> None:
-        """Take `amount`, into debt if need be; below zero gives back."""
+        """Take `amount`, into debt if need be; a negative amount is a refund."""
         self._fill(now_s)
         self.level = min(self.per_minute, self.level - amount)
 
     def resized(self, per_minute: float, now_s: float) -> "TokenBucket":
-        """A bucket of a new size, from which as much is missing."""
+        """Return a bucket of a new size from which as much is missing."""
         self._fill(now_s)
         return TokenBucket(per_minute=per_minute, level=per_minute - (self.per_minute - self.level), seen_s=now_s)
 
     def _fill(self, now_s: float) -> None:
-        # Another process may have looked at its clock a moment later, and filled it already.
+        # Another process may have read its clock a moment later, and filled the bucket already.
         if now_s > self.seen_s:
             refilled = self.level + (now_s - self.seen_s) * self.per_minute / _MINUTE_S
             self.level, self.seen_s = min(self.per_minute, refilled), now_s
 
 
 class LimitUsage:
-    """What one tenant has used of its limits. This one is of a process that is alone; a subclass shares it.
+    """What one tenant has used of its limits. This one belongs to a single process; a subclass shares it.
 
     Read and written inside `with` only.
     """
@@ -74,29 +76,30 @@ class LimitUsage:
         self.num_inflight = 0
         """Requests that this process has accepted and not yet answered."""
         self.num_inflight_beside = 0
-        """Those of the other processes that share the account."""
+        """Requests of the other processes that share the account."""
 
     def __enter__(self) -> Self:
-        """Hold the account: nobody else changes it meanwhile."""
+        """Lock the account: nothing else changes it meanwhile."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Give it back as it is now."""
+        """Store the changes and unlock the account."""
 
     def drop_ended_processes(self) -> None:
-        """Forget requests of processes that have died with them."""
+        """Forget the requests of processes that have died."""
 
     def release(self) -> None:
-        """End one request of this process, outside `with`: needs no lock, since nobody else writes that number."""
+        """End one request of this process, outside `with`: needs no lock, since only this process writes that
+        number."""
         self.num_inflight -= 1
 
 
 UsageOf = Callable[[str], LimitUsage]
-"""The account of a tenant that has limits."""
+"""Returns the account of a tenant that has limits."""
 
 
 class LimitedUsage(NamedTuple):
-    """What a tenant with limits has had of this router in this epoch."""
+    """What a tenant with limits has used on this router in this epoch."""
 
     tenant: str
     epoch: int
@@ -107,20 +110,20 @@ class LimitedUsage(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class _Account:
-    """One tenant as this process knows it."""
+    """One tenant's account as this process knows it."""
 
     limits: TenantLimits
     usage: LimitUsage
     is_shared: bool
     num_promised: int = 0
-    """Of its requests in flight here: streams that go on."""
+    """Continued streams among its requests in flight here."""
     mean_s: float = _PER_REQUEST_S
-    """How long a request takes."""
+    """Mean duration of a request."""
     epoch: int = 0
-    """How often it began anew after a while without use."""
+    """How often the account restarted after a period without use."""
     requests_taken: int = 0
     tokens_taken: float = 0.0
-    """Here, in this epoch, less what was given back."""
+    """Tokens taken here in this epoch, less refunds."""
     touched_s: float = -math.inf
 
     def usage_by(self, tenant: str) -> LimitedUsage:
@@ -128,7 +131,7 @@ class _Account:
         return LimitedUsage(tenant, self.epoch, self.requests_taken, tokens, num_inflight)
 
     def note(self, requests: int, tokens: float, now_s: float) -> None:
-        """Add to the sums of this process; below zero gives back."""
+        """Add to the sums of this process; negative numbers are refunds."""
         if now_s - self.touched_s > RECENT_S and not self.usage.num_inflight:
             self.epoch, self.requests_taken, self.tokens_taken = self.epoch + 1, 0, 0.0
         self.requests_taken += requests
@@ -136,21 +139,21 @@ class _Account:
         self.touched_s = now_s
 
     def consume(self, requests: int, tokens: float, now_s: float) -> None:
-        """Take from the buckets, whoever used it. The caller holds the account."""
+        """Take from the buckets, on behalf of any process. The caller holds the account."""
         if requests and (bucket := self.requests_bucket(now_s)) is not None:
             bucket.consume(float(requests), now_s)
         if tokens and (bucket := self.tokens_bucket(now_s)) is not None:
             bucket.consume(tokens, now_s)
 
     def requests_bucket(self, now_s: float) -> TokenBucket | None:
-        """That of the limit in force; None without one."""
+        """Return the bucket of the request limit in force; None without one."""
         if (per_minute := self.limits.requests_per_minute) is None:
             return None
         self.usage.requests = bucket = _fitted(self.usage.requests, per_minute, now_s)
         return bucket
 
     def tokens_bucket(self, now_s: float) -> TokenBucket | None:
-        """That of the limit in force; None without one."""
+        """Return the bucket of the token limit in force; None without one."""
         if (per_minute := self.limits.tokens_per_minute) is None:
             return None
         self.usage.tokens = bucket = _fitted(self.usage.tokens, per_minute, now_s)
@@ -165,7 +168,7 @@ def _fitted(bucket: TokenBucket | None, per_minute: int, now_s: float) -> TokenB
 
 @dataclass(slots=True, kw_only=True)
 class RateLimitGrant:
-    """One request's part of its tenant's limits, until it is given back."""
+    """One request's part of its tenant's limits, until it is returned."""
 
     tenant: str
     promised: bool
@@ -175,7 +178,7 @@ class RateLimitGrant:
 
 
 class RateLimiter:
-    """The accounts of all tenants, made as they first come."""
+    """The accounts of all tenants, created when first used."""
 
     def __init__(
         self,
@@ -184,16 +187,17 @@ class RateLimiter:
         clock: Callable[[], float],
         usage_of: UsageOf = lambda _tenant: LimitUsage(),
     ) -> None:
-        """`usage_of`: where the use of tenants with limits is kept. `clock` is that of all who share it."""
+        """`usage_of`: where the usage of tenants with limits is kept. `clock`: shared by all that use these
+        accounts."""
         self._config = config
         self._clock = clock
         self._usage_of = usage_of
         self._accounts: dict[str, _Account] = {}
         self.num_elsewhere: Callable[[str], int] = _none_elsewhere
-        """Requests of a tenant that routers of other hosts have under way."""
+        """Returns how many requests of a tenant routers on other hosts have in flight."""
 
     def reconfigure(self, config: LimitsConfig) -> None:
-        """Use other limits from now on. What was used before still counts, and what runs goes on."""
+        """Use other limits from now on. Earlier usage still counts, and running requests continue."""
         self._config = config
         for tenant, account in self._accounts.items():
             account.limits = limits = self.limits_for(tenant)
@@ -201,23 +205,23 @@ class RateLimiter:
                 self._share(tenant, account)
 
     def limits_for(self, tenant: str) -> TenantLimits:
-        """A tenant's own limits, or the default."""
+        """Return a tenant's own limits, or the default."""
         return self._config.tenants.get(tenant, self._config.default)
 
     def weight(self, tenant: str) -> float:
-        """A tenant's share of a busy cluster."""
+        """Return a tenant's share of a busy cluster."""
         return self.limits_for(tenant).weight
 
     def priority(self, tenant: str, wanted: int) -> int:
-        """The priority that a tenant's request gets: `wanted`, or the tenant's best where that is worse."""
+        """Return the priority that a tenant's request gets: `wanted`, or the tenant's best where that is worse."""
         best = self.limits_for(tenant).best_priority
         if best is None:
-            # The nameless tenant is everybody, where no keys are configured.
+            # Where no keys are configured, every caller is the unnamed tenant.
             best = _USUAL_PRIORITY if tenant else wanted
         return max(wanted, best)
 
     def num_inflight(self, tenant: str) -> int:
-        """Requests that this router has accepted and not yet answered."""
+        """Count the requests that this router has accepted and not yet answered."""
         return self._account(tenant).usage.num_inflight
 
     def admit(
@@ -229,12 +233,12 @@ class RateLimiter:
     def admit_call(
         self, tenant: str, estimates: Sequence[float], *, promised: bool = False, leaving: int = 0
     ) -> list[RateLimitGrant]:
-        """Count in all requests of one client call, by their estimated tokens, or none. `promised`: of a stream that
-        goes on, whose former run may still be counted somewhere.
+        """Count in all requests of one client call, by their estimated tokens, or none. `promised`: the call continues
+        a stream, whose former run may still be counted somewhere.
 
-        It puts the accounts into debt if need be, which whatever comes next has to wait for, and as many may go on at a
-        time as may run. `leaving`: requests that end when these begin. Raises Overloaded that names the limit and says
-        when to come back, InvalidRequest when coming back cannot help.
+        A promised call overdraws the accounts if need be, which later requests then have to wait for, and as many
+        streams may continue at a time as requests may run. `leaving`: requests that end when these begin. Raises
+        Overloaded that names the limit and when to retry, or InvalidRequest when retrying cannot help.
         """
         account, now_s, count = self._account(tenant), self._clock(), len(estimates)
         if not promised:
@@ -254,19 +258,19 @@ class RateLimiter:
         ]
 
     def settle(self, grant: RateLimitGrant, used_tokens: float) -> None:
-        """End a request that took so many tokens."""
+        """End a request that used `used_tokens`."""
         if not grant.given_back:
             account, now_s = self._account(grant.tenant), self._clock()
             account.mean_s += _SMOOTHING * (now_s - grant.since_s - account.mean_s)
             self._give_back(account, grant, 0, used_tokens - grant.estimated_tokens, now_s)
 
     def cancel(self, grant: RateLimitGrant) -> None:
-        """End a request that was refused after all, for no fault of its tenant: it costs nothing."""
+        """End a request that was refused through no fault of its tenant: it costs nothing."""
         if not grant.given_back:
             self._give_back(self._account(grant.tenant), grant, -1, -grant.estimated_tokens, self._clock())
 
     def usages(self) -> list[LimitedUsage]:
-        """Of tenants with limits that have requests here, or had some lately; the latest first."""
+        """Return the usage of tenants with limits that have requests here, or had some recently; the latest first."""
         since_s = self._clock() - RECENT_S
         recent = [
             (account.touched_s, tenant)
@@ -276,7 +280,7 @@ class RateLimiter:
         return [self._accounts[tenant].usage_by(tenant) for _, tenant in sorted(recent, reverse=True)]
 
     def used_elsewhere(self, tenant: str, requests: int, tokens: int) -> None:
-        """Take what a router of another host has let in from the tenant's account."""
+        """Deduct from the tenant's account what a router on another host has admitted."""
         account = self._account(tenant)
         with account.usage:
             account.consume(requests, float(tokens), self._clock())
@@ -338,7 +342,7 @@ def _check_size(limits: TenantLimits, count: int) -> None:
 
 
 def _none_elsewhere(_tenant: str) -> int:
-    """Of a router that is alone."""
+    """Report none, for a router without peers."""
     return 0
 
 

@@ -1,9 +1,9 @@
-"""One limit per tenant for the routers of several hosts: each publishes what it has let in. Pure.
+"""One limit per tenant across the routers of several hosts: each publishes what it has admitted. Pure.
 
-Every host keeps a whole account of each tenant and takes from it what routers of other hosts let in. Sums are
-published, so nothing is counted twice, whatever is lost or read again on the way. Between a request and the other
-hosts' knowing of it pass some tenths of a second: by that much a limit may be overdrawn, and the account then has to
-fill up again. What a router let in before it was first heard of is not known and not counted.
+Every host keeps a whole account of each tenant and deducts what routers on other hosts admit. Sums are published, so
+nothing is counted twice, whatever is lost or read again on the way. Other hosts learn of a request some tenths of a
+second later: by that much a limit may be overdrawn, and the account then has to refill. What a router admitted before
+it was first heard of is unknown and not counted.
 """
 
 import hmac
@@ -20,7 +20,7 @@ _MAX_TENANTS = 1 << 16
 
 
 def tenant_tags(secret: bytes) -> Callable[[str], bytes]:
-    """Names of tenants among routers, from which nobody without the secret learns who they are."""
+    """Return a function that names tenants between routers; without the secret the names do not reveal who they are."""
     key = hmac.digest(secret, b"tandem tenant v1", "sha256")
 
     @lru_cache(maxsize=_MAX_TENANTS)
@@ -34,14 +34,14 @@ class HostAccount(Protocol):
     """The account that the router processes of one host share: `router.host_peers.rate_limits.RateLimitFile`."""
 
     def routers(self) -> frozenset[Incarnation]:
-        """Those whose requests it counts by itself."""
+        """Return the routers whose requests the account counts by itself."""
 
     def is_first(self) -> bool:
-        """Whether this process counts in, for all of them, what other hosts let in."""
+        """Whether this is the process that counts, for all of them, what other hosts admitted."""
 
 
 class SharedRateLimits:
-    """What one router publishes of its tenants, and what it hears of them."""
+    """What one router publishes about its tenants, and applies from other routers."""
 
     def __init__(
         self,
@@ -51,8 +51,8 @@ class SharedRateLimits:
         tag_of: Callable[[str], bytes],
         host: HostAccount | None = None,
     ) -> None:
-        """`tenants`: all that there are; who is called otherwise is not known here. `host`: None for a router that
-        shares its account with no other process.
+        """`tenants`: all that exist; others are unknown here. `host`: None for a router that shares its account with no
+        other process.
         """
         self.limiter = limiter
         self._host = host
@@ -63,12 +63,12 @@ class SharedRateLimits:
         limiter.num_elsewhere = self._num_elsewhere
 
     def reconfigure(self, limits: LimitsConfig, tenants: Iterable[str]) -> None:
-        """Use other limits from now on, for these tenants. What was used before still counts."""
+        """Use other limits from now on, for these tenants. Earlier usage still counts."""
         self.limiter.reconfigure(limits)
         self._know(tenants)
 
     def tallies(self) -> tuple[TenantTally, ...]:
-        """Sums of what this router has let in, for other hosts."""
+        """Return the sums of what this router has admitted, for other hosts."""
         return tuple(
             TenantTally(
                 tenant=self._tag_of(usage.tenant),
@@ -81,7 +81,7 @@ class SharedRateLimits:
         )
 
     def apply_remote(self, router: Incarnation, tallies: Iterable[TenantTally]) -> None:
-        """Count in what another router has let in since it was last heard of; nothing of a process of this host."""
+        """Count what another router has admitted since its last report; ignores processes of this host."""
         if self._host is not None and router in self._host.routers():
             return
         former = self._heard.get(router)
@@ -97,7 +97,7 @@ class SharedRateLimits:
                 self.limiter.used_elsewhere(self._tenant_of[tag], requests, tokens)
 
     def keep(self, routers: Set[Incarnation]) -> None:
-        """Forget all other routers: what they had under way has ended."""
+        """Forget all other routers: their requests in flight have ended."""
         for router in self._heard.keys() - routers:
             del self._heard[router]
 

@@ -10,7 +10,7 @@ from router.workers.columns import ClusterView
 
 
 class CapacityWatch:
-    """What the cluster has room for beside requests that had their turn and are not placed yet."""
+    """Measures the room for requests beside those that had their turn and are not placed yet."""
 
     def __init__(
         self,
@@ -20,14 +20,14 @@ class CapacityWatch:
         clock: Callable[[], float],
         is_due: Callable[[], bool],
     ) -> None:
-        """`is_due`: whether a decode worker is expected; called while none takes requests."""
+        """`is_due`: whether a decode worker is expected; called while none accepts requests."""
         self._view = view
         self._policy = policy
         self._clock = clock
         self._is_due = is_due
         self._transit: set[AdmissionEntry] = set()
         self.awaited = False
-        """When it was last measured: no worker served, and one was expected to."""
+        """Whether, at the last measurement, no worker served and one was expected to."""
 
     @property
     def num_in_transit(self) -> int:
@@ -45,7 +45,7 @@ class CapacityWatch:
         self._transit.discard(entry)
 
     def measure(self) -> ClusterCapacity:
-        """The cluster at this moment."""
+        """Measure the cluster's capacity at this moment."""
         transit = InTransit(
             num_requests=len(self._transit),
             work_tokens=sum(entry.ticket.work_tokens for entry in self._transit if not entry.is_local),
@@ -57,23 +57,23 @@ class CapacityWatch:
 
 
 class TurnRule:
-    """Decides who may run, given what the cluster has room for."""
+    """Decides which requests may run, given what the cluster has room for."""
 
     def __init__(
         self, queue: FairQueue, watch: CapacityWatch, *, places: Callable[[int], int], num_refused: Callable[[], int]
     ) -> None:
-        """`places`: how many requests of a priority may run besides, whatever the workers say. `num_refused`: those
-        that had their turn and that every decode worker was too full for; they go first.
+        """`places`: how many further requests of a priority may run, whatever the workers report. `num_refused`:
+        choices that had their turn and that every decode worker was too full for; they go first.
         """
         self._queue = queue
         self._watch = watch
         self._places = places
         self._num_refused = num_refused
         self._lacked = Shortage.ROUTER
-        """By whoever had to wait last."""
+        """The shortage of the request that last had to wait."""
 
     def lack(self, ticket: Ticket, room: ClusterCapacity) -> Shortage | None:
-        """Why it cannot run now; None: it can, or never will."""
+        """Return why it cannot run now; None: it can, or never will."""
         if not room.ever_holds(ticket.num_tokens):
             return None
         lack = room.lack(ticket.num_tokens)
@@ -84,7 +84,7 @@ class TurnRule:
         return lack
 
     def next_turn(self, first: Ticket, room: ClusterCapacity) -> Ticket | None:
-        """The request that runs next: the first in line, or one that may pass it; None: all wait."""
+        """Return the request that runs next: the first in line, or one that may pass it; None: all wait."""
         if (lack := self.lack(first, room)) is None:
             return first
         self._lacked = lack
@@ -98,13 +98,14 @@ class TurnRule:
         return ticket.num_tokens <= most and self._queue.first_within(most) is None
 
     def may_be_passed(self, first: Ticket, room: ClusterCapacity) -> bool:
-        """Whether the first in line waits for the prefill pool alone, with a place left for it if another passes."""
+        """Whether the first in line waits for the prefill pool alone, with a slot left for it if another passes."""
         return (
             self.lack(first, room) is Shortage.PREFILL and self._places(first.priority) > self._watch.num_in_transit + 1
         )
 
     def held(self, room: ClusterCapacity) -> dict[Shortage, QueuedTotals]:
-        """All in line by what they wait for: what they lack themselves, or else what who goes before them lacks."""
+        """Sum the queue by what requests wait for: what they lack themselves, or what the request ahead of them
+        lacks."""
         held = {lack: QueuedTotals() for lack in Shortage}
         if (first := self._queue.first()) is not None:
             ahead = self.lack(first, room) or self._lacked
@@ -115,8 +116,9 @@ class TurnRule:
         return held
 
     def _most_passing(self, first: Ticket, room: ClusterCapacity) -> float:
-        """The longest prompt that need not wait for whoever is first, who waits for the prefill pool; below 0: none.
+        """Return the longest prompt that need not wait behind the first in line, which waits for prefill; below 0:
+        none.
 
-        A decode worker reads it at once, and what else the first one needs is left to it.
+        A decode worker computes it at once, and leaves what else the first request needs.
         """
         return room.most_passing(first.num_tokens) if self.may_be_passed(first, room) else -1.0

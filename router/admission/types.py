@@ -1,4 +1,4 @@
-"""What admission knows of a request, what it answers, and its bounds."""
+"""Requests as admission sees them, its results, and its bounds."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -11,27 +11,27 @@ from tandem.errors import ServingError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmissionPolicy:
-    """Bounds of what runs and what waits."""
+    """Bounds on running and waiting requests."""
 
     max_inflight: int = 1024
     """Requests that run at once; those beyond it wait."""
     background_share: float = 0.75
-    """Of those: what requests of positive priority may fill."""
+    """Share of those that requests of positive priority may fill."""
     max_requests: int = 512
     max_tokens: int = 4_000_000
     max_queue_s: float = 60.0
     input_weight: float = 1.0
     output_weight: float = 2.0
     credit_s: float = 1.0
-    """Of the whole cluster's work: how far a tenant that begins to wait may be behind the others."""
+    """How far a tenant that begins to wait may be behind the others, in seconds of the whole cluster's work."""
     credit_lapses_s: float = 5.0
-    """Without a request: who comes back after that has no credit, like one who is new. Whether a few requests come
-    then or a flood is not known, and those that were there have shown that they stay below their share."""
+    """Seconds without a request after which a tenant's credit lapses, as if it were new. Whether it then returns with a
+    few requests or a flood is unknown, while the tenants that stayed have shown that they keep below their share."""
     entry_share: float = 0.8
-    """Of the time to its deadline that a request may be predicted to need when it comes: predictions are no better than
-    that, and whoever is let in should not be refused later."""
+    """Share of the time to its deadline that a request may be predicted to need on arrival: predictions are no more
+    accurate than that, and an admitted request should not be refused later."""
     patience: float = 4.0
-    """Times `max_queue_s` that a request may be predicted to wait altogether once it was let in."""
+    """Multiple of `max_queue_s` that an admitted request may be predicted to wait altogether."""
     room: CapacityPolicy = field(default_factory=CapacityPolicy)
 
 
@@ -42,19 +42,19 @@ class AdmissionRequest:
     tenant: str
     priority: int
     num_tokens: int
-    """Tokens of its prompt."""
+    """Length of its prompt."""
     max_output_tokens: int
     """Tokens that its answer may have, over all choices."""
     deadline_s: float | None
     promised: bool = False
-    """A stream that goes on: it is counted, and does not wait."""
+    """Whether it continues a stream: it is counted, and does not wait."""
     leaving: int = 0
     """Requests of its tenant that end when it begins."""
 
 
 @dataclass(slots=True)
 class QueuedTotals:
-    """Some of those in line, summed."""
+    """Totals over some of the queued requests."""
 
     num_requests: int = 0
     num_tokens: int = 0
@@ -68,18 +68,18 @@ class AdmissionEntry:
     in_transit: bool = False
     had_turn: bool = False
     is_local: bool = False
-    """It had its turn because a decode worker reads its prompt itself."""
+    """Whether it had its turn because a decode worker prefills its prompt itself."""
     ended: bool = False
     output_tokens: int = 0
     cached_tokens: int | None = field(default=None)
-    """Known when a choice has ended."""
+    """Set when a choice has ended."""
 
 
 class AdmissionResult(NamedTuple):
-    """What became of one client call."""
+    """The outcome of one client call."""
 
     entries: list[AdmissionEntry]
     evicted: list[tuple[AdmissionEntry, ServingError]]
-    """Others that had to make room, whether or not that sufficed."""
+    """Other requests evicted to make room, whether or not that sufficed."""
     refusal: ServingError | None = None
-    """None of its entries lives then."""
+    """Why the call was refused; none of its entries is live then."""

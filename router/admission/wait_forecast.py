@@ -1,7 +1,7 @@
 """How long a request would wait for its turn, whether that is too late, and its Retry-After if so. Pure.
 
-The prediction is the wait in line, by what is served before it in fair order at the rate at which the queue drains,
-then the backlog of the worker that is done first, then its own prompt.
+The predicted wait is the time in the queue, from what is served before it in fair order at the rate at which the queue
+drains, plus the backlog of the worker that finishes first, plus its own prompt.
 """
 
 from collections.abc import Callable
@@ -18,14 +18,15 @@ _SHORTEST_S = 0.1
 
 class RetryAfterEstimator:
     def __init__(self, *, now_s: float) -> None:
-        # What was refused with a time to come back that has not passed yet.
+        # Refused requests whose retry time has not passed yet.
         self._owed_cost = 0.0
         self._since_s = now_s
 
     def retry_after_s(self, cost: float, over_s: float, *, rate: float, now_s: float) -> float:
-        """Seconds until there is room for one that comes `over_s` too early, behind all that were refused before it.
+        """Seconds until there is room for a request that arrives `over_s` too early, behind all that were refused
+        before it.
 
-        `rate`: the cost that is served per second.
+        `rate`: the cost served per second.
         """
         self._owed_cost = max(0.0, self._owed_cost - rate * (now_s - self._since_s))
         self._since_s = now_s
@@ -46,7 +47,7 @@ class WaitForecast:
         clock: Callable[[], float],
         num_refused: Callable[[], int],
     ) -> None:
-        """`num_refused`: as of `TurnRule`."""
+        """`num_refused`: as in `TurnRule`."""
         self._queue = queue
         self._rule = rule
         self._policy = policy
@@ -57,26 +58,26 @@ class WaitForecast:
         self.meter = DrainMeter(now_s=clock())
 
     def seen(self, tenant: str, at_s: float) -> None:
-        """Note when a tenant last had a request here."""
+        """Record the time of a tenant's latest request here."""
         self._seen_s[tenant] = at_s
 
     def credit(self, ticket: Ticket, room: ClusterCapacity) -> float:
-        """In cost: how far its tenant may stay behind the others, if it has not been away too long."""
+        """Return, in cost, how far its tenant may stay behind the others, unless it has been away too long."""
         away_s = ticket.arrived_s - self._seen_s.get(ticket.tenant, ticket.arrived_s)
         return self._policy.credit_s * self.rate(room) if away_s < self._policy.credit_lapses_s else 0.0
 
     def rate(self, room: ClusterCapacity) -> float:
-        """Cost that is served per second."""
+        """Return the cost served per second."""
         return self.meter.rate(room.prefill_tokens_per_s * self._policy.input_weight)
 
     def whole_s(self, room: ClusterCapacity) -> float:
-        """Seconds until all that wait have been served: none waits longer."""
+        """Seconds until everything queued has been served: no request waits longer."""
         return sum(ticket.cost for ticket in self._queue) / self.rate(room) + room.least_wait_s
 
     def wait_s(self, ticket: Ticket, room: ClusterCapacity) -> float:
-        """Seconds until a worker begins with its prompt."""
+        """Seconds until a worker begins its prompt."""
         local, first = room.awaits_reading(ticket.num_tokens), self._queue.first()
-        # Whoever cannot pass the first one waits as long as that one.
+        # A request that cannot pass the first one waits as long as that one.
         if (
             local
             and not self._num_refused()
@@ -91,7 +92,7 @@ class WaitForecast:
     def lateness(
         self, ticket: Ticket, room: ClusterCapacity, *, share: float, patience: float = 1.0
     ) -> tuple[Rejection, float] | None:
-        """Why it would come too late with that share of the time to its deadline, and by how much in seconds."""
+        """Return why it would come too late with that share of the time to its deadline, and by how many seconds."""
         now_s, wait_s = self._clock(), self.wait_s(ticket, room)
         if ticket.deadline_s is not None:
             over_s = wait_s + room.compute_s(ticket.work_tokens) - share * (ticket.deadline_s - now_s)
@@ -101,7 +102,7 @@ class WaitForecast:
         return (Rejection.QUEUE_TIME, over_s) if over_s > 0.0 else None
 
     def left_s(self, ticket: Ticket, room: ClusterCapacity, patience: float) -> float:
-        """Seconds that it may still wait."""
+        """Return the seconds that it may still wait."""
         now_s = self._clock()
         left_s = ticket.arrived_s + patience * self._policy.max_queue_s - now_s
         if ticket.deadline_s is None:
@@ -109,5 +110,5 @@ class WaitForecast:
         return min(left_s, ticket.deadline_s - now_s - room.compute_s(ticket.work_tokens))
 
     def retry_after_s(self, ticket: Ticket, over_s: float, room: ClusterCapacity) -> float:
-        """Retry-After of a request that comes `over_s` too early."""
+        """Return the Retry-After of a request that arrives `over_s` too early."""
         return self._retry.retry_after_s(ticket.cost, over_s, rate=self.rate(room), now_s=self._clock())

@@ -1,4 +1,4 @@
-"""A conversation of which beginnings are marked: how many of the prompt's tokens each mark covers."""
+"""Cache breakpoints: how many prompt tokens each marked beginning of a conversation covers."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,25 +22,25 @@ _PIECE = 1024
 
 
 class CacheBreakpoint(NamedTuple):
-    """The conversation up to here is to stay cached."""
+    """A mark up to which the conversation should stay cached."""
 
     num_messages: int
-    """Up to the last of these; 0: what stands before any."""
+    """Messages covered, including the one that holds the mark; 0: the mark is before any message."""
     num_chars: int
-    """Of that one's content."""
+    """Characters of that message's content that are covered."""
     ttl_s: float
 
 
 def check_breakpoints(marks: Sequence[CacheBreakpoint]) -> None:
-    """Raises InvalidRequest for too many."""
+    """Check the number of marks. Raises InvalidRequest for too many."""
     if len(marks) > MAX_BREAKPOINTS:
-        raise InvalidRequest(f"{_CONTROL}: at most {MAX_BREAKPOINTS} blocks may have it", param=_CONTROL)
+        raise InvalidRequest(f"{_CONTROL}: at most {MAX_BREAKPOINTS} blocks may set it", param=_CONTROL)
 
 
 async def prepare_with_breakpoints(
     frontend: Frontend, messages: Sequence[Message], marks: Sequence[CacheBreakpoint], fields: ClientRequest
 ) -> PreparedRequest:
-    """As `Frontend.prepare_chat`, with a wish for each mark that covers a block."""
+    """Prepare as `Frontend.prepare_chat` does, with a pin request for each mark that covers a block."""
     prepared = await frontend.prepare_chat(messages, fields)
     request = prepared.request
     ids, tools = request.prompt_token_ids, fields.tools
@@ -62,12 +62,12 @@ async def breakpoint_tokens(
     tools: ToolUse | None = None,
     options: TemplateOptions = TemplateOptions(),  # noqa: B008  # frozen
 ) -> int:
-    """Tokens of the prompt `ids` that do not depend on what follows the mark. Raises InvalidRequest."""
+    """Count the tokens of the prompt `ids` that do not depend on what follows the mark. Raises InvalidRequest."""
     head = list(messages[: mark.num_messages])
     if head:
         head[-1] = replace(head[-1], content=head[-1].content[: mark.num_chars])
     if not head or head[-1].role == "system":
-        head.append(Message(role="user", content=""))  # templates require a user's turn
+        head.append(Message(role="user", content=""))  # templates require a user turn
     try:
         cut = await frontend.prompts.encode_chat(head, add_generation_prompt=False, tools=tools, options=options)
     except InvalidRequest as error:
@@ -78,9 +78,9 @@ async def breakpoint_tokens(
 
 
 def common_length(one: Sequence[int], other: Sequence[int]) -> int:
-    """How many first elements are equal."""
+    """Return the number of leading elements that are equal."""
     if len(one) > _PIECE:
-        # Long prompts by pieces, which compare far faster than their elements one by one.
+        # Compare long prompts in slices, which is far faster than element by element.
         for start in range(0, len(one), _PIECE):
             pieces = [tuple(ids[start : start + _PIECE]) for ids in (one, other)]
             if pieces[0] != pieces[1]:

@@ -1,4 +1,4 @@
-"""From what a client asked to a `RoutedRequest`: the one validator that the HTTP and the gRPC server use.
+"""Turns a client's request into a `RoutedRequest`: the one validator that the HTTP and the gRPC server share.
 
 A server turns its wire format into a prompt and `ClientRequest`; here every bound is checked, cheapest first, so that
 nothing is tokenized for a request that will be refused. The bounds of sampling live in `tandem.values.sampling`, those
@@ -57,7 +57,7 @@ class Frontend:
         mint_seed: Callable[[], int] = lambda: secrets.randbits(63),
         tracer: Tracer | None = None,
     ) -> None:
-        """`secret` keys block names, so it must be the workers' own."""
+        """`secret` keys block names, so it must be the cluster's."""
         self.model = model
         self.tokenizer = tokenizer
         self.clock = clock
@@ -67,9 +67,9 @@ class Frontend:
         self.stream_ids = StreamIds(secret, most_s=config.request_timeout_s)
         self._tracer = tracer or NoTracer()
         self.grammars: GrammarChecker | None = None
-        """Set before the servers open; without it no structure is promised."""
+        """Set before the servers open; without it structured outputs are refused."""
         self.kept: CachedPrompts | None = None
-        """The same; without it nothing is kept by name."""
+        """Set before the servers open; without it there are no named caches."""
         self._limit = PreparationLimit(config.max_inflight_requests)
         self.thinking = ThinkingSupport(tokenizer, config.reasoning_parser)
         marks = self.thinking.marks
@@ -78,7 +78,7 @@ class Frontend:
         self._hash_root = lru_cache(maxsize=_MAX_ROOTS)(self._new_hash_root)
 
     async def prepare_chat(self, messages: Sequence[Message], fields: ClientRequest) -> PreparedRequest:
-        """A conversation. Raises InvalidRequest, ContextLengthExceeded or ModelNotFound."""
+        """Prepare a conversation. Raises InvalidRequest, ContextLengthExceeded or ModelNotFound."""
         started_s = self.clock()
         fields, calling = self._calling(self._closed(fields))
         fields = self._with_defaults(fields)
@@ -109,7 +109,7 @@ class Frontend:
     async def prepare_prompts(
         self, prompts: Sequence[str | tuple[int, ...]], fields: ClientRequest
     ) -> list[PreparedRequest]:
-        """Plain prompts, each text or token ids. Raises as `prepare_chat`."""
+        """Prepare plain prompts, each text or token ids. Raises as `prepare_chat`."""
         fields = self._with_defaults(self._closed(fields))
         self.check_fields(fields)
         prepared = []
@@ -147,7 +147,7 @@ class Frontend:
             raise ModelNotFound(f"model {name[:100]!r} is not served here; {self.model.name!r} is", param="model")
 
     def check_fields(self, fields: ClientRequest) -> None:
-        """Every bound that needs no tokenizing."""
+        """Check every bound that needs no tokenizing."""
         self.check_model(fields.model)
         if not 1 <= fields.num_choices <= self._config.max_choices:
             name, bound = fields.choices_param, f"an integer in [1, {self._config.max_choices}]"
@@ -169,21 +169,21 @@ class Frontend:
         StopStrings(fields.stop)
 
     def _closed(self, fields: ClientRequest) -> ClientRequest:
-        """With what the operator has set for JSON schemas."""
+        """Close JSON schemas that leave `additionalProperties` open, as the operator configured."""
         structure = fields.structure
         if structure is None or not self._config.grammars.disable_additional_properties:
             return fields
         return replace(fields, structure=replace(structure, disables_additional_properties=True))
 
     def _with_defaults(self, fields: ClientRequest) -> ClientRequest:
-        """With the model's own sampling where the client stated none; a beam search samples nothing."""
+        """Fill in the model's default sampling where the client stated none; a beam search does not sample."""
         if fields.stated_sampling is None or fields.beams is not None:
             return fields
         sampling = self.model.defaults.fill(fields.sampling, fields.stated_sampling)
         return fields if sampling is fields.sampling else replace(fields, sampling=sampling)
 
     def _calling(self, fields: ClientRequest) -> tuple[ClientRequest, ToolCallReading | None]:
-        """With the structure that keeps calls to what was asked of them, and how they are read."""
+        """Add the structure that constrains tool calls as requested, and return how calls are parsed."""
         if fields.tools is None:
             return fields, None
         fields.tools.check()
@@ -192,7 +192,7 @@ class Frontend:
         return replace(fields, structure=structure), calling
 
     async def _structured(self, fields: ClientRequest) -> ClientRequest:
-        """With what workers follow: a grammar, words as tokens."""
+        """Add what workers enforce: the checked grammar, and bad words as tokens."""
         structure = fields.structure
         if fields.bad_words:
             banned = (*fields.sampling.bad_words, *self._bad_words(fields.bad_words))
@@ -206,7 +206,7 @@ class Frontend:
         return replace(fields, sampling=replace(fields.sampling, grammar=grammar))
 
     def _thinking_first(self, fields: ClientRequest, reasoning: Reasoning | None) -> ClientRequest:
-        """A grammar holds of what is behind the thinking."""
+        """Let a grammar apply only after the reasoning."""
         sampling = fields.sampling
         if sampling.grammar is None:
             return fields
@@ -237,7 +237,7 @@ class Frontend:
         reasoning: Reasoning | None = None,
         prompt_text: str | None = None,
     ) -> PreparedRequest:
-        """`param`: the field that `ids` are of."""
+        """`param`: the field that `ids` came from."""
         if not ids:
             raise InvalidRequest("prompt: empty", param="prompt")
         if fields.truncate_prompt_tokens is not None:
@@ -248,7 +248,7 @@ class Frontend:
         most = self._max_tokens(fields, fitting, num_prompts, stated=fields.max_tokens is not None)
         sampling = replace(fields.sampling, max_tokens=most, seed=self._seed(fields))
         if fields.max_tokens is None:
-            # Else `check_fields` has seen it: what became smaller has stayed within the bounds.
+            # Otherwise `check_fields` has checked it: what became smaller is still within the bounds.
             sampling.validate(vocab_size=self.model.vocab_size)
         seen = fields.last_seen
         request = RoutedRequest(
@@ -261,7 +261,7 @@ class Frontend:
             operation=operation,
             arrived_s=started_s,
             num_choices=fields.num_choices,
-            # Text that may end the answer is read as it comes.
+            # Text that may end the answer must be read as it arrives.
             reads_along=fields.reads_along or bool(fields.stop),
             priority=fields.priority,
             reads=fields.reads,
@@ -283,12 +283,14 @@ class Frontend:
         )
 
     def _num_kept(self, fields: ClientRequest, num_tokens: int) -> int:
-        """Of a prompt that is truncated to its last `num_tokens`; -1: to what the context has beside the answer."""
+        """Prompt tokens kept when truncating to the last `num_tokens`; -1: as many as the context leaves beside the
+        answer."""
         context = self.model.max_model_len
         return max(1, context - (fields.max_tokens or 1)) if num_tokens == -1 else num_tokens
 
     def _room_for_answer(self, num_prompt_tokens: int, fields: ClientRequest, param: str) -> int:
-        """Tokens that the context leaves beside the prompt. Raises ContextLengthExceeded where it is too few."""
+        """Return the tokens that the context leaves beside the prompt. Raises ContextLengthExceeded where too few are
+        left."""
         context = self.model.max_model_len
         room = context - num_prompt_tokens
         if room < fields.least_tokens:
@@ -303,7 +305,7 @@ class Frontend:
         return room
 
     def _deadline_s(self, fields: ClientRequest) -> float:
-        # A stream that is continued has the time that is left of its own.
+        # A continued stream has only what is left of its original time.
         seen = fields.last_seen
         time_left_s = self._config.request_timeout_s - (seen.age_s if seen else 0.0)
         if fields.time_left_s is not None:
@@ -311,7 +313,7 @@ class Frontend:
         return self.clock() + time_left_s
 
     def _max_tokens(self, fields: ClientRequest, wanted: int, num_prompts: int, *, stated: bool) -> int:
-        """Within the bound of an answer that is in memory as a whole before its client has anything of it."""
+        """Bound an unstreamed answer, which is held in memory whole before the client receives any of it."""
         if fields.reads_along:
             return wanted
         per_token = num_prompts * fields.num_choices * (1 + (fields.sampling.num_logprobs or 0))
@@ -333,7 +335,7 @@ class Frontend:
         return self._mint_seed() if fields.last_seen is None else fields.last_seen.head.seed
 
     def _traced(self, one: PreparedRequest, fields: ClientRequest) -> PreparedRequest:
-        """With its span begun if it is sampled; names after OpenTelemetry's GenAI conventions."""
+        """Begin the request's span if it is sampled; names follow OpenTelemetry's GenAI conventions."""
         request = one.request
         operation, started_s = request.operation, request.arrived_s or self.clock()
         name = f"{operation} {self.model.name}"
@@ -358,12 +360,12 @@ class Frontend:
         return replace(one, request=replace(request, span=span))
 
     def _salt(self, fields: ClientRequest) -> str:
-        """The tenant's length first: no salt of one tenant can spell another tenant's."""
+        """Build the salt with the tenant's length first, so that no salt of one tenant can spell another tenant's."""
         owner = "" if self._config.prompt_cache.shared_by_tenants else fields.tenant
         return f"{len(owner)}:{owner}{fields.cache_salt or ''}"
 
     def hash_root(self, salt: str) -> BlockHash:
-        """Root of the block names of everything under one salt. Clients' salts begin with a number."""
+        """Return the root of the block names of everything under one salt. Clients' salts begin with a number."""
         return self._hash_root(salt)
 
     def _new_hash_root(self, salt: str) -> BlockHash:

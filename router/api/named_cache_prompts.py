@@ -18,7 +18,7 @@ from tandem.values.prefix_pin import PinOutcome
 from tandem.values.sampling import SamplingParams
 
 _ANSWER_S = 10.0
-"""Timeout for the worker's report whether it holds the blocks, in seconds."""
+"""How long to wait for the worker to report whether it holds the blocks."""
 _SYSTEM = frozenset({"system", "developer"})
 
 
@@ -52,7 +52,7 @@ class NamedCacheService:
 
     @classmethod
     def from_frontend(cls, frontend: Frontend) -> "NamedCacheService | None":
-        """None where named caches are off."""
+        """Return the service; None where named caches are disabled."""
         kept = frontend.kept
         return None if kept is None or kept.caches is None else cls(frontend, kept.caches, kept.pins, kept.publish)
 
@@ -65,14 +65,14 @@ class NamedCacheService:
         display_name: str | None,
         compute: Callable[[PreparedRequest], Awaitable[None]],
     ) -> NamedCache:
-        """Have the beginning computed and kept. Raises InvalidRequest, and what `compute` raises; Overloaded when
-        the tenant has too many, or no worker keeps it.
+        """Have the beginning computed and kept. Raises InvalidRequest, and what `compute` raises; Overloaded when the
+        tenant has too many, or no worker keeps it.
         """
         self.caches.check_room(tenant)
         self.caches.check_end(expires_s)
         ids = await self._beginning(messages)
         if len(ids) < HASH_BLOCK_TOKENS:
-            raise InvalidRequest(f"contents: at least {HASH_BLOCK_TOKENS} tokens can be cached", param="contents")
+            raise InvalidRequest(f"contents: a cache needs at least {HASH_BLOCK_TOKENS} tokens", param="contents")
         now_s = self.caches.clock()
         cache = NamedCache(
             name=f"{NAME_PREFIX}{secrets.token_hex(12)}",
@@ -90,19 +90,19 @@ class NamedCacheService:
             pinned = self._with_pin(prepared, cache, lambda: None if is_over else self._ends_s(cache))
             outcome = await self._kept(tenant, cache, compute(pinned))
             if outcome is not PinOutcome.HELD:
-                raise Overloaded(f"no worker can keep this now ({outcome.value})", retry_after_s=_ANSWER_S)
+                raise Overloaded(f"no worker can keep this content now ({outcome.value})", retry_after_s=_ANSWER_S)
             self.caches.add(tenant, cache)
             is_added = True
         finally:
             is_over = True
             if not is_added:
-                # The client never got the name, so it could not delete the cache.
+                # The client never received the name, so it could not delete the cache.
                 self._pins.release(tenant, cache.name)
         await self._publish_change(tenant, cache.name)
         return cache
 
     async def _kept(self, tenant: str, cache: NamedCache, computing: Awaitable[None]) -> PinOutcome:
-        """Compute the prefix; the outcome that the worker reports for the pin."""
+        """Compute the prefix; return the outcome that the worker reports for the pin."""
         waiter = _PinOutcomeWaiter()
         self._pins.expect(tenant, cache.name, waiter.set)
         try:
@@ -115,7 +115,7 @@ class NamedCacheService:
             self._pins.expect_no_more(tenant, cache.name)
 
     async def _beginning(self, messages: Sequence[Message]) -> list[int]:
-        """The prompt tokens that do not depend on the messages that follow."""
+        """Return the prompt tokens that do not depend on the messages that follow."""
         heads = []
         for text in ("a", "b"):
             talk = [*messages, Message(role="user", content=text)]
@@ -124,21 +124,22 @@ class NamedCacheService:
         return heads[0][: length // HASH_BLOCK_TOKENS * HASH_BLOCK_TOKENS + 1] if length > HASH_BLOCK_TOKENS else []
 
     async def prepare_chat(self, name: str, messages: Sequence[Message], fields: ClientRequest) -> PreparedRequest:
-        """A conversation that begins with a named cache. Raises CacheNotFound, and as `Frontend.prepare_chat`."""
+        """Prepare a conversation that begins with a named cache. Raises CacheNotFound, and as
+        `Frontend.prepare_chat`."""
         if not messages:
-            raise InvalidRequest("messages: at least one behind the cached content", param="messages")
+            raise InvalidRequest("messages: at least one must follow the cached content", param="messages")
         if fields.cache_salt is not None:
-            raise InvalidRequest("cached_content cannot be found under a cache_salt", param="cache_salt")
+            raise InvalidRequest("cached_content cannot be combined with cache_salt", param="cache_salt")
         cache = self.caches.get(fields.tenant, name)
         if any(one.role in _SYSTEM for one in cache.messages) and any(one.role in _SYSTEM for one in messages):
-            raise InvalidRequest("messages: the cached content says already what the system is", param="messages")
+            raise InvalidRequest("messages: the cached content already has a system message", param="messages")
         prepared = await self._frontend.prepare_chat([*cache.messages, *messages], fields)
         return self._with_pin(prepared, cache, lambda: self._find_end_s(fields.tenant, name))
 
     def _with_pin(
         self, prepared: PreparedRequest, cache: NamedCache, find_end_s: Callable[[], float | None]
     ) -> PreparedRequest:
-        """Add a pin, so that the cache is kept elsewhere if its worker is gone; its end stays the same."""
+        """Add a pin, so that the cache is kept elsewhere if its worker is gone; its expiry stays the same."""
         request, num_tokens = prepared.request, cache.num_tokens
         if request.prompt_token_ids[:num_tokens] != cache.token_ids[:num_tokens]:
             return prepared  # this template merges the two parts, so the cached prefix does not match
@@ -153,7 +154,7 @@ class NamedCacheService:
         return cache
 
     async def remove(self, tenant: str, name: str) -> None:
-        """Forget it and unpin its blocks. Raises CacheNotFound."""
+        """Delete the cache and unpin its blocks. Raises CacheNotFound."""
         self.caches.remove(tenant, name)
         self._pins.release(tenant, name)
         await self._publish_change(tenant, name)
@@ -163,7 +164,7 @@ class NamedCacheService:
             await self._publish(tenant, name)
 
     def _find_end_s(self, tenant: str, name: str) -> float | None:
-        """When the cache expires, on the pins' clock; None: it has been removed."""
+        """Return when the cache expires, on the pins' clock; None: it has been removed."""
         cache = self.caches.find(tenant, name)
         return None if cache is None else self._ends_s(cache)
 
@@ -178,9 +179,9 @@ async def prepare_named(
     messages: Sequence[Message],
     fields: ClientRequest,
 ) -> PreparedRequest:
-    """A conversation that begins with what that name stands for, if there is one. Raises as `prepare_chat`."""
+    """Prepare a conversation that begins with the named cache, if a name is given. Raises as `prepare_chat`."""
     if name is None:
         return await frontend.prepare_chat(messages, fields)
     if named is None:
-        raise InvalidRequest("cached_content: nothing is kept by name here", param="cached_content")
+        raise InvalidRequest("cached_content: named caches are disabled here", param="cached_content")
     return await named.prepare_chat(name, messages, fields)

@@ -1,4 +1,4 @@
-"""Prompts as clients send them become token ids: bounded before they are read, long ones off the event loop."""
+"""Turns prompts as clients send them into token ids: bounded before they are read, long ones off the event loop."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -12,20 +12,20 @@ from router.text.tools import ToolUse
 from tandem.errors import ContextLengthExceeded, InvalidRequest
 
 MAX_CHARS_PER_TOKEN = 32
-"""A prompt with more characters than this per token of context is refused unread: no real text is so regular."""
+"""A prompt with more characters than this per token of context is refused unread: no real text compresses that well."""
 _INLINE_CHARS = 4096  # about a millisecond of tokenizing; longer texts leave the event loop
 
 
 class FillMarks(NamedTuple):
-    """Token ids of a model that writes what stands between two texts: what comes before follows the first, what comes
-    after the second, and the answer the third."""
+    """Token ids of a fill-in-the-middle model: the text before the gap follows the first, the text after it the second,
+    and the answer the third."""
 
     before: int
     after: int
     middle: int
 
     def prompt(self, before: Sequence[int], after: Sequence[int]) -> list[int]:
-        """Of a model that is to write what stands between."""
+        """Build the prompt for filling in what stands between two texts."""
         return [self.before, *before, self.after, *after, self.middle]
 
 
@@ -34,11 +34,11 @@ _FILL_SPELLINGS = (
     ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
     ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
 )
-"""Of Qwen and CodeGemma, StarCoder, DeepSeek."""
+"""Spellings of Qwen and CodeGemma, StarCoder, DeepSeek."""
 
 
 def fill_marks(added_ids: Mapping[str, int]) -> FillMarks | None:
-    """Those among a tokenizer's added tokens, by their texts; None: its model was not taught to fill in."""
+    """Find them among a tokenizer's added tokens, by text; None: its model was not trained to fill in."""
     for spelling in _FILL_SPELLINGS:
         if all(text in added_ids for text in spelling):
             return FillMarks(*(added_ids[text] for text in spelling))
@@ -46,7 +46,7 @@ def fill_marks(added_ids: Mapping[str, int]) -> FillMarks | None:
 
 
 class PromptReader:
-    """Reads prompts for one model. Every server shares it."""
+    """Reads prompts for one model; all servers share it."""
 
     def __init__(self, *, model: ModelInfo, tokenizer: Tokenizer, max_prompts: int) -> None:
         self._model = model
@@ -55,10 +55,10 @@ class PromptReader:
         self._max_chars = model.max_model_len * MAX_CHARS_PER_TOKEN
 
     def parse_prompts(self, value: Any, *, most: int | None = None) -> list[str | tuple[int, ...]]:
-        """The prompts of a completions request: text, several texts, token ids, or several lists of them.
+        """Parse the prompts of a completions request: text, several texts, token ids, or several lists of them.
 
-        `most`: of them, where the bound of a completions request does not hold. Stops at the first fault, so that a
-        hostile list costs no more than reading it. Raises InvalidRequest.
+        `most`: bound on their number, where that of a completions request does not apply. Stops at the first fault, so
+        that a hostile list costs no more than reading it. Raises InvalidRequest.
         """
         if isinstance(value, str):
             return [value]
@@ -74,18 +74,18 @@ class PromptReader:
         return [self.parse_ids(value)]
 
     def parse_ids(self, value: Sequence[Any], param: str = "prompt") -> tuple[int, ...]:
-        """Token ids of the model's vocabulary. Raises InvalidRequest or ContextLengthExceeded."""
+        """Check token ids against the model's vocabulary. Raises InvalidRequest or ContextLengthExceeded."""
         if not value:
             raise InvalidRequest(f"{param}: empty", param=param)
         if len(value) > self._model.max_model_len:
             raise self.too_long(len(value), param)
         for item in value:
             if type(item) is not int or not 0 <= item < self._model.vocab_size:
-                raise InvalidRequest(f"{param}: token ids are integers in [0, {self._model.vocab_size})", param=param)
+                raise InvalidRequest(f"{param}: token ids must be in [0, {self._model.vocab_size})", param=param)
         return tuple(value)
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of one text. Raises InvalidRequest or ContextLengthExceeded."""
+        """Encode one text. Raises InvalidRequest or ContextLengthExceeded."""
         self._check_size(len(text), "prompt")
         if len(text) <= _INLINE_CHARS:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
@@ -94,9 +94,9 @@ class PromptReader:
     async def encode_around(
         self, before: str | Sequence[int], after: str, add_special_tokens: bool = True
     ) -> list[int]:
-        """Token ids of a prompt whose answer stands before `after`. Raises InvalidRequest or ContextLengthExceeded."""
+        """Encode a prompt whose answer is followed by `after`. Raises InvalidRequest or ContextLengthExceeded."""
         if (marks := fill_marks(self._tokenizer.added_ids)) is None:
-            raise InvalidRequest("suffix: this model's tokenizer has no tokens for filling in", param="suffix")
+            raise InvalidRequest("suffix: this model's tokenizer has no fill-in-the-middle tokens", param="suffix")
         self._check_size(len(after), "suffix")
         own = await self.encode("") if add_special_tokens and isinstance(before, str) else []
         ids = await self.encode(before, False) if isinstance(before, str) else before
@@ -110,7 +110,7 @@ class PromptReader:
         tools: ToolUse | None = None,
         options: TemplateOptions = TemplateOptions(),  # noqa: B008  # frozen
     ) -> list[int]:
-        """Token ids of one conversation. Raises InvalidRequest or ContextLengthExceeded."""
+        """Encode one conversation. Raises InvalidRequest or ContextLengthExceeded."""
         check_messages(messages)
         options.check(messages)
         size = sum(message.num_chars for message in messages) + (tools.num_chars if tools is not None else 0)
@@ -135,7 +135,7 @@ class PromptReader:
             raise ContextLengthExceeded(f"{param}: {chars} characters cannot fit {context}", param=param)
 
     def too_long(self, tokens: int, param: str, least: int = 1) -> ContextLengthExceeded:
-        """What is said to whom so many tokens leave less than `least` for the answer."""
+        """Make the error for a prompt of so many tokens that fewer than `least` are left for the answer."""
         context = f"the model's context is {self._model.max_model_len} tokens"
         return ContextLengthExceeded(
             f"{param}: {tokens} tokens; {context}, of which at least {least} must be left for the answer", param=param

@@ -1,4 +1,4 @@
-"""One request's measurements: what a server counts as its tokens come, and when it ends."""
+"""Measures one request: what a server counts as its tokens come, and when it ends."""
 
 import asyncio
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from tandem.telemetry.tracing import Span
 
 
 class RequestMeter:
-    """One request's measurements; a context manager around its stream."""
+    """The measurements of one request; a context manager around its stream."""
 
     def __init__(
         self,
@@ -28,7 +28,7 @@ class RequestMeter:
         traits: RequestTraits | None = None,
         arrived_s: float | None = None,
     ) -> None:
-        """`span`: of the request; ends with it. `traits`: what it is counted under. `arrived_s`: None: now."""
+        """`span`: the request's; ends with it. `traits`: its metric labels. `arrived_s`: None: now."""
         self._metrics = metrics
         self._traits = traits or RequestTraits(prompt_tokens=prompt_tokens)
         self._span = span
@@ -45,7 +45,7 @@ class RequestMeter:
 
     @classmethod
     def for_request(cls, request: RoutedRequest, metrics: RouterMetrics, clock: Callable[[], float]) -> Self:
-        """Of one request of a client."""
+        """Make the meter of one request of a client."""
         return cls(
             metrics,
             clock,
@@ -58,7 +58,7 @@ class RequestMeter:
 
     @property
     def age_s(self) -> float:
-        """Seconds since the request came."""
+        """Seconds since the request arrived."""
         return self._clock() - self._start
 
     def __enter__(self) -> Self:
@@ -88,7 +88,7 @@ class RequestMeter:
             self._end_span(self._span, code)
 
     def tokens(self, choice: int, count: int) -> None:
-        """`count` tokens of one choice arrived together."""
+        """Count `count` tokens of one choice that arrived together."""
         if count == 0:
             return
         now = self._clock()
@@ -108,7 +108,7 @@ class RequestMeter:
         self._metrics.generation_tokens.value += count
 
     def first_shown(self) -> None:
-        """The text of the first tokens is with the server that writes it."""
+        """Record that the text of the first tokens was handed to the server that writes it."""
         self._shown_s = self._clock()
 
     def _instants(self, first_s: float) -> FirstTokens:
@@ -122,7 +122,7 @@ class RequestMeter:
         )
 
     def choice_finished(self, choice: int, finish: ChoiceFinish) -> None:
-        """One choice ended; its phase times are the workers' own."""
+        """Count an ended choice; its phase times are the workers' own."""
         metrics, times = self._metrics, finish.times
         self._finishes.append(finish)
         metrics.succeeded(finish.reason.value)
@@ -137,11 +137,11 @@ class RequestMeter:
         metrics.inference_time.observe(times.prefill_s + decode_s)
 
     def succeeded(self) -> None:
-        """Observe the time of a request of which all choices have ended."""
+        """Observe the duration of a request whose choices have all ended."""
         self._metrics.e2e.observe(self._clock() - self._start)
 
     def _ended(self, code: Code | None) -> None:
-        """What is counted of the request as a whole, however it ended."""
+        """Count the request as a whole, however it ended."""
         metrics, ttft_s, per_token_s = self._metrics, None, None
         if self._first_s is not None:
             times, num_tokens = self._instants(self._first_s), max(self._counts)
@@ -154,7 +154,7 @@ class RequestMeter:
         metrics.genai.ended(self._traits.operation, self.age_s, code, ttft_s=ttft_s, per_token_s=per_token_s)
 
     def _spent(self) -> Spent:
-        """By choices that have ended; of the others the tokens alone are known."""
+        """Return the usage by ended choices; of the others only the tokens are known."""
         whole = Spent(
             requests=1,
             prompt_tokens=self._prompt_tokens,

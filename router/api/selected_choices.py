@@ -1,4 +1,4 @@
-"""Which choices of a whole answer are shown, where more were generated: `best_of`, and `n` with `vote`."""
+"""Selects the choices of an unstreamed answer to show where more were generated: `best_of`, and `n` with `vote`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,29 +16,27 @@ _R = TypeVar("_R")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SelectedChoices:
-    """The choices that are shown, renumbered."""
+    """The choices to show, renumbered."""
 
     prepared: list[PreparedRequest]
     """The requests, as if only the shown choices had been generated."""
     choices: list[TextDelta]
     votes: tuple[VoteResult, ...] = ()
-    """One for each choice, if they were elected."""
+    """One vote result per shown choice, if they were elected."""
 
 
 def parse_selection(
     *, n: int | None, best_of: int | None, vote: bool, vote_pattern: str | None, streams: bool, shows_logprobs: bool
 ) -> ChoiceSelection | None:
-    """None: all that is generated is shown. Raises InvalidRequest for what cannot be combined."""
+    """Parse the selection; None: everything generated is shown. Raises InvalidRequest for what cannot be combined."""
     keep = n if n is not None else 1
     if vote_pattern is not None and not vote:
         raise InvalidRequest("vote_pattern needs vote: true", param=_PATTERN)
     if vote:
         if best_of not in (None, keep):
-            raise InvalidRequest("best_of: not together with vote", param="best_of")
+            raise InvalidRequest("best_of cannot be combined with vote", param="best_of")
         if streams:
-            raise InvalidRequest(
-                "vote: which answer is shown is known at the end; not together with stream", param="vote"
-            )
+            raise InvalidRequest("vote cannot be streamed: the winning answer is known only at the end", param="vote")
         return ChoiceSelection(candidates=keep, keep=1, votes=True, pattern=vote_pattern)
     if best_of in (None, keep):
         return None
@@ -47,23 +45,25 @@ def parse_selection(
     if best_of < keep:
         raise InvalidRequest(f"best_of must be at least n ({keep}), got {best_of}", param="best_of")
     if streams:
-        raise InvalidRequest("best_of: the best are known at the end; not together with stream", param="best_of")
+        raise InvalidRequest("best_of cannot be streamed: the best answers are known only at the end", param="best_of")
     return ChoiceSelection(candidates=best_of, keep=keep, shows_logprobs=shows_logprobs)
 
 
 def logprobs_needed(wanted: ChoiceSelection | None, num_logprobs: int | None) -> int | None:
-    """The `num_logprobs` to request of workers: choosing the likeliest answers needs at least the tokens' own."""
+    """Return the `num_logprobs` to request of workers: choosing the likeliest answers needs at least the tokens'
+    own."""
     return 0 if num_logprobs is None and wanted is not None and not wanted.votes else num_logprobs
 
 
 async def check_selection(
     wanted: ChoiceSelection | None, prepared: Sequence[PreparedRequest], patterns: PatternSearch
 ) -> None:
-    """Raises InvalidRequest for a vote on answers that may call tools, or with an invalid pattern."""
+    """Check a selection. Raises InvalidRequest for a vote on answers that may call tools, or with an invalid
+    pattern."""
     if wanted is not None and wanted.pattern is not None:
         await patterns.check(wanted.pattern, _PATTERN, prepared[0].request.tenant)
     if wanted is not None and wanted.votes and any(one.calling is not None for one in prepared):
-        raise InvalidRequest("vote: answers that call tools are not compared", param="vote")
+        raise InvalidRequest("vote cannot be combined with tools", param="vote")
 
 
 async def select(

@@ -1,4 +1,4 @@
-"""For how long a server waits for a client to take what it was sent."""
+"""How long a server waits for a client to read what it was sent."""
 
 import asyncio
 from collections.abc import Awaitable
@@ -6,11 +6,11 @@ from collections.abc import Awaitable
 from tandem.errors import Cancelled
 
 WRITE_TIMEOUT_S = 30.0
-"""A reader that takes nothing for this long is given up."""
+"""A client that reads nothing for this long is given up."""
 
 
 class SlowReader(Cancelled):
-    """The client took nothing for too long."""
+    """The client read nothing for too long."""
 
 
 async def within_write_timeout(waiting: Awaitable[object], timeout_s: float) -> None:

@@ -19,14 +19,14 @@ from tandem.errors import InternalError, ServingError
 from tandem.values.outputs import SampledToken
 
 _HELD_TOKENS = 256
-"""Tokens detokenized at a time where the answer is not streamed, which takes a millisecond or two."""
+"""Tokens detokenized at a time when the answer is not streamed, which takes a millisecond or two."""
 
 
 class TextSink(Protocol):
-    """Takes a client call's text where it arrives; see `router.types.requests.DeltaSink`."""
+    """Receives a client call's text as it arrives; see `router.types.requests.DeltaSink`."""
 
     def on_delta(self, delta: TextDelta) -> bool:
-        """Handle the next delta; whether to await `ready` before another."""
+        """Handle the next delta; return whether to await `ready` before another."""
         ...
 
     async def ready(self) -> None:
@@ -35,7 +35,7 @@ class TextSink(Protocol):
 
 
 class RequestText:
-    """The `DeltaSink` of one request: the text of all its choices, measured and shown.
+    """The `DeltaSink` of one request: detokenizes, measures and forwards the text of all its choices.
 
     Where the answer is not streamed and has no stop strings, many tokens are detokenized at a time.
     """
@@ -49,7 +49,7 @@ class RequestText:
         sink: TextSink,
         first_index: int = 0,
     ) -> None:
-        """`first_index`: index of the first choice among those of all prompts in the client's call."""
+        """`first_index`: index of its first choice among those of all prompts in the client's call."""
         request = prepared.request
         self._generator = generator
         self._request_id = request.request_id
@@ -67,7 +67,7 @@ class RequestText:
             self.ready = _at_once
 
     def on_delta(self, delta: ChoiceDelta) -> bool:
-        """See DeltaSink. Raises InternalError."""
+        """Handle a delta, see DeltaSink. Raises InternalError."""
         if self._held is not None and delta.reading is None:
             return self._hold(delta, self._held[delta.choice_index])
         shown = self._feed(delta)
@@ -133,7 +133,7 @@ async def read_text(
 ) -> None:
     """Write the answers to the requests of one client call to `sink`. The first error ends all of them.
 
-    Token by token if the request `reads_along`, else each choice in large parts.
+    Text is delivered token by token if the request `reads_along`, else each choice in large parts.
     """
     firsts = accumulate((one.request.num_choices for one in prepared), initial=0)
     streams = [_PromptStream(one, first, sink) for one, first in zip(prepared, firsts, strict=False)]

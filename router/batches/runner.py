@@ -1,8 +1,8 @@
 """Runs batches: a few requests at a time, and only while the cluster has spare capacity.
 
 Life of a batch: validating → in progress → finalizing → completed; or failed, expired, cancelled. A router that stops,
-or dies, leaves on disk what was answered; the process that runs the folder next goes on with the rest. The store
-writes on a thread of its own, and finishes before another process may begin.
+or dies, leaves on disk what was answered; the next process to run the folder continues from there. The store writes on
+a thread of its own, and finishes before another process may begin.
 """
 
 import asyncio
@@ -22,8 +22,8 @@ from router.batches.files.types import BatchStatus, StoredBatch
 from tandem.errors import InvalidRequest, ServingError
 
 AnswerRequest = Callable[[str, str, dict[str, Any]], Awaitable[tuple[int, bytes]]]
-"""Takes a tenant, an endpoint and a body; the status and the body of the answer, or of what is wrong with the request.
-Raises ServingError when the same request may be answered later."""
+"""Takes a tenant, an endpoint and a body; returns the status and body of the answer or refusal. Raises ServingError
+when the same request may succeed later."""
 _LOOK_S = 1.0
 """Period of checks of the folder; a request to this process wakes the runner at once."""
 _ROOM_S = 0.1
@@ -34,14 +34,14 @@ _LINES_AT_ONCE = 512
 """Lines per transaction: other processes may write in between."""
 MOST_AT_WORK = 16
 MOST_OF_TENANT = 4
-"""Batches that are under way at once, and those of one tenant. The others wait, the oldest first."""
+"""Batches that run at once, in total and per tenant. The others wait, the oldest first."""
 _LONGEST_PAUSE_S = 10.0
 _MOST_ERRORS = 20
 _log = logging.getLogger(__name__)
 
 
 class _Place(NamedTuple):
-    """The place of an input line: all that is kept in memory until it runs."""
+    """The location of an input line: all that is kept in memory until it runs."""
 
     custom_id: str
     start: int
@@ -50,17 +50,17 @@ class _Place(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunnerBounds:
-    """Bounds of one process that runs batches."""
+    """Bounds on the batches that one process runs."""
 
     max_concurrent: int
     max_requests: int
     max_line_bytes: int
     parse: Callable[[bytes], Any]
-    """A line's JSON. Raises InvalidRequest."""
+    """Parses a line's JSON. Raises InvalidRequest."""
 
 
 class BatchRunner:
-    """All batches of one folder; an async context manager."""
+    """Runs all batches of one folder; an async context manager."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class BatchRunner:
         self._swept_s = -_SWEEP_S
 
     async def __aenter__(self) -> Self:
-        """Raises OSError when the folder cannot be made."""
+        """Open the store and start running. Raises OSError when the folder cannot be made."""
         await asyncio.to_thread(self._store.open)
         self._task = asyncio.create_task(self._run())
         return self
@@ -118,7 +118,7 @@ class BatchRunner:
             await self._pause(_LOOK_S)
 
     def _look(self, at_work: Mapping[str, str]) -> list[StoredBatch]:
-        """Batches to start now, given those `at_work`, tenant by id."""
+        """Return the batches to start now, given those `at_work`, tenant by id."""
         now_s = self._now()
         if now_s - self._swept_s >= _SWEEP_S:
             self._swept_s = now_s
@@ -126,7 +126,7 @@ class BatchRunner:
         return startable(self._store.live(), at_work, lambda batch: self.end_of(batch) is not None)
 
     def end_of(self, batch: StoredBatch) -> BatchStatus | None:
-        """The status in which a batch ends before it has all its results; None: it continues."""
+        """Return the status in which a batch ends before it has all its results; None: it continues."""
         if self._store.is_cancelled(batch):
             return BatchStatus.CANCELLED
         return BatchStatus.EXPIRED if self._now() >= batch.expires_s else None
@@ -141,7 +141,7 @@ class BatchRunner:
         try:
             await self._work(batch)
         except OSError:
-            _log.exception("batch %s cannot go on", batch.id)
+            _log.exception("batch %s failed unexpectedly", batch.id)
             await self._pause(_LONGEST_PAUSE_S)
         finally:
             del self._at_work[batch.id]
@@ -158,7 +158,7 @@ class BatchRunner:
         await asyncio.to_thread(self._store.save, batch)
 
     async def _answer_all(self, batch: StoredBatch) -> StoredBatch | None:
-        """The batch when it has all its results; None when it has failed."""
+        """Return the batch when it has all its results; None when it has failed."""
         try:
             path, lines = await asyncio.to_thread(self._read, batch)
         except _BadInput as bad:
@@ -175,7 +175,7 @@ class BatchRunner:
         return batch
 
     def _read(self, batch: StoredBatch) -> tuple[Path, list[_Place]]:
-        """The input, and where each of its lines is. Raises _BadInput."""
+        """Read the input and locate each of its lines. Raises _BadInput."""
         lines: list[_Place] = []
         errors = []
         names: set[str] = set()
@@ -191,7 +191,7 @@ class BatchRunner:
                     raise InvalidRequest(f"a line has more than {self._bounds.max_line_bytes} bytes")
                 line = read_line(self._bounds.parse(text), batch.endpoint)
                 if line.custom_id in names:
-                    raise InvalidRequest(f"custom_id {line.custom_id[:100]!r} stands twice", param="custom_id")
+                    raise InvalidRequest(f"custom_id {line.custom_id[:100]!r} is not unique", param="custom_id")
                 names.add(line.custom_id)
                 lines.append(_Place(line.custom_id, start, len(text)))
             except ServingError as error:
@@ -206,15 +206,15 @@ class BatchRunner:
 
 
 class _BadInput(Exception):
-    """Nothing of the batch is run."""
+    """The input is invalid; none of it is run."""
 
     def __init__(self, errors: list[dict[str, object]]) -> None:
-        super().__init__("the input is wrong")
+        super().__init__("invalid input")
         self.errors = errors
 
 
 class _Progress:
-    """One batch under way."""
+    """The execution of one batch."""
 
     def __init__(
         self, runner: BatchRunner, batch: StoredBatch, path: Path, lines: Sequence[_Place], results: Results
@@ -229,7 +229,7 @@ class _Progress:
         self._is_broken = False
 
     async def run(self) -> BatchStatus:
-        """How it ended. Cancelling it ends what is under way, to be run again later."""
+        """Run the batch and return its final status. Cancelling this ends requests in flight, to be run again later."""
         try:
             for number in range(len(self._lines)):
                 if number in self._results.done:
@@ -258,7 +258,7 @@ class _Progress:
             _log.error("batch %s: a result is missing: %s", self._batch.id, error)
 
     async def _turn(self) -> BatchStatus | None:
-        """Wait until one more request may go; or until the batch has ended."""
+        """Wait until one more request may start; return a status if the batch has ended instead."""
         runner = self._runner
         while (end := runner.end_of(self._batch)) is None:
             if runner._has_room() and not runner._permits.locked():
@@ -276,7 +276,7 @@ class _Progress:
     async def _cut(self, end: BatchStatus) -> BatchStatus:
         """Mark requests without an answer as not run."""
         await self._end_all()
-        message = "the batch was cancelled" if end is BatchStatus.CANCELLED else "the batch's time ran out"
+        message = "the batch was cancelled" if end is BatchStatus.CANCELLED else "the batch expired"
         code = f"batch_{end.value}"
         missing = [number for number in range(len(self._lines)) if number not in self._results.done]
         for begin in range(0, len(missing), _LINES_AT_ONCE):
@@ -324,8 +324,8 @@ def _counted(batch: StoredBatch, results: Results) -> StoredBatch:
 def startable(
     live: Iterable[StoredBatch], at_work: Mapping[str, str], is_over: Callable[[StoredBatch], bool]
 ) -> list[StoredBatch]:
-    """The batches of `live`, oldest first, that may start beside those `at_work`, tenant by id. One that `is_over` need
-    not wait: it only has to be ended."""
+    """Return the batches of `live`, oldest first, that may start beside those `at_work`, tenant by id. One that
+    `is_over` need not wait: it only has to be ended."""
     num_all, of_tenant = len(at_work), Counter(at_work.values())
     found = []
     for batch in live:
@@ -341,7 +341,7 @@ def startable(
 
 
 def _texts(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines that have something in them, and where that begins."""
+    """Yield the non-blank lines, with their offsets."""
     start = 0
     with path.open("rb") as file:
         for line in file:

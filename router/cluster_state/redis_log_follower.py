@@ -1,7 +1,7 @@
-"""Follows the workers' logs in Redis (the board) into the prefix map, on a connection of its own.
+"""Follows the workers' logs in Redis into the prefix map, on a connection of its own.
 
-One task: loads the state of whoever is due, then waits for entries of all logs at once. Between two pieces of work it
-lets the event loop go on: a request waits for at most one of them.
+A single task loads the state of each worker that is due, then waits for entries of all logs at once. It yields to the
+event loop between any two pieces of work: a request waits for at most one of them.
 """
 
 import asyncio
@@ -18,27 +18,30 @@ from tandem.cluster_state.redis_keys import ClusterStateKeys
 from tandem.rpc.redis_link import Command, RedisDown, RedisLink, Refusal, Reply
 
 BLOCK_S = 0.2
-"""Longest wait of the server for entries: so long may a worker that joined have to wait for its turn."""
+"""Longest time that the server blocks waiting for entries: a worker that joins may have to wait this long to be
+read."""
 LOAD_PAUSE_S = 0.01
-"""After each state: forgetting what a worker held before takes some milliseconds, and many may be due at once."""
+"""Pause after loading each state: dropping a worker's old blocks takes some milliseconds, and many may be due at
+once."""
 _ENTRIES_AT_ONCE = 16
 _ENTRY_ID = re.compile(rb"[0-9]{1,20}-[0-9]{1,20}")
 
 
 KINDS = ("changes", "head", "load", "router", "state", "worker")
-"""Of what stands in Redis."""
+"""The kinds of entries in Redis."""
 
 
 @dataclass(slots=True)
 class ClusterStateCounts:
-    """What came off the board, since the router's start."""
+    """What was read from Redis since the router's start."""
 
     entries: Counter[str] = field(default_factory=Counter)
-    """Of logs, by verdict, or `bad`."""
+    """Log entries by verdict, or `bad`."""
     bad: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(KINDS, 0)))
-    """Whatever could not be believed, by kind: all from the beginning, so that a rate sees the first."""
+    """Entries that were malformed or not authentic, by kind: all present from the start, so that a rate sees the
+    first."""
     reloads: Counter[str] = field(default_factory=Counter)
-    """States that were loaded, by reason."""
+    """Loaded states by reason."""
 
 
 class CacheLogFollower:
@@ -53,7 +56,7 @@ class CacheLogFollower:
         apply: Callable[[WorkerKey, PrefixChange], None],
         clock: Callable[[], float],
     ) -> None:
-        """`apply` takes what is to be known of a worker (`WorkerRegistry.prefix_changed`)."""
+        """`apply` applies a change of a worker's cache (`WorkerRegistry.prefix_changed`)."""
         self._view = view
         self._link = link
         self._codec = codec
@@ -63,7 +66,7 @@ class CacheLogFollower:
         self._clock = clock
 
     async def run(self) -> None:
-        """For ever; trouble with Redis only makes it wait."""
+        """Run for ever; problems with Redis only delay it."""
         while True:
             await self._link.allowed()
             try:
@@ -75,7 +78,7 @@ class CacheLogFollower:
                 continue
 
     async def _load(self, key: WorkerKey) -> bool:
-        """Whether there was a state."""
+        """Load a worker's state; return whether there was one."""
         process = Process(*key)
         (data,) = await self._link.ask([("GETRANGE", self._keys.state(process), 0, STATE_BYTES)])
         state: CacheState | None = None
@@ -119,10 +122,10 @@ class CacheLogFollower:
             self._apply(key, change)
 
     async def _find_culprit(self, keys: dict[bytes, WorkerKey]) -> None:
-        """One log that is no log spoils the reading of all: whoever's it is starts again."""
+        """Find the log that makes reading all of them fail because it is not a log, and start its worker again."""
         replies = await self._link.ask([("XLEN", log) for log in keys])
         culprits = [key for key, reply in zip(keys.values(), replies, strict=True) if isinstance(reply, Refusal)]
-        # Nobody in particular: Redis does not want to be read.
+        # No single log is at fault: Redis refuses the read itself.
         for key in culprits or keys.values():
             self._counts.bad["changes"] += 1
             self._view.set_aside(key, self._clock())
@@ -135,7 +138,7 @@ def _value(data: Reply) -> bytes:
 
 
 def _is_reading(reply: Reply) -> bool:
-    """Whether Redis would answer an XREAD so: nothing, or logs with entries with ids."""
+    """Whether a reply has the shape of XREAD's: nothing, or logs with entries with ids."""
     return reply is None or (
         _are_pairs(reply)
         and all(isinstance(log, bytes) and _are_pairs(entries) for log, entries in reply)
@@ -148,7 +151,7 @@ def _are_pairs(reply: Reply) -> bool:
 
 
 def _entries(reply: Reply) -> Iterator[tuple[bytes, str, Any]]:
-    """Log, id and value of each entry; of another shape than ours the value is None."""
+    """Yield log, id and value of each entry; the value is None if it does not have our format."""
     for log, entries in reply or ():
         for entry_id, fields in entries:
             is_ours = isinstance(fields, list) and len(fields) == 2 and fields[0] == b"e"

@@ -1,4 +1,4 @@
-"""What the board is to this router, for /metrics. One router's labels are few: kinds and verdicts of our own."""
+"""Metrics of this router's use of Redis. Their labels have few values: kinds and verdicts that we define."""
 
 from collections.abc import Iterator
 
@@ -9,29 +9,29 @@ from router.cluster_state.redis_tasks import RouterClusterState
 
 
 class ClusterStateMetrics(Collector):
-    """Read at each scrape."""
+    """Exports the cluster state's counters; read at each scrape."""
 
-    def __init__(self, board: RouterClusterState) -> None:
-        self._board = board
+    def __init__(self, state: RouterClusterState) -> None:
+        self._state = state
 
     def collect(self) -> Iterator[Metric]:
-        """Gauges of now, totals since start."""
-        board, counts = self._board, self._board.counts
+        """Collect current gauges, and totals since start."""
+        state, counts = self._state, self._state.counts
         up = GaugeMetricFamily("tandem_redis_up", "Whether Redis responds, by use", labels=("use",))
         connects = CounterMetricFamily(
             "tandem_redis_connects", "Connections to Redis that were established", labels=("use",)
         )
         failures = CounterMetricFamily("tandem_redis_failures", "Redis commands that failed", labels=("use",))
-        for link in board.links:
+        for link in state.links:
             up.add_metric((link.use,), link.is_up)
             connects.add_metric((link.use,), link.connects)
             failures.add_metric((link.use,), link.failures)
-        up.add_metric(("share",), board.is_told)
+        up.add_metric(("share",), state.is_published)
         yield from (up, connects, failures)
         for name, text, label, counter in (
             (
                 "tandem_redis_entries",
-                "Entries of workers' logs read from Redis, by what became of them",
+                "Entries of workers' logs read from Redis, by result",
                 "verdict",
                 counts.entries,
             ),
@@ -48,8 +48,8 @@ class ClusterStateMetrics(Collector):
                 family.add_metric((value,), count)
             yield family
         yield GaugeMetricFamily(
-            "tandem_redis_followed_workers", "Workers whose logs in Redis this router follows", board.num_followed
+            "tandem_redis_followed_workers", "Workers whose logs in Redis this router follows", state.num_followed
         )
         yield GaugeMetricFamily(
-            "tandem_redis_peer_routers", "Other routers whose load is known through Redis", board.num_peers
+            "tandem_redis_peer_routers", "Other routers whose load is known through Redis", state.num_peers
         )

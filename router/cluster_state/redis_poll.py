@@ -1,8 +1,8 @@
-"""Reads what stands on the board at one moment, and writes what this router has under way: a few times a second.
+"""Reads the registry in Redis and publishes this router's load, a few times a second.
 
-`RegistryPoll`: who is there, and how far the logs of those that are followed reach. `LoadExchange`: what each router
-has under way. Both on one connection, one after the other; what is written is leased, so that a router that dies is
-soon not counted any more.
+`RegistryPoll` reads which workers exist and how far the followed logs reach; `LoadExchange` exchanges the load of each
+router. Both share one connection, one after the other; what is written is leased, so that a router that dies soon stops
+being counted.
 """
 
 import logging
@@ -36,18 +36,18 @@ _log = logging.getLogger(__name__)
 LOOK_S = 1.0
 _T = TypeVar("_T")
 _Content = tuple[tuple[Share, ...], tuple[TenantTally, ...], tuple[Incarnation, ...]]
-"""What a router tells: what it has at each worker, what it has given each tenant, and which other routers it sees."""
+"""What a router publishes: its load at each worker, its use by each tenant, and which other routers it sees."""
 
 
 class EntryReader:
-    """Opens entries; what cannot be believed is counted, and is as if it were not there."""
+    """Opens entries; one that is malformed or not authentic is counted, and treated as missing."""
 
     def __init__(self, codec: ClusterStateCodec, counts: ClusterStateCounts) -> None:
         self.codec = codec
         self._counts = counts
 
     def opened(self, kind: str, data: Reply, open_: Callable[[bytes], _T]) -> _T | None:
-        """An entry, or None."""
+        """Open an entry; None if it is missing or invalid."""
         if data == b"":
             return None
         try:
@@ -59,7 +59,7 @@ class EntryReader:
         return None
 
     def members(self, kind: str, reply: Reply, parse: Callable[[str], _T]) -> list[_T]:
-        """Of a sorted set."""
+        """Parse the members of a sorted set."""
         found: list[_T] = []
         for member in reply if isinstance(reply, list) else [reply]:
             try:
@@ -70,7 +70,7 @@ class EntryReader:
 
 
 class RegistryPoll:
-    """Feeds the directory, and the view with heads."""
+    """Polls the registry: feeds the directory with workers, and the view with log heads."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class RegistryPoll:
         self._spoilt = False
 
     async def turn(self, now_s: float) -> None:
-        """If it is time. Raises RedisDown."""
+        """Poll if it is time. Raises RedisDown."""
         if now_s < self._due_s:
             return
         keys, codec = self._keys, self._reader.codec
@@ -110,7 +110,7 @@ class RegistryPoll:
 
     async def _ask(self, commands: list[Command]) -> list[Reply]:
         if self._spoilt:
-            # Workers write themselves down again within a second.
+            # Workers register themselves again within a second.
             await self._link.ask([("DEL", self._keys.workers)])
             self._spoilt = False
         try:
@@ -128,7 +128,7 @@ class RegistryPoll:
 
 
 class LoadExchange:
-    """Tells the other routers what this one has under way, and hears what they have."""
+    """Publishes to the other routers what this one has in flight, and reads what they have."""
 
     def __init__(
         self,
@@ -153,11 +153,11 @@ class LoadExchange:
         self._sequence = 0
         self._others: tuple[Incarnation, ...] = ()
         self._spoilt = False
-        self.is_told = False
-        """Whether Redis takes what this router has to tell."""
+        self.is_published = False
+        """Whether Redis accepts the load that this router publishes."""
 
     async def turn(self, in_flight: tuple[Share, ...], now_s: float) -> bool:
-        """Write our load if it changed or its lease wants it, read the others'; whether those changed.
+        """Write our load if it changed or its lease is due, and read the others'; return whether those changed.
 
         Raises RedisDown.
         """
@@ -173,7 +173,7 @@ class LoadExchange:
             raise
         self._spoilt = False
         if writing and not self._written(replies[: len(writing)], content, now_s):
-            await self._link.close()  # after a failover the same address may lead to another server
+            await self._link.close()  # after a failover the same address may belong to another server
         members, *values = replies[len(writing) :]
         changed = False
         for router, data in zip(others, values, strict=True):
@@ -185,15 +185,15 @@ class LoadExchange:
 
     def _heard(self, load: RouterLoad, now_s: float) -> bool:
         if self._router not in load.hears:
-            # Of a router that has not seen us yet, or of one long dead that somebody has put back.
+            # Written by a router that has not seen us yet, or by a dead one and restored by somebody.
             return False
-        is_news = self._peers.heard(load, now_s)
+        is_news = self._peers.update(load, now_s)
         if is_news:
             self._limits.apply_remote(load.router, load.tallies)
         return is_news
 
     async def leave(self) -> None:
-        """Take our load down. Raises RedisDown."""
+        """Remove our load. Raises RedisDown."""
         keys = self._keys
         await self._link.ask([("DEL", keys.load(self._router)), ("ZREM", keys.routers, f"{self._router:x}")])
 
@@ -203,7 +203,7 @@ class LoadExchange:
         load = RouterLoad(router=self._router, sequence=self._sequence, shares=shares, tallies=tallies, hears=hears)
         wall_ms, routers = int(self._wall_clock() * 1e3), self._keys.routers
         sealed = self._reader.codec.seal_load(load)
-        # The others write themselves down again before their leases end.
+        # The others register themselves again before their leases end.
         fresh: list[Command] = [("DEL", routers)] if self._spoilt else []
         return [
             *fresh,
@@ -215,13 +215,13 @@ class LoadExchange:
 
     def _written(self, replies: list[Reply], content: _Content, now_s: float) -> bool:
         refusal = next((reply for reply in replies if isinstance(reply, Refusal)), None)
-        if (refusal is None) != self.is_told:
-            self.is_told = refusal is None
+        if (refusal is None) != self.is_published:
+            self.is_published = refusal is None
             if refusal is not None:
-                _log.warning("Redis does not take this router's load: %s", refusal)
-        # A refusal is met again no sooner than the lease would have been renewed.
+                _log.warning("Redis rejects this router's load: %s", refusal)
+        # After a rejection, wait as long as a lease lasts before trying again.
         self._told, self._renew_s = content, now_s + self._peers.lease_s / 3
-        return self.is_told
+        return self.is_published
 
 
 def _parse_router(mark: str) -> Incarnation:

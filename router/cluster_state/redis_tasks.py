@@ -1,7 +1,7 @@
-"""This router at the board: three things that it does there, each of which may fail without anybody waiting for it.
+"""This router's background tasks with Redis: there are three, and no request ever waits for one of them.
 
-It follows the workers' logs into the prefix map, it looks who is there, and it exchanges loads with other routers. A
-request never comes here: what it needs is in the registry already.
+They follow the workers' logs into the prefix map, poll the registry of workers, and exchange loads with other routers.
+Requests do not come here: what they need is already in the worker registry.
 """
 
 import asyncio
@@ -30,12 +30,12 @@ from tandem.values.ids import Incarnation
 _log = logging.getLogger(__name__)
 
 TURN_S = 0.15
-"""Between two exchanges of loads."""
+"""Seconds between two exchanges of loads."""
 FORGET_LEASES = 10
 
 
 class RouterClusterState:
-    """An async context manager; to be entered before the fleet that watches its directory."""
+    """Runs the tasks; an async context manager, to be entered before the fleet that watches its directory."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class RouterClusterState:
         self._registry.peer_loads = self._peers.at
         self._registry.watch(self._workers_changed)
         self._workers_changed()
-        # A group: a fault of ours ends the router, rather than what it knows in silence.
+        # In a task group, so that a bug of ours ends the router instead of silently stopping its updates.
         tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
         self._tasks = [tasks.create_task(self._follower.run()), tasks.create_task(self._take_turns())]
         return self
@@ -91,7 +91,7 @@ class RouterClusterState:
         self._registry.unwatch(self._workers_changed)
         for task in self._tasks:
             task.cancel()
-        # Not told of `error`: the task group would wrap it in a group of its own.
+        # `error` is not passed on: the task group would wrap it in a group of its own.
         await self._stack.aclose()
         if self._poll.health.is_up:
             with suppress(RedisDown):
@@ -101,22 +101,22 @@ class RouterClusterState:
 
     @property
     def links(self) -> tuple[LinkHealth, ...]:
-        """How the connections fare."""
+        """Health of the connections."""
         return self._logs.health, self._poll.health
 
     @property
-    def is_told(self) -> bool:
-        """Whether the other routers know what this one has under way."""
-        return self._poll.health.is_up and self._exchange.is_told
+    def is_published(self) -> bool:
+        """Whether the other routers can see what this one has in flight."""
+        return self._poll.health.is_up and self._exchange.is_published
 
     @property
     def num_followed(self) -> int:
-        """Workers whose logs are followed."""
+        """Number of workers whose logs are followed."""
         return len(self._view.positions())
 
     @property
     def num_peers(self) -> int:
-        """Other routers whose loads count."""
+        """Number of other routers whose loads count."""
         return len(self._peers)
 
     def _workers_changed(self) -> None:
@@ -138,11 +138,11 @@ class RouterClusterState:
                     self._registry.peers_changed()
                 fault = ""
             except RedisDown:
-                _log.debug("no exchange of loads: %s", self._poll.health.reason)
+                _log.debug("could not exchange loads: %s", self._poll.health.reason)
             except (BadEntry, ValueError) as error:
-                # What cannot be said, of ourselves, costs the others this turn; streams are not ended for it.
+                # If our own load cannot be encoded, the others miss this update; that is no reason to end streams.
                 if fault != (fault := str(error)):
-                    _log.exception("no exchange of loads, by a fault of this router's own")
+                    _log.exception("could not exchange loads because of an error in this router")
             if self._peers.expire(self._clock()):
                 self._registry.peers_changed()
             self._limits.keep(self._peers.routers)

@@ -1,7 +1,7 @@
-"""Where the workers are, as the board tells: their leased notices, beside what the configuration states.
+"""The addresses of workers, from their leased notices in Redis and from the configuration.
 
-Redis is believed when it tells of a worker, and doubted when it tells of none: an address is forgotten only when
-notices of it have been missing for a while, and a session that is up outlives its address (`WorkerFleet`).
+Redis is believed when it names a worker, and doubted when it does not: an address is dropped only when notices of it
+have been missing for a while, and an open session outlives its address (`WorkerFleet`).
 """
 
 from collections.abc import Iterable
@@ -13,16 +13,16 @@ MAX_ADDRESSES = 4096
 
 
 class KnownAddresses:
-    """Which addresses there are. Pure."""
+    """The set of known worker addresses. Pure."""
 
     def __init__(self, stated: frozenset[WorkerAddress], *, forget_s: float) -> None:
-        """`stated`: there as long as it is named here. `forget_s`: how long an address is kept that nobody tells of."""
+        """`stated`: known as long as it is named here. `forget_s`: how long an address without notices is kept."""
         self.stated = stated
         self._forget_s = forget_s
         self._missing_since_s: dict[WorkerAddress, float | None] = {}
 
     def on_notices(self, notices: Iterable[Notice], now_s: float) -> frozenset[WorkerAddress]:
-        """All notices that are there now; returns the addresses."""
+        """Process all current notices; return the addresses."""
         present = {WorkerAddress(role=notice.role, address=notice.address) for notice in notices}
         known = self._missing_since_s
         for address in present:
@@ -42,7 +42,7 @@ class KnownAddresses:
 
 
 class RedisDirectory(ChangingDirectory):
-    """A WorkerDirectory of what Redis and the configuration name; one may watch it."""
+    """A watchable WorkerDirectory of the addresses that Redis and the configuration name."""
 
     def __init__(self, listing: KnownAddresses) -> None:
         super().__init__(listing.addresses)
@@ -53,6 +53,6 @@ class RedisDirectory(ChangingDirectory):
         self.replace(self._listing.on_notices(notices, now_s))
 
     def state(self, addresses: frozenset[WorkerAddress]) -> None:
-        """The configuration names these from now on."""
+        """Set the addresses that the configuration names from now on."""
         self._listing.stated = addresses
         self.replace(self._listing.addresses)

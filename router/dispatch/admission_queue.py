@@ -1,6 +1,6 @@
 """The queue that clients' requests wait in before `Dispatcher` runs them: an async shell around `FairAdmission`.
 
-A continued stream skips the queue if that was promised (`router.admission.continuations`).
+A continued stream skips the queue if its client was promised that (`router.admission.continuations`).
 """
 
 import asyncio
@@ -17,11 +17,11 @@ from tandem.errors import ServingError, Unavailable
 from tandem.values.ids import RequestId
 
 _RECHECK_S = 0.1
-"""Period of checks for requests that wait in vain."""
+"""Period of checks for requests that can no longer be served in time."""
 _NO_TOKENS_RETRY_S = 5.0
-"""Retry-After of a refusal because no worker gives tokens: workers are probed every few seconds."""
+"""Retry-After when no worker produces tokens: workers are probed every few seconds."""
 _DELTAS_TOGETHER = 16
-"""Deltas of one request that are charged to its tenant in one go."""
+"""Deltas of one request that are charged to its tenant together."""
 
 
 class AdmittedRequest:
@@ -54,9 +54,9 @@ class AdmittedRequest:
         self.entry = entry
         self.promised = promised
         self.shown = sum(point.num_tokens for point in request.resume)
-        """Tokens that the client of a continued stream already has and that will be sent again."""
+        """Tokens that the client of a continued stream already has and that will be generated again."""
         self.passed = 0
-        """How many of those have been sent again."""
+        """How many of those have been generated again."""
         self.was_taken = False
         self.adopted: frozenset[int] = frozenset()
         self._count = count
@@ -65,7 +65,7 @@ class AdmittedRequest:
 
     @property
     def priority(self) -> int:
-        """The priority its tenant may use, in this queue and in the workers' schedulers."""
+        """The priority that its tenant may use, in this queue and in the workers' schedulers."""
         return self.entry.ticket.priority
 
     def on_taken(self, adopted: frozenset[int] = frozenset()) -> None:
@@ -131,11 +131,11 @@ class AdmissionQueue:
 
     @contextlib.asynccontextmanager
     async def turn(self, request: RoutedRequest) -> AsyncIterator[AdmittedRequest]:
-        """Wait for the request's turn; end it on exit. Raises Overloaded or Unavailable, with a retry-after time."""
+        """Wait for the request's turn; end it on exit. Raises Overloaded or Unavailable with a Retry-After."""
         visit = self._entered.pop(request.request_id, None) or self._enter([request])[0]
         try:
             await self._wait_for_turn(visit.entry)
-            # The run records it at its workers before its first await.
+            # The run counts itself at its workers before its first await.
             asyncio.get_running_loop().call_soon(self._placed, visit.entry)
             yield visit
         finally:
@@ -202,7 +202,7 @@ class AdmissionQueue:
         self._pump()
 
     def _charge_again(self, visit: AdmittedRequest) -> None:
-        """Charge again for tokens that are computed a second time."""
+        """Charge again for tokens that have to be computed a second time."""
         points = visit.resume
         if len(visit.adopted) == len(points):
             self.admission.adopted(visit.entry)
@@ -211,7 +211,7 @@ class AdmissionQueue:
         self.admission.generated(visit.entry, min(visit.passed, shown))
 
     async def _wait_for_turn(self, entry: AdmissionEntry) -> None:
-        """Wait for the entry's turn. Raises what it was refused with."""
+        """Wait for the entry's turn. Raises the error that it was refused with."""
         if (turn := self._turns.get(entry)) is not None:
             try:
                 await turn
@@ -227,7 +227,7 @@ class AdmissionQueue:
             was_silent = not entry.output_tokens
             self.admission.generated(entry, count - passed)
             if was_silent:
-                # Its prompt is computed: there may be room for another.
+                # Its prompt is computed, so there may be room for another one.
                 self._pump()
         for delta in deltas:
             if delta.finish is not None:

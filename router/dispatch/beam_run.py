@@ -1,7 +1,7 @@
 """Runs a beam search over workers: each step requests the likeliest next tokens of every running beam at once.
 
 All steps go to one worker as long as it answers: the beams' common prefix is in its cache, and they differ in at most
-a block each. If it is lost, another worker recomputes the prefix and nothing else.
+one block each. If it is lost, another worker recomputes only the prefix.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ class BeamRun:
         self._num_steps = 0
 
     async def search(self, sink: DeltaSink, on_sent: Callable[[], None]) -> None:
-        """Search, and give `sink` the best. Raises as `PromptScorer.read`."""
+        """Search, and send the best beams to `sink`. Raises as `PromptScorer.read`."""
         started_s, first, search = self._clock(), ScoredPrompt(), self._search
         num_computed = 0
         while not search.is_over:
@@ -56,11 +56,11 @@ class BeamRun:
         )
         for index, ended in enumerate(search.ended[: self._request.num_choices]):
             sink.on_delta(ChoiceDelta(index, tokens=ended.beam.tokens, finish=replace(finish, reason=ended.reason)))
-            # The first choice accounts for the tokens of all.
+            # The first choice accounts for the tokens of all choices.
             finish = replace(finish, computed_tokens=0, needed_tokens=0)
 
     async def _step(self, on_sent: Callable[[], None]) -> list[ScoredPrompt]:
-        """The likeliest next tokens of each running beam. The first error cancels the others."""
+        """Return the likeliest next tokens of each running beam. The first error cancels the others."""
         running = enumerate(self._search.running)
         tasks = [asyncio.create_task(self._continue(index, beam, on_sent)) for index, beam in running]
         try:

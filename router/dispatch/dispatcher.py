@@ -1,6 +1,6 @@
-"""The router's half of a request's life: admitted, placed, submitted, streamed, continued elsewhere, ended.
+"""Runs requests on workers: admitted, placed, submitted, streamed, continued elsewhere, ended.
 
-`Dispatcher` is the `Generator` of the servers. It has a request wait for its turn; a `RequestRun` does the rest.
+`Dispatcher` is the servers' `Generator`. It makes a request wait for its turn; a `RequestRun` does the rest.
 """
 
 import asyncio
@@ -59,14 +59,14 @@ class Dispatcher:
             health=self.health,
             hedging=self.hedging,
         )
-        # Canaries are no requests of clients, so nothing of them is counted.
+        # Canaries are not clients' requests, so they are not counted.
         self._unseen = replace(self._context, observer=SilentObserver())
         self._reads = PromptScorer(self._context)
         self._runs: dict[RequestId, RequestRun] = {}
         self.queue: AdmissionQueue | None = None
-        """Where requests have their turns; without one they run at once."""
+        """The queue in which requests wait for their turn; without one they run at once."""
         self.num_inflight = 0
-        """Requests begun and not yet ended: zero when a drain is complete."""
+        """Requests that have begun and not ended: zero when a drain is complete."""
         self._ended = asyncio.Event()
 
     @property
@@ -75,7 +75,7 @@ class Dispatcher:
         return len(self._room)
 
     async def drain(self, *, most_s: float) -> None:
-        """Refuse new requests from now on, at all servers; wait until those accepted have ended, or for `most_s`."""
+        """Refuse new requests from now on, on all servers; wait until accepted ones have ended, or for `most_s`."""
         ends_s = self._context.clock() + most_s
         if self.queue is not None:
             await self.queue.drain(most_s=most_s)
@@ -92,11 +92,11 @@ class Dispatcher:
     async def generate(self, request: RoutedRequest) -> AsyncGenerator[ChoiceDelta, None]:
         """Stream all choices, interleaved. Closing the iterator early cancels the request on every worker.
 
-        Raises Overloaded, Unavailable, RequestTooLarge, DeadlineExceeded or InternalError, or what a worker found wrong
-        with the request. Reads no prompts and searches with no beams.
+        Raises Overloaded, Unavailable, RequestTooLarge, DeadlineExceeded or InternalError, or the worker's refusal.
+        Supports neither prompt scoring nor beam search.
         """
         if request.reads is not None or request.beams is not None:
-            raise InvariantError(f"request {request.request_id}: only `run` has prompts read")
+            raise InvariantError(f"request {request.request_id}: only `run` can score prompts")
         async with self._admitted(request) as (admitted, visit):
             with self._under_way(admitted, visit) as run:
                 while not run.done:
@@ -104,7 +104,7 @@ class Dispatcher:
                         yield delta
 
     async def run(self, request: RoutedRequest, sink: DeltaSink) -> None:
-        """Give `sink` all choices, interleaved. Cancelling it cancels the request on every worker.
+        """Send all choices to `sink`, interleaved. Cancelling it cancels the request on every worker.
 
         Raises as `generate`, and what the sink raises.
         """
@@ -116,7 +116,7 @@ class Dispatcher:
                 await self._run_scored(admitted, sink, visit)
 
     async def _run_scored(self, request: RoutedRequest, sink: DeltaSink, visit: AdmittedRequest | None) -> None:
-        """With prompts read by workers, before the answer or in place of it."""
+        """Run a request whose prompt workers score, before the answer or instead of it."""
         on_sent: Callable[[], None] = _uncounted
         if visit is not None:
             sink, on_sent = CountedSink(sink, visit.on_delta), visit.on_taken
@@ -164,7 +164,8 @@ class Dispatcher:
         """Register the run while inside. `counts`: whether the run's deltas are the ones its client gets."""
         former = self._former(request)
         if former is not None and former.resumptions >= request.resumptions:
-            # The same id again, from a client whose former connection is half open: attempts are numbered on.
+            # The same id again, from a client whose former connection is half open: attempt numbers continue from
+            # there.
             request = replace(request, resumptions=former.resumptions + 1)
         context = self._context if request.only_worker is None else self._unseen
         context.budget.earn()
@@ -184,7 +185,8 @@ class Dispatcher:
         self.health.keep({worker.info.key for worker in self._registry.snapshots()})
 
     def _former(self, request: RoutedRequest) -> RequestRun | None:
-        """The stream's former run: a client may reconnect before this router has seen it disconnect."""
+        """Return the stream's former run: a client may reconnect before this router has noticed that it
+        disconnected."""
         former = self._runs.get(request.request_id)
         if former is not None and not request.resume:
             raise InvariantError(f"request id {request.request_id} is in use")

@@ -1,6 +1,6 @@
 """Second attempts at choices whose first token is late: a twin on another worker, until one of the two has a token.
 
-The twin is a run of the same choice under the same id, with nothing of its own yet, so whichever answers first simply
+The twin is a run of the same choice under the same id, with no tokens yet, so whichever produces one first simply
 becomes the choice. A twin is never retried; when the first run fails, its twin takes its place.
 """
 
@@ -16,16 +16,16 @@ from router.types.session_events import TokensArrived, TransferFailed, WorkerLos
 from tandem.errors import ServingError
 
 NewRun = Callable[[int], ChoiceRun]
-"""Makes another run of a choice, whose mail says that it is the twin's."""
+"""Makes another run of a choice, whose messages are marked as the twin's."""
 _ATTEMPTS_APART = 1 << 12
-"""Between the numbers of a choice's attempts and its twin's: hand-offs are named after them."""
+"""Distance between the numbers of a choice's attempts and its twin's: hand-offs are named after them."""
 
 
 class HedgeRun:
-    """The twins of one request."""
+    """The twins of one request's choices."""
 
     def __init__(self, hedging: Hedging, context: DispatchContext, choices: list[ChoiceRun]) -> None:
-        """`choices`: of the request; a twin that wins takes its place there."""
+        """`choices`: the request's; a twin that wins replaces its choice there."""
         self._hedging = hedging
         self._context = context
         self._choices = choices
@@ -51,7 +51,7 @@ class HedgeRun:
             return
         twin = new(index)
         try:
-            twin.submit_beside(first, apart=_ATTEMPTS_APART)
+            twin.submit_hedge(first, apart=_ATTEMPTS_APART)
         except ServingError:
             return
         if twin.worker is None:
@@ -60,30 +60,30 @@ class HedgeRun:
             hedging.began()
             self._twins[index] = twin
 
-    def on_event(self, mail: FromWorker) -> Sequence[ChoiceDelta]:
+    def on_event(self, message: FromWorker) -> Sequence[ChoiceDelta]:
         """Handle an event of either run. Raises what the choice raises."""
-        hedging, index, event = self._hedging, mail.choice_index, mail.event
+        hedging, index, event = self._hedging, message.choice_index, message.event
         has_tokens = isinstance(event, TokensArrived) and bool(event.tokens)
         if has_tokens and (started_s := self._started_s.pop(index, None)) is not None:
             hedging.observe(self._context.clock() - started_s)
         twin, first = self._twins.get(index), self._choices[index]
         if twin is not None and has_tokens:
-            # It is decided.
-            if not mail.is_twin:
+            # The winner is already known.
+            if not message.is_twin:
                 self.drop(index)
-            elif twin.runs(mail.attempt):
+            elif twin.runs(message.attempt):
                 hedging.won()
                 self._replace(index)
-            return (twin if mail.is_twin else first).on_event(mail.attempt, event)
+            return (twin if message.is_twin else first).on_event(message.attempt, event)
         if twin is None or isinstance(event, TransferFailed):
-            # The twin that has won sends its events as it did before.
-            return (twin if mail.is_twin and twin is not None else first).on_event(mail.attempt, event)
-        ended = twin if mail.is_twin else first
-        if not ended.runs(mail.attempt):
+            # A twin that has won keeps sending its events as the twin's.
+            return (twin if message.is_twin and twin is not None else first).on_event(message.attempt, event)
+        ended = twin if message.is_twin else first
+        if not ended.runs(message.attempt):
             return []
         if isinstance(event, WorkerLost):
             ended.report_worker_lost()
-        if mail.is_twin:
+        if message.is_twin:
             self.drop(index)
         else:
             self._replace(index)

@@ -1,7 +1,7 @@
 """The queue of one client request's events, from worker sessions to the client's connection.
 
-Writers never wait. The bound is in tokens: a client that reads too slowly overflows its own mailbox, whose content is
-then replaced by one `Overflowed`, and no other request is slowed down.
+Writers never wait. The bound is in tokens: a client that reads too slowly overflows only its own mailbox, whose content
+is then replaced by one `Overflowed`.
 """
 
 import asyncio
@@ -21,7 +21,8 @@ class FromWorker:
     attempt: int
     event: AttemptEvent
     is_twin: bool = False
-    """Of the second of two runs of the choice (`router.dispatch.hedge_run`), which the first token decides between."""
+    """Whether it came from the twin of a hedged choice (`router.dispatch.hedge_run`), before the first token
+    decides."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +41,7 @@ class StopChoice:
 
 @dataclass(frozen=True, slots=True)
 class DeadlinePassed:
-    """The request's time is up."""
+    """The request's deadline has passed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class WorkersChanged:
 
 @dataclass(frozen=True, slots=True)
 class RejoinOver:
-    """The time is up in which a lost worker may be replaced."""
+    """The time within which a lost worker may be replaced is over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +68,7 @@ class Recheck:
 
 @dataclass(frozen=True, slots=True)
 class Overflowed:
-    """More tokens were waiting than the mailbox holds."""
+    """More tokens were waiting than the mailbox can hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ class Superseded:
     """The client has continued this stream on another connection."""
 
 
-Mail = (
+Message = (
     FromWorker
     | StopChoice
     | DeadlinePassed
@@ -89,7 +90,7 @@ Mail = (
 )
 
 _URGENT = (DeadlinePassed, Overflowed, Superseded)
-"""Mail that ends the request, so that it goes before tokens the client has not read."""
+"""Messages that end the request, so that it goes before tokens the client has not read."""
 
 
 class Mailbox:
@@ -97,39 +98,39 @@ class Mailbox:
 
     def __init__(self, *, max_tokens: int) -> None:
         self._max_tokens = max_tokens
-        self._mail: deque[Mail] = deque()
+        self._messages: deque[Message] = deque()
         self._num_tokens = 0
         self._overflowed = False
         self._arrived = asyncio.Event()
         self._urgent: asyncio.Event | None = None
 
-    def post(self, mail: Mail) -> None:
-        """Append mail; after an overflow it is dropped."""
+    def post(self, message: Message) -> None:
+        """Append a message; after an overflow it is dropped."""
         if self._overflowed:
             return
-        self._num_tokens += _count_tokens(mail)
+        self._num_tokens += _count_tokens(message)
         if self._num_tokens > self._max_tokens:
             self._overflowed = True
-            self._mail.clear()
-            mail = Overflowed()
-        self._mail.append(mail)
+            self._messages.clear()
+            message = Overflowed()
+        self._messages.append(message)
         self._arrived.set()
-        if isinstance(mail, _URGENT) and self._urgent is not None:
+        if isinstance(message, _URGENT) and self._urgent is not None:
             self._urgent.set()
 
     async def arrival(self) -> None:
-        """Wait until there is mail."""
-        while not self._mail:
+        """Wait until there is a message."""
+        while not self._messages:
             self._arrived.clear()
             await self._arrived.wait()
 
     async def urgent_or(self, waiting: Coroutine[Any, Any, None]) -> None:
-        """Return when `waiting` does, or when there is mail that ends the request, which then comes first.
+        """Return when `waiting` does, or when there is a message that ends the request, which then comes first.
 
         Raises what `waiting` raises.
         """
         self._urgent = urgent = asyncio.Event()
-        if any(isinstance(mail, _URGENT) for mail in self._mail):
+        if any(isinstance(message, _URGENT) for message in self._messages):
             urgent.set()
         tasks = (asyncio.ensure_future(waiting), asyncio.ensure_future(urgent.wait()))
         try:
@@ -137,31 +138,31 @@ class Mailbox:
             if tasks[0].done():
                 tasks[0].result()
             else:
-                self._mail = deque(sorted(self._mail, key=lambda mail: not isinstance(mail, _URGENT)))
+                self._messages = deque(sorted(self._messages, key=lambda message: not isinstance(message, _URGENT)))
         finally:
             self._urgent = None
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def next_mail(self) -> Mail:
-        """The oldest mail, which there must be."""
-        mail = self._mail.popleft()
-        self._num_tokens -= _count_tokens(mail)
-        return mail
+    def next_message(self) -> Message:
+        """Return the oldest message, which must exist."""
+        message = self._messages.popleft()
+        self._num_tokens -= _count_tokens(message)
+        return message
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no mail."""
-        return not self._mail
+        """Whether there is no message."""
+        return not self._messages
 
     @property
     def overflowed(self) -> bool:
-        """Whether mail was dropped because the client reads too slowly."""
+        """Whether messages were dropped because the client reads too slowly."""
         return self._overflowed
 
 
-def _count_tokens(mail: Mail) -> int:
-    if isinstance(mail, FromWorker) and isinstance(mail.event, TokensArrived):
-        return len(mail.event.tokens)
+def _count_tokens(message: Message) -> int:
+    if isinstance(message, FromWorker) and isinstance(message.event, TokensArrived):
+        return len(message.event.tokens)
     return 0

@@ -1,6 +1,6 @@
-"""Prompt logprobs: has prompts read by workers, one after another until one of them has done it.
+"""Prompt logprobs: sends a prompt to workers to score, one after another until one has done it.
 
-A reading has no state worth keeping: whoever refuses or dies is left out, and the next worker begins anew.
+Scoring has no state worth keeping: a worker that refuses or dies is excluded, and the next one begins anew.
 """
 
 import asyncio
@@ -28,10 +28,10 @@ from tandem.values.outputs import FinishReason, PhaseTimes
 from tandem.values.roles import WorkerRole
 
 _MOST_LOST = 2
-"""Workers that may be lost during one prompt before it is given up: the prompt may be what crashes them."""
+"""Workers that may be lost during one prompt before giving up: the prompt may be what crashes them."""
 _LATEST_RETRY_S = 1.0
 _Excluded = dict[WorkerKey, WorkerPort | None]
-"""Workers tried in vain, with the session in which that was."""
+"""Workers that refused or failed, with the session in which they did."""
 
 
 class PromptScorer:
@@ -48,7 +48,7 @@ class PromptScorer:
     ) -> ScoredPrompt:
         """Score the request's prompt. Cancelling ends it on the worker; `on_sent` is called for each try.
 
-        `prefer`: the worker that has all but the prompt's end cached.
+        `prefer`: the worker that has everything but the prompt's end cached.
 
         Raises Overloaded, Unavailable, RequestTooLarge, DeadlineExceeded, InternalError, or a worker's refusal.
         """
@@ -57,10 +57,10 @@ class PromptScorer:
             async with asyncio.timeout(left_s):
                 return await self._until_read(request, ask, on_sent, prefer)
         except TimeoutError:
-            raise DeadlineExceeded("the request's time ran out") from None
+            raise DeadlineExceeded("the request's deadline passed") from None
 
     def pool_of(self, reading: ScoredPrompt) -> WorkerRole | None:
-        """The role of the worker that scored the prompt; None: it has left."""
+        """Return the role of the worker that scored the prompt; None: it has left."""
         found = None if reading.worker is None else self._context.placer.registry.of_process(reading.worker.incarnation)
         return None if found is None else found.info.role
 
@@ -90,18 +90,18 @@ class PromptScorer:
             error = found
             if not error.retryable and not isinstance(error, InternalError):
                 raise error
-        raise Unavailable("two workers were lost while they read this prompt", retry_after_s=_LATEST_RETRY_S)
+        raise Unavailable("two workers were lost while scoring this prompt", retry_after_s=_LATEST_RETRY_S)
 
     def _choose(self, request: RoutedRequest, excluded: _Excluded, prefer: WorkerKey | None = None) -> WorkerKey | None:
         context = self._context
         workers = context.placer.registry.snapshots()
         if request.only_worker is not None:
             workers = [worker for worker in workers if worker.info.key == request.only_worker]
-        shunned = context.health.breakers.closed_to(context.clock())
+        avoided = context.health.breakers.closed_to(context.clock())
         num_tokens = len(request.prompt_token_ids)
         # A worker that lost its session and is back in another one, as the same process, may be tried again.
         still = {key for key, port in excluded.items() if context.placer.registry.port(key) is port}
-        found = choose_scoring_worker(workers, num_tokens, excluded=still, shunned=shunned, prefer=prefer)
+        found = choose_scoring_worker(workers, num_tokens, excluded=still, avoided=avoided, prefer=prefer)
         if found is None and workers and num_tokens > max(worker.info.pool_tokens for worker in workers):
             raise RequestTooLarge(
                 f"prompt: {num_tokens} tokens are more than any worker's KV pool holds", param="prompt"
@@ -115,7 +115,7 @@ class PromptScorer:
         if error is not None:
             if request.only_worker is not None or registry.live_decoders():
                 raise error
-            # Those that were here are leaving.
+            # The workers that were here are leaving.
             most_s = min(settings.max_queue_s, registry.worker_due_s())
             if not most_s:
                 raise error
@@ -128,7 +128,7 @@ class PromptScorer:
                     await changed.wait()
         except TimeoutError:
             bound = f" within {most_s:g} s (router.rejoin_s)" if error is None else ""
-            message = f"no worker could read the prompt{bound}"
+            message = f"no worker could score the prompt{bound}"
             raise Unavailable(message, retry_after_s=settings.retry_after_s) from None
         finally:
             registry.unwatch(changed.set)
@@ -167,9 +167,9 @@ class PromptScorer:
 
 
 class ScoredPromptSink:
-    """A `DeltaSink` of what is generated once the prompt was read: that was computed for this very request.
+    """A `DeltaSink` for what is generated after its prompt was scored: the scoring computed it for this very request.
 
-    So it is no cache hit, and its time and its tokens count.
+    So it counts as no cache hit, but its time and tokens count.
     """
 
     def __init__(self, sink: DeltaSink, reading: ScoredPrompt) -> None:
@@ -180,7 +180,7 @@ class ScoredPromptSink:
 
     def on_delta(self, delta: ChoiceDelta) -> bool:
         if (finish := delta.finish) is not None:
-            # What the router counts as waiting for a worker began when the request came, before the reading.
+            # What the router counts as waiting for a worker began when the request arrived, before the scoring.
             waited_s = max(0.0, finish.times.router_queue_s - self._times.total_s)
             # Computed once for all choices.
             num_computed = self._num_computed if delta.choice_index == 0 else 0
@@ -237,7 +237,7 @@ class _PendingScores:
                 )
                 if event.times is not None:
                     whole = self._parts.whole(event.times, self.worker)
-                    wrong = InternalError("a worker read something else than was asked for")
+                    wrong = InternalError("a worker's scores do not match the request")
                     self.outcome.set_result(wrong if whole is None else whole)
             case AttemptRefused():
                 self.outcome.set_result(event.error)

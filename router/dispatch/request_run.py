@@ -1,10 +1,10 @@
-"""One client request under way.
+"""Runs one client request.
 
-All that happens to it arrives in one mailbox and is handled in order by whoever awaits `step`; what to do is
-decided by `ChoiceProgress` and `Placer`. Orders to workers never wait, so the whole request is one coroutine.
+Everything that happens to it arrives in one mailbox and is handled in order by the task that awaits `step`;
+`ChoiceProgress` and `Placer` decide what to do. Orders to workers never wait, so the whole request is one coroutine.
 
-Tokens alone take a shorter way when a `DeltaSink` follows the request: if no mail waits before them and the sink has
-room, they are handed over in the session's own turn, and the coroutine sleeps on.
+Tokens alone take a shortcut when a `DeltaSink` follows the request: if no message waits before them and the sink has
+room, the session delivers them directly, without waking the coroutine.
 """
 
 import asyncio
@@ -20,8 +20,8 @@ from router.dispatch.mailbox import (
     DeadlinePassed,
     FromWorker,
     HedgeDue,
-    Mail,
     Mailbox,
+    Message,
     Overflowed,
     Recheck,
     RejoinOver,
@@ -43,11 +43,11 @@ class RequestRun:
     def __init__(
         self, request: RoutedRequest, context: DispatchContext, on_delta: Callable[[ChoiceDelta], None] | None = None
     ) -> None:
-        """`on_delta`: called with each delta before the client gets it, for accounting."""
+        """`on_delta`: called with each delta before the client receives it, for accounting."""
         self._request = request
         self._context = context
         self._count = on_delta or _uncounted
-        # A stream that is continued begins with all that its client has.
+        # A continued stream begins with everything that its client has.
         shown = sum(point.num_tokens for point in request.resume)
         self._mailbox = Mailbox(max_tokens=context.settings.stream_buffer_tokens * request.num_choices + shown)
         self._deadline: asyncio.TimerHandle | None = None
@@ -85,7 +85,7 @@ class RequestRun:
         """Send every choice to a worker. Raises the errors of Generator."""
         if self._request.deadline_s is not None:
             remaining_s = self._request.deadline_s - self._context.clock()
-            self._deadline = self._mail_later(max(0.0, remaining_s), DeadlinePassed())
+            self._deadline = self._post_later(max(0.0, remaining_s), DeadlinePassed())
         for report in self._health_reports:
             self._choices.append(ChoiceRun(self._request, report, self._names, self._context, self._post))
         for choice in self._choices:
@@ -98,14 +98,14 @@ class RequestRun:
         self._queue_for_room()
 
     async def step(self) -> Sequence[ChoiceDelta]:
-        """Wait for the next event; the deltas it has for the client, counted. Raises the errors of Generator."""
+        """Wait for the next event; return its deltas for the client, counted. Raises the errors of Generator."""
         for choice in self._choices:
             if choice.failure is not None:
                 raise choice.failure
         await self._mailbox.arrival()
         if self._sink_is_full:
             await self._sink_ready()
-        deltas = self._handle(self._mailbox.next_mail())
+        deltas = self._handle(self._mailbox.next_message())
         self._watch_for_workers()
         self._queue_for_room()
         for delta in deltas:
@@ -124,7 +124,7 @@ class RequestRun:
                 await self._sink_ready()
 
     async def _sink_ready(self) -> None:
-        """Return when the sink has room, or when there is urgent mail."""
+        """Return when the sink has room, or when there is an urgent message."""
         if self._sink is not None:
             await self._mailbox.urgent_or(self._sink.ready())
         self._sink_is_full = False
@@ -140,18 +140,18 @@ class RequestRun:
 
     @property
     def resumptions(self) -> int:
-        """How often the stream has been continued."""
+        """Number of times that the stream has been continued."""
         return self._request.resumptions
 
     def supersede(self, *, is_over: bool = False) -> None:
-        """Hand the running attempts to another run; `is_over`: there is none, so cancel them."""
+        """Hand the running attempts to another run; `is_over`: no other run exists, so cancel them."""
         if self._hedges is not None:
             self._hedges.close()
         for choice in self._choices:
             if is_over:
                 choice.abandon()
             else:
-                choice.let_go()
+                choice.detach()
         self._mailbox.post(Superseded())
 
     def close(self) -> None:
@@ -167,14 +167,14 @@ class RequestRun:
         self._sink = None
         self._choices.clear()
 
-    def _handle(self, mail: Mail) -> Sequence[ChoiceDelta]:
-        match mail:
+    def _handle(self, message: Message) -> Sequence[ChoiceDelta]:
+        match message:
             case FromWorker():
-                return self._on_event(mail)
+                return self._on_event(message)
             case HedgeDue() if self._hedges is not None:
-                self._hedges.due(mail.choice_index, self._twin)
+                self._hedges.due(message.choice_index, self._twin)
             case StopChoice():
-                return self._stopped(self._choices[mail.choice_index])
+                return self._stopped(self._choices[message.choice_index])
             case WorkersChanged():
                 for waiting in self._waiting():
                     waiting.submit()
@@ -182,21 +182,21 @@ class RequestRun:
                 if self._waiting(Waiting.FOR_WORKER):
                     raise self._deserted()
             case RoomAvailable():
-                self._leave_queue(mail.choice_index)
-                self._choices[mail.choice_index].come_back()
+                self._leave_queue(message.choice_index)
+                self._choices[message.choice_index].retry_full_workers()
             case DeadlinePassed():
-                raise DeadlineExceeded("the request's time ran out")
+                raise DeadlineExceeded("the request's deadline passed")
             case Superseded():
-                raise StreamTaken("the client has taken this stream elsewhere")
+                raise StreamTaken("the client has continued this stream on another connection")
             case Overflowed():
                 retry_after_s = self._context.settings.retry_after_s
                 raise Overloaded("the client reads too slowly", retry_after_s=retry_after_s)
         return []
 
-    def _on_event(self, mail: FromWorker) -> Sequence[ChoiceDelta]:
+    def _on_event(self, message: FromWorker) -> Sequence[ChoiceDelta]:
         if self._hedges is not None:
-            return self._hedges.on_event(mail)
-        return self._choices[mail.choice_index].on_event(mail.attempt, mail.event)
+            return self._hedges.on_event(message)
+        return self._choices[message.choice_index].on_event(message.attempt, message.event)
 
     @staticmethod
     def _stopped(choice: ChoiceRun) -> list[ChoiceDelta]:
@@ -219,7 +219,7 @@ class RequestRun:
                 # A choice that is refused again keeps its place in the queue.
                 place = self._queued.setdefault(index, self._context.room.new_place(self._request.priority))
                 self._context.room.enter(place, choice.num_tokens, partial(self._mailbox.post, wake))
-                self._patience[index] = self._mail_later(choice.wait_for_room_s(), wake)
+                self._patience[index] = self._post_later(choice.wait_for_room_s(), wake)
 
     def _leave_queue(self, index: int) -> None:
         if (timer := self._patience.pop(index, None)) is not None:
@@ -241,12 +241,12 @@ class RequestRun:
         settings = self._context.settings
         if self._was_running:
             bound = f"within {settings.rejoin_s:g} s (router.rejoin_s)"
-            message = f"the decode worker was lost, and none came to go on {bound}"
+            message = f"the decode worker was lost, and none joined to continue {bound}"
         elif self._context.placer.registry.live_decoders():
             # Other workers serve but did not accept it: report the reason they gave.
             return self._waiting(Waiting.FOR_WORKER)[0].final_error()
         else:
-            message = "no decode worker takes requests, and the one that was expected has not come"
+            message = "no decode worker accepts requests, and the expected one has not joined"
         return Unavailable(message, retry_after_s=settings.retry_after_s)
 
     def _watch_for_workers(self) -> None:
@@ -261,7 +261,7 @@ class RequestRun:
                 self._rejoin.cancel()
                 self._rejoin = None
         elif self._rejoin is None:
-            self._rejoin = self._mail_later(self._wait_for_worker_s(), RejoinOver())
+            self._rejoin = self._post_later(self._wait_for_worker_s(), RejoinOver())
 
     def _post(self, choice_index: int, attempt: int, event: AttemptEvent, *, is_twin: bool = False) -> None:
         sink = None if self._sink_is_full or not self._mailbox.is_empty else self._sink
@@ -273,7 +273,7 @@ class RequestRun:
             self._abandon_all()
 
     def _hand_over(self, sink: DeltaSink, choice: ChoiceRun, attempt: int, arrived: TokensArrived) -> None:
-        """Deliver tokens straight to the sink, past the mailbox; whatever follows from them is posted as mail."""
+        """Deliver tokens straight to the sink, past the mailbox; whatever follows from them is posted as a message."""
         try:
             for delta in choice.on_tokens(attempt, arrived):
                 self._count(delta)
@@ -283,7 +283,7 @@ class RequestRun:
             self._sink_error = error
             self._abandon_all()
         else:
-            # A sink that is full has something to do before it is given more.
+            # A full sink has to write before it is given more.
             if not (self._sink_is_full or choice.done or choice.failure or choice.waiting):
                 return
         self._mailbox.post(Recheck())
@@ -297,9 +297,9 @@ class RequestRun:
     def _workers_changed(self) -> None:
         self._mailbox.post(WorkersChanged())
 
-    def _mail_later(self, delay_s: float, mail: Mail) -> asyncio.TimerHandle:
-        return asyncio.get_running_loop().call_later(delay_s, self._mailbox.post, mail)
+    def _post_later(self, delay_s: float, message: Message) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(delay_s, self._mailbox.post, message)
 
 
 def _uncounted(_delta: ChoiceDelta) -> None:
-    """Count nothing: the request is no client's."""
+    """Count nothing: the request is a probe's."""

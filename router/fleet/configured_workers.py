@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 
 
 def configured_addresses(config: ClusterConfig) -> frozenset[WorkerAddress]:
-    """Both pools. Raises ConfigError."""
+    """Return the addresses of both pools. Raises ConfigError."""
     return stated_addresses(prefill=config.prefill.addresses, decode=config.decode.addresses)
 
 
@@ -41,7 +41,7 @@ class ConfiguredWorkers:
 
 
 class ConfiguredPoolSizes:
-    """Reports how many workers each pool is configured to have, so that an empty pool can be told from a lost one."""
+    """Reports how many workers each pool is configured to have, so that an empty pool differs from a lost one."""
 
     def __init__(self, path: Path | None, config: ClusterConfig, show: Callable[[str, int], None]) -> None:
         """`show` takes a role and a number, on any thread. Without a path, `read` does nothing."""

@@ -1,6 +1,6 @@
-"""Keeps a session to every worker that the directory names: connects, and connects again after a loss.
+"""Keeps a session with every worker that the directory names: connects, and reconnects after a loss.
 
-A session that is up outlives its address: a directory that forgets a worker only ends the attempts to reach it.
+An open session outlives its address: a directory that drops a worker only ends the attempts to reach it.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ class WorkerFleet:
         backoff: Backoff | None = None,
         expected: ExpectedWorkers | None = None,
     ) -> None:
-        """`expected` hears whom this reaches for."""
+        """`expected` is informed of every worker that is found or lost."""
         self._directory = directory
         self._listener = listener
         self._channel_factory = channel_factory
@@ -69,7 +69,7 @@ class WorkerFleet:
         await self._stack.aclose()
 
     def addresses(self) -> dict[WorkerKey, str]:
-        """The address of each worker whose session is up."""
+        """The address of each worker whose session is open."""
         return {key: address.address for address, key in self._in_session.items()}
 
     async def _follow(self) -> None:
@@ -94,11 +94,11 @@ class WorkerFleet:
                 logger.warning("no session with %s: %s", address.address, reason)
             logged = reason
             await asyncio.sleep(self._backoff.wait_s(num_failures, self._rng))
-        # Reached only when a session outlived its address: a keeper that is cancelled is removed by its canceller.
+        # Reached only when a session outlived its address: otherwise the code that cancels this task removes it.
         del self._keepers[address]
 
     async def _converse(self, address: WorkerAddress) -> tuple[str, bool]:
-        """Run one session; returns why it ended, and whether it was ever up."""
+        """Run one session; return why it ended, and whether it was ever open."""
         async with self._channel_factory(address.address) as channel:
             try:
                 session = await WorkerSession.open(channel, self._settings)

@@ -1,13 +1,13 @@
 """The router's own health checks of workers: a one-token canary, and a text that every worker scores.
 
-A session says only that the worker's process lives. So a decode worker that has given no token for long is sent a
-request for one (`Canary`). A badly quantized model, a wrong checkpoint or a faulty machine still answers fluently, in
-time and with status 200; what changes first is how probable ordinary text is to it (`QualityProbe`). Schedules decide,
-without I/O, which workers to probe and what an outcome means; probes go through dispatch, but skip the queue.
+An open session proves only that the worker's process lives. So a decode worker that has produced no token for long is
+sent a request for one (`Canary`). A badly quantized model, a wrong checkpoint or a faulty machine still answers
+fluently, in time and with status 200; what changes first is how probable it finds ordinary text (`QualityProbe`).
+Schedules decide, without I/O, which workers to probe and what an outcome means; probes go through dispatch, but skip
+the queue.
 """
 
 import asyncio
-import contextlib
 import logging
 import time
 from abc import ABC, abstractmethod
@@ -33,7 +33,7 @@ from tandem.values.sampling import SamplingParams
 
 CANARY_SALT = "canary"
 QUALITY_SALT = "quality"
-NO_TOKENS = "no decode worker gives tokens"
+NO_TOKENS = "no decode worker produces tokens"
 _TOKEN_ID = 0  # of every vocabulary; what it means does not matter
 _READING_TIMEOUT_S = 30.0
 _READING_INTERVAL_S = 1.0
@@ -64,8 +64,7 @@ class _Probe(ABC):
         if self._task is not None:
             task, self._task = self._task, None
             task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+            await asyncio.wait([task])  # whoever waits here may be cancelled as well, and then must hear of it
 
     @abstractmethod
     async def probe_due(self) -> None:
@@ -76,7 +75,7 @@ class _Probe(ABC):
             try:
                 await self.probe_due()
             except Exception:  # noqa: BLE001  # a router serves on without its probes
-                _log.exception("the %s probe failed; it goes on", self._name)
+                _log.exception("the %s probe failed; it will run again", self._name)
             await asyncio.sleep(self._interval_s)
 
     def _next_id(self) -> RequestId:
@@ -88,7 +87,7 @@ class CanarySettings:
     """When to probe a worker, and how long to wait for its token."""
 
     silence_s: float = 10.0
-    """A worker that has given no token for so long is probed; busy workers never are."""
+    """Seconds without a token after which a worker is probed; busy workers never are."""
     timeout_s: float = 10.0
     interval_s: float = 2.0
 
@@ -108,15 +107,15 @@ class CanarySchedule:
 
     @property
     def has_failures(self) -> bool:
-        """Whether a canary of a worker that is still here has ever failed."""
+        """Whether a canary of a connected worker has ever failed."""
         return bool(self._failed_s)
 
     def failed(self, key: WorkerKey, now_s: float) -> None:
-        """Record a canary that gave no token."""
+        """Record a canary that produced no token."""
         self._failed_s[key] = now_s
 
     def answering(self, worker: WorkerSnapshot) -> bool:
-        """Whether a token came since the last canary that failed, if any did."""
+        """Whether a token came since the worker's last failed canary, if any failed."""
         failed_s = self._failed_s.get(worker.info.key)
         return failed_s is None or worker.answered_s > failed_s
 
@@ -161,7 +160,7 @@ class Canary(_Probe):
         except Overloaded:
             return False  # says nothing about the engine: the canary was refused for lack of room
         except ServingError as error:
-            _log.warning("decode worker %s gave no token to a canary: %s", key.worker_id, error.message)
+            _log.warning("decode worker %s produced no token for a canary: %s", key.worker_id, error.message)
             self._schedule.failed(key, self._clock())
             self._registry.penalise(key, self._settings.silence_s)
             return False
@@ -186,13 +185,13 @@ class Canary(_Probe):
 
 
 class PromptScoringRunner(Protocol):
-    """What the probe needs of dispatch."""
+    """The part of dispatch that the probe needs."""
 
     async def run(self, request: RoutedRequest, sink: DeltaSink) -> None: ...
 
 
 class ProbeSchedule:
-    """When each worker is probed: once when it joins, and then once a period."""
+    """Decides when each worker is probed: when it joins, and then once a period."""
 
     def __init__(self, period_s: float) -> None:
         self._period_s = period_s
@@ -235,13 +234,15 @@ class QualityProbe(_Probe, Collector):
     async def probe_due(self) -> None:
         """Have the workers that are due score the text, one after another so as not to disturb serving."""
         for key, role in self._schedule.due(self._registry.snapshots(), self._clock()):
-            self._losses.pop(key, None)  # a former loss says nothing about a worker that fails the probe now
+            self._losses.pop(key, None)  # an earlier loss says nothing about a worker that fails the probe now
             if (reading := await self._read(key)) is None:
                 continue
             if isfinite(loss := loss_of(reading)):
                 self._losses[key] = (role, loss)
             else:
-                _log.warning("worker %s scores the quality probe at %s: its model is broken", key.worker_id, loss)
+                _log.warning(
+                    "worker %s has a loss of %s on the quality probe: its model is broken", key.worker_id, loss
+                )
         self._losses = {key: found for key, found in self._losses.items() if self._schedule.knows(key)}
 
     def collect(self) -> Iterable[Metric]:

@@ -1,4 +1,4 @@
-"""Profiles for operators: a flame graph of this router, a trace of a worker. One at a time."""
+"""Profiles for operators: a flame graph of this router, a trace of a worker. One runs at a time."""
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,13 +17,13 @@ from tandem.v1 import profiling_pb2 as pb
 from tandem.v1.profiling_pb2_grpc import ProfilerStub
 
 PREPARE_S = 120.0
-"""For a worker's profiler to get ready, and for the trace to be written and sent."""
+"""Time for a worker's profiler to start, and for the trace to be written and sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerTrace:
     content: bytes
-    """Chrome's JSON, in gzip."""
+    """Chrome trace JSON, compressed with gzip."""
     num_steps: int
 
 
@@ -75,7 +75,7 @@ class Profiles:
                     num_steps = num_steps or part.num_steps
                     content += part.content
                     if len(content) > self.bounds.max_bytes:
-                        raise Unavailable("the worker sends more than profiling.max_bytes")
+                        raise Unavailable("the worker's trace exceeds profiling.max_bytes")
         except grpc.RpcError as error:
             raise _refusal(error) from None
         return WorkerTrace(content=bytes(content), num_steps=num_steps)
@@ -101,5 +101,5 @@ def _refusal(error: grpc.RpcError) -> ServingError:
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         return Overloaded(details, retry_after_s=1.0)
     if code is grpc.StatusCode.UNIMPLEMENTED:
-        return Unavailable("the worker serves no traces: profiling.enabled is off there")
+        return Unavailable("the worker does not serve traces: profiling.enabled is off there")
     return Unavailable(f"no trace: {code.name}: {details}")

@@ -1,6 +1,6 @@
-"""Reports which workers answer this router to its parent process, which adds and removes workers by that.
+"""Reports which workers answer this router to its parent process, which relies on it to add and remove workers.
 
-A worker that joins after the servers have opened is probed for a token first. Those that were there before were
+A worker that joins after the servers have opened is first probed for a token. Those that were there before were
 verified by the predecessor.
 """
 
@@ -75,11 +75,11 @@ class ReachableWorkers:
             self._publish({REACHES: sorted(reached)})
 
     async def _prove(self, key: WorkerKey) -> None:
-        """Probe a worker until it has given a token, or is gone."""
+        """Probe a worker until it has produced a token, or is gone."""
         first = self._find(key)
         try:
             while (worker := self._find(key)) is not None:
-                # A full router refuses the canary; then a token of any request is proof, too.
+                # A full router refuses the canary; then a token of any request is proof too.
                 if await self._answers(key) or (first is not None and worker.answered_s > first.answered_s):
                     self._proven.add(key)
                     break
@@ -91,7 +91,7 @@ class ReachableWorkers:
     async def _answers(self, key: WorkerKey) -> bool:
         try:
             return await self._canary.ask(key)
-        except Exception:  # noqa: BLE001  # ending here would block a change of the cluster that waits for this worker
+        except Exception:  # noqa: BLE001  # ending here would block a cluster change that waits for this worker
             _log.exception("the canary for %s failed; it is sent again", key.worker_id)
             return False
 

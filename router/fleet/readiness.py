@@ -12,7 +12,7 @@ from tandem.values.roles import WorkerRole
 
 
 class ReadinessCheck:
-    """Ready while a decode worker gives tokens, an API key is accepted, and no drain has begun."""
+    """Ready while a decode worker produces tokens, an API key is accepted, and no drain has begun."""
 
     def __init__(
         self,
@@ -21,8 +21,8 @@ class ReadinessCheck:
         answering: Callable[[WorkerSnapshot], bool],
         locked: Callable[[], str | None] = lambda: None,
     ) -> None:
-        """`answering`: whether a worker's engine counts as live (`Canary.answering`). `locked`: why no API
-        key is accepted, if so (`AccessControl.not_ready_reason`).
+        """`answering`: whether a worker's engine counts as live (`Canary.answering`). `locked`: returns why no API key
+        is accepted, if so (`AccessControl.not_ready_reason`).
         """
         self._locked = locked
         self._registry = registry
@@ -46,7 +46,7 @@ class ReadinessCheck:
         workers = self._registry.snapshots()
         decoders = [w for w in workers if w.info.role is WorkerRole.DECODE and not w.draining]
         if not decoders:
-            return "no decode worker takes requests"
+            return "no decode worker accepts requests"
         return None if any(map(self._answering, decoders)) else NO_TOKENS
 
     def _update_metrics(self) -> None:

@@ -1,4 +1,4 @@
-"""Protobuf to dataclass and back, for the session with workers."""
+"""Converts between protobuf and dataclasses for the session with workers."""
 
 from collections import deque
 
@@ -60,15 +60,15 @@ _TIERS = frozenset({"host", "disk"})
 _MAX_TIERS = 4
 _MAX_OFFER_S = 600.0
 _MOST_BYTES_TOGETHER = 1 << 20
-"""Of orders in one message, the last one apart: far below gRPC's bound, which holds for the longest prompt."""
+"""Bytes of orders in one message, not counting the last one: far below gRPC's limit, which fits the longest prompt."""
 
 
 class ProtocolError(Exception):
-    """The peer said something that the session's protocol does not have; names what."""
+    """The peer sent something that the session's protocol does not allow; the text names it."""
 
 
 def hello_to_pb(incarnation: Incarnation, *, reads_redis: bool = False) -> pb.RouterMessage:
-    """The router's first message."""
+    """Make the router's first message."""
     hello = pb.RouterHello(
         protocol_version=SPOKEN.oldest,
         newest_version=SPOKEN.newest,
@@ -79,17 +79,17 @@ def hello_to_pb(incarnation: Incarnation, *, reads_redis: bool = False) -> pb.Ro
 
 
 def supersede_to_pb() -> pb.RouterMessage:
-    """Earlier sessions of this router are over."""
+    """Make the message that ends earlier sessions of this router."""
     return pb.RouterMessage(supersede=pb.Supersede())
 
 
 def adopt_to_pb(request_id: RequestId, attempt: int, num_shown: int) -> pb.RouterMessage:
-    """Another router's stream is this one's now."""
+    """Make the message that hands another router's stream to this one."""
     return pb.RouterMessage(adopt=pb.Adopt(request_id=request_id, attempt=attempt, num_shown=num_shown))
 
 
 def hello_from_pb(message: pb.WorkerMessage) -> WorkerInfo:
-    """A worker's first message. Raises ProtocolError when it is another message, or says the impossible."""
+    """Convert a worker's first message. Raises ProtocolError when it is another message or has impossible values."""
     if not message.HasField("hello"):
         raise ProtocolError(f"expected hello, got {message.WhichOneof('kind')}")
     hello = message.hello
@@ -121,7 +121,7 @@ def hello_from_pb(message: pb.WorkerMessage) -> WorkerInfo:
 
 
 def submit_to_pb(order: SubmitOrder) -> pb.RouterMessage:
-    """One attempt at one choice."""
+    """Convert one attempt at one choice."""
     submit = pb.Submit(
         request_id=order.request_id,
         attempt=order.attempt,
@@ -141,7 +141,7 @@ def submit_to_pb(order: SubmitOrder) -> pb.RouterMessage:
 
 
 def score_prompt_to_pb(order: PromptScoringOrder) -> pb.RouterMessage:
-    """One attempt at reading one prompt."""
+    """Convert one attempt at scoring one prompt."""
     read = pb.Read(
         request_id=order.request_id,
         attempt=order.attempt,
@@ -156,7 +156,7 @@ def score_prompt_to_pb(order: PromptScoringOrder) -> pb.RouterMessage:
 
 
 def scores_part_from_pb(part: pb.ReadPart) -> PromptScoresPart:
-    """A part of what was read."""
+    """Convert a part of a prompt's scores."""
     return PromptScoresPart(
         logprobs=part.logprobs,
         ranks=part.ranks,
@@ -168,7 +168,8 @@ def scores_part_from_pb(part: pb.ReadPart) -> PromptScoresPart:
 
 
 def batch_orders(waiting: deque[pb.RouterMessage]) -> pb.RouterMessage:
-    """What waits, in as few messages as may be: each costs about as much as the decisions on a whole request."""
+    """Pack waiting orders into as few messages as possible: each costs about as much as the decisions on a whole
+    request."""
     batch, num_bytes = [waiting.popleft()], 0
     while waiting and (num_bytes := num_bytes + batch[-1].ByteSize()) < _MOST_BYTES_TOGETHER:
         batch.append(waiting.popleft())
@@ -176,12 +177,12 @@ def batch_orders(waiting: deque[pb.RouterMessage]) -> pb.RouterMessage:
 
 
 def cancel_to_pb(request_id: RequestId, attempt: int) -> pb.RouterMessage:
-    """The end of one attempt."""
+    """Make the message that ends one attempt."""
     return pb.RouterMessage(cancel=pb.Cancel(request_id=request_id, attempt=attempt))
 
 
 def reroute_to_pb(request_id: RequestId, attempt: int, prefill: PrefillRoute | None) -> pb.RouterMessage:
-    """The answer to a TransferFailed."""
+    """Make the answer to a TransferFailed."""
     route = _route_to_pb(prefill)
     return pb.RouterMessage(reroute=pb.Reroute(request_id=request_id, attempt=attempt, prefill=route))
 
@@ -200,7 +201,7 @@ def _route_to_pb(route: PrefillRoute | None) -> pb.PrefillRoute | None:
 
 
 def tokens_from_pb(delta: pb.TokenDelta) -> TokensArrived:
-    """One attempt's share of a step. Raises ProtocolError when log probabilities and tokens do not match up."""
+    """Convert one attempt's share of a step. Raises ProtocolError when log probabilities and tokens do not match up."""
     token_ids, logprobs = delta.token_ids, delta.logprobs
     if logprobs:
         if len(logprobs) != len(token_ids):
@@ -226,12 +227,12 @@ def _finished_from_pb(finish: pb.Finish) -> AttemptFinished:
 
 
 def refused_from_pb(refused: pb.Refused) -> AttemptRefused:
-    """A worker's no, with its reason."""
+    """Convert a worker's refusal, with its reason."""
     return AttemptRefused(error=failure_from_pb(refused.failure))
 
 
 def transfer_failed_from_pb(failed: pb.TransferFailed) -> TransferFailed:
-    """A hand-off that ended without a commit."""
+    """Convert the report of a hand-off that ended without a commit."""
     return TransferFailed(
         transfer_id=TransferId(failed.transfer_id),
         landed_tokens=failed.landed_tokens,
@@ -257,7 +258,7 @@ def load_from_pb(load: pb.LoadSnapshot) -> WorkerLoad:
         report_number=load.report_number,
         step_age_s=load.step_age_s,
         pins=totals_from_pb(load.pins),
-        board=_redis_publishing_from_pb(load.board) if load.HasField("board") else None,
+        redis_publishing=_redis_publishing_from_pb(load.board) if load.HasField("board") else None,
         work=_work_from_pb(load.work) if load.HasField("work") else None,
     )
 
@@ -305,7 +306,7 @@ def _tier_from_pb(tier: pb.CacheTier) -> CacheTierLoad:
 
 
 def prefix_change_from_pb(events: pb.KVEvents) -> PrefixChange:
-    """Changes of a worker's prefix cache."""
+    """Convert changes of a worker's prefix cache."""
     return PrefixChange(
         first_sequence=events.first_sequence,
         snapshot=events.cleared,
@@ -314,7 +315,7 @@ def prefix_change_from_pb(events: pb.KVEvents) -> PrefixChange:
 
 
 def cache_offer_from_pb(offer: pb.Bequest) -> CacheOffer:
-    """A draining worker's cache. Raises ProtocolError."""
+    """Convert a draining worker's cache offer. Raises ProtocolError."""
     try:
         chains = chains_from_pb(offer.chains)
     except InvalidRequest as error:
@@ -334,27 +335,27 @@ def fetch_cache_to_pb(share: MigrationPlan, *, within_s: float, prefill_tokens_p
 
 
 def migration_ended_to_pb() -> pb.RouterMessage:
-    """To a draining worker."""
+    """Make the message that ends a draining worker's migration."""
     return pb.RouterMessage(settled=pb.Settled())
 
 
 def pin_to_pb(order: PinOrder) -> pb.RouterMessage:
-    """A prefix is to stay."""
+    """Convert an order to pin a prefix."""
     return pb.RouterMessage(pin=order_to_pb(order))
 
 
 def unpin_to_pb(key: PinKey) -> pb.RouterMessage:
-    """It need not stay any longer."""
+    """Make the order to unpin a prefix."""
     return pb.RouterMessage(unpin=pins_pb.Unpin(tenant=key.tenant, name=key.name))
 
 
 def resync_to_pb() -> pb.RouterMessage:
-    """The question for a worker's whole prefix cache."""
+    """Make the request for a worker's whole prefix cache."""
     return pb.RouterMessage(resync=pb.Resync())
 
 
 def migration_source_from_pb(ended: pb.Inherited) -> WorkerKey:
-    """Whose cache the target of a migration speaks of."""
+    """Return whose cache the target of a migration reports on."""
     return WorkerKey(WorkerId(ended.worker_id), Incarnation(ended.incarnation))
 
 

@@ -1,8 +1,8 @@
-"""One conversation with one worker, from HELLO to the end of the stream.
+"""One session with one worker, from HELLO to the end of the stream.
 
-The reader hands every event to whom it concerns and never waits for anybody: what a slow client does not take
-piles up in that request's own bounded mailbox. A worker that is silent longer than `silence_s` is taken for
-dead, as is one whose stream ends; then every attempt that it was running gets a WorkerLost.
+The reader delivers every event to its recipient and never waits: what a slow client does not read accumulates in that
+request's own bounded mailbox. A worker that is silent longer than `silence_s` counts as dead, as does one whose stream
+ends; every attempt that it was running then gets a WorkerLost.
 """
 
 import asyncio
@@ -76,18 +76,18 @@ class SessionSettings:
     """Bounds of one session."""
 
     metadata: Sequence[tuple[str, str]]
-    """Proves that the router belongs to the cluster."""
+    """gRPC metadata that proves that the router belongs to the cluster."""
     incarnation: Incarnation
-    """Of the router's process."""
+    """Incarnation of the router's process."""
     reads_redis: bool = False
-    """Whether cache events come over Redis from the workers that publish them there."""
+    """Whether cache events of workers that publish them in Redis are read there."""
     hello_timeout_s: float = 5.0
     silence_s: float = 1.5
-    """Workers report their load four times a second."""
+    """Silence after which a worker counts as dead; workers report their load four times a second."""
     max_queued_submits: int = 4096
-    """Submits waiting for a slow connection."""
+    """Submits that may wait for a slow connection."""
     max_queued_pins: int = 4096
-    """Pins whose newest order waits for a slow connection."""
+    """Pins whose newest order may wait for a slow connection."""
 
 
 class SessionListener(Protocol):
@@ -165,7 +165,7 @@ class WorkerSession:
         self._attempts: dict[RequestId, _Attempt] = {}
         self._reads: dict[RequestId, _Read] = {}
         # Bounded: submits by `max_queued_submits`, reroutes and cancels by the attempts that they concern. Migrations
-        # and their ends by the workers that drain: each is heard once, and names this worker once. Resyncs by time.
+        # and their ends by the workers that drain: each is handled once, and names this worker once. Resyncs by time.
         self._outgoing: deque[pb.RouterMessage] = deque()
         self._pins: PendingPinOrders[pb.RouterMessage] = PendingPinOrders(most=settings.max_queued_pins)
         self._has_outgoing = asyncio.Event()
@@ -259,12 +259,12 @@ class WorkerSession:
             raise Unavailable(f"the connection to worker {self.info.key.worker_id} is too slow")
 
     def _attempt(self, request_id: str, number: int) -> _Attempt | None:
-        """The live attempt, or None for one that has ended or been followed by another."""
+        """Return the live attempt; None for one that has ended or been superseded."""
         attempt = self._attempts.get(RequestId(request_id))
         return attempt if attempt is not None and attempt.number == number else None
 
     def _read_of(self, request_id: str, number: int) -> _Read | None:
-        """As `_attempt`, for prompt scoring."""
+        """Return a live prompt scoring, as `_attempt` does."""
         read = self._reads.get(RequestId(request_id))
         return read if read is not None and read.number == number else None
 
@@ -294,7 +294,7 @@ class WorkerSession:
         while True:
             try:
                 message = await self._call.read()
-                self._silence.heard(time.monotonic())
+                self._silence.on_message(time.monotonic())
                 if message is grpc.aio.EOF:
                     return await self._why_closed()
                 self._on_message(message, listener)

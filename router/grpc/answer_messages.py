@@ -1,4 +1,4 @@
-"""Responses of one answer: its thinking and text, the calls in it, tokens, ends and usage."""
+"""Builds the response messages of one answer: reasoning, text, tool calls, tokens, ends and usage."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -18,14 +18,14 @@ from tandem.v1 import common_pb2 as common
 from tandem.v1 import inference_pb2 as pb
 
 _VALUES_PER_MESSAGE = 2048
-"""Tokens and their alternatives: made in one turn of the loop, and far below what clients take as one message."""
+"""Tokens and their alternatives per message: made in one turn of the loop, far below clients' message limits."""
 
 
 class AnswerMessages:
     """Makes responses from deltas; those of one choice come in order."""
 
     def __init__(self, prepared: PreparedRequest, *, name: str) -> None:
-        """`name`: the client's own of the answer; empty: the request's id."""
+        """`name`: the client's own id of the answer; empty: the request's id."""
         request = prepared.request
         self._name = name or request.request_id
         self._prompt = request.prompt_token_ids
@@ -34,11 +34,11 @@ class AnswerMessages:
             self._readers = [new_answer_parser(prepared, i) for i in range(request.num_choices)]
 
     def scores(self, delta: TextDelta) -> list[Callable[[], pb.GenerateResponse]]:
-        """Of the prompt; none where nothing was read of it."""
+        """Return the responses with the prompt's scores; none if it was not scored."""
         return [] if delta.reading is None else prompt_responses(self._name, self._prompt, delta.reading)
 
     def response(self, delta: TextDelta) -> pb.GenerateResponse:
-        """The responses of one delta."""
+        """Return the response of one delta."""
         response = pb.GenerateResponse(
             id=self._name,
             choice_index=delta.choice_index,
@@ -58,7 +58,7 @@ class AnswerMessages:
 
 
 def _add_pieces(response: pb.GenerateResponse, pieces: Sequence[Piece]) -> None:
-    """An entry for each call."""
+    """Add the pieces to a response, with one entry per tool call."""
     for piece in pieces:
         if isinstance(piece, ReasoningPiece):
             response.reasoning_content += piece.text
@@ -75,7 +75,7 @@ def _add_pieces(response: pb.GenerateResponse, pieces: Sequence[Piece]) -> None:
 
 
 def usage_message(usage: CallUsage) -> pb.Usage:
-    """Of a whole call."""
+    """Return the usage of a whole call."""
     return pb.Usage(
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
@@ -86,7 +86,7 @@ def usage_message(usage: CallUsage) -> pb.Usage:
 
 
 class GrpcAnswerStream:
-    """A `TextSink` that writes responses as text comes."""
+    """A `TextSink` that writes responses as text arrives."""
 
     def __init__(self, messages: AnswerMessages, cursor: StreamCursor, writer: AnswerWriter, usage: CallUsage) -> None:
         self._messages = messages
@@ -103,11 +103,12 @@ class GrpcAnswerStream:
         return response is not None and self._writer.enqueue(response)
 
     def _response(self, delta: TextDelta) -> pb.GenerateResponse | None:
-        """None when the client has all of it: a stream that is continued comes again from its beginning."""
+        """Return the response; None when the client has all of it: a continued stream is generated again from its
+        start."""
         cursor, usage = self._cursor, self._usage
         if cursor.is_continued and cursor.has_ended(delta.choice_index):
             delta = TextDelta(choice_index=delta.choice_index)
-        # Made of what the client has as well: calls are read from the beginning of the text.
+        # Built from what the client has as well: tool calls are parsed from the beginning of the text.
         response = self._messages.response(delta)
         if cursor.is_continued and not (delta.text or delta.tokens or delta.finish or usage.complete):
             return None
@@ -131,7 +132,7 @@ class CollectedAnswer(TextCollector):
         writer: AnswerWriter,
         usage: CallUsage,
     ) -> None:
-        """The responses to send. Raises InvalidRequest for a pattern that takes too long, and as the writer."""
+        """Return the responses to send. Raises InvalidRequest for a pattern that takes too long, and as the writer."""
         choices = self.choices()
         for choice in choices:
             usage.add(choice)
@@ -151,7 +152,7 @@ class CollectedAnswer(TextCollector):
 
 
 def _parts(choice: TextDelta) -> Iterator[TextDelta]:
-    """All of its text with the first, its end with the last."""
+    """Split a choice in two: all of its text with the first part, its end with the last."""
     tokens = choice.tokens
     step = max(1, _VALUES_PER_MESSAGE // (1 + len(tokens[0].top_logprobs))) if tokens else 1
     starts = range(0, max(1, len(tokens)), step)
@@ -166,7 +167,7 @@ def _parts(choice: TextDelta) -> Iterator[TextDelta]:
 def _whole_response(
     messages: AnswerMessages, part: TextDelta, vote: pb.Vote | None, usage: CallUsage | None
 ) -> pb.GenerateResponse:
-    """`vote` and `usage`: where a choice and the answer end."""
+    """`vote` and `usage`: set where a choice and the answer end."""
     response = messages.response(part)
     if vote is not None and part.finish is not None:
         response.vote.CopyFrom(vote)
@@ -182,7 +183,7 @@ def _vote(vote: VoteResult, ask: ChoiceSelection) -> pb.Vote:
 def prompt_responses(
     request_id: str, prompt: Sequence[int], reading: ScoredPrompt
 ) -> list[Callable[[], pb.GenerateResponse]]:
-    """Each makes one response when it is about to be sent."""
+    """Return functions that each make one response when it is about to be sent."""
     step = max(1, _VALUES_PER_MESSAGE // (1 + reading.num_top))
     return [
         partial(_response, request_id, prompt, reading, begin, min(begin + step, len(reading)))

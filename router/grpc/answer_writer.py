@@ -1,4 +1,4 @@
-"""What of one answer gRPC has still to send: the request goes on meanwhile, and never waits for its client unseen."""
+"""Messages of one answer that gRPC has yet to send: generation continues meanwhile, up to a bound."""
 
 import asyncio
 from collections import deque
@@ -9,7 +9,7 @@ from typing import Any, Self
 from router.api.slow_client import within_write_timeout
 
 _MOST_UNSENT = 16
-"""Messages beyond which a client counts as slow; gRPC holds some 64 KiB more."""
+"""Unsent messages beyond which a client counts as slow; gRPC buffers some 64 KiB more."""
 
 
 class AnswerWriter:
@@ -36,13 +36,13 @@ class AnswerWriter:
             await asyncio.gather(self._task, return_exceptions=True)
 
     def enqueue(self, message: Any) -> bool:
-        """The next message, or what makes it, without waiting; whether `flush` should be awaited before more."""
+        """Queue the next message, or a function that makes it; return whether to await `flush` before more."""
         self._unsent.append(message)
         self._arrived.set()
         return len(self._unsent) >= _MOST_UNSENT
 
     async def flush(self) -> None:
-        """Return when all has been sent. Raises SlowReader, or what sending raised."""
+        """Return when everything has been sent. Raises SlowReader, or what sending raised."""
         while self._unsent:
             if self._task is not None and self._task.done():
                 self._task.result()

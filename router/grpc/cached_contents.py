@@ -1,4 +1,4 @@
-"""Named beginnings of conversations over gRPC: what /v1beta/cachedContents does over HTTP."""
+"""Named beginnings of conversations over gRPC, as /v1beta/cachedContents offers them over HTTP."""
 
 from collections.abc import Awaitable, Callable
 
@@ -17,7 +17,7 @@ _DISPLAY_NAME = "display_name"
 
 
 class CachedContentCalls:
-    """The five calls, for one tenant each."""
+    """The five cached-content calls, each for one tenant."""
 
     def __init__(
         self,
@@ -25,7 +25,7 @@ class CachedContentCalls:
         named: NamedCacheService | None,
         read: Callable[[PreparedRequest, TextSink], Awaitable[None]],
     ) -> None:
-        """`named`: None where nothing is kept by name. `read` has a request computed."""
+        """`named`: None where named caches are disabled. `read` computes a request's prompt."""
         self._frontend = frontend
         self._kept = named
         self._read = read
@@ -36,7 +36,7 @@ class CachedContentCalls:
         self._frontend.check_model(model_of(request))
         check_no_breakpoints(request.chat)
         if not request.chat.messages:
-            raise InvalidRequest("chat: at least one message", param="chat")
+            raise InvalidRequest("chat must have at least one message", param="chat")
         if len(request.display_name) > MAX_DISPLAY_NAME_CHARS:
             raise InvalidRequest(f"{_DISPLAY_NAME}: at most {MAX_DISPLAY_NAME_CHARS} characters", param=_DISPLAY_NAME)
 
@@ -62,7 +62,7 @@ class CachedContentCalls:
         return pb.ListCachedContentsResponse(cached_contents=[_shown(cache) for cache in caches])
 
     async def update(self, tenant: str, request: pb.UpdateCachedContentRequest) -> pb.CachedContent:
-        """Raises CacheNotFound or InvalidRequest."""
+        """Change when a cache expires. Raises CacheNotFound or InvalidRequest."""
         named = self._named()
         return _shown(await named.prolong(tenant, request.name, _expires_s(request, named.caches.clock())))
 
@@ -73,14 +73,14 @@ class CachedContentCalls:
 
     def _named(self) -> NamedCacheService:
         if self._kept is None:
-            raise InvalidRequest("cached_content: nothing is kept by name here", param="cached_content")
+            raise InvalidRequest("cached_content: named caches are disabled here", param="cached_content")
         return self._kept
 
 
 def _expires_s(
     request: pb.CreateCachedContentRequest | pb.UpdateCachedContentRequest, now_s: float, default_s: float | None = None
 ) -> float:
-    """Unix time. Raises InvalidRequest when it is not said, or said twice."""
+    """Return the requested expiry as Unix time. Raises InvalidRequest when none is given, or two."""
     if request.HasField("ttl_s") and request.HasField("expires_s"):
         raise InvalidRequest("send either ttl_s or expires_s", param="expires_s")
     if request.HasField("expires_s"):

@@ -1,10 +1,10 @@
 """Guards every gRPC call: checks its API key, limits the calls under way, and turns errors into status codes.
 
-The key is asked for before anything is read and whatever is called; every answer is counted.
+The key is checked before anything is read and for every method name; every answer is counted.
 
-All our calls take one message. gRPC would wait for it without end and before anybody is asked for a key, and answer
-bytes that are no message with its own words and a trace in the log: so it is told that there may be several, and the
-one is read here.
+All our calls take one message. For such calls gRPC would wait for it for ever, before the key is checked, and answer
+malformed bytes with its own text and a stack trace in the log. So they are registered as taking a stream of messages,
+of which the first is read here.
 """
 
 import asyncio
@@ -30,25 +30,25 @@ from tandem.telemetry.logs import REQUEST_ID
 
 MAX_METADATA_BYTES = 32 << 10
 MESSAGE_TIMEOUT_S = 30.0
-"""For a call's message to come, as for a body over HTTP."""
+"""Time for a call's message to arrive, as for a body over HTTP."""
 _RETRY_AFTER = "retry-after"
 _PARAM = "tandem-error-param"
 _OWN_SERVICE = "/tandem.v1."
 _HEALTH_SERVICE = "/grpc.health.v1."
 MOST_CALLS = 16384
-"""Under way at a time, of all clients: each has a task and buffers, tens of kilobytes of them."""
+"""Calls in progress at a time, over all clients: each has a task and buffers, tens of kilobytes in all."""
 _AGAIN_S = 1.0
 _UNKNOWN = "unknown"
 _MOST_DETAIL_CHARS = 1000
-"""Of a message: a client takes some kilobytes of metadata, and this stands there twice."""
+"""Bound on an error message: a client accepts some kilobytes of metadata, and the message is in there twice."""
 _log = logging.getLogger(__name__)
 _Reading = Callable[[bytes], Any]
 _Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
 
 
 class StatusInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc ships no types
-    """Wraps the handlers of our own services. Reflection answers for itself, to who has a key; health to everybody, as
-    /health does."""
+    """Wraps the handlers of our own services. Reflection requires a key too; health answers everybody, as /health
+    does."""
 
     def __init__(
         self,
@@ -59,7 +59,8 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gr
         message_timeout_s: float = MESSAGE_TIMEOUT_S,
         most_calls: int = MOST_CALLS,
     ) -> None:
-        """`message_timeout_s`: for a call's message to come. `most_calls`: further ones are told to come back."""
+        """`message_timeout_s`: for a call's message to arrive. `most_calls`: further ones are refused with a
+        Retry-After."""
         self._metrics = metrics
         self._keys = keys
         self._audit = audit
@@ -68,7 +69,8 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gr
         self._num_calls = 0
 
     async def intercept_service(self, continuation: _Continuation, details: grpc.HandlerCallDetails) -> Any:
-        """The handler, with its errors translated; without a key not even whether there is such a method is told."""
+        """Return the handler, with its errors translated; without a key, not even whether the method exists is
+        revealed."""
         handler = await continuation(details)
         if handler is None or not details.method.startswith(_OWN_SERVICE):
             is_health = handler is not None and details.method.startswith(_HEALTH_SERVICE)
@@ -82,7 +84,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gr
         return grpc.stream_unary_rpc_method_handler(call, response_serializer=write)
 
     def _for_keys(self, handler: Any, details: grpc.HandlerCallDetails) -> Any:
-        """What is none of ours, or one that refuses: of a name that is not known none is counted or written down."""
+        """Guard other services, and refusals: an unknown method is neither counted nor logged by its name."""
         try:
             caller_by(details.invocation_metadata, self._keys)
         except ServingError as error:
@@ -91,11 +93,11 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gr
         return handler
 
     def _translated(self, method: str, read: _Reading, call: Callable[[Any, Any], Awaitable[Any]]) -> Any:
-        """One answer returned, or many written to the context."""
+        """Translate the errors of a call that returns one answer, or writes many to the context."""
 
         async def translated(_messages: Any, context: Any) -> Any:
             entry = AuditEntry(
-                door="grpc",
+                server="grpc",
                 client=_address(context.peer()),
                 began_s=time.monotonic(),
                 route=method,
@@ -123,9 +125,9 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gr
         return translated
 
     async def _answer(self, read: _Reading, call: Callable[[Any, Any], Awaitable[Any]], context: Any) -> Any:
-        """The call's. Raises what it raises, and Overloaded where too many are under way."""
+        """Run the call. Raises what it raises, and Overloaded where too many are in progress."""
         if self._num_calls >= self._most_calls:
-            raise Overloaded(f"{self._num_calls} calls are under way", retry_after_s=_AGAIN_S)
+            raise Overloaded(f"{self._num_calls} calls are in progress", retry_after_s=_AGAIN_S)
         self._num_calls += 1
         try:
             return await call(await self._message(read, context), context)
@@ -133,18 +135,18 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gr
             self._num_calls -= 1
 
     async def _message(self, read: _Reading, context: Any) -> Any:
-        """The call's. Raises InvalidRequest, and DeadlineExceeded when it does not come."""
+        """Read the call's message. Raises InvalidRequest, and DeadlineExceeded when it does not arrive."""
         try:
             async with asyncio.timeout(self._message_timeout_s):
                 sent = await context.read()
         except TimeoutError:
-            raise DeadlineExceeded(f"no message came within {self._message_timeout_s:g} s") from None
+            raise DeadlineExceeded(f"no message arrived within {self._message_timeout_s:g} s") from None
         if sent is grpc.aio.EOF:
             raise InvalidRequest("the call ended without a message")
         try:
             return read(sent)
         except DecodeError:
-            raise InvalidRequest("what was sent is no message of this call's kind") from None
+            raise InvalidRequest("the bytes sent are not a message of this call's type") from None
 
     def _bug(self, method: str) -> ServingError:
         _log.exception("%s failed", method)
@@ -162,17 +164,17 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # gr
         try:
             await context.abort(code, error.message, tuple(trailing))
         except grpc.aio.InternalError:
-            # Its status could not be sent: the client left with its answer unread.
-            _log.debug("%s: the client left before it was told of %s", entry.route, entry.status)
+            # The status could not be sent: the client left with its answer unread.
+            _log.debug("%s: the client disconnected before it received status %s", entry.route, entry.status)
 
 
 def caller_of(context: Any, keys: ApiKeyStore) -> ApiCaller:
-    """Whom a call's metadata prove. Raises Unauthenticated."""
+    """Return the caller that a call's metadata prove. Raises Unauthenticated."""
     return caller_by(context.invocation_metadata(), keys)
 
 
 def caller_by(metadata: Iterable[tuple[str, str | bytes]] | None, keys: ApiKeyStore) -> ApiCaller:
-    """Whom such metadata prove. Raises Unauthenticated."""
+    """Return the caller that such metadata prove. Raises Unauthenticated."""
     sent: dict[str, str] = {}
     for key, value in metadata or ():
         if isinstance(value, str):
@@ -188,13 +190,13 @@ def _raising(error: ServingError) -> Callable[[Any, Any], Awaitable[Any]]:
 
 
 def _address(peer: str) -> str:
-    """`10.0.0.1` of gRPC's `ipv4:10.0.0.1:4711`."""
+    """Extract `10.0.0.1` from gRPC's `ipv4:10.0.0.1:4711`."""
     host = unquote(peer.partition(":")[2]).rpartition(":")[0]
     return host.strip("[]")
 
 
 def status_details(error: ServingError, code: int) -> bytes:
-    """`code`: the status's number. ErrorInfo always; the field that is wrong and the time to come back if known."""
+    """Serialize google.rpc.Status (`code`: its number): ErrorInfo always; the wrong field and retry delay if known."""
     message = error.message[:_MOST_DETAIL_CHARS]
     status = Status(code=code, message=message)
     status.details.add().Pack(ErrorInfo(reason=error.word().upper(), domain=DOMAIN))

@@ -80,7 +80,7 @@ def client_fields(
 
 
 def selection_of(request: pb.GenerateRequest) -> ChoiceSelection | None:
-    """Which choices are shown, if more are generated; a beam search selects its own. Raises InvalidRequest."""
+    """Parse which choices are shown, if more are generated; a beam search selects its own. Raises InvalidRequest."""
     if request.use_beam_search:
         return None
     return parse_selection(
@@ -107,7 +107,7 @@ def _beams(request: pb.GenerateRequest) -> BeamSearchParams | None:
 
 
 def _can_be_continued(request: pb.GenerateRequest) -> bool:
-    """Whether the client wants to, so that every response says where it is: what HTTP calls a stream."""
+    """Whether the client wants responses to carry stream positions, as HTTP streams do, so that it can continue."""
     return request.stream_ids or bool(request.last_stream_id)
 
 
@@ -126,7 +126,7 @@ def model_of(request: _WithModel) -> str | None:
 
 
 def wants_bos(request: pb.TokenizeRequest) -> bool:
-    """Whether the tokenizer puts its own tokens around the text."""
+    """Whether the tokenizer adds its own tokens, such as BOS, to the text."""
     return _or_true(request, "add_special_tokens")
 
 
@@ -139,7 +139,9 @@ def _reads(request: pb.GenerateRequest, max_tokens: int | None) -> PromptScoring
     if not request.HasField("prompt_logprobs"):
         return None
     if _can_be_continued(request):
-        raise InvalidRequest("prompt_logprobs: not of a stream that can be continued", param="prompt_logprobs")
+        raise InvalidRequest(
+            "prompt_logprobs: not supported for a stream that can be continued", param="prompt_logprobs"
+        )
     return parse_prompt_scoring(
         prompt_logprobs=request.prompt_logprobs, streams=False, max_tokens=max_tokens, echo=False
     )
@@ -156,21 +158,21 @@ def _structure(request: pb.GenerateRequest) -> StructuredOutput | None:
         return None
     structured, kind = request.structured_output, request.structured_output.WhichOneof("kind")
     if kind is None or (kind == Shape.JSON_OBJECT.value and not structured.json_object):
-        raise InvalidRequest(f"{_STRUCTURE}: say what answers must be", param=_STRUCTURE)
+        raise InvalidRequest(f"{_STRUCTURE}: a format is required", param=_STRUCTURE)
     value = tuple(structured.choice.texts) if kind == Shape.CHOICE.value else getattr(structured, kind)
     return StructuredOutput(shape=Shape(kind), value=value, param=_STRUCTURE)
 
 
 def trace_of(context: Any) -> TraceContext | None:
-    """The client's own trace, from its metadata."""
+    """Return the client's trace context, from its metadata."""
     sent = context.invocation_metadata() or ()
     parents = [value for key, value in sent if key == "traceparent"]
     return context_from_headers(parents, [value for key, value in sent if key == "tracestate"])
 
 
 def check_known(request: Message) -> None:
-    """Raises InvalidRequest that names the first unknown field."""
-    # In one go and without Python's doing: a conversation has thousands of messages.
+    """Check for unknown fields. Raises InvalidRequest that names the first one."""
+    # In one serialization, without a Python loop: a conversation has thousands of messages.
     known = type(request)()
     known.CopyFrom(request)
     known.DiscardUnknownFields()

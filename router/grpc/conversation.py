@@ -1,4 +1,4 @@
-"""What a gRPC client says of a conversation: its turns, tools, calls, variables of the template, marks."""
+"""Parses the conversation of a gRPC request: messages, tools, calls, template variables, cache breakpoints."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from tandem.v1 import inference_pb2 as pb
 
 _TOOLS, _CHOICE, _CONTROL = "tools", "tool_choice", "cache_control"
 _MOST_SCHEMA_CHARS = 4 * MAX_TOOLS_CHARS
-"""Of all schemas as they were sent: read before they are measured."""
+"""Bound on all schemas as they were sent: checked before they are parsed."""
 _OF_CONVERSATIONS = (
     *("add_generation_prompt", _TOOLS, _CHOICE, "chat_template_kwargs", "continue_final_message", "cached_content"),
 )
@@ -20,23 +20,23 @@ _OF_PROMPTS = ("add_special_tokens",)
 
 
 def check_input_kind(request: pb.GenerateRequest) -> None:
-    """Raises InvalidRequest for what belongs to conversations and comes with a prompt, or the other way round."""
+    """Check that no field of conversations comes with a prompt, nor the other way round. Raises InvalidRequest."""
     is_chat = request.WhichOneof("input") == "chat"
     names, what = (_OF_PROMPTS, "prompt") if is_chat else (_OF_CONVERSATIONS, "conversation")
     given = {field.name for field, _ in request.ListFields()}
     if foreign := next((name for name in names if name in given and not _asks_for_nothing(request, name)), None):
-        raise InvalidRequest(f"{foreign}: stands with a {what} alone", param=foreign)
+        raise InvalidRequest(f"{foreign}: is allowed with a {what} only", param=foreign)
 
 
 def _asks_for_nothing(request: pb.GenerateRequest, name: str) -> bool:
-    """What HTTP takes of every body as well."""
+    """Whether the field's value has no effect, which HTTP accepts with every body as well."""
     if name == _CHOICE:
         return _chosen(request.tool_choice) in (("none", None, False), ("auto", None, False))
     return name == "continue_final_message" and not request.continue_final_message
 
 
 def messages_of(chat: pb.Chat) -> Sequence[Message]:
-    """A conversation. Raises InvalidRequest."""
+    """Convert a conversation. Raises InvalidRequest."""
     return [_message(turn) for turn in chat.messages]
 
 
@@ -56,27 +56,27 @@ def _message(turn: pb.ChatMessage) -> Message:
 
 
 def breakpoints_of(request: pb.GenerateRequest) -> list[CacheBreakpoint]:
-    """Beginnings that are to stay cached. Raises InvalidRequest."""
+    """Return the beginnings that should stay cached. Raises InvalidRequest."""
     turns = enumerate(request.chat.messages, 1)
     marks = [
         CacheBreakpoint(number, len(t.content), _ttl_s(t.cache_control)) for number, t in turns if t.HasField(_CONTROL)
     ]
     if marks and request.HasField("cached_content"):
-        raise InvalidRequest(f"{_CONTROL}: not together with cached_content", param=_CONTROL)
+        raise InvalidRequest(f"{_CONTROL} cannot be combined with cached_content", param=_CONTROL)
     check_breakpoints(marks)
     return marks
 
 
 def check_no_breakpoints(chat: pb.Chat) -> None:
-    """Raises InvalidRequest for a mark where none can be kept."""
+    """Check that there are no breakpoints where they cannot be honoured. Raises InvalidRequest."""
     if any(turn.HasField(_CONTROL) for turn in chat.messages):
-        raise InvalidRequest(f"{_CONTROL}: stands in what is generated from alone", param=_CONTROL)
+        raise InvalidRequest(f"{_CONTROL} is only supported in Generate", param=_CONTROL)
 
 
 def _ttl_s(control: pb.CacheControl) -> float:
     ttl = control.ttl if control.HasField("ttl") else DEFAULT_BREAKPOINT_TTL
     if ttl not in BREAKPOINT_TTL_S:
-        raise InvalidRequest(f"{_CONTROL}: ttl is one of {', '.join(BREAKPOINT_TTL_S)}", param=_CONTROL)
+        raise InvalidRequest(f"{_CONTROL}: ttl must be one of {', '.join(BREAKPOINT_TTL_S)}", param=_CONTROL)
     return BREAKPOINT_TTL_S[ttl]
 
 
@@ -85,7 +85,7 @@ def template_options(request: pb.GenerateRequest) -> TemplateOptions:
     continues = request.continue_final_message
     if continues and request.add_generation_prompt:
         raise InvalidRequest(
-            "continue_final_message: nothing can come after the message that is continued",
+            "continue_final_message: no message can follow the one that is continued",
             param="continue_final_message",
         )
     variables = {name: _variable(value) for name, value in request.chat_template_kwargs.items()}
@@ -98,14 +98,15 @@ def _variable(value: pb.TemplateValue) -> Any:
 
 
 def tool_use(request: pb.GenerateRequest) -> ToolUse | None:
-    """What `tools`, `tool_choice` and `parallel_tool_calls` say together. Raises InvalidRequest."""
+    """Combine `tools`, `tool_choice` and `parallel_tool_calls`. Raises InvalidRequest."""
     mode, allowed, is_named = _chosen(request.tool_choice)
     parallel = request.parallel_tool_calls or not request.HasField("parallel_tool_calls")
     return use_of(tools_of(request.tools), mode, allowed, parallel and not is_named)
 
 
 def tools_of(tools: Sequence[pb.Tool]) -> tuple[ToolDefinition, ...]:
-    """Raises InvalidRequest for parameters that are no JSON object; their other bounds are `ToolUse`'s."""
+    """Convert tools. Raises InvalidRequest for parameters that are not a JSON object; `ToolUse` has the other
+    bounds."""
     if sum(len(tool.parameters) for tool in tools) > _MOST_SCHEMA_CHARS:
         raise InvalidRequest(f"{_TOOLS}: more than {MAX_TOOLS_CHARS} characters", param=_TOOLS)
     return tuple(
@@ -125,17 +126,17 @@ def _parameters(text: str) -> dict[str, Any]:
     except InvalidRequest:
         value = None
     if not isinstance(value, dict):
-        raise InvalidRequest(f"{_TOOLS}: parameters are the text of a JSON object", param=_TOOLS)
+        raise InvalidRequest(f"{_TOOLS}: parameters must be the text of a JSON object", param=_TOOLS)
     return value
 
 
 def _chosen(choice: pb.ToolChoice) -> tuple[str, frozenset[str] | None, bool]:
-    """Mode, names of the tools that may be called, and whether it is one that must be."""
+    """Return the mode, the names of callable tools, and whether one must be called."""
     if choice.HasField("function"):
         if choice.allowed or (choice.HasField("mode") and choice.mode != "required"):
-            raise InvalidRequest(f"{_CHOICE}: nothing else beside function", param=_CHOICE)
+            raise InvalidRequest(f"{_CHOICE}: nothing else is allowed beside function", param=_CHOICE)
         return "required", frozenset({choice.function}), True
     mode = choice.mode if choice.HasField("mode") else "auto"
     if choice.allowed and mode not in ("auto", "required"):
-        raise InvalidRequest(f"{_CHOICE}: allowed stands with mode auto or required", param=_CHOICE)
+        raise InvalidRequest(f"{_CHOICE}: allowed requires mode auto or required", param=_CHOICE)
     return mode, frozenset(choice.allowed) or None, False

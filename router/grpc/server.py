@@ -22,13 +22,13 @@ from tandem.v1 import inference_pb2
 from tandem.v1.inference_pb2_grpc import add_InferenceServicer_to_server
 
 _MAX_AGE_MS = 600_000
-"""Age at which gRPC has clients reconnect; calls under way may end."""
+"""Age at which gRPC has clients reconnect; calls in progress may finish."""
 _LONGEST_MS = 2**31 - 1
 _STREAMS = 8192
-"""Calls of one connection at a time; its client keeps further ones until there is room."""
+"""Calls of one connection at a time; its client queues further ones."""
 _PENDING = 1 << 16
-"""Calls that have come and are not accepted yet, which is soon: gRPC ends what is beyond with a bare CANCELLED, by
-default from a thousand on."""
+"""Calls that have arrived and are not accepted yet, which is soon: gRPC ends those beyond the bound with a bare
+CANCELLED, by default from a thousand on."""
 SERVICE_NAME = inference_pb2.DESCRIPTOR.services_by_name["Inference"].full_name
 
 
@@ -43,7 +43,7 @@ def build_server(
     write_timeout_s: float = WRITE_TIMEOUT_S,
     keeper: AccessControl | None = None,
 ) -> grpc.aio.Server:
-    """A server of `tandem.v1.Inference` alone, bound to nothing yet."""
+    """Build a server of `tandem.v1.Inference` alone, not bound to a port yet."""
     keeper = keeper or AccessControl(config)
     keys = keeper.keys
     options = dict(cluster_grpc.SERVER_OPTIONS)
@@ -60,15 +60,15 @@ def build_server(
 
 
 def _connection_options(config: RouterConfig, most: int) -> dict[str, int]:
-    """Server options with the HTTP server's bounds on connections. An answer that its client does not read ends with
-    the connection at the latest: gRPC cannot cancel it."""
+    """Return server options that mirror the HTTP server's bounds on connections. An answer that its client does not
+    read ends with the connection at the latest: gRPC cannot cancel it."""
     longest_s = config.request_timeout_s + WRITE_TIMEOUT_S
     return {
         "grpc.max_allowed_incoming_connections": most,
         "grpc.server_handshake_timeout_ms": math.ceil(1000 * config.connections.head_timeout_s),
         "grpc.max_connection_idle_ms": math.ceil(1000 * config.connections.keep_alive_s),
         "grpc.max_concurrent_streams": _STREAMS,
-        # Calls that a client sends before it has heard of that number would be reset, some as UNAVAILABLE.
+        # Calls that a client sends before it has received that number would be reset, some as UNAVAILABLE.
         "grpc.http.overload_protection": 0,
         "grpc.server.max_pending_requests": _PENDING,
         "grpc.server.max_pending_requests_hard_limit": _PENDING,
@@ -89,11 +89,11 @@ class GrpcServer:
         self._health = health.aio.HealthServicer()
         self._host = host
         self.port = port
-        """The real port once entered; port 0 takes a free one."""
+        """The actual port once entered; port 0 picks a free one."""
         self._grace_s = grace_s
 
     async def __aenter__(self) -> Self:
-        """Raises OSError when the address is taken."""
+        """Bind and start. Raises OSError when the address is taken."""
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
@@ -116,6 +116,6 @@ class GrpcServer:
         await self.stop(self._grace_s)
 
     async def stop(self, grace_s: float) -> None:
-        """Stop accepting calls; running ones may end within `grace_s`."""
+        """Stop accepting calls; running ones may finish within `grace_s`."""
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_s)

@@ -95,7 +95,7 @@ class InferenceService(InferenceServicer):
         return RequestMeter.for_request(one.request, self._metrics, self._frontend.clock)
 
     async def Embed(self, request: pb.EmbedRequest, context: Any) -> pb.EmbedResponse:
-        """One vector for each input."""
+        """Return one vector for each input."""
         caller = self._caller(request, context)
         fields = ClientRequest(
             model=model_of(request),
@@ -115,7 +115,7 @@ class InferenceService(InferenceServicer):
 
     def _inputs(self, inputs: Sequence[pb.EmbedInput]) -> list[str | tuple[int, ...]]:
         if len(inputs) > MAX_INPUTS:
-            raise InvalidRequest(f"inputs: at most {MAX_INPUTS}", param="inputs")
+            raise InvalidRequest(f"inputs must have at most {MAX_INPUTS} elements", param="inputs")
         found: list[str | tuple[int, ...]] = []
         for one in inputs:
             if (kind := one.WhichOneof("input")) is None:
@@ -125,7 +125,7 @@ class InferenceService(InferenceServicer):
         return found
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
-        """Token ids of a text or a conversation."""
+        """Tokenize a text or a conversation."""
         self._admit(request, context)
         self._frontend.check_model(model_of(request))
         prompts, kind = self._frontend.prompts, request.WhichOneof("input")
@@ -135,7 +135,7 @@ class InferenceService(InferenceServicer):
             begins_turn, messages = wants_generation_prompt(request), messages_of(request.chat)
             ids = await prompts.encode_chat(messages, add_generation_prompt=begins_turn, tools=tools)
         elif request.tools:
-            raise InvalidRequest("tools: they stand in a conversation", param="tools")
+            raise InvalidRequest("tools are allowed in a conversation only", param="tools")
         elif kind == "text":
             ids = await prompts.encode(request.text, wants_bos(request))
         else:
@@ -144,7 +144,7 @@ class InferenceService(InferenceServicer):
         return pb.TokenizeResponse(token_ids=ids, max_model_len=self._frontend.model.max_model_len, token_bytes=shown)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Any) -> pb.DetokenizeResponse:
-        """Text of token ids, special tokens included."""
+        """Return the text of token ids, special tokens included."""
         self._admit(request, context)
         self._frontend.check_model(model_of(request))
         ids = self._frontend.prompts.parse_ids(request.token_ids, "token_ids") if request.token_ids else ()
@@ -182,17 +182,18 @@ class InferenceService(InferenceServicer):
         return await self._cached.delete(self._admit(request, context), request)
 
     def _admit(self, request: Any, context: Any) -> str:
-        """The caller's tenant. Raises as `_caller`."""
+        """Authenticate the call and return the caller's tenant. Raises as `_caller`."""
         return self._caller(request, context).tenant
 
     def _caller(self, request: Any, context: Any) -> ApiCaller:
-        """The caller, authenticated. Raises InvalidRequest for fields that this version does not know."""
+        """Authenticate the call and return its caller. Raises InvalidRequest for fields that this version does not
+        know."""
         caller = caller_of(context, self._keys)
         check_known(request)
         return caller
 
     def _seen(self, request: pb.GenerateRequest) -> StreamPosition | None:
-        """Where a stream that this call continues broke."""
+        """Return the position at which a stream that this call continues broke off."""
         sent = request.last_stream_id
         return self._frontend.stream_ids.read(sent, param=_LAST_ID) if sent else None
 
@@ -213,5 +214,5 @@ class InferenceService(InferenceServicer):
 
 
 def _trailers(usage: CallUsage) -> tuple[tuple[str, str], ...]:
-    """Trailers with the timing report, as HTTP sends on request."""
+    """Make trailers with the timing report, which HTTP sends on request."""
     return ((SERVER_TIMING, server_timing(usage)), (TIMING, orjson.dumps(timing_object(usage)).decode()))

@@ -1,6 +1,6 @@
-"""Metrics, usage and status of all router processes of one host (`router.processes`), from any of them.
+"""Shares metrics, usage and status among all router processes of one host (`router.processes`).
 
-Which process answers a scrape, or a request for the status, is the kernel's choice, so that process collects from the
+The kernel chooses the process that answers a scrape, or a request for the status, so that process collects from the
 others, over sockets in a folder that only their user can enter. One that does not answer in time is left out: it is
 starting, or gone.
 """
@@ -21,10 +21,10 @@ _log = logging.getLogger(__name__)
 
 
 class HostPeerExchange:
-    """Serves what this process knows of one subject, and collects what the others know; an async context manager."""
+    """Serves this process's data on one subject, and collects the others'; an async context manager."""
 
     def __init__(self, folder: Path, *, index: int, render: Callable[[], bytes], name: str = "router") -> None:
-        """`render` gives what this process knows; `name` is the subject's."""
+        """`render`: returns this process's data; `name`: of the subject."""
         self._folder = folder
         self._path = folder / f"{name}-{index}.sock"
         self._pattern = f"{name}-*.sock"
@@ -32,8 +32,8 @@ class HostPeerExchange:
         self._server: asyncio.Server | None = None
 
     async def __aenter__(self) -> Self:
-        """Raises OSError when the folder is not to be written to."""
-        self._path.unlink(missing_ok=True)  # of an earlier life
+        """Start serving. Raises OSError when the folder is not writable."""
+        self._path.unlink(missing_ok=True)  # left by an earlier process
         self._server = await asyncio.start_unix_server(self._answer, self._path)
         self._path.chmod(0o600)
         return self
@@ -46,19 +46,19 @@ class HostPeerExchange:
             self._path.unlink(missing_ok=True)
 
     async def others(self) -> list[bytes]:
-        """Answers of the other processes, without those that do not answer."""
+        """Return the answers of the other processes that answer."""
         paths = [path for path in sorted(self._folder.glob(self._pattern)) if path != self._path]
         return [answer for answer in await asyncio.gather(*map(self._fetch, paths)) if answer]
 
     async def figures(self) -> bytes:
-        """Metrics of all processes that answer, where metrics are the subject."""
+        """Return the merged metrics of all processes that answer, where metrics are the subject."""
         others = await self.others()
         if not others:
             return self._render()
         try:
             return await asyncio.to_thread(merge, [self._render(), *others])
         except ValueError:
-            _log.exception("metrics of another router process cannot be read")
+            _log.exception("cannot parse the metrics of another router process")
             return self._render()
 
     async def _fetch(self, path: Path) -> bytes | None:
@@ -80,7 +80,7 @@ class HostPeerExchange:
 
 
 async def _read_all(reader: asyncio.StreamReader) -> bytes | None:
-    """Read to the end; None when there is no end within the bound."""
+    """Read to the end; None if that exceeds the bound."""
     text = bytearray()
     while part := await reader.read(1 << 16):
         text += part

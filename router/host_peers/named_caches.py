@@ -1,9 +1,9 @@
-"""Named caches among router processes on one host, over sockets in the folder that only their user can enter.
+"""Replicates named caches among router processes on one host, over sockets in a folder that only their user can enter.
 
-A process that changes one sends it to each of the others before its client has the answer, so that the client's next
-request finds it whichever process serves it. To a process that does not take it in time, because it hangs, it is sent
-again until it has, or is gone. A process that begins listens first and then fetches all that the others have: no change
-falls between.
+A process that changes one sends it to each of the others before its client gets the answer, so that the client's next
+request finds it whichever process serves it. To a process that does not accept it in time, because it hangs, it is sent
+again until it does, or is gone. A starting process first listens and then fetches everything that the others have, so
+that it misses no change.
 """
 
 import asyncio
@@ -23,9 +23,9 @@ from router.types.worker_view import WorkerKey
 from tandem.values.ids import BlockHash, Incarnation, WorkerId
 
 ANSWER_S = 0.5
-"""Seconds in which another process takes a change."""
+"""Time for another process to accept a change."""
 _BEGIN_S = 5.0
-"""Seconds in which one sends all that it has."""
+"""Time for another process to send everything that it has."""
 _AGAIN_S = 0.5
 _SIZE_BYTES = 4
 _MOST_BYTES = 64 << 20
@@ -42,12 +42,12 @@ class NamedCacheExchange:
         self._server: asyncio.Server | None = None
         self._num_changes = 0
         self._unsent: dict[Path, dict[tuple[str, str], int]] = {}
-        """Names whose changes another process has not taken yet, with the number of the change."""
+        """Names whose changes another process has not accepted yet, with the number of the change."""
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        """Raises OSError when the folder is not to be written to."""
-        self._path.unlink(missing_ok=True)  # of an earlier life
+        """Listen, then fetch the others' caches. Raises OSError when the folder is not writable."""
+        self._path.unlink(missing_ok=True)  # left by an earlier process
         self._server = await asyncio.start_unix_server(self._answer, self._path)
         self._path.chmod(0o600)
         await asyncio.gather(*map(self._fetch_all, self._others()))
@@ -65,7 +65,7 @@ class NamedCacheExchange:
             self._path.unlink(missing_ok=True)
 
     async def publish(self, tenant: str, name: str) -> None:
-        """Send a change; return when the others have taken it, or had their time."""
+        """Send a change; return when the others have accepted it, or had their time."""
         self._num_changes += 1
         for path in self._others():
             self._unsent.setdefault(path, {})[tenant, name] = self._num_changes
@@ -82,7 +82,7 @@ class NamedCacheExchange:
     async def _send(self, path: Path) -> None:
         unsent = dict(self._unsent.get(path, {}))
         if path not in self._others():
-            self._unsent.pop(path, None)  # it asks when it begins again
+            self._unsent.pop(path, None)  # it fetches everything when it starts again
         elif unsent and await _exchange(path, [self._names.update_for(*name) for name in unsent], ANSWER_S) is not None:
             self._note_sent(path, unsent)
 
@@ -113,11 +113,11 @@ class NamedCacheExchange:
 
 
 class _BadUpdate(Exception):
-    """A frame that is no update of a named cache."""
+    """A frame is not a valid update of a named cache."""
 
 
 async def _exchange(path: Path, updates: list[NamedCacheUpdate], most_s: float) -> list[NamedCacheUpdate] | None:
-    """The answer; None when there is none in time."""
+    """Send updates and return the answer; None when there is none in time."""
     with contextlib.suppress(OSError, asyncio.IncompleteReadError, TimeoutError, _BadUpdate):
         async with asyncio.timeout(most_s):
             reader, writer = await asyncio.open_unix_connection(path)
@@ -130,7 +130,7 @@ async def _exchange(path: Path, updates: list[NamedCacheUpdate], most_s: float) 
 
 
 async def _write(writer: asyncio.StreamWriter, updates: list[NamedCacheUpdate]) -> None:
-    """Frame by frame; an empty one is the end."""
+    """Write frame by frame; an empty frame marks the end."""
     for update in updates:
         frame = _encoded(update)
         writer.write(len(frame).to_bytes(_SIZE_BYTES, "little") + frame)

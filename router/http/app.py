@@ -1,4 +1,4 @@
-"""The HTTP application: FastAPI over the routers of each API, with those routes below it that generate."""
+"""The HTTP application: FastAPI with each API's routers; generating routes bypass it."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -37,25 +37,25 @@ from router.types.requests import Generator
 from tandem.config.cluster import RouterConfig
 
 STATUS_WRITE_TIMEOUT_S = 10.0
-"""A client that reads nothing of a status for so long is disconnected."""
+"""A client that reads nothing of a status stream for this long is disconnected."""
 DIRECT_PATHS = (CHAT_PATH, COMPLETIONS_PATH, RESPONSES_PATH, MESSAGES_PATH)
-"""Answered below FastAPI, for what its way costs each request (ADR 17)."""
+"""Paths answered without FastAPI, because of its cost per request (ADR 17)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptionalRoutes:
-    """Parts that an application may have beside its models; without one its routes are absent."""
+    """Optional parts of an application; the routes of an absent part do not exist."""
 
     decisions: DecisionLog | None = None
-    """At /debug/decisions, unless none are kept."""
+    """Served at /debug/decisions, unless no decisions are kept."""
     status: StatusFeed | None = None
-    """Below /status/ and on the page at /."""
+    """Served below /status/ and by the page at /."""
     batches: BatchRoutes | None = None
     profiles: ProfileRoutes | None = None
-    """Below /debug/profile."""
+    """Served below /debug/profile."""
 
     def disabled(self) -> dict[str, str]:
-        """Paths that are absent because a setting has not turned them on, and the setting."""
+        """Paths that are absent because a setting does not enable them, with the setting."""
         found = {} if self.batches is not None else dict.fromkeys((FILES, BATCHES), "router.batches.path")
         return found if self.profiles is not None else found | {"/debug/profile": "profiling.enabled"}
 
@@ -71,7 +71,7 @@ def create_app(
 ) -> ASGIApp:
     """Build the ASGI application. It owns nothing: its parts are closed by their makers.
 
-    `access`: of keys and audit log; the configured keys alone when absent.
+    `access`: API keys and audit log; without it, just the configured keys.
     """
     access = access or AccessControl(config)
     guard = AccessGuard(access.keys, config)
@@ -88,7 +88,8 @@ def _create_api(guard: AccessGuard, model: ModelInfo, bounds: BodyBounds, extras
     api = FastAPI(
         title="Tandem",
         version=installed_version(),
-        # The document needs access like every route; /docs is of our own files, which come from nowhere else.
+        # The document requires access like every route; /docs is built from files of our own, without third-party
+        # hosts.
         openapi_url=None,
         redirect_slashes=False,
         generate_unique_id_function=operation_id,

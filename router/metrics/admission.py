@@ -11,10 +11,10 @@ from router.metrics.tenants import TenantLabels
 
 
 class AdmissionMetrics(Collector):
-    """Reads admission's counts at each scrape."""
+    """Exports admission's counts at each scrape."""
 
     def __init__(self, admission: FairAdmission, labels: TenantLabels) -> None:
-        """`labels`: those of all metrics that name tenants."""
+        """`labels`: shared by all metrics that have tenants as labels."""
         self._admission = admission
         self._labels = labels
 

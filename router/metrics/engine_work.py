@@ -1,4 +1,4 @@
-"""What workers' engines do and hold, as they report it; rates are left to the reader."""
+"""Metrics of workers' engines, from their reports; rates are computed by the reader."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -36,7 +36,7 @@ class WorkMetrics(Collector):
         self._pools: list[tuple[str, int, int]] = []
 
     def update(self, snapshots: Sequence[WorkerSnapshot]) -> None:
-        """Replace what is shown."""
+        """Replace the reports to export."""
         self._shown = [
             ((snapshot.info.key.worker_id, snapshot.info.role.value), snapshot.load.work)
             for snapshot in snapshots

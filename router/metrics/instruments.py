@@ -1,7 +1,7 @@
-"""Counts of one thread, kept as plain numbers and rendered for Prometheus at each scrape.
+"""Instruments for a single thread, kept as plain numbers and rendered for Prometheus at each scrape.
 
-prometheus_client's own take a lock, and several calls, for each observation: too much for those that are made for every
-token. Nothing here may be called from another thread.
+prometheus_client's own instruments take a lock, and several calls, for each observation: too much for those made for
+every token. Nothing here may be called from another thread.
 """
 
 from bisect import bisect_left
@@ -13,7 +13,7 @@ from prometheus_client.utils import floatToGoString
 
 
 class SingleValue(Collector):
-    """A counter or a gauge."""
+    """A counter or gauge without labels."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class SingleValue(Collector):
         self.value += amount
 
     def dec(self) -> None:
-        """Take one away; for gauges."""
+        """Subtract one; for gauges."""
         self.value -= 1.0
 
     def collect(self) -> Iterable[Metric]:
@@ -42,17 +42,17 @@ class SingleValue(Collector):
 
 
 class LabelledCounter(Collector):
-    """A counter by labels, whose values must be few."""
+    """A counter with labels that have few values."""
 
     def __init__(self, name: str, text: str, labels: Sequence[str], *, known: Iterable[tuple[str, ...]] = ()) -> None:
-        """`known`: label values that are shown from the beginning, so that a rate sees their first increment."""
+        """`known`: label values exported from the start, so that a rate sees their first increment."""
         self._name = name
         self._text = text
         self._labels = tuple(labels)
         self._values: dict[tuple[str, ...], float] = dict.fromkeys(known, 0.0)
 
     def inc(self, *values: str, amount: float = 1.0) -> None:
-        """Add, under the labels' values in their order."""
+        """Add `amount`, under the labels' values in order."""
         self._values[values] = self._values.get(values, 0.0) + amount
 
     def set_total(self, *values: str, total: float) -> None:
@@ -60,7 +60,7 @@ class LabelledCounter(Collector):
         self._values[values] = total
 
     def sum(self, *, without: str | None = None) -> float:
-        """Over all labels; `without`: values that begin with this label are left out."""
+        """Return the sum over all labels; `without`: leaves out values whose first label is this one."""
         return sum(value for labels, value in self._values.items() if labels[0] != without)
 
     def collect(self) -> Iterable[Metric]:
@@ -74,18 +74,19 @@ class LocalHistogram(Collector):
     def __init__(
         self, name: str, text: str, bounds: Sequence[float], labels: Mapping[str, str], *, finer: Sequence[float] = ()
     ) -> None:
-        """`bounds`: upper ends of buckets, ascending, without infinity. `finer`: more of them, which are not shown."""
+        """`bounds`: ascending upper ends of buckets, without infinity. `finer`: further bounds that are not
+        exported."""
         self._name = name
         self._text = text
         self.bounds = tuple(sorted({*bounds, *finer}))
-        """Upper ends of what is counted apart."""
+        """Upper ends of all buckets that are counted."""
         self._shown = dict(zip(map(self.bounds.index, bounds), map(floatToGoString, bounds), strict=True))
         self._labels = labels
         self._counts = [0] * (len(self.bounds) + 1)
         self._sum = 0.0
 
     def observe(self, value: float, count: int = 1) -> None:
-        """So many observations of one value."""
+        """Record `count` observations of one value."""
         self._counts[bisect_left(self.bounds, value)] += count
         self._sum += value * count
 
@@ -101,10 +102,10 @@ class LocalHistogram(Collector):
 
 
 class LabelledHistogram(Collector):
-    """A histogram by labels, whose values must be few."""
+    """A histogram with labels that have few values."""
 
     def __init__(self, name: str, text: str, bounds: Sequence[float], labels: Sequence[str]) -> None:
-        """`bounds`: upper ends of buckets, ascending, without infinity."""
+        """`bounds`: ascending upper ends of buckets, without infinity."""
         self._name = name
         self._text = text
         self._bounds = tuple(bounds)
@@ -114,7 +115,7 @@ class LabelledHistogram(Collector):
         self._sums: dict[tuple[str, ...], float] = {}
 
     def observe(self, value: float, *labels: str) -> None:
-        """One observation, under the labels' values in their order."""
+        """Record one observation, under the labels' values in order."""
         if (counts := self._counts.get(labels)) is None:
             counts = self._counts[labels] = [0] * (len(self._bounds) + 1)
             self._sums[labels] = 0.0
@@ -129,7 +130,7 @@ class LabelledHistogram(Collector):
 
 
 def cumulative(counts: Sequence[int], shown: Mapping[int, str]) -> list[tuple[str, float]]:
-    """Buckets as Prometheus has them, of counts of each apart; `shown`: the upper ends of those that are."""
+    """Return Prometheus' cumulative buckets from counts by bucket; `shown`: the upper ends to export."""
     buckets: list[tuple[str, float]] = []
     reached = 0
     for index, count in enumerate(counts):

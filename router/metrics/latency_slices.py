@@ -1,7 +1,7 @@
-"""Where first tokens' time goes, and latencies by kind of request.
+"""Phases of the time to first token, and latencies by kind of request.
 
-Everything here is counted once a request, when it ends, but for two instants of its first tokens: nothing is added for
-every token. Label values are ours: buckets of lengths, yes or no, and tenants as `TenantLabels` has them.
+Everything here is counted once per request, when it ends, except two instants of its first tokens: nothing is done for
+every token. The label values are our own: buckets of lengths, yes or no, and tenants as in `TenantLabels`.
 """
 
 from bisect import bisect_left
@@ -27,19 +27,19 @@ _UNKNOWN = "unknown"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestTraits:
-    """What a request is counted under, as far as it is known before it runs."""
+    """The labels of a request, as far as they are known before it runs."""
 
     prompt_tokens: int
     guided: bool = False
     structured: bool = False
-    """It follows a grammar, so that an answer that is cut is of no use."""
+    """Whether it follows a grammar, so that a truncated answer is useless."""
     tenant: str = ""
     max_tokens: int = 1
     operation: str = "text_completion"
 
     @classmethod
     def from_request(cls, request: RoutedRequest) -> "RequestTraits":
-        """Of one request of a client."""
+        """Derive them from one request of a client."""
         sampling = request.sampling
         return cls(
             prompt_tokens=len(request.prompt_token_ids),
@@ -53,18 +53,18 @@ class RequestTraits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FirstTokens:
-    """The instants of a request's beginning, on the router's clock; None: it did not come so far."""
+    """The instants of a request's beginning, on the router's clock; None: it did not get that far."""
 
     arrived_s: float
     prepared_s: float
     first_s: float
     second_s: float | None = None
     shown_s: float | None = None
-    """When the first token's text had reached the server that writes it."""
+    """When the first token's text was handed to the server that writes it."""
     last_s: float
 
     def per_token_s(self, num_tokens: int) -> float | None:
-        """The mean after the first of so many tokens; None when there was no second one."""
+        """Return the mean time per token after the first; None when there was no second one."""
         return (self.last_s - self.first_s) / (num_tokens - 1) if num_tokens > 1 else None
 
 
@@ -109,7 +109,7 @@ class SliceMetrics:
     def ended(
         self, traits: RequestTraits, times: FirstTokens, finishes: Sequence[ChoiceFinish], num_tokens: int
     ) -> None:
-        """A request that began has ended; `num_tokens` of its longest choice."""
+        """Observe a request that began and has ended; `num_tokens`: of its longest choice."""
         ttft_s = times.first_s - times.arrived_s
         self._tenant.observe(ttft_s, self._tenants.label_for(traits.tenant))
         self._split(times, finishes)
@@ -136,7 +136,7 @@ class SliceMetrics:
             self._phases.observe(times.shown_s - times.first_s, "serialize")
         if finishes:
             spent = finishes[0].times
-            # The router's queue is counted from the arrival.
+            # Queueing in the router is counted from the arrival.
             waited_s = max(0.0, spent.router_queue_s - preprocess_s) + spent.prefill_queue_s
             self._phases.observe(waited_s, "queue")
             self._phases.observe(spent.prefill_s, "prefill")
@@ -150,7 +150,7 @@ class SliceMetrics:
 
 
 def length_bucket(num_tokens: int) -> str:
-    """The name of the smallest bucket that holds so many tokens."""
+    """Return the name of the smallest bucket for so many tokens."""
     return _LENGTH_NAMES[bisect_left(_LENGTHS, num_tokens)]
 
 

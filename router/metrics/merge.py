@@ -1,11 +1,11 @@
-"""The figures of several router processes as those of one router. Pure.
+"""Merges the metrics of several router processes into those of one router. Pure.
 
-Processes that share a port share its requests: their counts are added up. What workers tell of themselves, and what
-is known of them, every process knows alike: there the greatest stands, because it is the latest. Of what each process
-has of its own and needs, the least.
+Processes that share a port share its requests: their counts are added up. What workers report is known to every process
+alike: the greatest value wins, because it is the latest. Of gauges that every process must satisfy by itself, the least
+wins.
 
-All of them write with prometheus_client, labels in one order, so that what stands before the value names
-a series: labels need not be taken apart and put together again.
+All of them write with prometheus_client, with labels in the same order, so that the text before the value identifies a
+series: labels need not be parsed.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ _ADDED_GAUGES = frozenset(
     }
 )
 _LEAST_GAUGES = frozenset({"tandem_redis_up"})
-"""Of each process, and one that is cut off is what matters."""
+"""Gauges of each process of which the worst one matters."""
 _CREATED = "_created"
 _HELP, _TYPE = "# HELP ", "# TYPE "
 _KINDS = frozenset({"counter", "gauge", "histogram"})
@@ -36,10 +36,10 @@ class _Family:
     text: str = ""
     kind: str = ""
     values: dict[str, float] = field(default_factory=dict)
-    """By what stands before the value: a name and its labels."""
+    """Values by the text before them: a name and its labels."""
 
     def add(self, series: str, value: float) -> None:
-        """One more process's value."""
+        """Add the value of one more process."""
         known = self.values.get(series)
         if known is None:
             self.values[series] = value
@@ -54,14 +54,14 @@ class _Family:
         return self.kind != "gauge" or self.name in _ADDED_GAUGES
 
     def lines(self) -> list[str]:
-        """As they were written."""
+        """Return the merged lines in the original format."""
         head = f"{_HELP}{self.name} {self.text}\n" if self.text else ""
         head += f"{_TYPE}{self.name} {self.kind}\n"
         return [head] + [f"{series} {floatToGoString(value)}\n" for series, value in self.values.items()]  # type: ignore[no-untyped-call]
 
 
 def merge(texts: Sequence[bytes]) -> bytes:
-    """Expositions (Prometheus text format 0.0.4) of one moment into one. Raises ValueError for what is none."""
+    """Merge expositions (Prometheus text format 0.0.4) of one moment. Raises ValueError for invalid ones."""
     families: dict[str, _Family] = {}
     for text in texts:
         _read(text.decode(), families)
@@ -78,10 +78,10 @@ def _read(text: str, families: dict[str, _Family]) -> None:
             name, _, kind = line.removeprefix(_TYPE).partition(" ")
             family = families.setdefault(name, _Family(name))
             if kind not in _KINDS or family.kind not in ("", kind):
-                raise ValueError(f"{name} of the type {kind[:20]}")
+                raise ValueError(f"{name}: unknown type {kind[:20]}")
             family.kind = kind
         elif line:
             series, _, value = line.rpartition(" ")
             if family is None or not series.startswith(family.name):
-                raise ValueError(f"{line[:100]}: of no declared type")
+                raise ValueError(f"{line[:100]}: no type declared")
             family.add(series, float(value))

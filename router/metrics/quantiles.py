@@ -1,7 +1,7 @@
 """Quantiles of latencies that were only counted in buckets. Pure.
 
-The bounds grow by a fourth root of two, so that a quantile is off by a tenth of itself at most: the coarse buckets that
-dashboards expect of a histogram say nothing of latencies below their first bound.
+The bounds grow by a fourth root of two, so that a quantile is off by at most a tenth of itself: the coarse buckets that
+dashboards expect of a histogram do not resolve latencies below their first bound.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,14 +10,14 @@ _FIRST_S = 1e-4
 _PER_DOUBLING = 4
 _NUM_BOUNDS = 100
 FINE_BOUNDS_S = tuple(_FIRST_S * 2 ** (index / _PER_DOUBLING) for index in range(_NUM_BOUNDS))
-"""From a tenth of a millisecond to most of an hour."""
+"""Bounds from a tenth of a millisecond to most of an hour."""
 
 
 def quantile(counts: Mapping[int, int], bounds: Sequence[float], share: float) -> float | None:
-    """The value that `share` of the observations do not exceed; None when there are none.
+    """Return the value that `share` of the observations do not exceed; None when there are none.
 
-    `counts`: observations by the index of their bucket; the last index, behind all bounds, has no upper end. Within a
-    bucket observations are taken to lie evenly.
+    `counts`: observations by the index of their bucket; the last index, beyond all bounds, has no upper end. Within a
+    bucket observations are assumed to be evenly distributed.
     """
     total = sum(counts.values())
     if total <= 0:

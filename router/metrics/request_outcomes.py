@@ -1,7 +1,7 @@
-"""How a request ended: whether it went well, as goodput counts it, and OpenTelemetry's GenAI histograms. Pure.
+"""The outcome of a request: whether it counts as goodput, and OpenTelemetry's GenAI histograms. Pure.
 
-The latter, by the names that their exporters give Prometheus, are for dashboards that show servers of several makes;
-`vllm:` and `tandem_` metrics say more. Observed once a request.
+The histograms, under the names that OpenTelemetry's exporters give them in Prometheus, are for dashboards that cover
+servers of several vendors; `vllm:` and `tandem_` metrics have more detail. Observed once per request.
 """
 
 from enum import Enum
@@ -44,7 +44,7 @@ class GenAiMetrics:
     def ended(
         self, operation: str, seconds: float, code: Code | None, *, ttft_s: float | None, per_token_s: float | None
     ) -> None:
-        """One request; None where there was no first token, or no second one."""
+        """Observe one request; None where there was no first token, or no second one."""
         labels = (operation, _PROVIDER, self._model, self._model)
         self._duration.observe(seconds, *labels, "" if code is None else code.value)
         if code is not None:
@@ -71,7 +71,7 @@ class RequestVerdict(Enum):
 def judge_request(
     objectives: ObjectivesConfig, code: Code | None, *, ttft_s: float | None, per_token_s: float | None
 ) -> RequestVerdict | None:
-    """None where the client cancelled it or sent an invalid request: that says nothing about the service.
+    """Return the verdict; None where the client cancelled the request or sent an invalid one, which is not our fault.
 
     `code`: how it failed. `ttft_s`, `per_token_s`: None where there was no first token, or no second one.
     """

@@ -2,7 +2,7 @@
 
 Names under `vllm:` mean what they mean in vLLM (buckets too), so that existing dashboards work; `tandem_` names are
 ours. The servers measure requests through `router.api.request_meter`; `RouterMetrics` is dispatch's observer as well.
-Label values are ours alone, never a client's words.
+Label values are our own, never a client's text.
 """
 
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -48,7 +48,7 @@ _DECIDING = (0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01
 
 
 class PlacementMetrics:
-    """A `router.placement.decision_log.PlacementObserver`, and what is known of the prefix map."""
+    """A `router.placement.decision_log.PlacementObserver` that also exports the size of the prefix map."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._decisions = LabelledCounter(
@@ -72,17 +72,17 @@ class PlacementMetrics:
         )
 
     def decided(self, *, reason: str, affinity: str, seconds: float) -> None:
-        """A choice was placed; values of PlacementReason and Affinity."""
+        """Count a placed choice; values of PlacementReason and Affinity."""
         self._decisions.inc(reason, affinity)
         self._seconds.observe(seconds)
 
     def compared(self, *, predicted_tokens: int, actual_tokens: int) -> None:
-        """The first token of a placed choice came, and with it the true count."""
+        """Compare predicted and actual cached tokens, known once the first token of a placed choice arrives."""
         self._cached.inc("predicted", amount=predicted_tokens)
         self._cached.inc("actual", amount=actual_tokens)
 
     def prefix_map(self, *, num_blocks: int, num_approximate: int) -> None:
-        """Block names the router knows, over all workers; and of how many workers it does not know all."""
+        """Set the number of block names over all workers, and of workers whose blocks are not all known."""
         self._blocks.set(num_blocks)
         self._approximate.set(num_approximate)
 
@@ -98,12 +98,12 @@ class _Aging(Protocol):
 
 
 class RouterMetrics:
-    """The registry and its instruments."""
+    """The router's registry and its instruments."""
 
     def __init__(
         self, model_name: str, usage: TenantUsage | None = None, objectives: ObjectivesConfig | None = None
     ) -> None:
-        """`usage`: where tenants' totals are kept. `objectives`: what makes a request a good one."""
+        """`usage`: keeps tenants' totals. `objectives`: the latencies that make a request count as goodput."""
         self.usage = usage or TenantUsage()
         self._objectives = objectives or ObjectivesConfig()
         self.registry = CollectorRegistry()
@@ -157,7 +157,7 @@ class RouterMetrics:
         oldest.set_function(lambda: max((meter.age_s for meter in islice(self._open, 1)), default=0.0))
 
     def _add_outcomes(self) -> None:
-        """How requests, calls and attempts ended."""
+        """Add outcomes of requests, calls and attempts."""
         self._success = self._counters(
             "vllm:request_success",
             "Choices that ended successfully",
@@ -193,7 +193,7 @@ class RouterMetrics:
         )
 
     def _add_workers(self) -> None:
-        """What each worker says of itself, but for what collectors of their own show."""
+        """Add the reports of workers that no collector of its own exports."""
         self._workers = Gauge("tandem_workers", "Workers by role and state", ("role", "state"), registry=self.registry)
         text = (
             "Configured number of workers; an autoscaler may run another number, but a pool of 0 is absent on purpose"
@@ -219,67 +219,66 @@ class RouterMetrics:
         )
 
     def on_render(self, refresh: Callable[[], None]) -> None:
-        """`refresh` brings gauges up to date before each scrape."""
+        """Call `refresh` before each scrape, to bring gauges up to date."""
         self._refresh = refresh
 
     def collect_with(self, collect: Callable[[], Awaitable[bytes]]) -> None:
-        """A scrape is answered with what `collect` brings, of this process and others."""
+        """Answer scrapes with the result of `collect`, which covers this process and others."""
         self._collect = collect
 
     async def collect(self) -> bytes:
-        """What a scrape is answered with. It costs milliseconds: see `router.http.admin.shared_scrape`."""
+        """Return the answer to a scrape. It takes milliseconds: see `router.http.admin.operations.SharedScrape`."""
         return await self._collect()
 
     async def _alone(self) -> bytes:
         return self.render()
 
     def render(self) -> bytes:
-        """The text exposition format."""
+        """Render the text exposition format."""
         self._refresh()
         return generate_latest(self.registry)
 
     def http_answered(self, route: str, method: str, status: int) -> None:
-        """`route` is the route's pattern, never the requested path."""
+        """Count an HTTP answer; `route` is the route's pattern, never the requested path."""
         self._http.inc(route, method, str(status))
 
     def rpc_answered(self, method: str, code: str) -> None:
-        """`code` is a name of grpc.StatusCode."""
+        """Count a gRPC answer; `code` is a name of grpc.StatusCode."""
         self._rpcs.labels(method, code).inc()
 
     def succeeded(self, reason: str) -> None:
-        """One choice ended with `reason`."""
+        """Count a choice that ended with `reason`."""
         self._success.inc(*self._model, reason)
 
     def failed(self, code: Code) -> None:
-        """One request ended without an answer."""
+        """Count a request that ended with an error."""
         self._failures.inc(code.value)
 
     def judge(self, code: Code | None, *, ttft_s: float | None, per_token_s: float | None) -> None:
-        """One request ended; see `router.metrics.request_outcomes.judge_request`."""
+        """Count a request by its verdict; see `router.metrics.request_outcomes.judge_request`."""
         if (verdict := judge_request(self._objectives, code, ttft_s=ttft_s, per_token_s=per_token_s)) is not None:
             self._judged.inc(verdict.value)
 
     @property
     def num_succeeded(self) -> float:
-        """Choices that ended well."""
+        """Choices that ended successfully."""
         return self._success.sum()
 
     @property
     def num_failed(self) -> float:
-        """Requests that failed; those that clients gave up are not among them."""
+        """Requests that failed, without those that clients cancelled."""
         return self._failures.sum(without=Code.CANCELLED.value)
 
     def placed(self, mode: str) -> None:
-        """Dispatch sent an attempt to workers (`router.dispatch.choices.observer.DispatchObserver`); a value of
-        PlacementReason."""
+        """Count an attempt that dispatch sent to workers; `mode` is a value of PlacementReason."""
         self._placements.inc(mode)
 
     def retried(self, reason: str) -> None:
-        """Dispatch tries again; a value of RetryReason."""
+        """Count a retry of dispatch; a value of RetryReason."""
         self._retries.inc(reason)
 
     def workers(self, role: str, state: str, count: int) -> None:
-        """How many workers of a role are in a state, such as (`decode`, `live`)."""
+        """Set how many workers of a role are in a state, such as (`decode`, `live`)."""
         self._workers.labels(role, state).set(count)
 
     def workers_lost(self, role: str, total: int) -> None:
@@ -287,16 +286,16 @@ class RouterMetrics:
         self._lost.set_total(role, total=total)
 
     def stated_workers(self, role: str, count: int) -> None:
-        """How many of a role the configuration names."""
+        """Set how many workers of a role the configuration names."""
         self._stated.labels(role).set(count)
 
     def ready(self, is_ready: bool, *, num_paired: int) -> None:
-        """Whether the router is, and how many decode workers have a prefill worker beside them."""
+        """Set whether the router is ready, and how many decode workers can pair with a prefill worker."""
         self._ready.set(is_ready)
         self._pairs.set(num_paired)
 
     def worker_loads(self, snapshots: Sequence[WorkerSnapshot]) -> None:
-        """What each live worker last said of itself; one that left is no longer shown."""
+        """Set each live worker's last reports; one that left is no longer exported."""
         self._pool.clear()
         self._requests.clear()
         self._kv_usage.clear()
@@ -358,7 +357,7 @@ class RouterMetrics:
         )
 
     def _latency(self, name: str, text: str, buckets: tuple[float, ...]) -> LocalHistogram:
-        """One whose quantiles the status shows."""
+        """Make a histogram whose quantiles the status shows."""
         return self._histogram(name, text, buckets, finer=FINE_BOUNDS_S)
 
     def _registered(self, instrument: _I) -> _I:
@@ -367,4 +366,4 @@ class RouterMetrics:
 
 
 def _nothing() -> None:
-    """The default of `on_render`."""
+    """Do nothing: the default of `on_render`."""

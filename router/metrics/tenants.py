@@ -1,4 +1,4 @@
-"""Tenants in metrics: few enough names, each one tenant's and never a client's own words, and what they spent. Pure."""
+"""Tenants in metrics: their labels, bounded in number and never a client's own text, and their usage. Pure."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -10,30 +10,30 @@ from router.tenants.prices import Spent
 from router.tenants.usage import OTHERS, TenantUsage
 
 MAX_TENANTS = 1000
-"""Label values; further tenants are shown together, as `other`."""
+"""Bound on label values; further tenants share the label `other`."""
 _OTHER, _DEFAULT, _NAMELESS = "other", "default", "key-"
 _NAMED = "tenant:"
-"""Before a name that could be taken for one of these; no tenant's name has a colon."""
+"""Prefix of tenants' names that could be mistaken for special labels; no tenant's name has a colon."""
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 _SHOWN_CHARS = 8
 
 
 def _looks_nameless(tenant: str) -> bool:
-    """The default without keys at hand: the pattern by which `router.access.api_keys` names keys without a name."""
+    """Recognise unnamed keys without access to them, by the pattern with which `router.access.api_keys` names them."""
     return _DIGEST.fullmatch(tenant) is not None
 
 
 class TenantLabels:
-    """A tenant keeps the label that it had first."""
+    """The labels of tenants; a tenant keeps its first label."""
 
     def __init__(self, most: int = MAX_TENANTS) -> None:
         self._most = most
         self._labels: dict[str, str] = {}
         self.is_nameless: Callable[[str], bool] = _looks_nameless
-        """Whether a tenant is a key's digest, because the key has no name."""
+        """Returns whether a tenant's name is a key's digest, because the key has no name."""
 
     def label_for(self, tenant: str) -> str:
-        """The tenant's label; of a key without a name the beginning of its digest is enough."""
+        """Return the tenant's label; for a key without a name, the beginning of its digest."""
         if (label := self._labels.get(tenant)) is None:
             if len(self._labels) >= self._most or tenant == OTHERS:
                 return _OTHER
@@ -41,7 +41,7 @@ class TenantLabels:
         return label
 
     def label(self, tenant: str) -> str:
-        """What is this tenant's alone, and never another's; `label_for` gives it to the first tenants."""
+        """Make a label that no other tenant has; `label_for` assigns it to the first tenants."""
         if not tenant:
             return _DEFAULT
         if tenant == OTHERS:
@@ -53,7 +53,7 @@ class TenantLabels:
 
 
 class UsageMetrics(Collector):
-    """Reads the usage accounts at each scrape."""
+    """Exports the usage accounts at each scrape."""
 
     def __init__(self, usage: TenantUsage, labels: TenantLabels) -> None:
         self._usage = usage

@@ -1,4 +1,4 @@
-"""What dispatch has learned of workers and requests: breakers, condemned requests, second attempts."""
+"""Metrics of worker health: circuit breakers, quarantined requests, hedged attempts."""
 
 from collections.abc import Callable, Iterable
 
@@ -11,16 +11,16 @@ from tandem.circuit_breaker import BreakerState
 
 
 class HealthMetrics(Collector):
-    """Reads dispatch's records at each scrape."""
+    """Exports dispatch's records at each scrape."""
 
     def __init__(self, health: WorkerHealth, hedging: Hedging | None, clock: Callable[[], float]) -> None:
-        """`hedging`: what is known of second attempts; None where there are none."""
+        """`hedging`: statistics of hedged attempts; None where hedging is off."""
         self._health = health
         self._hedging = hedging
         self._clock = clock
 
     def collect(self) -> Iterable[Metric]:
-        """The current figures, without workers that never failed."""
+        """Yield the current figures, without workers that never failed."""
         breakers = GaugeMetricFamily(
             "tandem_worker_breaker",
             "1 for the current state of the worker's circuit breaker",

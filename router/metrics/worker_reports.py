@@ -1,8 +1,8 @@
-"""What workers report of KV on its way, cache tiers, pinned prefixes and Redis: totals shown as they
-came, never added up.
+"""Metrics that workers report: KV transfers, cache tiers, pinned prefixes and Redis. Their totals are exported
+unchanged, never added up.
 
-A worker's totals begin at 0 with its process, so they never fall while it lives; a restart is a reset, as Prometheus
-knows it. A worker that left is no longer shown.
+A worker's totals begin at 0 with its process, so they never fall while it lives; a restart is a counter reset, as
+Prometheus handles it. A worker that left is no longer exported.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -33,8 +33,8 @@ _END_COUNTERS: Mapping[str, tuple[str, str]] = {
         "Chunks that failed their checksum and were resent; more than a few indicate a bad link",
     ),
 }
-_TOLD_OF, _RUNG_FOR = ("failed", "expired"), ("count", "damaged_chunks")
-"""Outcomes and figures that alarms are about."""
+_ALERT_OUTCOMES, _ALERT_FIGURES = ("failed", "expired"), ("count", "damaged_chunks")
+"""Outcomes and figures that alerts use."""
 _SIDE_COUNTERS: Mapping[str, tuple[str, str]] = {
     "started": (
         "tandem_worker_transfers_started",
@@ -91,13 +91,13 @@ class _Shown(NamedTuple):
 
 
 class TransferMetrics(Collector):
-    """Shows what workers last said."""
+    """Exports workers' last transfer reports."""
 
     def __init__(self) -> None:
         self._shown: list[_Shown] = []
 
     def update(self, snapshots: Sequence[WorkerSnapshot]) -> None:
-        """Replace what is shown."""
+        """Replace the reports to export."""
         self._shown = [
             _Shown((snapshot.info.key.worker_id, snapshot.info.role.value), report)
             for snapshot in snapshots
@@ -144,15 +144,15 @@ class TransferMetrics(Collector):
             ended = CounterMetricFamily(name, text, labels=_ENDS)
             for labels, ends in self._ends():
                 ended.add_metric(labels, getattr(ends, field))
-            for labels in self._not_yet() if field in _RUNG_FOR else ():
+            for labels in self._not_yet() if field in _ALERT_FIGURES else ():
                 ended.add_metric(labels, 0.0)
             yield ended
 
     def _not_yet(self) -> Iterator[tuple[str, ...]]:
-        """Ways in which nothing ended so far where something has: a rate is to see the first, too."""
+        """Yield outcomes that have not occurred yet, so that a rate also sees the first one."""
         seen = {labels for labels, _ in self._ends()}
         for *where, _ in sorted({(*labels[:-1], "") for labels in seen}):
-            yield from ((*where, outcome) for outcome in _TOLD_OF if (*where, outcome) not in seen)
+            yield from ((*where, outcome) for outcome in _ALERT_OUTCOMES if (*where, outcome) not in seen)
 
     def _blocks(self) -> Metric:
         text = (
@@ -205,13 +205,13 @@ _TIER_SECONDS: Mapping[str, str] = {
 
 
 class TierMetrics(Collector):
-    """Shows what workers last said; a worker that left is no longer shown."""
+    """Exports workers' last tier reports; a worker that left is no longer exported."""
 
     def __init__(self) -> None:
         self._shown: list[tuple[tuple[str, str, str], CacheTierLoad]] = []
 
     def update(self, snapshots: Sequence[WorkerSnapshot]) -> None:
-        """Replace what is shown."""
+        """Replace the reports to export."""
         self._shown = [
             ((snapshot.info.key.worker_id, snapshot.info.role.value, tier.tier), tier)
             for snapshot in snapshots
@@ -228,7 +228,7 @@ class TierMetrics(Collector):
         for field, text in _TIER_COUNTERS.items():
             yield self._counter(f"tandem_worker_cache_{field}", text, field)
         for field, name in _TIER_SECONDS.items():
-            yield self._counter(name, "Seconds that just those bytes took", field)
+            yield self._counter(name, "Seconds spent on those bytes", field)
 
     def _counter(self, name: str, text: str, field: str) -> CounterMetricFamily:
         family = CounterMetricFamily(name, text, labels=_TIER)
@@ -241,13 +241,13 @@ _PIN_EVENTS = ("made", "renewed", "refused", "gave_way", "expired")
 
 
 class PinMetrics(Collector):
-    """Shows what workers last said; a worker that left is no longer shown."""
+    """Exports workers' last pin reports; a worker that left is no longer exported."""
 
     def __init__(self) -> None:
         self._shown: tuple[WorkerSnapshot, ...] = ()
 
     def update(self, snapshots: Sequence[WorkerSnapshot]) -> None:
-        """Replace what is shown."""
+        """Replace the reports to export."""
         self._shown = tuple(snapshots)
 
     def collect(self) -> Iterable[Metric]:
@@ -275,7 +275,7 @@ class PinMetrics(Collector):
 
 
 class PublishMetrics(Collector):
-    """How workers fare in publishing, as they report it."""
+    """Exports workers' reports on publishing in Redis."""
 
     def __init__(self) -> None:
         self._snapshots: tuple[WorkerSnapshot, ...] = ()
@@ -284,7 +284,7 @@ class PublishMetrics(Collector):
         self._snapshots = snapshots
 
     def collect(self) -> Iterator[Metric]:
-        """Of workers that publish."""
+        """Collect the reports of workers that publish."""
         labels = ("worker",)
         up = GaugeMetricFamily("tandem_worker_redis_up", "Whether Redis accepts the worker's entries", labels=labels)
         lag = GaugeMetricFamily(
@@ -302,7 +302,7 @@ class PublishMetrics(Collector):
             "tandem_worker_redis_states", "Full states that the worker wrote to Redis", labels=labels
         )
         for snapshot in self._snapshots:
-            if (report := snapshot.load.board) is not None:
+            if (report := snapshot.load.redis_publishing) is not None:
                 name = (snapshot.info.key.worker_id,)
                 up.add_metric(name, report.is_up)
                 lag.add_metric(name, report.lag_s)

@@ -1,4 +1,4 @@
-"""What placement predicts with: bounds and priors, rates by column, and the terms of every cost. Pure."""
+"""The inputs of placement's predictions: bounds and priors, rates by column, and the terms of every cost. Pure."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,21 +14,21 @@ from tandem.values.roles import WorkerRole
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostModel:
-    """Bounds and priors; a prior stands for a rate until some worker of the pool has measured it."""
+    """Bounds and priors of the cost model; a prior is used for a rate until a worker of the pool has measured it."""
 
     local_prefill_tokens: int = 64
     """Uncached tokens up to which the decode worker computes the prompt itself, whatever a hand-off costs."""
     max_local_prefill_tokens: int | None = None
-    """Uncached tokens beyond which it never does so where a prefill worker can be had; None: whatever costs less."""
+    """Uncached tokens beyond which it never does so if a prefill worker is available; None: whichever is cheaper."""
     handoff_ms: float = 1.0
-    """What a hand-off costs beside queue, computing and bytes: messages between three processes."""
+    """Fixed cost of a hand-off beside queue, computation and bytes: messages between three processes."""
     stall_share: float = 1.0
-    """Of the time that a decode worker computes a prompt, how much each of its streams is taken to lose; an idle one
-    counts as having one, for the next is never far."""
+    """Share of the time in which a decode worker computes a prompt that each of its streams is assumed to lose; an idle
+    worker counts as having one stream, for the next is never far."""
     again_weight: float = 8.0
-    """What a millisecond of computing what another worker of the pool has costs others, per request that an average
-    worker has: in an M/M/1 queue just so many wait for it, which makes 1, and it takes blocks from them. The Mooncake
-    traces wait least between 4 and 8; more finds more in the caches."""
+    """Cost to others of each millisecond spent recomputing what another worker of the pool has cached, per request of
+    an average worker: in an M/M/1 queue that many requests wait for it, which gives 1, and it also evicts their blocks.
+    The Mooncake traces wait least between 4 and 8; higher weights find more in the caches."""
     prior_prefill_tokens_per_s: float = 5_000.0
     prior_decode_step_s: float = 0.02
     prior_kv_bytes_per_s: float = 1e9
@@ -38,7 +38,7 @@ class CostModel:
     """Tokens over which the effect on inter-token latency is counted."""
     tie_ms: float = 0.5
     tie_share: float = 0.02
-    """Costs within `tie_ms` plus this share are equal: predictions are no better than that."""
+    """Costs within `tie_ms` plus this share are equal: predictions are no more accurate than that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,20 +51,20 @@ class CandidateCost:
     queue_ms: float = 0.0
     compute_ms: float = 0.0
     stall_ms: float = 0.0
-    """What computing the prompt here costs the streams that are here."""
+    """Delay of the worker's present streams while it computes the prompt."""
     again_ms: float = 0.0
-    """What computing here that which another worker of the pool has costs others."""
+    """Cost to others of recomputing here what another worker of the pool has cached."""
     transfer_ms: float = 0.0
     handoff_ms: float = 0.0
-    """All else that the best prefill worker and the hand-off from it cost."""
+    """All other costs of the best prefill worker and the hand-off from it."""
     memory_ms: float = 0.0
     itl_ms: float = 0.0
     penalty_ms: float = 0.0
-    """After a refusal or failure: for how long it is better left alone."""
+    """Time left for which the worker should be avoided after a refusal or failure."""
     copy_ms: float = 0.0
-    """Below zero: what is not charged because a copy is wanted here."""
+    """Negative: the part that is not charged because a copy is wanted here."""
     local_threshold_tokens: float | None = None
-    """Of a decode worker: uncached tokens up to which it would have computed the prompt itself."""
+    """For a decode worker: uncached tokens up to which it would have computed the prompt itself."""
 
     @property
     def total_ms(self) -> float:
@@ -77,19 +77,19 @@ class CandidateCost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolCosts:
-    """All costs of one pool in one decision. Arrays are [num_workers], of this decision alone."""
+    """All costs of one pool in one decision. Arrays are [num_workers], and belong to this decision alone."""
 
-    roster: PoolMembers
+    members: PoolMembers
     held: Floats
-    """Leading tokens that a worker need not compute."""
+    """Leading tokens that the worker need not compute."""
     work: Floats
-    """Tokens that it would compute, with what their context adds."""
+    """Tokens that it would compute, including what their context adds."""
     total: Floats
-    """Infinite for those that may not be chosen."""
+    """Total cost; infinite for workers that may not be chosen."""
     terms: Mapping[str, Floats]
 
     def candidate(self, row: int) -> CandidateCost:
-        info = self.roster.infos[row]
+        info = self.members.infos[row]
         return CandidateCost(
             key=info.key,
             role=info.role,
@@ -102,12 +102,12 @@ class PoolCosts:
         return None
 
     def terms_of(self, row: int) -> Mapping[str, Floats]:
-        """The terms that count for one worker."""
+        """Return the cost terms that apply to one worker."""
         return self.terms
 
 
 class CandidateCosts(Sequence[CandidateCost]):
-    """Those of a pool that could have been chosen: the chosen one first, then cheapest first. Made when looked at."""
+    """The candidates of a pool: the chosen one first, then cheapest first. Built when accessed."""
 
     __slots__ = ("_chosen", "_costs")
 
@@ -136,16 +136,16 @@ class CandidateCosts(Sequence[CandidateCost]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeCosts(PoolCosts):
-    """Each with the cheaper of computing the prompt itself and having it handed over."""
+    """Costs of decode workers, each with the cheaper of local prefill and a hand-off."""
 
     local: Bools
-    """Which would compute it themselves."""
+    """Whether each worker would compute the prompt itself."""
     local_terms: Mapping[str, Floats]
-    """Of these alone."""
+    """Terms of workers that compute it themselves."""
     remote_terms: Mapping[str, Floats]
-    """Of the others alone."""
+    """Terms of workers that would have it handed over."""
     load: Floats
-    """What of the cost is the worker's load alone."""
+    """The part of the cost that is the worker's load alone."""
     num_tokens: int
     floor_tokens: int
     """`CostModel.local_prefill_tokens`."""
@@ -153,7 +153,7 @@ class DecodeCosts(PoolCosts):
     """`CostModel.max_local_prefill_tokens`."""
 
     def terms_of(self, row: int) -> Mapping[str, Floats]:
-        """The terms that count for one worker."""
+        """Return the cost terms that apply to one worker."""
         return {**self.terms, **(self.local_terms if self.local[row] else self.remote_terms)}
 
     def local_threshold(self, row: int) -> float | None:
@@ -177,12 +177,12 @@ def local_threshold(
     floor_tokens: int,
     most_tokens: int | None = None,
 ) -> float:
-    """Uncached tokens up to which computing them on the decode worker costs no more than a hand-off.
+    """Return the number of uncached tokens up to which local prefill costs no more than a hand-off.
 
-    `token_ms`: what each costs there, the delay of its streams included. `handoff_ms`: all that a hand-off costs but
-    for the bytes of these tokens: its fixed cost, the queue on the prefill worker and its computing. Infinite where
-    each token more makes the hand-off dearer still. Never less than `floor_tokens`, and where there is anybody to hand
-    over from, otherwise never more than `most_tokens`.
+    `token_ms`: cost of each token there, including the delay of its streams. `handoff_ms`: everything that a hand-off
+    costs but the bytes of these tokens: its fixed cost, the queue on the prefill worker and its computation. Infinite
+    where each further token makes the hand-off even dearer. Never less than `floor_tokens`, and otherwise, where a
+    prefill worker exists, never more than `most_tokens`.
     """
     slope, ahead = token_ms - link_ms, handoff_ms - queue_ms
     equal = ahead / slope if slope > 0.0 else inf if ahead >= 0.0 else 0.0
@@ -192,24 +192,24 @@ def local_threshold(
 
 
 def prefill_ms(pool: PoolView, model: CostModel) -> Floats:
-    """Per token, for every worker."""
+    """Return the prefill time per token of every worker."""
     return _complete(pool, "prefill_ms", pool.prefill_ms, 1e3 / model.prior_prefill_tokens_per_s)
 
 
 def step_ms(pool: PoolView, model: CostModel) -> Floats:
-    """Of a decode step, for every worker."""
+    """Return the decode step time of every worker."""
     return _complete(pool, "step_ms", pool.step_ms, 1e3 * model.prior_decode_step_s)
 
 
 def link_ms(pool: PoolView, model: CostModel) -> Floats:
-    """Per token whose KV has to land, for every worker."""
+    """Return the transfer time per token whose KV must arrive, for every worker."""
     if "link_ms" not in pool.unmeasured or (pool.link_ms > 0.0).any():
         return _complete(pool, "link_ms", pool.link_ms, 0.0)
-    return pool.roster.kv_token_bytes * (1e3 / model.prior_kv_bytes_per_s)
+    return pool.members.kv_token_bytes * (1e3 / model.prior_kv_bytes_per_s)
 
 
 def _complete(pool: PoolView, name: str, column: Floats, prior: float) -> Floats:
-    """Who has not measured is taken for the mean of those of the pool that have."""
+    """Fill in the mean of the pool's measured rates for workers without one."""
     if name not in pool.unmeasured:
         return column
     known = column > 0.0

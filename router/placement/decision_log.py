@@ -1,7 +1,7 @@
-"""The last placements and what became of them: why each was made, out of whom, and what was really cached. Pure.
+"""A log of the last placements and their outcomes: the reason, the candidates, and what was really cached. Pure.
 
-A decision keeps the arrays that it was made from; candidates are made of them only when somebody looks. It holds
-counts, names of workers and the request's id: never a prompt, a token or a block's name.
+A decision keeps the arrays that it was made from; candidates are built only when the log is read. It holds counts,
+worker names and the request's id: never a prompt, a token or a block name.
 """
 
 from collections import deque
@@ -16,46 +16,46 @@ from router.placement.worker_selection import Placement
 from tandem.values.ids import RequestId, WorkerId
 
 CANDIDATES_SHOWN = 16
-"""Of each pool, the cheapest."""
+"""The cheapest candidates shown of each pool."""
 
 
 class PlacementObserver(Protocol):
-    """Who counts decisions; quick, for it is called on the event loop."""
+    """Counts placements; called on the event loop, so calls must be quick."""
 
     def decided(self, *, reason: str, affinity: str, seconds: float) -> None:
-        """A choice was placed, which took so long."""
+        """Count a placed choice and the time that placing it took."""
         ...
 
     def compared(self, *, predicted_tokens: int, actual_tokens: int) -> None:
-        """What was thought to be cached, and what was."""
+        """Compare the prompt tokens predicted to be cached with those that were."""
         ...
 
 
 @dataclass(slots=True, kw_only=True)
 class PlacementDecision:
-    """One placement. What became of it is added by the Placer that made it."""
+    """One placement. The Placer that made it adds the outcome."""
 
     request_id: RequestId
-    """Of the choice: the request's own, a dash, and the choice's index."""
+    """Id of the choice: the request's id, a dash, and the choice's index."""
     tenant: str
-    """Whose request it was, and who may see this."""
+    """The request's tenant, who may see the decision."""
     at_s: float
-    """On the registry's clock."""
+    """Time on the registry's clock."""
     num_tokens: int
     placement: Placement
     holder: str | None
-    """Who was named to fetch a prefix from."""
+    """The worker named to fetch a prefix from."""
     seconds: float
-    """That deciding took."""
+    """Time that the decision took."""
     actual_cached_tokens: int | None = None
-    """None until the first token came, or for ever if it never did."""
+    """Cached tokens as reported; None until the first token arrives, or for ever if none does."""
     rerouted: list[WorkerId] = field(default_factory=list)
-    """Who was to compute the prompt instead, each after a hand-off had failed."""
+    """Prefill workers chosen instead, each after a failed hand-off."""
 
 
 class DecisionLog:
     def __init__(self, most: int, *, clock: Callable[[], float]) -> None:
-        """Keeps `most` of them; none when 0. `clock`: that of the decisions, to tell their age."""
+        """Keep the last `most` decisions; none when 0. `clock`: the decisions' clock, to compute their age."""
         self.most = most
         self._clock = clock
         self._decisions: deque[PlacementDecision] = deque(maxlen=most)
@@ -64,20 +64,21 @@ class DecisionLog:
         return sum(decision.tenant == tenant for decision in self._decisions)
 
     def add(self, decision: PlacementDecision) -> None:
-        """The oldest gives way."""
+        """Add a decision, dropping the oldest if full."""
         self._decisions.append(decision)
 
     def newest(self, most: int) -> Iterator[PlacementDecision]:
-        """Of all tenants, newest first."""
+        """Yield decisions of all tenants, newest first."""
         return islice(reversed(self._decisions), most)
 
     def described(self, tenant: str, *, limit: int, request_id: str | None = None) -> list[dict[str, Any]]:
-        """As JSON shows them; see `latest`."""
+        """Return decisions as JSON objects; see `latest`."""
         now_s = self._clock()
         return [describe(decision, now_s) for decision in self.latest(tenant, limit=limit, request_id=request_id)]
 
     def latest(self, tenant: str, *, limit: int, request_id: str | None = None) -> Iterator[PlacementDecision]:
-        """A tenant's, newest first; `request_id`: of a request, for all its choices, or of one choice."""
+        """Yield a tenant's decisions, newest first; `request_id`: of a request, for all its choices, or of one
+        choice."""
         for decision in reversed(self._decisions):
             if limit == 0:
                 return
@@ -91,7 +92,7 @@ def _is_of(choice: str, request_id: str) -> bool:
 
 
 def describe(decision: PlacementDecision, now_s: float) -> dict[str, Any]:
-    """As JSON shows it. Milliseconds are predictions, but for `decided_in_us`."""
+    """Convert a decision to JSON. Milliseconds are predictions, except `decided_in_us`."""
     placement, prefill = decision.placement, decision.placement.prefill
     chosen = {placement.decode.info.key, placement.computing.info.key}
     shown = (*placement.decode_candidates[:CANDIDATES_SHOWN], *placement.prefill_candidates[:CANDIDATES_SHOWN])
@@ -116,7 +117,7 @@ def describe(decision: PlacementDecision, now_s: float) -> dict[str, Any]:
 
 
 def _shown(cost: CandidateCost) -> dict[str, Any]:
-    """Terms of nothing are left out: most are."""
+    """Convert a cost to JSON, leaving out terms that are zero, as most are."""
     terms = {name: round(value, 3) for name, value in asdict(cost).items() if name.endswith("_ms") and value}
     threshold = cost.local_threshold_tokens
     return {

@@ -1,4 +1,4 @@
-"""Finds workers for a choice and keeps the books of it: the ledger of what was sent, and what will be cached where."""
+"""Places choices on workers, and accounts for it: the load that was sent, and which blocks will be cached where."""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -32,16 +32,16 @@ from tandem.values.roles import WorkerRole
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PendingHandoff:
     source: WorkerId
-    """Who computes the prompt."""
+    """The worker that computes the prompt."""
     target: WorkerId
-    """Who goes on with it."""
+    """The worker that decodes it."""
     num_tokens: int
-    """That the source has to compute."""
+    """Tokens that the source has to compute."""
     since_s: float
 
 
 class PendingHandoffs:
-    """All that are under way."""
+    """Hand-offs in progress."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -51,17 +51,17 @@ class PendingHandoffs:
         return len(self._under_way)
 
     def began(self, key: Hashable, *, source: WorkerId, target: WorkerId, num_tokens: int) -> None:
-        """`key` names it until it has ended."""
+        """Record a hand-off; `key` identifies it until it has ended."""
         self._under_way[key] = PendingHandoff(
             source=source, target=target, num_tokens=num_tokens, since_s=self._clock()
         )
 
     def ended(self, key: Hashable) -> None:
-        """Well or not; no-op when it has ended already."""
+        """Record its end, successful or not; idempotent."""
         self._under_way.pop(key, None)
 
     def oldest(self, most: int) -> list[PendingHandoff]:
-        """So many of them, the oldest first: a dict keeps its order."""
+        """Return up to `most` of them, the oldest first: a dict keeps its order."""
         found: list[PendingHandoff] = []
         for handoff in self._under_way.values():
             if len(found) == most:
@@ -72,31 +72,31 @@ class PendingHandoffs:
 
 @dataclass(slots=True, kw_only=True)
 class Assignment:
-    """One attempt's workers. Mutated by the Placer that made it, alone."""
+    """The workers of one attempt. Mutated only by the Placer that made it."""
 
     placement: Placement
     port: WorkerPort
     names: Sequence[BlockHash]
     num_tokens: int
     computing: WorkerKey
-    """Who computes the prompt, at the moment."""
+    """The worker that currently computes the prompt."""
     booked: Booking
-    """At the worker that answers."""
+    """Load booked on the worker that decodes."""
     prompt: Booking
-    """Where the prompt is computed: the same, or one at a prefill worker."""
+    """Load booked where the prompt is computed: the same booking, or one on a prefill worker."""
     holder: PrefixHolder | None = None
-    """Who is thought to hold more of the prefix than `computing`."""
+    """The worker thought to hold more of the prefix than `computing`."""
     seconds: float = 0.0
-    """That the choice took."""
+    """Time that the placement took."""
     pins: tuple[PinRequest, ...] = ()
-    """Of its prompt, until the first token came."""
+    """Pins requested for its prompt; empty once the first token has arrived."""
     tenant: str = ""
     decision: PlacementDecision | None = None
-    """What is shown of it; None until it is recorded."""
+    """Its entry in the decision log; None until it is recorded."""
 
     @property
     def decode(self) -> WorkerKey:
-        """The worker that answers."""
+        """The worker that decodes."""
         return self.placement.decode.info.key
 
 
@@ -125,7 +125,7 @@ class Placer:
         """Prompts that are being computed for another worker."""
 
     def hottest(self, most: int) -> list[HotPrefix]:
-        """The prefixes that are asked for most."""
+        """Return the most requested prefixes."""
         return self._hot.hottest(most, self._clock())
 
     def assign(
@@ -148,7 +148,7 @@ class Placer:
         decode, computing = placement.decode.info.key, placement.computing.info.key
         port = registry.port(decode)
         if port is None:
-            raise InvariantError(f"worker {decode.worker_id} was placed but is not live")
+            raise InvariantError(f"worker {decode.worker_id} was chosen but is not live")
         booked = registry.assign(decode, 0 if placement.prefill else placement.work_tokens)
         assignment = Assignment(
             placement=placement,
@@ -161,7 +161,7 @@ class Placer:
             holder=best_holder(demand, placement.computing.info, view, self._confirmed(names)),
         )
         self._count_heat(demand, placement, names)
-        # Only where it is computed: the decode worker's copy exists when the hand-off has committed, not before.
+        # Only where it is computed: the decode worker's copy exists once the hand-off has committed, not before.
         registry.prefix_map.expect(computing.worker_id, names, now_s=begun_s)
         if placement.prefill:
             self._handed_off(assignment, placement.work_tokens)
@@ -170,7 +170,8 @@ class Placer:
         return assignment
 
     def adopt(self, worker: Incarnation, *, num_tokens: int, names: Sequence[BlockHash]) -> Assignment | None:
-        """A choice that runs on that worker already, draining or not; None: that process is gone."""
+        """Make an assignment for a choice that already runs on that worker, draining or not; None: that process is
+        gone."""
         found = self.registry.of_process(worker)
         port = None if found is None else self.registry.port(found.info.key)
         if found is None or port is None:
@@ -197,9 +198,9 @@ class Placer:
     def record(
         self, assignment: Assignment, request_id: RequestId, tenant: str, pins: tuple[PinRequest, ...] = ()
     ) -> None:
-        """Keep, show and count the decision, under the choice's id; nobody hears of one that is not recorded.
+        """Log, trace and count the decision, under the choice's id; unrecorded decisions are invisible.
 
-        `pins`: beginnings of the prompt that are to stay where it is computed.
+        `pins`: beginnings of the prompt to pin where it is computed.
         """
         assignment.tenant, assignment.pins = tenant, pins
         placement, holder = assignment.placement, assignment.holder
@@ -220,7 +221,7 @@ class Placer:
             )
 
     def reassign_prefill(self, assignment: Assignment, excluded: frozenset[WorkerKey]) -> WorkerSnapshot | None:
-        """Another prefill worker after a failed hand-off; None: the decode worker computes the prompt itself."""
+        """Choose another prefill worker after a failed hand-off; None: the decode worker computes the prompt itself."""
         self._stop_computing(assignment)
         view = self.registry.view()
         demand = self._demand(assignment.num_tokens, assignment.names, view, excluded)
@@ -235,12 +236,13 @@ class Placer:
         return prefill
 
     def compute_locally(self, assignment: Assignment) -> None:
-        """No further prefill worker is tried."""
+        """Let the decode worker compute the prompt: no further prefill worker is tried."""
         self._stop_computing(assignment)
         self._compute_on(assignment, assignment.decode, assignment.num_tokens)
 
     def prompt_computed(self, assignment: Assignment) -> WorkerRole | None:
-        """The first token came: the prompt's blocks are where it was computed. In which pool; None: not known."""
+        """Record that the prompt's blocks now exist where it was computed; return that worker's pool, None if
+        unknown."""
         pins, assignment.pins = assignment.pins, ()
         if pins:
             self.registry.pins.used(assignment.tenant, pins, assignment.computing, assignment.names)
@@ -260,7 +262,7 @@ class Placer:
             assignment.prompt, assignment.computing = assignment.booked, assignment.decode
 
     def found_cached(self, assignment: Assignment, num_tokens: int) -> None:
-        """So many tokens need not be computed, by the word of who computed the others."""
+        """Record how many tokens need not be computed, as reported by the worker that computed the others."""
         if (decision := assignment.decision) is None or decision.actual_cached_tokens is not None:
             return
         decision.actual_cached_tokens = num_tokens
@@ -269,7 +271,7 @@ class Placer:
             self._observer.compared(predicted_tokens=predicted, actual_tokens=num_tokens)
 
     def release(self, assignment: Assignment) -> None:
-        """The attempt is over, well or not."""
+        """Release the attempt's load: it has ended, successfully or not."""
         self._stop_computing(assignment)
         assignment.booked.end()
 
@@ -320,7 +322,7 @@ class Placer:
         prefix_map, now_s = self.registry.prefix_map, self._clock()
         prefix_map.expire(now_s)
         matched = prefix_map.match(names) * HASH_BLOCK_TOKENS
-        slots = (view.prefill if len(view.prefill.roster) else view.decode).roster.slots
+        slots = (view.prefill if len(view.prefill.members) else view.decode).members.slots
 
         def num_holders(tokens: int) -> int:
             return int((matched[slots] >= tokens).sum())

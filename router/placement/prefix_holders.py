@@ -1,6 +1,7 @@
-"""Who holds more of a prompt's prefix than the worker that is to compute it: a hint that saves computing it. Pure.
+"""Finds the worker that holds more of a prompt's prefix than the one chosen to compute it. Pure.
 
-Whether the prefix is brought from there, or computed again, is that worker's decision: it knows its own rates.
+Whether to fetch the prefix from there or compute it again is decided by the computing worker, which knows its own
+rates.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,23 +15,23 @@ from tandem.values.ids import WorkerId
 from tandem.values.prefix_holder import PrefixHolder
 
 MIN_GAIN_TOKENS = 64
-"""Less is computed faster than asked for."""
+"""Fewer tokens than this are computed faster than fetched."""
 
 Confirmed = Callable[[WorkerId, int], int]
-"""Of so many leading tokens that a worker is thought to hold, those that it has said it holds."""
+"""Returns how many of the leading tokens that a worker is thought to hold are confirmed by its events."""
 _Order = tuple[int, bool, int, WorkerId]
 
 
 def best_holder(
     demand: PlacementDemand, computing: WorkerInfo, view: ClusterView, confirmed: Confirmed
 ) -> PrefixHolder | None:
-    """The worker that holds the longest prefix and can send it to `computing`; None when none holds much more.
+    """Return the worker that holds the longest prefix and can send it to `computing`; None when none holds much more.
 
-    What a worker is only about to compute it cannot lend. Of equals one that stays, then the one with fewer requests,
-    then the one whose name comes first: a draining worker lends as long as it is there.
+    A worker cannot lend what it is only about to compute. Among equals: one that stays, then the one with fewer
+    requests, then by name; a draining worker lends as long as it is connected.
     """
     own = _own(demand, computing, view)
-    # By what each may hold at most: most are never asked what of it is confirmed.
+    # Sorted by the upper bound of each: most are never checked for what is confirmed.
     best: tuple[_Order, WorkerInfo] | None = None
     for bound, info in _by_bound(demand, view, own + MIN_GAIN_TOKENS):
         if best is not None and best[0] <= bound:
@@ -48,16 +49,16 @@ def best_holder(
 
 def _own(demand: PlacementDemand, computing: WorkerInfo, view: ClusterView) -> int:
     for pool in (view.prefill, view.decode):
-        if (row := pool.roster.rows.get(computing.key)) is not None:
-            return int(demand.matched[pool.roster.slots[row]])
+        if (row := pool.members.rows.get(computing.key)) is not None:
+            return int(demand.matched[pool.members.slots[row]])
     return 0
 
 
 def _by_bound(demand: PlacementDemand, view: ClusterView, least: int) -> Iterator[tuple[_Order, WorkerInfo]]:
-    """Who is thought to hold at least so much, best first: the order of the best is the least."""
+    """Yield the workers thought to hold at least `least` tokens, best first: the best have the smallest order."""
     found: list[tuple[_Order, WorkerInfo]] = []
     for pool in (view.decode, view.prefill):
-        thought = demand.matched[pool.roster.slots]
+        thought = demand.matched[pool.members.slots]
         rows = (thought >= least).nonzero()[0]
         if not len(rows):
             continue
@@ -65,7 +66,7 @@ def _by_bound(demand: PlacementDemand, view: ClusterView, least: int) -> Iterato
         for row, tokens, draining, active in zip(
             rows.tolist(), thought[rows].tolist(), closed.tolist(), pool.active[rows].tolist(), strict=True
         ):
-            info = pool.roster.infos[row]
+            info = pool.members.infos[row]
             found.append(((-tokens, draining, int(active), info.key.worker_id), info))
     found.sort(key=lambda each: each[0])
     return iter(found)

@@ -1,14 +1,14 @@
-"""Which prefixes are so much asked for that another worker should have them, before a queue grows where they are. Pure.
+"""Decides which prefixes are in such demand that another worker should have a copy, before a queue builds up. Pure.
 
-Affinity alone sends everybody who shares a prefix to the worker that has it, until waiting there costs more than
-computing the whole prefix again. For a long prefix that is a long wait, at which it settles. So the work that a prefix
-brings to whoever holds it is measured, in tokens a second with exponential decay: when it would keep each copy's
+Affinity alone sends every request that shares a prefix to the worker that has it, until waiting there costs more than
+computing the whole prefix again. For a long prefix that is a long wait, at which the queue settles. So the work that a
+prefix brings to its holder is measured, in tokens a second with exponential decay: when it would keep each copy's
 holder busy for more than `most_share` of its time, one more worker may have a copy. `Demand.replicate_tokens` then
-takes the price of the copy away, for as long as it takes until somebody is chosen who lacks it; the copy is computed,
-or fetched from a holder, with that request. A copy is given up when the others would stay below `least_share` without
-it: nothing is deleted, but nobody is charged less for making it again, and its LRU forgets it.
+waives the price of the copy until a worker is chosen that lacks it; the copy is computed, or fetched from a holder,
+with that request. A copy is given up when the others would stay below `least_share` without it: nothing is deleted, but
+making it again is charged in full, and its worker's LRU evicts it.
 
-Prompts share beginnings of any length, so demand is counted for those of 16, 32, 64, ... hash blocks. Copies cost
+Prompts share beginnings of any length, so demand is counted for beginnings of 16, 32, 64, ... hash blocks. Copies cost
 tokens; all of them together may take `budget_share` of the tokens that are computed.
 """
 
@@ -22,59 +22,59 @@ from tandem.values.block_hash import HASH_BLOCK_TOKENS
 from tandem.values.ids import BlockHash
 
 _OFTEN = 2
-"""Who asks for a prefix for the first time shares it with nobody."""
+"""Requests before a prefix counts as shared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplicationPolicy:
     most_share: float = 0.5
-    """Of a holder's time, from which on another copy is wanted."""
+    """Share of a holder's time above which another copy is wanted."""
     least_share: float = 0.2
-    """Of a holder's time with one copy less, below which that copy is not wanted any more."""
+    """Share of a holder's time with one copy less, below which that copy is no longer wanted."""
     half_life_s: float = 20.0
-    """In which demand that has ended counts half."""
+    """Time in which past demand loses half its weight."""
     settle_s: float = 2.0
-    """Between two copies of one prefix: the first must show before the next is judged."""
+    """Time between two copies of one prefix: the first must take effect before the next is considered."""
     budget_share: float = 0.1
-    """Of the tokens computed, those that copies may cost."""
+    """Share of the computed tokens that copies may cost."""
     burst_tokens: int = 65_536
-    """Saved up at most, and at first."""
+    """Budget saved up at most, and available at the start."""
     most_prefixes: int = 4096
-    """Followed at a time; the least recently asked for is forgotten."""
+    """Prefixes followed at a time; the least recently requested is forgotten."""
     least_blocks: int = 16
     """Hash blocks of the shortest prefix that is followed."""
 
 
 class _Heat:
-    __slots__ = ("at_s", "num_asked", "num_blocks", "num_copies", "rate", "settles_s")
+    __slots__ = ("at_s", "num_blocks", "num_copies", "num_requests", "rate", "settles_s")
 
     def __init__(self, now_s: float, num_blocks: int) -> None:
         self.at_s = now_s
         self.num_blocks = num_blocks
-        self.num_asked = 0
+        self.num_requests = 0
         self.rate = 0.0
-        """Milliseconds of a holder's time, a second."""
+        """Milliseconds of a holder's time per second."""
         self.num_copies = 1
-        """Wanted."""
+        """Number of copies wanted."""
         self.settles_s = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HotPrefix:
-    """One prefix, to be shown."""
+    """One prefix in high demand, for status reports."""
 
     name: BlockHash
-    """Of its last block."""
+    """Name of its last block."""
     num_tokens: int
-    num_asked: int
+    num_requests: int
     busy_share: float
-    """Of one holder's time that the work which it brings would take."""
+    """Share of one holder's time that the work on it would take."""
     num_copies: int
-    """Wanted."""
+    """Number of copies wanted."""
 
 
 class HotPrefixes:
-    """Counts demand, wants copies, keeps the budget."""
+    """Counts demand for prefixes, decides which to copy, and keeps the budget."""
 
     def __init__(self, policy: ReplicationPolicy) -> None:
         self._policy = policy
@@ -86,9 +86,10 @@ class HotPrefixes:
         return len(self._heats)
 
     def wanted_tokens(self, names: Sequence[BlockHash], num_holders: Callable[[int], int], now_s: float) -> int:
-        """Leading tokens of which a worker more should have a copy; 0 when none are wanted or may be afforded.
+        """Return the leading tokens of which one more worker should have a copy; 0 when none is wanted or affordable.
 
-        `num_holders`: how many workers hold so many leading tokens of the prompt; asked only for what is hot.
+        `num_holders`: returns how many workers hold a number of leading tokens; called only for prefixes in high
+        demand.
         """
         for depth in reversed(self.depths(len(names))):
             heat = self._heats.get(names[depth - 1])
@@ -100,7 +101,7 @@ class HotPrefixes:
         return 0
 
     def depths(self, num_blocks: int) -> list[int]:
-        """Lengths of the prefixes of a prompt that are followed: powers of two."""
+        """Return the lengths of the prompt's prefixes that are followed: powers of two."""
         found, depth = [], self._policy.least_blocks
         while depth <= num_blocks:
             found.append(depth)
@@ -108,7 +109,7 @@ class HotPrefixes:
         return found
 
     def on_placed(self, names: Sequence[BlockHash], *, work_ms: float, tokens: int, now_s: float) -> None:
-        """A request for a prompt of these blocks was placed: it takes its worker `work_ms` to compute `tokens`."""
+        """Count a placed request for a prompt of these blocks: computing `tokens` takes its worker `work_ms`."""
         policy = self._policy
         self._budget = min(policy.burst_tokens, self._budget + tokens * policy.budget_share)
         for depth in self.depths(len(names)):
@@ -120,24 +121,25 @@ class HotPrefixes:
                     self._heats.popitem(last=False)
             else:
                 self._heats.move_to_end(name)
-            heat.num_asked += 1
-            # In the long run, work that comes at a steady rate sums up to just that rate.
+            heat.num_requests += 1
+            # In the long run, work that arrives at a steady rate sums up to just that rate.
             heat.rate = self._rate(heat, now_s) + work_ms * self._decay
             heat.at_s = now_s
 
     def copied(self, names: Sequence[BlockHash], num_tokens: int, held_tokens: int, now_s: float) -> None:
-        """A request was placed where so many leading tokens, all but `held_tokens`, are computed to have a copy."""
+        """Charge the budget for a placement that makes a copy: of `num_tokens`, all but `held_tokens` are computed."""
         self._budget -= num_tokens - held_tokens
         for depth in self.depths(min(len(names), num_tokens // HASH_BLOCK_TOKENS)):
             if (heat := self._heats.get(names[depth - 1])) is not None:
                 heat.settles_s = now_s + self._policy.settle_s
 
     def hottest(self, most: int, now_s: float) -> list[HotPrefix]:
-        """Those asked for more than once, the hottest first. Of lengths that the same prompts share, the longest."""
+        """Return prefixes requested more than once, in order of demand; of nested ones with equal demand, the
+        longest."""
         longest: dict[tuple[float, float], tuple[BlockHash, _Heat]] = {}
         for name, heat in self._heats.items():
             alike = (heat.rate, heat.at_s)
-            if heat.num_asked < _OFTEN:
+            if heat.num_requests < _OFTEN:
                 continue
             if alike not in longest or longest[alike][1].num_blocks < heat.num_blocks:
                 longest[alike] = (name, heat)
@@ -146,7 +148,7 @@ class HotPrefixes:
             HotPrefix(
                 name=name,
                 num_tokens=heat.num_blocks * HASH_BLOCK_TOKENS,
-                num_asked=heat.num_asked,
+                num_requests=heat.num_requests,
                 busy_share=self._rate(heat, now_s) / 1e3,
                 num_copies=heat.num_copies,
             )
@@ -157,7 +159,7 @@ class HotPrefixes:
         return heat.rate * exp(-(now_s - heat.at_s) * self._decay)
 
     def _copies(self, heat: _Heat, now_s: float) -> int:
-        """How many are wanted: what was wanted before, unless it is too few, or more than enough."""
+        """Return the copies wanted: the present number, unless that is too few, or more than enough."""
         rate = self._rate(heat, now_s) / 1e3
         while rate > self._policy.most_share * heat.num_copies:
             heat.num_copies += 1

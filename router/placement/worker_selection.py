@@ -1,15 +1,16 @@
-"""Selects who computes a prompt and who decodes it: filters, then one cost in milliseconds, then a pick. Pure.
+"""Selects the workers that prefill and decode a prompt: filters, then one cost in milliseconds, then a pick. Pure.
 
-The cost of a pair is predicted from measured rates. Whoever computes the prompt has its queue ahead and the uncached
-suffix; a hand-off has its fixed cost and the KV bytes that the decode worker lacks, at the rate at which they land
-there; the decode worker has its wait for memory and what one more sequence adds to the others' inter-token latency. If
-it computes the prompt itself, that also delays every stream that it has: that is the price against which a hand-off is
-weighed, worker by worker. Given that the two can pair, the cost separates, so the joint choice takes time linear in
-the number of workers, and each step is one operation on a whole pool.
+The cost of a pair is predicted from measured rates. The worker that computes the prompt has its queue and the uncached
+suffix to compute; a hand-off has its fixed cost and the KV bytes that the decode worker lacks, at the rate at which
+they arrive there; the decode worker has its wait for memory and what one more sequence adds to the others' inter-token
+latency. If it computes the prompt itself, that also delays all of its streams: a hand-off is weighed against that
+price, worker by worker. Given that the two can pair, the cost separates, so the joint choice takes time linear in the
+number of workers, and each step is one operation on a whole pool.
 
 A worker that holds a prefix wins by the tokens it need not compute, until its queue costs more than computing them
-elsewhere. To compute again what somebody has costs others, too: they wait for it, the longer the more are waiting, and
-blocks of theirs give way to it. Who only minds its own wait makes everybody's longer, its own included.
+elsewhere. Recomputing what another worker has cached costs other requests, too: they wait for it, the more the longer
+the queue, and it evicts blocks of theirs. A policy that minimised only each request's own wait would lengthen
+everyone's.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -26,7 +27,7 @@ from router.workers.columns import Bools, ClusterView, Floats, Ints, PoolView
 from tandem.errors import RequestTooLarge
 from tandem.values.roles import WorkerRole
 
-# Of a whole column; the methods of the same names cost twice as much on short ones.
+# Methods of whole columns; the ndarray methods of the same names cost twice as much on short ones.
 _least, _most, _sum = np.minimum.reduce, np.maximum.reduce, np.add.reduce
 
 
@@ -37,75 +38,75 @@ class PlacementReason(Enum):
     SHORT_SUFFIX = "short_suffix"
     """The uncached suffix is so short that a hand-off is never worth it."""
     LOCAL_CHEAPER = "local_cheaper"
-    """A hand-off would cost more than it saves: by the queue ahead of it or by its link."""
+    """A hand-off would cost more than it saves, because of its queue or its link."""
     NO_PREFILL_WORKER = "no_prefill_worker"
-    """None is live, willing and able to pair with the decode worker."""
+    """No prefill worker is live, available and able to pair with the decode worker."""
     ADOPTED = "adopted"
     """Nowhere: the worker runs it already, for a router that is gone."""
 
 
 class Affinity(Enum):
-    """What the cached prefix had to say in it."""
+    """How the cached prefix influenced the placement."""
 
     PREFIX = "prefix"
-    """Nobody willing held more of it."""
+    """No available worker held more of it."""
     COLD = "cold"
-    """Nobody willing held any of it."""
+    """No available worker held any of it."""
     SPREAD = "spread"
-    """Somebody held more, but waiting there costs more than computing here."""
+    """Another worker held more, but waiting there costs more than computing here."""
     REPLICA = "replica"
-    """Somebody held more; another worker is to have a copy."""
+    """Another worker held more; this one is to have a copy."""
 
 
 class NoDecodeWorker(Exception):
-    """No decode worker is live, willing and not yet tried; the message says how many there are."""
+    """No decode worker is live, available and untried; the message gives their number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementDemand:
-    """What one choice needs."""
+    """What one choice needs of its workers."""
 
     num_tokens: int
-    """Prompt, and output of earlier attempts: all of it must have KV."""
+    """Tokens of the prompt and of earlier attempts' output, all of which need KV."""
     matched: Ints
     """[num_slots]: leading tokens whose KV a worker holds, by the worker's slot."""
     excluded: frozenset[WorkerKey] = frozenset()
-    """Workers that this choice has tried in vain."""
+    """Workers on which the choice has failed or was refused."""
     pool_tokens_above: int = 0
-    """A worker with a pool of so many tokens said that the request can never fit there."""
+    """Pool size, in tokens, of a worker that reported that the request can never fit there."""
     is_local: bool = False
-    """A decode worker is to read it itself, whatever a hand-off costs: others wait for the prefill pool."""
+    """Whether a decode worker should prefill it itself, whatever a hand-off costs: others wait for the prefill pool."""
     replicate_tokens: int = 0
-    """Leading tokens of which another worker may have a copy: who lacks them is not charged for computing them."""
+    """Leading tokens of which another worker may have a copy: one that lacks them is not charged for computing them."""
     now_s: float = 0.0
-    """On the clock that penalties run out on."""
+    """Time on the clock by which penalties end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placement:
-    """The decision, with all that it was made from."""
+    """The decision, with everything that it was made from."""
 
     decode: WorkerSnapshot
     prefill: WorkerSnapshot | None
-    """None: the decode worker computes the prompt itself."""
+    """The prefill worker; None: the decode worker computes the prompt itself."""
     reason: PlacementReason
     cached_tokens: int
-    """Predicted: tokens that whoever computes the prompt need not compute."""
+    """Prediction of the tokens that the computing worker need not compute."""
     uncached_tokens: int
     predicted_ms: float
     affinity: Affinity = Affinity.COLD
     work_tokens: int = 0
-    """Uncached tokens with what their context adds, in tokens without context; the same where nobody reports that."""
+    """Uncached tokens plus what their context adds, in tokens without context; plain tokens if that is not reported."""
     compute_ms: float = 0.0
-    """That it takes to compute them, without the queue."""
+    """Time to compute them, without the queue."""
     held_by_decode: int = 0
-    """Tokens whose KV the decode worker has already."""
+    """Tokens whose KV the decode worker already has."""
     replicate_tokens: int = 0
     """Leading tokens of which another worker was allowed a copy."""
     decode_candidates: Sequence[CandidateCost] = ()
-    """Every decode worker that could be chosen, the chosen one first, then cheapest first; made when looked at."""
+    """Every decode worker that could be chosen, the chosen one first, then cheapest first; built when accessed."""
     prefill_candidates: Sequence[CandidateCost] = ()
-    """The same of prefill workers."""
+    """Every prefill worker that could be chosen, likewise."""
 
     @property
     def computing(self) -> WorkerSnapshot:
@@ -133,7 +134,7 @@ def place(demand: PlacementDemand, view: ClusterView, model: CostModel, rng: Ran
     if closed is not None:
         decode.total[closed] = np.inf
     row = _pick(decode.total, decode.held, decode.load, model, rng)
-    partner = partners[view.decode.roster.kinds[row]]
+    partner = partners[view.decode.members.kinds[row]]
     costs, at = (decode, row) if partner is None or decode.local[row] else (prefill, partner.row)
     held = int(costs.held[at])
     computing = decode.local_terms if costs is decode else prefill.terms
@@ -157,16 +158,17 @@ def place(demand: PlacementDemand, view: ClusterView, model: CostModel, rng: Ran
 def place_prefill(
     demand: PlacementDemand, decode: WorkerSnapshot, view: ClusterView, model: CostModel, rng: Random
 ) -> tuple[WorkerSnapshot, int] | None:
-    """Another prefill worker for a request that stays on `decode`, and its work; None when none can pair with it."""
+    """Choose another prefill worker for a request that stays on `decode`; return it and its work. None: none can
+    pair."""
     costs = price_prefill(demand, view.prefill, model)
-    best = _best_partner(costs, view.prefill.roster.able(decode.info), model, rng)
+    best = _best_partner(costs, view.prefill.members.able(decode.info), model, rng)
     if best is None:
         return None
     return view.prefill.snapshot(best.row, demand.now_s), round(float(costs.work[best.row]))
 
 
 def price_prefill(demand: PlacementDemand, pool: PoolView, model: CostModel) -> PoolCosts:
-    """Every prefill worker as the one that computes the prompt; those that may not cost infinitely much."""
+    """Compute the cost of every prefill worker for this prompt; infinite for those that may not be chosen."""
     held = _held(demand, pool)
     work = _work(demand.num_tokens, held, pool)
     token_ms = prefill_ms(pool, model)
@@ -179,11 +181,11 @@ def price_prefill(demand: PlacementDemand, pool: PoolView, model: CostModel) -> 
         terms["copy_ms"], charged = uncharged * token_ms, work + uncharged
         total += terms["copy_ms"]
     closed = _closed(demand, pool)
-    if pool.roster.least_pool_tokens <= demand.num_tokens:
-        small = pool.roster.pool_tokens <= demand.num_tokens
+    if pool.members.least_pool_tokens <= demand.num_tokens:
+        small = pool.members.pool_tokens <= demand.num_tokens
         closed = small if closed is None else closed | small
     if len(total):
-        # What somebody who may be chosen need not compute; everybody else would compute it again.
+        # What an available worker need not compute; every other one would compute it again.
         least = _least(charged if closed is None else np.where(closed, _most(charged), charged))
         crowd = model.again_weight * _sum(pool.active) / len(total)
         terms["again_ms"] = (charged - least) * (token_ms * crowd)
@@ -191,7 +193,7 @@ def price_prefill(demand: PlacementDemand, pool: PoolView, model: CostModel) -> 
     _add_penalty(demand, pool, terms, total)
     if closed is not None:
         total[closed] = np.inf
-    return PoolCosts(roster=pool.roster, held=held, work=work, total=total, terms=terms)
+    return PoolCosts(members=pool.members, held=held, work=work, total=total, terms=terms)
 
 
 def _price_decode(
@@ -209,7 +211,7 @@ def _price_decode(
     transfer = uncached * link_ms(pool, model)
     remote = transfer + (_partner_ms(partners, pool) + model.handoff_ms)
     here, local_terms = queue + compute + stall, {"queue_ms": queue, "compute_ms": compute, "stall_ms": stall}
-    if demand.replicate_tokens and not len(view.prefill.roster):
+    if demand.replicate_tokens and not len(view.prefill.members):
         local_terms["copy_ms"] = _uncharged(demand, held, work, pool) * token_ms
         here += local_terms["copy_ms"]
     local = prefers_local_prefill(demand, uncached, here, remote, model)
@@ -218,7 +220,7 @@ def _price_decode(
     total = load + np.where(local, here, remote)
     _add_penalty(demand, pool, terms, total)
     return DecodeCosts(
-        roster=pool.roster,
+        members=pool.members,
         held=held,
         work=work,
         total=total,
@@ -238,7 +240,7 @@ def prefers_local_prefill(
 ) -> Bools:
     """Whether each decode worker computes the prompt itself (local prefill), or a prefill worker does (disaggregated).
 
-    The cheaper of both, within the bounds on uncached tokens; local where the demand or the lack of a partner says so.
+    The cheaper of both, within the bounds on uncached tokens; local if the demand or the lack of a partner requires it.
     """
     local: Bools = local_ms <= remote_ms
     if model.max_local_prefill_tokens is not None:
@@ -249,7 +251,7 @@ def prefers_local_prefill(
 
 def _partner_ms(partners: list[_Partner | None], pool: PoolView) -> float | Floats:
     costs = [np.inf if partner is None else partner.cost_ms for partner in partners]
-    return costs[0] if len(costs) == 1 else np.array(costs)[pool.roster.kinds]
+    return costs[0] if len(costs) == 1 else np.array(costs)[pool.members.kinds]
 
 
 def _add_penalty(demand: PlacementDemand, pool: PoolView, terms: dict[str, Floats], total: Floats) -> None:
@@ -259,15 +261,17 @@ def _add_penalty(demand: PlacementDemand, pool: PoolView, terms: dict[str, Float
 
 
 def _held(demand: PlacementDemand, pool: PoolView) -> Floats:
-    """Tokens that need not be computed: whole physical blocks, and never the last token, whose logits are needed."""
-    roster = pool.roster
-    # A float from here on: with whole numbers each operation on both would convert them again.
-    held: Floats = np.minimum(demand.matched[roster.slots], demand.num_tokens - 1) // roster.block_sizes * roster.tokens
+    """Return tokens that need not be computed: whole physical blocks, never the last token, whose logits are needed."""
+    members = pool.members
+    # Float from here on: operations that mix it with integers would convert it each time.
+    held: Floats = (
+        np.minimum(demand.matched[members.slots], demand.num_tokens - 1) // members.block_sizes * members.tokens
+    )
     return held
 
 
 def _work(num_tokens: int, held: Floats, pool: PoolView) -> Floats:
-    """Tokens to compute; where it is known how, each counts more the more context it looks back on."""
+    """Return tokens to compute; where reported, each is weighted by the context that it attends to."""
     uncached = num_tokens - held
     if pool.attention is None:
         return uncached
@@ -276,36 +280,36 @@ def _work(num_tokens: int, held: Floats, pool: PoolView) -> Floats:
 
 
 def _uncharged(demand: PlacementDemand, held: Floats, work: Floats, pool: PoolView) -> Floats:
-    """Work, below zero, that is not charged to who lacks the prefix that is to be copied."""
+    """Return the discount, below zero, for workers that lack the prefix that is to be copied."""
     copied = np.maximum(held, min(demand.replicate_tokens, demand.num_tokens - 1))
     return _work(demand.num_tokens, copied, pool) - work
 
 
 def _closed(demand: PlacementDemand, pool: PoolView) -> Bools | None:
-    """Rows that may not be chosen; None when all may."""
+    """Return the rows that may not be chosen; None when all may."""
     closed = None if pool.open is None else ~pool.open
     if demand.excluded:
-        rows = [row for key in demand.excluded if (row := pool.roster.rows.get(key)) is not None]
+        rows = [row for key in demand.excluded if (row := pool.members.rows.get(key)) is not None]
         if rows:
-            closed = np.zeros(len(pool.roster), dtype=np.bool_) if closed is None else closed
+            closed = np.zeros(len(pool.members), dtype=np.bool_) if closed is None else closed
             closed[rows] = True
     return closed
 
 
 def _closed_decoders(demand: PlacementDemand, pool: PoolView) -> Bools | None:
-    num_live, needed = len(pool.roster), max(demand.num_tokens, demand.pool_tokens_above)
+    num_live, needed = len(pool.members), max(demand.num_tokens, demand.pool_tokens_above)
     closed = _closed(demand, pool)
-    if pool.roster.least_pool_tokens <= needed:
-        small = pool.roster.pool_tokens <= needed
+    if pool.members.least_pool_tokens <= needed:
+        small = pool.members.pool_tokens <= needed
         if num_live and small.all():
             raise RequestTooLarge(
-                f"the request needs KV of {demand.num_tokens} tokens and more; "
-                f"the largest pool holds {pool.roster.pool_tokens.max()}"
+                f"the request needs KV for more than {demand.num_tokens} tokens; "
+                f"the largest pool holds {pool.members.pool_tokens.max()}"
             )
         closed = small if closed is None else closed | small
     if not num_live or (closed is not None and closed.all()):
         draining = 0 if pool.open is None else int((~pool.open).sum())
-        raise NoDecodeWorker(f"none of {num_live} decode workers can take the request ({draining} draining)")
+        raise NoDecodeWorker(f"none of {num_live} decode workers can accept the request ({draining} draining)")
     return closed
 
 
@@ -319,7 +323,7 @@ def _best_partner(costs: PoolCosts, able: Bools | None, model: CostModel, rng: R
 
 
 def _pick(total: Floats, held: Floats, load: Floats, model: CostModel, rng: Random) -> int:
-    """Of those that cost the least, as far as can be told, who holds most; of these the least loaded; then by lot."""
+    """Pick, of the workers tied for the lowest cost, the one that holds most; then the least loaded; then at random."""
     best = _least(total)
     rows = (total <= best * (1.0 + model.tie_share) + model.tie_ms).nonzero()[0]
     if len(rows) > 1:
@@ -352,7 +356,7 @@ def _affinity(demand: PlacementDemand, costs: PoolCosts, row: int) -> Affinity:
 
 
 _TOKENS_PER_S = 1000.0
-"""Of a worker that has measured nothing yet."""
+"""Assumed rate of a worker that has measured nothing yet."""
 
 
 def choose_scoring_worker(
@@ -360,12 +364,12 @@ def choose_scoring_worker(
     num_tokens: int,
     *,
     excluded: Collection[WorkerKey],
-    shunned: Collection[WorkerKey],
+    avoided: Collection[WorkerKey],
     prefer: WorkerKey | None = None,
 ) -> WorkerSnapshot | None:
-    """Who is predicted to have read it first; `shunned`: only if there is nobody else. None: nobody can.
+    """Choose the worker predicted to have computed it first; `avoided`: only if there is no other. None: none can.
 
-    `prefer`: who has most of it cached.
+    `prefer`: the worker that has most of it cached.
     """
     fit = [
         worker
@@ -379,7 +383,7 @@ def choose_scoring_worker(
         rate = worker.load.prefill_tokens_per_s or _TOKENS_PER_S
         wait_ms = 1e3 * (worker.backlog_tokens + num_tokens) / rate
         return (
-            worker.info.key in shunned,
+            worker.info.key in avoided,
             worker.info.key != prefer,
             worker.info.role is not WorkerRole.PREFILL,
             wait_ms + worker.penalty_ms,

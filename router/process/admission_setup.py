@@ -1,4 +1,4 @@
-"""Admission from the configuration: limits, policy, and the queue before dispatch."""
+"""Builds admission from the configuration: limits, policy, and the queue before dispatch."""
 
 from collections.abc import Callable
 
@@ -22,14 +22,14 @@ from tandem.config.cluster import ClusterConfig, RouterConfig
 
 
 def cost_model(config: RouterConfig) -> CostModel:
-    """Costs by which placement decides, and admission predicts what placement will do."""
+    """Return the cost model by which placement decides, and admission predicts placement."""
     return CostModel(
         local_prefill_tokens=config.local_prefill_tokens, max_local_prefill_tokens=config.max_local_prefill_tokens
     )
 
 
 def admission_policy(config: RouterConfig, *, max_running: int) -> AdmissionPolicy:
-    """`max_running`: what a worker runs at once where the router's own bound is left open."""
+    """`max_running`: requests that a worker runs at once, used where the router's own bound is not set."""
     queue = config.queue
     return AdmissionPolicy(
         max_inflight=config.max_inflight_requests,
@@ -48,7 +48,7 @@ def admission_policy(config: RouterConfig, *, max_running: int) -> AdmissionPoli
 
 
 def hedging_settings(config: RouterConfig) -> HedgingSettings | None:
-    """Settings of hedging; None when it is off."""
+    """Return the settings of hedging; None when it is off."""
     hedging = config.hedging
     return None if hedging is None else HedgingSettings(quantile=hedging.quantile, budget=hedging.budget)
 
@@ -56,7 +56,8 @@ def hedging_settings(config: RouterConfig) -> HedgingSettings | None:
 def make_limits(
     config: RouterConfig, secret: bytes, clock: Callable[[], float], account: RateLimitFile | None = None
 ) -> SharedRateLimits:
-    """Limits of all tenants; `account`: that of the router processes of this host, None for a router that is alone."""
+    """Build the limits of all tenants; `account`: shared by the router processes of this host, None for a single
+    one."""
     tag_of, tenants = tenant_tags(secret), ApiKeyStore(config.api_keys).tenants
     if account is None:
         return SharedRateLimits(RateLimiter(config.limits, clock=clock), tenants=tenants, tag_of=tag_of)
@@ -72,7 +73,7 @@ def make_admission_queue(
     limiter: RateLimiter,
     metrics: RouterMetrics,
 ) -> AdmissionQueue:
-    """The queue before `dispatcher`, which has it from now on. What both know is shown in `metrics` from now on."""
+    """Install the queue before `dispatcher` and register its metrics."""
     fair = FairAdmission(
         view=registry.view,
         num_running=lambda: dispatcher.num_inflight,

@@ -1,4 +1,4 @@
-"""Batches put together from the configuration: the folder, who answers, who runs them."""
+"""Builds batches from the configuration: the folder, the endpoints, the runner."""
 
 import time
 from contextlib import AsyncExitStack
@@ -23,14 +23,14 @@ class IdleCapacity(Protocol):
     """The part of admission that batches wait for."""
 
     def has_idle_room(self) -> bool:
-        """Whether a request that came now would be run at once (`router.admission.fair_admission`)."""
+        """Whether a request arriving now would run at once (`router.admission.fair_admission`)."""
         ...
 
 
 def make_batches(
     frontend: Frontend, generator: Generator, admission: IdleCapacity, config: RouterConfig, metrics: RouterMetrics
 ) -> tuple[BatchRoutes, BatchRunner] | None:
-    """Files and batches, if there is a folder for them; who runs what comes there is to be entered."""
+    """Build routes and runner, if a folder is configured; the caller must enter the runner."""
     batches = config.batches
     if batches.path is None:
         return None
@@ -65,7 +65,7 @@ async def open_batches(
     config: RouterConfig,
     metrics: RouterMetrics,
 ) -> BatchRoutes | None:
-    """The routes of batches, which run until `stack` is left; nothing more of them is begun once the queue drains."""
+    """Run batches until `stack` is left, and return their routes; no new requests begin once the queue drains."""
     made = make_batches(frontend, generator, queue.admission, config, metrics)
     if made is None:
         return None

@@ -10,9 +10,9 @@ from router.http.server.http_server import HttpServer
 from router.process.port_steering import steer_to_last
 
 _HAND_OVER_S = 1.0
-"""A connection that was silent for so long is closed by a process that leaves its ports to others."""
+"""Idle time after which a process that is leaving its ports to others closes a connection."""
 _QUEUE_S = 0.1
-"""Seconds for gRPC to accept what is in its queue."""
+"""Time for gRPC to accept the connections in its queue."""
 
 
 class PortTakeover(Enum):
@@ -20,11 +20,11 @@ class PortTakeover(Enum):
 
     NOBODY = "nobody"
     OTHERS = "others"
-    """Other processes that listen at the same ports."""
+    """Other processes that listen on the same ports."""
     LAST_OF_TWO = "last of two"
-    """One process that listens there, and came later."""
+    """One process that listens there, and started later."""
     SUCCESSOR = "successor"
-    """A process that has the very HTTP socket, and listens at the same gRPC port."""
+    """A process that has the same HTTP socket, and listens on the same gRPC port."""
 
 
 async def drain(
@@ -35,11 +35,11 @@ async def drain(
     drain_s: float,
     leaves_to: PortTakeover = PortTakeover.NOBODY,
 ) -> None:
-    """Refuse new requests at both servers, let accepted ones end, close both: all within one bound.
+    """Refuse new requests on both servers, let accepted ones end, close both: all within one bound.
 
-    The servers of a router that is alone listen until then, so that clients get a refusal with Retry-After
-    rather than no connection. Where others share the ports they get new connections at once, and clients that are
-    connected have a moment to be served.
+    The servers of a single router keep listening until then, so that clients get a refusal with Retry-After instead of
+    a refused connection. Where others share the ports they get new connections at once, and connected clients have a
+    moment to be served.
     """
     ends_s, is_alone = time.monotonic() + drain_s, leaves_to is PortTakeover.NOBODY
     await rpc.set_serving(False)
@@ -47,7 +47,7 @@ async def drain(
         if not is_alone:
             await _steer(http, rpc, leaves_to)
             closing.create_task(rpc.stop(drain_s))
-            # The other half is left for long answers.
+            # The other half is reserved for long answers.
             inherits = leaves_to is PortTakeover.SUCCESSOR
             await http.hand_over(idle_s=_HAND_OVER_S, most_s=drain_s / 2, is_inherited=inherits)
         await dispatcher.drain(most_s=max(0.0, ends_s - time.monotonic()))
@@ -58,7 +58,7 @@ async def drain(
 
 
 async def _steer(http: HttpServer, rpc: GrpcServer, leaves_to: PortTakeover) -> None:
-    """Have the kernel give new connections to the other listener, where exactly one came after this one."""
+    """Let the kernel give new connections to the other listener, where exactly one started after this one."""
     if leaves_to is PortTakeover.OTHERS:
         return
     steer_to_last(rpc.port)

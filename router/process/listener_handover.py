@@ -30,6 +30,7 @@ from tandem.process.runtime_folder import (
     answers_as_us,
     others_could_have_made,
     place_for_socket,
+    remove_dead_sockets,
     runtime_folder,
     somebody_answers,
 )
@@ -100,17 +101,15 @@ class RunningRouter:
         if addresses_json != ListenAddresses.from_config(config).as_json():
             http.close()
             link.close()
-            if config.handover_socket is None:  # the name tells the port alone, and this is another address's
+            if config.handover_socket is None:  # the name contains only the port, and this router has another address
                 return None
-            raise ConfigError(
-                f"router: the router that answers at {path} listens at other addresses: {addresses_json.decode()}"
-            )
+            raise ConfigError(f"router: the router at {path} listens on other addresses: {addresses_json.decode()}")
         _log.info("the running router will hand its ports over")
         return cls(path, link, http)
 
     def reached(self) -> frozenset[str] | None:
-        """Addresses of the workers that answer it; empty if it has ended, or its version is too old for the query.
-        None: no answer at the moment. Blocks.
+        """Return the addresses of the workers that answer it; empty if it has ended, or its version is too old for the
+        query. None: no answer at the moment. Blocks.
         """
         answer = b""
         try:
@@ -140,7 +139,7 @@ class RunningRouter:
 
 
 def _meet(path: Path) -> tuple[socket.socket, bytes, socket.socket]:
-    """Connect to the router at `path`; the link, its addresses as JSON and its listening socket. Blocks.
+    """Connect to the router at `path`; return the link, its addresses as JSON and its listening socket. Blocks.
 
     Raises ConfigError when another user answers, OSError when none does, ConnectionError when it has ended.
     """
@@ -175,13 +174,14 @@ class ListenerHandover:
         serves. `succeeds`: the router at the path now has handed its ports to this one.
         """
         self._path = handover_path(config)
+        self._is_stated = config.handover_socket is not None
         self._addresses = ListenAddresses.from_config(config)
         self._http = http
         self._reached = reached
         self._on_handed_over = on_handed_over
         self._succeeds = succeeds
         self.is_handed_over = False
-        """A successor serves."""
+        """Whether a successor serves."""
         self._listening: socket.socket | None = None
         self._inode: int | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -189,16 +189,18 @@ class ListenerHandover:
         self._looking: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> Self:
-        """Start offering; without a safe path for the socket, log a warning and go on without."""
+        """Start offering the ports; without a safe path for the socket, log a warning and continue without."""
         if self._path is None:
             return self
         try:
             place_for_socket(self._path, "router.handover_socket")
+            if not self._is_stated:
+                await asyncio.to_thread(remove_dead_sockets, self._path.parent)
             if not self._succeeds and somebody_answers(self._path):
                 raise ConfigError(f"router.handover_socket: another router answers at {self._path}")
             self._listening = self._listen(self._path)
         except (ConfigError, OSError) as error:
-            _log.warning("a successor will not find this router: %s", error)
+            _log.warning("a successor cannot find this router: %s", error)
             return self
         self._accepting = asyncio.get_running_loop().create_task(self._accept(self._listening))
         self._looking = asyncio.get_running_loop().create_task(self._watch_socket(self._path))
@@ -246,7 +248,7 @@ class ListenerHandover:
             try:
                 link, _ = await loop.sock_accept(listening)
             except OSError as error:  # out of descriptors: closing connections free some
-                _log.warning("a successor cannot be answered: %s", error)
+                _log.warning("cannot answer a successor: %s", error)
                 await asyncio.sleep(_AGAIN_S)
                 continue
             task = loop.create_task(self._offer(link))
@@ -270,7 +272,7 @@ class ListenerHandover:
 
     async def _watch_socket(self, path: Path) -> None:
         """Wait until another router owns the path: a rival successor has no link to this router."""
-        while not await asyncio.to_thread(self._is_taken, path):  # noqa: ASYNC110 - no event tells of another process
+        while not await asyncio.to_thread(self._is_taken, path):  # noqa: ASYNC110 - no event reports another process
             await asyncio.sleep(_LOOK_S)
         self._leave()
 
@@ -297,7 +299,7 @@ async def wait_for_workers(
     predecessor: RunningRouter | None,
 ) -> bool:
     """Wait for a session with a decode worker and, for a bounded time, with every worker that the predecessor reaches;
-    False when stopped before. `addresses`: returns the address of every worker whose session is up.
+    return False when stopped before. `addresses`: returns the address of every worker whose session is open.
     """
     if not await wait_for_first_worker(registry, lifetime):
         return False
@@ -323,7 +325,7 @@ async def wait_for_workers(
         stop.cancel()
         registry.unwatch(changed.set)
     if missing is None:
-        _log.warning("taking over without knowing the predecessor's workers: it does not answer")
+        _log.warning("taking over without knowing the predecessor's workers, because it does not answer")
     elif missing:
         _log.warning("taking over without a session with %s, which the predecessor has", ", ".join(sorted(missing)))
     return True

@@ -52,7 +52,7 @@ async def open_status(
 def make_metrics(
     config: ClusterConfig, model_name: str, access: AccessControl, cluster_state: RouterClusterState | None
 ) -> RouterMetrics:
-    """The router's metrics, with those of access control and, where Redis is configured, of the cluster state."""
+    """Build the router's metrics, with those of access control and, where Redis is configured, of the cluster state."""
     usage = TenantUsage(PriceTable(config.prices), since_s=time.time())
     metrics = RouterMetrics(model_name, usage, config.telemetry.objectives)
     access.register_metrics(metrics.registry)

@@ -1,8 +1,8 @@
-"""The kernel gives new connections to the listener that came last among two of one port.
+"""Makes the kernel give new connections to the later of two listeners on one port.
 
-A program of one instruction does that, attached to the group of sockets that share the port with SO_REUSEPORT. So one
-of them can leave without a connection in its queue. Elsewhere than on Linux, and where it is not allowed, nothing
-changes: then the kernel goes on to divide them.
+A BPF program of one instruction does that, attached to the group of sockets that share the port with SO_REUSEPORT. So
+one of them can leave with an empty connection queue. On other systems than Linux, and where it is not permitted,
+nothing changes: the kernel keeps dividing connections between them.
 """
 
 import contextlib
@@ -19,15 +19,15 @@ _FOLDER = Path("/proc/self/fd")
 
 
 class _Instruction(ctypes.Structure):
-    """One instruction of a socket's program: `struct sock_filter`."""
+    """One instruction of a BPF program: `struct sock_filter`."""
 
     _fields_ = (("code", ctypes.c_uint16), ("jt", ctypes.c_uint8), ("jf", ctypes.c_uint8), ("k", ctypes.c_uint32))
 
 
 def steer_to_last(port: int) -> bool:
-    """From now on, at the port that this process listens at; whether it could be done.
+    """Steer connections to the last listener on the port of this process; return whether that succeeded.
 
-    With one listener left the kernel finds no second one, and takes that which there is.
+    Once a single listener is left, the kernel finds no second one, and uses that one.
     """
     program = (_Instruction * 1)(_Instruction(code=_BPF_RET_K, k=_LAST_OF_TWO))
     fprog = struct.pack("HL", len(program), ctypes.addressof(program))
@@ -40,7 +40,7 @@ def steer_to_last(port: int) -> bool:
 
 
 def _listeners(port: int) -> list[socket.socket]:
-    """Those of this process, including those of gRPC, which does not expose them."""
+    """Return the listeners of this process, including those of gRPC, which does not expose them."""
     found = []
     for path in _FOLDER.glob("*"):
         with contextlib.suppress(OSError):

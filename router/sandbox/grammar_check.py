@@ -1,6 +1,6 @@
-"""Whether a grammar can be followed, found out by a process that may be killed, once for each grammar.
+"""Checks whether workers can follow a grammar, once per grammar, in a process that can be killed.
 
-One at a time: a slow one delays others by its limit at most, and they are refused when that is too long.
+Grammars are checked one at a time: a slow one delays others by at most its limit, and too long a queue is refused.
 """
 
 import asyncio
@@ -30,19 +30,20 @@ log = logging.getLogger(__name__)
 
 
 class GrammarChecker(Protocol):
-    """Finds out whether workers can follow a grammar."""
+    """Checks whether workers can follow a grammar."""
 
     async def checked(self, grammar: str, param: str) -> str:
-        """As workers follow it. Raises InvalidRequest, naming `param`, when none can; Overloaded when too many wait."""
+        """Return the grammar for workers. Raises InvalidRequest, naming `param`, when none can follow it;
+        Overloaded."""
 
 
 class GrammarProcess:
-    """Judges grammars for one event loop; the process starts with the first of them."""
+    """Checks grammars for one event loop; the process starts with the first one."""
 
     def __init__(
         self, tokenizer: Path, *, vocab_size: int, eos_token_ids: Sequence[int], compile_s: float, compile_bytes: int
     ) -> None:
-        """`tokenizer`: a tokenizer.json. `compile_s`, `compile_bytes`: what one grammar may take."""
+        """`tokenizer`: a tokenizer.json. `compile_s`, `compile_bytes`: bounds on the compilation of one grammar."""
         ends = ",".join(map(str, eos_token_ids))
         self._arguments = [str(tokenizer), str(vocab_size), ends, str(compile_bytes)]
         self._compile_s = compile_s
@@ -61,7 +62,7 @@ class GrammarProcess:
             self._verdicts.move_to_end(key)
         if verdict.startswith(REFUSED):
             raise InvalidRequest(f"{param}: {verdict[1:].decode()}", param=param)
-        # What was not rewritten is not kept a second time.
+        # A grammar that was not rewritten is not stored twice.
         return verdict[1:].decode() or grammar
 
     async def close(self) -> None:
@@ -71,11 +72,12 @@ class GrammarProcess:
             await _end(process)
 
     async def _judged(self, key: bytes, data: bytes) -> bytes:
-        """Check it for the first caller; the others wait for the same verdict."""
+        """Check the grammar for the first caller; later callers wait for the same verdict."""
         pending = self._pending.get(key)
         if pending is None:
             if len(self._pending) >= _MAX_WAITING:
-                raise Overloaded(f"{len(self._pending)} grammars wait to be compiled", retry_after_s=_RETRY_AFTER_S)
+                waiting = f"{len(self._pending)} grammars are waiting to be compiled"
+                raise Overloaded(waiting, retry_after_s=_RETRY_AFTER_S)
             # A task of its own: its first caller may leave while others wait for it.
             pending = self._pending[key] = asyncio.ensure_future(self._judge(key, data))
         return await asyncio.shield(pending)
@@ -103,7 +105,7 @@ class GrammarProcess:
         except TimeoutError:
             await self.close()
             return REFUSED + f"it takes more than {self._compile_s:g} s to compile".encode()
-        except (asyncio.IncompleteReadError, OSError, RuntimeError):  # the last is uvloop's word for a closed pipe
+        except (asyncio.IncompleteReadError, OSError, RuntimeError):  # uvloop raises the last one for a closed pipe
             await self.close()
             return REFUSED + b"it takes too much memory to compile"
 
@@ -114,9 +116,9 @@ class GrammarProcess:
         raise Overloaded("grammars cannot be compiled now", retry_after_s=_RETRY_AFTER_S)
 
     async def _begun(self) -> Process | None:
-        """None of a process that ended before it began, as one forked beside the threads of gRPC may."""
+        """Start the process; None if it died at the start, as one forked beside gRPC's threads may."""
         command = [sys.executable, "-m", "router.sandbox.grammar_worker", *self._arguments]
-        # One arena: others are address space set aside, and its limit would be far above what it may take.
+        # A single arena: further ones reserve address space, and the limit would have to be far above the real use.
         environment = {**os.environ, "MALLOC_ARENA_MAX": "1"}
         process = await asyncio.create_subprocess_exec(
             *command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=environment
@@ -126,17 +128,17 @@ class GrammarProcess:
                 await _read_answer(process)
         except TimeoutError:
             await _end(process)
-            log.error("the process that compiles grammars has not begun within %g s", _START_S)
+            log.error("the grammar compiler process did not start within %g s", _START_S)
             raise Overloaded("grammars cannot be compiled now", retry_after_s=_RETRY_AFTER_S) from None
         except (asyncio.IncompleteReadError, OSError) as error:
             await _end(process)
-            log.error("the process that compiles grammars did not begin: %s", type(error).__name__)
+            log.error("the grammar compiler process failed to start: %s", type(error).__name__)
             return None
         return process
 
 
 async def _end(process: Process) -> None:
-    with suppress(ProcessLookupError):  # it may have ended by itself just now
+    with suppress(ProcessLookupError):  # it may just have ended by itself
         process.kill()
     await process.wait()
 
@@ -154,5 +156,5 @@ async def _read_answer(process: Process) -> bytes:
         raise OSError("no pipe")
     (size,) = LENGTH.unpack(await process.stdout.readexactly(LENGTH.size))
     if size > _MAX_ANSWER_BYTES:
-        raise OSError("an answer out of all proportion")
+        raise OSError("the answer is too large")
     return await process.stdout.readexactly(size)

@@ -1,8 +1,8 @@
-"""What passes between a router and the process that compiles grammars for it."""
+"""The frames between a router and its grammar compiler process."""
 
 import struct
 
 LENGTH = struct.Struct("!I")
-"""Before every frame."""
+"""Length prefix of every frame."""
 FOLLOWED, REFUSED = b"+", b"-"
 """First byte of an answer."""

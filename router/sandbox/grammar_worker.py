@@ -1,12 +1,12 @@
-"""`python -m router.sandbox.grammar_worker TOKENIZER VOCAB_SIZE END_IDS MEMORY_BYTES`: compiles strangers' grammars.
+"""`python -m router.sandbox.grammar_worker TOKENIZER VOCAB_SIZE END_IDS MEMORY_BYTES`: compiles clients' grammars.
 
-A process of its own, because nothing else bounds what a compiler takes: whoever started it kills it when it takes too
-long, and the system ends it when it takes too much memory. Reads frames of a 4-byte length and a grammar in UTF-8, GBNF
-or what llguidance reads; answers each with a frame: FOLLOWED and the grammar for workers, or REFUSED and what is wrong.
+A separate process, because nothing else bounds what a compiler takes: the router kills it when it takes too long, and
+the system ends it when it takes too much memory. Reads frames of a 4-byte length and a grammar in UTF-8, GBNF or what
+llguidance reads; answers each with a frame: FOLLOWED and the grammar for workers, or REFUSED and the reason.
 
-A grammar is followed for a while, too, within the limits that workers have: some take little to compile and very much
-at the first token, or at the tenth. What takes so deep a stack that it ends this process would end a worker as well, so
-this one has less of it.
+A grammar is also followed for some tokens, within the limits that workers have: some take little to compile and very
+much at the first token, or at the tenth. A grammar that needs too deep a stack would crash a worker as it crashes this
+process, which therefore has a smaller stack.
 """
 
 import json
@@ -35,16 +35,16 @@ _REGEX_SYNTAX = re.compile(
     r"regex parse error:\n {4}(?P<pattern>[^\n]*)\n {4}(?P<before> *)(?P<carets>\^+)\nerror: (?P<what>[^\n]+)"
 )
 _REGEX_LINES = re.compile(r"regex parse error:.*?\nerror: (?P<what>[^\n]+)", re.DOTALL)
-"""Of an expression that has several lines."""
+"""Matches the error of an expression with several lines."""
 _REGEX_ASSERTION = re.compile(r"lookarounds not supported yet; (?P<kind>\w+)")
 _WORD_BOUNDARIES = r"word boundaries, \b and \B, are not supported"
 _INNER_ANCHORS = "^ and $ are not supported within it: the whole answer is matched"
 _STACK_BYTES = 1 << 20
-"""A worker's threads have 2 MiB at least."""
+"""Stack of the checking thread; a worker's threads have at least 2 MiB."""
 
 
 def main() -> None:
-    """See the module's docstring."""
+    """Run the process; see the module's docstring."""
     threading.stack_size(_STACK_BYTES)
     judge = threading.Thread(target=_judge)
     judge.start()
@@ -66,7 +66,7 @@ def _judge() -> None:
 
 
 def _tokenizer(text: str, vocab_size: int, end_ids: Sequence[int]) -> Any:
-    """None of a tokenizer.json whose decoder does not say what bytes its tokens are."""
+    """Load the tokenizer; None for a tokenizer.json whose decoder does not define the bytes of its tokens."""
     try:
         return llguidance.LLTokenizer(tokenizer_for_guides(text), n_vocab=vocab_size, eos_token=list(end_ids) or None)
     except ValueError:
@@ -74,17 +74,17 @@ def _tokenizer(text: str, vocab_size: int, end_ids: Sequence[int]) -> Any:
 
 
 def _read(text: str) -> tuple[str, str]:
-    """(What llguidance reads, what is wrong.)"""
+    """Return (what llguidance reads, the error)."""
     if text.startswith("{"):
         return text, ""
     try:
         return json.dumps({"grammars": [{"lark_grammar": gbnf_to_lark.any_to_lark(text)}]}), ""
     except Exception as error:  # noqa: BLE001 - it raises Exception itself
-        return "", _one_line(str(error)) or "it cannot be read"
+        return "", _one_line(str(error)) or "it cannot be parsed"
 
 
 def _fault(tokenizer: Any, grammar: str, end_ids: Sequence[int]) -> str:
-    """What is wrong with it."""
+    """Return the error of a grammar; empty if there is none."""
     limits = llguidance.LLParserLimits(**LIMITS)
     matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=_SILENT, limits=limits)
     if matcher.is_error():
@@ -94,17 +94,17 @@ def _fault(tokenizer: Any, grammar: str, end_ids: Sequence[int]) -> str:
 
 
 def _reason(error: str) -> str:
-    """In words about what the client sent; what follows `<state>` describes the parser."""
+    """Reword an error to be about what the client sent; what follows `<state>` describes the parser's internals."""
     fault = error.partition("<state>")[0]
     return _one_line(_regex_fault(fault) or fault)
 
 
 def _regex_fault(error: str) -> str | None:
-    """What is wrong with a regular expression, without the grammar that it was put in; None of other errors."""
+    """Return the error in a regular expression, without the grammar around it; None for other errors."""
     if (found := _REGEX_SYNTAX.search(error)) is not None:
         start, end = len(found["before"]), len(found["before"] + found["carets"])
         what = found["what"]
-        if what == "unrecognized flag":  # as it calls what it does not know behind `(?`
+        if what == "unrecognized flag":  # its name for anything unknown after `(?`
             start, what = max(0, start - 2), "this kind of group is not supported"
         return f'regular expression, at "{found["pattern"][start:end][:_MAX_QUOTED_CHARS]}": {what}'
     if (found := _REGEX_LINES.search(error)) is not None:
@@ -120,7 +120,7 @@ def _one_line(text: str) -> str:
 
 
 def _limit_memory(num_bytes: int) -> None:
-    """So much beyond what is taken now."""
+    """Limit memory to so much beyond the current use."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     limit = pages * resource.getpagesize() + num_bytes
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

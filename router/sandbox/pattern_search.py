@@ -1,4 +1,4 @@
-"""What a client's regular expression finds in its answers: in a process that is killed when it takes too long."""
+"""Searches answers for a client's regular expression, in a process that is killed when it takes too long."""
 
 import asyncio
 import json
@@ -17,17 +17,17 @@ _MOST_WAIT_S = 15.0
 _AT_ONCE = 2
 _TRIES = 3
 _BEGUN = b"."
-"""What the process says first."""
+"""First byte that the process writes."""
 
 
 class PatternSearch:
-    """Searches, a few at once, of each tenant one. One instance serves all calls of a server."""
+    """Runs a few searches at once, one per tenant. One instance serves all calls of a server."""
 
     def __init__(self, *, most_s: float = _MOST_S, most_wait_s: float = _MOST_WAIT_S) -> None:
         self._most_s = most_s
         self._most_wait_s = most_wait_s
         self._turns = asyncio.Semaphore(_AT_ONCE)
-        # Alive while somebody holds one or waits for it: a tenant's slow patterns are waited for by that tenant alone.
+        # Alive while a caller holds one or waits for it: a tenant's slow patterns delay only that tenant.
         self._own: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
     @asynccontextmanager
@@ -36,26 +36,26 @@ class PatternSearch:
             async with asyncio.timeout(self._most_wait_s):
                 await turns.acquire()
         except TimeoutError:
-            raise Overloaded("too many searches wait for their turn", retry_after_s=self._most_s) from None
+            raise Overloaded("too many searches are queued", retry_after_s=self._most_s) from None
         try:
             yield
         finally:
             turns.release()
 
     async def check(self, pattern: str, param: str, tenant: str) -> None:
-        """Raises InvalidRequest for what is no regular expression, before anything is computed for it.
+        """Check a regular expression before anything is computed for it. Raises InvalidRequest.
 
-        Here too, because to compile one of a few hundred characters may take seconds.
+        This also runs in the process, because compiling a pattern of a few hundred characters may take seconds.
         """
         if not 1 <= len(pattern) <= MAX_PATTERN_CHARS:
-            raise InvalidRequest(f"{param}: 1 to {MAX_PATTERN_CHARS} characters", param=param)
+            raise InvalidRequest(f"{param} must have 1 to {MAX_PATTERN_CHARS} characters", param=param)
         await self.find(pattern, [], param, tenant)
 
     async def find(self, pattern: str, texts: Sequence[str], param: str, tenant: str) -> list[str | None]:
-        """What is found first in each text: the first group, if there is one.
+        """Return the first match in each text: its first group, if there is one.
 
-        Raises InvalidRequest for a pattern that is none, or takes too long, or too much memory; Overloaded when others'
-        take so long that it has no turn.
+        Raises InvalidRequest for a pattern that is invalid, or takes too long, or too much memory; Overloaded when
+        others take so long that it gets no turn.
         """
         own = self._own.get(tenant)
         if own is None:
@@ -63,7 +63,8 @@ class PatternSearch:
         async with self._turn(own), self._turn(self._turns):
             reply = await self._search([pattern, list(texts)])
         if not reply:
-            raise InvalidRequest(f"{param}: searching takes more than {self._most_s:g} s, or much memory", param=param)
+            reason = f"searching takes more than {self._most_s:g} s, or too much memory"
+            raise InvalidRequest(f"{param}: {reason}", param=param)
         answer = json.loads(reply)
         if "error" in answer:
             raise InvalidRequest(f"{param}: {answer['error'][:100]}", param=param)
@@ -71,7 +72,7 @@ class PatternSearch:
         return found
 
     async def _search(self, query: list[object]) -> bytes:
-        """Nothing when it took too long or too much."""
+        """Run a query; return nothing when it took too long or too much memory."""
         for _ in range(_TRIES):
             reply = await self._try(query)
             if reply.startswith(_BEGUN):
@@ -79,8 +80,8 @@ class PatternSearch:
         raise Overloaded("patterns cannot be searched now", retry_after_s=1.0)
 
     async def _try(self, query: list[object]) -> bytes:
-        """_BEGUN and the reply; nothing of a process that ended before it began, as one forked beside the threads
-        of gRPC may.
+        """Return _BEGUN and the reply; nothing from a process that died at the start, as one forked beside gRPC's
+        threads may.
         """
         command = [sys.executable, "-I", "-S", str(Path(__file__).with_name("pattern_worker.py"))]
         process = await asyncio.create_subprocess_exec(*command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL)

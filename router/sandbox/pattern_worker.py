@@ -1,8 +1,8 @@
-"""`python -I pattern_worker.py`: searches texts for a stranger's regular expression; stands on nothing but Python.
+"""`python -I pattern_worker.py`: searches texts for a client's regular expression; needs only the standard library.
 
-A process of its own, because some expressions take for ever on some texts: whoever started it kills it then. Says "."
-when it has begun. Reads one JSON list, the pattern and the texts; answers with the list of what was found, null where
-nothing was, or with what is wrong with the pattern.
+A separate process, because some expressions take for ever on some texts: the router then kills it. Writes "." when it
+has started. Reads one JSON list, the pattern and the texts; answers with a list of what was found, null where nothing
+was, or with the error in the pattern.
 """
 
 import json
@@ -14,7 +14,7 @@ _MEMORY_BYTES = 512 << 20
 
 
 def main() -> None:
-    """See the module's docstring."""
+    """Run the process; see the module's docstring."""
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY_BYTES, _MEMORY_BYTES))
     sys.stdout.write(".")
     sys.stdout.flush()

@@ -75,7 +75,7 @@ class StatusFeed:
         metrics = sources.metrics
         self._bounds = {"ttft": metrics.ttft.bounds, "itl": metrics.itl.bounds}
         self._listeners: dict[StatusListener, None] = {}
-        """Ordered by arrival."""
+        """Connected listeners, ordered by arrival."""
         self._made: tuple[float, dict[str, Any]] | None = None
         self._making = asyncio.Lock()
         self._closed = False
@@ -95,11 +95,11 @@ class StatusFeed:
 
     @property
     def num_listeners(self) -> int:
-        """How many pages listen now."""
+        """Number of connected listeners."""
         return len(self._listeners)
 
     def merge_with(self, others: Callable[[], Awaitable[list[bytes]]]) -> None:
-        """`others` returns the parts of the processes that share the ports."""
+        """Merge in the parts that `others` returns: those of the processes that share the ports."""
         self._others = others
 
     def close(self) -> None:
@@ -109,11 +109,11 @@ class StatusFeed:
             listener.close()
 
     def part(self) -> bytes:
-        """This process's part of the status, for the other processes."""
+        """Return this process's part of the status, for the other processes."""
         return orjson.dumps(self._part(), option=orjson.OPT_NON_STR_KEYS)
 
     async def snapshot(self, tenant: str) -> bytes:
-        """The status as JSON, with the tenant's own decisions. Raises Unavailable once closed."""
+        """Return the status as JSON, with the tenant's own decisions. Raises Unavailable once closed."""
         self._check_open()
         return orjson.dumps(for_tenant(await self._status(), tenant))
 
@@ -132,7 +132,7 @@ class StatusFeed:
             self._listeners.pop(listener, None)
 
     def _make_room(self, tenant: str) -> bool:
-        """Disconnect the last listener of the tenant with the most, if `tenant` has fewer; whether one was."""
+        """Disconnect the last listener of the tenant with the most, if `tenant` has fewer; return whether one was."""
         counts = Counter(listener.tenant for listener in self._listeners)
         most, count = counts.most_common(1)[0]
         if count <= counts[tenant] + 1:
@@ -155,7 +155,7 @@ class StatusFeed:
                 await self._publish()
             except Exception:  # noqa: BLE001  # the feed must survive a status that fails
                 if not is_failing:
-                    _log.exception("cannot make the status")
+                    _log.exception("cannot build the status")
                 is_failing = True
             else:
                 is_failing = False
@@ -186,7 +186,7 @@ class StatusFeed:
         except (LookupError, TypeError, ValueError):
             if not others:
                 raise
-            _log.exception("the status of another router process cannot be read")
+            _log.exception("cannot parse the status of another router process")
             status = merged([own], self._bounds)
         return {"at_ms": round(self._wall_clock() * 1e3), **status}
 

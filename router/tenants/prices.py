@@ -1,4 +1,4 @@
-"""What requests spent, and what that costs by the configured table. Pure."""
+"""Usage of requests, and its cost by the configured price table. Pure."""
 
 from dataclasses import dataclass
 
@@ -11,12 +11,12 @@ _GIB = float(1 << 30)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spent:
-    """Of one request, one client call, or all requests of a tenant."""
+    """Usage of one request, one client call, or all requests of a tenant."""
 
     requests: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
-    """Of those of the prompt."""
+    """Prompt tokens that were cached."""
     completion_tokens: int = 0
     computed_tokens: int = 0
     needed_tokens: int = 0
@@ -38,7 +38,7 @@ class Spent:
         )
 
     def with_choice(self, times: PhaseTimes, *, computed_tokens: int, needed_tokens: int) -> "Spent":
-        """One choice more has ended."""
+        """Add the usage of one ended choice."""
         return self.plus(
             Spent(
                 computed_tokens=computed_tokens,
@@ -51,7 +51,7 @@ class Spent:
 
     @property
     def retry_amplification(self) -> float:
-        """Tokens computed by tokens that one undisturbed attempt computes; 1 when nothing was computed twice."""
+        """Tokens computed over tokens that one undisturbed attempt computes; 1 when nothing was computed twice."""
         return self.computed_tokens / self.needed_tokens if self.needed_tokens else 1.0
 
     @property
@@ -61,14 +61,14 @@ class Spent:
 
 
 class PriceTable:
-    """Amounts of money, in the configured currency."""
+    """Prices in the configured currency."""
 
     def __init__(self, config: PriceConfig | None = None) -> None:
         self._prices = config or PriceConfig()
         self.currency = self._prices.currency
 
     def amount(self, spent: Spent) -> float:
-        """Price of what was spent."""
+        """Return the price of some usage."""
         prices = self._prices
         paid_prompt = spent.prompt_tokens - spent.cached_tokens * prices.cached_discount
         tokens = paid_prompt * prices.prompt_per_million + spent.completion_tokens * prices.completion_per_million

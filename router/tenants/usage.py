@@ -9,9 +9,9 @@ import orjson
 from router.tenants.prices import PriceTable, Spent
 
 MOST_TENANTS = 1000
-"""Beyond it new ones are counted together, under OTHERS."""
+"""Tenants beyond this number are counted together, under OTHERS."""
 OTHERS = "(others)"
-"""No tenant's name has a bracket, so that no tenant is taken for all these."""
+"""Not a valid tenant name, since it has a bracket."""
 
 
 class TenantUsage:
@@ -25,7 +25,7 @@ class TenantUsage:
         self._spent: dict[str, Spent] = {}
         self._others: Callable[[], Awaitable[list[bytes]]] | None = None
         self.label: Callable[[str], str] = str
-        """A tenant's label, as in metrics."""
+        """Returns a tenant's label, as in metrics."""
 
     def add(self, tenant: str, spent: Spent) -> None:
         """Add a request that has ended."""
@@ -39,11 +39,11 @@ class TenantUsage:
         return self._spent
 
     def collect_with(self, others: Callable[[], Awaitable[list[bytes]]]) -> None:
-        """`others` returns the accounts of the processes beside this one."""
+        """Merge in the accounts that `others` returns: those of the other processes."""
         self._others = others
 
     async def collect(self) -> bytes:
-        """The rendered account of all processes, for `object`."""
+        """Return the serialised account of all processes, for `object`."""
         return self.render() if self._others is None else merge([self.render(), *await self._others()])
 
     def render(self) -> bytes:
@@ -51,7 +51,7 @@ class TenantUsage:
         return orjson.dumps({"since_s": self.since_s, "tenants": {name: asdict(s) for name, s in self._spent.items()}})
 
     def object(self, text: bytes, *, only: str | None) -> dict[str, Any]:
-        """A rendered or merged account as clients see it. `only`: the one tenant that is shown; None: all."""
+        """Return a rendered or merged account as clients see it. `only`: the one tenant to show; None: all."""
         account = orjson.loads(text)
         accounts = {name: Spent(**spent) for name, spent in account["tenants"].items() if only in (None, name)}
         if only is not None:

@@ -1,8 +1,8 @@
-"""A model's chat template: Jinja from the model directory, rendered within bounds.
+"""Renders a model's chat template: Jinja from the model directory, within bounds.
 
-The template comes with the model, the messages from clients. Neither may hang or fill the router:
+The template comes with the model, the messages from clients. Neither may hang the router or exhaust its memory:
 
-* the sandbox of jinja2 denies attributes and changes;
+* jinja2's sandbox denies access to attributes and mutation;
 * every loop step counts against a budget, and so does every character of output;
 * `check_template`, called once before the template is compiled here, renders sample conversations in a child process
   with limits on memory and time, which also stops what no budget sees (`'x' * 10 ** 11`).
@@ -47,10 +47,10 @@ CHECK_MEMORY_BYTES = 1 << 30
 CHECK_OUTPUT_CHARS = 1 << 20
 _BUDGET = "tandem_loop_budget"
 _EFFORT, _THINKING = "reasoning_effort", "enable_thinking"
-"""Variables of templates whose models think."""
+"""Variables of templates of reasoning models."""
 _OURS = frozenset({"messages", "tools", "documents", "add_generation_prompt", "chat_template", _BUDGET})
-"""Variables that no client gives in other ways than in their own fields."""
-# What a template can provoke with messages that it did not expect; anything else is a bug of ours.
+"""Variables that clients can set only through their own request fields."""
+# Errors that a template can provoke with messages that it did not expect; anything else is a bug of ours.
 _RENDER_ERRORS = (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, RecursionError)
 
 
@@ -59,13 +59,13 @@ class _Refused(jinja2.TemplateError):
 
 
 class _Budget:
-    """Loop steps left in one render."""
+    """The loop steps left in one render."""
 
     def __init__(self, steps: int) -> None:
         self.left = steps
 
     def over(self, items: Iterable[Any]) -> Iterator[Any]:
-        """The items, each paid for."""
+        """Yield the items, counting each against the budget."""
         for item in items:
             self.left -= 1
             if self.left < 0:
@@ -80,7 +80,7 @@ def _counted(context: jinja2.runtime.Context, items: Iterable[Any]) -> Iterator[
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}…{% endgeneration %}` marks assistant text for training; serving renders what is inside."""
+    """Renders the body of `{% generation %}…{% endgeneration %}`, which marks assistant text for training."""
 
     tags = {"generation"}  # noqa: RUF012  # jinja2 declares it as a set on the class
 
@@ -90,7 +90,7 @@ class _GenerationTag(Extension):
 
 
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """The sandbox, with every `for` counted."""
+    """The sandbox, which counts the steps of every `for`."""
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
@@ -111,7 +111,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    # jinja2's own filter escapes for HTML; chat templates mean plain JSON, with these words for it.
+    # jinja2's own filter escapes for HTML; chat templates expect plain JSON, with these keyword arguments.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
@@ -120,7 +120,7 @@ def _as_it_is(text: str) -> str:
 
 
 class ChatTemplate:
-    """One compiled template and the names of the model's special tokens."""
+    """A compiled template and the names of the model's special tokens."""
 
     def __init__(
         self,
@@ -130,8 +130,8 @@ class ChatTemplate:
         form: ToolForm | None = None,
         now: Callable[[], datetime] = datetime.now,
     ) -> None:
-        """Raises ConfigError when the template does not parse. `form`: how it shows tools, see `check_template`; None:
-        in plain words. `now` serves templates that print the date.
+        """Compile the template. Raises ConfigError when it does not parse. `form`: how it shows tools, see
+        `check_template`; None: in plain words. `now`: the time for templates that print the date.
         """
         self.source = source
         self.form = form
@@ -167,9 +167,9 @@ class ChatTemplate:
         hide: Callable[[str], str] = _as_it_is,
         options: TemplateOptions = TemplateOptions(),  # noqa: B008  # frozen
     ) -> str:
-        """The prompt of a conversation; `hide`: what is done first to each text that a client wrote.
+        """Render a conversation's prompt; `hide`: applied first to each text that a client wrote.
 
-        Raises InvalidRequest when the template refuses the messages, or a budget ends.
+        Raises InvalidRequest when the template refuses the messages, or a budget is exhausted.
         """
         if self.form is None:
             messages, tools = in_plain_words(messages, tools), ()
@@ -205,14 +205,14 @@ class ChatTemplate:
         return _cut_at(text, end) if end else text
 
     def _given(self, variables: Mapping[str, Any], hide: Callable[[str], str]) -> dict[str, Any]:
-        """A client's own variables; only such as the template reads, for no other would do anything."""
+        """Return a client's own variables. Raises InvalidRequest for those that the template does not read."""
         if unknown := next((name for name in variables if name not in self._variables), None):
-            reason = f"{unknown[:40]!r} is no variable of this model's chat template"
+            reason = f"{unknown[:40]!r} is not a variable of this model's chat template"
             raise InvalidRequest(f"chat_template_kwargs: {reason}", param="chat_template_kwargs")
         return {name: hide(value) if isinstance(value, str) else value for name, value in variables.items()}
 
     def _effort(self, options: TemplateOptions) -> dict[str, Any]:
-        """The variable that says how long the model thinks. Raises InvalidRequest where the template has none."""
+        """Return the variable for the reasoning effort. Raises InvalidRequest where the template has none."""
         if not options.thinks:
             return self._not_thinking()
         if options.effort is None:
@@ -222,10 +222,11 @@ class ChatTemplate:
         elif options.effort == "none" and _THINKING in self._variables:
             given = {_THINKING: False}
         else:
-            but = "; it can be told not to think: none" if _THINKING in self._variables else ""
-            raise InvalidRequest(f"{_EFFORT}: this model's chat template takes no such word{but}", param=_EFFORT)
+            but = "; reasoning can be turned off with none" if _THINKING in self._variables else ""
+            reason = f"this model's chat template does not support this value{but}"
+            raise InvalidRequest(f"{_EFFORT}: {reason}", param=_EFFORT)
         if given.keys() & options.variables.keys():
-            raise InvalidRequest(f"{_EFFORT}: chat_template_kwargs say the same", param=_EFFORT)
+            raise InvalidRequest(f"{_EFFORT}: already set in chat_template_kwargs", param=_EFFORT)
         return given
 
     def _not_thinking(self) -> dict[str, Any]:
@@ -234,21 +235,21 @@ class ChatTemplate:
         if _EFFORT in self._variables:
             return {_EFFORT: "none"}
         if marks_of(self.source) is not None:
-            raise InvalidRequest("thinking: this model cannot be told not to think", param="thinking")
+            raise InvalidRequest("thinking: reasoning cannot be turned off for this model", param="thinking")
         return {}
 
 
 def _cut_at(text: str, end: str) -> str:
-    """Without what the template writes after the last turn's text."""
+    """Return the text without what the template writes after the last turn's text."""
     before, found, _after = text.partition(end)
     if not found:
-        reason = "this model's chat template does not show the last message as it is"
+        reason = "this model's chat template does not render the last message verbatim"
         raise InvalidRequest(f"continue_final_message: {reason}", param="continue_final_message")
     return before
 
 
 def check_template(source: str, special_tokens: Mapping[str, str]) -> ToolForm | None:
-    """Render sample conversations in a limited child process, and find out how the template shows tools, if it does.
+    """Render sample conversations in a limited child process, and return how the template shows tools, if it does.
 
     Raises ConfigError for a template that cannot render.
     """
@@ -264,7 +265,7 @@ def check_template(source: str, special_tokens: Mapping[str, str]) -> ToolForm |
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise ConfigError(f"chat template: no end after {CHECK_TIMEOUT_S} s on a short conversation") from None
+        raise ConfigError(f"chat template: a short conversation took longer than {CHECK_TIMEOUT_S} s") from None
     if child.returncode != 0:
         last = child.stderr.decode(errors="replace").strip().splitlines()[-1:]
         raise ConfigError(f"chat template: {last[0] if last else f'died with status {child.returncode}'}")
@@ -278,7 +279,7 @@ def _samples() -> list[list[Message]]:
 
 
 def _check_child() -> int:
-    """Body of the child process: 0 when one sample or more renders within the limits."""
+    """Run the child process's checks; return 0 when at least one sample renders within the limits."""
     resource.setrlimit(resource.RLIMIT_AS, (CHECK_MEMORY_BYTES, CHECK_MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CPU, (int(CHECK_TIMEOUT_S), int(CHECK_TIMEOUT_S)))
     job = json.load(sys.stdin)

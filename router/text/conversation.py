@@ -1,8 +1,8 @@
-"""A conversation, as chat templates take it: turns as transformers names their parts, and tools.
+"""A conversation in the form that chat templates take: turns with transformers' field names, and tools.
 
-Templates differ in what they know of tools. One that shows tools, calls and results gets them, in the form that it can
-take (`ToolForm`, found out once by rendering a sample). To any other a conversation is given in plain words: the tools
-in the system message, calls and results in tags, as Hermes writes them.
+Templates differ in their support for tools. One that shows tools, calls and results gets them, in the form that it
+accepts (`ToolForm`, detected once by rendering a sample). For any other the conversation is rewritten in plain words:
+the tools in the system message, calls and results in tags, as Hermes writes them.
 """
 
 import json
@@ -40,76 +40,78 @@ class Message:
     content: str
     name: str | None = None
     tool_calls: tuple[AssistantToolCall, ...] = ()
-    """Of an assistant's turn."""
+    """Tool calls of an assistant's turn."""
     tool_call_id: str | None = None
-    """Of a tool's turn: which call its content is the result of."""
+    """In a tool's turn: the call whose result the content is."""
     reasoning: str | None = None
-    """What the assistant thought before it; a template shows of it what its model is to see."""
+    """Reasoning before an assistant's answer; templates render the part that their model should see."""
 
     @property
     def num_chars(self) -> int:
-        """Of all that a client wrote."""
+        """Characters of everything that a client wrote."""
         calls = sum(len(call.id) + len(call.name) + len(call.arguments) for call in self.tool_calls)
         return len(self.content) + len(self.name or "") + len(self.reasoning or "") + calls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolForm:
-    """How a template that knows tools takes calls."""
+    """The form in which a template that supports tools expects calls."""
 
     arguments_as_text: bool = False
-    """Else as an object."""
+    """Whether arguments are passed as text instead of an object."""
     empty_is_none: bool = True
-    """A turn of calls alone has no content; else an empty one."""
+    """Whether a turn of calls alone has content None; otherwise an empty text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TemplateOptions:
-    """What else a client says of how its conversation is rendered."""
+    """A client's options for rendering its conversation."""
 
     variables: Mapping[str, Any] = field(default_factory=dict)
-    """Of the template's own, such as `enable_thinking`: texts, numbers, booleans."""
+    """Values for the template's own variables, such as `enable_thinking`: texts, numbers, booleans."""
     effort: Effort | None = None
-    """How long the model is to think before it answers; for templates that take such a variable."""
+    """Reasoning effort, for templates with such a variable."""
     thinks: bool = True
-    """False: it is to answer at once. A model that never thinks does so anyway."""
+    """Whether the model may reason before it answers."""
     continue_final: bool = False
-    """The last turn is the assistant's, and the answer goes on with it."""
+    """Whether the last turn is the assistant's, and the answer continues it."""
 
     def check(self, messages: Sequence[Message]) -> None:
-        """Every bound that needs no template. Raises InvalidRequest."""
+        """Check every bound that needs no template. Raises InvalidRequest."""
         last = messages[-1]
         if self.continue_final and (last.role != "assistant" or last.tool_calls):
             raise InvalidRequest(f"{_CONTINUE}: the last message must be an assistant's text", param=_CONTINUE)
         if len(self.variables) > MAX_VARIABLES:
-            raise InvalidRequest(f"{_VARIABLES}: at most {MAX_VARIABLES}", param=_VARIABLES)
+            raise InvalidRequest(f"{_VARIABLES}: must have at most {MAX_VARIABLES} variables", param=_VARIABLES)
         for value in self.variables.values():
             is_scalar = value is None or isinstance(value, (bool, int, float, str))
             if not is_scalar or len(str(value)) > MAX_VARIABLE_CHARS:
                 bound = f"a text, number or boolean of at most {MAX_VARIABLE_CHARS} characters"
-                raise InvalidRequest(f"{_VARIABLES}: each is {bound}", param=_VARIABLES)
+                raise InvalidRequest(f"{_VARIABLES}: each must be {bound}", param=_VARIABLES)
 
 
 def check_messages(messages: Sequence[Message]) -> None:
-    """Raise InvalidRequest for what is no conversation."""
+    """Check the messages of a conversation. Raises InvalidRequest."""
     if not 1 <= len(messages) <= MAX_MESSAGES:
-        raise InvalidRequest(f"messages: 1 to {MAX_MESSAGES} of them", param="messages")
+        raise InvalidRequest(f"messages must have 1 to {MAX_MESSAGES} elements", param="messages")
     for message in messages:
         if message.role not in ROLES:
             raise InvalidRequest(f"messages: role must be one of {', '.join(sorted(ROLES))}", param="messages")
         if message.tool_calls and message.role != "assistant":
-            raise InvalidRequest("messages: tool_calls stand in an assistant's message", param="messages")
+            raise InvalidRequest("messages: tool_calls are allowed only in an assistant message", param="messages")
         if message.reasoning is not None and message.role != "assistant":
-            raise InvalidRequest("messages: reasoning_content stands in an assistant's message", param="messages")
+            raise InvalidRequest(
+                "messages: reasoning_content is allowed only in an assistant message", param="messages"
+            )
         if (message.tool_call_id is not None) != (message.role == "tool"):
-            raise InvalidRequest("messages: tool_call_id stands in a message of role tool", param="messages")
+            raise InvalidRequest("messages: tool_call_id is allowed only in a message of role tool", param="messages")
         if message.tool_call_id is not None:
             check_call_id(message.tool_call_id, "messages")
         check_calls(message.tool_calls, "messages")
 
 
 def tool_object(tool: ToolDefinition) -> dict[str, Any]:
-    """A tool as templates show it."""
+    """Return a tool as templates expect it."""
     function: dict[str, Any] = {"name": tool.name}
     if tool.description is not None:
         function["description"] = tool.description
@@ -117,7 +119,7 @@ def tool_object(tool: ToolDefinition) -> dict[str, Any]:
 
 
 def turns_of(messages: Sequence[Message], form: ToolForm, hide: Callable[[str], str]) -> list[dict[str, Any]]:
-    """For a template; `hide`: what is done to each text that a client wrote."""
+    """Convert messages to a template's turns; `hide`: applied to each text that a client wrote."""
     turns, names = [], dict[str, str]()
     for message in messages:
         turn: dict[str, Any] = {"role": message.role, "content": hide(message.content)}
@@ -146,7 +148,7 @@ def _call_object(call: AssistantToolCall, form: ToolForm, hide: Callable[[str], 
 
 
 def hidden(value: Any, hide: Callable[[str], str]) -> Any:
-    """JSON with all its texts hidden; its depth was checked."""
+    """Apply `hide` to all texts of a JSON value; its depth was checked."""
     if isinstance(value, str):
         return hide(value)
     if isinstance(value, Mapping):
@@ -155,7 +157,7 @@ def hidden(value: Any, hide: Callable[[str], str]) -> Any:
 
 
 def in_plain_words(messages: Sequence[Message], tools: Sequence[ToolDefinition]) -> list[Message]:
-    """The same conversation for a template that knows no tools."""
+    """Rewrite a conversation for a template that does not support tools."""
     plain: list[Message] = []
     for are_results, turns in groupby(messages, lambda message: message.tool_call_id is not None):
         if are_results:
@@ -185,7 +187,7 @@ def _call_text(call: AssistantToolCall) -> str:
 
 
 def form_shown_by(render: Callable[[Sequence[Message], Sequence[ToolDefinition], ToolForm], str]) -> ToolForm | None:
-    """The form in which a template shows tools, calls and results; None when it shows them in none.
+    """Detect the form in which a template shows tools, calls and results; None when it shows them in none.
 
     `render` raises InvalidRequest for what the template refuses.
     """
@@ -209,7 +211,7 @@ def form_shown_by(render: Callable[[Sequence[Message], Sequence[ToolDefinition],
             except InvalidRequest:
                 continue
             if all(mark in text for mark in (_NOTE, _ARGUMENT, _RESULT)):
-                # An object that was printed is Python's, not JSON, and a text that was made JSON is one twice.
+                # A printed object is Python's repr, not JSON, and a text dumped as JSON is escaped twice.
                 if f'"note": "{_ARGUMENT}"' in text or f'"note":"{_ARGUMENT}"' in text:
                     return form
                 shown.append(form)

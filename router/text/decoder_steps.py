@@ -1,10 +1,10 @@
 """The steps of a tokenizer's decoder, each as a machine that reads tokens one by one: for every decoder that the
-`tokenizers` library knows, where `router.text.detokenizer` has nothing faster.
+`tokenizers` library supports and `router.text.detokenizer` has no faster way for.
 
-A decoder is a chain of steps from a list of tokens to a list of tokens, whose texts are joined in the end. What a step
-makes of a token mostly depends on that token and on whether it is the first: such a step asks the library, once for
-each token. `Fuse` and `ByteLevel` make one token of all, and what follows them works on a text that is still growing:
-there each step holds back just what later text may change. Only what depends on the whole text (a regular expression
+A decoder is a chain of steps from a list of tokens to a list of tokens, whose texts are finally joined. What a step
+makes of a token mostly depends on that token and on whether it is the first: such a step asks the library once for each
+token. `Fuse` and `ByteLevel` join all tokens into one, and the steps after them work on a text that is still growing:
+there each step holds back only what later text may change. Only what depends on the whole text (a regular expression
 after `Fuse`) is held to the end.
 """
 
@@ -20,7 +20,7 @@ import tokenizers
 from tandem.errors import ConfigError
 
 _BEFORE, _BEHIND = "\ufdd0", "\ufdd1"
-"""Tokens around another: of no step's concern."""
+"""Dummy neighbours of a token, which no step changes."""
 _CLEANUP = (
     (" .", "."),
     (" ?", "?"),
@@ -34,7 +34,7 @@ _CLEANUP = (
     (" 've", "'ve"),
     (" 're", "'re"),
 )
-"""What `cleanup` of WordPiece and CTC replaces, in this order."""
+"""Replacements by `cleanup` of WordPiece and CTC, in this order."""
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _BYTE_TOKEN_LENGTH = len("<0x00>")
 _PER_TOKEN = frozenset({"WordPiece", "Metaspace", "Strip", "Replace"})
@@ -44,19 +44,19 @@ Decode = Callable[[list[str]], str]
 
 
 class DecoderStep(Protocol):
-    """One step within one stream."""
+    """One decoder step within one stream."""
 
     def push(self, token: str) -> Sequence[str]:
-        """The tokens, or pieces of a text, that became certain with this one."""
+        """Return the tokens, or pieces of text, that became certain with this one."""
         ...
 
     def flush(self) -> Sequence[str]:
-        """What is left when no token follows."""
+        """Return what was held back when no token follows."""
         ...
 
 
 def flat_steps(decoder: Mapping[str, Any] | None) -> list[dict[str, Any]]:
-    """The steps of a `decoder` of a tokenizer.json, those of sequences within it included."""
+    """Return the steps of a tokenizer.json's `decoder`, including those of nested sequences."""
     if not decoder:
         return []
     if decoder.get("type") != "Sequence":
@@ -65,13 +65,13 @@ def flat_steps(decoder: Mapping[str, Any] | None) -> list[dict[str, Any]]:
 
 
 class DecoderChain:
-    """What all streams of one tokenizer share. Raises ConfigError for a step that is not known."""
+    """The steps that all streams of one tokenizer share. Raises ConfigError for an unknown step."""
 
     def __init__(self, decoder: Mapping[str, Any] | None) -> None:
         steps = flat_steps(decoder)
         unknown = [str(step.get("type")) for step in steps if step.get("type") not in _KNOWN]
         if unknown:
-            raise ConfigError(f"tokenizer.json: decoder {unknown[0]} is not known")
+            raise ConfigError(f"tokenizer.json: unknown decoder {unknown[0]}")
         self.has_byte_tokens = any(step["type"] == "ByteFallback" for step in steps)
         self.is_byte_level = any(step["type"] == "ByteLevel" for step in steps)
         self._makers: list[Callable[[], DecoderStep]] = [] if decoder else [_Spaced]
@@ -82,11 +82,11 @@ class DecoderChain:
         self._decode = _library_decoder(decoder)
 
     def stream(self) -> "ChainStream":
-        """A stream that has read no token yet."""
+        """Start a stream, before any token."""
         return ChainStream([maker() for maker in self._makers])
 
     def piece(self, token: str) -> str:
-        """The text of a token among others."""
+        """Return the text of a token between other tokens."""
         before, mark, behind = self._decode([_BEFORE, _BEHIND]).partition(_BEFORE)
         head, tail = before + mark, behind
         whole = self._decode([_BEFORE, token, _BEHIND])
@@ -96,20 +96,20 @@ class DecoderChain:
 
 
 class ChainStream:
-    """The steps of one stream, in their order."""
+    """The steps of one stream, in order."""
 
     def __init__(self, steps: Sequence[DecoderStep]) -> None:
         self._steps = steps
 
     def push(self, token: str) -> str:
-        """The text that became certain with this token."""
+        """Return the text that became certain with this token."""
         tokens: Sequence[str] = (token,)
         for step in self._steps:
             tokens = [made for one in tokens for made in step.push(one)]
         return "".join(tokens)
 
     def flush(self) -> str:
-        """No token follows: the text still held."""
+        """Return the text still held back: no token follows."""
         tokens: list[str] = []
         for step in self._steps:
             tokens = [made for one in tokens for made in step.push(one)] + list(step.flush())
@@ -117,20 +117,20 @@ class ChainStream:
 
 
 def gpt2_bytes() -> dict[str, int]:
-    """The printable stand-in of every byte (GPT-2, `bytes_to_unicode`)."""
+    """Return the printable character that stands for each byte (GPT-2's `bytes_to_unicode`), inverted."""
     direct = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     shifted = [b for b in range(256) if b not in direct]
     return {chr(b): b for b in direct} | {chr(256 + i): b for i, b in enumerate(shifted)}
 
 
 def from_gpt2(token: str, table: Mapping[str, int]) -> bytes:
-    """The bytes of a token of a byte-level vocabulary."""
+    """Return the bytes of a token of a byte-level vocabulary."""
     # An added token may hold characters that stand for no byte; such a token is its own text.
     return bytes(table[c] for c in token) if all(c in table for c in token) else token.encode()
 
 
 def tokens_of_run(run: bytes) -> Sequence[str]:
-    """What `ByteFallback` makes of byte tokens in a row: one text of valid UTF-8, or a token U+FFFD for each."""
+    """Return what `ByteFallback` makes of consecutive byte tokens: one text of valid UTF-8, or U+FFFD for each."""
     try:
         return (run.decode(),)
     except UnicodeDecodeError:
@@ -138,12 +138,12 @@ def tokens_of_run(run: bytes) -> Sequence[str]:
 
 
 def text_of_run(run: bytes) -> str:
-    """The text of byte tokens in a row."""
+    """Return the text of consecutive byte tokens."""
     return "".join(tokens_of_run(run))
 
 
 def _token_step(step: dict[str, Any]) -> list[Callable[[], DecoderStep]]:
-    """Of a step that still has tokens before it. What it finds out about a token is known to all streams."""
+    """Return a step that still works on separate tokens. What it learns about a token is shared by all streams."""
     decode = _library_decoder(step)
     known: tuple[dict[str, str], dict[str, str]] = {}, {}
     match step["type"]:
@@ -161,7 +161,7 @@ def _token_step(step: dict[str, Any]) -> list[Callable[[], DecoderStep]]:
 
 
 def _text_step(step: dict[str, Any]) -> list[Callable[[], DecoderStep]]:
-    """Of a step behind another that has made one token of all."""
+    """Return a step that follows another which has joined all tokens into one."""
     decode = _library_decoder(step)
     replaced: Sequence[tuple[Any, str]] = ()
     match step["type"]:
@@ -190,7 +190,7 @@ def _text_step(step: dict[str, Any]) -> list[Callable[[], DecoderStep]]:
 
 
 class _FirstDiffers:
-    """Each token by itself, the first in its own way."""
+    """Decodes each token by itself, the first one differently."""
 
     def __init__(self, decode: Decode, known: tuple[dict[str, str], dict[str, str]]) -> None:
         self._decode = decode
@@ -212,7 +212,7 @@ class _FirstDiffers:
 
 
 class _LastDiffers:
-    """Each token by itself, the last in its own way: a token is held until the next one comes."""
+    """Decodes each token by itself, the last one differently: a token is held until the next one comes."""
 
     def __init__(self, decode: Decode, known: dict[str, str]) -> None:
         self._decode = decode
@@ -232,7 +232,7 @@ class _LastDiffers:
 
 
 class _Distinct:
-    """Of equal tokens in a row the first, by itself; what decodes to nothing is no token."""
+    """Keeps the first of consecutive equal tokens; drops tokens that decode to nothing."""
 
     def __init__(self, decode: Decode, known: dict[str, str]) -> None:
         self._decode = decode
@@ -252,7 +252,7 @@ class _Distinct:
 
 
 class _ByteRuns:
-    """Tokens such as `<0xE6>` in a row become a text when the row ends."""
+    """Joins consecutive tokens such as `<0xE6>` into a text when the run ends."""
 
     def __init__(self) -> None:
         self._run = bytearray()
@@ -269,7 +269,7 @@ class _ByteRuns:
 
 
 class _Utf8:
-    """Tokens are bytes; those of an unfinished character are held."""
+    """Decodes tokens that are bytes; holds those of an unfinished character."""
 
     _BYTES = gpt2_bytes()
 
@@ -284,7 +284,7 @@ class _Utf8:
 
 
 class _Spaced:
-    """Without a decoder the library joins tokens by spaces."""
+    """Joins tokens by spaces, as the library does without a decoder."""
 
     def __init__(self) -> None:
         self._gap = ""
@@ -298,7 +298,7 @@ class _Spaced:
 
 
 class _Held:
-    """The whole text, when it is there."""
+    """Holds the whole text until the end."""
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
@@ -313,7 +313,7 @@ class _Held:
 
 
 class _ReplacedText:
-    """One string for another, the leftmost first; what may be the beginning of one is held."""
+    """Replaces one string by another, leftmost first; holds what may be the beginning of a match."""
 
     def __init__(self, pattern: str, content: str) -> None:
         self._pattern = pattern
@@ -332,7 +332,7 @@ class _ReplacedText:
 
 
 class _StrippedText:
-    """Without some of one character at the beginning and at the end."""
+    """Strips up to a number of one character at the beginning and at the end."""
 
     def __init__(self, content: str, start: int, stop: int) -> None:
         self._content = content
@@ -357,7 +357,7 @@ class _StrippedText:
 
 
 class _LoneByte:
-    """A text that is nothing but one byte token stands for that byte."""
+    """Decodes a text that is a single byte token to that byte."""
 
     def __init__(self) -> None:
         self._held: str | None = ""
@@ -377,7 +377,7 @@ class _LoneByte:
 
 
 def _library_decoder(decoder: Mapping[str, Any] | None) -> Decode:
-    """What the library itself makes of a list of tokens."""
+    """Return the library's own function from a list of tokens to its text."""
     if decoder is None:
         return " ".join
     model = {"type": "BPE", "vocab": {}, "merges": []}

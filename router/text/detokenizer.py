@@ -1,12 +1,12 @@
-"""From tokens to text, one token at a time, never half a character.
+"""Turns tokens into text, one token at a time, never splitting a character.
 
-Two families of tokenizers are fast here, each by what its decoder does to a token's bytes:
+Two families of tokenizers are fast here, distinguished by what the decoder does to a token's bytes:
 
-* byte-level BPE (GPT-2, Llama 3, Qwen): a token is bytes, the text is their UTF-8 with U+FFFD for what is no UTF-8;
+* byte-level BPE (GPT-2, Llama 3, Qwen): a token is bytes, the text is their UTF-8 with U+FFFD for invalid bytes;
 * SentencePiece style (Llama 2, Mistral): `▁` is a space, `<0xE6>` is one byte; a run of such byte tokens is either
   valid UTF-8 as a whole or one U+FFFD per byte, so a run is held until it ends; one leading space is dropped.
 
-All others follow their decoder step by step (`router.text.decoder_steps`), which takes a few times as long.
+All others go through their decoder step by step (`router.text.decoder_steps`), which is a few times slower.
 
 The pieces of a stream, joined, equal the tokenizer's own decode of all its tokens; `Tokenizer.load` proves it for
 a sample of every tokenizer it meets.
@@ -34,29 +34,29 @@ class Detokenizer(Protocol):
     """The growing text of one choice."""
 
     def push(self, token_id: int) -> str:
-        """The text that became certain with this token; often the whole token, sometimes nothing yet."""
+        """Return the text that became certain with this token; often the whole token, sometimes nothing yet."""
         ...
 
     def flush(self) -> str:
-        """No token follows: the text still held."""
+        """Return the text still held back: no token follows."""
         ...
 
 
 class Pieces(Protocol):
-    """What every token id of one tokenizer stands for. Absent ids decode to nothing."""
+    """The text of every token id of one tokenizer. Absent ids decode to nothing."""
 
     def bytes_of(self, token_id: int) -> bytes:
-        """What one token contributes, on its own."""
+        """Return what one token contributes on its own."""
         ...
 
     def detokenizer(self, skip: frozenset[int]) -> Detokenizer:
-        """A fresh stream that ignores the ids in `skip`."""
+        """Start a stream that ignores the ids in `skip`."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenBytes:
-    """Pieces of the two fast families."""
+    """The tokens of the two fast families."""
 
     data: Sequence[bytes | None]
     byte_runs: frozenset[int] | None
@@ -74,7 +74,7 @@ class TokenBytes:
 
 
 class TokenTexts:
-    """Pieces of any other decoder."""
+    """The tokens of any other decoder."""
 
     def __init__(self, chain: DecoderChain, tokens: Sequence[str | None]) -> None:
         self._chain = chain
@@ -82,7 +82,7 @@ class TokenTexts:
         self._bytes = gpt2_bytes()
 
     def token(self, token_id: int) -> str | None:
-        """As the vocabulary has it."""
+        """Return a token's text in the vocabulary."""
         return self._tokens[token_id] if 0 <= token_id < len(self._tokens) else None
 
     def bytes_of(self, token_id: int) -> bytes:
@@ -100,7 +100,7 @@ class TokenTexts:
 
 
 def read_pieces(decoder: Mapping[str, Any] | None, size: int, token_of: Callable[[int], str | None]) -> Pieces:
-    """Pieces from the `decoder` entry of a tokenizer.json. Raises ConfigError for a step that is not known."""
+    """Read the `decoder` entry of a tokenizer.json. Raises ConfigError for an unknown step."""
     tokens = [token_of(i) for i in range(size)]
     steps = flat_steps(decoder)
     if [step.get("type") for step in steps] == ["ByteLevel"]:
@@ -118,7 +118,7 @@ def read_pieces(decoder: Mapping[str, Any] | None, size: int, token_of: Callable
 
 
 def _stripped_spaces(steps: Sequence[Mapping[str, Any]]) -> int | None:
-    """Of a decoder in SentencePiece style; None of others."""
+    """Return the stripped spaces of a decoder in SentencePiece style; None for others."""
     replace = {"type": "Replace", "pattern": {"String": _SPACE_MARK}, "content": " "}
     if list(steps[:3]) != [replace, {"type": "ByteFallback"}, {"type": "Fuse"}] or len(steps) > 4:
         return None
@@ -130,7 +130,7 @@ def _stripped_spaces(steps: Sequence[Mapping[str, Any]]) -> int | None:
 
 
 class _ByteLevelStream:
-    """Byte-level BPE: an incremental UTF-8 decoder holds the bytes of an unfinished character."""
+    """Decodes byte-level BPE: an incremental UTF-8 decoder holds the bytes of an unfinished character."""
 
     def __init__(self, pieces: TokenBytes, skip: frozenset[int]) -> None:
         self._pieces = pieces
@@ -148,7 +148,7 @@ class _ByteLevelStream:
 
 
 class _SentencePieceStream:
-    """SentencePiece with byte fallback: a run of byte tokens is decided when it ends."""
+    """Decodes SentencePiece with byte fallback: a run of byte tokens is decoded when it ends."""
 
     def __init__(self, pieces: TokenBytes, skip: frozenset[int]) -> None:
         self._pieces = pieces
@@ -183,7 +183,7 @@ class _SentencePieceStream:
 
 
 class _ChainedStream:
-    """Any other decoder: each token goes through its steps."""
+    """Decodes with any other decoder: each token goes through its steps."""
 
     def __init__(self, pieces: TokenTexts, chain: ChainStream, skip: frozenset[int]) -> None:
         self._pieces = pieces

@@ -1,8 +1,8 @@
-"""What a model writes while it thinks, kept apart from its answer. Pure.
+"""Separates a model's reasoning from its answer. Pure.
 
-Families of models put their thinking between two marks, before the answer; some templates write the first mark
-themselves, at the prompt's end. What counts as thinking depends on the text alone, never on how it came in pieces.
-White space at the marks belongs to neither side.
+Families of models write their reasoning between two marks, before the answer; some templates write the first mark
+themselves, at the prompt's end. What counts as reasoning depends on the text alone, never on how it was split. White
+space at the marks belongs to neither side.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,12 +23,12 @@ FAMILIES: Mapping[str, ThinkingMarks] = {
     "magistral": ThinkingMarks("[THINK]", "[/THINK]"),
     "seed_oss": ThinkingMarks("<seed:think>", "</seed:think>"),
 }
-"""By name: Qwen3, DeepSeek-R1, QwQ and others write the first."""
+"""Reasoning marks by family name. Qwen3, DeepSeek-R1, QwQ and others write the first."""
 
 
 def marks_of(template: str, forced: str | None = None) -> ThinkingMarks | None:
-    """Those of a family whose end mark a chat template knows; of the one called `forced`, if that is said, which may be
-    `none`. None: what the model writes is its answer.
+    """Return the marks of the family whose end mark the chat template contains, or of the one named `forced`, if given,
+    which may be `none`. None: everything that the model writes is its answer.
     """
     if forced is not None:
         return FAMILIES.get(forced)
@@ -36,7 +36,7 @@ def marks_of(template: str, forced: str | None = None) -> ThinkingMarks | None:
 
 
 class AnswerPart(NamedTuple):
-    """Some of an answer's text."""
+    """A piece of an answer's text."""
 
     is_reasoning: bool
     text: str
@@ -44,15 +44,15 @@ class AnswerPart(NamedTuple):
 
 class _Phase(Enum):
     BEFORE = auto()
-    """It is not known yet whether it thinks."""
+    """It is not known yet whether the model reasons."""
     THINKING = auto()
     BETWEEN = auto()
-    """It has thought; of the answer there was white space at most."""
+    """The reasoning has ended; of the answer there has been white space at most."""
     ANSWER = auto()
 
 
 class ReasoningParser:
-    """Reads one choice as it grows."""
+    """Separates the text of one choice as it grows."""
 
     def __init__(self, marks: ThinkingMarks, *, is_open: bool) -> None:
         """`is_open`: the prompt ends with the first mark."""
@@ -60,15 +60,15 @@ class ReasoningParser:
         self._phase = _Phase.THINKING if is_open else _Phase.BEFORE
         self._has_thought = is_open
         self._white: list[str] = []
-        """What came last: it may stand at a mark."""
+        """The last white space, which may border on a mark."""
         self._held = ""
-        """Behind it: may still become a mark. No longer than one, so that each character is looked at once."""
+        """Text after it that may still become a mark. No longer than one, so that each character is examined once."""
         self._is_first = True
-        """Nothing of the thinking has been passed on."""
+        """Whether no reasoning has been passed on yet."""
 
     @property
     def has_ended(self) -> bool:
-        """Whether it has thought to the end, or does not."""
+        """Whether the reasoning has ended, or there is none."""
         return self._phase in (_Phase.BETWEEN, _Phase.ANSWER)
 
     @property
@@ -77,7 +77,7 @@ class ReasoningParser:
         return self._has_thought
 
     def feed(self, text: str) -> list[AnswerPart]:
-        """What more of the answer says."""
+        """Return the new parts of the answer."""
         if self._phase is _Phase.ANSWER:
             return [AnswerPart(False, text)] if text else []
         parts: list[AnswerPart] = []
@@ -90,7 +90,7 @@ class ReasoningParser:
         return parts
 
     def flush(self) -> list[AnswerPart]:
-        """The answer is over: what was held back."""
+        """Return what was held back: the answer has ended."""
         parts: list[AnswerPart] = []
         if self._phase is _Phase.BEFORE:
             self._answer(self._taken(self._held), parts)
@@ -99,7 +99,7 @@ class ReasoningParser:
         return parts
 
     def _taken(self, text: str) -> str:
-        """What was held back, and then this text."""
+        """Return what was held back, followed by this text."""
         self._held = ""
         if self._white:
             text = "".join((*self._white, text))
@@ -107,7 +107,7 @@ class ReasoningParser:
         return text
 
     def _begin(self, text: str, parts: list[AnswerPart]) -> str:
-        """What is left of a text when it is known whether it thinks."""
+        """Decide whether the model reasons; return the rest of the text."""
         begun = self._held + text
         if not self._held:
             begun = text.lstrip(_WHITE)
@@ -123,7 +123,7 @@ class ReasoningParser:
         return ""
 
     def _think(self, text: str, parts: list[AnswerPart]) -> str:
-        """What is left of a text when it has thought."""
+        """Handle reasoning; return the rest of the text once it has ended."""
         thought, mark, rest = (self._held + text).partition(self._marks.end)
         held = "" if mark else thought[len(thought) - _common(thought, self._marks.end) :]
         thought = thought.removesuffix(held)
@@ -148,15 +148,15 @@ class ReasoningParser:
 
 
 def _common(text: str, mark: str) -> int:
-    """Length of the longest end of the text that begins the mark."""
+    """Return the length of the longest end of the text that begins the mark."""
     return next(n for n in range(min(len(text), len(mark) - 1), -1, -1) if text.endswith(mark[:n]))
 
 
 class ReasoningTokens:
-    """Counts a choice's tokens up to the one that ends its thinking, in bytes: a mark may be several tokens."""
+    """Counts a choice's tokens up to the end of its reasoning, in bytes: a mark may be several tokens."""
 
     def __init__(self, marks: ThinkingMarks, bytes_of: Callable[[int], bytes], *, is_open: bool) -> None:
-        """`bytes_of`: of one token."""
+        """`bytes_of`: returns the bytes of one token."""
         self._parser = ReasoningParser(
             ThinkingMarks(*(mark.encode().decode("latin-1") for mark in marks)), is_open=is_open
         )
@@ -185,13 +185,13 @@ class ReasoningTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reasoning:
-    """How one request's answers are read for thinking: in `PreparedRequest`."""
+    """How one request's answers are parsed for reasoning; part of `PreparedRequest`."""
 
     marks: ThinkingMarks
     is_open: bool
-    """The prompt ends with the first mark."""
+    """Whether the prompt ends with the first mark."""
     may_begin: bool
-    """The model writes the first mark, if it thinks."""
+    """Whether the model itself writes the first mark, if it reasons."""
     shown_ids: frozenset[int]
     """Special tokens that the parser must see."""
     bytes_of: Callable[[int], bytes]
@@ -203,6 +203,6 @@ class Reasoning:
         return ReasoningTokens(self.marks, self.bytes_of, is_open=self.is_open)
 
     def answer_in(self, text: str) -> str:
-        """A whole choice without its thinking."""
+        """Return a whole choice without its reasoning."""
         parser = self.new_parser()
         return "".join(part.text for part in (*parser.feed(text), *parser.flush()) if not part.is_reasoning)

@@ -30,7 +30,7 @@ class StopStrings:
     """The stop strings of one request, compiled. Immutable once built."""
 
     def __init__(self, strings: Sequence[str]) -> None:
-        """Raises InvalidRequest beyond the bounds above."""
+        """Compile the strings. Raises InvalidRequest beyond the bounds above."""
         if len(strings) > MAX_STOP_STRINGS:
             raise InvalidRequest(f"stop: at most {MAX_STOP_STRINGS} strings", param="stop")
         if not all(1 <= len(s) <= MAX_STOP_CHARS for s in strings):
@@ -46,18 +46,18 @@ class StopStrings:
         return len(self._nodes) > 1
 
     def step(self, state: int, char: str) -> int:
-        """The state after one more character; state 0 is the start."""
+        """Return the state after one more character; state 0 is the start."""
         nodes = self._nodes
         while state and char not in nodes[state].next:
             state = nodes[state].fail
         return nodes[state].next.get(char, 0)
 
     def held(self, state: int) -> int:
-        """How many of the last characters may still become a stop string."""
+        """Count the last characters that may still become a stop string."""
         return self._nodes[state].depth
 
     def matched(self, state: int) -> int:
-        """Length of the longest stop string that ends at this state; 0 for none."""
+        """Return the length of the longest stop string that ends at this state; 0 for none."""
         return self._nodes[state].matched
 
     def _insert(self, string: str) -> None:
@@ -70,7 +70,7 @@ class StopStrings:
         self._nodes[at].matched = len(string)
 
     def _link(self) -> None:
-        """Breadth first, so that a node's failure target is complete before the node is."""
+        """Link breadth first, so that a node's failure target is complete before the node is."""
         queue = deque(self._nodes[0].next.values())
         while queue:
             at = queue.popleft()
@@ -83,7 +83,7 @@ class StopStrings:
 
 
 class StopMatcher:
-    """One choice's position in the automaton, and the text that it holds back."""
+    """The position of one choice in the automaton, and the text that it holds back."""
 
     def __init__(self, stops: StopStrings, *, include_match: bool) -> None:
         self._stops = stops
@@ -94,7 +94,7 @@ class StopMatcher:
         """The stop string that ended the choice."""
 
     def feed(self, text: str) -> str:
-        """The text that may be shown now. After a match nothing more comes out."""
+        """Return the text that may be shown now. After a match nothing more comes out."""
         if self.match is not None:
             return ""
         if not self._stops:
@@ -113,6 +113,6 @@ class StopMatcher:
         return shown
 
     def flush(self) -> str:
-        """The choice ended otherwise: what was held back is ordinary text."""
+        """Return what was held back: the choice ended otherwise, so it is ordinary text."""
         shown, self._pending = self._pending, ""
         return shown

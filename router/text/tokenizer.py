@@ -1,10 +1,10 @@
-"""Text to tokens and back, for one model directory.
+"""Converts text to tokens and back, for one model directory.
 
-What a client writes can never become a control token. Plain prompts are encoded with special tokens switched
-off. In a conversation only the template may write them: before rendering, every place in a client's text where a
-special token's literal stands, or might begin at its end, is replaced by an unguessable mark; in the rendered text the
-remaining literals, all the template's own, become aliases; the marks turn back into the client's characters; and the
-tokenizer, told to read special literals as text and taught the aliases, encodes the whole in one go.
+What a client writes can never become a control token. Plain prompts are encoded with special tokens switched off. In a
+conversation only the template may write them: before rendering, every place in a client's text where a special token's
+literal stands, or might begin at its end, is replaced by an unguessable mark; in the rendered text the remaining
+literals, all from the template, become aliases; the marks turn back into the client's characters; and the tokenizer,
+configured to read special literals as text and extended with the aliases, encodes the result at once.
 """
 
 import json
@@ -40,7 +40,7 @@ class Tokenizer:
         special = {i: token for i, token in added.items() if token.special}
         self.special_ids = frozenset(special)
         self.added_ids = {token.content: i for i, token in added.items()}
-        """By their texts: tokens that no text is cut into other than whole."""
+        """Ids of added tokens by text: tokens that are matched as a whole."""
         self.size = max([self._library.get_vocab_size(with_added_tokens=True), *(i + 1 for i in added)])
         """One above the highest token id that has a text."""
         raw = json.loads(spec)
@@ -53,7 +53,8 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: Path) -> "Tokenizer":
-        """From a model directory in Hugging Face layout: tokenizer.json, tokenizer_config.json, chat_template.jinja.
+        """Load from a model directory in Hugging Face layout: tokenizer.json, tokenizer_config.json,
+        chat_template.jinja.
 
         Raises ConfigError that names the file.
         """
@@ -80,9 +81,9 @@ class Tokenizer:
         return self._template is not None
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a plain prompt; `add_special_tokens` lets the tokenizer put its own (such as BOS) around it.
+        """Encode a plain prompt; `add_special_tokens` lets the tokenizer add its own (such as BOS) around it.
 
-        Raises InvalidRequest for text that is no valid Unicode or holds NUL.
+        Raises InvalidRequest for text that is not valid Unicode or contains NUL.
         """
         check_text(text, "prompt")
         return self._encode(text, add_special_tokens=add_special_tokens)
@@ -96,7 +97,7 @@ class Tokenizer:
         tools: Sequence[ToolDefinition] = (),
         options: TemplateOptions = TemplateOptions(),  # noqa: B008  # frozen
     ) -> list[int]:
-        """Token ids of a conversation, rendered by the model's template.
+        """Encode a conversation, rendered by the model's template.
 
         Raises InvalidRequest when there is no template, when it refuses the messages, or beyond `max_chars`.
         """
@@ -121,32 +122,33 @@ class Tokenizer:
         return self._guard.hide(text)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text of all tokens at once."""
+        """Decode all tokens at once."""
         known = [i for i in token_ids if i < self.size]
         text: str = self._library.decode(known, skip_special_tokens=skip_special_tokens)
         return text
 
     def detokenizer(self, *, skip_special_tokens: bool = True, shown_ids: frozenset[int] = frozenset()) -> Detokenizer:
-        """A stream whose pieces, joined, equal `decode` of its tokens; `shown_ids`: not skipped although special."""
+        """Start a stream whose pieces, joined, equal `decode` of its tokens; `shown_ids`: special tokens not to be
+        skipped."""
         return self._pieces.detokenizer(self.special_ids - shown_ids if skip_special_tokens else frozenset())
 
     def check_fits(self, vocab_size: int) -> None:
-        """Raise ConfigError when it makes tokens that a model with so many embeddings does not know."""
+        """Check that the model embeds every token id of the tokenizer. Raises ConfigError."""
         if self.size > vocab_size:
-            raise ConfigError(f"the tokenizer has {self.size} tokens, the model embeds {vocab_size}")
+            raise ConfigError(f"the tokenizer has {self.size} tokens, but the model's vocabulary has {vocab_size}")
 
     def bytes_of(self, token_id: int) -> bytes:
-        """One token's bytes; for logprobs."""
+        """Return one token's bytes, for logprobs."""
         return self._pieces.bytes_of(token_id)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        # "fast": without the offsets of tokens in the text, which nobody asks for.
+        # "fast": without the offsets of tokens in the text, which are not needed.
         (encoded,) = self._library.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoded.ids
         return ids
 
     def _add_aliases(self, special: dict[int, Any]) -> dict[int, int]:
-        """From now on special literals are read as text, and only their aliases as control tokens."""
+        """Make the library read special literals as text, and only their aliases as control tokens."""
         self._library.encode_special_tokens = True
         alias_ids = {}
         for token_id, token in special.items():
@@ -167,7 +169,7 @@ class Tokenizer:
 
 
 class _Guard:
-    """Tells a client's literals of special tokens from the template's."""
+    """Distinguishes a client's literals of special tokens from the template's."""
 
     def __init__(self, literals: Sequence[str]) -> None:
         nonce = secrets.token_hex(8)
@@ -182,11 +184,11 @@ class _Guard:
         self._hidden = re.compile(f"{self._mark}([0-9a-f]+);")
 
     def alias(self, literal: str) -> str:
-        """What stands for the template's own `literal`."""
+        """Return the alias for the template's own `literal`."""
         return self._aliases[literal]
 
     def hide(self, text: str) -> str:
-        """A client's text in which no literal stands and none begins."""
+        """Return a client's text in which no literal stands and none begins."""
         at = {found.start() for found in self._starts.finditer(text)}
         at.update(i for i in range(max(0, len(text) - self._longest_tail), len(text)) if text[i:] in self._tails)
         if not at:
@@ -194,13 +196,13 @@ class _Guard:
         return "".join(f"{self._mark}{ord(c):x};" if i in at else c for i, c in enumerate(text))
 
     def resolve(self, rendered: str) -> str:
-        """Literals left in the rendered text become aliases, and clients' text itself again."""
+        """Replace the literals left in the rendered text by aliases, and restore clients' text."""
         aliased = self._literal.sub(lambda found: self._aliases[found[0]], rendered)
         return self._hidden.sub(lambda found: chr(int(found[1], 16)), aliased)
 
 
 def _starts_pattern(literals: Sequence[str]) -> str:
-    """Matches the first character of every occurrence, overlapping ones too."""
+    """Return a pattern that matches the first character of every occurrence, overlapping ones too."""
     rests: dict[str, list[str]] = {}
     for text in literals:
         rests.setdefault(text[0], []).append(re.escape(text[1:]))
@@ -225,7 +227,7 @@ def _parse(spec: str) -> Any:
 
 
 def _check_token_ids(raw: dict[str, Any]) -> None:
-    """Raise ConfigError where two tokens have one id: one of them could be read and never be written."""
+    """Raise ConfigError where two tokens share an id: one of them could be read and never be written."""
     model, added = raw.get("model"), raw.get("added_tokens")
     vocab = model.get("vocab") if isinstance(model, dict) else None
     places: dict[str, Iterable[tuple[Any, Any]]] = {
@@ -250,13 +252,13 @@ def _read(path: Path) -> str | None:
 
 
 def _text(token: Any) -> str | None:
-    """A special token is given as its text, or as an object that holds it."""
+    """Return the text of a special token, which is given as text, or as an object that holds it."""
     text = token.get("content") if isinstance(token, dict) else token
     return text if isinstance(text, str) else None
 
 
 def _template_in(config: dict[str, Any]) -> str | None:
-    """The template itself, or the one named `default` of several."""
+    """Return the template itself, or the one named `default` of several."""
     template = config.get("chat_template")
     if isinstance(template, list):
         named = {t.get("name"): t.get("template") for t in template if isinstance(t, dict)}

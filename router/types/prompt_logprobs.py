@@ -1,4 +1,4 @@
-"""Prompt logprobs as values: what a client may ask of its prompt itself, and what workers tell of it."""
+"""Prompt logprobs as values: what a client may request about its prompt itself, and what workers report."""
 
 from array import array
 from collections.abc import Sequence
@@ -10,45 +10,45 @@ from tandem.values.outputs import PhaseTimes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptScoringRequest:
-    """Read the prompt before anything is generated."""
+    """A request to score the prompt before anything is generated."""
 
     num_top: int | None
-    """Log probabilities, and of each token so many of the most likely in its place; None: the mean hidden state."""
+    """Alternatives per token, returned with the log probabilities; None: return the mean hidden state instead."""
     only: bool = False
-    """Nothing is generated."""
+    """Whether nothing is generated."""
     continues: bool = False
-    """Of the prompt itself nothing: the `num_top` most likely tokens behind it."""
+    """Whether to return only the `num_top` most likely tokens after the prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScoredPrompt:
-    """What was read of one prompt; log probabilities are of its tokens behind the first."""
+    """The scores of one prompt; log probabilities start at its second token."""
 
     num_top: int = 0
     logprobs: Sequence[float] = ()
     ranks: Sequence[int] = ()
-    """1: no other token was more likely."""
+    """Rank of each token; 1: no other token was more likely."""
     top_ids: Sequence[int] = ()
     top_logprobs: Sequence[float] = ()
-    """Of each token `num_top`, the most likely first."""
+    """For each token `num_top` log probabilities, the most likely first."""
     mean: Sequence[float] = ()
     times: PhaseTimes = field(default_factory=PhaseTimes)
     num_computed: int = 0
-    """Of the prompt's tokens, those that had to be computed."""
+    """Prompt tokens that had to be computed."""
     worker: WorkerKey | None = None
-    """Who read it."""
+    """The worker that scored it."""
 
     def __len__(self) -> int:
         return len(self.logprobs)
 
     def top(self, index: int) -> list[tuple[int, float]]:
-        """The most likely tokens in the place of one."""
+        """Return the most likely tokens at one position."""
         place = slice(index * self.num_top, (index + 1) * self.num_top)
         return list(zip(self.top_ids[place], self.top_logprobs[place], strict=True))
 
 
 class ScoredPromptBuilder:
-    """Puts together what a worker tells in several messages."""
+    """Assembles a scored prompt from a worker's messages."""
 
     def __init__(self, ask: PromptScoringRequest, num_tokens: int) -> None:
         self._num_top = ask.num_top
@@ -74,7 +74,7 @@ class ScoredPromptBuilder:
         self._mean.extend(mean)
 
     def whole(self, times: PhaseTimes, worker: WorkerKey) -> ScoredPrompt | None:
-        """All of it; None when it is not what was asked for."""
+        """Return the whole result; None when it does not match the request."""
         num_scored = 0 if self._num_top is None or self._continues else self._num_tokens - 1
         num_top = (1 if self._continues else num_scored) * (self._num_top or 0)
         sizes = (len(self._logprobs), len(self._ranks), len(self._top_ids), len(self._top_logprobs))

@@ -1,8 +1,8 @@
-"""The router's own values: what the servers pass to dispatch, and what dispatch returns.
+"""The values that servers pass to dispatch, and that dispatch returns.
 
 A server (HTTP or gRPC) validates and tokenizes a client's request into a `RoutedRequest`; `dispatch` answers with
-`ChoiceDelta`s, or raises one of `tandem.errors`. Servers know nothing of workers, dispatch nothing of text. Values made
-for every token are named tuples: a frozen dataclass takes twice as long to make.
+`ChoiceDelta`s, or raises one of `tandem.errors`. Servers know nothing of workers, and dispatch nothing of text. Values
+made for every token are named tuples: a frozen dataclass takes twice as long to make.
 """
 
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -19,19 +19,19 @@ from tandem.values.roles import WorkerRole
 from tandem.values.sampling import SamplingParams
 
 MAX_PRIORITY = 2**31 - 1
-"""Served last; `-MAX_PRIORITY` is served first."""
+"""The lowest priority; `-MAX_PRIORITY` is the highest."""
 _LEAST_CONTINUATIONS = 2
-"""A step of a beam search looks at this many for each beam, or at more where many tokens end one."""
+"""Continuations that a step of a beam search considers per beam; more where many tokens end one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumePoint:
-    """Where one choice of a stream is that another router, or an earlier reader of this one, began."""
+    """The position in one choice of a stream that another router, or an earlier reader of this one, began."""
 
     worker: Incarnation
-    """The decode worker's process that may still have it."""
+    """Incarnation of the decode worker that may still run it."""
     num_tokens: int
-    """Those that the client has. The stream begins at the first token all the same: text needs those before it."""
+    """Tokens that the client has. The stream still begins at the first token: text needs those before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +40,11 @@ class PinRequest:
 
     num_tokens: int
     name: str = ""
-    """Empty: named after the prefix and its TTL."""
+    """Name of the pin; empty: named after the prefix and its TTL."""
     ttl_s: float = 0.0
     find_end_s: Callable[[], float | None] | None = None
-    """Returns that time on the router's clock, called once the prompt is computed: until then it may change. None: the
-    pin is not wanted any more."""
+    """Returns when the pin ends, on the router's clock; called once the prompt is computed, since it may change until
+    then. None: the pin is no longer wanted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,58 +53,58 @@ class BeamSearchParams:
 
     num_beams: int
     length_penalty: float = 1.0
-    """Power of the length that sums are divided by: above 0 longer answers are preferred."""
+    """Exponent of the length by which sums are divided: values above 0 prefer longer answers."""
     early_stopping: bool | Literal["never"] = False
-    """True: over when `num_beams` have ended. False: when no running beam would be better if it ended now. "never":
+    """True: stop when `num_beams` have ended. False: when no running beam would be better if it ended now. "never":
     when none can become better."""
     end_ids: frozenset[int] = frozenset()
     """Tokens that end a beam."""
 
     @property
     def num_next(self) -> int:
-        """Continuations that a step looks at, of each beam and of all together."""
+        """Continuations that a step considers, for each beam and for all together."""
         return max(_LEAST_CONTINUATIONS, 1 + len(self.end_ids)) * self.num_beams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutedRequest:
-    """A client request after every bound was checked."""
+    """A client request that has passed validation."""
 
     request_id: RequestId
-    """Minted here; a client's X-Request-Id is only echoed."""
+    """Id made by this router; a client's X-Request-Id is only echoed."""
     prompt_token_ids: tuple[int, ...]
     sampling: SamplingParams
-    """`max_tokens` is already clamped to the context, `seed` already concrete."""
+    """Sampling parameters, with `max_tokens` clamped to the context and `seed` chosen."""
     grammar_param: str | None = None
-    """The client's field that its grammar was made of."""
+    """The client's field that the grammar was made from."""
     hash_root: BlockHash
-    """Model, adapter, and the salt of tenant and client: the root of the prompt's block names."""
+    """Hash of model, adapter, and the salts of tenant and client: the root of the prompt's block names."""
     tenant: str = ""
     """The tenant whose limits and fair share it counts against."""
     operation: str = "text_completion"
     """The operation, as OpenTelemetry's GenAI conventions name it."""
     num_choices: int = 1
     reads_along: bool = True
-    """Tokens are wanted as they come; else the first one at once, the others when some have come together."""
+    """Whether tokens are wanted as they come; otherwise the first one at once, later ones in groups."""
     priority: int = 0
     arrived_s: float | None = None
-    """When a server received it, on the router's monotonic clock; None: when dispatch did."""
+    """Time at which a server received it, on the router's monotonic clock; None: when dispatch did."""
     deadline_s: float | None = None
-    """On the router's monotonic clock; None: as long as its reader stays."""
+    """Deadline on the router's monotonic clock; None: none."""
     only_worker: WorkerKey | None = None
     """The one worker that may run it, for a canary or a probe; clients cannot set this."""
     resume: tuple[ResumePoint, ...] = ()
-    """Of a stream that is continued, by choice."""
+    """Positions of a stream that is continued, by choice."""
     pins: tuple[PinRequest, ...] = ()
     """Prefixes of its prompt to pin."""
     resumptions: int = 0
-    """How often the stream has been continued."""
+    """Number of times that the stream has been continued."""
     is_local: bool = False
-    """It had its turn because a decode worker reads its prompt itself: prefill workers have enough to do."""
+    """Whether it had its turn because a decode worker prefills it itself while prefill workers are busy."""
     reads: PromptScoringRequest | None = None
-    """The log probabilities requested for the prompt itself; returned before any token."""
+    """Scores requested for the prompt itself; returned before any token."""
     beams: BeamSearchParams | None = None
-    """The choices are the best of a beam search."""
+    """Parameters of a beam search, whose best beams are the choices; None: sampling."""
     span: Span | None = field(default=None, compare=False)
     """The span of the whole request, when it is traced; its server ends it."""
 
@@ -115,15 +115,15 @@ class ChoiceFinish:
 
     reason: FinishReason
     cached_tokens: int
-    """Prompt tokens whose KV was reused, wherever the prefill ran: the true count."""
+    """Prompt tokens whose KV was reused, wherever the prefill ran, as measured."""
     times: PhaseTimes
-    """Of all its attempts."""
+    """Phase times, summed over all its attempts."""
     computed_tokens: int = 0
     """Tokens computed by all its attempts, as far as their workers reported."""
     needed_tokens: int = 0
     """Tokens that one undisturbed attempt computes: the prompt without its cached part, and the answer."""
     read_by: WorkerRole | None = None
-    """The pool whose worker computed the prompt, before the first token; None: not known."""
+    """The pool whose worker computed the prompt, before the first token; None: unknown."""
 
 
 class ChoiceDelta(NamedTuple):
@@ -133,20 +133,20 @@ class ChoiceDelta(NamedTuple):
     tokens: tuple[SampledToken, ...] = ()
     finish: ChoiceFinish | None = None
     worker: Incarnation = Incarnation(0)
-    """The decode worker's process that it came from; 0: from none."""
+    """Incarnation of the decode worker that it came from; 0: none."""
     reading: ScoredPrompt | None = None
-    """Of the prompt, before everything else; of no choice alone."""
+    """Scores of the prompt, before everything else; they belong to no single choice."""
     cached_tokens: int | None = None
     """Prompt tokens whose KV was reused, with the first tokens of an attempt."""
 
 
 class DeltaSink(Protocol):
-    """Receives a request's deltas where they arrive, without a task in between."""
+    """Receives a request's deltas as they arrive, without a task in between."""
 
     def on_delta(self, delta: ChoiceDelta) -> bool:
-        """The next delta, without waiting. Raises what ends the request.
+        """Handle the next delta without waiting. Raises an error to end the request.
 
-        Returns whether nothing more should come before `ready`; what comes meanwhile waits, up to dispatch's bound.
+        Returns whether to wait for `ready` before sending more; what arrives meanwhile waits, up to dispatch's bound.
         """
         ...
 
@@ -167,22 +167,23 @@ class Streamer(Protocol):
 
 
 class Generator(Streamer, Protocol):
-    """What the servers need of dispatch."""
+    """The part of dispatch that servers use."""
 
     def admitted(self, requests: Sequence[RoutedRequest]) -> AbstractContextManager[None]:
-        """While inside, all requests of one client call are let in, to be `run`; whoever runs but one need not ask.
+        """Admit all requests of one client call while inside, to be `run`; not needed for a single request.
 
-        Raises on entering what `run` would raise, or InvalidRequest for more than may ever run: none is in then.
+        On entering, raises what `run` would raise, or InvalidRequest for more than may ever run; none is admitted then.
         """
         ...
 
     async def run(self, request: RoutedRequest, sink: DeltaSink) -> None:
-        """Give `sink` all choices, interleaved, until each has finished. Cancelling it cancels the request.
+        """Send all choices to `sink`, interleaved, until each has finished. Cancelling it cancels the request.
 
         Raises as `generate`, and what the sink raises.
         """
         ...
 
     def finish_choice(self, request_id: RequestId, choice_index: int) -> None:
-        """Stop generating one choice early (a stop string was seen); its ChoiceFinish still follows, reason STOP."""
+        """Stop generating one choice early (a stop string was found); its ChoiceFinish still follows, with reason
+        STOP."""
         ...

@@ -1,4 +1,4 @@
-"""What passes between dispatch and one worker's session: orders down, events of one attempt up."""
+"""Messages between dispatch and one worker's session: orders to the worker, events of one attempt from it."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ CLOSED_HERE = "the router closed the session"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillRoute:
-    """The prefill worker that computes a decode worker's prompt."""
+    """The prefill worker that computes the prompt for a decode worker."""
 
     worker: WorkerKey
     address: str
@@ -35,12 +35,12 @@ class SubmitOrder:
     """One attempt at one choice."""
 
     request_id: RequestId
-    """Of the choice, not of the client's request."""
+    """Id of the choice, not of the client's request."""
     attempt: int
     choice_index: int
     prompt_token_ids: tuple[int, ...]
     generated_token_ids: tuple[int, ...]
-    """Output of earlier attempts: input now, never sampled again."""
+    """Output of earlier attempts, which is input now and is never sampled again."""
     sampling: SamplingParams
     hash_root: BlockHash
     priority: int
@@ -49,14 +49,14 @@ class SubmitOrder:
     holder: PrefixHolder | None = None
     """Without a route: a worker expected to hold more of the prompt's prefix than the decode worker."""
     tokens_per_message: int = 0
-    """Tokens after the first that the worker may send in one message; 0: each step's at once."""
+    """Tokens after the first that the worker may send in one message; 0: those of each step at once."""
     trace: TraceContext | None = None
-    """Of the span that the worker's spans are children of."""
+    """Trace context of the parent of the worker's spans."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptStarted:
-    """The facts about an attempt that come with its first token."""
+    """Facts about an attempt that arrive with its first token."""
 
     cached_tokens: int
     times: PhaseTimes
@@ -64,7 +64,7 @@ class AttemptStarted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptFinished:
-    """The end of an attempt, as its worker reports it; `failure` with reason ERROR."""
+    """The end of an attempt as its worker reports it; `failure` is set with reason ERROR."""
 
     reason: FinishReason
     cached_tokens: int
@@ -73,7 +73,7 @@ class AttemptFinished:
 
 
 class TokensArrived(NamedTuple):
-    """Tokens `first_index`, `first_index + 1`, ... of the output; the end, or both."""
+    """Tokens `first_index`, `first_index + 1`, ... of the output; the end of the attempt, or both."""
 
     first_index: int
     tokens: tuple[SampledToken, ...]
@@ -82,20 +82,20 @@ class TokensArrived(NamedTuple):
 
     @property
     def cached_tokens(self) -> int | None:
-        """Known with the first of them."""
+        """Cached prompt tokens, known with the first tokens."""
         return None if self.started is None else self.started.cached_tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptRefused:
-    """The worker refuses the attempt, and keeps nothing of it."""
+    """A worker's refusal of an attempt, of which it keeps nothing."""
 
     error: ServingError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferFailed:
-    """The prompt's KV did not arrive; the decode worker holds what did and waits for a new route."""
+    """The prompt's KV did not arrive; the decode worker keeps what did and waits for a new route."""
 
     transfer_id: TransferId
     landed_tokens: int
@@ -113,10 +113,10 @@ class WorkerLost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptScoringOrder:
-    """One attempt at reading one prompt; see `router.types.prompt_logprobs.PromptScoringRequest`."""
+    """One attempt at scoring one prompt; see `router.types.prompt_logprobs.PromptScoringRequest`."""
 
     request_id: RequestId
-    """Of the scoring, not of the client's request."""
+    """Id of the scoring, not of the client's request."""
     attempt: int
     prompt_token_ids: tuple[int, ...]
     num_top: int | None
@@ -127,7 +127,7 @@ class PromptScoringOrder:
 
 
 class PromptScoresPart(NamedTuple):
-    """More of what was read of a prompt; see `router.types.prompt_logprobs.ScoredPrompt`."""
+    """A part of a prompt's scores; see `router.types.prompt_logprobs.ScoredPrompt`."""
 
     logprobs: Sequence[float]
     ranks: Sequence[int]
@@ -135,12 +135,12 @@ class PromptScoresPart(NamedTuple):
     top_logprobs: Sequence[float]
     mean: Sequence[float]
     times: PhaseTimes | None
-    """With the last part."""
+    """Phase times, with the last part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheOffer:
-    """What a draining worker has cached, hottest first, and for how long others may fetch it."""
+    """The cached blocks of a draining worker, hottest first, and how long others may fetch them."""
 
     chains: tuple[CachedChain, ...]
     lends_s: float
@@ -148,13 +148,13 @@ class CacheOffer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MigrationPlan:
-    """What the target of a cache migration may fetch of a draining worker."""
+    """Blocks that the target of a cache migration may fetch from a draining worker."""
 
     holder: PrefixHolder
     block_size: int
     """Tokens of each block that the chains name."""
     chains: tuple[CachedChain, ...]
-    """Hottest first."""
+    """Chains of blocks, hottest first."""
 
 
 AttemptEvent = TokensArrived | AttemptRefused | TransferFailed | WorkerLost
@@ -164,7 +164,7 @@ DeliverScores = Callable[[PromptScoringEvent], None]
 
 
 class WorkerPort(Protocol):
-    """Sends orders to one live worker. Nothing here waits: orders are queued for the session's writer."""
+    """Sends orders to one live worker. No method waits: orders are queued for the session's writer."""
 
     def submit(self, order: SubmitOrder, deliver: Deliver) -> None:
         """Start an attempt; its events go to `deliver` until it ends or is cancelled.
@@ -174,7 +174,7 @@ class WorkerPort(Protocol):
         ...
 
     def adopt(self, request_id: RequestId, attempt: int, *, num_shown: int, deliver: Deliver) -> None:
-        """Take over a choice that the worker runs for another router: its tokens from the first come, or a refusal.
+        """Take over a choice that the worker runs for another router: its tokens from the first arrive, or a refusal.
 
         `num_shown`: tokens that the client has. Raises Unavailable when the session has ended.
         """
@@ -185,22 +185,22 @@ class WorkerPort(Protocol):
         ...
 
     def cancel(self, request_id: RequestId, attempt: int) -> None:
-        """End an attempt; no event of it is delivered from now on. No-op once ended."""
+        """End an attempt; none of its events is delivered from now on. No-op once ended."""
         ...
 
     def read(self, order: PromptScoringOrder, deliver: DeliverScores) -> None:
-        """Have a prompt scored; its events go to `deliver` until it has ended or is cancelled.
+        """Have a prompt scored; events go to `deliver` until it has ended or is cancelled.
 
         Raises Unavailable when the session has ended or its queue is full.
         """
         ...
 
     def migrate(self, share: MigrationPlan, *, within_s: float, prefill_tokens_per_s: float) -> None:
-        """Have the worker fetch a leaving worker's cache, where that is cheaper than computing at that rate."""
+        """Have the worker fetch a leaving worker's cache where that is cheaper than computing at the given rate."""
         ...
 
     def end_migration(self) -> None:
-        """Tell a leaving worker that nobody fetches any of its cache, any more or at all."""
+        """Inform a leaving worker that no other worker fetches from its cache, or that all have finished."""
         ...
 
     def pin(self, order: PinOrder) -> None:

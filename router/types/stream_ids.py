@@ -1,11 +1,11 @@
-"""The `id` of a stream's events: where the client is in its answer, signed, so that any router can go on from there.
+"""The `id` of a stream's events: the client's position in its answer, signed, so that any router can continue there.
 
-It names the request, its seed (minted by the router that took it first), and for each choice the worker that computes
-it and what the client has. A client whose stream broke sends the same body again with the last id as `Last-Event-ID`
-(HTML Living Standard, "Server-sent events"), or over gRPC as `last_stream_id`. The signature also covers a digest of
-the request, so that an id cannot be used with another body, tenant or salt. An id is good for as long as the request
-that it belongs to could last; what a continuation costs its tenant, and how often it may be asked for, is
-`router.admission.continuations`' and `router.admission.rate_limits`' to say.
+It names the request, its seed (chosen by the first router), and for each choice the worker that computes it and what
+the client has. A client whose stream broke sends the same body again with the last id as `Last-Event-ID` (HTML Living
+Standard, "Server-sent events"), or over gRPC as `last_stream_id`. The signature also covers a digest of the request, so
+that an id cannot be used with another body, tenant or salt. An id is valid for as long as the request that it belongs
+to could last; `router.admission.continuations` and `router.admission.rate_limits` decide what a continuation costs its
+tenant, and how often it may be requested.
 """
 
 import base64
@@ -23,7 +23,7 @@ from tandem.values.ids import Incarnation
 
 LAST_EVENT_ID = "Last-Event-ID"
 MAX_CHOICES = 16
-"""Of one stream, for its events to have ids."""
+"""Most choices of a stream for its events to have ids."""
 DIGEST_BYTES = 16
 _MAC_BYTES = 16
 _VERSION = 1
@@ -35,29 +35,29 @@ _MAX_RESUMPTIONS = 255
 
 @dataclass(slots=True, kw_only=True)
 class ChoicePosition:
-    """What a client has of one choice."""
+    """The part of one choice that a client has."""
 
     worker: Incarnation = Incarnation(0)  # noqa: RUF009  # an int
-    """The decode worker's process that computes it."""
+    """Incarnation of the decode worker that computes it."""
     num_tokens: int = 0
     num_chars: int = 0
     ended: bool = False
-    """Its finish was sent."""
+    """Whether its finish was sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamHead:
-    """What all ids of one stream share."""
+    """The part that all ids of one stream share."""
 
     request_id: str
-    """32 hex digits."""
+    """Request id: 32 hex digits."""
     seed: int
     created_s: int
     """Unix time of the first router's answer."""
     digest: bytes
-    """Of the request, DIGEST_BYTES; see `request_digest`."""
+    """Digest of the request, DIGEST_BYTES long; see `request_digest`."""
     resumptions: int = 0
-    """How often the stream has changed hands."""
+    """Number of times that the stream has been continued."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,22 +65,22 @@ class StreamPosition:
     head: StreamHead
     choices: tuple[ChoicePosition, ...]
     usage_sent: bool
-    """Only the end mark is missing."""
+    """Whether only the end mark is missing."""
     age_s: float = field(default=0.0, compare=False)
-    """Since the stream began, when the id was read."""
+    """Seconds since the stream began, when the id was read."""
 
 
 class StreamIds:
     """Writes and reads ids; every router of the cluster has the same key."""
 
     def __init__(self, secret: bytes, *, most_s: float, wall_clock: Callable[[], float] = time.time) -> None:
-        """`most_s`: how long a request lasts at most; what is left of an older one nobody continues."""
+        """`most_s`: the longest that a request can last; ids of older ones are refused."""
         self._most_s = most_s
         self._wall_clock = wall_clock
         self._mac = hmac.new(hmac.digest(secret, b"tandem stream id v1", "sha256"), digestmod="sha256")
 
     def write(self, head: StreamHead, choices: Sequence[ChoicePosition], *, usage_sent: bool = False) -> bytes:
-        """One id, without a line end in it."""
+        """Write an id; it contains no line break."""
         parts = [
             _HEAD.pack(
                 _VERSION,
@@ -97,9 +97,10 @@ class StreamIds:
         return base64.urlsafe_b64encode(data + self._sign(data))
 
     def read(self, text: str, *, param: str = LAST_EVENT_ID) -> StreamPosition:
-        """Raises InvalidRequest for anything that no router of this cluster has written, and for what is too old.
+        """Parse an id. Raises InvalidRequest for anything that no router of this cluster has written, and for expired
+        ids.
 
-        `param`: where it was said.
+        `param`: the field that it was sent in.
         """
         try:
             data = base64.b64decode(text.encode("ascii"), altchars=b"-_", validate=True)
@@ -107,15 +108,15 @@ class StreamIds:
             raise _foreign(param) from None
         body, mac = data[:-_MAC_BYTES], data[-_MAC_BYTES:]
         count, rest = divmod(len(body) - _HEAD.size, _CHOICE.size)
-        # The signature first: what follows reads only what one of us has written.
+        # The signature first: the code that follows only reads what one of our routers has written.
         if not hmac.compare_digest(mac, self._sign(body)) or rest or not 1 <= count <= MAX_CHOICES:
             raise _foreign(param)
         version, request, seed, created_s, resumptions, usage_sent, digest = _HEAD.unpack_from(body)
         if version != _VERSION:
             raise _foreign(param)
         if resumptions >= _MAX_RESUMPTIONS:
-            raise InvalidRequest(f"{param}: continued {_MAX_RESUMPTIONS} times already", param=param)
-        # It is told in whole seconds, rounded down; another router's clock may be ahead.
+            raise InvalidRequest(f"{param}: already continued {_MAX_RESUMPTIONS} times", param=param)
+        # Times are in whole seconds, rounded down, and another router's clock may be ahead.
         if (age_s := max(0.0, self._wall_clock() - created_s - 1.0)) >= self._most_s:
             raise InvalidRequest(f"{param}: the stream began more than {self._most_s:g} s ago", param=param)
         choices = (_CHOICE.unpack_from(body, _HEAD.size + i * _CHOICE.size) for i in range(count))
@@ -138,9 +139,9 @@ class StreamIds:
 
 
 def request_digest(prompt_token_ids: Sequence[int], *parts: object) -> bytes:
-    """Of what makes two requests the same; each part has a `repr` that says all of it.
+    """Return a digest of what identifies a request; the `repr` of each part must be complete.
 
-    It is made on the event loop, of prompts that may be long: their numbers are taken as they are in memory.
+    It is computed on the event loop, for prompts that may be long: token ids are hashed from memory as they are.
     """
     digest = blake2b("\0".join(map(repr, (len(prompt_token_ids), *parts))).encode(), digest_size=DIGEST_BYTES)
     digest.update(array("i", prompt_token_ids))
@@ -148,4 +149,4 @@ def request_digest(prompt_token_ids: Sequence[int], *parts: object) -> bytes:
 
 
 def _foreign(param: str) -> InvalidRequest:
-    return InvalidRequest(f"{param} is not an id of an event of this cluster", param=param)
+    return InvalidRequest(f"{param} is not an event id of this cluster", param=param)

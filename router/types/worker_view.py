@@ -12,7 +12,7 @@ from tandem.values.roles import WorkerRole
 
 
 class WorkerKey(NamedTuple):
-    """One process of a worker: a restarted worker is another one."""
+    """One process of a worker; after a restart it is a different one."""
 
     worker_id: WorkerId
     incarnation: Incarnation
@@ -20,7 +20,7 @@ class WorkerKey(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerInfo:
-    """What a worker's HELLO says; fixed for the life of its process."""
+    """A worker's HELLO, fixed for the life of its process."""
 
     key: WorkerKey
     role: WorkerRole
@@ -34,9 +34,9 @@ class WorkerInfo:
     vocab_size: int = 0
     eos_token_ids: frozenset[int] = frozenset()
     num_blocks_below: int = 0
-    """Room for cached blocks in host memory and on disk."""
+    """Capacity for cached blocks in host memory and on disk."""
     protocol_version: int = SPOKEN.newest
-    """Protocol version of the session; a sender of anything newer checks it first, and chooses another worker."""
+    """Protocol version of the session; senders of newer messages check it first, and choose another worker."""
 
     @property
     def cache_tokens(self) -> int:
@@ -54,11 +54,11 @@ class WorkerInfo:
         return self.layout.block_bytes * self.layout.tp_size // self.layout.block_size
 
     def cannot_pair(self, prefill: "WorkerInfo") -> str | None:
-        """Why prompts that `prefill` computes cannot be decoded here, or None."""
+        """Return why prompts that `prefill` computes cannot be decoded here; None if they can."""
         return prefill.cannot_send_to(self)
 
     def cannot_send_to(self, other: "WorkerInfo") -> str | None:
-        """Why KV cannot travel from here to `other`, or None."""
+        """Return why KV cannot be sent from here to `other`; None if it can."""
         if self.transports and other.transports and not self.transports & other.transports:
             return f"transports: {sorted(self.transports)} here, {sorted(other.transports)} there"
         return agree(self.layout, other.layout)
@@ -66,7 +66,7 @@ class WorkerInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheTierLoad:
-    """One tier of a worker's cache below its pool: gauges of now, totals since the worker's start."""
+    """One tier of a worker's cache below its pool: current gauges, and totals since the worker's start."""
 
     tier: str
     num_blocks: int
@@ -86,7 +86,7 @@ class CacheTierLoad:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferEnds:
-    """All of a worker's attempts at moving KV that ended in one way: totals since its start."""
+    """A worker's KV transfers that ended in one way: totals since its start."""
 
     kind: str
     """`handoff` of a prompt, or `fetch` of a prefix."""
@@ -95,14 +95,14 @@ class TransferEnds:
     count: int
     num_bytes: int
     seconds: float
-    """Of just those bytes."""
+    """Seconds spent on those bytes."""
     chunks: int
     damaged_chunks: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferSide:
-    """One direction of what a worker moved."""
+    """One direction of a worker's transfers."""
 
     direction: str
     started: int
@@ -114,7 +114,7 @@ class TransferSide:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MigratedBlocks:
-    """What became of blocks that workers which left had offered: totals since the worker's start."""
+    """Blocks offered by workers that left, by outcome: totals since the worker's start."""
 
     outcome: str
     num_blocks: int
@@ -123,7 +123,7 @@ class MigratedBlocks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferReport:
-    """All that a worker counted of moving KV: totals since its start, and gauges of now."""
+    """A worker's counts of KV transfers: totals since its start, and current gauges."""
 
     sides: tuple[TransferSide, ...]
     fetches_started: int
@@ -141,109 +141,109 @@ class TransferReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedisPublishingReport:
-    """How a worker fares in publishing its cache events through Redis: totals since its start, and gauges of now."""
+    """A worker's publishing of cache events through Redis: totals since its start, and current gauges."""
 
     is_up: bool
     connects: int
     entries: int
     states: int
     lag_s: float
-    """Age of the oldest change that is not there yet."""
+    """Age of the oldest change that is not published yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStepTotals:
-    """Steps of one kind: totals since the worker's start."""
+    """Totals of one kind of steps since the worker's start."""
 
     steps: int
     seconds: float
     tokens: int
     requests: int
-    """Summed over steps."""
+    """Requests, summed over steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineWorkReport:
-    """What a worker's engine has done, and what it holds."""
+    """The work that a worker's engine has done, and the memory that it holds."""
 
     prefill: EngineStepTotals
     """Steps that computed prompts."""
     decode: EngineStepTotals
-    """Steps that only made one token for each request."""
+    """Steps that only generated one token for each request."""
     preemptions: int
     resident_bytes: int
-    """Host memory of the worker's first process; 0: not known."""
+    """Host memory of the worker's first process; 0: unknown."""
     weights_bytes: int
     kv_bytes: int
     flops_per_token: int
+    """Operations per token, counting only the layers' matrix products."""
     step_sizes: tuple[int, ...] = ()
-    """Steps by their tokens, in the buckets of STEP_SIZES; empty: a worker that does not tell."""
-    """In the layers' products alone."""
+    """Number of steps by size in tokens, in the buckets of STEP_SIZES; empty: not reported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLoad:
-    """A worker's latest word on its work. A rate of 0 was not measured yet."""
+    """A worker's latest load report. A rate of 0 was not measured yet."""
 
     num_running: int = 0
     num_waiting: int = 0
     num_reserved: int = 0
-    """Of these: they have their room, and a prefill worker is to read their prompt or reads it."""
+    """Waiting requests with reserved room, whose prompt a prefill worker computes or will compute."""
     backlog_tokens: int = 0
-    """Uncomputed tokens of everything accepted."""
+    """Uncomputed tokens of all accepted requests."""
     num_free_blocks: int = 0
-    """Free or evictable."""
+    """Blocks that are free or evictable."""
     prefill_tokens_per_s: float = 0.0
     decode_step_s: float = 0.0
     kv_bytes_per_s: float = 0.0
     context_tokens: int = 0
-    """Tokens of context at which a prompt token takes twice as long to compute as without any. The rate is then the one
-    without context, and backlogs count such tokens. 0: not reported; the rate is that of recent prompts."""
+    """Tokens of context at which a prompt token takes twice as long to compute as without context. The rate is then the
+    one without context, and backlogs count such tokens. 0: not reported; the rate is that of recent prompts."""
     num_quarantined_blocks: int = 0
     cache_tiers: tuple[CacheTierLoad, ...] = ()
     transfers: TransferReport | None = None
-    """None for a worker that moves no KV, or has not reported yet."""
+    """None for a worker that transfers no KV, or has not reported yet."""
     report_number: int = 0
-    """Every router hears the same reports under the same numbers."""
-    board: RedisPublishingReport | None = None
-    """None of a worker that does not publish there."""
+    """Number of the report; every router receives the same reports under the same numbers."""
+    redis_publishing: RedisPublishingReport | None = None
+    """None for a worker that does not publish in Redis."""
     step_age_s: float = 0.0
-    """For how long its engine has been in the same step."""
+    """Seconds for which its engine has been in the same step."""
     pins: PinTotals = NO_PINS
     work: EngineWorkReport | None = None
-    """None of a worker that does not tell."""
+    """None for a worker that does not report it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSnapshot:
-    """All that placement may know of one worker at one moment."""
+    """The state of one worker at one moment, as placement sees it."""
 
     info: WorkerInfo
     load: WorkerLoad
     backlog_tokens: int
-    """Uncomputed tokens that a new request queues behind, with what this router sent since the last load report."""
+    """Uncomputed tokens that a new request queues behind, including what this router sent since the last load
+    report."""
     num_active: int
-    """Requests running, waiting or on their way."""
+    """Requests running, waiting or in transit."""
     draining: bool = False
     penalty_ms: float = 0.0
-    """After a refusal or failure: how long the worker is better left alone."""
+    """Time for which the worker should be avoided after a refusal or failure."""
     backlog_now: int | None = None
-    """The uncomputed tokens of what this router has there as of this moment, and what others had by the last report;
-    None: not known. Unlike `backlog_tokens` it falls with every first token, and is never too high
-    for long."""
+    """Uncomputed tokens of this router's requests there as of this moment, and of others' as of the last report; None:
+    unknown. Unlike `backlog_tokens` it falls with every first token, and is never too high for long."""
     num_active_now: int | None = None
-    """The same of requests."""
+    """Requests, counted in the same way."""
     answered_s: float = 0.0
-    """When its last token came, or else when it joined; on the router's clock."""
+    """Time of its last token, or else when it joined; on the router's clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixChange:
-    """Changes of one worker's prefix cache, numbered."""
+    """Numbered changes of one worker's prefix cache."""
 
     first_sequence: int
-    """Number of the first change; of a snapshot, of the next change after it."""
+    """Number of the first change; for a snapshot, of the next change after it."""
     snapshot: bool
-    """The blocks stored here, uncounted, replace everything known before."""
+    """Whether the blocks stored here, which are not numbered, replace everything known before."""
     changes: tuple[tuple[BlockHash, bool], ...]
-    """Each a block's name and whether it was stored (else evicted)."""
+    """The name of each block and whether it was stored (else evicted)."""

@@ -1,14 +1,14 @@
-"""One attempt's share of a worker's load, as recorded in the session in which it was sent. Pure.
+"""The load that one attempt puts on a worker, recorded in the session in which it was sent. Pure.
 
-A process whose session broke may be back in a new one before the attempt has ended. The new session's books know
-nothing of it, so it must not be taken from them: whoever sends something keeps the booking, and gives that back.
+A process whose session broke may be back in a new one before the attempt has ended. The new session's record never
+counted the attempt, so it must not be subtracted from it: the sender keeps the booking, and releases exactly that.
 """
 
 from router.workers.record import WorkerRecord
 
 
 class Booking:
-    """One request, and tokens of it to compute. Every call but `owes` may come again, and then does nothing."""
+    """One request, and the tokens of it to compute. Every call but `owes` is idempotent."""
 
     __slots__ = ("_record", "tokens")
 

@@ -1,9 +1,9 @@
-"""Cache migration of a leaving worker: chooses which worker is to have its cache. Synchronous and without I/O.
+"""Chooses which worker receives the cache of a leaving worker. Synchronous and without I/O.
 
-A draining worker offers one router what it has, hottest first, for a while. The router chooses a target, which fetches
-what it can use; when that has ended, or there is no target, the draining worker is let go. For a target that goes, or
-is told to go, another is chosen as long as there is time. What was fetched is known by the target's own cache events,
-like anything else that it stores.
+A draining worker offers one router its cached blocks, hottest first, for a limited time. The router chooses a target,
+which fetches what it can use; when that has ended, or there is no target, the draining worker may exit. If a target
+leaves or is drained, another is chosen as long as there is time. What was fetched becomes known through the target's
+own cache events, like anything else that it stores.
 """
 
 from collections.abc import Callable, Iterable
@@ -15,16 +15,16 @@ from tandem.values.cached_chain import CachedChain, fitting
 from tandem.values.prefix_holder import PrefixHolder
 
 _LEAST_S = 0.05
-"""In less nothing is worth beginning."""
+"""Remaining time below which no migration is started."""
 
 
 def choose_migration_target(
     leaving: WorkerSnapshot, workers: Iterable[WorkerSnapshot], excluded: frozenset[WorkerKey] = frozenset()
 ) -> WorkerSnapshot | None:
-    """The worker that is to have the cache of `leaving`; None when no other can take it as it is.
+    """Choose the worker that receives the cache of `leaving`; None when no other can use it.
 
-    Of its own pool if possible, for there its prefixes are asked for; then the one with the most room, and of equals
-    the one with fewer requests, then the one whose name comes first.
+    Preferably of the same pool, where its prefixes are requested; then the one with the most room; ties go to the one
+    with fewer requests, then by name.
     """
     able = [
         worker
@@ -48,7 +48,7 @@ def choose_migration_target(
 
 
 def _can_take(worker: WorkerSnapshot, leaving: WorkerSnapshot) -> bool:
-    # Blocks are asked for by the names that the leaving worker knows: smaller ones have names that it has not.
+    # Blocks are requested by the names that the leaving worker knows: smaller blocks have names that it does not know.
     whole = worker.info.layout.block_size % leaving.info.layout.block_size == 0
     return whole and leaving.info.handoff_address != "" and leaving.info.cannot_send_to(worker.info) is None
 
@@ -56,7 +56,8 @@ def _can_take(worker: WorkerSnapshot, leaving: WorkerSnapshot) -> bool:
 def plan_migration(
     chains: Iterable[CachedChain], leaving: WorkerSnapshot, target: WorkerSnapshot
 ) -> MigrationPlan | None:
-    """The hottest blocks, as many as the target says it could hold; how much it really wants it decides itself."""
+    """Plan to fetch the hottest blocks, as many as the target could hold; the target decides how many it really
+    fetches."""
     room_tokens = target.load.num_free_blocks * target.info.layout.block_size
     block_size = leaving.info.layout.block_size
     fitting_chains = fitting(chains, room_tokens // block_size)
@@ -78,12 +79,12 @@ def plan_migration(
 class _Migration:
     chains: tuple[CachedChain, ...]
     ends_s: float
-    asked: set[WorkerKey] = field(default_factory=set)
+    tried: set[WorkerKey] = field(default_factory=set)
     target: WorkerKey | None = None
 
 
 class CacheMigrations:
-    """All that are under way."""
+    """The cache migrations in progress."""
 
     def __init__(
         self,
@@ -96,22 +97,22 @@ class CacheMigrations:
         self._port = port
         self._clock = clock
         self._under_way: dict[WorkerKey, _Migration] = {}
-        self._heard: set[WorkerKey] = set()
-        """Workers still here that have offered their cache."""
+        self._offered: set[WorkerKey] = set()
+        """Connected workers that have offered their cache."""
 
     def __len__(self) -> int:
         return len(self._under_way)
 
     def cache_offered(self, leaving: WorkerKey, offer: CacheOffer) -> None:
-        """A draining worker says what it has. It does so once; nothing else is heard: others work for it."""
-        if leaving in self._heard or not self._is_draining(leaving):
+        """Handle a draining worker's offer. Only its first one counts."""
+        if leaving in self._offered or not self._is_draining(leaving):
             return
-        self._heard.add(leaving)
+        self._offered.add(leaving)
         self._under_way[leaving] = _Migration(chains=offer.chains, ends_s=self._clock() + offer.lends_s)
         self._choose_target(leaving)
 
     def migration_ended(self, target: WorkerKey, leaving: WorkerKey) -> None:
-        """A target says that it fetches nothing more. If it leaves itself, another is to have what it would have."""
+        """Handle a target's report that it has finished. If it is leaving itself, another target gets the rest."""
         migration = self._under_way.get(leaving)
         if migration is None or migration.target != target:
             return
@@ -121,8 +122,8 @@ class CacheMigrations:
             self._end(leaving)
 
     def left(self, key: WorkerKey) -> None:
-        """A worker is gone: what it offered is lost, and whoever was to migrate to it gets another target."""
-        self._heard.discard(key)
+        """Handle a worker that left: its offer is lost, and workers that were to migrate to it get another target."""
+        self._offered.discard(key)
         self._under_way.pop(key, None)
         for leaving in [name for name, each in self._under_way.items() if each.target == key]:
             self._choose_target(leaving)
@@ -137,7 +138,7 @@ class CacheMigrations:
         left_s = migration.ends_s - self._clock()
         target = None
         if leaver is not None and left_s > _LEAST_S:
-            target = choose_migration_target(leaver, workers, frozenset(migration.asked))
+            target = choose_migration_target(leaver, workers, frozenset(migration.tried))
         if leaver is None or target is None:
             self._end(leaving)
             return
@@ -147,7 +148,7 @@ class CacheMigrations:
             self._end(leaving)
             return
         migration.target = target.info.key
-        migration.asked.add(target.info.key)
+        migration.tried.add(target.info.key)
         rate = max(worker.load.prefill_tokens_per_s for worker in workers)
         port.migrate(share, within_s=left_s, prefill_tokens_per_s=rate)
 

@@ -1,9 +1,9 @@
 """The workers as columns: one array per quantity and pool, which is what placement computes with.
 
-`PoolColumns` is written cell by cell, by the record of each worker (`router/workers/record.py`); a `ClusterView` is the
-same memory, read-only. A view is valid until the registry next changes: placement reads it and keeps nothing of
-it but what it computed. Who is in a pool stands in a `PoolMembers`, which never changes: when somebody joins or leaves
-another is made. Pure.
+`PoolColumns` is written cell by cell, by the record of each worker (`router/workers/record.py`); a `ClusterView` is a
+read-only view of the same memory. It is valid until the registry next changes: placement reads it and keeps only what
+it computed. The members of a pool are in an immutable `PoolMembers`; a new one is made when a worker joins or leaves.
+Pure.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,7 +30,7 @@ class PoolMembers:
     """A pool's workers, row by row, with their fixed properties."""
 
     def __init__(self, infos: Sequence[WorkerInfo], slots: Sequence[int]) -> None:
-        """`slots`: of each worker, its place in `Demand.matched`."""
+        """`slots`: each worker's position in `Demand.matched`."""
         self.infos = tuple(infos)
         self.slots: Ints = np.array(slots, dtype=np.int64)
         self.pool_tokens: Ints = np.array([info.pool_tokens for info in infos], dtype=np.int64)
@@ -38,10 +38,10 @@ class PoolMembers:
         self.kv_token_bytes: Floats = np.array([info.kv_bytes_per_token for info in infos], dtype=np.float64)
         lends = [bool(info.handoff_address) for info in infos]
         self.lends: Bools | None = None if all(lends) else np.array(lends, dtype=np.bool_)
-        """Rows of workers with a hand-off service; None: all."""
+        """Whether each row's worker has a hand-off service; None: all have."""
         self.block_sizes = _one_or_all([info.layout.block_size for info in infos])
         self.tokens: float | Floats = np.float64(1.0) * self.block_sizes
-        """Of each one's blocks: the same, ready to be multiplied with."""
+        """Block sizes in tokens, as floats for multiplications."""
         numbers: dict[object, int] = {}
         # Workers that agree in this can pair with the same others.
         self.kinds: Ints = np.array(
@@ -57,17 +57,17 @@ class PoolMembers:
 
     @cached_property
     def rows(self) -> Mapping[WorkerKey, int]:
-        """The row of each worker."""
+        """Row of each worker."""
         return {info.key: row for row, info in enumerate(self.infos)}
 
     def able(self, decode: WorkerInfo) -> Bools | None:
-        """Rows of a prefill pool that can pair with a decode worker; None when all can."""
+        """Return which rows of a prefill pool can pair with a decode worker; None when all can."""
         kinds = [bool(one.handoff_address) and decode.cannot_pair(one) is None for one in self.examples]
         return None if all(kinds) else np.array(kinds, dtype=np.bool_)[self.kinds]
 
 
 def _one_or_all(sizes: Sequence[int]) -> int | Ints:
-    """A division by one number costs a fifth of one by as many."""
+    """Return one number if all are equal: dividing by a scalar costs a fifth of dividing by an array."""
     return sizes[0] if len(set(sizes)) == 1 else np.array(sizes, dtype=np.int64)
 
 
@@ -101,31 +101,32 @@ class PoolColumns:
         self.backlog = zeros()
         """Uncomputed tokens that a new request queues behind."""
         self.active = zeros()
-        """Requests running, waiting or on their way."""
+        """Requests running, waiting or in transit."""
         self.backlog_now = zeros()
         self.active_now = zeros()
-        """Both as `WorkerSnapshot.backlog_now` and `num_active_now` are."""
+        """Backlog and requests, as `WorkerSnapshot.backlog_now` and `num_active_now` define them."""
         self.tokens_per_s = zeros()
-        """Of prompts; 0 where it was not measured."""
+        """Prefill rate; 0 where it was not measured."""
         self.prefill_ms = zeros()
-        """Per token."""
+        """Prefill time per token."""
         self.step_ms = zeros()
-        """Of one decode step."""
+        """Time of one decode step."""
         self.link_ms = zeros()
-        """Per token whose KV lands there."""
+        """Transfer time per token whose KV arrives there."""
         self.free_tokens = zeros()
         self.relief = zeros()
-        """Steps until a token's worth of memory comes back: every running sequence nears its end by one a step."""
+        """Steps until a token's worth of memory is freed: every running sequence advances by one token per step."""
         self.attention = zeros()
-        """By how much of a token's work it grows per token of context, halved; 0 where nobody said."""
+        """Growth of a token's work per token of context, halved; 0 where it is not reported."""
         self.penalised_until_s = zeros()
         self.open: Bools = np.ones(num_workers, dtype=np.bool_)
         self.loads: list[WorkerLoad] = [_NO_LOAD] * num_workers
         self.num_unmeasured = dict.fromkeys(RATES, num_workers)
         self.num_grown = 0
-        """Rows with an `attention`."""
+        """Rows with a nonzero `attention`."""
         self.stale = True
-        """A view made earlier does not say any more which columns are complete, or who is penalised or closed."""
+        """Whether earlier views are outdated as to which columns are complete, or which workers are penalised or
+        closed."""
 
 
 _NO_LOAD = WorkerLoad()
@@ -135,7 +136,7 @@ _NO_LOAD = WorkerLoad()
 class PoolView:
     """A read-only view of one pool."""
 
-    roster: PoolMembers
+    members: PoolMembers
     loads: Sequence[WorkerLoad]
     backlog: Floats
     active: Floats
@@ -148,19 +149,19 @@ class PoolView:
     free_tokens: Floats
     relief: Floats
     attention: Floats | None
-    """None: no worker's work grows."""
+    """None: no worker's work grows with context."""
     penalised_until_s: Floats | None
     """None: no worker was ever penalised."""
     open: Bools | None
-    """None: no worker drains."""
+    """None: no worker is draining."""
     unmeasured: frozenset[str]
-    """Those of RATES in which a worker has 0."""
+    """Names in RATES whose columns contain a 0."""
 
     def snapshot(self, row: int, now_s: float) -> WorkerSnapshot:
-        """One worker, as a value that outlives the view."""
+        """Return one worker as a value that outlives the view."""
         until_s = 0.0 if self.penalised_until_s is None else float(self.penalised_until_s[row])
         return WorkerSnapshot(
-            info=self.roster.infos[row],
+            info=self.members.infos[row],
             load=self.loads[row],
             backlog_tokens=int(self.backlog[row]),
             num_active=int(self.active[row]),
@@ -171,12 +172,12 @@ class PoolView:
         )
 
 
-def view_of(roster: PoolMembers, columns: PoolColumns) -> PoolView:
-    """The columns as they are and will be until one of them turns stale."""
+def view_of(members: PoolMembers, columns: PoolColumns) -> PoolView:
+    """Make a view of the columns, valid until one of them turns stale."""
     columns.stale = False
     penalised = columns.penalised_until_s
     return PoolView(
-        roster=roster,
+        members=members,
         loads=columns.loads,
         backlog=_read_only(columns.backlog),
         active=_read_only(columns.active),
@@ -208,14 +209,14 @@ class ClusterView:
     decode: PoolView
     prefill: PoolView
     partners: tuple[Bools | None, ...]
-    """For each kind of decode worker, the rows of prefill workers that it can pair with; None: all."""
+    """For each kind of decode worker, which prefill workers it can pair with; None: all."""
     num_slots: int
 
     def matched(self, tokens: Mapping[WorkerId, int]) -> Ints:
-        """`Demand.matched` of leading tokens by worker; those that are not here are left out."""
+        """Convert matched tokens by worker to `Demand.matched`, leaving out workers that are not connected."""
         found = np.zeros(self.num_slots, dtype=np.int64)
         for pool in (self.decode, self.prefill):
-            for info, slot in zip(pool.roster.infos, pool.roster.slots, strict=True):
+            for info, slot in zip(pool.members.infos, pool.members.slots, strict=True):
                 found[slot] = tokens.get(info.key.worker_id, 0)
         return found
 
@@ -225,7 +226,7 @@ def partners_of(decode: PoolMembers, prefill: PoolMembers) -> tuple[Bools | None
 
 
 def split_by_role(infos: Iterable[WorkerInfo]) -> dict[WorkerRole, list[int]]:
-    """Positions of each pool's workers in `infos`."""
+    """Return the positions of each pool's workers in `infos`."""
     found: dict[WorkerRole, list[int]] = {role: [] for role in WorkerRole}
     for position, info in enumerate(infos):
         found[info.role].append(position)

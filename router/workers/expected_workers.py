@@ -1,9 +1,9 @@
-"""Decode workers that are not here and may be expected to come: for them new requests wait, else they are refused.
+"""Decode workers that are absent but expected to join: new requests wait for them instead of being refused.
 
-A request that nobody can take waits if that is likely to end soon: the last decode worker is about to leave, or has
-left after a drain, which is how one is replaced; or the directory names the address of one that was here, or
-that was named, a moment ago, so that the router is trying to reach it. Otherwise it is better refused at once, so that
-its client can go elsewhere: nobody is known to come, or has been expected for long. Pure.
+A request that no worker can take waits if that is likely to end soon: the last decode worker is about to leave, or has
+left after a drain, which is how one is replaced; or the directory names the address of one that was connected, or first
+named, a moment ago, so that the router is trying to reach it. Otherwise it is better refused at once, so that its
+client can go elsewhere: no worker is expected, or one has been expected for too long. Pure.
 """
 
 import math
@@ -16,19 +16,19 @@ class ExpectedWorkers:
     """Tracks the decode workers that one router may expect; prefill workers are not needed to answer."""
 
     def __init__(self, *, within_s: float, clock: Callable[[], float]) -> None:
-        """`within_s`: for how long after its end, or its first mention, one is expected; see `router.rejoin_s`."""
+        """`within_s`: how long after its end, or its first mention, a worker is expected; see `router.rejoin_s`."""
         self._within_s = within_s
         self._clock = clock
         self._who: dict[str, WorkerKey] = {}
         """The worker last found at each named address."""
         self._missing_since_s: dict[str, float] = {}
-        """Since when each named address has had no session."""
+        """Time since which each named address has had no session."""
         self._here: set[WorkerKey] = set()
         self._relieved_s = -math.inf
-        """When a drained worker last left."""
+        """Time at which a drained worker last left."""
 
     def named(self, addresses: Collection[str]) -> None:
-        """Set the addresses that the directory names now."""
+        """Set the addresses that the directory currently names."""
         now_s = self._clock()
         self._who = {address: key for address, key in self._who.items() if address in addresses}
         absent = [address for address in addresses if self._who.get(address) not in self._here]
@@ -54,7 +54,8 @@ class ExpectedWorkers:
             self._relieved_s = now_s
 
     def due_s(self, *, num_serving: int, num_leaving: int) -> float:
-        """Seconds worth waiting for an expected worker, 0 for none, given the numbers that serve and that drain."""
+        """Return the seconds worth waiting for an expected worker, 0 for none, given how many serve and how many
+        drain."""
         since_s = max(self._missing_since_s.values(), default=-math.inf)
         if not num_serving:
             if num_leaving:

@@ -1,4 +1,4 @@
-"""Health as dispatch sees it: circuit breakers of workers, and requests suspected of crashing them. Pure."""
+"""Worker health as dispatch sees it: circuit breakers, and requests suspected of crashing workers. Pure."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
@@ -13,16 +13,16 @@ from tandem.errors import Unavailable
 from tandem.values.ids import RequestId
 
 PAUSE_S = 60.0
-"""For how long a request that is judged to have crashed workers, and its like, are refused."""
+"""How long a request that is judged to have crashed workers, and requests equal to it, are refused."""
 _RETURN_S = 2.0
-"""In which a worker that only lost its session is back: the first try comes after 0.1 s
+"""Seconds within which a worker that only lost its session reconnects: the first try comes after 0.1 s
 (`router.fleet.connections`)."""
 
 
 class WorkerBreakers:
-    """The breakers of all workers that ever failed; the others' are closed.
+    """The circuit breakers of all workers that ever failed; all others are closed.
 
-    A full worker has not failed. A restarted worker is another one, with a breaker of its own.
+    A full worker has not failed. A restarted worker is a new one, with its own breaker.
     """
 
     def __init__(self, policy: BreakerPolicy | None = None) -> None:
@@ -30,25 +30,25 @@ class WorkerBreakers:
         self._breakers: dict[WorkerKey, CircuitBreaker] = {}
 
     def closed_to(self, now_s: float) -> set[WorkerKey]:
-        """Workers that get no request now."""
+        """Return the workers that get no requests now."""
         return {key for key, breaker in self._breakers.items() if not breaker.allows(now_s)}
 
     def began(self, key: WorkerKey, now_s: float) -> None:
-        """A request was sent there."""
+        """Record a request sent to a worker."""
         if (breaker := self._breakers.get(key)) is not None:
             breaker.began(now_s)
 
     def succeeded(self, key: WorkerKey, now_s: float) -> None:
-        """A token came from there."""
+        """Record a token from a worker."""
         if (breaker := self._breakers.get(key)) is not None:
             breaker.succeeded(now_s)
 
     def failed(self, key: WorkerKey, now_s: float) -> None:
-        """It failed on a request."""
+        """Record that a worker failed on a request."""
         self._breakers.setdefault(key, CircuitBreaker(self._policy)).failed(now_s)
 
     def released(self, key: WorkerKey) -> None:
-        """A request was taken back from there."""
+        """Record that a request was withdrawn from a worker."""
         if (breaker := self._breakers.get(key)) is not None:
             breaker.released()
 
@@ -58,7 +58,7 @@ class WorkerBreakers:
             del self._breakers[key]
 
     def states(self, now_s: float) -> Mapping[WorkerKey, BreakerState]:
-        """Of workers that ever failed."""
+        """Return the states of workers that ever failed."""
         return {key: breaker.state(now_s) for key, breaker in self._breakers.items()}
 
 
@@ -71,53 +71,56 @@ class WorkerHealth:
         self._clock = clock
 
     def check(self, request: RoutedRequest) -> None:
-        """Raises Unavailable for a request like one that crashed workers a short while ago."""
+        """Check a request against those judged to crash workers. Raises Unavailable for one that equals a recent
+        one."""
         if self.poison.is_condemned(len(request.prompt_token_ids), partial(_digest, request), self._clock()):
             raise Unavailable(
-                "requests like this one have crashed workers; it is refused for a while", retry_after_s=PAUSE_S
+                "requests like this one have crashed workers; they are refused for a while", retry_after_s=PAUSE_S
             )
 
-    def shunned(self, choice: RequestId) -> set[WorkerKey]:
-        """Workers that get no request now, or not this one, as long as there are others."""
+    def avoided(self, choice: RequestId) -> set[WorkerKey]:
+        """Return workers that get no requests now, or should not get this one, as long as there are others."""
         return self.breakers.closed_to(self._clock()) | self.poison.avoid(choice)
 
     def must_wait(self, choice: RequestId, live: Callable[[], Iterable[WorkerKey]], request: RoutedRequest) -> bool:
-        """Whether it must wait for isolation, or for a loss to be decided. Raises as `lost` once that condemns it."""
+        """Whether it must wait for isolation, or for a loss to be judged. Raises as `lost` once judged to crash
+        workers."""
         now_s = self._clock()
         if self.poison.condemns(choice, now_s):
             self._condemn(request)
         return self.poison.must_wait(choice, live, now_s)
 
     def is_in_doubt(self, choice: RequestId) -> bool:
-        """Whether it is not decided yet if the choice has crashed workers: no new attempt begins until then."""
+        """Whether it is still undecided if the choice has crashed workers: no new attempt begins until then."""
         return self.poison.is_in_doubt(choice, self._clock())
 
     def placed(self, choice: RequestId, workers: tuple[WorkerKey, ...], *, beside: tuple[WorkerKey, ...] = ()) -> None:
-        """An attempt was sent to these: who decodes it, and who computes its prompt; `beside` has another of it."""
+        """Record that an attempt was sent to decode and prefill `workers`; `beside` run another attempt of the
+        choice."""
         now_s = self._clock()
         for key in workers:
             self.breakers.began(key, now_s)
         self.poison.placed(choice, (*workers, *beside))
 
     def answered(self, choice: RequestId, workers: tuple[WorkerKey, ...]) -> None:
-        """The first token of an attempt came."""
+        """Record the first token of an attempt."""
         now_s = self._clock()
         for key in workers:
             self.breakers.succeeded(key, now_s)
         self.poison.proven(choice)
 
     def failed(self, choice: RequestId, key: WorkerKey, *, still: tuple[WorkerKey, ...] = ()) -> None:
-        """A worker failed on an attempt and lives; `still`: who has another attempt of the choice."""
+        """Record that a live worker failed on an attempt; `still`: workers that run another attempt of the choice."""
         self.breakers.failed(key, self._clock())
         self.poison.left(choice, still, failed=key)
 
     def refused(self, choice: RequestId, key: WorkerKey, *, still: tuple[WorkerKey, ...] = ()) -> None:
-        """A worker would not take an attempt, which is no fault of it."""
+        """Record that a worker refused an attempt, which does not count against it."""
         self.breakers.released(key)
         self.poison.left(choice, still)
 
     def left(self, choice: RequestId, workers: tuple[WorkerKey, ...], *, still: tuple[WorkerKey, ...]) -> None:
-        """One of its attempts was taken back from `workers`, and it is `still` on others."""
+        """Record that an attempt was withdrawn from `workers`, while the choice is `still` on others."""
         for key in workers:
             self.breakers.released(key)
         self.poison.left(choice, still)
@@ -130,23 +133,24 @@ class WorkerHealth:
     def lost(
         self, choice: RequestId, key: WorkerKey, request: RoutedRequest, *, still: tuple[WorkerKey, ...] = ()
     ) -> None:
-        """A worker was lost under an attempt. Raises Unavailable when the request is taken to be the cause."""
+        """Record a worker's loss during an attempt. Raises Unavailable when the request is judged to be the cause."""
         if self.poison.lost(choice, key, self._clock(), still):
             self._condemn(request)
 
     def gone(self, choice: RequestId, workers: tuple[WorkerKey, ...] = ()) -> None:
-        """Forget a choice that has ended; `workers`: those it was cancelled on."""
+        """Forget a choice that has ended; `workers`: those on which it was cancelled."""
         for key in workers:
             self.breakers.released(key)
         self.poison.gone(choice)
 
     def _condemn(self, request: RoutedRequest) -> NoReturn:
-        """Raise Unavailable, not InternalError: workers also crash of other causes, and then a retry is welcome."""
+        """Raise Unavailable rather than InternalError: workers also crash for other causes, and then a retry is
+        welcome."""
         self.poison.condemn(len(request.prompt_token_ids), _digest(request), self._clock())
-        message = "two workers crashed while they computed this request alone; it is refused for a while"
+        message = "two workers crashed while computing only this request; it is refused for a while"
         raise Unavailable(message, retry_after_s=PAUSE_S)
 
 
 def _digest(request: RoutedRequest) -> bytes:
-    """The seed is left out: a client that gives none gets another one each time."""
+    """Return a digest without the seed: a client that gives none gets a different one each time."""
     return request_digest(request.prompt_token_ids, request.hash_root, request.num_choices)

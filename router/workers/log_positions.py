@@ -1,10 +1,10 @@
-"""How far this router has read each worker's log in Redis, and what to do with its next entry. Pure.
+"""The position up to which this router has read each worker's log in Redis, and how to treat its next entry. Pure.
 
-A worker is followed from a state (all it holds at one number) through the entries of its log (changes, numbered). An
-entry that continues what is known is applied; one that is known already, or cannot be believed, is ignored; one that
-leaves a gap means that the state must be loaded again. An entry's id is the number of the change after it, so a log is
-read on from where one is, also after it was lost and begun anew. What no entry tells, the worker's head does: when it
-stays ahead of us from one read to the next, entries were lost on the way.
+A worker is followed from a state (all its blocks at one sequence number) through the entries of its log (numbered
+changes). An entry that continues what is known is applied; one that is known already, or is not authentic, is ignored;
+one that leaves a gap means that the state must be loaded again. An entry's id is the number of the change after it, so
+reading resumes from the current position even after the log was lost and restarted. The worker's head reveals what no
+entry does: when it stays ahead of us from one read to the next, entries were lost.
 """
 
 from collections.abc import Iterator
@@ -15,11 +15,11 @@ from router.types.worker_view import PrefixChange, WorkerKey
 from tandem.cluster_state.entries import MAX_CHANGES, CacheState, Changes, Footprint
 
 RETRY_S = 0.25
-"""Between two tries to load a state that is missing."""
+"""Seconds between tries to load a missing state."""
 
 
 class LogEntryAction(Enum):
-    """What to do with an entry."""
+    """How to treat an entry."""
 
     APPLY = "apply"
     IGNORE = "ignore"
@@ -27,13 +27,13 @@ class LogEntryAction(Enum):
 
 
 class Reload(Enum):
-    """Why a worker's state is loaded."""
+    """Why a worker's state is loaded again."""
 
     START = "start"
     GAP = "gap"
-    """Entries were lost."""
+    """Entries of the log were lost."""
     BEHIND = "behind"
-    """The worker has published what never came here."""
+    """The worker has published changes that were never received."""
 
 
 @dataclass(slots=True)
@@ -45,11 +45,11 @@ class _Followed:
     reload: Reload | None = Reload.START
     not_before_s: float = 0.0
     seen_behind: int | None = None
-    """Where we were when the head was ahead of us."""
+    """Our position when the head was last found ahead of us."""
 
 
 class LogPositions:
-    """All workers that this router has sessions with."""
+    """The log positions of all workers that this router has sessions with."""
 
     def __init__(self) -> None:
         self._followed: dict[WorkerKey, _Followed] = {}
@@ -68,7 +68,7 @@ class LogPositions:
         self._followed.pop(key, None)
 
     def due(self, now_s: float) -> list[tuple[WorkerKey, Reload]]:
-        """Whose state is to be loaded now, and why."""
+        """Return the workers whose state is due to be loaded, and why."""
         return [
             (key, each.reload)
             for key, each in self._followed.items()
@@ -76,15 +76,15 @@ class LogPositions:
         ]
 
     def positions(self) -> dict[WorkerKey, str]:
-        """Where to read on, of those that have a state."""
+        """Return the positions to read on from, for workers that have a state."""
         return {key: each.position for key, each in self._followed.items() if each.reload is None}
 
     def load(self, key: WorkerKey, state: CacheState | None, now_s: float) -> Iterator[PrefixChange]:
-        """A worker's state, in pieces to apply one after the other; None: there is none to be believed, try later."""
+        """Split a worker's state into changes to apply in order; None: no authentic state was found, retry later."""
         followed = self._followed.get(key)
         if followed is None:
             return iter(())
-        # Also after a state that was found: one that leaves another gap is not loaded in a busy loop.
+        # Also after finding a state: if it leaves another gap, it is not reloaded in a busy loop.
         followed.not_before_s = now_s + RETRY_S
         if state is None:
             return iter(())
@@ -95,7 +95,7 @@ class LogPositions:
     def entry(
         self, key: WorkerKey, entry_id: str, changes: Changes | None
     ) -> tuple[LogEntryAction, PrefixChange | None]:
-        """One entry of a worker's log; None: it cannot be believed."""
+        """Process one entry of a worker's log; None: it is not authentic."""
         followed = self._followed.get(key)
         if followed is None or followed.reload is not None or followed.next_sequence is None:
             return LogEntryAction.IGNORE, None
@@ -131,7 +131,7 @@ class LogPositions:
 
 
 def _pieces(state: CacheState) -> Iterator[PrefixChange]:
-    """A snapshot, then changes numbered so that the last of them ends where the state does."""
+    """Yield a snapshot, then changes numbered so that the last of them ends where the state does."""
     first_sequence, left = state.next_sequence - len(state), len(state)
     is_first = True
     for names in state.slices(MAX_CHANGES):

@@ -1,9 +1,9 @@
-"""What other routers have under way at each worker, beside what the worker tells. Pure.
+"""The load of other routers on each worker, beyond what the worker itself reports. Pure.
 
-A worker's report holds every request that had reached it then, whichever router sent it. So of a peer's requests two
-figures count, and never both at once: all that it has under way (the ledger, which the registry weighs against the
-report), and what it has sent since a report (added to that very report). A share tells which report its second figure
-is counted from: if ours is newer, that part has arrived in it already and adds nothing.
+A worker's report counts every request that had reached it then, whichever router sent it. So two figures of a peer's
+requests are used, never both at once: everything it has in flight (which the registry compares with the report), and
+what it has sent since a report (added to that very report). A share names the report that its second figure is counted
+from: if ours is newer, that part is already in it and adds nothing.
 """
 
 from collections import OrderedDict
@@ -17,14 +17,14 @@ from tandem.values.ids import Incarnation
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerShare:
-    """What all other routers together have at one worker."""
+    """The combined load of all other routers on one worker."""
 
     backlog_tokens: int = 0
-    """Not known to be computed."""
+    """Tokens not known to be computed."""
     num_requests: int = 0
-    """Not known to have ended."""
+    """Requests not known to have ended."""
     backlog_since: int = 0
-    """Of these, what our newest report of the worker cannot know of."""
+    """The part of these that our newest report from the worker cannot include."""
     num_since: int = 0
 
 
@@ -32,35 +32,36 @@ NO_PEERS = PeerShare()
 
 
 MAX_REMEMBERED = 1 << 14
-"""Routers, of whom few are there at a time."""
+"""Routers remembered; few are connected at a time."""
 
 
-class _Heard(NamedTuple):
+class _PeerReport(NamedTuple):
     shares: dict[WorkerKey, Share]
     lapses_s: float
 
 
 class PeerLoads:
-    """The other routers' loads, each until it lapses."""
+    """The other routers' loads, each until its lease ends."""
 
     def __init__(self, *, lease_s: float) -> None:
-        """`lease_s`: how long a load counts that its router does not write again."""
+        """`lease_s`: how long a load counts without being renewed by its router."""
         self.lease_s = lease_s
-        self._heard: dict[Incarnation, _Heard] = {}
+        self._reported: dict[Incarnation, _PeerReport] = {}
         self._sequences: OrderedDict[Incarnation, int] = OrderedDict()
-        """Of the newest load of each router, also of those that are gone: who was heard of last is last."""
+        """Sequence number of each router's newest load, including routers that are gone; the most recently heard is
+        last."""
 
     def __len__(self) -> int:
-        return len(self._heard)
+        return len(self._reported)
 
     @property
     def routers(self) -> frozenset[Incarnation]:
-        return frozenset(self._heard)
+        return frozenset(self._reported)
 
-    def heard(self, load: RouterLoad, now_s: float) -> bool:
-        """A router's load was read; False when it is no newer than what was known once, and so renews nothing.
+    def update(self, load: RouterLoad, now_s: float) -> bool:
+        """Apply a router's load; False when it is no newer than one already seen, and so renews nothing.
 
-        Also of a router that is gone: somebody who can write to Redis may put old loads back.
+        This covers routers that are gone, too: whoever can write to Redis might replay old loads.
         """
         former = self._sequences.get(load.router)
         if former is not None and load.sequence <= former:
@@ -70,23 +71,23 @@ class PeerLoads:
         if len(self._sequences) > MAX_REMEMBERED:
             self._sequences.popitem(last=False)
         shares = {WorkerKey(*share.process): share for share in load.shares}
-        self._heard[load.router] = _Heard(shares, now_s + self.lease_s)
+        self._reported[load.router] = _PeerReport(shares, now_s + self.lease_s)
         return True
 
     def gone(self, router: Incarnation) -> bool:
-        """Its load is no longer there: it left, or died. False when nothing was known of it."""
-        return self._heard.pop(router, None) is not None
+        """Remove the load of a router that left or died. False when there was none."""
+        return self._reported.pop(router, None) is not None
 
     def expire(self, now_s: float) -> bool:
-        """End what was not renewed; whether there was any."""
-        lapsed = [router for router, heard in self._heard.items() if heard.lapses_s <= now_s]
+        """Remove loads that were not renewed; return whether there were any."""
+        lapsed = [router for router, reported in self._reported.items() if reported.lapses_s <= now_s]
         for router in lapsed:
-            del self._heard[router]
+            del self._reported[router]
         return bool(lapsed)
 
     def at(self, key: WorkerKey, report_number: int) -> PeerShare:
-        """At one worker, beside its report of this number."""
-        shares = [share for heard in self._heard.values() if (share := heard.shares.get(key)) is not None]
+        """Return the load on one worker beyond its report of this number."""
+        shares = [share for reported in self._reported.values() if (share := reported.shares.get(key)) is not None]
         if not shares:
             return NO_PEERS
         beyond = [share for share in shares if share.report_number >= report_number]

@@ -1,15 +1,15 @@
-"""Which request ends the workers that compute it, as opposed to those that were only there. Pure.
+"""Tells requests that crash the workers computing them from those that were merely there. Pure.
 
-A choice is *unproven* on a worker until a token came from there. When a worker is lost, whoever was unproven on it may
-have ended it, and goes on alone: on a worker where nobody else is unproven, and where nobody new is put meanwhile. If
-that one is lost as well, with no token in between, the choice is *condemned*: its request gets an error, and its like
-are refused for a minute. Streams that had tokens from the lost worker go on at once, anywhere; only at a second loss
-without a token do they go alone, too.
+A choice is *unproven* on a worker until that worker has sent a token for it. When a worker is lost, every choice
+unproven on it may have crashed it, and continues alone: on a worker where no other choice is unproven, and where no new
+one is placed meanwhile. If that worker is lost as well, with no token in between, the choice is *condemned*: its
+request gets an error, and equal requests are refused for a minute. Streams that had tokens from the lost worker
+continue at once, anywhere; only after a second loss without a token do they run alone, too.
 
 Workers also die of other causes. So a loss counts against a choice only if it was alone; a death within the last minute
-in which it had no part calls for one more, and so does a token that it ever had.
+in which it had no part requires one more loss, and so does a token that it ever had.
 
-A session that broke looks like a death. So a loss is in doubt for a while: a worker that comes back in that time as the
+A broken session looks like a death. So a loss is in doubt for a while: a worker that reconnects in that time as the
 same process did not die, and the loss is forgotten. A choice that would be condemned by losses in doubt runs nowhere
 until they are decided.
 """
@@ -22,9 +22,9 @@ from router.types.worker_view import WorkerKey
 from tandem.values.ids import RequestId
 
 MAX_SUSPECTS = 8
-"""When more were unproven on a lost worker, each is so little suspected that they go on as they like."""
+"""Bound beyond which the choices unproven on a lost worker are not isolated: each is too unlikely to be the cause."""
 _ISOLATION_S = 2.0
-"""For how long a suspect waits for a worker of its own."""
+"""Seconds for which a suspect waits for a worker of its own."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -33,12 +33,12 @@ class _LostWorker:
     at_s: float
     unproven: frozenset[RequestId]
     is_back: bool = False
-    """It was frozen: should it fall again, that is another fall."""
+    """The worker was only frozen: if it is lost again, that is a new loss."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _TrackedChoice:
-    """One choice that is on a worker, or was on a lost one."""
+    """A choice that is on a worker, or was on a lost one."""
 
     workers: tuple[WorkerKey, ...] = ()
     unproven: bool = False
@@ -46,21 +46,21 @@ class _TrackedChoice:
     """Workers lost under it since its last token."""
     suspect: bool = False
     accused: bool = False
-    """Condemned, unless one of them comes back."""
+    """Whether it is condemned unless one of them comes back."""
     has_run: bool = False
-    """It had a token once, so that most of it can be computed."""
+    """Whether it had a token once, so that most of it can evidently be computed."""
     waits_since_s: float | None = None
     reserved: tuple[WorkerKey, ...] = ()
-    """Workers that nobody new is put on, for its sake."""
+    """Workers on which no new choice is placed, for its sake."""
     failed: set[WorkerKey] = field(default_factory=set)
-    """Workers that failed on it, unproven: one that dies upon it may have been about to."""
+    """Workers that failed on it while unproven: one that dies afterwards may have been failing already."""
 
     def remain(self, still: tuple[WorkerKey, ...]) -> None:
-        """On these of its workers."""
+        """Keep only these of its workers."""
         self.workers, self.unproven, self.reserved = still, self.unproven and bool(still), ()
 
     def may_have_ended(self, worker: WorkerKey) -> bool:
-        """Whether no token had come from it."""
+        """Whether it may have crashed the worker, which had sent no token for it."""
         return (self.unproven and worker in self.workers) or worker in self.failed
 
 
@@ -68,9 +68,9 @@ class PoisonRequestTracker:
     """Tracks the choices of one router and the workers lost under them."""
 
     def __init__(self, *, remembered_s: float = 60.0, return_s: float = 0.0) -> None:
-        """`remembered_s`: for how long a condemned request's like, and other deaths, count.
+        """`remembered_s`: how long condemned requests and other deaths count.
 
-        `return_s`: for how long a lost worker may come back as if nothing had been.
+        `return_s`: how long a lost worker may come back without the loss counting.
         """
         self._remembered_s = remembered_s
         self._return_s = return_s
@@ -79,18 +79,18 @@ class PoisonRequestTracker:
         """Suspects that have, or wait for, a worker of their own."""
         self._fallen: deque[_LostWorker] = deque()
         self._condemned: dict[tuple[int, bytes], float] = {}
-        """Until when, by the length of the prompt and a digest of the request."""
+        """Time until which equal requests are refused, by prompt length and digest."""
         self.num_condemned = 0
         self.num_refused = 0
 
     def placed(self, choice: RequestId, workers: tuple[WorkerKey, ...]) -> None:
-        """It was sent to these: who decodes it, and who computes its prompt."""
+        """Record that it was sent to these workers: the one that decodes and the one that prefills."""
         tracked = self._choices.setdefault(choice, _TrackedChoice())
         tracked.workers, tracked.unproven, tracked.waits_since_s = workers, True, None
         tracked.reserved = workers if tracked.suspect else ()
 
     def proven(self, choice: RequestId) -> None:
-        """A token came: whatever was lost before was not its doing."""
+        """Record a token: earlier losses were not its doing."""
         tracked = self._choices.get(choice)
         if tracked is not None and tracked.unproven:
             self._choices[choice] = _TrackedChoice(workers=tracked.workers, has_run=True)
@@ -101,14 +101,15 @@ class PoisonRequestTracker:
         self._trials.discard(choice)
 
     def left(self, choice: RequestId, still: tuple[WorkerKey, ...] = (), *, failed: WorkerKey | None = None) -> None:
-        """A worker refused it or `failed` without dying: nothing follows from that. It is `still` on these workers."""
+        """Record that a worker refused it or `failed` without dying, which proves nothing. It is `still` on these
+        workers."""
         if (tracked := self._choices.get(choice)) is not None:
             if failed is not None and tracked.unproven:
                 tracked.failed.add(failed)
             tracked.remain(still)
 
     def lost(self, choice: RequestId, worker: WorkerKey, now_s: float, still: tuple[WorkerKey, ...] = ()) -> bool:
-        """Its worker is gone, and it is `still` on these. Whether that condemns it, as far as is known now."""
+        """Record that its worker was lost while it is `still` on these; return whether that condemns it."""
         fallen = self._fall(worker, now_s)
         tracked = self._choices.setdefault(choice, _TrackedChoice())
         tracked.met.append(fallen)
@@ -120,7 +121,7 @@ class PoisonRequestTracker:
         return self.condemns(choice, now_s)
 
     def condemns(self, choice: RequestId, now_s: float) -> bool:
-        """Whether what it met has turned out to condemn it. It is forgotten then."""
+        """Whether its losses have turned out to condemn it. It is forgotten then."""
         tracked = self._choices.get(choice)
         if tracked is None or not tracked.accused or self.is_in_doubt(choice, now_s):
             return False
@@ -133,7 +134,7 @@ class PoisonRequestTracker:
         return tracked is not None and tracked.accused and any(self._may_return(one, now_s) for one in tracked.met)
 
     def returned(self, live: Collection[WorkerKey], now_s: float) -> None:
-        """Who is there now: a lost worker that is among them soon had only lost its session."""
+        """Set the live workers: a lost worker that soon reappears among them had only lost its session."""
         for fallen in [one for one in self._fallen if not one.is_back and one.key in live]:
             fallen.is_back = True
             if self._may_return(fallen, now_s):
@@ -141,7 +142,7 @@ class PoisonRequestTracker:
                 self._acquit_of(fallen)
 
     def avoid(self, choice: RequestId) -> set[WorkerKey]:
-        """Workers that it is better not put on, if there are others."""
+        """Return workers to avoid for it if there are others."""
         if not self._trials:
             return set()
         if choice in self._trials:
@@ -149,7 +150,7 @@ class PoisonRequestTracker:
         return {key for one in self._trials if one in self._choices for key in self._choices[one].reserved}
 
     def must_wait(self, choice: RequestId, live: Callable[[], Iterable[WorkerKey]], now_s: float) -> bool:
-        """Whether a suspect has no worker of its own yet: one is kept free of others for it, for a while.
+        """Whether a suspect must wait for a worker of its own (one is kept free for it for a while), or is in doubt.
 
         Or whether it is in doubt.
         """
@@ -171,12 +172,12 @@ class PoisonRequestTracker:
         return now_s - tracked.waits_since_s < _ISOLATION_S
 
     def condemn(self, num_tokens: int, digest: bytes, now_s: float) -> None:
-        """Refuse the like of a request, with a prompt of that length, for a while."""
+        """Refuse requests equal to this one, by prompt length and digest, for a while."""
         self.num_condemned += 1
         self._condemned[num_tokens, digest] = now_s + self._remembered_s
 
     def is_condemned(self, num_tokens: int, digest: Callable[[], bytes], now_s: float) -> bool:
-        """Whether the like of it was condemned lately. `digest` is asked only if the prompt has a length to compare."""
+        """Whether an equal request was condemned recently. `digest` is computed only if a prompt of this length was."""
         if not self._condemned:
             return False
         self._condemned = {known: until_s for known, until_s in self._condemned.items() if until_s > now_s}
@@ -208,7 +209,7 @@ class PoisonRequestTracker:
                     self._trials.discard(choice)
 
     def _judge(self, choice: RequestId, tracked: _TrackedChoice) -> None:
-        """What follows from the losses that it met."""
+        """Decide what follows from its losses."""
         met = tracked.met
         blamed = any(choice in one.unproven and len(one.unproven) <= MAX_SUSPECTS for one in met)
         tracked.suspect = blamed or len(met) > 1

@@ -1,17 +1,17 @@
-"""Which worker holds which prefix: block name -> bit set of workers, in memory, without any network. Pure.
+"""Maps each prefix to the workers that hold it: block name -> bit set of workers, in memory, without I/O. Pure.
 
-Workers' events are the authority (`apply`). Between a dispatch and its events, blocks that a worker is about to
-compute stand as *expected* (`expect`): a stored event confirms them, an evicted one, `revoke` or time ends them. A
-worker's entries never exceed its real capacity, so the map is bounded by the cluster's KV memory; dropping a worker
-costs its own blocks only. A wrong entry can only mean that tokens get computed.
+Workers' events are authoritative (`apply`). Between a dispatch and its events, blocks that a worker is about to compute
+are *expected* (`expect`): a stored event confirms them; an evicted event, `revoke` or a timeout ends them. A worker's
+entries never exceed its real capacity, so the map is bounded by the cluster's KV memory; dropping a worker costs time
+linear in its own blocks only. A wrong entry only causes tokens to be computed.
 
-A worker is *approximate* until its snapshot came, and again when events were missed or fail to come. After a gap in its
-numbering its entries are dropped: what is learnt later is true but incomplete. If it has computed a prompt and says
-nothing of its blocks for `silence_s`, it counts as silent: what it was sent to compute is then taken for cached, in an
-order like its own least recently used, until its next snapshot.
+A worker is *approximate* until its snapshot arrives, and again when events were missed or fail to arrive. After a gap
+in its numbering its entries are dropped: what is learnt later is true but incomplete. If it has computed a prompt and
+reports nothing about its blocks for `silence_s`, it counts as silent: what it was sent to compute is then assumed to be
+cached, in an LRU order like its own, until its next snapshot.
 
-Within one prompt the last block counts as used before the first, as on a worker: what gives way is never a block that
-others follow upon.
+Within one prompt the last block counts as used before the first, as on a worker, so a block is never evicted before the
+blocks that follow it.
 """
 
 from collections import OrderedDict, deque
@@ -26,12 +26,12 @@ from tandem.values.ids import BlockHash, WorkerId
 
 _MOST_SETS = 4096
 _FEW_BITS = 8
-"""So many are faster taken one by one than through an array."""
+"""Up to this many bits are faster taken one by one than through an array."""
 
 
 _Expected = tuple[float, int, int]
-"""Of a block that is about to be computed: when that lapses, the position of its last hash block in its prompt, and by
-how many prompts it is expected. Names are chained: in every prompt that has the block, it is there."""
+"""For an expected block: when that lapses, the position of its last hash block in its prompt, and how many prompts
+expect it. Names are chained, so the position is the same in every prompt that has the block."""
 
 
 class _Holdings:
@@ -64,13 +64,13 @@ class _Holdings:
         self.synchronised = False
         self.silent = False
         self.due_s: float | None = None
-        """When events of a computed prompt must have come."""
+        """Time by which events of a computed prompt must have arrived."""
         self.waits_since_s: float | None = None
-        """For a snapshot."""
+        """Time since which a snapshot has been awaited."""
 
 
 class PrefixMap:
-    """Names of blocks to the workers that hold them."""
+    """Maps names of blocks to the workers that hold them."""
 
     def __init__(self, *, expectation_s: float = 30.0, silence_s: float = 10.0) -> None:
         """An expected block that no event confirms within `expectation_s` is forgotten."""
@@ -81,21 +81,21 @@ class PrefixMap:
         self._slots: list[_Holdings | None] = []
         self._free_slots: list[int] = []
         self._groups: dict[int, int] = {}
-        """Bits of the workers by how many hash blocks one of their blocks holds."""
+        """Bits of the workers, grouped by how many hash blocks one of their blocks holds."""
         self._sets: dict[int, int] = {}
         self._lapses: deque[tuple[float, _Holdings]] = deque()
-        """When whose expectations end, the first to end first."""
+        """When each worker's expectations end, the first to end first."""
 
     def __len__(self) -> int:
         return len(self._holders)
 
     @property
     def num_approximate(self) -> int:
-        """Workers of which not all is known that they hold."""
+        """Number of workers whose blocks are not all known."""
         return sum(not held.synchronised for held in self._workers.values())
 
     def add_worker(self, worker: WorkerId, *, capacity: int, names_per_block: int = 1) -> int:
-        """Start to follow a worker whose pool has room for `capacity` blocks; forgets an earlier life of it.
+        """Start following a worker whose pool has room for `capacity` blocks; forgets an earlier incarnation of it.
 
         `names_per_block`: hash blocks in one of its blocks, which it knows by the last one's name.
         Returns the worker's slot: its place in what `match` returns, for as long as it is followed.
@@ -119,7 +119,7 @@ class PrefixMap:
             self._groups[held.names_per_block] ^= held.bit
 
     def num_blocks(self, worker: WorkerId) -> int:
-        """Blocks, known and expected, that the worker is thought to hold."""
+        """Number of blocks, known and expected, that the worker is thought to hold."""
         held = self._workers[worker]
         return len(held.known) + len(held.expected)
 
@@ -128,7 +128,7 @@ class PrefixMap:
         return not self._workers[worker].synchronised
 
     def apply(self, worker: WorkerId, change: PrefixChange) -> None:
-        """Take in a worker's events; repeated ones are skipped, a gap drops what was known."""
+        """Apply a worker's events; repeated ones are skipped, a gap drops what was known."""
         held = self._workers[worker]
         held.due_s = None
         held.silent = False
@@ -169,18 +169,18 @@ class PrefixMap:
             else:
                 self._list(name, bit)
             expected[name] = lapses_s, index * held.names_per_block - 1, num_prompts
-            # The newest expectation gives way, not the oldest: a prefix is useful from its beginning.
+            # The newest expectation is dropped, not the oldest: a prefix is useful from its beginning.
             if len(known) + len(expected) > held.capacity:
                 self._forget(held, name)
                 return
 
     def use(self, worker: WorkerId, names: Sequence[BlockHash]) -> None:
-        """The worker reads these blocks, by the names of their hash blocks: its LRU keeps them longer."""
+        """Record that the worker uses these blocks (names of their hash blocks), so that its LRU keeps them longer."""
         if (held := self._workers.get(worker)) is not None:
             self._touch(held, names[held.names_per_block - 1 :: held.names_per_block])
 
     def computed(self, worker: WorkerId, names: Sequence[BlockHash], *, now_s: float) -> None:
-        """The worker has computed a prompt: if its last block is news, events must follow."""
+        """Record that the worker has computed a prompt: if its last block is new, events must follow."""
         held = self._workers.get(worker)
         if held is None or held.due_s is not None or not held.synchronised:
             return
@@ -189,9 +189,9 @@ class PrefixMap:
             held.due_s = now_s + self._silence_s
 
     def lacks_snapshot(self, worker: WorkerId, now_s: float) -> bool:
-        """Whether to request a snapshot from the worker now; requests to one worker come `silence_s` apart.
+        """Whether to request a snapshot from the worker now; requests to one worker are `silence_s` apart.
 
-        To be called when the worker shows that it lives: only then is it silence that nothing is heard of its cache.
+        Call this when the worker shows that it is alive: only then is a lack of cache events significant.
         """
         held = self._workers[worker]
         if held.synchronised:
@@ -207,7 +207,8 @@ class PrefixMap:
         return True
 
     def revoke(self, worker: WorkerId, names: Iterable[BlockHash]) -> None:
-        """The worker will not compute these for one prompt; confirmed ones stay, and those that others expect."""
+        """Drop the expectations of one prompt that the worker will not compute; confirmed and otherwise expected blocks
+        stay."""
         held = self._workers.get(worker)
         if held is None:
             return
@@ -231,7 +232,8 @@ class PrefixMap:
                 self._forget(held, name)
 
     def match(self, names: Sequence[BlockHash]) -> NDArray[np.int64]:
-        """[num_slots] leading hash blocks of `names` that each worker holds without a hole, by its slot."""
+        """Count, by worker slot, the leading hash blocks of `names` that each worker holds without a gap:
+        [num_slots]."""
         num_slots = len(self._slots)
         found = np.zeros(num_slots, dtype=np.int64)
         for bits, depth in self._depths(names):
@@ -247,19 +249,19 @@ class PrefixMap:
         return found
 
     def longest_prefix(self, names: Sequence[BlockHash]) -> dict[WorkerId, int]:
-        """The same by worker; those that hold nothing are absent."""
+        """Return the same by worker; those that hold nothing are absent."""
         found = self.match(names)
         return {held.worker: int(found[held.slot]) for held in self._workers.values() if found[held.slot]}
 
     def holders(self, name: BlockHash) -> list[WorkerId]:
-        """Workers that are thought to hold the block of this name."""
+        """Return the workers that are thought to hold the block of this name."""
         bits = self._holders.get(name, 0)
         return [held.worker for held in self._workers.values() if held.bit & bits]
 
     def num_confirmed(self, worker: WorkerId, names: Sequence[BlockHash]) -> int:
-        """Of leading hash blocks that the worker is thought to hold, those before the first that is only expected.
+        """Count the confirmed blocks among the leading hash blocks that the worker is thought to hold.
 
-        In time of the shorter of the two: of `names`, and of what is expected.
+        Takes time linear in the shorter of `names` and what is expected.
         """
         held = self._workers[worker]
         if held.silent:
@@ -273,20 +275,20 @@ class PrefixMap:
         return length if first is None else first - (per_block - 1)
 
     def _depths(self, names: Sequence[BlockHash]) -> Iterator[tuple[int, int]]:
-        """Bits of workers, and how many leading hash blocks those hold that are named here and nowhere else."""
+        """Yield bits of workers, and how many leading hash blocks those hold; each worker appears once."""
         for per_block, members in self._groups.items():
             if members:
                 yield from self._descend(names[per_block - 1 :: per_block], members, per_block)
 
     def _descend(self, names: Sequence[BlockHash], members: int, per_block: int) -> Iterator[tuple[int, int]]:
-        """The same for workers with blocks of one size, by the names of such blocks."""
+        """Yield the same for workers with blocks of one size, by the names of such blocks."""
         find = self._holders.get
         alive = find(names[0], 0) & members if names else 0
         if not alive:
             return
         depth, before = 0, 0
         for held in map(find, names):
-            # Runs of blocks are mostly held by the same workers: by the very same number, see `_list`.
+            # Runs of blocks are mostly held by the same workers, that is, by the very same number; see `_list`.
             if held is not before:
                 if held is None:
                     break
@@ -319,7 +321,7 @@ class PrefixMap:
         self._store(held, run)
 
     def _store(self, held: _Holdings, names: Sequence[BlockHash]) -> None:
-        """Now known, each following upon those before it."""
+        """Mark blocks as known, each following those before it."""
         known, expected, bit, most = held.known, held.expected, held.bit, held.capacity
         for name in reversed(names):
             if name in known:
@@ -357,7 +359,7 @@ class PrefixMap:
 
     def _list(self, name: BlockHash, bit: int) -> None:
         others = self._holders.get(name)
-        # Equal sets are one number: it needs memory once, and `_descend` knows it again.
+        # Equal sets share one int object: that saves memory, and lets `_descend` compare by identity.
         self._holders[name] = bit if others is None else self._shared(others | bit)
 
     def _shared(self, bits: int) -> int:

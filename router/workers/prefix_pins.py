@@ -1,9 +1,9 @@
 """The pinned prefixes that this router knows of, and which worker holds each. Pure.
 
-A pin lives at one worker: the one that computed the prompt when it was first used, for every other worker can have the
-prefix from there. Each later use renews it there; only when that worker is gone, leaving, or says that it does not hold
-it, is it made anew wherever the prompt was computed now. Workers end pins by their own clocks, so what a router forgets
-leaks nothing: it is just not renewed.
+A pin lives on one worker: the one that computed the prompt when it was first used, since every other worker can fetch
+the prefix from there. Each later use renews it there; only when that worker is gone, leaving, or reports that it does
+not hold the prefix, is the pin made anew wherever the prompt was computed now. Workers end pins by their own clocks, so
+a pin that a router forgets leaks nothing: it is just not renewed.
 """
 
 from collections import deque
@@ -33,14 +33,14 @@ class PinSite:
 
 @dataclass(slots=True, kw_only=True)
 class PinRecord:
-    """What is known of one pin."""
+    """One pin as this router knows it."""
 
     worker: WorkerKey
     ends_s: float
     num_tokens: int
     last_block: BlockHash
     outcome: PinOutcome | None = None
-    """None until the worker has reported."""
+    """The worker's report; None until it has reported."""
 
 
 class PinRegistry:
@@ -49,7 +49,7 @@ class PinRegistry:
     def __init__(
         self, *, find: Callable[[WorkerKey], PinSite | None], clock: Callable[[], float], max_pins: int = 4096
     ) -> None:
-        """`find`: a worker, or None when that process is gone."""
+        """`find`: returns a worker, or None when that process is gone."""
         self._find = find
         self._clock = clock
         self._max_pins = max_pins
@@ -126,7 +126,7 @@ class PinRegistry:
         site.port.pin(PinOrder(key=key, last_block=record.last_block, ttl_s=left_s))
 
     def adopt(self, key: PinKey, record: PinRecord) -> bool:
-        """Add another process's record of a pin unless there is one here; whether it was added."""
+        """Add another process's record of a pin unless there is one; return whether it was added."""
         if key in self._records:
             return False
         self._make_room(self._clock())
@@ -134,7 +134,7 @@ class PinRegistry:
         return True
 
     def expect(self, tenant: str, name: str, on_outcome: Callable[[PinOutcome], None]) -> None:
-        """Call back once, with the outcome that a worker reports for the pin."""
+        """Call `on_outcome` once, with the outcome that a worker reports for the pin."""
         self._expected[PinKey(tenant, name)] = on_outcome
 
     def expect_no_more(self, tenant: str, name: str) -> None:
@@ -156,7 +156,7 @@ class PinRegistry:
             del self._records[key]
 
     def of_tenant(self, tenant: str) -> Iterator[tuple[str, PinRecord, float]]:
-        """The tenant's pins whose time is not over, most recently used first: name, record, seconds left."""
+        """Return the tenant's unexpired pins, most recently used first: name, record, seconds left."""
         now_s = self._clock()
         for key, record in reversed(self._records.items()):
             if key.tenant == tenant and record.ends_s > now_s:

@@ -1,7 +1,7 @@
 """One live worker's load accounting, and its cells of the columns that placement reads. Pure.
 
-A worker's own word on its load is always a little old, so this router counts what it has sent. Whatever changes here
-is written to the worker's own row at once, and to no other.
+A worker's own load report is always a little old, so this router also counts what it has sent. Every change here is
+written at once to the worker's own row, and to no other.
 """
 
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ from tandem.values.roles import WorkerRole
 
 
 class WorkerRecord:
-    """What the registry knows of one worker."""
+    """The registry's record of one worker."""
 
     __slots__ = (
         "_columns",
@@ -63,7 +63,7 @@ class WorkerRecord:
     def backlog_tokens(self) -> int:
         """Uncomputed tokens that a new request queues behind.
 
-        Either count alone can be too low: the report is old, and knows requests that no router tells of any more.
+        Either count alone can be too low: the report is old, and includes requests that no router counts any more.
         """
         peers = self.peers
         reported = self.load.backlog_tokens + self.backlog_since_load + peers.backlog_since
@@ -71,7 +71,7 @@ class WorkerRecord:
 
     @property
     def num_active(self) -> int:
-        """Requests running, waiting or on their way."""
+        """Requests running, waiting or in transit."""
         peers = self.peers
         reported = self.load.num_running + self.load.num_waiting + self.num_since_load + peers.num_since
         return max(self.num_assigned + peers.num_requests, reported)
@@ -85,7 +85,7 @@ class WorkerRecord:
         return self.num_assigned + max(self.num_beside, self.peers.num_requests)
 
     def snapshot(self, now_s: float) -> WorkerSnapshot:
-        """The worker as an immutable value."""
+        """Return the worker as an immutable value."""
         return WorkerSnapshot(
             info=self.info,
             load=self.load,
@@ -156,14 +156,14 @@ class WorkerRecord:
         )
 
     def penalised(self, until_s: float) -> None:
-        """Have placement add the time left until `until_s` to the worker's cost."""
+        """Make placement add the time left until `until_s` to the worker's cost."""
         self.penalised_until_s = max(self.penalised_until_s, until_s)
         if (columns := self._columns) is not None:
             columns.penalised_until_s[self._row] = self.penalised_until_s
             columns.stale = True
 
     def drains(self) -> None:
-        """Mark the worker as draining: it takes no more requests."""
+        """Mark the worker as draining: it accepts no more requests."""
         self.draining = True
         if (columns := self._columns) is not None:
             columns.open[self._row] = False
@@ -217,15 +217,15 @@ class WorkerTable:
         self._view = None
 
     def view(self, records: Iterable[WorkerRecord]) -> ClusterView:
-        """Both pools as they are now; `records` are all live workers. Valid until a record next changes."""
+        """Return both pools as they are now; `records` are all live workers. Valid until a record next changes."""
         view = self._view
         if view is None:
             view = self._view = self._seat(list(records))
         elif any(columns.stale for columns in self._columns.values()):
             decode, prefill = self._columns[WorkerRole.DECODE], self._columns[WorkerRole.PREFILL]
             view = self._view = ClusterView(
-                decode=view_of(view.decode.roster, decode),
-                prefill=view_of(view.prefill.roster, prefill),
+                decode=view_of(view.decode.members, decode),
+                prefill=view_of(view.prefill.members, prefill),
                 partners=view.partners,
                 num_slots=view.num_slots,
             )

@@ -1,7 +1,7 @@
-"""The live workers, as their sessions tell of them: who they are, how loaded, what they hold, how they fare.
+"""The live workers as their sessions report them: identity, load, cached prefixes, health.
 
-Synchronous and without I/O. Sessions report here (`SessionListener`), placement reads `snapshots`, dispatch keeps
-the ledger of what it has sent, because a worker's own word on its load is always a little old.
+Synchronous and without I/O. Sessions report here (`SessionListener`), placement reads `snapshots`, and dispatch records
+what it has sent, because a worker's own load report is always a little old.
 """
 
 import logging
@@ -29,35 +29,35 @@ logger = logging.getLogger(__name__)
 
 FAILURE_PENALTY_S = 2.0
 _LONG_STEP_S = 2.0
-"""A worker that is in one step for so long is penalised."""
+"""A worker whose step takes longer than this is penalised."""
 _REMEMBERED = 256
-"""How many workers that drained before leaving are remembered."""
+"""Number of workers remembered as having drained before they left."""
 
 
 class WorkerRejected(Exception):
-    """This worker cannot be part of the cluster as it is; says why."""
+    """The worker cannot join the cluster; the text says why."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingStatus:
-    """What the cluster serves and who is there, for readiness, /v1/models and the banner."""
+    """What the cluster serves and with which workers, for readiness, /v1/models and the banner."""
 
     ready: bool
-    """A decode worker is live and takes requests; without prefill workers it computes prompts itself."""
+    """Whether a decode worker is live and accepts requests; without prefill workers it computes prompts itself."""
     model_name: str | None
     max_model_len: int | None
-    """The least of all workers' bounds; None while no worker is live."""
+    """The smallest of all workers' bounds; None while no worker is live."""
     model_fingerprint: str | None
     workers: tuple[WorkerSnapshot, ...]
 
 
 class WorkerRegistry:
-    """All live workers of both pools."""
+    """The registry of all live workers of both pools."""
 
     def __init__(
         self, *, prefix_map: PrefixMap, clock: Callable[[], float], max_pins: int = 4096, rejoin_s: float = 60.0
     ) -> None:
-        """`rejoin_s`: for how long a decode worker that went is expected back."""
+        """`rejoin_s`: how long a decode worker that left is expected back."""
         self.expected = ExpectedWorkers(within_s=rejoin_s, clock=clock)
         """Decode workers that may join soon; kept up to date by the fleet's connections."""
         self.prefix_map = prefix_map
@@ -65,7 +65,7 @@ class WorkerRegistry:
         self._workers: dict[WorkerId, WorkerRecord] = {}
         self._table = WorkerTable()
         self._model: dict[str, str] = {}
-        """The first worker's, for good: tokenizer, templates and names of blocks are made after it."""
+        """The first worker's properties, fixed from then on: tokenizer, templates and block names depend on them."""
         self._watchers: set[Callable[[], None]] = set()
         self._migrations = CacheMigrations(snapshots=self.snapshots, port=self.port, clock=clock)
         self.pins = PinRegistry(find=self._pin_site, clock=clock, max_pins=max_pins)
@@ -78,10 +78,10 @@ class WorkerRegistry:
         """Other routers' load on a worker beyond its load report of that number; see `peers_changed`."""
 
     def joined(self, info: WorkerInfo, port: WorkerPort) -> None:
-        """Add a worker whose session is up. Raises WorkerRejected for another model, or an id that is taken."""
+        """Add a worker whose session is open. Raises WorkerRejected for another model, or an id in use."""
         key = info.key
         if key.worker_id in self._workers:
-            raise WorkerRejected(f"worker id {key.worker_id} is taken by a live worker")
+            raise WorkerRejected(f"worker id {key.worker_id} is in use by a live worker")
         theirs = {"model": info.model_name, "model_fingerprint": info.layout.model_fingerprint}
         for field, ours in self._model.items():
             if theirs[field] != ours:
@@ -120,7 +120,7 @@ class WorkerRegistry:
         self._notify_watchers()
 
     def live_decoders(self) -> set[WorkerKey]:
-        """Decode workers that take requests."""
+        """Return the decode workers that accept requests."""
         return {
             worker.info.key
             for worker in self._workers.values()
@@ -128,18 +128,18 @@ class WorkerRegistry:
         }
 
     def worker_due_s(self) -> float:
-        """For how long it is worth waiting for a decode worker that is expected; 0: none is."""
+        """Return the seconds worth waiting for an expected decode worker; 0: none is expected."""
         decoders = [worker for worker in self._workers.values() if worker.info.role is WorkerRole.DECODE]
         leaving = sum(worker.draining for worker in decoders)
         return self.expected.due_s(num_serving=len(decoders) - leaving, num_leaving=leaving)
 
     def went_in_order(self, key: WorkerKey) -> bool:
-        """Whether a worker that has left, or is leaving, drained in order."""
+        """Whether a worker that has left, or is leaving, had drained."""
         worker = self._find(key)
         return key in self._left_in_order if worker is None else worker.draining
 
     def load_changed(self, key: WorkerKey, load: WorkerLoad) -> None:
-        """A load report came."""
+        """Apply a worker's load report."""
         if (worker := self._find(key)) is not None:
             now_s = self._clock()
             worker.reported(load)
@@ -153,12 +153,12 @@ class WorkerRegistry:
             self.on_load(worker.snapshot(now_s))
 
     def peers_changed(self) -> None:
-        """Update every worker's load for a change of other routers' requests."""
+        """Update every worker's load after a change in other routers' requests."""
         for worker in self._workers.values():
             worker.loaded_elsewhere(self.peer_loads(worker.info.key, worker.load.report_number))
 
     def in_flight(self) -> tuple[Share, ...]:
-        """This router's load on each worker, for other routers; workers without any are left out."""
+        """Return this router's load on each worker, for other routers; leaves out workers without any."""
         return tuple(w.share() for w in self._workers.values() if w.num_assigned or w.num_since_load)
 
     def prefix_changed(self, key: WorkerKey, change: PrefixChange) -> None:
@@ -166,18 +166,18 @@ class WorkerRegistry:
             self.prefix_map.apply(key.worker_id, change)
 
     def draining(self, key: WorkerKey, reason: str) -> None:
-        """The worker takes no more requests and will leave when it has finished those it has."""
+        """Mark a worker as draining: it accepts no more requests and leaves when it has finished the present ones."""
         if (worker := self._find(key)) is not None:
             worker.drains()
             logger.info("worker %s is draining: %s", key.worker_id, reason)
 
     def cache_offered(self, key: WorkerKey, offer: CacheOffer) -> None:
-        """A draining worker offers its cache."""
+        """Handle a draining worker's offer of its cache."""
         if self._find(key) is not None:
             self._migrations.cache_offered(key, offer)
 
     def migration_ended(self, key: WorkerKey, leaving: WorkerKey) -> None:
-        """The target of a migration has fetched what it will."""
+        """Handle the end of a migration: its target has fetched what it will."""
         self._migrations.migration_ended(key, leaving)
 
     def pin_reported(self, key: WorkerKey, report: PinTold) -> None:
@@ -185,21 +185,21 @@ class WorkerRegistry:
         self.pins.on_outcome(key, report)
 
     def snapshots(self) -> list[WorkerSnapshot]:
-        """All live workers as of now."""
+        """Return snapshots of all live workers."""
         now_s = self._clock()
         return [worker.snapshot(now_s) for worker in self._workers.values()]
 
     def of_process(self, incarnation: Incarnation) -> WorkerSnapshot | None:
-        """A live worker by its process."""
+        """Return the live worker with this incarnation."""
         found = next((w for w in self._workers.values() if w.info.key.incarnation == incarnation), None)
         return None if found is None else found.snapshot(self._clock())
 
     def view(self) -> ClusterView:
-        """All live workers as placement sees them; valid until the registry next changes."""
+        """Return all live workers as placement sees them; valid until the registry next changes."""
         return self._table.view(self._workers.values())
 
     def port(self, key: WorkerKey) -> WorkerPort | None:
-        """The port to a worker, or None when that process is gone."""
+        """Return the port to a worker; None when that process is gone."""
         worker = self._find(key)
         return None if worker is None else worker.port
 
@@ -231,7 +231,7 @@ class WorkerRegistry:
         self._watchers.discard(callback)
 
     def status(self) -> ServingStatus:
-        """Readiness and what is served."""
+        """Return readiness and what is served."""
         workers = tuple(self.snapshots())
         infos = [w.info for w in workers]
         return ServingStatus(
@@ -262,4 +262,4 @@ def _no_peers(_key: WorkerKey, _report_number: int) -> PeerShare:
 
 
 def _ignore_load(_: WorkerSnapshot) -> None:
-    """The default of `on_load`."""
+    """Ignore the report: the default of `on_load`."""

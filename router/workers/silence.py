@@ -1,8 +1,8 @@
-"""Detects that a peer which should send often has been silent for too long."""
+"""Detects that a peer that should send often has been silent for too long."""
 
 
 class SilenceWatch:
-    """A check to call regularly; time in which this process itself did not run does not count. Pure."""
+    """Measures a peer's silence, excluding time in which this process itself did not run. Pure."""
 
     def __init__(self, *, silence_s: float, period_s: float, now_s: float) -> None:
         """`period_s`: how often `is_silent` is meant to be called."""
@@ -10,12 +10,12 @@ class SilenceWatch:
         self._period_s = period_s
         self._heard_s = self._checked_s = now_s
 
-    def heard(self, now_s: float) -> None:
+    def on_message(self, now_s: float) -> None:
         """Record a message from the peer."""
         self._heard_s = now_s
 
     def is_silent(self, now_s: float) -> bool:
-        """Whether it said nothing for `silence_s` of this process's own running time."""
+        """Whether the peer sent nothing for `silence_s` of this process's own running time."""
         stalled_s = now_s - self._checked_s - 2 * self._period_s
         self._checked_s = now_s
         if stalled_s > 0.0:

@@ -12,9 +12,10 @@ from tandem.config.admission import BearerKey, LimitsConfig, mistaken_keys
 from tandem.config.section import Seconds, Section
 from tandem.config.source.yaml_file import read_mapping
 from tandem.errors import ConfigError, UnreadableFile
-from tandem.rpc.hosts import checked_host
+from tandem.rpc.hosts import checked_host, checked_origin
 
 Host = Annotated[str, AfterValidator(checked_host)]
+Origin = Annotated[str, AfterValidator(checked_origin)]
 Openness = Literal["open", "key"]
 MetricsAccess = Literal["open", "key", "operator"]
 _GROUP, _GROUP_READS, _OTHERS = 0o070, 0o040, 0o007
@@ -86,6 +87,11 @@ class RouterAccess(Section):
     api_keys_trust_s: Seconds = 300.0
     """How long keys of `api_keys_file` stay valid while the file cannot be read, since a revocation would go unnoticed.
     After that no key is valid and the router is not ready until the file can be read again."""
+    allowed_origins: tuple[Origin, ...] = ()
+    """Origins of web pages, such as `https://chat.example.com`, that may use a router without API keys. Pages of other
+    origins than the router's own get 403, and so do requests to a loopback router without TLS for a `Host` that is
+    neither a loopback name nor named here. State the public origin of a reverse proxy in front of such a router. With
+    API keys nothing of this is checked: a page does not know one. No CORS headers are sent."""
     tls: RouterTls | None = None
     operator_access: OperatorAccess = OperatorAccess()
     audit_log: AuditConfig | None = None

@@ -5,11 +5,15 @@ import socket
 import stat
 import struct
 import tempfile
+import time
+from contextlib import suppress
 from pathlib import Path
 
 from tandem.errors import ConfigError
 
 _ANSWER_S = 1.0
+_LEAST_AGE_S = 60.0
+"""Of a socket that may be removed: a younger one is perhaps about to be listened at."""
 
 
 def runtime_folder() -> Path:
@@ -54,6 +58,27 @@ def somebody_answers(path: Path) -> bool:
         except OSError:
             return False
     return True
+
+
+def remove_dead_sockets(folder: Path) -> None:
+    """Remove this user's sockets that nobody listens at: processes that were killed have left them. Blocks, briefly."""
+    with suppress(OSError):
+        for path in folder.glob("*.sock*"):
+            with suppress(OSError):
+                _remove_if_dead(path)
+
+
+def _remove_if_dead(path: Path) -> None:
+    found = path.lstat()
+    if not stat.S_ISSOCK(found.st_mode) or found.st_uid != os.getuid() or time.time() - found.st_mtime < _LEAST_AGE_S:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            # Any other error says nothing, such as that of a queue that is full.
+            path.unlink()
 
 
 def enter_privately(folder: Path, what: str) -> None:

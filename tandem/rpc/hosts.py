@@ -3,10 +3,12 @@
 import ipaddress
 import re
 import socket
+from urllib.parse import urlsplit
 
 _EVERYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104  # compared with, never bound
 _NAME = re.compile(r"(?!-)[A-Za-z0-9_-]{1,63}(\.[A-Za-z0-9_-]{1,63})*\.?")
 _MAX_CHARS = 253
+_WEB_PORTS = {"http": 80, "https": 443}
 DEAD_PEER_MS = 10_000
 """A connection whose peer's machine acknowledges nothing for this long is closed."""
 
@@ -49,6 +51,21 @@ def checked_address(address: str) -> str:
     """Validate a `host:port` to connect to. Raises ValueError."""
     split(address)
     return address
+
+
+def checked_origin(origin: str) -> str:
+    """Return a web origin, such as https://chat.example.com, as browsers write it. Raises ValueError."""
+    wrong = ValueError(f"{origin[:100]!r} is not an origin such as https://chat.example.com or http://localhost:3000")
+    try:
+        parts = urlsplit(origin.lower())
+        host, port = checked_host(parts.hostname or ""), parts.port
+    except ValueError:
+        raise wrong from None
+    shown = f"[{host}]" if ":" in host else host
+    given = shown if port is None else f"{shown}:{port}"
+    if parts.scheme not in _WEB_PORTS or origin.lower() != f"{parts.scheme}://{given}":
+        raise wrong
+    return f"{parts.scheme}://{shown if port == _WEB_PORTS[parts.scheme] else given}"
 
 
 def hold(host: str, port: int) -> socket.socket:

@@ -1,10 +1,10 @@
-"""What paging, caching and continuous batching gain: our own engine against itself without them.
+"""The gain from paging, caching and continuous batching: our engine against itself without them.
 
-Each baseline runs the same requests as the engine proper, one after the other in the same process, on the reference
+Each baseline runs the same requests as the full engine, one after the other in the same process, on the reference
 model, whose weights exceed every cache. Lengths are log-normal with half the means of ShareGPT's conversations (161 and
 338 tokens: Kwon et al., "Efficient memory management for large language model serving with PagedAttention", SOSP 2023),
-and so is the longest sequence half of the 2,048 tokens that servers set aside before: the same proportions in a quarter
-of the time. Where memory is compared it holds four sequences of the longest kind.
+and the longest sequence is half of the 2,048 tokens that earlier servers reserved: the same proportions in a quarter of
+the time. Where memory is compared, it holds four sequences of the maximum length.
 """
 
 from array import array
@@ -37,35 +37,35 @@ class Bench:
     lengths: Lengths = field(default_factory=partial(Lengths, mean_prompt=80, mean_answer=169, most=1024))
     num_blocks: int = 640
     num_slots: int = 4
-    """Sequences of the longest kind that the memory holds, where memory is what is compared."""
+    """Sequences of maximum length that the memory holds, where memory is compared."""
     max_rows: int = 64
     batch_size: int = 16
-    """Of closed batches, and rows of the engine that they are compared with."""
+    """Size of closed batches, and rows of the engine that they are compared with."""
     num_asks: int = 64
     load: float = 0.75
-    """Arrivals, as a share of what the engine could serve."""
+    """Arrival rate as a share of what the engine could serve."""
     contexts: tuple[int, ...] = (128, 512, 2048)
-    """For the engine without a KV cache."""
+    """Context lengths for the engine without a KV cache."""
     crowd: tuple[int, int] = (16, 512)
-    """Sequences, and the context of each."""
+    """Number of sequences, and the context of each."""
     steps: int = 4
     turns: int = 1
 
     @property
     def slot_blocks(self) -> int:
-        """The pool where memory is compared."""
+        """Number of blocks of the pool where memory is compared."""
         return self.num_slots * -(-self.lengths.most // 16)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stand:
-    """An engine and what it is asked."""
+    """Engine with its workload."""
 
     parts: EngineParts
     bench: Bench
 
     def asks(self, turn: int) -> tuple[Ask, ...]:
-        """A turn's requests, the same for everybody."""
+        """Return a turn's requests, the same for all."""
         rng = Random(f"bench:mixed:{turn}")
         return self.bench.lengths.draw(rng, self.bench.num_asks, self.parts.model.vocab_size)
 
@@ -78,7 +78,7 @@ class Stand:
         num_blocks: int | None = None,
         reserved_tokens: int | None = None,
     ) -> Served:
-        """On a scheduler of its own, so that no cache is left from before."""
+        """Serve the requests on a new scheduler, so that nothing is cached."""
         config = replace(
             self.parts.config,
             max_running_requests=max_rows,
@@ -95,7 +95,7 @@ def rows(
     bench: Bench | None = None,
     settings: Mapping[str, Any] | None = None,
 ) -> list[Row]:
-    """Figures of the named baselines; `settings` of the engine section hold for both sides. Raises ConfigError."""
+    """Measure the named baselines; `settings` of the engine section apply to both sides. Raises ConfigError."""
     bench = bench or Bench()
     model = cached_model(SHAPES[bench.shape], note=note)
     parts = assemble_from(
@@ -117,7 +117,7 @@ def rows(
 
 
 def _no_kv_cache(stand: Stand) -> list[Row]:
-    """Each new token either reads the cache or computes everything before it again."""
+    """Compare reading the cache with computing everything again for each new token."""
     bench = stand.bench
     num_sequences, crowd_context = bench.crowd
     found = []
@@ -136,7 +136,7 @@ def _no_kv_cache(stand: Stand) -> list[Row]:
 
 
 def _generate_s(stand: Stand, context: int, count: int, seed: int, *, recompute: bool) -> float:
-    """Seconds per step after a context, driven past the scheduler: it knows no such thing as forgetting."""
+    """Return the seconds per step after a context, driven without the scheduler, which always uses the cache."""
     parts, steps = stand.parts, stand.bench.steps
     rng = Random(f"bench:baseline:{seed}")
     requests = [_sequence(rng, parts, number, context, context + steps) for number in range(count)]
@@ -148,11 +148,11 @@ def _generate_s(stand: Stand, context: int, count: int, seed: int, *, recompute:
             request.token_ids.append(0 if token is None else token.token_id)
 
     for request in requests:
-        step([request], 0)  # the prompt, for both
+        step([request], 0)  # the prompt, in both cases
     started_s = perf_counter()
     for number in range(steps - 1):
         if recompute:
-            # One after the other: rows enough for the best rate, and no more memory than anybody has.
+            # One after the other: enough rows for the best rate, with no more memory than the other side has.
             for request in requests:
                 step([request], 0)
         else:
@@ -161,7 +161,7 @@ def _generate_s(stand: Stand, context: int, count: int, seed: int, *, recompute:
 
 
 def _sequence(rng: Random, parts: EngineParts, number: int, context: int, length: int) -> Request:
-    """A prompt on blocks of its own."""
+    """Build a prompt on blocks of its own."""
     num_blocks = -(-length // parts.layout.block_size)
     return Request(
         request_id=RequestId(f"baseline-{number}"),
@@ -174,7 +174,7 @@ def _sequence(rng: Random, parts: EngineParts, number: int, context: int, length
 
 
 def _contiguous_kv(stand: Stand) -> list[Row]:
-    """The same memory as slots of the longest length: few sequences fit, and most of each slot stays empty."""
+    """Use the same memory as slots of maximum length: few sequences fit, and most of each slot stays empty."""
     bench = stand.bench
     paged, slots = _compare(
         bench,
@@ -187,7 +187,7 @@ def _contiguous_kv(stand: Stand) -> list[Row]:
 
 
 def _static_batching(stand: Stand) -> list[Row]:
-    """Closed batches: finished rows stay empty until the batch's longest answer is over."""
+    """Use closed batches: finished rows stay empty until the batch's longest answer is complete."""
     bench = stand.bench
     ours, theirs = _compare(
         bench,
@@ -198,7 +198,7 @@ def _static_batching(stand: Stand) -> list[Row]:
 
 
 def _under_load(stand: Stand, known: Sequence[Served]) -> list[Row]:
-    """Latencies where requests come one by one, at a rate that the engine can serve."""
+    """Measure latencies where requests arrive one by one, at a rate that the engine can serve."""
     bench, asks = stand.bench, stand.asks(0)
     per_s = bench.load * len(asks) / median(seen.wall_s for seen in known)
 
@@ -238,7 +238,7 @@ def _latency_rows(label: str, what: str, workload: str, ours: Sequence[float], t
 
 
 def _padded_batches(stand: Stand) -> list[Row]:
-    """All of before at once: closed, rectangular batches in slots of the longest length."""
+    """Combine all baselines: closed, rectangular batches in slots of maximum length."""
     bench = stand.bench
     ours, theirs = _compare(
         bench,
@@ -254,7 +254,7 @@ def _padded_batches(stand: Stand) -> list[Row]:
 
 
 def _as_meant(stand: Stand, turn: int) -> Served:
-    """The engine proper, in the memory of the slots."""
+    """Serve with the full engine, in the memory of the slots."""
     bench = stand.bench
     return stand.serve(stand.asks(turn), policies.continuous, max_rows=bench.max_rows, num_blocks=bench.slot_blocks)
 
@@ -262,7 +262,7 @@ def _as_meant(stand: Stand, turn: int) -> Served:
 def _compare(
     bench: Bench, ours: Callable[[int], Served], theirs: Callable[[int], Served]
 ) -> tuple[list[Served], list[Served]]:
-    """Turn by turn, so that both meet the same weather."""
+    """Alternate both sides, so that both see the same machine conditions."""
     turns = [(ours(turn), theirs(turn)) for turn in range(bench.turns)]
     return [own for own, _ in turns], [other for _, other in turns]
 

@@ -1,7 +1,7 @@
-"""What this machine can do at best: bytes read and operations done per second, measured here and now.
+"""The machine's maximum rates: bytes read and operations per second, measured here and now.
 
-The best of several short tries counts: a ceiling is what the machine reaches when nothing else disturbs it, and a
-shared machine's bandwidth may halve from one second to the next.
+The best of several short tries counts: a ceiling is what an undisturbed machine reaches, and a shared machine's
+bandwidth may halve from one second to the next.
 """
 
 import time
@@ -19,23 +19,23 @@ from engine.kernels.cpu.measure import measure_ceilings
 from tandem_bench.report import Row, figure
 
 _READ_BYTES = 1 << 30
-"""Several times the largest last-level cache (300 MiB on the machine that these figures were made on)."""
+"""Size of several times the largest last-level cache (300 MiB on the machine of these figures)."""
 _GEMM_ROWS, _GEMM_WIDTH = 1024, 4096
 _GEMV_ROWS, _GEMV_WIDTH = 65_536, 8192
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ceilings:
-    """Rates of one device."""
+    """Maximum rates of one device."""
 
     read_bytes_per_s: float
-    """Streaming memory that no cache holds."""
+    """Rate of streaming memory that no cache holds."""
     gemm_flops_per_s: float
-    """A large matrix product through torch: oneDNN on a CPU, cuBLAS on CUDA."""
+    """Rate of a large matrix product through torch: oneDNN on a CPU, cuBLAS on CUDA."""
     gemv_bytes_per_s: float
-    """A matrix times one vector through torch, counted in bytes of the matrix."""
+    """Rate of a matrix times a vector through torch, in bytes of the matrix."""
     peak_flops_per_s: float | None = None
-    """What the matrix units do when nothing has to be fetched; None where no kernel can tell."""
+    """Rate of the matrix units when nothing has to be fetched; None where no kernel measures it."""
 
     def rows(self) -> list[Row]:
         rows = [
@@ -49,7 +49,7 @@ class Ceilings:
 
 
 def measure(device: torch.device, dtype: torch.dtype, num_threads: int) -> Ceilings:
-    """All rates, in about two seconds."""
+    """Measure all rates, in about two seconds."""
     torch.set_num_threads(num_threads)
     library = own_kernels() if device.type == "cpu" else None
     with torch.inference_mode():
@@ -62,7 +62,7 @@ def measure(device: torch.device, dtype: torch.dtype, num_threads: int) -> Ceili
 
 
 def own_kernels() -> KernelLibrary | None:
-    """The engine's compiled kernels, which measure closer to the machine than torch's operators; None without them."""
+    """Load the engine's compiled kernels, which are closer to the machine than torch's operators, or None."""
     try:
         return load_kernels()
     except KernelsUnavailable:
@@ -70,7 +70,7 @@ def own_kernels() -> KernelLibrary | None:
 
 
 class ReadMeter:
-    """Reads more memory than any cache holds; keeps it, so that a measurement is a few passes and no page faults."""
+    """Reads more memory than any cache holds; keeps it allocated, so that page faults are not measured."""
 
     def __init__(self, device: torch.device, num_threads: int) -> None:
         torch.set_num_threads(num_threads)
@@ -84,7 +84,7 @@ class ReadMeter:
             self._read = _own_read(library, self._data, num_threads)
 
     def bytes_per_s(self, *, tries: int = 3) -> float:
-        """Of the fastest pass."""
+        """Return the rate of the fastest pass."""
         return self._data.nbytes / _best_s(self._read, self._device, tries)
 
 
@@ -94,7 +94,7 @@ def _own_read(library: KernelLibrary, data: Tensor, num_threads: int) -> Callabl
 
 
 def _tile_rate(library: KernelLibrary, num_threads: int) -> float | None:
-    # A round is shorter than a scheduler's slice: of many, some are undisturbed.
+    # A round is shorter than a scheduler's time slice: of many rounds, some are undisturbed.
     found = measure_ceilings(library, num_threads=num_threads, rounds=100, read_bytes=1 << 20)
     return found.tile_tflop_s * 1e12 or None
 

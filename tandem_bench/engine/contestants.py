@@ -1,4 +1,4 @@
-"""The engines that are measured, all behind one small protocol: Tandem's in process, Tandem's worker, the peers."""
+"""The measured engines behind one small protocol: Tandem's in process, Tandem's worker, and the peers."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -21,14 +21,14 @@ TANDEM = "tandem"
 WORKER = "tandem worker"
 PEERS = ("transformers", "vllm", "openvino")
 TAKES_NEWCOMERS = frozenset({TANDEM, "vllm", "openvino"})
-"""Engines whose running batch others can join."""
+"""Engines whose running batch other requests can join."""
 _PEER_KV_GIB = 1
-"""More than they need for the largest job here."""
+"""KV memory of the peers: more than they need for the largest job."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """The conditions, the same for everybody."""
+    """Conditions of a measurement, the same for all engines."""
 
     model: Path
     dtype: str
@@ -37,21 +37,21 @@ class Stage:
     max_model_len: int
     max_num_seqs: int
     num_blocks: int
-    """Tandem's KV pool."""
+    """Blocks of Tandem's KV pool."""
     settings: Mapping[str, Any]
-    """More of Tandem's engine section, by dotted name."""
+    """Further settings of Tandem's engine section, by dotted name."""
 
     def engine_section(self) -> dict[str, Any]:
         return {"device": self.device, "num_blocks": self.num_blocks, "num_threads": self.num_threads}
 
     def overrides(self) -> dict[str, Any]:
-        """Tandem's configuration by dotted names."""
+        """Return Tandem's configuration by dotted names."""
         engine = {f"engine.{name}": value for name, value in self.engine_section().items()}
         model = {"model.path": str(self.model), "model.dtype": self.dtype, "model.max_model_len": self.max_model_len}
         return model | engine | dict(self.settings)
 
     def peer_options(self) -> dict[str, Any]:
-        """What the peers' adapters understand."""
+        """Return the options that the peers' adapters support."""
         return {
             "model": str(self.model),
             "dtype": self.dtype,
@@ -63,29 +63,29 @@ class Stage:
 
 
 class Contestant(Protocol):
-    """One engine; started once, asked many times, stopped."""
+    """Engine that is started once, given many jobs, and stopped."""
 
     @property
     def name(self) -> str: ...
 
     async def start(self) -> Started:
-        """Make it ready. Raises CannotMeasure."""
+        """Start the engine and wait until it is ready. Raises CannotMeasure."""
         ...
 
     async def run(self, job: Job) -> Outcome:
-        """One job, alone on the machine. Raises CannotMeasure."""
+        """Run one job, alone on the machine. Raises CannotMeasure."""
         ...
 
     @property
     def footprint(self) -> Footprint:
-        """Peak memory so far."""
+        """Return the peak memory so far."""
         ...
 
     async def stop(self) -> None: ...
 
 
 class ProcessContestant:
-    """An engine in a process of its own, driven directly."""
+    """Engine in a process of its own, driven directly."""
 
     def __init__(self, name: str, launch: Launch) -> None:
         self.name = name
@@ -112,12 +112,12 @@ class ProcessContestant:
 
 
 class WorkerContestant:
-    """A colocated cluster from the command line, asked over HTTP: what a client sees of the same engine."""
+    """Colocated cluster from the command line, used over HTTP: what a client sees of the same engine."""
 
     name = WORKER
 
     def __init__(self, stage: Stage) -> None:
-        # As a user gets it, whatever the other benchmarks prefer.
+        # The default settings, whatever the other benchmarks use.
         engine = EngineSection().model_dump() | stage.engine_section()
         engine |= {name.removeprefix("engine."): value for name, value in stage.settings.items()}
         model = {"path": str(stage.model), "max_model_len": stage.max_model_len}
@@ -133,9 +133,9 @@ class WorkerContestant:
         return Started(ready_s=self._cluster.ready_s, load_s=self._cluster.ready_s, about={})
 
     async def run(self, job: Job) -> Outcome:
-        """See Contestant. Newcomers are not for clients: a job that has some is refused with ValueError."""
+        """Run a job over HTTP; ValueError for a job with newcomers, which clients cannot add to a running batch."""
         if self._client is None or self._cluster is None or job.newcomers:
-            raise ValueError("a worker that is not running, or newcomers through HTTP")
+            raise ValueError("the worker is not running, or the job has newcomers, which HTTP does not support")
         prompts = [Prompt(token_ids=prompt) for prompt in job.prompts]
         async with self._watch.over(self._cluster.pids[0]):
             answers = await self._client.complete_all(prompts, max_tokens=job.num_tokens, concurrency=len(job.prompts))
@@ -147,7 +147,7 @@ class WorkerContestant:
 
     @property
     def footprint(self) -> Footprint:
-        """See Contestant; router and supervisor included."""
+        """Return the peak memory, including router and supervisor."""
         return self._watch.peak
 
     async def stop(self) -> None:
@@ -155,8 +155,8 @@ class WorkerContestant:
 
 
 def arrivals(answer: Completion) -> tuple[float, ...]:
-    """When each token came, from the gaps; tokens of one message share its gap."""
-    # The first message's tokens came together, and have no gap.
+    """Return the arrival time of each token from the gaps; tokens of one message share its gap."""
+    # The first message's tokens arrived together and have no gap.
     missing = len(answer.token_ids) - len(answer.gaps_s)
     times = [answer.first_token_s] * missing
     for gap_s in answer.gaps_s:
@@ -165,8 +165,8 @@ def arrivals(answer: Completion) -> tuple[float, ...]:
 
 
 def tandem(stage: Stage) -> ProcessContestant:
-    """Tandem's engine, in this environment."""
-    # Its modules are found from wherever this one was, installed or not.
+    """Launch Tandem's engine in this environment."""
+    # Its modules are found wherever this one was, installed or not.
     root = str(Path(__file__).parents[2])
     return ProcessContestant(
         TANDEM,
@@ -181,7 +181,7 @@ def tandem(stage: Stage) -> ProcessContestant:
 
 
 def peer(name: str, stage: Stage, note: Callable[[str], None]) -> ProcessContestant:
-    """A peer in its own environment, which is made when it is missing. Raises PeerNotInstalled."""
+    """Launch a peer in its own environment, which is created if missing. Raises PeerNotInstalled."""
     environment = ENVIRONMENTS[name]
     python = ensure(environment, note)
     options = stage.peer_options()
@@ -197,7 +197,7 @@ def peer(name: str, stage: Stage, note: Callable[[str], None]) -> ProcessContest
 
 
 def _vllm_variables(folder: Path, options: Mapping[str, Any]) -> dict[str, str]:
-    """As https://docs.vllm.ai/en/latest/getting_started/installation/cpu/ advises; OMP_NUM_THREADS is left alone."""
+    """Return the variables that vLLM's documentation for CPUs advises, except OMP_NUM_THREADS."""
     preload = [folder / "lib" / "libiomp5.so", *Path("/usr/lib/x86_64-linux-gnu").glob("libtcmalloc_minimal.so.4")]
     return {
         "VLLM_CPU_KVCACHE_SPACE": str(options["kv_gib"]),

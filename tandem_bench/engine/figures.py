@@ -1,4 +1,4 @@
-"""From measurements to figures: medians over rounds, shares of the roofline, ratios to the peers, and the goals."""
+"""Figures from measurements: medians over rounds, shares of the roofline, ratios to the peers, and the goals."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,19 +15,19 @@ from tandem_bench.report import Row, figure
 from tandem_bench.spine.speed import percentile
 
 DECODE_GOAL = 1.2
-"""Times the best peer of the same round, at concurrency 4 and 16; at 1 or this share of the limit:"""
+"""Goal relative to the best peer of the same round, at concurrency 4 and 16; at 1 or this share of the limit:"""
 LIMIT_SHARE_GOAL = 0.9
 PREFILL_GOAL = 1.5
 GAP_GOAL_S = 0.4
 OVERHEAD_GOAL_PERCENT = 3.0
 LOAD_GOAL_S = 4.0
 MEMORY_GOAL_BYTES = 400 * 10**6
-"""Beyond weights and KV pool."""
+"""Goal for memory beyond weights and KV pool."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """One engine in one cell, medians over its rounds."""
+    """Medians of one engine in one cell over its rounds."""
 
     contestant: str
     cell: Cell
@@ -37,25 +37,25 @@ class Summary:
     gap_p50_s: float
     gap_p99_s: float
     read_bytes_per_s: float
-    """What the engine must have read while decoding, at least."""
+    """Minimum rate at which the engine must have read memory while decoding."""
     limit_share: float
-    """Of the rate that the bandwidth measured around the job would allow."""
+    """Share of the rate that the bandwidth measured around the job would allow."""
     flops_per_s: float
-    """What the engine must have done during the prompts, at least."""
+    """Minimum rate of operations that the engine must have computed during the prompts."""
     machine_bytes_per_s: float
     """Read bandwidth, measured around each job."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One engine's life, beside its measurements."""
+    """Start-up and memory of one engine, apart from its measurements."""
 
     started: Started
     footprint: Footprint
 
 
 def summarize(done: Sequence[Measurement], cost: ModelCost) -> list[Summary]:
-    """One summary per engine and cell, in the order in which they first ran."""
+    """Summarize each engine and cell, in the order in which they first ran."""
     groups: dict[tuple[str, Cell], list[Measurement]] = {}
     for seen in done:
         groups.setdefault((seen.contestant, seen.cell), []).append(seen)
@@ -87,7 +87,7 @@ def _summary(name: str, cell: Cell, group: Sequence[Measurement], cost: ModelCos
 
 
 def speed_rows(summaries: Iterable[Summary], *, judged: bool) -> list[Row]:
-    """Every summary's figures; `judged` holds Tandem's against the goals that need no peer."""
+    """Return every summary's figures; `judged` compares Tandem's with the goals that need no peer."""
     rows: list[Row] = []
     for seen in summaries:
         name = f"{seen.contestant}.{seen.cell.label}".replace(" ", "_")
@@ -110,7 +110,7 @@ def speed_rows(summaries: Iterable[Summary], *, judged: bool) -> list[Row]:
 
 
 def limit_rows(cost: ModelCost, ceilings: Ceilings, cells: Iterable[Cell]) -> list[Row]:
-    """The roofline of the model on this machine."""
+    """Return the roofline of the model on this machine."""
     rows = [
         figure("model.weights", cost.weights_bytes / 1e9, "GB"),
         figure("model.kv", cost.kv_numbers_per_token * cost.item_bytes / 1e3, "kB per token"),
@@ -133,7 +133,7 @@ def limit_rows(cost: ModelCost, ceilings: Ceilings, cells: Iterable[Cell]) -> li
 
 
 def ratio_rows(done: Sequence[Measurement], cost: ModelCost, *, judged: bool) -> list[Row]:
-    """Tandem over each peer and over the best one, per round, medians."""
+    """Return the median ratios of Tandem to each peer and to the best one, per round."""
     rows: list[Row] = []
     for cell in dict.fromkeys(seen.cell for seen in done):
         if cell.with_newcomers:
@@ -156,7 +156,7 @@ def ratio_rows(done: Sequence[Measurement], cost: ModelCost, *, judged: bool) ->
 
 
 def _alone_shares(done: Sequence[Measurement], cell: Cell, cost: ModelCost) -> list[float]:
-    """What decoding alone reaches of what is wanted of it, per round: peers win where memory is the limit for all."""
+    """Return the share of the decode goal reached per round without peers: they win where memory limits all."""
     context = mean_context(cell.prompt_tokens, cell.num_tokens)
     shares = []
     over_best = round_ratios(done, cell, _decode_rate).get("best", {})
@@ -170,7 +170,7 @@ def _alone_shares(done: Sequence[Measurement], cell: Cell, cost: ModelCost) -> l
 
 
 def life_rows(entries: Mapping[str, Entry], *, judged: bool) -> list[Row]:
-    """Start and memory of every engine."""
+    """Return the start-up time and memory of every engine."""
     rows: list[Row] = []
     for contestant, entry in entries.items():
         name, is_own = contestant.replace(" ", "_"), contestant == TANDEM
@@ -192,7 +192,7 @@ def life_rows(entries: Mapping[str, Entry], *, judged: bool) -> list[Row]:
 
 
 def step_rows(done: Sequence[Measurement], *, judged: bool) -> list[Row]:
-    """Where a step of Tandem's engine goes, by cell."""
+    """Return the breakdown of a step of Tandem's engine, by cell."""
     rows: list[Row] = []
     for cell in dict.fromkeys(seen.cell for seen in done):
         costs = [seen.outcome.steps for seen in done if seen.cell == cell and seen.outcome.steps is not None]

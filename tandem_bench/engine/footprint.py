@@ -1,4 +1,4 @@
-"""How much memory a process tree takes, and how much of it is its own rather than files' pages."""
+"""Memory of a process tree, and its private share as opposed to file pages."""
 
 import asyncio
 import re
@@ -15,15 +15,15 @@ _PERIOD_S = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """Peaks over a process's life so far, its children included, in bytes."""
+    """Peak memory of a process and its children so far, in bytes."""
 
     peak_bytes: int
-    """Everything resident, files' pages too (VmHWM): what the kernel counts against a container's limit at worst."""
+    """All resident memory including file pages (VmHWM): what counts against a container's limit at worst."""
     private_bytes: int
-    """RssAnon + RssShmem: what cannot be dropped and read again."""
+    """Memory that cannot be dropped and read again: RssAnon + RssShmem."""
 
     def joined(self, other: "Footprint") -> "Footprint":
-        """The larger of each."""
+        """Return the larger of each figure."""
         return Footprint(
             peak_bytes=max(self.peak_bytes, other.peak_bytes),
             private_bytes=max(self.private_bytes, other.private_bytes),
@@ -34,24 +34,24 @@ NOTHING = Footprint(peak_bytes=0, private_bytes=0)
 
 
 def family(pid: int) -> tuple[int, ...]:
-    """A process and all its children; none when it has ended. Looks at every process of the machine."""
+    """Return a process and all its children; none when it has ended. Scans every process of the machine."""
     with suppress(psutil.NoSuchProcess):
         return (pid, *(child.pid for child in psutil.Process(pid).children(recursive=True)))
     return ()
 
 
 def footprint(pids: Iterable[int]) -> Footprint:
-    """Of some processes together, now; those that have ended hold nothing."""
+    """Sum the present memory of some processes; those that have ended count nothing."""
     statuses = [parse_status(text) for text in _statuses(pids)]
     return Footprint(
-        # A program may reset its own peak (proc(5), clear_refs): what is resident now counts in any case.
+        # A program may reset its own peak (proc(5), clear_refs): present resident memory counts in any case.
         peak_bytes=sum(max(status["VmHWM"], status["VmRSS"]) for status in statuses),
         private_bytes=sum(status["RssAnon"] + status["RssShmem"] for status in statuses),
     )
 
 
 def parse_status(text: str) -> Mapping[str, int]:
-    """The memory lines of /proc/PID/status, in bytes; zero for an absent one."""
+    """Parse the memory lines of /proc/PID/status, in bytes; absent ones are zero."""
     found = dict(re.findall(r"^(\w+):\s*(\d+) kB$", text, re.MULTILINE))
     return {name: int(found.get(name, 0)) * 1024 for name in _FIELDS}
 
@@ -65,7 +65,7 @@ def _statuses(pids: Iterable[int]) -> list[str]:
 
 
 class Watch:
-    """The largest footprint seen while somebody watches."""
+    """Largest footprint sampled during a context."""
 
     def __init__(self) -> None:
         self.peak = NOTHING
@@ -75,10 +75,10 @@ class Watch:
 
     @asynccontextmanager
     async def over(self, pid: int) -> AsyncIterator[None]:
-        """Sample a process, and its children of now, to the end of the context.
+        """Sample a process and its present children until the end of the context.
 
-        A peak between two samples is seen in VmHWM only. Cheap on purpose, since it runs beside what is measured:
-        later children are looked for once, at the end.
+        A peak between two samples appears in VmHWM only. Sampling is cheap because it runs during the measurement:
+        later children are found once, at the end.
         """
         task = asyncio.create_task(self._watch(family(pid)))
         try:
@@ -92,5 +92,5 @@ class Watch:
     async def _watch(self, pids: tuple[int, ...]) -> None:
         while True:
             self.sample(pids)
-            # The kernel has no event for memory in use: sampling is all there is.
+            # The kernel has no event for memory usage: sampling is the only way.
             await asyncio.sleep(_PERIOD_S)

@@ -1,5 +1,4 @@
-"""The whole of `python -m tandem_bench engine`: ceilings, engines in rounds, the worker, baselines; rows as they
-come."""
+"""All of `python -m tandem_bench engine`: ceilings, engines in rounds, the worker, baselines; rows as they come."""
 
 import argparse
 import os
@@ -38,17 +37,17 @@ from tandem_bench.shapes import REFERENCE, SHAPES
 
 CONCURRENCIES = (1, 4, 16)
 QUICK_TOKENS = 32
-"""Of answer, where the whole command has to end within a minute."""
+"""Answer tokens where the whole command must end within a minute."""
 QUICK_LIMIT_S = 50.0
 _BLOCK = 16
 _SPARE_BLOCKS = 32
 _WORKER_EXTRA_S = 5.0
-"""A cluster starts a router and a supervisor as well."""
+"""Additional start-up time of a cluster, which starts a router and a supervisor as well."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """How much is measured."""
+    """Amount of measuring."""
 
     cells: tuple[Cell, ...]
     prefill_cells: tuple[Cell, ...]
@@ -58,7 +57,7 @@ class Scale:
 
     @classmethod
     def from_options(cls, given: argparse.Namespace) -> "Scale":
-        """Quick without flags; with peers the issue's workload; `--full` adds lengths."""
+        """Choose quick without flags; with peers the full workload; `--full` adds lengths."""
         is_quick = not (given.full or given.peer)
         num_tokens = QUICK_TOKENS if is_quick else OUTPUT_TOKENS
         cells = tuple(Cell(concurrency=n, prompt_tokens=PROMPT_TOKENS, num_tokens=num_tokens) for n in CONCURRENCIES)
@@ -75,24 +74,24 @@ class Scale:
         )
 
     def engine_cells(self, parts: tuple[str, ...]) -> tuple[Cell, ...]:
-        """What the engines are asked in each round."""
+        """Return the jobs that engines get in each round."""
         return (self.cells if "engine" in parts else ()) + (self.prefill_cells if "prefills" in parts else ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """Which model, on what."""
+    """Model under measurement, and its conditions."""
 
     stage: Stage
     config: ModelArchitecture
     cost: ModelCost
     device: torch.device
     is_judged: bool
-    """Whether the issue's goals are about this model on this machine."""
+    """Whether the goals apply to this model on this machine."""
 
 
 async def measure(given: argparse.Namespace, rows: list[Row], *, out: Console, err: Console) -> None:
-    """Measure and show what was asked for; `rows` grow part by part, so that a later part's failure loses nothing.
+    """Measure and print the requested parts, adding to `rows` part by part, so that a later failure loses nothing.
 
     Raises CannotMeasure, ConfigError.
     """
@@ -111,7 +110,7 @@ async def measure(given: argparse.Namespace, rows: list[Row], *, out: Console, e
 
 
 async def _model(given: argparse.Namespace, rows: list[Row], *, out: Console, note: Callable[[str], None]) -> None:
-    """The parts that ask engines to continue prompts."""
+    """Measure the parts in which engines continue prompts."""
     scale = Scale.from_options(given)
     subject = make_subject(given, scale, note)
     box = TimeBox(scale.limit_s)
@@ -155,17 +154,17 @@ _OTHERS: Mapping[str, Callable[[argparse.Namespace, Console, Callable[[str], Non
 
 
 def make_subject(given: argparse.Namespace, scale: Scale, note: Callable[[str], None]) -> Subject:
-    """Find or make the model and say how much memory the jobs need. Raises ConfigError, CannotMeasure."""
+    """Find or make the model, and compute the memory that the jobs need. Raises ConfigError, CannotMeasure."""
     settings = dict(map(_setting, given.set))
-    load(None, settings)  # what is wrong there is said before anything is measured
+    load(None, settings)  # report errors in the settings before anything is measured
     if given.device == "cuda" and not torch.cuda.is_available():
-        raise CannotMeasure("--device cuda: torch sees no CUDA device here")
+        raise CannotMeasure("--device cuda: torch sees no CUDA device")
     model = given.model or cached_model(SHAPES[given.shape], dtype=given.dtype, note=note)
     config = load_model_config(model)
     cells = scale.cells + scale.prefill_cells
     longest = max([cell.prompt_tokens + cell.num_tokens for cell in cells]) + _BLOCK
     if longest > config.max_context:
-        raise CannotMeasure(f"{model} holds {config.max_context} tokens; the jobs need {longest}")
+        raise CannotMeasure(f"{model} has a context of {config.max_context} tokens; the jobs need {longest}")
     has_cuda = torch.cuda.is_available() and given.device != "cpu"
     stage = Stage(
         model=Path(model),
@@ -196,7 +195,7 @@ def _title(given: argparse.Namespace, subject: Subject, summaries: Sequence[Summ
 
 
 def pool_blocks(cells: tuple[Cell, ...]) -> int:
-    """Blocks for the largest job, all its sequences at full length, with a newcomer and a little to breathe."""
+    """Return the blocks for the largest job with all sequences at full length, a newcomer, and some spare room."""
 
     def needed(cell: Cell) -> int:
         resident = cell.concurrency * (-(-(cell.prompt_tokens + cell.num_tokens) // _BLOCK) + 1)
@@ -208,7 +207,7 @@ def pool_blocks(cells: tuple[Cell, ...]) -> int:
 def _setting(text: str) -> tuple[str, Any]:
     name, _, value = text.partition("=")
     if not name.startswith("engine.") or not value:
-        raise CannotMeasure(f"--set wants engine.KEY=VALUE, not {text!r}")
+        raise CannotMeasure(f"--set must be engine.KEY=VALUE, not {text!r}")
     return name, yaml.safe_load(value)
 
 
@@ -222,7 +221,7 @@ async def _engines(
     out: Console,
     note: Callable[[str], None],
 ) -> list[Summary]:
-    """Rounds of all engines side by side, then the worker alone."""
+    """Run rounds of all engines side by side, then the worker alone."""
     parts = options.parts(given)
     done: list[Measurement] = []
     entries: Mapping[str, Entry] = {}
@@ -239,7 +238,7 @@ async def _engines(
         else:
             worker_done = []
             left = f"starting it takes {start_s:.0f} s and {max(0.0, box.left_s):.0f} s are left"
-            note(f"worker: left out, {left}; --full or --only worker has the time")
+            note(f"worker: skipped, {left}; use --full or --only worker")
     else:
         worker_done = []
     summaries = figures.summarize([*done, *worker_done], subject.cost)
@@ -250,7 +249,7 @@ async def _engines(
         *figures.ratio_rows(done, subject.cost, judged=subject.is_judged),
         *figures.life_rows(entries, judged=subject.is_judged),
     ]
-    # The judged ones of the table above once more, with their verdicts.
+    # Print the judged rows of the table above again, with their verdicts.
     show_rows(out, [row for row in rows if row.met is not None] + rest)
     rows += rest
     return summaries
@@ -269,18 +268,18 @@ def _plan(cells: tuple[Cell, ...], num_rounds: int, subject: Subject, note: Call
 async def _compete(
     contestants: Sequence[Contestant], plan: Plan, box: TimeBox, *, known: Sequence[Measurement] = ()
 ) -> tuple[list[Measurement], Mapping[str, Entry]]:
-    """Start all, run the rounds, stop all; what every engine's life was like, too."""
+    """Start all engines, run the rounds and stop all; return also each engine's start-up and memory."""
     started: dict[str, Started] = {}
     async with AsyncExitStack() as stack:
         for contestant in contestants:
             stack.push_async_callback(contestant.stop)
             started[contestant.name] = await contestant.start()
             about = started[contestant.name].about.items()
-            told = [
+            notes = [
                 f"ready after {started[contestant.name].ready_s:.1f} s",
                 *(f"{key} {value}" for key, value in about),
             ]
-            plan.note(f"{contestant.name}: {', '.join(told)}")
+            plan.note(f"{contestant.name}: {', '.join(notes)}")
             await warm_up(contestant, plan.vocab_size, concurrency=max(cell.concurrency for cell in plan.cells))
         done = await run_rounds(plan, contestants, box, known=known)
         entries = {

@@ -1,4 +1,4 @@
-"""Tandem's own engine behind the same protocol as the peers; runs in Tandem's environment."""
+"""Adapter of Tandem's own engine to the protocol of the peers; runs in Tandem's environment."""
 
 import dataclasses
 from typing import Any
@@ -8,7 +8,7 @@ from tandem_bench.engine.workload import Job
 
 
 class Adapter:
-    """One engine, assembled as a worker would; see host.Adapter."""
+    """Engine assembled as in a worker; see host.Adapter."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         self._rig = Rig(assemble_from(options["overrides"]))
@@ -21,7 +21,7 @@ class Adapter:
         }
 
     def run(self, prompts: list[list[int]], num_tokens: int, newcomers: list[list[int]]) -> dict[str, Any]:
-        """See host.Adapter; also tells where the steps' time went."""
+        """Run a job as host.Adapter does, and also return where the steps' time went."""
         job = Job(prompts=tuple(map(tuple, prompts)), num_tokens=num_tokens, newcomers=tuple(map(tuple, newcomers)))
         done = self._rig.run(job)
         return {
@@ -32,5 +32,5 @@ class Adapter:
         }
 
     def close(self) -> None:
-        """End the engine's thread."""
+        """Stop the engine's thread."""
         self._rig.__exit__()

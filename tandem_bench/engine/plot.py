@@ -1,4 +1,4 @@
-"""The engine benchmark as one picture. Needs matplotlib (the extra `bench`), imported only here."""
+"""The engine benchmark as one picture. Needs matplotlib (the extra `bench`), which only this module imports."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -19,13 +19,13 @@ _OTHER = "#9b5de5"
 _LIMIT = "#c1121f"
 _GROUP_WIDTH = 0.8
 _LEAST_GROUPS = 3
-"""Kinds of job that a panel has room for: a single one does not fill it."""
+"""Minimum groups that a panel is drawn for: a single one would not fill it."""
 _CROWD = 20
-"""Bars in one panel from which on each panel gets the whole width: their figures would overlap."""
+"""Number of bars from which on each panel gets the full width, so that their figures do not overlap."""
 
 
 def draw(path: Path, summaries: Sequence[Summary], *, title: str) -> None:
-    """Write a PNG (or what the file's ending says): speeds as bars, the machine's limits as lines.
+    """Write a PNG (or another format by the suffix): speeds as bars, the machine's limits as lines.
 
     Raises ExtraMissing when matplotlib is missing, ValueError when there is nothing to draw.
     """
@@ -64,7 +64,7 @@ def draw(path: Path, summaries: Sequence[Summary], *, title: str) -> None:
 
 
 def _bars(axes: Any, summaries: Sequence[Summary], value: Callable[[Summary], float]) -> None:
-    """One group per kind of job, one bar per engine; only engines that ran a job take room in its group."""
+    """Draw one group per kind of job, one bar per engine; engines that did not run a job take no room in its group."""
     jobs = _unique(job_name(seen) for seen in in_order(summaries))
     labelled: set[str] = set()
     for place, job in enumerate(jobs):
@@ -86,7 +86,7 @@ def _bars(axes: Any, summaries: Sequence[Summary], value: Callable[[Summary], fl
 
 
 def _limits(axes: Any, summaries: Sequence[Summary], value: Callable[[Summary], float]) -> None:
-    """A line over each group, at the highest rate that its engines' bandwidth would have allowed."""
+    """Draw a line over each group, at the highest rate that its engines' bandwidth would have allowed."""
     jobs = _unique(job_name(seen) for seen in in_order(summaries))
     for place, job in enumerate(jobs):
         top = max(value(seen) for seen in summaries if job_name(seen) == job)
@@ -96,13 +96,13 @@ def _limits(axes: Any, summaries: Sequence[Summary], value: Callable[[Summary], 
 
 
 def _places(place: int, count: int) -> tuple[list[float], list[float]]:
-    """Centres and widths of a group's bars; a lone bar does not fill its group."""
+    """Return centres and widths of a group's bars; a single bar does not fill its group."""
     width = min(_GROUP_WIDTH / count, 0.3)
     return [place + (i - (count - 1) / 2) * width for i in range(count)], [width] * count
 
 
 def _shown(value: float) -> str:
-    """Three digits, or all of a whole number's."""
+    """Render three digits, or all of a whole number's."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 

@@ -1,7 +1,7 @@
-"""Ways to feed the real scheduler: as it is meant to be, and the handicapped ways of before, for comparison only.
+"""Ways to feed the real scheduler: continuous batching, and earlier, restricted ways for comparison only.
 
-A policy decides when requests are handed over and with which lengths; everything else, blocks, steps, model, is the
-same engine. Tokens that a policy computes for nobody (padding, rows that wait for their batch) count as nothing.
+A policy decides when requests are submitted and with which lengths; blocks, steps and the model are those of the same
+engine. Tokens that a policy computes in vain (padding, rows that wait for their batch) do not count.
 """
 
 import time
@@ -30,12 +30,12 @@ class Ask:
     prompt: Tokens
     num_tokens: int
     useful_tokens: int = 0
-    """Of `num_tokens`, those that somebody wants; 0: all."""
+    """Part of `num_tokens` that is requested; 0: all."""
     arrival_s: float = 0.0
 
     @property
     def num_useful_tokens(self) -> int:
-        """Tokens that somebody wants."""
+        """Number of requested tokens."""
         return self.useful_tokens or self.num_tokens
 
 
@@ -46,12 +46,12 @@ class Lengths:
     mean_prompt: int
     mean_answer: int
     most: int
-    """Tokens of both together."""
+    """Maximum tokens of prompt and answer together."""
     sigma: float = 1.0
-    """Of the logarithm: 0.86 in Azure's public conversation trace, 1.38 in Mooncake's."""
+    """Standard deviation of the logarithm: 0.86 in Azure's public conversation trace, 1.38 in Mooncake's."""
 
     def draw(self, rng: Random, count: int, vocab_size: int) -> tuple[Ask, ...]:
-        """So many requests, all there at once."""
+        """Draw requests that all arrive at once."""
         asks = []
         for _ in range(count):
             num_prompt = min(self.most // 2, self._length(rng, self.mean_prompt))
@@ -60,12 +60,12 @@ class Lengths:
         return tuple(asks)
 
     def _length(self, rng: Random, wanted: int) -> int:
-        # exp(sigma^2 / 2) is the mean of what has median 1.
+        # exp(sigma^2 / 2) is the mean of a log-normal distribution with median 1.
         return max(4, round(wanted * rng.lognormvariate(0.0, self.sigma) / exp(self.sigma**2 / 2)))
 
 
 def arriving(rng: Random, asks: Sequence[Ask], per_s: float) -> tuple[Ask, ...]:
-    """The same requests, one by one, in a Poisson process."""
+    """Return the same requests with arrivals of a Poisson process."""
     now_s = 0.0
     arrived = []
     for ask in asks:
@@ -75,18 +75,18 @@ def arriving(rng: Random, asks: Sequence[Ask], per_s: float) -> tuple[Ask, ...]:
 
 
 Policy = Callable[[deque[Ask], int], list[Ask]]
-"""Given those that wait and how many run: takes who is handed over now out of the queue, perhaps lengthened."""
+"""Function that takes the requests to submit now from the queue, given the number of running ones; may pad them."""
 
 
 def continuous(waiting: deque[Ask], _num_running: int) -> list[Ask]:
-    """Hand everything over; the scheduler fills rows as they come free."""
+    """Submit everything; the scheduler fills rows as they become free."""
     asks = list(waiting)
     waiting.clear()
     return asks
 
 
 def closed(batch_size: int) -> Policy:
-    """Closed batches of who is there: the next starts when the longest answer of this one is over."""
+    """Submit closed batches of waiting requests: the next starts when the longest answer of this one is complete."""
 
     def select(waiting: deque[Ask], num_running: int) -> list[Ask]:
         return [] if num_running else [waiting.popleft() for _ in range(min(batch_size, len(waiting)))]
@@ -95,7 +95,7 @@ def closed(batch_size: int) -> Policy:
 
 
 def padded(batch_size: int) -> Policy:
-    """Closed batches, a rectangle each: every prompt as long as the longest, every row kept until the last is over."""
+    """Submit closed rectangular batches: prompts padded to the longest, rows kept until the last one is complete."""
     take_closed = closed(batch_size)
 
     def select(waiting: deque[Ask], num_running: int) -> list[Ask]:
@@ -116,14 +116,14 @@ def padded(batch_size: int) -> Policy:
 
 
 def _padding(prompt: Tokens, length: int) -> Tokens:
-    # Not one token for all, or the prefix cache would make padding cheap.
+    # Padding tokens differ, or the prefix cache would make padding cheap.
     missing = length - len(prompt)
     return (prompt * (1 + missing // len(prompt)))[:missing] + prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answered:
-    """When one request was served; seconds since its arrival."""
+    """Times of one request, in seconds since its arrival."""
 
     num_tokens: int
     first_s: float
@@ -132,41 +132,41 @@ class Answered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """What became of a workload."""
+    """Result of serving a workload."""
 
     wall_s: float
     busy_s: float
-    """While requests waited for a row: what comes after depends on who happens to be last."""
+    """Time while requests waited for a row: the rest depends on which request happens to be last."""
     busy_tokens: int
-    """Useful ones that came in that time."""
+    """Requested tokens that were generated in that time."""
     answers: tuple[Answered, ...]
     kv_use: float
-    """Tokens held over tokens that the memory set aside for them could hold, averaged over steps."""
+    """Tokens held relative to the capacity reserved for them, averaged over steps."""
     most_rows: int
     num_preemptions: int
 
     @property
     def tokens_per_s(self) -> float:
-        """Useful ones, while requests waited; of all the time where none ever did."""
+        """Requested tokens per second while requests waited, or over all the time if none ever did."""
         if self.busy_tokens:
             return self.busy_tokens / self.busy_s
         return sum(answer.num_tokens for answer in self.answers) / self.wall_s
 
     @property
     def first_s(self) -> float:
-        """The mean wait for a first token."""
+        """Mean time to first token."""
         return mean(answer.first_s for answer in self.answers)
 
     @property
     def s_per_token(self) -> float:
-        """The mean of each request's time over its tokens (normalised latency, as in Orca, OSDI 2022)."""
+        """Mean of each request's time over its tokens (normalised latency, as in Orca, OSDI 2022)."""
         return mean(answer.end_s / answer.num_tokens for answer in self.answers)
 
 
 def serve(
     scheduler: Scheduler, runner: Runner, asks: Sequence[Ask], policy: Policy, *, reserved_tokens: int | None = None
 ) -> Served:
-    """Run requests, in order of arrival, to their ends.
+    """Run requests in order of arrival to their ends.
 
     `reserved_tokens`: what a sequence's memory is taken to be, whatever it holds; None counts its blocks. Raises
     CannotMeasure when the engine stands still.
@@ -199,7 +199,7 @@ def serve(
 
 
 class _Run:
-    """Who is still to come, who waits, who runs, and when each was answered."""
+    """Requests still to come, waiting and running, and the times of their answers."""
 
     def __init__(self, asks: Sequence[Ask]) -> None:
         self._coming = deque(asks)
@@ -216,28 +216,28 @@ class _Run:
 
     @property
     def is_open(self) -> bool:
-        """Whether anybody is not answered yet."""
+        """Whether any request is unanswered."""
         return bool(self._coming or self._waiting or self._running)
 
     @property
     def has_waiting(self) -> bool:
-        """Whether somebody is here whom the policy has not handed over, or is still to come."""
+        """Whether any request has not been submitted yet."""
         return bool(self._coming or self._waiting)
 
     @property
     def now_s(self) -> float:
-        """Since the start, on a clock that skips the time in which nobody is here."""
+        """Time since the start, on a clock that skips idle time."""
         return time.perf_counter() - self._started_s + self._skipped_s
 
     def let_in(self) -> float:
-        """Queue those that have arrived; returns the time."""
+        """Queue the requests that have arrived; return the time."""
         now_s = self.now_s
         while self._coming and self._coming[0].arrival_s <= now_s:
             self._waiting.append(self._coming.popleft())
         return now_s
 
     def admit(self, policy: Policy) -> list[tuple[int, Ask]]:
-        """Who is handed over now, numbered."""
+        """Return the requests to submit now, numbered."""
         taken = []
         for ask in policy(self._waiting, len(self._running)):
             self._running[RequestId(str(self._num_taken))] = ask
@@ -246,13 +246,13 @@ class _Run:
         return taken
 
     def skip(self) -> None:
-        """Nobody is here: go to the moment at which the next arrives."""
+        """Skip idle time up to the next arrival."""
         if self._running or not self._coming:
-            raise CannotMeasure("the engine stands still")
+            raise CannotMeasure("the engine makes no progress")
         self._skipped_s += max(0.0, self._coming[0].arrival_s - self.now_s)
 
     def hear(self, output: StepOutput, *, is_busy: bool) -> None:
-        """Note first and last tokens; `is_busy`: somebody waits for a row."""
+        """Record first and last tokens; `is_busy`: a request waits for a row."""
         now_s = self.now_s
         for event in output.events:
             ask = self._running[event.request_id]
@@ -285,6 +285,6 @@ def _request(number: int, ask: Ask) -> Request:
         num_prompt_tokens=len(ask.prompt),
         params=SamplingParams(temperature=0.0, max_tokens=ask.num_tokens, ignore_eos=True),
         hash_root=BlockHash(b"baseline"),
-        # In the order in which they were handed over, also among those that came at once.
+        # In the order of submission, also among those that arrived at the same time.
         arrival_s=ask.arrival_s + 1e-9 * number,
     )

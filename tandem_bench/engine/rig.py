@@ -1,6 +1,6 @@
-"""The engine alone, in this process: the real thread, scheduler and runner, without a network or a router around them.
+"""The engine alone in this process: the real thread, scheduler and runner, without a network or a router.
 
-What it times is what a worker's shell would see: a token has come when the engine's callback tells it.
+Its times are those that a worker sees: a token arrives with the engine's callback.
 """
 
 import itertools
@@ -36,7 +36,7 @@ class EngineFailed(CannotMeasure):
 
 
 def assemble_from(overrides: dict[str, Any]) -> EngineParts:
-    """An engine as a lone worker on this machine would assemble it; dotted names of the cluster's configuration.
+    """Assemble an engine as a single worker on this machine would, from dotted names of the cluster's configuration.
 
     Raises ConfigError.
     """
@@ -45,7 +45,7 @@ def assemble_from(overrides: dict[str, Any]) -> EngineParts:
 
 
 class Rig:
-    """One engine, driven job by job from another thread; a context manager that ends the engine's thread."""
+    """Engine that another thread drives job by job; a context manager that stops the engine's thread."""
 
     def __init__(self, parts: EngineParts) -> None:
         self.parts = parts
@@ -72,9 +72,9 @@ class Rig:
         self._engine.stop()
 
     def run(self, job: Job) -> Outcome:
-        """Everything is handed over between two steps; returns once every prompt has its tokens.
+        """Submit all prompts between two steps, and return once each has its tokens.
 
-        Raises EngineFailed, and whatever the scheduler refuses a request with.
+        Raises EngineFailed, and the scheduler's errors for rejected requests.
         """
         running = _RunningJob(
             job,
@@ -114,7 +114,7 @@ class Rig:
 
 
 class _RunningJob:
-    """One job's bookkeeping; but for `is_over` touched by the engine's thread alone until that is set."""
+    """State of one job; except `is_over`, only the engine's thread touches it until that is set."""
 
     def __init__(
         self,
@@ -140,13 +140,13 @@ class _RunningJob:
         self._decode_steps_s: list[float] = []
 
     def begin(self, scheduler: Scheduler) -> None:
-        """Hand every prompt over."""
+        """Submit every prompt."""
         self._started_s = self._told_s = time.perf_counter()
         for request in self._requests:
             scheduler.add(request)
 
     def on_step(self, output: StepOutput, now_s: float) -> None:
-        """Take in one step's news."""
+        """Record the events of one step."""
         if (timings := output.timings) is not None:
             step_s, self._told_s = now_s - self._told_s, now_s
             self._steps_s.append(step_s)
@@ -176,7 +176,7 @@ class _RunningJob:
         self.is_over.set()
 
     def outcome(self, model_s: float) -> Outcome:
-        """The whole job's times."""
+        """Return the times of the whole job."""
         wall_s = sum(self._steps_s)
         return Outcome(
             job=self._job,
@@ -198,9 +198,9 @@ def _abort(scheduler: Scheduler, request_id: RequestId) -> None:
 
 
 def _time_model(runner: Any) -> Callable[[], float]:
-    """Put a watch on the model's entry points, recorded steps among them; returns the seconds spent there so far.
+    """Time the model's entry points, including recorded steps; return a function for the seconds so far.
 
-    On a device that runs behind the host this counts what the host waits for, which is what overlaps nothing.
+    On a device that runs asynchronously this counts the host's waiting time, which overlaps with nothing.
     """
     spent = [0.0]
 

@@ -1,6 +1,6 @@
-"""What the machine's memory and arithmetic allow a model: the limits that measured rates are held against.
+"""Limits that the machine's memory and arithmetic set for a model, to compare measured rates with.
 
-The roofline model (Williams, Waterman and Patterson, 2009) with the two corners that matter here. A decode step must
+The roofline model (Williams, Waterman and Patterson, 2009) with the two limits that matter here. A decode step must
 read every weight once and every running sequence's keys and values once, so bandwidth bounds it. A prompt costs two
 floating-point operations per weight and token, plus attention's products, so arithmetic bounds it. Activations, norms
 and sampling are left out: they are small, and a limit must never be too low.
@@ -14,16 +14,16 @@ from tandem.values.kv_layout import DTYPE_BYTES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCost:
-    """Bytes and operations of one model, kept and computed in one dtype."""
+    """Bytes and operations of one model, stored and computed in one dtype."""
 
     streamed_weights: int
-    """Numbers that every step reads: all but an embedding that is not also the head."""
+    """Numbers that every step reads: all except an embedding that is not also the head."""
     layer_weights: int
     """Numbers in the layers' matrices."""
     head_weights: int
     kv_numbers_per_token: int
     attention_width: int
-    """Query heads times their size, over all layers."""
+    """Number of query heads times their size, over all layers."""
     item_bytes: int
 
     @classmethod
@@ -45,31 +45,31 @@ class ModelCost:
 
     @property
     def weights_bytes(self) -> int:
-        """Read by every decode step, however many sequences share it."""
+        """Bytes read by every decode step, however many sequences share it."""
         return self.streamed_weights * self.item_bytes
 
     def decode_step_bytes(self, num_seqs: int, context: float) -> float:
-        """Read by one step that adds a token to each of `num_seqs` sequences of `context` tokens."""
+        """Return the bytes read by a step that adds a token to each of `num_seqs` sequences of `context` tokens."""
         return self.weights_bytes + num_seqs * context * self.kv_numbers_per_token * self.item_bytes
 
     def decode_limit(self, num_seqs: int, context: float, bytes_per_s: float) -> float:
-        """Tokens per second of all sequences together, when nothing but reading takes time."""
+        """Return tokens per second of all sequences together, if only reading takes time."""
         return num_seqs * bytes_per_s / self.decode_step_bytes(num_seqs, context)
 
     def prompt_flops_per_token(self, length: int) -> float:
-        """Operations per token of a prompt of `length`, causal attention and one row of logits included.
+        """Return operations per token of a prompt of `length`, with causal attention and one row of logits.
 
-        The token at position p attends to p + 1 tokens, (length + 1) / 2 on average, with two operations each for
-        its score and for its value, per query head and dimension.
+        The token at position p attends to p + 1 tokens, (length + 1) / 2 on average, with two operations each for its
+        score and for its value, per query head and dimension.
         """
         attention = 4 * self.attention_width * (length + 1) / 2
         return 2 * self.layer_weights + attention + 2 * self.head_weights / length
 
     def prefill_limit(self, length: int, flops_per_s: float) -> float:
-        """Prompt tokens per second, when nothing but arithmetic takes time."""
+        """Return prompt tokens per second, if only arithmetic takes time."""
         return flops_per_s / self.prompt_flops_per_token(length)
 
 
 def mean_context(prompt_tokens: int, output_tokens: int) -> float:
-    """Tokens that an average decode step finds cached: the prompt and half of the answer."""
+    """Return the tokens that an average decode step finds cached: the prompt and half of the answer."""
     return prompt_tokens + output_tokens / 2

@@ -1,7 +1,7 @@
-"""Rounds: every engine gets the same job, one after another, and again with the next job.
+"""Rounds: every engine runs the same job, one after another, and then the next job.
 
-A machine's speed drifts by a factor of two within seconds, so engines are only ever compared within one round, where
-they ran seconds apart; the order turns by one from round to round, so that nobody always follows the same neighbour.
+A machine's speed drifts by a factor of two within seconds, so engines are only compared within one round, where they
+ran seconds apart; the order rotates by one each round, so that no engine always follows the same one.
 """
 
 import asyncio
@@ -14,10 +14,10 @@ from tandem_bench.engine.contestants import TAKES_NEWCOMERS, TANDEM, Contestant
 from tandem_bench.engine.workload import PROMPT_TOKENS, Job, Outcome, random_prompts
 
 _SETTLE_S = 0.3
-"""OpenMP threads of the engine before spin for up to 0.2 s after their last work."""
+"""Pause between engines: OpenMP threads spin for up to 0.2 s after their last work."""
 _NEWCOMERS = 64
 _GROWTH = 2.0
-"""How much slower a step is guessed to be when the batch is four times larger."""
+"""Estimated slowdown of a step when the batch is four times larger."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -28,16 +28,16 @@ class Cell:
     prompt_tokens: int
     num_tokens: int
     with_newcomers: bool = False
-    """Further prompts arrive, one at a time, while all of the first decode."""
+    """Whether further prompts arrive, one at a time, while the first ones decode."""
 
     @property
     def label(self) -> str:
-        """For rows: c16, or c16.p2048 where the length is not the usual one; c16.prefills with newcomers."""
+        """Name in rows: c16, or c16.p2048 for another length; c16.prefills with newcomers."""
         length = "" if self.prompt_tokens == PROMPT_TOKENS or self.with_newcomers else f".p{self.prompt_tokens}"
         return f"c{self.concurrency}{length}{'.prefills' if self.with_newcomers else ''}"
 
     def job(self, round_index: int, vocab_size: int) -> Job:
-        """The round's prompts: new ones each time, the same for everybody."""
+        """Return the round's prompts: new ones each time, the same for all engines."""
         rng = Random(f"bench:engine:{round_index}:{self.label}")
         newcomers = random_prompts(rng, _NEWCOMERS, PROMPT_TOKENS, vocab_size) if self.with_newcomers else ()
         return Job(
@@ -49,37 +49,37 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measurement:
-    """One engine's answer to one cell in one round."""
+    """Result of one engine in one cell and round."""
 
     contestant: str
     cell: Cell
     round_index: int
     outcome: Outcome
     read_bytes_per_s: float
-    """The machine's, the larger of just before and just after: a limit must not be too low."""
+    """Machine's read bandwidth, the larger of just before and just after: a limit must not be too low."""
 
 
 class TimeBox:
-    """A deadline, and guesses about what still fits before it."""
+    """Deadline, with estimates of what still fits before it."""
 
     def __init__(self, limit_s: float | None, clock: Callable[[], float] = time.monotonic) -> None:
-        """`limit_s` counts from now; None never ends."""
+        """`limit_s` counts from now; None: no deadline."""
         self._clock = clock
         self._end_s = None if limit_s is None else clock() + limit_s
 
     @property
     def left_s(self) -> float:
-        """Until the deadline; infinite without one."""
+        """Time until the deadline; infinite without one."""
         return float("inf") if self._end_s is None else self._end_s - self._clock()
 
     def fits(self, cell: Cell, done: Sequence[Measurement]) -> bool:
-        """Whether a job is likely to end in time, judged by the nearest one measured; the first always is."""
+        """Return whether a job will probably end in time, judged by the nearest one measured; the first always fits."""
         guess_s = guess(cell, done)
         return guess_s is None or guess_s <= self.left_s
 
 
 def guess(cell: Cell, done: Sequence[Measurement]) -> float | None:
-    """Seconds that a job may take, from the slowest engine's nearest measured job; None when nothing is known."""
+    """Estimate the seconds of a job from the slowest engine's nearest measured job; None when nothing is known."""
     if not done:
         return None
     nearest = min(done, key=lambda seen: abs(seen.cell.concurrency - cell.concurrency))
@@ -88,14 +88,14 @@ def guess(cell: Cell, done: Sequence[Measurement]) -> float | None:
     step_s = growth * (seen.end_s - seen.prefill_s) / max(1, nearest.cell.num_tokens - 1)
     prefill_s = cell.concurrency * cell.prompt_tokens / seen.prefill_tokens_per_s
     if cell.with_newcomers:
-        # At worst every step computes a whole prompt as well.
+        # At worst, every step also computes a whole prompt.
         step_s += PROMPT_TOKENS / seen.prefill_tokens_per_s
     return prefill_s + cell.num_tokens * step_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What is run, how often, and who tells."""
+    """What to run, how often, and how to report progress."""
 
     cells: tuple[Cell, ...]
     num_rounds: int
@@ -107,7 +107,7 @@ class Plan:
 async def run_rounds(
     plan: Plan, contestants: Sequence[Contestant], box: TimeBox, *, known: Sequence[Measurement] = ()
 ) -> list[Measurement]:
-    """Every measurement, in order; `known` ones of before help to guess what fits. Raises CannotMeasure."""
+    """Return every measurement in order; `known` earlier ones help estimate what fits. Raises CannotMeasure."""
     done: list[Measurement] = []
     for round_index in range(plan.num_rounds):
         turn = round_index % len(contestants)
@@ -116,9 +116,7 @@ async def run_rounds(
             if not box.fits(cell, [*known, *done]):
                 needs_s = guess(cell, [*known, *done]) or 0.0
                 left_s = max(0.0, box.left_s)
-                plan.note(
-                    f"{cell.label}: left out, may take {needs_s:.0f} s and {left_s:.0f} s are left; --full has the time"
-                )
+                plan.note(f"{cell.label}: skipped: may take {needs_s:.0f} s, {left_s:.0f} s are left; use --full")
                 continue
             job = cell.job(round_index, plan.vocab_size)
             for contestant in order:
@@ -139,13 +137,13 @@ async def run_rounds(
 
 
 async def warm_up(contestant: Contestant, vocab_size: int, *, concurrency: int) -> None:
-    """A short job before the first that counts: compilers, thread pools and page faults have their turn."""
+    """Run a short job before the first that counts, for compilers, thread pools and page faults."""
     prompts = random_prompts(Random(f"bench:warm:{contestant.name}"), concurrency, 64, vocab_size)
     await contestant.run(Job(prompts=prompts, num_tokens=4))
 
 
 def describe(measured: Measurement) -> str:
-    """One line of progress."""
+    """Describe a measurement in one line of progress."""
     seen = measured.outcome
     return (
         f"round {measured.round_index + 1} {measured.cell.label} {measured.contestant}: prefill "
@@ -157,7 +155,7 @@ def describe(measured: Measurement) -> str:
 def round_ratios(
     done: Sequence[Measurement], cell: Cell, rate: Callable[[Outcome], float]
 ) -> Mapping[str, Mapping[int, float]]:
-    """Tandem's rate over each peer's, and over the best peer's ("best"), by the rounds in which both ran."""
+    """Return Tandem's rate over each peer's, and over the best peer's ("best"), in the rounds in which both ran."""
     rounds: dict[int, dict[str, float]] = {}
     for seen in done:
         if seen.cell == cell:

@@ -1,4 +1,4 @@
-"""The engine benchmark's figures for people: one line per engine and kind of job, instead of one per figure."""
+"""Tables of the engine benchmark: one line per engine and kind of job, instead of one per figure."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ from tandem_bench.engine.figures import Summary
 
 
 def print_summaries(console: Console, summaries: Sequence[Summary]) -> None:
-    """Print the table; kinds of jobs are set apart."""
+    """Print the table, with a separator between kinds of jobs."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("job", "engine"):
         table.add_column(column, no_wrap=True)
@@ -34,12 +34,12 @@ def print_summaries(console: Console, summaries: Sequence[Summary]) -> None:
 
 
 def in_order(summaries: Sequence[Summary]) -> list[Summary]:
-    """By kind of job, those under disturbance last; engines in the order in which they ran."""
+    """Sort by kind of job, those with newcomers last; engines in the order in which they ran."""
     return sorted(summaries, key=lambda seen: (seen.cell.with_newcomers, seen.cell))
 
 
 def job_name(seen: Summary) -> str:
-    """In words short enough for a column."""
+    """Name the job in a column's width."""
     cell = seen.cell
     name = f"{cell.concurrency} x {cell.prompt_tokens}+{cell.num_tokens}"
     return f"{name} + prefills" if cell.with_newcomers else name

@@ -35,23 +35,23 @@ _ARCHITECTURES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mode:
-    """One way to run the same prompts."""
+    """Way to run the same prompts, with its engine options."""
 
     name: str
     options: BackendOptions
     chunk_tokens: int = 512
     together: bool = True
-    """All prompts at once; else one after another."""
+    """Whether all prompts run at once, instead of one after another."""
     repeated: bool = False
-    """Once more over blocks that the first time left in the cache."""
+    """Whether prompts run again over blocks that the first run left in the cache."""
     pipelined: bool = False
-    """Each step launched before the one before has ended: its tokens are known to the device alone."""
+    """Whether each step is launched before the previous one has ended, when only the device knows its tokens."""
     graphs: bool = False
-    """Decoding steps recorded at start and replayed."""
+    """Whether decode steps are recorded at start and replayed."""
 
 
 def engine_parity(stage: Stage) -> Findings:
-    """Tokens that differ, by architecture and mode."""
+    """Count tokens that differ, by architecture and mode."""
     if importlib.util.find_spec("transformers") is None:
         raise CannotMeasure("transformers is not installed")
     rng = Random(f"engine:{stage.seed}")
@@ -69,7 +69,7 @@ def engine_parity(stage: Stage) -> Findings:
 
 
 def modes(stage: Stage) -> tuple[Mode, ...]:
-    """On a CPU only plain torch's; see Stage.backend_options."""
+    """Return the modes to compare; on a CPU only those of plain torch, see Stage.backend_options."""
     best = replace(stage.backend_options, dtype="float32")
     shared = (
         Mode(name="colocated", options=best, together=False),
@@ -89,14 +89,14 @@ def modes(stage: Stage) -> tuple[Mode, ...]:
 
 
 def _deterministic(best: BackendOptions) -> Iterator[Mode]:
-    """Only kernels of our own can promise that, and a version without them refuses."""
+    """Yield the deterministic mode, which only our own kernels support, and not every version of them."""
     if select_backend(best).name != "torch":
         yield Mode(name="deterministic", options=replace(best, deterministic=True), chunk_tokens=7)
 
 
 @contextmanager
 def _ieee_products() -> Iterator[None]:
-    """Float32 means float32, whatever a default may say about TensorFloat-32."""
+    """Compute float32 products in float32, whatever a default says about TensorFloat-32."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -106,7 +106,7 @@ def _ieee_products() -> Iterator[None]:
 
 
 def _reference(architecture: str, seed: int, overrides: dict[str, Any]) -> Any:
-    """A random transformers model on the CPU, with weights large enough that mistakes show."""
+    """Build a random transformers model on the CPU, with weights large enough that errors show."""
     import transformers
 
     transformers.logging.set_verbosity_error()
@@ -137,7 +137,7 @@ def _reference(architecture: str, seed: int, overrides: dict[str, Any]) -> Any:
 
 @torch.inference_mode()
 def _greedy(model: Any, prompt: Tokens, num_tokens: int) -> Tokens:
-    """A loop of our own: `generate` would stop at the end token."""
+    """Generate greedily; transformers' `generate` would stop at the end token."""
     tokens: list[int] = []
     step, cache = torch.tensor([prompt]), None
     while len(tokens) < num_tokens:
@@ -154,7 +154,7 @@ def _model(reference: Any, mode: Mode) -> Decoder:
 
 
 def _count_wrong(model: Decoder, mode: Mode, prompts: Sequence[Tokens], expected: Sequence[Tokens]) -> int:
-    """Tokens that are not the reference's. CannotMeasure when a mode did not do what it is named after."""
+    """Count tokens that differ from the reference. CannotMeasure when a mode did not do what its name says."""
     num_tokens = len(expected[0])
     limits = Limits(
         num_blocks=pool_blocks(2 * len(prompts), _MAX_LENGTH),

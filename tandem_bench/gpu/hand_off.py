@@ -1,13 +1,13 @@
 """KV hand-off between the pools of two processes: every byte compared, and rates.
 
 On GPUs over cuda_ipc and tcp within one, and over torch_dist (NCCL) between two where there are two. On a CPU the same
-is run small, to see that it runs: over tcp and torch_dist (gloo) between pools that claim to be on a device, and over
-shm between pools in host memory.
+runs with small sizes, to check that it works: over tcp and torch_dist (gloo) between pools that claim to be on a
+device, and over shm between pools in host memory.
 
-`python -m tandem_bench.gpu.hand_off TRANSPORT WHERE BLOCKS` is the receiving process. It says its offer and then
-answers each line with one word: `grant` (its pool is blank, and all of it granted) with the grant, `verify FIRST COUNT
-CHECKSUM` and `compare` with a number of chunks or bytes that are wrong. A landing takes each cell once, so every round
-has a grant of its own, as every attempt of a hand-off does.
+`python -m tandem_bench.gpu.hand_off TRANSPORT WHERE BLOCKS` is the receiving process. It prints its offer and then
+answers each line with one word: `grant` (which blanks its pool and grants all of it) with the grant, `verify FIRST
+COUNT CHECKSUM` and `compare` with the number of wrong chunks or bytes. A landing accepts each cell once, so every round
+has its own grant, like every attempt of a hand-off.
 """
 
 import subprocess
@@ -37,28 +37,28 @@ from tandem_bench.gpu.stage import Findings, Note, Stage
 from tandem_bench.report import figure
 
 LAYOUT = KVLayout(model_fingerprint="x", dtype="bfloat16", num_layers=32, num_kv_heads=8, head_dim=128, block_size=16)
-"""Of an 8B model: a block is 2 MiB in all layers."""
+"""Layout of an 8B model: a block is 2 MiB in all layers."""
 NUM_BLOCKS, NUM_BLOCKS_SMALL = 512, 8
 CHUNK_BLOCKS = 4
 ROUNDS = 3
 _HOST = "host"
-"""Where a pool is that others can map; everywhere else it is a device's, or a CPU's that claims to be one."""
+"""Place of a pool that other processes can map; any other is a device's, or a CPU's that claims to be one."""
 _SEED = 7
 _WAIT_S = 30.0
 _BUSY_CYCLES = 500_000_000
-"""A quarter of a second, many times what is done beside it."""
+"""Cycles of a quarter of a second, many times the work measured during it."""
 _NUM_CHECKSUMS = 40
 _PAIRING = Pairing.from_layouts(LAYOUT, LAYOUT, wire_dtype=LAYOUT.dtype)
 
 
 def hand_off(stage: Stage) -> Findings:
-    """Bytes and rates of the transports that reach the stage's pools."""
+    """Measure bytes and rates of the transports that reach the stage's pools."""
     num_blocks = NUM_BLOCKS_SMALL if stage.is_small else NUM_BLOCKS
     num_gpus = 0 if stage.is_small else torch.cuda.device_count()
     if num_gpus:
         pool = TorchPool(_pattern(stage.place, num_blocks), LAYOUT)
         yield figure("copy on the device", _copy_rate(pool.memory), "GB/s")
-        yield from _beside_an_engine(pool)
+        yield from _checksum_rates(pool)
         del pool
     for name, here, there in _ways(num_gpus):
         yield from _by(name, _Pool.filled(here, num_blocks), there)
@@ -66,7 +66,7 @@ def hand_off(stage: Stage) -> Findings:
 
 
 def _ways(num_gpus: int) -> list[tuple[str, str, str]]:
-    """(transport, where the source is, where the destination is)."""
+    """Return (transport, place of the source, place of the destination) for each way."""
     if not num_gpus:
         return [("tcp", "cpu", "cpu"), ("torch_dist", "cpu", "cpu"), ("shm", _HOST, _HOST)]
     within = [("cuda_ipc", "cuda:0", "cuda:0"), ("tcp", "cuda:0", "cuda:0")]
@@ -85,7 +85,7 @@ def _by(name: str, pool: "_Pool", there: str) -> Findings:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Pool:
-    """`memory`: uint8, the whole region."""
+    """Pool of one process; `memory` is the whole region as uint8."""
 
     region: KVRegion
     memory: Tensor
@@ -113,20 +113,20 @@ class _Pool:
 
 
 def _pattern(place: torch.device, num_blocks: int) -> Tensor:
-    """A pool of random bytes, the same in every process that asks on the same kind of device."""
+    """Return a pool of random bytes, the same in every process on the same kind of device."""
     generator = torch.Generator(place).manual_seed(_SEED)
     size = num_blocks * LAYOUT.worker_block_bytes
     return torch.randint(0, 256, (size,), dtype=torch.uint8, device=place, generator=generator)
 
 
 def _await(memory: Tensor) -> None:
-    """What was asked for so far is in the pool: transports do not wait for the stream that was asked."""
+    """Wait until previous writes are in the pool: transports do not wait for the stream they were issued on."""
     if memory.is_cuda:
         torch.cuda.synchronize(memory.device)
 
 
 def _scattered(num_blocks: int) -> tuple[BlockId, ...]:
-    """Where the receiver has the sender's blocks, in their order."""
+    """Return the receiver's positions of the sender's blocks, in their order."""
     blocks = [BlockId(block) for block in range(num_blocks)]
     Random(_SEED).shuffle(blocks)
     return tuple(blocks)
@@ -143,12 +143,12 @@ def _copy_rate(memory: Tensor) -> float:
     return memory.numel() / best_s / 1e9
 
 
-def _beside_an_engine(pool: TorchPool) -> Findings:
-    """Checksums of chunks while the engine's stream has nothing to do, and while it has a step on it."""
+def _checksum_rates(pool: TorchPool) -> Findings:
+    """Measure checksums of chunks while the engine's stream is idle, and while a step runs on it."""
     source = _PAIRING.at_source(0, 0, tuple(map(BlockId, range(CHUNK_BLOCKS))), pool.num_blocks)
     reads = source.reads(_cells(0, CHUNK_BLOCKS))
     rates = []
-    for cycles in (0, 0, _BUSY_CYCLES):  # the first time kernels are loaded
+    for cycles in (0, 0, _BUSY_CYCLES):  # the first run loads the kernels
         torch.cuda.synchronize()
         torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
         started_s = time.perf_counter()
@@ -156,14 +156,14 @@ def _beside_an_engine(pool: TorchPool) -> Findings:
             pool.checksum(reads)
         rates.append(_NUM_CHECKSUMS * reads.num_bytes / (time.perf_counter() - started_s) / 1e9)
         torch.cuda.synchronize()
-    _, alone, beside = rates
+    _, alone, busy = rates
     yield figure("checksum", alone, "GB/s")
-    yield figure("checksum beside a busy stream", beside, "GB/s")
-    yield figure("checksum beside a busy stream: share", beside / alone, "", at_least=0.5)
+    yield figure("checksum beside a busy stream", busy, "GB/s")
+    yield figure("checksum beside a busy stream: share", busy / alone, "", at_least=0.5)
 
 
 class _Peer:
-    """The receiving process, and the connection to it."""
+    """Receiving process, and the connection to it."""
 
     def __init__(self, process: "subprocess.Popen[str]", writer: PeerWriter, num_blocks: int) -> None:
         self.bad_chunks = 0
@@ -173,7 +173,7 @@ class _Peer:
         self._attempt = 0
 
     def round(self) -> tuple[float, float]:
-        """Write the whole pool under a new grant, then have every chunk verified; GB/s of either."""
+        """Write the whole pool under a new grant and have every chunk verified; return GB/s of both."""
         self._attempt += 1
         grant = bytes.fromhex(self.expect("grant"))
         started_s = time.perf_counter()
@@ -188,11 +188,11 @@ class _Peer:
         return num_bytes / (written_s - started_s) / 1e9, num_bytes / (verified_s - written_s) / 1e9
 
     def ask(self, line: str) -> int:
-        """A number from the other process. Raises CannotMeasure when it has ended."""
+        """Return a number from the other process. Raises CannotMeasure when it has ended."""
         return int(self.expect(line))
 
     def expect(self, line: str) -> str:
-        """The other process's answer. Raises CannotMeasure when it has ended."""
+        """Return the other process's answer. Raises CannotMeasure when it has ended."""
         if self._process.stdin is None or self._process.stdout is None:
             raise CannotMeasure("the receiving process has no pipes")
         self._process.stdin.write(line + "\n")
@@ -215,7 +215,7 @@ def _peer(name: str, pool: _Pool, there: str) -> Iterator[_Peer]:
     try:
         words = process.stdout.readline().split() if process.stdout is not None else []
         if len(words) != 2:
-            raise CannotMeasure(f"{name}: the receiving process did not begin")
+            raise CannotMeasure(f"{name}: the receiving process did not start")
         advert, host_id = words
         senders = open_senders(pool.region, choice=name, isolated_network=True)
         offer = TransportOffer(name=name, advert=bytes.fromhex(advert), host_id=bytes.fromhex(host_id[1:]).decode())
@@ -246,7 +246,7 @@ class _Receiving:
         self._attempt = 0
 
     def answer(self, line: str) -> str:
-        """See the module's docstring. Raises ValueError for what is no command."""
+        """Answer a line as the module describes. Raises ValueError for an unknown command."""
         verb, *numbers = line.split()
         if verb == "grant":
             return self._grant().hex()
@@ -255,10 +255,10 @@ class _Receiving:
             return str(int(not self._receiver.verify(_key(self._attempt), _cells(first, count), checksum)))
         if verb == "compare":
             return str(self._num_wrong())
-        raise ValueError(f"{verb!r} is no command")
+        raise ValueError(f"{verb!r} is not a command")
 
     def _grant(self) -> bytes:
-        # The round before has been verified, so nothing of it moves any more.
+        # The previous round has been verified, so nothing of it is still moving.
         self._receiver.revoke(_key(self._attempt))
         self._attempt += 1
         self._pool.memory.zero_()
@@ -267,7 +267,7 @@ class _Receiving:
         return self._receiver.open_grant(_key(self._attempt), Landing(self._pool.region, cells, _PAIRING))
 
     def _num_wrong(self) -> int:
-        """Bytes that are not the sender's."""
+        """Count the bytes that differ from the sender's."""
         memory, num_blocks = self._pool.memory, self._pool.num_blocks
         shape = (LAYOUT.num_layers, num_blocks, -1)
         expected = _pattern(memory.device, num_blocks).view(shape)
@@ -276,7 +276,7 @@ class _Receiving:
 
 
 def receive(name: str, where: str, num_blocks: int) -> None:
-    """Be the other process, until standard input ends."""
+    """Run the receiving process until standard input ends."""
     pool = _Pool.blank(where, num_blocks)
     [receiver] = open_receivers(pool.region, choice=name, isolated_network=True)
     receiver.listen_quiet(lambda _key: None)

@@ -1,8 +1,8 @@
-"""One process per part: a kernel that reads astray spoils its process's CUDA context, a deadlock its thread, no more.
+"""One process per part: an invalid memory access ruins its own CUDA context, and a deadlock its own process only.
 
-Processes are forked from a server that has imported torch and has never touched a device, so that each starts within
-moments with a context of its own. They tell what they find as lines of JSON through a pipe, at once, so that what was
-found before a crash or the end of the time is kept.
+Processes are forked from a server that has imported torch and has never used a device, so that each starts within
+moments and with a context of its own. They send results as lines of JSON through a pipe, at once, so that results
+before a crash or a timeout are kept.
 """
 
 import importlib
@@ -23,28 +23,28 @@ from tandem_bench.gpu.stage import Note, Stage
 from tandem_bench.report import Row
 
 _GRACE_S = 2.0
-"""For a process that has said its last word to end."""
+"""Time for a process to end after its last message."""
 _END_S = 5.0
-"""For a killed process to be gone. One that the driver holds cannot be killed; the others go on without it."""
+"""Time for a killed process to be gone. One that the driver blocks cannot be killed; the others continue without it."""
 _LAST_LINES = 30
 
 
 class Status(Enum):
-    """How a part ended."""
+    """Outcome of a part."""
 
     OK = "ok"
     LEFT_OUT = "left out"
-    """Something that it needs is not here, or not built; says so itself."""
+    """A requirement is missing or not built; reported by the part itself."""
     NO_TIME = "no time"
-    """Never begun."""
+    """The part was never started."""
     STOPPED = "stopped"
-    """Its time was up."""
+    """The part's time was used up."""
     FAILED = "failed"
 
 
 @dataclass(slots=True, kw_only=True)
 class Result:
-    """What one part found."""
+    """Results of one part."""
 
     part: str
     status: Status
@@ -55,27 +55,27 @@ class Result:
 
     @property
     def is_complete(self) -> bool:
-        """Whether the part has said all that it can say here."""
+        """Whether the part has produced all results that are possible here."""
         return self.status in (Status.OK, Status.LEFT_OUT)
 
 
 class Workshop:
-    """Makes the parts' processes."""
+    """Starts the processes of the parts."""
 
     def __init__(self, preload: tuple[str, ...]) -> None:
-        """`preload`: modules that the server imports once for all; none of them may touch a device when imported."""
+        """`preload`: modules that the server imports once for all; none may use a device when imported."""
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(list(preload))
 
     def warm(self) -> None:
-        """Have the server started and everything imported, which from a cold disk takes longer than some parts."""
+        """Start the server and its imports, which from a cold disk take longer than some parts."""
         process = self._context.Process(target=_nothing)
         process.start()
         process.join()
         process.close()
 
     def run(self, part: Part, stage: Stage) -> Result:
-        """Run a part until its budget or the stage's deadline is over, whichever is first."""
+        """Run a part until its budget or the stage's deadline is over, whichever comes first."""
         started_s = time.monotonic()
         deadline_s = min(stage.deadline_s, started_s + part.budget_s)
         if deadline_s <= started_s:
@@ -85,9 +85,9 @@ class Workshop:
         process = self._context.Process(target=_work, args=(theirs, part.module, part.function, fields))
         try:
             process.start()
-        except (OSError, EOFError) as problem:  # the server is gone; it is started anew for the next part
+        except (OSError, EOFError) as problem:  # the server is gone; it is restarted for the next part
             mine.close()
-            return Result(part=part.name, status=Status.FAILED, error=f"no process could be had: {problem!r:.200}")
+            return Result(part=part.name, status=Status.FAILED, error=f"cannot start a process: {problem!r:.200}")
         finally:
             theirs.close()  # so that the pipe ends when the process does
         try:
@@ -98,7 +98,7 @@ class Workshop:
             _end(process)
             mine.close()
         if result.status is Status.FAILED and result.error is None:
-            result.error = f"the process ended without a word (exit code {process.exitcode})"
+            result.error = f"the process ended without a message (exit code {process.exitcode})"
         result.seconds = time.monotonic() - started_s
         if process.exitcode is not None:
             process.close()
@@ -112,11 +112,11 @@ def _end(process: BaseProcess) -> None:
 
 
 def _nothing() -> None:
-    """A process's whole life."""
+    """Do nothing; run to start the server."""
 
 
 def _listen(pipe: Connection, name: str, deadline_s: float) -> Result:
-    """Take in what a part says until it ends, by itself or not."""
+    """Collect a part's results until it ends, by itself or by timeout."""
     result = Result(part=name, status=Status.FAILED)
     while True:
         if not pipe.poll(max(0.0, deadline_s - time.monotonic())):
@@ -124,7 +124,7 @@ def _listen(pipe: Connection, name: str, deadline_s: float) -> Result:
             return result
         try:
             message: Mapping[str, Any] = json.loads(pipe.recv_bytes())
-        except (EOFError, OSError):  # its end, perhaps in the middle of a word
+        except (EOFError, OSError):  # the process ended, perhaps in the middle of a message
             return result
         if "row" in message:
             result.rows.append(Row(**message["row"]))
@@ -136,7 +136,7 @@ def _listen(pipe: Connection, name: str, deadline_s: float) -> Result:
 
 
 def _work(pipe: Connection, module: str, function: str, fields: dict[str, Any]) -> None:
-    """The whole life of a part's process."""
+    """Run a part in its process."""
 
     def say(message: Mapping[str, Any]) -> None:
         pipe.send_bytes(json.dumps(message).encode())

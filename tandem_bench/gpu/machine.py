@@ -1,4 +1,4 @@
-"""What the machine is, and what it can do at best, measured: the rates that the engine's are held against."""
+"""The machine and its measured maximum rates, with which the engine's are compared."""
 
 import importlib.util
 import os
@@ -19,7 +19,7 @@ from tandem_bench.report import figure
 _PACKAGES = ("torch", "triton", "transformers", "flashinfer-python", "numpy", "safetensors")
 _READ_BYTES, _SMALL_READ_BYTES = 4 << 30, 64 << 20
 _GEMMS = ((8192, 8192, 8192), (8192, 4096, 28_672), (8192, 14_336, 4096), (4096, 4096, 4096))
-"""Rows, depth, columns: a square one, and the largest of an 8B model's own over 8k tokens."""
+"""Rows, depth, columns: a square product, and the largest of an 8B model over 8k tokens."""
 _SMALL_GEMMS = ((256, 256, 256),)
 
 
@@ -48,7 +48,7 @@ def ceilings(stage: Stage) -> Findings:
 
 
 def read_bytes_per_s(stage: Stage) -> float:
-    """Streaming memory that no cache holds: the better of a sum and a matrix times one vector."""
+    """Measure streaming memory that no cache holds: the better of a sum and a matrix times a vector."""
     size = _SMALL_READ_BYTES if stage.is_small else _READ_BYTES
     dtype = getattr(torch, stage.dtype)
     width = 8192
@@ -60,7 +60,7 @@ def read_bytes_per_s(stage: Stage) -> float:
 
 
 def gemm_flops_per_s(stage: Stage, dtype: torch.dtype) -> float:
-    """The best of several large products through torch, of random numbers: power limits depend on the data."""
+    """Measure the best of several large products through torch, of random numbers, as power depends on data."""
     return max(_gemm_rates(stage, dtype))
 
 

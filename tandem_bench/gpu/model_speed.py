@@ -1,4 +1,4 @@
-"""An 8B-shaped random model on the whole engine: decode against the bandwidth, prefill against the matrix products."""
+"""An 8B-shaped random model on the whole engine: decode against the bandwidth, prefill against matrix products."""
 
 from array import array
 from collections.abc import Sequence
@@ -27,18 +27,18 @@ from tandem_bench.gpu.timing import wall_seconds_per_call
 from tandem_bench.report import figure
 
 DECODE_GOALS = {1: 0.85, 16: 0.80, 64: 0.70}
-"""Batch to the least share of the bandwidth roofline (issue 3)."""
+"""Minimum share of the bandwidth roofline by batch (issue 3)."""
 PREFILL_GOAL = 0.60
-"""Of the GEMM rate measured in the same minute (issue 3)."""
+"""Minimum share of the GEMM rate measured in the same minute (issue 3)."""
 SAME_WITHIN = 0.05
-"""Of the largest logit: a replayed step may split its attention otherwise than a launched one, no more."""
+"""Tolerance relative to the largest logit: a replayed step may split its attention differently from a launched one."""
 _REPEATS = 2
 
 
 def decode(stage: Stage) -> Findings:
-    """Tokens per second and share of the roofline by batch; the prompts are computed on the way.
+    """Measure tokens per second and share of the roofline by batch; the prompts are computed on the way.
 
-    Judged is the engine as it serves, with its steps recorded; beside it stands the same without.
+    The goals apply to the engine as it serves, with its steps recorded; the rates without are shown for comparison.
     """
     batches, length, num_tokens = ((1, 2), 20, 4) if stage.is_small else (tuple(DECODE_GOALS), 1024, 96)
     bytes_per_s = read_bytes_per_s(stage)
@@ -72,14 +72,14 @@ def decode(stage: Stage) -> Findings:
 
 
 def _decode_step_s(serving: Serving, prompts: Sequence[Tokens], num_tokens: int) -> float:
-    """Best mean of several rounds. The first also computes the prompts, which the others find in the cache."""
+    """Return the best mean of several rounds. The first also computes the prompts, which others find cached."""
     rounds = [serving.run(prompts, num_tokens) for _ in range(1 + _REPEATS)]
     return min(served.decode_step_s(len(prompts)) for served in rounds)
 
 
 @torch.inference_mode()
 def _launched_and_replayed(model: Decoder, batches: tuple[int, ...], length: int) -> Findings:
-    """The model's part of a decode step, without scheduler and sampling: kernel by kernel, and as a recorded graph."""
+    """Measure the model's part of a decode step, without scheduler and sampling: kernel by kernel, and as a graph."""
     layout = kv_layout(
         model.config,
         fingerprint=model.fingerprint,
@@ -106,7 +106,7 @@ def _launched_and_replayed(model: Decoder, batches: tuple[int, ...], length: int
 
 
 def _step(runner: ModelRunner, inputs: StepInputs) -> tuple[float, Tensor]:
-    """Seconds from asking to having, one step asked for after the other, and the logits."""
+    """Return the seconds per step, with steps launched one after the other, and the logits."""
     seconds = wall_seconds_per_call(lambda _: runner.compute(inputs), runner.model.device, calls=8)
     logits = runner.compute(inputs)
     if logits is None:
@@ -115,7 +115,7 @@ def _step(runner: ModelRunner, inputs: StepInputs) -> tuple[float, Tensor]:
 
 
 def decode_inputs(batch: int, length: int, blocks_each: int) -> StepInputs:
-    """A step in which each of `batch` sequences computes its last token, and blocks lie in no order."""
+    """Build a step in which each of `batch` sequences computes its last token, with blocks in random order."""
     order = Random(f"decode-inputs:{batch}").sample(range(batch * blocks_each), batch * blocks_each)
     items = []
     for i in range(batch):
@@ -132,7 +132,7 @@ def decode_inputs(batch: int, length: int, blocks_each: int) -> StepInputs:
 
 
 def prefill(stage: Stage) -> Findings:
-    """One prompt in one step, as a prefill worker of an idle pool has it; best of several."""
+    """Measure one prompt in one step, as on a prefill worker of an idle pool; best of several."""
     length = 48 if stage.is_small else 8192
     rate = gemm_flops_per_s(stage, getattr(torch, stage.dtype))
     yield figure("prefill.ceiling", rate / 1e12, "TFLOP/s")

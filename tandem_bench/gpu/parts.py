@@ -1,16 +1,16 @@
-"""The parts of the suite, in the order in which they run, each with its budget. Imports nothing of them."""
+"""The parts of the suite in order, each with its budget. Imports none of them."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One thing to find out, in a process of its own."""
+    """Part of the suite, run in a process of its own."""
 
     name: str
     module: str
     function: str
-    """`(Stage) -> Findings`."""
+    """Name of the function `(Stage) -> Findings`."""
     budget_s: float
 
 

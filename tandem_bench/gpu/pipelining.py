@@ -1,4 +1,4 @@
-"""What it brings to prepare the next step while the GPU runs this one, with recorded graphs and without."""
+"""Gain from preparing the next step while the GPU runs the present one, with recorded graphs and without."""
 
 from itertools import product
 from random import Random
@@ -10,7 +10,7 @@ from tandem_bench.report import figure
 
 
 def pipelining(stage: Stage) -> Findings:
-    """Mean decode step of one batch in four ways, and how much shorter pipelining makes it."""
+    """Measure the mean decode step of one batch in four ways, and the gain from pipelining."""
     batch, length, num_tokens = (2, 20, 6) if stage.is_small else (16, 256, 32)
     model = random_model(stage.shape, seed=stage.seed, options=stage.backend_options)
     rng = Random(f"pipelining:{stage.seed}")
@@ -37,5 +37,5 @@ def pipelining(stage: Stage) -> Findings:
     for graphs in (False, True):
         gain = seconds[graphs, False] / seconds[graphs, True]
         yield figure(f"pipelining.{'graphs' if graphs else 'eager'}.gain", gain, "x")
-    # Kernels are the same with and without; graphs may split attention otherwise.
+    # Kernels are the same with and without pipelining; graphs may split attention differently.
     yield figure("pipelining.answers", len(answers) - 2, "that differ", at_most=0)

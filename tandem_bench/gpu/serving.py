@@ -1,6 +1,6 @@
-"""The engine alone in this process, with its real thread, over a Decoder that came from no file.
+"""The engine alone in this process, with its real thread, over a Decoder that was not loaded from files.
 
-`tandem_bench.engine.rig` does this from the cluster's configuration, whose libraries a GPU machine need not have.
+`tandem_bench.engine.rig` does this from the cluster's configuration, whose libraries a GPU machine may lack.
 """
 
 import threading
@@ -37,24 +37,24 @@ Tokens = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Bounds of one engine."""
+    """Limits of one engine."""
 
     num_blocks: int
     max_rows: int
     max_tokens: int
-    """Computed in one step."""
+    """Maximum tokens computed in one step."""
     chunk_tokens: int
     max_model_len: int
     block_size: int = BLOCK_SIZE
     pipelined: bool = True
-    """A step is launched before the one before has ended, as an engine does on a GPU."""
+    """Whether a step is launched before the previous one has ended, as on a GPU."""
     graphs: bool = True
-    """Decoding steps are recorded at start, where the backend can, as an engine does on a GPU."""
+    """Whether decode steps are recorded at start, where the backend supports it, as on a GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One step, as long as the engine's thread took from one to the next."""
+    """One step, with the time of the engine's thread from one to the next."""
 
     num_requests: int
     num_tokens: int
@@ -63,17 +63,17 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """What became of prompts that were handed over at once."""
+    """Result of prompts that were submitted at once."""
 
     tokens: tuple[Tokens, ...]
     first_token_s: tuple[float, ...]
-    """Per prompt, since the prompts were handed over."""
+    """Times to first token per prompt, since the prompts were submitted."""
     end_s: float
     steps: tuple[Step, ...]
     num_cached_tokens: int
 
     def decode_step_s(self, num_requests: int) -> float:
-        """Mean length of steps in which exactly so many requests got a token each. CannotMeasure without any."""
+        """Return the mean length of steps in which exactly so many requests got a token. CannotMeasure without any."""
         lengths = [s.seconds for s in self.steps if s.num_requests == s.num_tokens == num_requests]
         if not lengths:
             raise CannotMeasure(f"no step decoded {num_requests} requests and nothing else")
@@ -81,7 +81,7 @@ class Served:
 
 
 class Serving:
-    """An engine and its KV pool; a context manager that ends the engine's thread."""
+    """Engine and its KV pool; a context manager that stops the engine's thread."""
 
     def __init__(self, model: Decoder, limits: Limits) -> None:
         layout = kv_layout(
@@ -111,7 +111,7 @@ class Serving:
         if limits.graphs:
             runner.record_graphs(max_rows=limits.max_rows, max_length=limits.max_model_len)
         self.has_graphs = runner.graphs is not None
-        """Whether steps of nothing but decoding are replayed."""
+        """Whether decode-only steps are replayed."""
         self._root = root_hash(secret=_SECRET, model_fingerprint=model.fingerprint)
         self._names = count()
         self._job: _Job | None = None
@@ -135,7 +135,7 @@ class Serving:
             torch.cuda.synchronize(self._device)
 
     def run(self, prompts: Sequence[Tokens], num_tokens: int) -> Served:
-        """Continue every prompt greedily by `num_tokens`. What ended the engine is raised here."""
+        """Continue every prompt greedily by `num_tokens`. Raises what ended the engine."""
         requests = [self._request(prompt, num_tokens) for prompt in prompts]
         job = _Job([request.request_id for request in requests], num_tokens)
         self._job = job
@@ -175,7 +175,7 @@ class Serving:
 
 
 class _Job:
-    """Touched by the engine's thread alone until `is_over`."""
+    """State of a job, touched only by the engine's thread until `is_over`."""
 
     def __init__(self, names: list[RequestId], num_tokens: int) -> None:
         self.is_over = threading.Event()
@@ -188,11 +188,11 @@ class _Job:
         self._started_s = self._told_s = 0.0
 
     def begin(self) -> None:
-        """The clock starts as the prompts are handed over."""
+        """Start the clock as the prompts are submitted."""
         self._started_s = self._told_s = time.perf_counter()
 
     def on_step(self, output: StepOutput, now_s: float) -> None:
-        """Take in one step's news."""
+        """Record the events of one step."""
         if (timings := output.timings) is not None:
             seconds, self._told_s = now_s - self._told_s, now_s
             self._steps.append(Step(num_requests=timings.num_requests, num_tokens=timings.num_tokens, seconds=seconds))
@@ -206,7 +206,7 @@ class _Job:
             self.is_over.set()
 
     def served(self) -> Served:
-        """The whole of it."""
+        """Return the result of the job."""
         return Served(
             tokens=tuple(tuple(self._tokens[name]) for name in self._names),
             first_token_s=tuple(self._first_s[name] for name in self._names),
@@ -217,10 +217,10 @@ class _Job:
 
 
 def random_prompts(rng: Random, num_prompts: int, length: int, vocab_size: int) -> list[Tokens]:
-    """Prompts that share no prefix."""
+    """Generate prompts without a shared prefix."""
     return [tuple(rng.randrange(vocab_size) for _ in range(length)) for _ in range(num_prompts)]
 
 
 def pool_blocks(num_seqs: int, length: int, block_size: int = BLOCK_SIZE) -> int:
-    """Blocks for so many sequences of this length, with a little to breathe."""
+    """Return the blocks for so many sequences of this length, with some spare room."""
     return num_seqs * (-(-length // block_size) + 1) + 8

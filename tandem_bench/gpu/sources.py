@@ -1,4 +1,4 @@
-"""Models without files: random tensors made where they are wanted, and tensors that another program holds."""
+"""Models without files: random tensors made where they are needed, and tensors held by another program."""
 
 import hashlib
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from tandem_bench.shapes import SHAPES, Shape, random_tensor
 
 
 class RandomSource:
-    """A named shape's random tensors, each made on the device as it is asked for; see TensorSource."""
+    """Random tensors of a named shape, each made on the device on demand; see TensorSource."""
 
     def __init__(self, shape: Shape, *, seed: int, dtype: torch.dtype, device: torch.device) -> None:
         self._shape = shape
@@ -39,13 +39,13 @@ class RandomSource:
     def forget(self, name: str) -> None: ...
 
     def fingerprint(self, config: ModelArchitecture) -> str:
-        """See TensorSource. Kinds of devices make different numbers of one seed."""
+        """Return the fingerprint; different kinds of devices make different numbers from one seed."""
         word = f"{self._shape.name}:{self._seed}:{self._dtype}:{self._device.type}".encode()
         return hashlib.sha256(config.digest() + word).hexdigest()[:32]
 
 
 class HeldSource:
-    """Tensors by name as somebody else holds them, such as a transformers model; see TensorSource."""
+    """Tensors by name that someone else holds, such as a transformers model; see TensorSource."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
@@ -61,7 +61,7 @@ class HeldSource:
         return whole if part is None else whole.narrow(part.dim, part.begin, part.end - part.begin)
 
     def forget(self, name: str) -> None:
-        """They are not ours."""
+        """Do nothing, as the tensors belong to someone else."""
 
     def fingerprint(self, config: ModelArchitecture) -> str:
         digest = hashlib.sha256(config.digest())
@@ -71,9 +71,9 @@ class HeldSource:
 
 
 def random_model(shape: str, *, seed: int, options: BackendOptions) -> Decoder:
-    """A named shape on the backend that serves `options`. Raises ConfigError."""
+    """Build a named shape on the backend that serves `options`. Raises ConfigError."""
     found = SHAPES.get(shape)
     if found is None:
-        raise ConfigError(f"no shape {shape!r:.40}: there are {', '.join(SHAPES)}")
+        raise ConfigError(f"unknown shape {shape!r:.40}: expected one of {', '.join(SHAPES)}")
     source = RandomSource(found, seed=seed, dtype=getattr(torch, options.dtype), device=options.device)
     return build_model(found.model_config(options.dtype), source, backend=select_backend(options))

@@ -1,7 +1,7 @@
-"""How long a call takes on the device, without what the host adds.
+"""Duration of a call on the device, without the host's overhead.
 
 On CUDA the calls are captured in a graph and replayed, as the engine replays its decode steps, and the best of several
-tries counts. Callables get the number of the call, so that they can walk through more memory than a cache holds.
+tries counts. Callables get the number of the call, so that they can use more memory than a cache holds.
 """
 
 import time
@@ -14,13 +14,13 @@ _WARM_CALLS = 3
 
 
 def settle(device: torch.device) -> None:
-    """Wait until the device has done everything asked so far."""
+    """Wait until the device has completed everything launched so far."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def seconds_per_call(call: Numbered, device: torch.device, *, calls: int = 16, tries: int = 5) -> float:
-    """Of device time; for calls that never wait for the device."""
+    """Return the device time per call, for calls that never wait for the device."""
     if device.type != "cuda":
         return wall_seconds_per_call(call, device, calls=1, tries=1)
     for number in range(_WARM_CALLS):
@@ -42,7 +42,7 @@ def seconds_per_call(call: Numbered, device: torch.device, *, calls: int = 16, t
 
 
 def wall_seconds_per_call(call: Numbered, device: torch.device, *, calls: int = 4, tries: int = 3) -> float:
-    """With everything that the host does in between; for calls that may wait for the device."""
+    """Return the wall time per call, including the host's work, for calls that may wait for the device."""
     call(0)
     best_s = float("inf")
     for _ in range(tries):

@@ -1,4 +1,4 @@
-"""Transformers' continuous batching on the same weights and the same prompts, in the same minute."""
+"""Transformers' continuous batching with the same weights and prompts, in the same minute."""
 
 import gc
 import importlib.util
@@ -17,11 +17,11 @@ from tandem_bench.report import figure
 from tandem_bench.shapes import SHAPES, random_tensors
 
 GAIN_GOAL = 3.0
-"""Times as many output tokens per second (issue 3)."""
+"""Goal for the ratio of output tokens per second (issue 3)."""
 
 
 def continuous_batching(stage: Stage) -> Findings:
-    """Output tokens per second from the moment all prompts are handed over to the last token, prompts included."""
+    """Measure output tokens per second from submitting all prompts to the last token, prompts included."""
     if importlib.util.find_spec("transformers") is None:
         raise CannotMeasure("transformers is not installed")
     num_prompts, length, num_tokens = (2, 12, 3) if stage.is_small else (64, 512, 128)
@@ -61,7 +61,7 @@ def _ours(
 
 
 def _their_model(stage: Stage) -> Any:
-    """Built on the device with the very numbers that ours has."""
+    """Build the model on the device with the same weights as ours."""
     import transformers
 
     shape, dtype = SHAPES[stage.shape], getattr(torch, stage.dtype)
@@ -79,7 +79,7 @@ def _their_model(stage: Stage) -> Any:
 def _theirs(
     stage: Stage, model: Any, warm: Sequence[Tokens], timed: Sequence[Tokens], num_tokens: int
 ) -> tuple[float, list[Tokens]]:
-    """Their manager is kept between the two calls, so that the second finds its graphs made."""
+    """Run transformers; its manager is kept between the two calls, so that the second finds its graphs ready."""
     import transformers
 
     generation = transformers.GenerationConfig(

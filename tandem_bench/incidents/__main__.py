@@ -1,7 +1,7 @@
-"""`python -m tandem_bench.incidents NAME`: an incident on a real cluster here, in trouble and cured, with its pictures.
+"""`python -m tandem_bench.incidents NAME`: reproduces an incident on a real cluster, with the fault and without.
 
-A cluster for each phase, loaded for some seconds, with a Prometheus that has our rules. Exit code 1: an alarm was not
-raised in trouble, or was without; 2: it could not be measured.
+Each phase is a cluster loaded for some seconds, with a Prometheus that has our rules. Exit code 1: an alert was not
+raised during the fault, or was raised without it; 2: it could not be measured.
 """
 
 import argparse
@@ -13,23 +13,23 @@ from typing import Any
 
 from tandem_bench.errors import CannotMeasure
 from tandem_bench.incidents.known import INCIDENTS
-from tandem_bench.incidents.panels import BOARDS, Prometheus, draw_beside
+from tandem_bench.incidents.panels import DASHBOARDS, Prometheus, draw_panels
 from tandem_bench.incidents.reproduce import Report, reproduced
 from tandem_bench.incidents.scene import Incident, Shown
 
 
 def panel_of(shown: Shown) -> dict[str, Any]:
-    """As its board's file has it. LookupError when there is none."""
-    board = json.loads((BOARDS / f"{shown.board}.json").read_text(encoding="utf-8"))
-    for panel in board["panels"]:
+    """Return the panel as in its dashboard's file. LookupError if it does not exist."""
+    dashboard = json.loads((DASHBOARDS / f"{shown.dashboard}.json").read_text(encoding="utf-8"))
+    for panel in dashboard["panels"]:
         if panel["title"] == shown.title and panel["type"] != "row":
             found: dict[str, Any] = panel
             return found
-    raise LookupError(f"no panel {shown.title!r} on board {shown.board}")
+    raise LookupError(f"no panel {shown.title!r} on dashboard {shown.dashboard}")
 
 
 def draw(incident: Incident, report: Report, path: Path) -> None:
-    """A row for each panel; a column for each phase, or one for all of them where they have one history."""
+    """Draw a row for each panel; a column for each phase, or one for all if they share a history."""
     first, last = report.outcomes[0], report.outcomes[-1]
     if incident.one_history:
         whole = " → ".join(outcome.phase.name for outcome in report.outcomes)
@@ -39,14 +39,14 @@ def draw(incident: Incident, report: Report, path: Path) -> None:
             outcome.phase.name: Prometheus(outcome.watch.url, start_s=outcome.start_s, end_s=outcome.ended_s)
             for outcome in report.outcomes
         }
-    draw_beside([panel_of(shown) for shown in incident.panels], columns, path)
+    draw_panels([panel_of(shown) for shown in incident.panels], columns, path)
 
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m tandem_bench.incidents", description=__doc__)
-    made.add_argument("name", choices=[*INCIDENTS], help="which one of docs/operate/walkthroughs.md")
-    made.add_argument("--seconds", type=float, default=40.0, help="of load in each phase")
-    made.add_argument("--picture", type=Path, metavar="FILE.png", help="draw the panels that show it")
+    made.add_argument("name", choices=[*INCIDENTS], help="incident of docs/operate/walkthroughs.md")
+    made.add_argument("--seconds", type=float, default=40.0, help="seconds of load per phase")
+    made.add_argument("--picture", type=Path, metavar="FILE.png", help="draw the panels that show the incident")
     return made
 
 
@@ -61,7 +61,7 @@ async def _main(incident: Incident, seconds: float, picture: Path | None) -> int
 
 
 def lines(report: Report) -> list[str]:
-    """The table: a line for each figure, a column for each phase."""
+    """Render the table: a line for each figure, a column for each phase."""
     phases = [outcome.phase.name for outcome in report.outcomes]
     rows = [("", phases)]
     for name in report.outcomes[0].clients:

@@ -1,4 +1,4 @@
-"""The incidents that docs/operate/walkthroughs.md walks through."""
+"""The incidents of docs/operate/walkthroughs.md."""
 
 import shutil
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ from tandem.values.kv_layout import KVLayout
 from tandem_bench.cache import cache_dir
 from tandem_bench.clusters import COLOCATED, Setup
 from tandem_bench.incidents import structures
-from tandem_bench.incidents.loads import chats, chats_beside_documents, long_contexts, short_beside_long
+from tandem_bench.incidents.loads import chats, chats_and_documents, long_contexts, short_and_long
 from tandem_bench.incidents.scene import Incident, Phase, Shown
 
 CARELESS_BITS, CAREFUL_BITS = 4, 8
@@ -20,12 +20,12 @@ _WEIGHTS = "model.safetensors"
 
 
 def rounded_folder(bits: int) -> Path:
-    """Where it is, made or not."""
+    """Return the folder of the rounded model, whether it exists or not."""
     return cache_dir("models") / f"tandem-tiny-{bits}-bits"
 
 
 def make_rounded() -> None:
-    """Both: four bits with one scale for a whole matrix, and eight bits with a scale for each row."""
+    """Make both models: four bits with one scale per matrix, and eight bits with a scale per row."""
     for bits in (CARELESS_BITS, CAREFUL_BITS):
         source, folder = model_directory(BUILTIN), rounded_folder(bits)
         if not (folder / _WEIGHTS).exists():
@@ -47,13 +47,13 @@ def _rounded(tensor: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 _POOL_BLOCKS = 256
-"""Of float32: room for two sequences of the whole context."""
+"""Blocks of float32: room for two sequences of the whole context."""
 _GEOMETRY = {"model_fingerprint": "", "num_layers": 4, "num_kv_heads": 4, "head_dim": 32, "block_size": 16}
-"""Of the built-in model."""
+"""Geometry of the built-in model."""
 
 
 def same_bytes(num_blocks: int, *, dtype: str, as_dtype: str) -> int:
-    """Blocks of another dtype in the bytes of so many."""
+    """Return how many blocks of another dtype take the same bytes."""
     ours, theirs = (KVLayout(dtype=name, **_GEOMETRY).block_bytes for name in (dtype, as_dtype))  # type: ignore[arg-type]
     return num_blocks * ours // theirs
 
@@ -75,7 +75,7 @@ def _memory() -> Incident:
                 load=long_contexts,
             ),
         ),
-        panels=(Shown(board="kv-cache", title="KV in use"), Shown(board="kv-cache", title="Preemptions")),
+        panels=(Shown(dashboard="kv-cache", title="KV in use"), Shown(dashboard="kv-cache", title="Preemptions")),
         alarms=("TandemKvCacheFull",),
         figures={
             "KV use of the fullest worker": "max(vllm:kv_cache_usage_perc)",
@@ -91,17 +91,20 @@ def _batching() -> Incident:
             Phase(
                 name="whole prompts in one step",
                 setup=Setup(mode=COLOCATED, prefill_chunk_tokens=2048, engine={"max_step_s": None}),
-                load=chats_beside_documents,
+                load=chats_and_documents,
                 is_trouble=True,
             ),
             Phase(
                 name="max_step_s 0.1",
                 setup=Setup(mode=COLOCATED, prefill_chunk_tokens=512, engine={"max_step_s": 0.1}),
-                load=chats_beside_documents,
+                load=chats_and_documents,
             ),
-            Phase(name="a prefill pool", setup=Setup(mode="shm"), load=chats_beside_documents),
+            Phase(name="a prefill pool", setup=Setup(mode="shm"), load=chats_and_documents),
         ),
-        panels=(Shown(board="overview", title="Time between tokens"), Shown(board="pd-flow", title="Step time")),
+        panels=(
+            Shown(dashboard="overview", title="Time between tokens"),
+            Shown(dashboard="pd-flow", title="Step time"),
+        ),
         alarms=("TandemTokensThriceTheirBaseline",),
         baselines={"tandem:itl_seconds:p95_baseline1d": "tandem:itl_seconds:p95_5m"},
         figures={
@@ -121,18 +124,18 @@ def _jitter() -> Incident:
             Phase(
                 name="local_prefill_tokens 0",
                 setup=Setup(mode="shm", local_prefill_tokens=0),
-                load=short_beside_long,
+                load=short_and_long,
                 is_trouble=True,
             ),
             Phase(
                 name="read by decode, not queued",
                 setup=Setup(mode="shm", local_prefill_tokens=64, router={"queue": {"worker_backlog_s": 30.0}}),
-                load=short_beside_long,
+                load=short_and_long,
             ),
         ),
         panels=(
-            Shown(board="overview", title="First token by prompt length"),
-            Shown(board="pd-flow", title="Where prompts are computed"),
+            Shown(dashboard="overview", title="First token by prompt length"),
+            Shown(dashboard="pd-flow", title="Where prompts are computed"),
         ),
         alarms=("TandemShortPromptsWait",),
         figures={
@@ -154,7 +157,7 @@ def _structures() -> Incident:
             Phase(name="no bounds, 48 tokens", setup=setup, load=structures.unbounded, is_trouble=True),
             Phase(name="bounds, 256 tokens", setup=setup, load=structures.bounded),
         ),
-        panels=(Shown(board="overview", title="Structured answers by end"),),
+        panels=(Shown(dashboard="overview", title="Structured answers by end"),),
         alarms=("TandemStructuresCut",),
         figures={
             "share cut": (
@@ -184,7 +187,7 @@ def _quality() -> Incident:
             phase("four bits", str(rounded_folder(CARELESS_BITS)), is_trouble=True),
             phase("eight bits by row", str(rounded_folder(CAREFUL_BITS))),
         ),
-        panels=(Shown(board="overview", title="Quality probe: loss"),),
+        panels=(Shown(dashboard="overview", title="Quality probe: loss"),),
         alarms=("TandemQualityLost",),
         figures={
             "loss of the probe (nats)": "max(tandem_quality_loss_nats)",

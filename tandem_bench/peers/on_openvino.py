@@ -1,6 +1,6 @@
-"""OpenVINO GenAI: its continuous-batching pipeline stepped here. Runs in OpenVINO's own environment.
+"""OpenVINO GenAI: its continuous-batching pipeline, stepped here. Runs in OpenVINO's own environment.
 
-The model is converted once with optimum-intel, weights left in their 16 bits, and kept in the cache beside it.
+The model is converted once with optimum-intel, with weights kept in 16 bits, and stored next to it in the cache.
 """
 
 import importlib
@@ -69,7 +69,7 @@ class Adapter:
         return self._pipeline.add_request(self._next_id, ids, config)
 
     def close(self) -> None:
-        """Nothing outlives the process."""
+        """Do nothing: nothing outlives the process."""
 
 
 def _read(handle: Any) -> list[int]:
@@ -81,10 +81,10 @@ def _read(handle: Any) -> list[int]:
 
 
 def _converted(model: Path, folder: Path) -> Path:
-    """The model as OpenVINO's IR, its tokenizer too; made once."""
+    """Convert the model and its tokenizer to OpenVINO's IR, once."""
     if not (folder / "complete").exists():
         optimum: Any = importlib.import_module("optimum.intel")
-        # Without `load_in_8bit=False` models beyond a billion parameters would be quantized unasked.
+        # Without `load_in_8bit=False`, models beyond a billion parameters would be quantized by default.
         optimum.OVModelForCausalLM.from_pretrained(
             str(model), export=True, compile=False, load_in_8bit=False
         ).save_pretrained(str(folder))

@@ -1,4 +1,4 @@
-"""transformers: one static batch through `generate`, the way its users batch. Runs in transformers' own environment."""
+"""transformers: one static batch through `generate`, as its users batch. Runs in transformers' own environment."""
 
 import importlib
 import time
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Adapter:
-    """A model as `from_pretrained` loads it; SDPA attention, dynamic cache, torch's CPU operators."""
+    """Model as `from_pretrained` loads it: SDPA attention, dynamic cache, torch's CPU operators."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         self._torch: Any = importlib.import_module("torch")
@@ -14,7 +14,7 @@ class Adapter:
         self._torch.set_num_threads(options["num_threads"])
         dtype = getattr(self._torch, options["dtype"])
         self._model = library.AutoModelForCausalLM.from_pretrained(options["model"], dtype=dtype).eval()
-        # An end token is a token like any other.
+        # End tokens are treated like any other token.
         self._model.generation_config.eos_token_id = None
         self._model.generation_config.pad_token_id = 0
         self.about = {
@@ -24,9 +24,9 @@ class Adapter:
         }
 
     def run(self, prompts: list[list[int]], num_tokens: int, newcomers: list[list[int]]) -> dict[str, Any]:
-        """See host.Adapter. Prompts must be equally long; newcomers cannot join a running batch."""
+        """Run a job as host.Adapter does. Prompts must be equally long; newcomers cannot join a running batch."""
         if newcomers:
-            raise ValueError("a batch of transformers is closed: nobody can join it")
+            raise ValueError("a batch of transformers is closed: no request can join it")
         times: list[float] = []
         started_s = time.perf_counter()
 
@@ -47,4 +47,4 @@ class Adapter:
         return {"arrivals_s": [times] * len(prompts), "tokens": tokens, "num_newcomers": 0}
 
     def close(self) -> None:
-        """Nothing outlives the process."""
+        """Do nothing: nothing outlives the process."""

@@ -1,7 +1,7 @@
-"""vLLM for CPUs: its engine stepped in this process, so that no IPC stands between. Runs in vLLM's own environment.
+"""vLLM for CPUs: its engine stepped in this process, without IPC. Runs in vLLM's own environment.
 
-What its documentation asks of a CPU deployment is set by whoever starts this process (`contestants.py`): the OpenMP
-runtime preloaded, threads bound to cores, the KV space stated.
+The caller (`contestants.py`) sets what vLLM's documentation advises for CPUs: the OpenMP runtime preloaded, threads
+bound to cores, a fixed KV space.
 """
 
 import importlib
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Adapter:
-    """One `LLMEngine`; prompts go in as token ids and no tokenizer is loaded."""
+    """One `LLMEngine`; prompts are token ids and no tokenizer is loaded."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         library: Any = importlib.import_module("vllm")
@@ -66,4 +66,4 @@ class Adapter:
         return name
 
     def close(self) -> None:
-        """Nothing outlives the process."""
+        """Do nothing: nothing outlives the process."""

@@ -1,4 +1,4 @@
-"""Drives one engine in a process of its own through host.py's lines: start, jobs one at a time, end."""
+"""Drives one engine in a process of its own through host.py's protocol: start, jobs one at a time, stop."""
 
 import asyncio
 import json
@@ -20,38 +20,38 @@ _LAST_WORDS = 1500
 
 
 class EngineProcessFailed(CannotMeasure):
-    """An engine's process ended or answered with an error; the message holds its last words."""
+    """An engine's process ended or answered with an error; the message has its last output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """How one engine's process is started."""
+    """Command and options of one engine's process."""
 
     name: str
     python: Path
     adapter: str
-    """File name of the adapter beside host.py, or an absolute path."""
+    """File name of the adapter in the folder of host.py, or an absolute path."""
     options: Mapping[str, Any]
     environment: Mapping[str, str] = field(default_factory=dict)
     host: Path = HERE / "host.py"
-    """What the process runs; it answers each line with one line."""
+    """Program that the process runs; it answers each line with one line."""
     start_timeout_s: float = 600.0
     job_timeout_s: float = 900.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started:
-    """An engine that is ready for jobs."""
+    """Engine that is ready for jobs."""
 
     ready_s: float
-    """From the process's start; for Tandem and its peers alike this includes importing libraries."""
+    """Time from the process's start; for Tandem and its peers alike this includes importing libraries."""
     load_s: float
-    """Of that, making the engine ready: weights, compiling, memory."""
+    """Part of that for making the engine ready: weights, compiling, memory."""
     about: Mapping[str, Any]
 
 
 class EngineProcess:
-    """One process; `spawn`, `ready`, then `run` as often as wanted, then `stop`."""
+    """One process: `spawn`, `ready`, then `run` as often as wanted, then `stop`."""
 
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
@@ -61,16 +61,16 @@ class EngineProcess:
 
     @property
     def pid(self) -> int:
-        """The process's id. Raises EngineProcessFailed before `spawn`."""
+        """Id of the process. Raises EngineProcessFailed before `spawn`."""
         return self._running().pid
 
     async def spawn(self) -> None:
-        """Start the process; its engine is not ready yet. Raises OSError."""
+        """Start the process, without waiting for its engine. Raises OSError."""
         launch = self._launch
         self._spawned_s = time.monotonic()
         self._process = await asyncio.create_subprocess_exec(
             str(launch.python),
-            "-P",  # the host's folder is no place to import from
+            "-P",  # the host's folder must not be on the import path
             str(launch.host),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
@@ -81,17 +81,17 @@ class EngineProcess:
         )
 
     async def ready(self) -> Started:
-        """Hand the engine its options and wait until it takes jobs. Raises EngineProcessFailed."""
+        """Send the engine its options and wait until it accepts jobs. Raises EngineProcessFailed."""
         file = str(HERE / self._launch.adapter)
         ready = await self._ask({"file": file, **self._launch.options}, self._launch.start_timeout_s)
         return Started(ready_s=time.monotonic() - self._spawned_s, load_s=ready["load_s"], about=ready["about"])
 
     async def run(self, job: Mapping[str, Any]) -> dict[str, Any]:
-        """One job's answer. Raises EngineProcessFailed."""
+        """Run one job and return its answer. Raises EngineProcessFailed."""
         return await self._ask(job, self._launch.job_timeout_s)
 
     async def stop(self) -> None:
-        """End it, whatever state it is in."""
+        """End the process, whatever its state."""
         process, self._process = self._process, None
         if process is not None and process.stdin is not None:
             process.stdin.close()
@@ -135,8 +135,8 @@ class EngineProcess:
 
 
 def _environment() -> dict[str, str]:
-    """Ours, without what would steer an engine from outside: measured is what the options say."""
+    """Return our environment without variables that affect engines: only the options may do so."""
     steering = ("TANDEM_", "VLLM_", "OMP_", "KMP_", "GOMP_", "PYTHON", "LD_PRELOAD", "VIRTUAL_ENV")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(steering)}
-    # Nothing may be looked up or reported over the network while something is measured.
+    # Nothing may use the network while something is measured.
     return kept | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "DO_NOT_TRACK": "1", "VLLM_NO_USAGE_STATS": "1"}

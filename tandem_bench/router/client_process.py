@@ -1,5 +1,4 @@
-"""`python -m tandem_bench.router.client_process URL ...`: a client as a process, so that it costs the router
-nothing."""
+"""`python -m tandem_bench.router.client_process URL ...`: a client in its own process, at no cost to the router."""
 
 import argparse
 import asyncio
@@ -13,7 +12,7 @@ from urllib.parse import SplitResult, urlsplit
 
 @dataclass(slots=True)
 class Tally:
-    """What the client saw."""
+    """Counts of what the client received."""
 
     requests: int = 0
     events: int = 0
@@ -22,7 +21,7 @@ class Tally:
 
 
 async def load(url: str, body: Mapping[str, Any], *, connections: int, requests: int, salt: str | None = None) -> Tally:
-    """So many requests in all over so many connections, each kept alive; with `salt` none shares another's cache."""
+    """Send the requests over keep-alive connections; with `salt`, no request shares another's cache."""
     tally, address = Tally(), urlsplit(url)
     same = _request(address, body)
     left = requests
@@ -55,7 +54,7 @@ def _request(address: SplitResult, body: Mapping[str, Any]) -> bytes:
 
 
 async def _answer(reader: asyncio.StreamReader) -> tuple[bool, int]:
-    """Whether it was 200, and how many events a stream had."""
+    """Return whether the status was 200, and how many events a stream had."""
     head = (await reader.readuntil(b"\r\n\r\n")).lower()
     ok = b" 200 " in head.split(b"\r\n", 1)[0]
     if b"transfer-encoding: chunked" not in head:
@@ -70,13 +69,13 @@ async def _answer(reader: asyncio.StreamReader) -> tuple[bool, int]:
 
 
 def main() -> None:
-    """Prints the tally as JSON."""
+    """Send the requests and print the counts as JSON."""
     parser = argparse.ArgumentParser(prog="python -m tandem_bench.router.client_process", description=__doc__)
     parser.add_argument("url")
     parser.add_argument("--body", required=True, help="JSON")
     parser.add_argument("--connections", type=int, required=True)
     parser.add_argument("--requests", type=int, required=True)
-    parser.add_argument("--salt", help="each request has a cache salt of its own that begins so")
+    parser.add_argument("--salt", help="prefix of each request's own cache salt")
     options = parser.parse_args()
     body, bounds = json.loads(options.body), {"connections": options.connections, "requests": options.requests}
     tally = asyncio.run(load(options.url, body, salt=options.salt, **bounds))

@@ -1,6 +1,6 @@
-"""What a router costs by itself: processor time for each request and each streamed token, workers having no model.
+"""Cost of the router itself: processor time for each request and streamed token, with workers that have no model.
 
-Tokenizing is measured apart, against a bare call of the same library on the same text.
+Tokenizing is measured separately, against a direct call of the same library on the same text.
 """
 
 import json
@@ -39,7 +39,7 @@ _WORDS = "Once upon a time there was a little girl who had a red ball and a big 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DoorCosts:
+class ServerCosts:
     request_ms: float
     """Processor time of the router for one non-streaming chat request, tokenization excluded."""
     tokenize_ms: float
@@ -50,14 +50,14 @@ class DoorCosts:
 
 
 def chat_body(*, max_tokens: int, stream: bool) -> dict[str, Any]:
-    """A conversation of one message of PROMPT_BYTES."""
+    """Return a conversation of one message of PROMPT_BYTES."""
     text = (_WORDS * (PROMPT_BYTES // len(_WORDS) + 1))[:PROMPT_BYTES]
     messages = [{"role": "user", "content": text}]
     return {"messages": messages, "max_tokens": max_tokens, "temperature": 0, "stream": stream}
 
 
-def measure(*, num_requests: int = 3000, num_workers: int = 2) -> DoorCosts:
-    """One round: a router, its workers and a client in processes of their own."""
+def measure(*, num_requests: int = 3000, num_workers: int = 2) -> ServerCosts:
+    """Run one round: a router, its workers and a client in processes of their own."""
     directory = model_directory("builtin")
     tokenize_ms, bare_ms = tokenizing(directory)
     with cluster(num_workers=num_workers) as (url, router):
@@ -74,7 +74,7 @@ def measure(*, num_requests: int = 3000, num_workers: int = 2) -> DoorCosts:
     num_tokens = streamed["requests"] * STREAM_TOKENS
     if plain["bad"] or streamed["bad"] or streamed["events"] < num_tokens:
         raise CannotMeasure(f"the router did not answer everything: {plain}, {streamed}")
-    return DoorCosts(
+    return ServerCosts(
         request_ms=1e3 * request_s - tokenize_ms,
         tokenize_ms=tokenize_ms,
         bare_tokenize_ms=bare_ms,
@@ -85,7 +85,7 @@ def measure(*, num_requests: int = 3000, num_workers: int = 2) -> DoorCosts:
 
 
 def tokenizing(directory: Path, rounds: int = 400) -> tuple[float, float]:
-    """Milliseconds of processor time for the conversation: by Tandem's tokenizer, and by a bare call on its text."""
+    """Return milliseconds of processor time for the conversation: Tandem's tokenizer, and a direct call on its text."""
     ours, bare = Tokenizer.load(directory), tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json"))
     message = chat_body(max_tokens=1, stream=False)["messages"][0]
     messages = [Message(role=message["role"], content=message["content"])]
@@ -103,7 +103,7 @@ def tokenizing(directory: Path, rounds: int = 400) -> tuple[float, float]:
 
 
 def cpu_s(process: psutil.Process) -> float:
-    """User and system time so far."""
+    """Return user and system time so far."""
     times = process.cpu_times()
     return float(times.user + times.system)
 
@@ -111,7 +111,7 @@ def cpu_s(process: psutil.Process) -> float:
 def run_client(
     url: str, body: Mapping[str, Any], *, connections: int, requests: int, salt: str | None = None
 ) -> dict[str, Any]:
-    """Its tally. `salt`: each request has a cache salt of its own that begins so."""
+    """Run the client and return its counts. `salt`: prefix of each request's own cache salt."""
     command = [sys.executable, "-m", "tandem_bench.router.client_process", f"{url}/v1/chat/completions"]
     command += ["--body", json.dumps(body), "--connections", str(connections), "--requests", str(requests)]
     command += ["--salt", salt] if salt is not None else []
@@ -126,7 +126,7 @@ def run_client(
 def cluster(
     *, num_workers: int, step_ms: float = 10.0, more: Mapping[str, Any] | None = None
 ) -> Iterator[tuple[str, psutil.Process]]:
-    """A router over mock workers: its URL and its process. `more`: sections of its configuration."""
+    """Run a router over mock workers; yields its URL and process. `more`: sections of its configuration."""
     secret, ports = secrets.token_hex(16), free_ports(num_workers + 2)
     tokenizer = Tokenizer.load(model_directory("builtin"))
     says = [str(token_id) for token_id in tokenizer.encode(_WORDS, add_special_tokens=False)]
@@ -154,7 +154,7 @@ def cluster(
 
 
 def start(stack: ExitStack, command: Sequence[str], **more: Any) -> "subprocess.Popen[bytes]":
-    """A process that is killed when the stack ends."""
+    """Start a process that is killed when the stack ends."""
     process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, **more)
 
     def stop() -> None:
@@ -166,15 +166,15 @@ def start(stack: ExitStack, command: Sequence[str], **more: Any) -> "subprocess.
 
 
 def _start_router(stack: ExitStack, file: Path) -> "subprocess.Popen[bytes]":
-    """Returns when it has said that it serves."""
-    ready, told = os.pipe()
+    """Start the router, and return when it reports that it serves."""
+    ready, ready_fd = os.pipe()
     stack.callback(os.close, ready)
-    command = [sys.executable, "-m", "router", "--config", str(file), "--ready-fd", str(told)]
+    command = [sys.executable, "-m", "router", "--config", str(file), "--ready-fd", str(ready_fd)]
     log = stack.enter_context(file.with_name("router.log").open("w+", encoding="utf-8"))
-    router = start(stack, command, pass_fds=(told,), stderr=log)
-    os.close(told)  # the router's end is the pipe's end, so a router that ends is noticed
+    router = start(stack, command, pass_fds=(ready_fd,), stderr=log)
+    os.close(ready_fd)  # the pipe then ends with the router, so its end is noticed
     if not select.select([ready], [], [], _START_S)[0]:
-        raise CannotMeasure(f"the router was not ready in {_START_S:g} s")
+        raise CannotMeasure(f"the router was not ready within {_START_S:g} s")
     if not os.read(ready, 1):
         log.seek(0)
         raise CannotMeasure(f"the router ended with {router.wait()}: {log.read()[-_LAST_WORDS:]}")
@@ -182,7 +182,7 @@ def _start_router(stack: ExitStack, file: Path) -> "subprocess.Popen[bytes]":
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listened on a moment ago."""
+    """Choose ports that were free a moment ago."""
     with ExitStack() as stack:
         held = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         return [int(one.getsockname()[1]) for one in held]

@@ -1,4 +1,4 @@
-"""The whole of `python -m tandem_bench router`: part by part, rows as they come."""
+"""All of `python -m tandem_bench router`: part by part, rows as they come."""
 
 import argparse
 from collections.abc import Callable, Mapping, Sequence
@@ -16,8 +16,8 @@ MIN_STREAM_TOKENS_PER_CPU_S = 40_000.0
 
 
 def server_rows(num_rounds: int, peers: Sequence[str]) -> list[Row]:
-    """Rounds of Tandem and its peers by turns; of each figure the best. Raises CannotMeasure."""
-    ours: list[router_costs.DoorCosts] = []
+    """Run rounds of Tandem and its peers in alternation; the best of each figure counts. Raises CannotMeasure."""
+    ours: list[router_costs.ServerCosts] = []
     theirs: dict[str, list[proxies.PeerCosts]] = {peer: [] for peer in peers}
     for _ in range(num_rounds):
         ours.append(router_costs.measure())
@@ -32,8 +32,8 @@ def server_rows(num_rounds: int, peers: Sequence[str]) -> list[Row]:
     return found
 
 
-def our_rows(rounds: Sequence[router_costs.DoorCosts]) -> list[Row]:
-    """The best of each figure; a request's share of tokenizing is taken off within its own round."""
+def our_rows(rounds: Sequence[router_costs.ServerCosts]) -> list[Row]:
+    """Return the best of each figure; a request's share of tokenizing is subtracted within its own round."""
     tokenize_ms = min(one.tokenize_ms for one in rounds)
     ratio = tokenize_ms / min(one.bare_tokenize_ms for one in rounds)
     streamed = max(one.stream_tokens_per_cpu_s for one in rounds)
@@ -53,7 +53,7 @@ def our_rows(rounds: Sequence[router_costs.DoorCosts]) -> list[Row]:
 
 
 async def measure(given: argparse.Namespace, rows: list[Row], *, out: Console) -> None:
-    """Measure and show what was asked for; `rows` grow part by part, so that a later part's failure loses nothing."""
+    """Measure and print the requested parts, adding to `rows` part by part, so that a later failure loses nothing."""
     for part in options.parts(given):
         if part == "doors":
             found = server_rows(given.rounds, given.peer)

@@ -1,8 +1,8 @@
-"""`python -m tandem_bench.router.mock_worker ...`: a decode worker without a model, for what a router costs by itself.
+"""`python -m tandem_bench.router.mock_worker ...`: a decode worker without a model, for measuring the router's cost.
 
-It speaks the session protocol over the workers' own classes, and like a real worker it tells of the blocks that it has
-computed. Each "engine step" gives every live request one token, in one message, or holds it back until there are as
-many as the router wants together; or all tokens of a request at once, with `--step-ms 0`.
+It speaks the session protocol with the workers' own classes, and like a real worker it reports the blocks that it has
+computed. Each "engine step" gives every live request one token, in one message, or holds tokens back until there are as
+many as the router wants to receive together; or all tokens of a request at once, with `--step-ms 0`.
 """
 
 import argparse
@@ -36,12 +36,12 @@ class _Running:
 
 
 class MockWorker:
-    """SessionHandler of one decode worker."""
+    """Handles the sessions of one decode worker (SessionHandler)."""
 
     def __init__(
         self, *, index: int, vocab_size: int, model_name: str, step_s: float, token_ids: Iterable[int], secret: bytes
     ) -> None:
-        """`token_ids`: what every answer says, again and again."""
+        """`token_ids`: the tokens that every answer repeats."""
         self._hasher = BlockHasher(secret)
         self._cached: set[BlockHash] = set()
         self._num_events = 0
@@ -54,7 +54,7 @@ class MockWorker:
         self._has_work = asyncio.Event()
 
     def hello(self) -> pb.WorkerHello:
-        """A worker with room for everything."""
+        """Return the hello of a worker with unlimited room."""
         layout = common.KVLayout(
             model_fingerprint="mock",
             dtype="bfloat16",
@@ -92,11 +92,11 @@ class MockWorker:
             self._running.pop((port, message.cancel.request_id), None)
 
     def closed(self, port: SessionPort) -> None:
-        """Its requests are over."""
+        """End the requests of a session."""
         self._running = {key: one for key, one in self._running.items() if one.port is not port}
 
     async def load(self) -> pb.LoadSnapshot:
-        """A quick worker that is nearly empty."""
+        """Return the load of a fast worker that is nearly idle."""
         return pb.LoadSnapshot(
             num_running=len(self._running),
             num_free_blocks=NUM_BLOCKS,
@@ -114,7 +114,7 @@ class MockWorker:
                 self._step()
 
     def _compute(self, port: SessionPort, submit: pb.Submit) -> None:
-        """In no time; what is new is cached and told."""
+        """Compute a prompt in no time; new blocks are cached and reported."""
         names: list[BlockHash] = []
         self._hasher.extend(BlockHash(submit.hash_root), names, submit.prompt_token_ids)
         fresh = [name for name in names if name not in self._cached]
@@ -132,11 +132,11 @@ class MockWorker:
             if is_over:
                 del self._running[key]
             if is_over or not one.num_told or one.num_tokens - one.num_told >= one.submit.tokens_per_message:
-                deltas.setdefault(one.port, []).append(self._tell(one, is_over=is_over))
-        for port, told in deltas.items():
-            port.send(pb.WorkerMessage(tokens=pb.StepTokens(deltas=told)))
+                deltas.setdefault(one.port, []).append(self._delta(one, is_over=is_over))
+        for port, deltas_of_port in deltas.items():
+            port.send(pb.WorkerMessage(tokens=pb.StepTokens(deltas=deltas_of_port)))
 
-    def _tell(self, one: _Running, *, is_over: bool) -> pb.TokenDelta:
+    def _delta(self, one: _Running, *, is_over: bool) -> pb.TokenDelta:
         first, one.num_told = one.num_told, one.num_tokens
         delta = pb.TokenDelta(
             request_id=one.submit.request_id,

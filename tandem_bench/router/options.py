@@ -1,4 +1,4 @@
-"""The command line of `python -m tandem_bench router`. Imports nothing heavy: help must come at once."""
+"""The command line of `python -m tandem_bench router`. Imports nothing heavy, so that help appears at once."""
 
 import argparse
 from pathlib import Path
@@ -15,16 +15,24 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--peer", nargs="+", choices=PEER_NAMES, default=[], metavar="PEER", help=f"some of: {', '.join(PEER_NAMES)}"
     )
     parser.add_argument(
-        "--rounds", type=_positive, default=ROUNDS, metavar="N", help=f"of doors, of which the best counts; {ROUNDS}"
+        "--rounds",
+        type=_positive,
+        default=ROUNDS,
+        metavar="N",
+        help=f"rounds of `doors` (the HTTP server), of which the best counts; default: {ROUNDS}",
     )
     parser.add_argument(
-        "--repeats", type=_positive, default=REPEATS, metavar="N", help=f"of the others, likewise; {REPEATS}"
+        "--repeats",
+        type=_positive,
+        default=REPEATS,
+        metavar="N",
+        help=f"repeats of the other parts, likewise; default: {REPEATS}",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file as well")
 
 
 def parts(options: argparse.Namespace) -> tuple[str, ...]:
-    """What is to be measured, in the order of PARTS."""
+    """Return the parts to measure, in the order of PARTS."""
     wanted = options.only or PARTS
     return tuple(part for part in PARTS if part in wanted)
 
@@ -32,5 +40,5 @@ def parts(options: argparse.Namespace) -> tuple[str, ...]:
 def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
     return value

@@ -1,9 +1,9 @@
-"""`python -m tandem_bench.router.overload`: a cluster asked for three times what it can do, and tenants beside one
-that asks for ten times as much as each of them.
+"""`python -m tandem_bench.router.overload`: a cluster under three times its capacity, and fairness between tenants.
 
-Goodput is answers per second whose first token came within `TTFT_S` and whose others came within `TPOT_S` on average.
-Arrivals are Poisson and open-loop: clients do not wait for one another. Prompts are random, so nothing is found cached.
-Load levels are fractions of what the same cluster did just before with a fixed number of clients.
+In the fairness part one tenant sends ten times as many requests as each of the others. Goodput is answers per second
+whose first token came within `TTFT_S` and whose others came within `TPOT_S` on average. Arrivals are Poisson and
+open-loop: clients do not wait for one another. Prompts are random, so nothing is cached. Load levels are fractions of
+what the same cluster did just before with a fixed number of clients.
 """
 
 import argparse
@@ -32,14 +32,15 @@ from tandem_bench.report import Row, figure
 TTFT_S = 1.0
 TPOT_S = 0.1
 PRESSED_QUEUE_S = 0.25
-"""A quarter of what a first token may take: the rest is for computing it, and for a machine that stalls."""
+"""Queue limit: a quarter of the TTFT bound; the rest is for computing, and for a machine that stalls."""
 FAIR_QUEUE_S = 5.0
-"""So long that it is order alone that tells tenants apart."""
+"""Queue limit so long that only the order of admission separates tenants."""
 PROMPT_TOKENS = 384
 ANSWER_TOKENS = 16
 NUM_MODEST = 4
 MODEST_LOAD = 0.5
-"""Of capacity, by all modest tenants together; the greedy one asks for ten times what one of them does."""
+"""Share of capacity that all modest tenants use together; the greedy one sends ten times the requests of one of them.
+"""
 LOADS = (0.7, 0.85, 1.0)
 GREEDY = "greedy"
 REJECTION_MS = 20.0
@@ -51,15 +52,15 @@ _WORDS = range(300, 1000)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answered:
-    """One request and how it went, in seconds from its sending."""
+    """Result of one request, in seconds from its sending."""
 
     tenant: str
     status: int
     first_s: float
-    """To the first token of an answer, or to the whole of a refusal."""
+    """Time to the first token of an answer, or to the end of a rejection."""
     last_s: float
     retry_after_s: float | None = None
-    """When a refusal says to come back."""
+    """Delay after which a rejection says to retry."""
 
     @property
     def is_good(self) -> bool:
@@ -69,12 +70,12 @@ class Answered:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverloadSetup(Setup):
-    """A cluster with a key for each tenant."""
+    """Cluster with an API key for each tenant."""
 
     max_queue_s: float
 
     def config(self, ports: Sequence[int]) -> dict[str, Any]:
-        """As `Setup`, with limits."""
+        """Return the configuration of `Setup` with limits."""
         content = Setup.config(self, ports)
         keys = [{"key": f"key-of-{tenant}", "tenant": tenant} for tenant in (*modest(), GREEDY)]
         content["router"] |= {
@@ -86,17 +87,17 @@ class OverloadSetup(Setup):
 
 
 def modest() -> tuple[str, ...]:
-    """The tenants beside the greedy one."""
+    """Return the tenants other than the greedy one."""
     return tuple(f"modest-{number}" for number in range(NUM_MODEST))
 
 
 async def ask(port: int, tenant: str, rng: Random) -> Answered:
-    """One streamed completion, on a connection of its own: a client that costs little. Raises OSError."""
+    """Request one streamed completion on a connection of its own, at little cost. Raises OSError."""
     prompt = [rng.choice(_WORDS) for _ in range(PROMPT_TOKENS)]
     body = {"prompt": prompt, "max_tokens": ANSWER_TOKENS, "temperature": 0.0, "ignore_eos": True, "stream": True}
     data = json.dumps(body).encode()
     head = (
-        "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
         f"Authorization: Bearer key-of-{tenant}\r\nContent-Length: {len(data)}\r\n\r\n"
     )
     sent_s = time.monotonic()
@@ -110,13 +111,13 @@ async def ask(port: int, tenant: str, rng: Random) -> Answered:
             if first_s is None and b'"text"' in chunk:
                 first_s = time.monotonic() - sent_s
         last_s = time.monotonic() - sent_s
-        told = re.search(rb"\r\nretry-after: *([0-9.]+)", answer.lower())
+        retry_after = re.search(rb"\r\nretry-after: *([0-9.]+)", answer.lower())
         return Answered(
             tenant=tenant,
             status=status,
             first_s=last_s if first_s is None or status != 200 else first_s,
             last_s=last_s,
-            retry_after_s=None if told is None else float(told[1]),
+            retry_after_s=None if retry_after is None else float(retry_after[1]),
         )
     finally:
         writer.close()
@@ -124,19 +125,19 @@ async def ask(port: int, tenant: str, rng: Random) -> Answered:
 
 @dataclass(slots=True, kw_only=True)
 class Load:
-    """Asks one cluster, each time with prompts of its own."""
+    """Sends load to one cluster, each time with new prompts."""
 
     port: int
     url: str
     seed: int = 1
 
     async def refused_late(self) -> float:
-        """Requests that were let in and refused while they waited."""
+        """Return the number of requests that were rejected after waiting in the queue."""
         async with Client(self.url) as client:
             return (await client.counts("tandem_rejections_total")).get("hopeless", 0.0)
 
     async def closed(self, seconds: float) -> float:
-        """Answers per second with a fixed number of clients, who come back when they are told to."""
+        """Return answers per second with a fixed number of clients, which honour Retry-After."""
         ends_s = time.monotonic() + seconds
         done = 0
 
@@ -154,7 +155,7 @@ class Load:
         return done / seconds
 
     async def open(self, rates: dict[str, float], seconds: float, *, times: int | None = None) -> list[Answered]:
-        """Every tenant's arrivals at its rate, all answered at the end; those of equal `times` come at equal times."""
+        """Send each tenant's arrivals at its rate, and wait for all answers; equal `times` give equal arrival times."""
         self.seed += 1
         plan: list[tuple[float, str]] = []
         for tenant, rate in rates.items():
@@ -171,12 +172,12 @@ class Load:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Of a sorted copy; infinite when there are none."""
+    """Return the quantile of the values; infinite without values."""
     return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else float("inf")
 
 
 async def pressed_rows(load: Load, seconds: float, note: Callable[[str], None]) -> list[Row]:
-    """Goodput at three times the capacity against the best at any load."""
+    """Compare goodput at three times the capacity with the best at any load."""
     capacity = max(await load.closed(seconds / 2), await load.closed(seconds / 2))
     best = 0.0
     for level in LOADS:
@@ -191,26 +192,26 @@ async def pressed_rows(load: Load, seconds: float, note: Callable[[str], None]) 
     served = [a for a in answered if a.status == 200]
     note(f"load 3: {good:.1f} good answers, {len(refused) / seconds:.1f} refusals per second")
     times_ms, lost = [1e3 * a.last_s for a in refused], len(answered) - len(served) - len(refused)
-    at_door = sorted(times_ms)[: len(times_ms) - int(late)]
-    told = sum(a.retry_after_s is not None for a in refused) / max(1, len(refused))
+    immediate = sorted(times_ms)[: len(times_ms) - int(late)]
+    retry_after = sum(a.retry_after_s is not None for a in refused) / max(1, len(refused))
     return [
         figure("overload: capacity", capacity, "requests/s"),
         figure("overload: best goodput", best, "requests/s"),
         figure("overload: goodput at 3x, of best", good / best if best else 0.0, "", at_least=0.9),
         figure("overload: refusals at 3x, p50", quantile(times_ms, 0.5), "ms"),
         figure("overload: refusals at 3x, p99", quantile(times_ms, 0.99), "ms", at_most=REJECTION_MS),
-        figure("overload: refusals at the door, p99", quantile(at_door, 0.99), "ms"),
+        figure("overload: refusals at the door, p99", quantile(immediate, 0.99), "ms"),
         figure("overload: refused after a wait", late / max(1, len(refused)), "of refusals"),
-        figure("overload: refusals with Retry-After", told, "", at_least=1.0),
+        figure("overload: refusals with Retry-After", retry_after, "", at_least=1.0),
         figure("overload: accepted in time at 3x", sum(a.is_good for a in served) / max(1, len(served)), ""),
         figure("overload: neither answered nor refused", lost, "requests", at_most=0.0),
     ]
 
 
 async def fairness_rows(load: Load, seconds: float, rounds: int, note: Callable[[str], None]) -> list[Row]:
-    """First tokens of modest tenants beside a greedy one against without it, in turns; medians over the rounds.
+    """Compare first tokens of modest tenants with and without a greedy one, alternately; medians over the rounds.
 
-    They ask at the same times with it and without it: the slowest hundredth is the thickest crowd among themselves.
+    Arrival times are the same in both cases: the slowest hundredth is the densest crowd among themselves.
     """
     capacity = max(await load.closed(seconds / 2), await load.closed(seconds / 2))
     share = MODEST_LOAD * capacity / NUM_MODEST
@@ -220,17 +221,15 @@ async def fairness_rows(load: Load, seconds: float, rounds: int, note: Callable[
     refused = 0
     for times in range(rounds):
         alone = await load.open(dict.fromkeys(modest(), share), seconds, times=times)
-        beside = await load.open({**dict.fromkeys(modest(), share), GREEDY: 10 * share}, seconds, times=times)
-        others = [a for a in beside if a.tenant != GREEDY]
-        greedy = [a for a in beside if a.tenant == GREEDY]
-        # Whoever was refused has no first token: it counts as endless.
+        with_greedy = await load.open({**dict.fromkeys(modest(), share), GREEDY: 10 * share}, seconds, times=times)
+        others = [a for a in with_greedy if a.tenant != GREEDY]
+        greedy = [a for a in with_greedy if a.tenant == GREEDY]
+        # A rejected request has no first token: it counts as infinite.
         for p99s, found in ((before, alone), (after, others)):
             p99s.append(1e3 * quantile([a.first_s if a.status == 200 else ENDLESS_S for a in found], 0.99))
         refused += sum(a.status != 200 for a in others)
         served.append(sum(a.status == 200 for a in greedy) / max(1, len(greedy)))
-        note(
-            f"TTFT p99 {before[-1]:.0f} ms of {len(alone)} alone, {after[-1]:.0f} ms of {len(others)} beside the greedy"
-        )
+        note(f"TTFT p99 {before[-1]:.0f} ms of {len(alone)} alone, {after[-1]:.0f} ms of {len(others)} with the greedy")
     return [
         figure("fairness: modest tenants alone, TTFT p99", median(before), "ms"),
         figure("fairness: beside one at 10x, TTFT p99", median(after), "ms"),
@@ -248,7 +247,7 @@ async def rows(
     mode: str = "shm",
     note: Callable[[str], None] = lambda _: None,
 ) -> list[Row]:
-    """The figures of the wanted parts, each of a cluster of its own. Raises CannotMeasure."""
+    """Measure the requested parts, each on a cluster of its own. Raises CannotMeasure."""
     found: list[Row] = []
     if "pressed" in parts:
         async with _loaded(mode, PRESSED_QUEUE_S) as load:
@@ -261,7 +260,7 @@ async def rows(
 
 @asynccontextmanager
 async def _loaded(mode: str, max_queue_s: float) -> AsyncIterator[Load]:
-    """A cluster that has measured its own rates."""
+    """Run a cluster and measure its own capacity."""
     async with running(OverloadSetup(mode=mode, num_threads=1, max_queue_s=max_queue_s)) as cluster:
         load = Load(port=int(cluster.url.rpartition(":")[2]), url=cluster.url)
         await load.closed(3.0)
@@ -273,10 +272,10 @@ def _measure(options: argparse.Namespace, note: Callable[[str], None]) -> Corout
 
 
 def main() -> int:
-    """By itself; 1 when a goal was missed, 2 when nothing could be measured."""
+    """Run as a command; return 1 when a goal was missed, 2 when nothing could be measured."""
     parser = argparse.ArgumentParser(prog="python -m tandem_bench.router.overload", description=__doc__)
-    parser.add_argument("--seconds", type=float, default=6.0, help="of each load level (default: 6)")
-    parser.add_argument("--rounds", type=int, default=5, help="of the fairness part (default: 5)")
+    parser.add_argument("--seconds", type=float, default=6.0, help="seconds per load level (default: 6)")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of the fairness part (default: 5)")
     parser.add_argument("--mode", default="shm", help="`colocated`, or a KV transport (default: shm)")
     parser.add_argument("--only", nargs="+", metavar="PART", choices=PARTS, default=PARTS, help="pressed, fairness")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file as well")

@@ -1,9 +1,9 @@
-"""What one placement costs, by the number of workers: the choice itself, and all that goes with it.
+"""Cost of one placement by the number of workers: the choice itself, and everything around it.
 
-`choice` is the pure `place` over the columns: prefill and decode worker together. `whole` is all that `Placer` does for
-a prompt of 256 blocks (4,096 tokens), half of them held somewhere, with one load report: the prefix map, the choice, a
-holder to fetch from, the books, what will be cached where and, so that the map stays as it is, forgetting that.
-`report` is taking in one worker's load report.
+`choice` is the pure `place` over the columns: prefill and decode worker together. `whole` is everything that `Placer`
+does for a prompt of 256 blocks (4,096 tokens), half of them cached somewhere, with one load report: the prefix map, the
+choice, a worker to fetch from, the ledger, and what will be cached where, which is then dropped to keep the map
+constant. `report` is processing one worker's load report.
 """
 
 import itertools
@@ -19,9 +19,9 @@ from tandem_bench.router import workers
 from tandem_bench.router.timing import least_us
 
 NUM_EACH = (4, 8, 32, 64, 500, 1000)
-"""Workers in each of the two pools."""
+"""Number of workers in each of the two pools."""
 GOALS_US = {8: 60.0, 500: 150.0}
-"""Of the choice, by workers in each pool."""
+"""Goals of the choice, by workers in each pool."""
 _CALLS = 50
 _TOKENS = 4_096
 
@@ -37,7 +37,7 @@ def rows(repeats: int) -> list[Row]:
 
 
 def _choice_us(num_each: int, repeats: int) -> float:
-    """A third of the workers hold some of the prompt: no two choices are the same."""
+    """Measure the choice with a third of the workers holding part of the prompt, so that no choices are equal."""
     rng = Random(1)
     view = workers.registry(rng, num_each=num_each).view()
     holds = [0, 0, 0, 0, 512, 1024]
@@ -55,7 +55,7 @@ def _choice_us(num_each: int, repeats: int) -> float:
 
 
 def _whole_us(num_each: int, repeats: int) -> float:
-    """Prompts that begin alike and end differently, each assigned and, with a report in between, released."""
+    """Measure prompts with equal beginnings and different ends, each assigned and, after a report, released."""
     rng = Random(3)
     registry = workers.registry(rng, num_each=num_each)
     shared, infos = workers.names(rng, 128), list(workers.infos(num_each))

@@ -1,8 +1,8 @@
-"""What the prefix map costs: looking a prompt up, dropping a worker, an entry's memory.
+"""Cost of the prefix map: looking up a prompt, dropping a worker, memory per entry.
 
-The prompt has 1,024 blocks. It is looked up over workers that all hold it, that each hold as much as chance wills, and
-of which one holds it and the others its first tenth. A dropped worker holds 10,000 blocks, in a map of as many of its
-own for each other worker: with more others, the same must come out.
+The prompt has 1,024 blocks. It is looked up among workers that all hold it, that hold random lengths of it, and of
+which one holds it and the others its first tenth. A dropped worker holds 10,000 blocks, in a map with as many for each
+other worker: the time must not depend on their number.
 """
 
 import gc
@@ -19,7 +19,7 @@ from tandem_bench.router.timing import least_us
 NUM_BLOCKS = 1024
 NUM_WORKERS = (8, 64, 1000)
 GOAL_US = 150.0
-"""Of a lookup over 64 workers."""
+"""Goal of a lookup over 64 workers."""
 _HELD = 10_000
 _COUNTED = 50_000
 
@@ -66,7 +66,7 @@ def _drop_us(num_others: int) -> float:
 
 
 def _entry_bytes(num_holders: int) -> float:
-    """Of everything that is kept for one block name: its own bytes, the index, and an entry for each holder.
+    """Return the bytes kept for one block name: the name itself, the index, and an entry for each holder.
 
     Every holder brings its own copy of the name, as messages do.
     """

@@ -1,6 +1,6 @@
-"""Peers as proxies before an upstream that does nothing: what they cost by themselves, measured as our doors are.
+"""Other routers as proxies of an upstream that does nothing: their own cost, measured like that of our server.
 
-nginx is what any proxy written in C costs here. sglang's router (Rust) runs with its own defaults.
+nginx shows the cost of any proxy written in C. sglang's router (Rust) runs with its defaults.
 """
 
 import shutil
@@ -47,7 +47,7 @@ class PeerCosts:
 
 
 def measure(name: str, *, num_requests: int = 3000) -> PeerCosts:
-    """One round of a peer. Raises CannotMeasure where it cannot be had."""
+    """Run one round of a peer. Raises CannotMeasure where it is not available."""
     with _PROXIES[name]() as (url, process):
         body = router_costs.chat_body(max_tokens=router_costs.ANSWER_TOKENS, stream=False)
         router_costs.run_client(url, body, connections=router_costs.NUM_CLIENTS, requests=num_requests // 4)
@@ -67,7 +67,7 @@ def measure(name: str, *, num_requests: int = 3000) -> PeerCosts:
 
 @contextmanager
 def _nginx() -> Iterator[tuple[str, psutil.Process]]:
-    """Its URL and its worker process."""
+    """Run nginx; yields its URL and its worker process."""
     nginx = shutil.which("nginx")
     if nginx is None:
         raise CannotMeasure("nginx is not installed (Debian: apt-get install nginx-light)")
@@ -81,14 +81,14 @@ def _nginx() -> Iterator[tuple[str, psutil.Process]]:
         url = f"http://127.0.0.1:{port}"
         _wait(url, process, folder / "log")
         (worker,) = psutil.Process(process.pid).children()
-        # Its master is killed: it would not outlive the pipe, but it would outlive the master.
+        # The master is killed: a worker ends with its pipe, but not with its master.
         stack.callback(worker.kill)
         yield url, worker
 
 
 @contextmanager
 def _sglang_router() -> Iterator[tuple[str, psutil.Process]]:
-    """Its URL and its process."""
+    """Run sglang's router; yields its URL and its process."""
     python = ensure(_SGLANG, lambda _: None)
     with ExitStack() as stack:
         folder, upstream, port = _beginning(stack)
@@ -103,7 +103,7 @@ def _sglang_router() -> Iterator[tuple[str, psutil.Process]]:
 
 
 def _beginning(stack: ExitStack) -> tuple[Path, int, int]:
-    """A folder, the port of an upstream that serves, and one for the proxy."""
+    """Return a folder, the port of a running upstream, and a port for the proxy."""
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-proxy-")))
     upstream, port = router_costs.free_ports(2)
     process = router_costs.start(stack, [sys.executable, "-m", "tandem_bench.router.upstream", "--port", str(upstream)])
@@ -122,7 +122,7 @@ def _wait(url: str, process: "subprocess.Popen[bytes]", log: Path) -> None:
                 return
         except httpx.TransportError:
             pass
-        time.sleep(0.1)  # none of them tells when it serves
+        time.sleep(0.1)  # none of them reports when it serves
     raise CannotMeasure(f"{process.args!r:.80} was not ready in time")
 
 

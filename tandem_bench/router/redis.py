@@ -1,13 +1,13 @@
-"""What Redis costs a router's requests, while it is well and while it is not; and how soon all is known again.
+"""Cost of Redis for a router's requests, while it works and while it fails, and the time until all is known again.
 
-A placement is due every two milliseconds. `added_p99`: how late it is done (waiting for the event loop included) at the
-99th percentile, beyond the same without a board. `added_cpu_p99`: the same in processor time of the router's thread,
-from the moment when the placement might run until it is done: that is what stands before it in the event loop, and on
-a machine where others run as well it says more than the clock. A process of its own plays the workers: each publishes
-what a busy one would. `known_again`: from Redis's return until a router knows all that workers have stored meanwhile,
-which is when its hit rate is back.
+A placement is due every two milliseconds. `added_p99`: how late it is done (including the wait for the event loop) at
+the 99th percentile, beyond the same without shared state. `added_cpu_p99`: the same in processor time of the router's
+thread, from the moment when the placement could run until it is done: what delays it in the event loop, which on a busy
+machine is more meaningful than the clock. A separate process plays the workers: each publishes what a busy one would.
+`known_again`: from Redis's return until a router knows everything that workers have stored meanwhile, which is when its
+hit rate is back.
 
-`python -m tandem_bench.router.redis` prints both; it needs a redis-server (the dev dependencies bring one).
+`python -m tandem_bench.router.redis` prints both; it needs a redis-server (included in the dev dependencies).
 """
 
 import argparse
@@ -54,7 +54,7 @@ from worker.cluster_state.redis_publisher import ClusterStatePublisher
 NUM_WORKERS = 16
 NUM_BLOCKS = 10_000
 STEP_S = 0.02
-"""Of a worker's engine; each step stores a prompt's worth of blocks and evicts as many."""
+"""Duration of a worker's step; each step stores a prompt's worth of blocks and evicts as many."""
 BLOCKS_A_STEP = 8
 _EVERY_S = 0.002
 _ROUND_S = 1.0
@@ -65,13 +65,13 @@ _FAULTS: dict[str, _Deed]
 
 
 class _Server:
-    """A Redis that can be made to fail."""
+    """Redis server that can be made to fail."""
 
     def __init__(self) -> None:
         binary = Path(sys.executable).with_name("redis-server")
         found = str(binary) if binary.is_file() else shutil.which("redis-server")
         if found is None:
-            raise CannotMeasure("no redis-server here: install the dev dependencies, or Debian's")
+            raise CannotMeasure("redis-server is not installed: install the dev dependencies, or Debian's package")
         with socket.socket() as held:
             held.bind(("127.0.0.1", 0))
             self.port = int(held.getsockname()[1])
@@ -96,7 +96,7 @@ class _Server:
         self.process.send_signal(signal.SIGCONT)
 
     async def say(self, line: str) -> None:
-        """One command without an answer that matters."""
+        """Send one command and ignore the answer."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         writer.write(f"{line}\r\n".encode())
         await reader.readline()
@@ -121,7 +121,7 @@ def _name(worker: int, block: int) -> BlockHash:
 
 
 class _Worker:
-    """Publishes; its cache is full, so that every store evicts."""
+    """Publishes events of one worker; its cache is full, so that every store evicts."""
 
     def __init__(self, number: int, settings: RedisSettings) -> None:
         self._number = number
@@ -149,7 +149,7 @@ class _Worker:
 
 
 async def _play_workers(port: int) -> None:
-    """The other process, until it is killed."""
+    """Play the workers in the other process, until it is killed."""
     settings = RedisSettings(host="127.0.0.1", port=port)
     async with AsyncExitStack() as stack:
         workers = [_Worker(number, settings) for number in range(NUM_WORKERS)]
@@ -162,7 +162,7 @@ async def _play_workers(port: int) -> None:
 
 
 class _NoPort:
-    """A WorkerPort that takes everything and does nothing."""
+    """Accepts all calls of a WorkerPort and does nothing."""
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_args, **_named: None
@@ -185,14 +185,14 @@ def _registry(num_workers: int) -> WorkerRegistry:
 
 
 @asynccontextmanager
-async def _board(registry: WorkerRegistry, settings: RedisSettings) -> AsyncIterator[RouterClusterState]:
+async def _cluster_state(registry: WorkerRegistry, settings: RedisSettings) -> AsyncIterator[RouterClusterState]:
     stated: frozenset[WorkerAddress] = frozenset()
     limits = make_limits(RouterConfig(), _SECRET, time.monotonic)
-    board = RouterClusterState(
+    state = RouterClusterState(
         settings, secret=_SECRET, router=Incarnation(9), registry=registry, limits=limits, stated=stated
     )
-    async with board:
-        yield board
+    async with state:
+        yield state
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,7 +214,7 @@ async def _round(registry: WorkerRegistry) -> _Late:
     cpu: list[float] = []
     due = time.perf_counter()
     for turn in range(int(_ROUND_S / _EVERY_S)):
-        # Not faster than the machine lets us: a backlog would be counted again and again.
+        # Not faster than the machine allows: a backlog would be counted repeatedly.
         due = max(due + _EVERY_S, time.perf_counter() - _EVERY_S)
         await asyncio.sleep(max(0.0, due - time.perf_counter()))
         begun = time.thread_time()
@@ -231,12 +231,12 @@ async def _latency_rows(rounds: int) -> AsyncIterator[Row]:
         command = [sys.executable, "-m", "tandem_bench.router.redis", "--play-workers", str(server.port)]
         players = await asyncio.create_subprocess_exec(*command)
         try:
-            # Beside the same neighbours: what the workers' process takes of the machine is not the board's.
+            # With the same background load: the machine time of the workers' process is not a cost of the shared state.
             alone = _best([await _round(_registry(NUM_WORKERS)) for _ in range(rounds)])
             registry = _registry(NUM_WORKERS)
-            async with _board(registry, server.settings()) as board:
+            async with _cluster_state(registry, server.settings()) as state:
                 async with asyncio.timeout(60.0):
-                    while board.num_followed < NUM_WORKERS:  # noqa: ASYNC110 - nobody tells
+                    while state.num_followed < NUM_WORKERS:  # noqa: ASYNC110  # there is no event for this
                         await asyncio.sleep(0.05)
                 found = []
                 for _ in range(rounds):
@@ -263,7 +263,7 @@ async def _known_again_s(begin: _Deed, end: _Deed) -> float:
             for worker in workers:
                 await stack.enter_async_context(worker.publisher)
             registry = _registry(4)
-            await stack.enter_async_context(_board(registry, server.settings()))
+            await stack.enter_async_context(_cluster_state(registry, server.settings()))
 
             async def until_known() -> None:
                 for number, worker in enumerate(workers):
@@ -307,8 +307,8 @@ async def _measure(rounds: int) -> list[Row]:
 
 
 def rows(repeats: int) -> list[Row]:
-    """Every figure; of `repeats` rounds, at most three, the best counts. Raises CannotMeasure."""
-    with ThreadPoolExecutor(1) as pool:  # may be called where an event loop runs
+    """Measure every figure; the best of `repeats` rounds, at most three, counts. Raises CannotMeasure."""
+    with ThreadPoolExecutor(1) as pool:  # may be called while an event loop runs
         return pool.submit(asyncio.run, _measure(min(3, repeats))).result()
 
 

@@ -1,4 +1,4 @@
-"""How short pieces of Python are timed: the least of many rounds, without the garbage collector."""
+"""Timing of short pieces of Python: the minimum of many rounds, without the garbage collector."""
 
 import gc
 import time
@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 
 def least_us(work: Callable[[], object], *, repeats: int, calls: int = 1) -> float:
-    """Microseconds per call in the best of `repeats` rounds of `work`, which makes `calls` calls.
+    """Return microseconds per call in the best of `repeats` rounds of `work`, which makes `calls` calls.
 
-    Whatever else runs on the machine only ever adds: the least is the nearest to what the work itself takes.
+    Other activity on the machine only adds time: the minimum is closest to the cost of the work itself.
     """
     best = float("inf")
     gc.collect()

@@ -1,4 +1,4 @@
-"""`python -m tandem_bench.router.upstream --port P`: an HTTP server that thinks of nothing, for peers that are proxies.
+"""`python -m tandem_bench.router.upstream --port P`: an HTTP server with fixed answers, for peers that are proxies.
 
 It answers each request with a fixed answer, or with a stream of as many events as `max_tokens`, one every 10 ms.
 """
@@ -30,7 +30,7 @@ async def _serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
 
 async def _stream(writer: asyncio.StreamWriter, body: dict[str, Any]) -> None:
     writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n")
-    # sglang's router passes OpenAI's older field on under its newer name.
+    # sglang's router sends OpenAI's older field under its newer name.
     for _ in range(body.get("max_completion_tokens") or body["max_tokens"]):
         await asyncio.sleep(STEP_S)
         writer.write(b"%x\r\n%b\r\n" % (len(_CHUNK), _CHUNK))

@@ -1,4 +1,4 @@
-"""A registry of made-up workers, loaded at random, over ports that lead nowhere."""
+"""A registry of invented workers with random load, on ports without connections."""
 
 from collections.abc import Iterator
 from random import Random
@@ -24,7 +24,7 @@ NUM_BLOCKS = 10_000
 
 
 class NoPort:
-    """A WorkerPort that takes everything and does nothing."""
+    """Accepts all calls of a WorkerPort and does nothing."""
 
     def submit(self, order: SubmitOrder, deliver: Deliver) -> None: ...
 
@@ -48,12 +48,12 @@ class NoPort:
 
 
 def names(rng: Random, count: int) -> list[BlockHash]:
-    """Of blocks that nobody else has."""
+    """Return names of blocks that no other worker has."""
     return [BlockHash(rng.randbytes(16)) for _ in range(count)]
 
 
 def stored(blocks: list[BlockHash]) -> PrefixChange:
-    """A snapshot of just these."""
+    """Return a snapshot of just these blocks."""
     return PrefixChange(first_sequence=0, snapshot=True, changes=tuple((name, True) for name in blocks))
 
 
@@ -71,7 +71,7 @@ def info(role: WorkerRole, number: int) -> WorkerInfo:
 
 
 def load(rng: Random) -> WorkerLoad:
-    """A busy worker's report."""
+    """Return the load report of a busy worker."""
     return WorkerLoad(
         num_running=rng.randrange(64),
         num_waiting=rng.randrange(4),
@@ -84,7 +84,7 @@ def load(rng: Random) -> WorkerLoad:
 
 
 def registry(rng: Random, *, num_each: int) -> WorkerRegistry:
-    """So many prefill and as many decode workers, each of which has told what it holds (nothing) and its load."""
+    """Build a registry of equally many prefill and decode workers, with empty caches and load reports."""
     found = WorkerRegistry(prefix_map=PrefixMap(), clock=lambda: 0.0)
     for one in infos(num_each):
         found.joined(one, NoPort())

@@ -1,8 +1,8 @@
-"""How many prompt blocks each eviction policy spares, replaying who asked for which prefixes.
+"""Prompt blocks saved by each eviction policy, replaying which requests used which prefixes.
 
-`python -m tandem_bench.scheduler.eviction` replays the public Mooncake traces where they are found (one JSON object a
-line, whose `hash_ids` name a prompt's blocks), and always a mixture made here. The engine's own block manager is
-replayed, one request after the other; a prompt longer than the pool is left out. The last line of each table is what a
+`python -m tandem_bench.scheduler.eviction` replays the public Mooncake traces where they exist (one JSON object per
+line, whose `hash_ids` name a prompt's blocks), and always a generated mixture. The engine's own block manager is
+replayed, one request after the other; prompts longer than the pool are skipped. The last line of each table is what a
 policy that knew the future would find.
 """
 
@@ -31,7 +31,7 @@ from tandem.values.sampling import SamplingParams
 from tandem_bench.report import Row, figure
 
 TRACES = Path(__file__).resolve().parents[3] / "shared" / "data" / "traces"
-"""Beside the checkout, where somebody has put them."""
+"""Folder next to the checkout, if the traces were placed there."""
 FILES: Mapping[str, str] = {
     "conversation": "mooncake_conversation_dev_first20min.jsonl",
     "synthetic": "mooncake_synthetic_trace.jsonl",
@@ -44,32 +44,33 @@ _BLOCK_TOKENS = 16
 _SECRET = b"0123456789abcdef"
 
 Trace = Sequence[Sequence[int]]
-"""Per request, the ids of its blocks: equal ids mean equal prefixes."""
+"""Block ids of each request: equal ids mean equal prefixes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HitRate:
-    """What one policy found again."""
+    """Hit rate of one policy."""
 
     trace: str
     policy: str
     num_blocks: int
     rate: float
-    """Blocks found of blocks asked for."""
+    """Share of the requested blocks that were found."""
 
 
 def read_trace(path: Path) -> list[list[int]]:
-    """A Mooncake trace's prompts. Raises OSError, ValueError."""
+    """Read a Mooncake trace's prompts. Raises OSError, ValueError."""
     with path.open(encoding="utf-8") as lines:
         return [json.loads(line)["hash_ids"] for line in lines]
 
 
 def mixture(*, num_requests: int = 4000, num_documents: int = 300, seed: int = 7) -> list[list[int]]:
-    """A mixture in which what was used last and what is used often are not the same.
+    """Generate a mixture in which the most recent and the most frequent prefixes differ.
 
-    Two in five requests are turns of conversations, each repeating all before it (who has just spoken is likelier to
-    speak again); two in five ask something of a document, whose popularity is uneven (Zipf) and lasting; one in five
-    is a long prompt that nobody repeats, and pushes out what is merely old. All begin with one of four system prompts.
+    Two in five requests are turns of conversations, each repeating everything before it (the last to speak is more
+    likely to speak again); two in five are questions about a document, whose popularity is uneven (Zipf) and lasting;
+    one in five is a long prompt that is never repeated, and evicts what is merely old. All begin with one of four
+    system prompts.
     """
     rng = random.Random(seed)
     fresh = iter(range(1 << 40))
@@ -89,7 +90,7 @@ def mixture(*, num_requests: int = 4000, num_documents: int = 300, seed: int = 7
             talk = talks.pop(index)
             talk += some(1, 8)
             trace.append(list(talk))
-            # The next of a conversation of four turns on average, or another's first.
+            # The next turn of a conversation of four on average, or the first of another.
             talks.append(talk if rng.random() < 0.75 else list(rng.choice(systems)))
         elif kind < 0.8:
             trace.append(rng.choices(documents, popularity)[0] + some(1, 2))
@@ -99,7 +100,7 @@ def mixture(*, num_requests: int = 4000, num_documents: int = 300, seed: int = 7
 
 
 def traces(folder: Path = TRACES) -> Iterator[tuple[str, Trace]]:
-    """Every trace that is here, by name."""
+    """Yield every trace that exists here, by name."""
     for name, file in FILES.items():
         if (folder / file).is_file():
             yield name, read_trace(folder / file)
@@ -107,9 +108,9 @@ def traces(folder: Path = TRACES) -> Iterator[tuple[str, Trace]]:
 
 
 class Clairvoyant:
-    """Belady's rule (1966): give up what is asked for again last. No policy without sight of the future finds more.
+    """Belady's rule (1966): evict what is needed again last. No policy without knowledge of the future finds more.
 
-    See EvictionPolicy. A block is asked for whenever one behind it is, so the last to come is always a leaf.
+    Implements EvictionPolicy. A block is requested whenever one behind it is, so the last one needed is always a leaf.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -123,7 +124,7 @@ class Clairvoyant:
         self._parked: dict[BlockHash, int] = {}
 
     def name(self, names: Sequence[BlockHash], ids: Sequence[int], number: int) -> None:
-        """Request `number` of the trace, whose blocks `ids` have these names, has been computed."""
+        """Record that request `number` of the trace, whose blocks `ids` have these names, has been computed."""
         self._now = number
         self._blocks.update(zip(names, ids, strict=True))
 
@@ -139,7 +140,7 @@ class Clairvoyant:
         del self._parked[entry.name]
 
     def became_leaf(self, entry: IndexedBlock) -> None:
-        """See EvictionPolicy. Its place in the order is right already."""
+        """Do nothing, as the entry's place in the order is already right."""
 
     def evict(self) -> BlockHash:
         while True:
@@ -161,7 +162,7 @@ class Clairvoyant:
 
 
 def replay(trace: Trace, *, policy: str, num_blocks: int) -> float:
-    """Share of the trace's blocks that were found, of a pool of `num_blocks` under one policy."""
+    """Return the share of the trace's blocks that a pool of `num_blocks` finds under one policy."""
     seer = Clairvoyant(trace) if policy == BEST else None
     blocks = BlockManager(
         num_blocks=num_blocks,
@@ -171,13 +172,13 @@ def replay(trace: Trace, *, policy: str, num_blocks: int) -> float:
         policy=seer or eviction_policy(policy),
     )
     root = root_hash(secret=_SECRET, model_fingerprint="trace")
-    asked = found = 0
+    requested = found = 0
     for number, ids in enumerate(trace):
         if not ids or len(ids) + 1 > num_blocks:
             continue
         request = _request(number, ids, root)
         match = blocks.match(request)
-        asked += len(ids)
+        requested += len(ids)
         found += match.num_blocks
         blocks.take_prefix(request, match)
         blocks.grow(request, blocks.allocate(match.num_missing))
@@ -186,11 +187,11 @@ def replay(trace: Trace, *, policy: str, num_blocks: int) -> float:
         if seer is not None:
             seer.name(request.block_hashes, ids, number)
         blocks.release(request.block_table.clear())
-    return found / asked if asked else 0.0
+    return found / requested if requested else 0.0
 
 
 def _request(number: int, ids: Sequence[int], root: bytes) -> Request:
-    """Sixteen tokens per block that say its id, and one token to compute."""
+    """Build a request of sixteen tokens per block that encode its id, and one token to compute."""
     tokens = array("i")
     for block in ids:
         tokens.extend(((block >> 24) & 0xFFFFFF, block & 0xFFFFFF))
@@ -206,7 +207,7 @@ def _request(number: int, ids: Sequence[int], root: bytes) -> Request:
 
 
 def compare(trace: Trace, *, name: str, pools: Sequence[int] | None = None) -> list[HitRate]:
-    """Every policy at every size; POOLS when none are named."""
+    """Replay every policy at every size; POOLS when none are named."""
     return [
         HitRate(trace=name, policy=policy, num_blocks=size, rate=replay(trace, policy=policy, num_blocks=size))
         for policy in (*POLICIES, BEST)
@@ -227,7 +228,7 @@ def print_rates(console: Console, trace: Trace, rates: Sequence[HitRate]) -> Non
 
 
 def rows(console: Console, folder: Path = TRACES) -> list[Row]:
-    """Every trace's table, and the same as figures."""
+    """Print every trace's table, and return the same as figures."""
     found: list[Row] = []
     for name, trace in traces(folder):
         rates = compare(trace, name=name)

@@ -1,8 +1,8 @@
-"""What a step costs beside the model: planning it, laying out its inputs, taking in its tokens.
+"""Cost of a step apart from the model: planning it, laying out its inputs, processing its tokens.
 
 `python -m tandem_bench.scheduler.step_cost` prints milliseconds per step by batch and by pool, with a runner that
-computes nothing. Single-threaded. Sequences differ in length, so each step some of them need a block and fill one, as
-in service; the worst case, where all do so in the same step, is a figure of its own.
+computes nothing. Single-threaded. Sequences differ in length, so in each step some of them need a block and fill one,
+as in service; the worst case, where all do so in the same step, is a separate figure.
 """
 
 import argparse
@@ -29,7 +29,7 @@ BATCHES = (1, 16, 64, 256)
 POOLS = (1 << 10, 1 << 14, 1 << 17)
 BLOCK_TOKENS = 16
 GOAL_MS = 1.0
-"""At 256 sequences."""
+"""Goal at 256 sequences."""
 _SECRET = b"0123456789abcdef"
 
 
@@ -43,13 +43,13 @@ class StepCost:
     inputs_ms: float
     commit_ms: float
     total_ms: float
-    """These four are medians."""
+    """Total time of a step; this and the next three are medians."""
     least_ms: float
     p99_ms: float
 
 
 def engine_config(num_blocks: int) -> SchedulerConfig:
-    """Bounds wide enough that nothing but the batch decides."""
+    """Return limits wide enough that only the batch matters."""
     return SchedulerConfig(
         num_blocks=num_blocks,
         block_size=BLOCK_TOKENS,
@@ -68,10 +68,10 @@ def engine_config(num_blocks: int) -> SchedulerConfig:
 
 
 class NullRun:
-    """A scheduler under a steady batch, and the clock around its parts."""
+    """Scheduler under a steady batch, with timers around its parts."""
 
     def __init__(self, *, num_seqs: int, num_blocks: int, prompt_tokens: int = 0, aligned: bool = False) -> None:
-        """`prompt_tokens`: of each sequence; when 0, what leaves a quarter of the pool to the outputs.
+        """`prompt_tokens`: of each sequence; 0: what leaves a quarter of the pool to the outputs.
 
         `aligned`: all sequences fill their blocks in the same step.
         """
@@ -97,7 +97,7 @@ class NullRun:
             self.step()
 
     def step(self) -> tuple[float, float, float]:
-        """One step; seconds to schedule, to lay out and to commit. RuntimeError when nothing could run."""
+        """Run one step; return seconds to schedule, lay out and commit. RuntimeError when nothing could run."""
         begun = time.perf_counter()
         batch = self.scheduler.schedule(0.0)
         scheduled = time.perf_counter()
@@ -112,7 +112,7 @@ class NullRun:
 
 
 def measure(*, num_seqs: int, num_blocks: int, num_steps: int = 200, aligned: bool = False) -> StepCost:
-    """Time decode steps; `aligned`: only those in which every sequence goes on to a new block."""
+    """Time decode steps; `aligned`: only those in which every sequence starts a new block."""
     # The outputs must fit in what the prompts leave, or preemption would be measured.
     room = num_blocks // 4 // num_seqs * BLOCK_TOKENS
     run = NullRun(num_seqs=num_seqs, num_blocks=num_blocks, aligned=aligned)
@@ -120,7 +120,7 @@ def measure(*, num_seqs: int, num_blocks: int, num_steps: int = 200, aligned: bo
     gc.collect()
     times = [run.step() for _ in range(min(num_steps * stride, room))]
     if aligned:
-        # Each round of a block has one step that takes blocks and one that fills them; the dearer is the worst case.
+        # In each round of a block, one step takes blocks and one fills them; the more expensive one is the worst case.
         times = [max(times[i : i + stride], key=sum) for i in range(0, len(times), stride)]
     totals = sorted(sum(parts) for parts in times)
     middle = [sorted(part)[len(times) // 2] * 1e3 for part in zip(*times, strict=True)]
@@ -137,7 +137,7 @@ def measure(*, num_seqs: int, num_blocks: int, num_steps: int = 200, aligned: bo
 
 
 def rows(*, num_steps: int = 200) -> list[Row]:
-    """All figures; the goal is judged at the largest batch in the middle pool."""
+    """Return all figures; the goal applies to the largest batch in the middle pool."""
     found: list[Row] = []
     by_batch: dict[int, float] = {}
     for num_seqs in BATCHES:

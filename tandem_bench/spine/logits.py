@@ -40,11 +40,11 @@ _VOCAB = 131
 _BLOCK = 16
 _NUM_BLOCKS = 16
 _DECODED = 12
-"""Tokens at the end that are also computed one by one."""
+"""Number of last tokens that are also computed one by one."""
 
 
 def rows(models_each: int, seed: int = 0) -> list[Row]:
-    """The largest difference per architecture and way of computing, over `models_each` models of every rope type."""
+    """Return the largest difference per architecture and way of computing, over `models_each` models per rope type."""
     result = []
     for architecture in ARCHITECTURES:
         rng = Random(f"bench:logits:{seed}:{architecture}")
@@ -58,7 +58,7 @@ def rows(models_each: int, seed: int = 0) -> list[Row]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """Largest absolute difference of logits, in one model."""
+    """Largest absolute difference of logits in one model."""
 
     prefill: float
     chunked: float
@@ -67,7 +67,7 @@ class Difference:
 
 @torch.inference_mode()
 def difference(architecture: str, rope: dict[str, Any], rng: Random) -> Difference:
-    """Make a model, save it, load it here, compare."""
+    """Make a model, save it, load it here, and compare."""
     reference = random_model(architecture, rope, rng)
     tokens = [rng.randrange(3, _VOCAB) for _ in range(rng.randint(50, 100))]
     expected = reference(torch.tensor([tokens])).logits[0]  # [num_tokens, vocab_size]
@@ -88,7 +88,7 @@ def _distance(ours: Tensor, theirs: Tensor) -> float:
 
 
 def random_model(architecture: str, rope: dict[str, Any], rng: Random) -> Any:
-    """MHA, GQA or MQA; tied or not; with and without biases and windows. Weights large enough that mistakes show."""
+    """Build a model with MHA, GQA or MQA, tied or not, with and without biases and windows, and large weights."""
     import transformers
 
     heads = rng.choice((2, 4, 8))
@@ -122,7 +122,7 @@ def random_model(architecture: str, rope: dict[str, Any], rng: Random) -> Any:
 
 
 class _PagedModel:
-    """Our engine's model over a pool whose blocks are handed out in random order."""
+    """Model of our engine over a pool whose blocks are allocated in random order."""
 
     def __init__(self, folder: Path, rng: Random) -> None:
         model = load_model(folder, backend=TorchBackend())
@@ -131,7 +131,7 @@ class _PagedModel:
         self._rng = rng
 
     def logits(self, tokens: list[int], cuts: list[int]) -> Tensor:
-        """Compute in the pieces that `cuts` bound; logits of all tokens, [num_tokens, vocab_size]."""
+        """Compute in the pieces that `cuts` bound; return logits of all tokens, [num_tokens, vocab_size]."""
         blocks = [BlockId(i) for i in self._rng.sample(range(_NUM_BLOCKS), -(-len(tokens) // _BLOCK))]
         request = Request(
             request_id=RequestId("bench"),

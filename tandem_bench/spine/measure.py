@@ -1,6 +1,6 @@
-"""`python -m tandem_bench spine`: every figure that issue 2 asks the spine for, in one run.
+"""`python -m tandem_bench spine`: parity, start-up, latency and quality of the whole cluster, in one run.
 
-Nothing here is a test of time: figures vary with the machine and with what else it does.
+None of this is a test of time: figures vary with the machine and its other load.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from tandem_bench.spine.sittings import IN_BATCHES, PASSES, Exam, Pass
 
 
 def silence() -> None:
-    """No progress bars among the figures, in this process."""
+    """Disable progress bars in this process."""
     from transformers.utils import logging
 
     logging.disable_progress_bar()
@@ -31,7 +31,7 @@ def silence() -> None:
 
 
 def load(model: Path, dtype: str) -> Any:
-    """The model as transformers loads it."""
+    """Load the model with transformers."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype)).eval()
@@ -39,9 +39,9 @@ def load(model: Path, dtype: str) -> Any:
 
 @torch.inference_mode()
 def greedy(model: Any, prompt: Prompt, num_tokens: int) -> tuple[int, ...]:
-    """The likeliest continuation; end tokens are tokens like others.
+    """Return the greedy continuation, with end tokens like any others.
 
-    A loop of our own: `generate` would stop at, or suppress, the end token.
+    This is a loop of our own, as transformers' `generate` would stop at, or suppress, the end token.
     """
     tokens: list[int] = []
     step = torch.tensor([prompt.token_ids])
@@ -55,14 +55,14 @@ def greedy(model: Any, prompt: Prompt, num_tokens: int) -> tuple[int, ...]:
 
 
 def answers(model: Path, prompts: Sequence[Prompt], num_tokens: int, *, dtype: str) -> list[tuple[int, ...]]:
-    """One answer per prompt, on one thread: two that share a busy core wait for each other."""
+    """Return one answer per prompt, computed on one thread: two that share a busy core wait for each other."""
     torch.set_num_threads(1)
     loaded = load(model, dtype)
     return [greedy(loaded, prompt, num_tokens) for prompt in prompts]
 
 
 async def rows(model: Path, *, samples: int, lengths: Sequence[int]) -> list[Row]:
-    """Perplexity, needles and JSON objects. Raises EvaluationFailed."""
+    """Measure perplexity, needles and JSON objects. Raises EvaluationFailed."""
     with TemporaryDirectory(prefix="tandem-bench-") as folder:
         file = Path(folder) / "gates.json"
         command = ["training.evaluate", "--model", str(model), "--samples", str(samples), "--json", str(file)]
@@ -88,12 +88,12 @@ def _named(row: Row) -> Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """How much of each figure is measured."""
+    """Amount of measuring for each figure."""
 
     num_prompts: int = 40
     num_tokens: int = 64
     chunks_alone: tuple[int, ...] = (64,)
-    """Chunk sizes of prompts that also run alone, which takes longest."""
+    """Chunk sizes at which prompts also run alone, which takes longest."""
     chunks_in_batches: tuple[int, ...] = (16, 64, 512)
     models_each: int = 4
     starts: int = 3
@@ -105,7 +105,7 @@ class Scale:
 
     @classmethod
     def full(cls) -> "Scale":
-        """Every combination of mode, chunk size, prefix and company."""
+        """Return every combination of mode, chunk size, prefix and batching."""
         return cls(chunks_alone=(16, 64, 512), gate_lengths=(512, 1024))
 
     @classmethod
@@ -125,12 +125,12 @@ class Scale:
         )
 
     def passes(self) -> dict[int, tuple[Pass, ...]]:
-        """What a cluster with each chunk size is asked."""
+        """Return the passes of a cluster with each chunk size."""
         return {chunk: PASSES if chunk in self.chunks_alone else IN_BATCHES for chunk in self.chunks_in_batches}
 
 
 async def measure(scale: Scale, parts: Collection[str], console: Console) -> AsyncIterator[list[Row]]:
-    """The figures of the wanted parts, part by part; progress goes to `console`. Raises CannotMeasure."""
+    """Yield the figures of the requested parts, part by part; progress goes to `console`. Raises CannotMeasure."""
     silence()
     model = model_directory(BUILTIN)
     exam = Exam(prompts=mixed_prompts(model, scale.num_prompts), num_tokens=scale.num_tokens)

@@ -1,4 +1,4 @@
-"""Rows of parity: the whole cluster, HTTP in and HTTP out, against transformers alone, token for token."""
+"""Parity of the whole cluster, HTTP in and HTTP out, with transformers alone, token for token."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ Note = Callable[[str], None]
 
 
 def setups(chunks: Sequence[int]) -> list[Setup]:
-    """Every mode with every chunk size, in fp32, every prompt through both pools where there are two."""
+    """Return every mode with every chunk size, in fp32, with every prompt through both pools where there are two."""
     return [
         Setup(mode=mode, prefill_chunk_tokens=chunk, local_prefill_tokens=0, num_threads=1)
         for chunk, mode in product(chunks, MODES)
@@ -26,7 +26,7 @@ def setups(chunks: Sequence[int]) -> list[Setup]:
 
 
 async def sit_all(wanted: Mapping[Setup, Sequence[Pass]], exam: Exam, note: Note) -> list[Sitting]:
-    """Two clusters at a time: tokens do not depend on speed."""
+    """Run two clusters at a time, as tokens do not depend on speed."""
     gate = asyncio.Semaphore(_CLUSTERS_AT_ONCE)
 
     async def one(setup: Setup, passes: Sequence[Pass]) -> Sitting:
@@ -35,11 +35,11 @@ async def sit_all(wanted: Mapping[Setup, Sequence[Pass]], exam: Exam, note: Note
             try:
                 return await sit(setup, exam, passes)
             except ClusterFailed as error:
-                # One more time: a start that failed, as on a port that was taken, says nothing of parity.
+                # One retry: a failed start, such as on a taken port, says nothing about parity.
                 note(f"[red]{setup.mode} did not start: {escape(str(error))}[/red]")
                 return await sit(setup, exam, passes)
 
-    # Each ends by itself: a cluster that is cancelled while it starts would be left to its own devices.
+    # Each ends by itself: a cluster that is cancelled during its start would be left running.
     ended = await asyncio.gather(*(one(setup, passes) for setup, passes in wanted.items()), return_exceptions=True)
     for result in ended:
         if isinstance(result, BaseException):
@@ -50,9 +50,9 @@ async def sit_all(wanted: Mapping[Setup, Sequence[Pass]], exam: Exam, note: Note
 async def cluster_rows(
     exam: Exam, expected: Sequence[Tokens], passes: Mapping[int, Sequence[Pass]], note: Note
 ) -> list[Row]:
-    """Differing answers by mode, by chunk size and by pass, each a sum over all the others.
+    """Count differing answers by mode, by chunk size and by pass, each summed over all the others.
 
-    `passes`: by chunk size; every mode sits every one of them.
+    `passes`: by chunk size; every mode runs all of them.
     """
     wanted = {setup: passes[setup.prefill_chunk_tokens] for setup in setups(list(passes))}
     sittings = await sit_all(wanted, exam, note)
@@ -62,16 +62,16 @@ async def cluster_rows(
     def row(name: str, counts: Sequence[int]) -> Row:
         return figure(f"parity.{name}", sum(counts), f"of {len(counts) * len(exam.prompts)} answers differ", at_most=0)
 
-    asked = dict.fromkeys(one for _, one in wrong)
+    passes_seen = dict.fromkeys(one for _, one in wrong)
     rows = [row(f"mode.{mode}", [n for (setup, _), n in wrong.items() if setup.mode == mode]) for mode in MODES]
     for chunk in passes:
         rows.append(row(f"chunk.{chunk}", [n for (s, _), n in wrong.items() if s.prefill_chunk_tokens == chunk]))
-    rows += [row(f"pass.{one.name}", [n for (_, other), n in wrong.items() if other == one]) for one in asked]
+    rows += [row(f"pass.{one.name}", [n for (_, other), n in wrong.items() if other == one]) for one in passes_seen]
     return rows + _route_rows(sittings) + _cache_rows(sittings)
 
 
 def _explain(sittings: Sequence[Sitting], wrong: Mapping[tuple[Setup, Pass], int], note: Note) -> None:
-    """Name what a sum hides: which cluster, which pass, which prompts."""
+    """Name what a sum hides: which cluster, pass and prompts differ."""
     for sitting in sittings:
         where = f"{sitting.setup.mode}, chunks of {sitting.setup.prefill_chunk_tokens}"
         if len(sitting.placements) > 1:
@@ -84,7 +84,7 @@ def _explain(sittings: Sequence[Sitting], wrong: Mapping[tuple[Setup, Pass], int
 
 
 def _route_rows(sittings: Sequence[Sitting]) -> list[Row]:
-    """By the router's own count, so that a fallback cannot pass for a hand-off."""
+    """Report the router's own counts, so that a fallback is not mistaken for a hand-off."""
     rows = []
     for mode in MODES:
         mine = [s for s in sittings if s.setup.mode == mode]
@@ -96,7 +96,7 @@ def _route_rows(sittings: Sequence[Sitting]) -> list[Row]:
 
 
 def _cache_rows(sittings: Sequence[Sitting]) -> list[Row]:
-    """That cold was cold and a hit a hit."""
+    """Check that cold runs used no cache and that warm runs did."""
     cold = [a.cached_tokens for s in sittings for one, given in s.answers.items() if not one.is_hit for a in given]
     hits = [a.cached_tokens for s in sittings for one, given in s.answers.items() if one.is_hit for a in given]
     return [
@@ -107,7 +107,7 @@ def _cache_rows(sittings: Sequence[Sitting]) -> list[Row]:
 
 
 async def half_precision_rows(exam: Exam, fp32: Sequence[Tokens], bf16: Sequence[Tokens], note: Note) -> list[Row]:
-    """How often bf16 gives the same tokens: a rate without a goal. `fp32`, `bf16`: transformers' own answers."""
+    """Return how often bf16 gives the same tokens, without a goal. `fp32`, `bf16`: transformers' own answers."""
     setups = [
         Setup(mode=mode, dtype=dtype, local_prefill_tokens=0, num_threads=1)
         for mode, dtype in (("shm", "float32"), (COLOCATED, "bfloat16"), ("shm", "bfloat16"))

@@ -1,4 +1,4 @@
-"""The parity exam: the same prompts put to one cluster alone and in batches, with a cold and a warm prefix cache."""
+"""The parity exam: the same prompts to one cluster, alone and in batches, with a cold and a warm prefix cache."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,17 +12,17 @@ BATCH = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """One way of asking all the prompts."""
+    """One way of sending all the prompts."""
 
     name: str
     concurrency: int
     is_hit: bool = False
     repeats: str | None = None
-    """The pass whose prompts this one repeats word for word; a hit without it finds the first half of each prompt."""
+    """Pass whose prompts this one repeats exactly; a hit without it finds the first half of each prompt."""
 
     @property
     def salt(self) -> str:
-        """Block names are salted, so passes share a cache only where they mean to."""
+        """Cache salt of the pass: passes share a cache only where intended."""
         return self.repeats or self.name
 
 
@@ -36,7 +36,7 @@ PASSES = (ALONE_COLD, ALONE_HIT, *IN_BATCHES)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exam:
-    """What is asked and how long the answers are."""
+    """Prompts, and the length of the answers."""
 
     prompts: Sequence[Prompt]
     num_tokens: int
@@ -47,7 +47,7 @@ class Sitting:
     setup: Setup
     answers: dict[Pass, list[Completion]]
     num_requests: int
-    """Requests sent, those that warmed caches included."""
+    """Requests sent, including those that warmed caches."""
     placements: dict[str, int]
     """The router's own count of where prompts were computed, by reason."""
     num_retries: int
@@ -59,7 +59,7 @@ class Sitting:
 
 
 async def sit(setup: Setup, exam: Exam, passes: Sequence[Pass]) -> Sitting:
-    """Start a cluster, ask everything, stop it. Raises ClusterFailed or RequestFailed."""
+    """Start a cluster, send everything, and stop it. Raises ClusterFailed or RequestFailed."""
     answers: dict[Pass, list[Completion]] = {}
     num_requests = 0
     async with running(setup) as cluster, Client(cluster.url) as client:
@@ -84,5 +84,5 @@ async def sit(setup: Setup, exam: Exam, passes: Sequence[Pass]) -> Sitting:
 
 
 def num_differing(answers: Sequence[Completion], expected: Sequence[tuple[int, ...]]) -> int:
-    """Answers that are not the expected tokens, length included."""
+    """Count answers that differ from the expected tokens, including in length."""
     return sum(answer.token_ids != tokens for answer, tokens in zip(answers, expected, strict=True))

@@ -1,4 +1,4 @@
-"""Rows of time: start-up of a warm cluster, and latency and throughput of both shapes on this machine."""
+"""Start-up time of a warm cluster, and latency and throughput of both kinds of cluster on this machine."""
 
 import json
 import math
@@ -21,7 +21,9 @@ _KV_BYTES = 4  # of one number in fp32
 
 
 async def startup_rows(prompt: Prompt, times: int) -> list[Row]:
-    """`tandem up` to `/readyz` and to the first token of a request through both pools; the median of `times`."""
+    """Measure `tandem up` until `/readyz` and until the first token of a request through both pools; medians of
+    `times`.
+    """
     ready, token = [], []
     for _ in range(times):
         async with running(Setup(mode="shm")) as cluster, Client(cluster.url) as client:
@@ -39,7 +41,7 @@ async def startup_rows(prompt: Prompt, times: int) -> list[Row]:
 async def latency_rows(
     model: Path, modes: Sequence[str], *, concurrencies: Sequence[int], requests_each: int
 ) -> list[Row]:
-    """Prompts of 512 random tokens, 64 tokens of answer, every prompt new."""
+    """Measure prompts of 512 random tokens with 64 tokens of answer, every prompt new."""
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     rows = []
     for mode in modes:
@@ -60,7 +62,7 @@ async def latency_rows(
 
 
 def kv_bytes_per_token(config: dict[str, int]) -> int:
-    """K and V of all layers in fp32."""
+    """Return the bytes of K and V of all layers in fp32."""
     per_layer = 2 * config["num_key_value_heads"] * config["head_dim"] * _KV_BYTES
     return config["num_hidden_layers"] * per_layer
 
@@ -79,7 +81,7 @@ def _rows(name: str, answers: Sequence[Completion], elapsed_s: float) -> list[Ro
 
 
 def _transfer_rows(mode: str, answers: Sequence[Completion], num_bytes: int) -> list[Row]:
-    """The prompt is one chunk, so that next to nothing of the transfer hides behind computing."""
+    """Report transfers of a single-chunk prompt, so that next to nothing is hidden by computation."""
     mean_s = fmean(answer.transfer_s for answer in answers)
     return [
         figure(f"transfer.{mode}.time", 1000 * mean_s, f"ms for {num_bytes / 2**20:g} MiB"),
@@ -88,6 +90,6 @@ def _transfer_rows(mode: str, answers: Sequence[Completion], num_bytes: int) -> 
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that so many percent do not exceed."""
+    """Return the smallest value that so many percent do not exceed."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]

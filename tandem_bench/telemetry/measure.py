@@ -1,10 +1,10 @@
-"""The whole of `python -m tandem_bench telemetry`: one cluster, watched and not watched in alternating turns.
+"""All of `python -m tandem_bench telemetry`: one cluster, alternately with and without telemetry.
 
-What telemetry costs is less than the luck of a process (where its memory lies, how its sets are ordered): two clusters
-of one kind may differ by 16 %. So it is one cluster all the time, and SIGHUP switches it over between turns, in an
-order that moves on by one each round. A round compares each kind with the turn without telemetry, so what slows the
-machine for longer than a round cancels; a second turn without shows what is left. What cannot be switched off is in
-all turns: metrics are counted, and there is somewhere to send spans to.
+The cost of telemetry is smaller than the variation between processes (memory placement, order of sets): two equal
+clusters may differ by 16 %. So a single cluster is used, and SIGHUP switches it between turns, in an order that rotates
+by one each round. A round compares each kind with the turn without telemetry, so anything that slows the machine for
+longer than a round cancels; a second turn without telemetry shows what is left. What cannot be disabled is in all
+turns: metrics are counted, and spans have a destination.
 """
 
 import argparse
@@ -35,21 +35,23 @@ from tandem_bench.telemetry.turns import LOADS, Load, Subject, Turn, processes_o
 
 SPANS = "spans"
 SETTLED_S = 0.5
-"""Reading a YAML takes some hundredths of a second; spans of the turn before leave within this, too."""
+"""Time to settle: reading a YAML takes some hundredths of a second; the previous turn's spans leave within this, too.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kind:
-    """One telemetry setup of a cluster."""
+    """Telemetry settings of a cluster."""
 
     name: str
     sample_ratio: float = 0.0
     is_watched: bool = True
-    """With a scrape each second, and a JSON log at `info`; else neither, and what is logged is warnings."""
+    """Whether metrics are scraped each second and a JSON log at `info` is written; otherwise only warnings are logged.
+    """
     goal: float | None = None
 
     def rewrite(self, path: Path) -> None:
-        """Write this setup into a configuration file and leave the rest of it as it is."""
+        """Write these settings into a configuration file and keep the rest of it."""
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
         content["telemetry"]["sample_ratio"] = self.sample_ratio
         level, style = ("info", "json") if self.is_watched else ("warning", "text")
@@ -79,7 +81,7 @@ def _config(process: psutil.Process) -> Path:
 MAX_COST_PERCENT = 3.0
 PRODUCTION_RATIO = 0.01
 _SPANS_AT_LEAST = 3
-"""Of a request that is traced, in the router alone."""
+"""Minimum spans of a traced request, in the router alone."""
 _FIRST_TURN = 24
 KINDS = (
     Kind(name="off again", is_watched=False),
@@ -88,7 +90,7 @@ KINDS = (
 )
 Rounds = dict[tuple[Load, Kind], list[Turn]]
 Started = tuple[str, Mapping[str, psutil.Process]]
-"""Its URL, and its processes by role."""
+"""URL of a cluster, and its processes by role."""
 Part = Callable[[AsyncExitStack, dict[str, Any]], Awaitable[Started]]
 
 
@@ -109,7 +111,7 @@ async def measure(given: argparse.Namespace, rows: list[Row], *, out: Console, e
 
 
 async def _sit(part: Part, turns: Rounds, rounds_s: float, turn_s: float) -> None:
-    """A cluster, and rounds for so long."""
+    """Run a cluster, and rounds for a given time."""
     async with AsyncExitStack() as stack:
         subject = await _start(part, stack)
         counts = {load: await _turn_size(subject, load, turn_s) for load in LOADS}
@@ -131,14 +133,14 @@ async def _start(part: Part, stack: AsyncExitStack) -> Subject:
 
 
 async def _whole_cluster(stack: AsyncExitStack, more: dict[str, Any]) -> Started:
-    """The built-in model; every prompt goes through both pools."""
+    """Start the built-in model, with every prompt through both pools."""
     setup = Setup(mode="shm", local_prefill_tokens=0, num_threads=1, more=more)
     cluster = await stack.enter_async_context(running(setup))
     return cluster.url, processes_of(cluster.pids)
 
 
 async def _router_alone(stack: AsyncExitStack, more: dict[str, Any]) -> Started:
-    """Over workers without a model: what a router can do at most is where telemetry is felt most."""
+    """Start a router over workers without a model, where the cost of telemetry is most visible."""
     url, router = stack.enter_context(router_costs.cluster(num_workers=1, step_ms=1.0, more=more))
     return url, {"router": router}
 
@@ -147,7 +149,7 @@ PARTS: Mapping[str, Part] = {"router": _router_alone, "cluster": _whole_cluster}
 
 
 async def _turn_size(subject: Subject, load: Load, turn_s: float) -> int:
-    """Requests that take about so long; the cluster is warm afterwards."""
+    """Return the number of requests that take about this long; the cluster is warm afterwards."""
     rates = [(await take_turn(subject, load, _FIRST_TURN, is_scraped=True)).requests_per_s for _ in range(3)]
     return max(_FIRST_TURN, int(median(rates) * turn_s))
 
@@ -173,10 +175,10 @@ def _rows(turns: Rounds, load: Load, part: str) -> list[Row]:
 
 
 def _check_spans(kind: Kind, load: Load, turns: Sequence[Turn]) -> None:
-    """Raises CannotMeasure when what was to be paid for was not there, or was there where it should not be."""
+    """Raise CannotMeasure when expected spans did not arrive, or unexpected ones did."""
     num_spans, num_requests = sum(turn.num_spans for turn in turns), sum(turn.num_requests for turn in turns)
     expected = num_requests * kind.sample_ratio * _SPANS_AT_LEAST
-    # By chance there are fewer, and a turn's last ones may come in the next one.
+    # The number varies randomly, and a turn's last spans may arrive in the next one.
     too_few = num_spans < 0.5 * expected - 10 * _SPANS_AT_LEAST
     if too_few or (not expected and num_spans > 0.1 * num_requests):
         raise CannotMeasure(f"{kind.name}, {load.name}: {num_spans} spans came, not {expected:.0f}")
@@ -191,12 +193,14 @@ def _pace(turn: Turn) -> float:
 
 
 def _cost(off: Sequence[Turn], found: Sequence[Turn], of: Callable[[Turn], float]) -> float:
-    """Per cent more than without, the median over rounds."""
+    """Return the additional cost in per cent, as the median over rounds."""
     return 100.0 * (median(_ratios(off, found, of)) - 1.0)
 
 
 def _error(off: Sequence[Turn], found: Sequence[Turn], of: Callable[[Turn], float]) -> float:
-    """Per cent, of that median: as of a normal distribution's, sqrt(pi / 2) times that of the mean."""
+    """Return the standard error of that median in per cent: sqrt(pi / 2) times that of the mean, for a normal
+    distribution.
+    """
     ratios = _ratios(off, found, of)
     return 125.3 * stdev(ratios) / sqrt(len(ratios)) if len(ratios) > 1 else 0.0
 

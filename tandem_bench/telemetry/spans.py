@@ -1,6 +1,6 @@
-"""What a request's spans cost the router on one thread, without servers: processor time of the tracer's calls alone.
+"""Cost of a request's spans for the router on one thread, without servers: processor time of the tracer's calls.
 
-The turns on a cluster show the same within a machine's noise; this shows it to the microsecond.
+The turns on a cluster show the same within a machine's noise; this is accurate to a microsecond.
 """
 
 import time
@@ -56,7 +56,7 @@ class _Keep(SpanProcessor):
 
 
 def measure_spans() -> list[Row]:
-    """The least of several repetitions each, in microseconds of this thread."""
+    """Measure the minimum of several repetitions each, in microseconds of this thread."""
     tracer, _ = _tracer(0.0)
     unsampled_us = _least_us(lambda: _one_request(tracer), _UNSAMPLED_CALLS)
     sampling, kept = _tracer(1.0)
@@ -79,7 +79,7 @@ def _tracer(ratio: float) -> tuple[OtelTracer, _Keep]:
 
 
 def _one_request(tracer: Tracer) -> None:
-    """The calls that a router makes for one request of one choice."""
+    """Make the calls that a router makes for one request with one choice."""
     now_s = time.monotonic()
     span = tracer.request("chat model", None, now_s)
     if span is None:

@@ -25,14 +25,14 @@ _serial = count()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """The same request again and again, each with a cache salt of its own: every prompt goes through both pools."""
+    """Load of one repeated request, each time with its own cache salt, so that every prompt uses both pools."""
 
     name: str
     max_tokens: int
     stream: bool
 
     def body(self) -> dict[str, Any]:
-        """Of the HTTP request."""
+        """Return the body of the HTTP request."""
         messages = [{"role": "user", "content": _WORDS * 6}]
         fixed = {"temperature": 0, "ignore_eos": True, "stream": self.stream}
         return {"messages": messages, "max_tokens": self.max_tokens, **fixed}
@@ -46,22 +46,22 @@ LOADS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Subject:
-    """A cluster whose spans go to a counter."""
+    """Cluster whose spans go to a counter."""
 
     url: str
     processes: Mapping[str, psutil.Process]
-    """By role."""
+    """Processes of the cluster by role."""
     spans: SpanCounter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """The figures of one turn."""
+    """Figures of one turn."""
 
     requests_per_s: float
     tokens_per_s: float
     cpu_ms: Mapping[str, float]
-    """Processor time for each request, by role."""
+    """Processor time per request, by role."""
     num_requests: int
     num_spans: int
 
@@ -71,13 +71,13 @@ class Turn:
 
 
 def cpu_s(process: psutil.Process) -> float:
-    """Processor time so far of all threads that live: to the nanosecond, where the usual count has ticks of 10 ms."""
-    told = (one.read_text() for one in Path(f"/proc/{process.pid}/task").glob("*/schedstat"))
-    return sum(int(text.split()[0]) for text in told) / 1e9
+    """Return processor time so far of all live threads, in nanoseconds; the usual count has ticks of 10 ms."""
+    schedstats = (one.read_text() for one in Path(f"/proc/{process.pid}/task").glob("*/schedstat"))
+    return sum(int(text.split()[0]) for text in schedstats) / 1e9
 
 
 def processes_of(pids: tuple[int, ...]) -> dict[str, psutil.Process]:
-    """The processes that `tandem up` has started, by role."""
+    """Return the processes that `tandem up` has started, by role."""
     found: dict[str, psutil.Process] = {}
     for pid in pids:
         for child in psutil.Process(pid).children(recursive=True):
@@ -126,7 +126,7 @@ async def _scraped(url: str, *, is_scraped: bool) -> AsyncIterator[None]:
 
 async def _scrape(http: httpx.AsyncClient) -> None:
     with suppress(asyncio.CancelledError):
-        await asyncio.sleep(_SCRAPE_S / 2)  # else a turn of a little more than a second would pay for two
+        await asyncio.sleep(_SCRAPE_S / 2)  # otherwise a turn of little more than a second would include two
         while True:
             (await http.get("/metrics")).raise_for_status()
             await asyncio.sleep(_SCRAPE_S)

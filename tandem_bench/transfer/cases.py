@@ -1,4 +1,4 @@
-"""What is moved: blocks of real models, side by side in both pools or anywhere, and the bytes that these are. Pure."""
+"""Cases of transfers: adjacent or scattered blocks of real models, and the byte ranges that they are. Pure."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -10,15 +10,15 @@ from tandem_bench.shapes import REFERENCE, SHAPES
 _BLOCK_SIZE = 16
 _BF16_BYTES = 2
 POOL_OF_PAYLOAD = 2
-"""A pool holds this many times the payload, so that scattered blocks have room to scatter."""
+"""Ratio of the pool to the payload, so that scattered blocks have room to scatter."""
 
 Copy = tuple[int, int, int]
-"""(offset in the source pool, offset in the target pool, length) in bytes."""
+"""Copy as (offset in the source pool, offset in the target pool, length) in bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Geometry:
-    """A KV pool's shape: bytes `[layer, block, layer_block_bytes]`."""
+    """Shape of a KV pool: bytes `[layer, block, layer_block_bytes]`."""
 
     name: str
     num_layers: int
@@ -26,19 +26,19 @@ class Geometry:
 
     @property
     def block_bytes(self) -> int:
-        """One block over all layers."""
+        """Bytes of one block over all layers."""
         return self.num_layers * self.layer_block_bytes
 
     @classmethod
     def of_shape(cls, name: str) -> "Geometry":
-        """The named model's, in bf16 and blocks of 16 tokens."""
+        """Return the geometry of a named model, in bf16 and blocks of 16 tokens."""
         shape = SHAPES[name]
         size = 2 * shape.num_kv_heads * _BLOCK_SIZE * shape.head_dim * _BF16_BYTES
         return cls(name=name, num_layers=shape.num_layers, layer_block_bytes=size)
 
 
 GEOMETRIES = (
-    # 32 layers of 4 KV heads of 128: the 1 MiB blocks in which rates are mostly quoted.
+    # 32 layers of 4 KV heads of 128: the 1 MiB blocks for which rates are usually quoted.
     Geometry(name="1mb", num_layers=32, layer_block_bytes=2 * 4 * _BLOCK_SIZE * 128 * _BF16_BYTES),
     Geometry.of_shape(REFERENCE),
 )
@@ -46,7 +46,7 @@ GEOMETRIES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One hand-off: which blocks of the source pool become which of the target pool."""
+    """Hand-off: which blocks of the source pool become which of the target pool."""
 
     geometry: Geometry
     is_scattered: bool
@@ -63,7 +63,7 @@ class Case:
         return len(self.sources) * self.geometry.block_bytes
 
     def copies(self) -> list[Copy]:
-        """By layer, then by block; what is adjacent on both sides is one copy."""
+        """Return the copies by layer, then by block; ranges adjacent on both sides are one copy."""
         size = self.geometry.layer_block_bytes
         runs = list(_runs(self.sources, self.targets))
         return [
@@ -73,7 +73,7 @@ class Case:
         ]
 
     def message(self) -> dict[str, Any]:
-        """As the processes that move it are told."""
+        """Return the case as it is sent to the processes."""
         return {
             "name": self.name,
             "num_layers": self.geometry.num_layers,
@@ -95,7 +95,7 @@ def _runs(sources: Sequence[int], targets: Sequence[int]) -> Iterator[tuple[int,
 
 
 def make_cases(payload_bytes: int, geometries: Sequence[Geometry] = GEOMETRIES) -> tuple[Case, ...]:
-    """Each geometry with adjacent and with scattered blocks, in pools of `pool_bytes(payload_bytes)`.
+    """Return each geometry with adjacent and with scattered blocks, in pools of `pool_bytes(payload_bytes)`.
 
     Raises ValueError when not even two blocks of some geometry fit into the payload.
     """

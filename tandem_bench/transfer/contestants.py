@@ -1,4 +1,4 @@
-"""Who moves the bytes: the machine's limits, Tandem's transports, the peers; each a sender and a receiver process."""
+"""The contestants: the machine's limits, Tandem's transports, the peers; each has a sender and a receiver process."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ PLAIN = "plain tcp"
 SHM, SHM_BARE = "shm", "shm bare"
 TCP, TCP_BARE = "tcp", "tcp bare"
 TLS = "tls"
-"""Tandem's; a bare one computes no checksums, which only this benchmark can ask for."""
+"""Transports of Tandem; a bare one computes no checksums, which only this benchmark can request."""
 _ROOT = Path(__file__).parents[2]
 _HERE = Path(__file__).parent
 _ENDS = _HERE / "ends"
@@ -23,24 +23,24 @@ _ENDS = _HERE / "ends"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contestant:
-    """How its processes are started."""
+    """One side of the comparison, and how its processes are started."""
 
     name: str
     file: Path
-    """Defines `Sender` and, unless it moves everything alone, `Receiver`."""
+    """File that defines `Sender` and, unless that moves everything alone, `Receiver`."""
     python: Path = Path(sys.executable)
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
     environment: Mapping[str, str] = field(default_factory=dict, hash=False)
     is_alone: bool = False
     is_whole: bool = False
-    """It moves as many bytes as the case has, but from the pools' beginnings and in one piece."""
+    """Whether it moves as many bytes as the case has, but from the pools' beginnings and in one piece."""
 
 
 def limits() -> list[Contestant]:
-    """What nobody can beat on this machine: a copy within a host, a plain pair of sockets over tcp.
+    """Return upper limits of this machine: a copy within a host, a plain pair of sockets over tcp.
 
-    One large copy is faster than the same bytes range by range: beyond glibc's `x86_non_temporal_threshold` memcpy
-    stores past the caches and does not read what it overwrites.
+    One large copy is faster than the same bytes range by range: beyond glibc's `x86_non_temporal_threshold`, memcpy
+    bypasses the caches and does not read what it overwrites.
     """
     return [
         Contestant(name=COPY, file=_ENDS / "on_copy.py", options={"is_whole": True}, is_alone=True, is_whole=True),
@@ -50,7 +50,7 @@ def limits() -> list[Contestant]:
 
 
 def ours() -> list[Contestant]:
-    """Tandem's transports in the clear; their options are `our_ends.py`'s."""
+    """Return Tandem's transports without TLS; their options are those of `our_ends.py`."""
     modes: Mapping[str, Mapping[str, Any]] = {
         SHM: {"transport": "shm", "checksums": True},
         SHM_BARE: {"transport": "shm", "checksums": False},
@@ -61,12 +61,12 @@ def ours() -> list[Contestant]:
 
 
 def tls(folder: Path) -> Contestant:
-    """Tandem's `tcp` in TLS 1.3, with certificates made in `folder`. Raises ExtraMissing without trustme."""
+    """Return Tandem's `tcp` in TLS 1.3, with certificates made in `folder`. Raises ExtraMissing without trustme."""
     return _our(TLS, {"transport": "tcp", "checksums": True, "tls": _issue_certificates(folder)})
 
 
 def _issue_certificates(folder: Path) -> dict[str, str]:
-    """Paths of a certificate, its key and its authority, which signs nothing else, as `transfer.tls` has them."""
+    """Return the paths of a certificate, its key and its authority, which signs nothing else, as in `transfer.tls`."""
     require_extra("trustme", "a contest in TLS")
     import trustme
 
@@ -81,7 +81,7 @@ def _issue_certificates(folder: Path) -> dict[str, str]:
 
 
 def _our(name: str, options: Mapping[str, Any]) -> Contestant:
-    # Its modules are found from wherever this one was, installed or not.
+    # Its modules are found wherever this one was, installed or not.
     return Contestant(name=name, file=_HERE / "our_ends.py", options=options, environment={"PYTHONPATH": str(_ROOT)})
 
 
@@ -94,9 +94,9 @@ PEER_ENVIRONMENTS: Mapping[str, PeerEnvironment] = {
         PeerEnvironment(name="mooncake", steps=(("mooncake-transfer-engine-non-cuda==0.3.13.post1",),)),
     )
 }
-"""gloo has none of its own: it is a part of torch."""
+"""Environments of the peers; gloo has none of its own, as it is part of torch."""
 _VARIABLES: Mapping[str, Mapping[str, str]] = {
-    # Over shared memory it would be another contest.
+    # Over shared memory it would not be comparable.
     "nixl": {"UCX_TLS": "tcp"},
     "mooncake": {},
     "gloo": {"GLOO_SOCKET_IFNAME": "lo"},
@@ -104,7 +104,7 @@ _VARIABLES: Mapping[str, Mapping[str, str]] = {
 
 
 def peer(name: str, note: Callable[[str], None]) -> Contestant:
-    """A peer, its environment made when it is missing. Raises PeerNotInstalled; KeyError for no peer's name."""
+    """Return a peer, creating its environment if missing. Raises PeerNotInstalled; KeyError for an unknown peer."""
     if name not in PEER_NAMES:
         raise KeyError(name)
     environment = PEER_ENVIRONMENTS.get(name)

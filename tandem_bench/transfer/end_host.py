@@ -1,9 +1,9 @@
 """The process around one end of a transfer: JSON lines in, JSON lines out. Standard library only.
 
-It runs in the contestant's own environment, where nothing of Tandem need be installed, so it is started by its path and
-loads the end's file by path too. The first line in holds that file, the name of the class in it, and the pools to be
-mapped; each further line names a method and its arguments. The end of the input ends the process, and so does the
-death of whoever started it, even while this process is frozen.
+It runs in the contestant's own environment, where Tandem need not be installed, so it is started by its path and loads
+the end's file by path, too. The first input line has that file, the name of the class in it, and the pools to map; each
+further line names a method and its arguments. The end of the input ends the process, and so does the death of its
+parent, even while this process is frozen.
 """
 
 import ctypes
@@ -22,25 +22,25 @@ _PR_SET_PDEATHSIG = 1
 
 
 class End(Protocol):
-    """What the classes `Sender` and `Receiver` of an end's file do; constructed with options and the mapped pools."""
+    """Interface of the classes `Sender` and `Receiver` of an end's file, constructed with options and pools."""
 
     about: Mapping[str, Any]
     """Versions and settings, for the report."""
 
     def open(self) -> Any:
-        """Receiver only, once: what the sender must know to connect."""
+        """Return what the sender must know to connect; called once, for the receiver only."""
         ...
 
     def connect(self, address: Any) -> None:
-        """Both, once and at the same time, after `open`."""
+        """Connect; called once for both ends at the same time, after `open`."""
         ...
 
     def prepare(self, case: Mapping[str, Any], ticket: Any) -> Any:
-        """Once for each case, the receiver (with None) first; what it returns is the sender's ticket. Not timed."""
+        """Prepare a case, the receiver (with None) first; its result is the sender's ticket. Not timed."""
         ...
 
     def run(self, name: str) -> float | None:
-        """Move the case of that name; both at the same time. The sender returns the seconds that it took."""
+        """Move the prepared case; both ends at the same time. The sender returns the seconds that it took."""
         ...
 
 
@@ -57,9 +57,9 @@ class Pool:
 
 
 def main() -> int:
-    """Serve until the input ends; 1 when the end failed, after saying so."""
+    """Serve until the input ends; return 1 after reporting a failure of the end."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # Libraries print where they like: keep the answers' channel to ourselves.
+    # Libraries print freely: keep the channel of the answers separate.
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 
@@ -76,9 +76,9 @@ def main() -> int:
         for line in sys.stdin:
             call = json.loads(line)
             if call["do"] not in ("open", "connect", "prepare", "run"):
-                raise ValueError(f"{call['do']} is nothing that an end does")
+                raise ValueError(f"unknown method {call['do']}")
             reply({"result": getattr(end, call["do"])(**call["with"])})
-    except Exception as error:  # noqa: BLE001 - the process's outermost frame: the parent must be told
+    except Exception as error:  # noqa: BLE001  # the process's outermost frame: the parent must be notified
         traceback.print_exc()
         reply({"error": f"{type(error).__name__}: {error}"[:500]})
         return 1
@@ -98,5 +98,5 @@ def _load(file: str, name: str) -> type[Any]:
 if __name__ == "__main__":
     code = main()
     sys.stderr.flush()
-    # Libraries with threads of their own may not end: what they hold ends with the process.
+    # Libraries with threads of their own may not end: their resources end with the process.
     os._exit(code)

@@ -1,4 +1,4 @@
-"""From turns to figures: medians over rounds of rates, and of ratios within each round; the goals."""
+"""Figures from turns: medians over rounds of rates, and of ratios within each round; the goals."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import median
@@ -8,20 +8,20 @@ from tandem_bench.transfer.contestants import COPY, COPY_RANGES, PLAIN, SHM, SHM
 from tandem_bench.transfer.rounds import Absence, Turn
 
 SHM_GOAL = 0.9
-"""Of one memory copy of the same bytes, checksums apart."""
+"""Goal relative to one memory copy of the same bytes, without checksums."""
 TCP_GOAL = 0.95
-"""Of a plain blocking pair, checksums apart."""
+"""Goal relative to a plain blocking pair, without checksums."""
 PEER_GOAL = 1.3
-"""Times each peer over tcp, checksums apart: the peers compute none."""
+"""Goal relative to each peer over tcp, without checksums, which the peers do not compute."""
 SHM_CHECKSUM_GOAL_PERCENT = 35.0
 TCP_CHECKSUM_GOAL_PERCENT = 10.0
-"""More time with checksums than without."""
+"""Maximum additional time with checksums."""
 PYTHON_GOAL_US = 1.0
-"""Per block."""
+"""Maximum time per block."""
 
 
 def rate_rows(done: Sequence[Turn]) -> list[Row]:
-    """Every contestant's rate in every case."""
+    """Return every contestant's rate in every case."""
     groups: dict[tuple[str, str], list[float]] = {}
     for turn in done:
         groups.setdefault((turn.case, turn.contestant), []).append(turn.bytes_per_s / 1e9)
@@ -32,7 +32,7 @@ def rate_rows(done: Sequence[Turn]) -> list[Row]:
 
 
 def cpu_rows(done: Sequence[Turn]) -> list[Row]:
-    """What every contestant's processes spent in every case: the busier one bounds the rate of an idle machine."""
+    """Return the CPU time of every contestant's processes: the busier one bounds the rate of an idle machine."""
     sender = medians(done, lambda turn: turn.sender_cpu_s / turn.num_bytes * 1e9)
     receiver = medians(done, lambda turn: turn.receiver_cpu_s / turn.num_bytes * 1e9)
     return [
@@ -43,7 +43,7 @@ def cpu_rows(done: Sequence[Turn]) -> list[Row]:
 
 
 def ratio_rows(done: Sequence[Turn], peers: Iterable[str]) -> list[Row]:
-    """Tandem against the machine's limits and the peers, by case; pairs of which one did not run are left out."""
+    """Compare Tandem with the machine's limits and the peers, by case; pairs are skipped if one did not run."""
     rows: list[Row] = []
     peers = tuple(peers)
     for case in dict.fromkeys(turn.case for turn in done):
@@ -52,14 +52,14 @@ def ratio_rows(done: Sequence[Turn], peers: Iterable[str]) -> list[Row]:
             (TCP_BARE, PLAIN, TCP_GOAL),
             *((TCP_BARE, name, PEER_GOAL) for name in peers),
         ]
-        told = [
+        reported = [
             (SHM_BARE, COPY_RANGES, None),
             (SHM, COPY, None),
             (TCP, PLAIN, None),
             (TLS, TCP, None),
             *((TCP, name, None) for name in peers),
         ]
-        for mine, other, goal in (*judged, *told):
+        for mine, other, goal in (*judged, *reported):
             if ratios := round_ratios(done, case, mine, other):
                 rows.append(
                     figure(
@@ -73,7 +73,7 @@ def ratio_rows(done: Sequence[Turn], peers: Iterable[str]) -> list[Row]:
 
 
 def checksum_rows(done: Sequence[Turn]) -> list[Row]:
-    """What checksums cost each transport, by case."""
+    """Return the cost of checksums for each transport, by case."""
     rows: list[Row] = []
     for case in dict.fromkeys(turn.case for turn in done):
         for whole, bare, goal in (
@@ -89,12 +89,12 @@ def checksum_rows(done: Sequence[Turn]) -> list[Row]:
 
 
 def absence_rows(absent: Iterable[Absence]) -> list[Row]:
-    """Peers that are missing from the ratios, and why."""
+    """Return the peers that are missing from the ratios, and why."""
     return [figure(f"absent.{_slug(peer.name)}", 1, f"peer not measured: {peer.reason}") for peer in absent]
 
 
 def python_rows(seconds_per_block: Mapping[tuple[str, str], float]) -> list[Row]:
-    """What describing a hand-off costs, by case and transport."""
+    """Return the cost of describing a hand-off, by case and transport."""
     return [
         figure(
             f"python.{case}.{transport}",
@@ -107,7 +107,7 @@ def python_rows(seconds_per_block: Mapping[tuple[str, str], float]) -> list[Row]
 
 
 def round_ratios(done: Sequence[Turn], case: str, mine: str, other: str) -> list[float]:
-    """Rate of one over rate of the other in each round in which both ran."""
+    """Return the rate of one over the rate of the other in each round in which both ran."""
     rounds: dict[int, dict[str, float]] = {}
     for turn in done:
         if turn.case == case:
@@ -116,7 +116,7 @@ def round_ratios(done: Sequence[Turn], case: str, mine: str, other: str) -> list
 
 
 def medians(done: Sequence[Turn], value: Callable[[Turn], float]) -> Mapping[tuple[str, str], float]:
-    """By contestant and case."""
+    """Return medians by contestant and case."""
     groups: dict[tuple[str, str], list[float]] = {}
     for turn in done:
         groups.setdefault((turn.contestant, turn.case), []).append(value(turn))

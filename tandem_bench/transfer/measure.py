@@ -1,4 +1,4 @@
-"""The whole of `python -m tandem_bench transfer`: rates in rounds, Python's share, checksums; rows as they come."""
+"""All of `python -m tandem_bench transfer`: rates in rounds, Python's share, checksums; rows as they come."""
 
 import argparse
 import os
@@ -42,7 +42,7 @@ def print_turns(console: Console, done: Sequence[Turn]) -> None:
 
 
 def _print(console: Console, title: str, cells: Mapping[tuple[str, str], str]) -> None:
-    """One line per contestant, one column per case; `cells` by contestant and case."""
+    """Print one line per contestant, one column per case; `cells` by contestant and case."""
     names, cases = (dict.fromkeys(key[i] for key in cells) for i in range(2))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column(title, no_wrap=True)
@@ -67,7 +67,7 @@ _GROUP_WIDTH = 0.85
 
 
 def draw(path: Path, done: Sequence[Turn]) -> None:
-    """Write a PNG (or what the file's ending says): one group of bars per case. Raises ExtraMissing."""
+    """Write a PNG (or another format by the suffix): one group of bars per case. Raises ExtraMissing."""
     require_extra("matplotlib", "--plot")
     from matplotlib.figure import Figure
 
@@ -98,7 +98,7 @@ PIECE_KIB = (64, 256, 1024)
 
 
 async def rows(note: Callable[[str], None]) -> list[Row]:
-    """Rates alone, cost after a copy of the same piece, and whether other threads can run. Raises CannotMeasure."""
+    """Measure rates alone, cost after a copy of the same piece, and whether other threads run. Raises CannotMeasure."""
     python = ensure(ENVIRONMENT, note)
     process = EngineProcess(
         Launch(
@@ -127,17 +127,17 @@ async def rows(note: Callable[[str], None]) -> list[Row]:
 
 
 BUSY_LOAD = 0.5
-"""Running processes per CPU from which on others disturb what is measured."""
+"""Number of running processes per CPU from which on measurements are disturbed."""
 LIMIT_S = 30.0
-"""Of the rounds, where nobody said how many: with starting and checking the whole command takes about a minute."""
+"""Time limit of the rounds unless their number is given: with start and checks the command takes about a minute."""
 
 
 class PeersAbsent(CannotMeasure):
-    """Everything else was measured."""
+    """Some peers are absent; everything else was measured."""
 
 
 async def measure(given: argparse.Namespace, rows: list[Row], *, out: Console, err: Console) -> None:
-    """Measure and show what was asked for; `rows` grow part by part, so that a later part's failure loses nothing.
+    """Measure and print the requested parts, adding to `rows` part by part, so that a later failure loses nothing.
 
     Raises CannotMeasure; PeersAbsent at the very end.
     """
@@ -149,8 +149,8 @@ async def measure(given: argparse.Namespace, rows: list[Row], *, out: Console, e
     for part in options.parts(given):
         await _PARTS[part](given, rows, absent, out, note)
     if absent:
-        told = "; ".join(f"{peer.name}: {peer.reason}" for peer in absent)
-        raise PeersAbsent(f"peers not measured, so their goals are neither met nor missed: {told}")
+        reasons = "; ".join(f"{peer.name}: {peer.reason}" for peer in absent)
+        raise PeersAbsent(f"peers not measured, so their goals are neither met nor missed: {reasons}")
 
 
 async def _rates(
@@ -165,7 +165,7 @@ async def _rates(
     load = os.getloadavg()[0] / (os.cpu_count() or 1)
     rows.append(figure("machine.load", load, "running processes per CPU in the minute before"))
     if load > BUSY_LOAD:
-        note(f"{load:.1f} processes per CPU are running already: rates will say little, CPU times more")
+        note(f"{load:.1f} processes per CPU are already running: rates are unreliable, CPU times less so")
     async with AsyncExitStack() as stack:
         pools = stack.enter_context(Pools(pool_bytes(given.mib << 20)))
         field = Field(pools, stack, note)
@@ -223,7 +223,7 @@ async def _planning(
 
 
 def _alone(measured: Callable[[Callable[[str], None]], Awaitable[list[Row]]]) -> "_Part":
-    """A part that no option concerns."""
+    """Wrap a part that has no options."""
 
     async def part(
         _given: argparse.Namespace,

@@ -1,11 +1,11 @@
-"""Tandem's transports as contestants: the only module of this benchmark that touches them.
+"""Tandem's transports as contestants: the only module of this benchmark that uses them.
 
-A hand-off as the hubs make it, without gRPC between: the sender cuts it into chunks, keeps a window of writes under
-way, and tells each chunk's checksum as it lands; the receiver checks what landed on a thread of its own. The last
-chunk's check ends the time.
+A hand-off as the hubs make it, without gRPC: the sender cuts it into chunks, keeps a window of writes in flight, and
+reports each chunk's checksum as it lands; the receiver verifies what landed on a thread of its own. The verification of
+the last chunk stops the clock.
 
-`checksums: false` puts functions that compute nothing in the checksums' places, in these processes alone: what the
-checksums cost can be measured, and no setting of the product can turn them off.
+`checksums: false` replaces the checksums by functions that compute nothing, in these processes only: so their cost can
+be measured, although no setting of the product can disable them.
 """
 
 import socket
@@ -39,7 +39,7 @@ _INTACT, _DAMAGED = b"i", b"d"
 
 
 class Sender:
-    """A prefill worker's side."""
+    """Side of a prefill worker."""
 
     def __init__(self, options: Mapping[str, Any], pools: Mapping[str, Any]) -> None:
         self._transport: str = options["transport"]
@@ -80,14 +80,14 @@ class Sender:
         return time.perf_counter() - started_s
 
     def _report(self, seq: int, write: "Future[WriteResult]") -> None:
-        """Wait for a write, and tell the receiver what to find."""
+        """Wait for a write, and report its checksum to the receiver."""
         result = write.result()
         if self._checksums:
             self._reports.sendall(_REPORT.pack(seq, result.checksum))
 
 
 class Receiver:
-    """A decode worker's side: one receiving end for each geometry, one grant for each case."""
+    """Side of a decode worker: one receiver for each geometry, one grant for each case."""
 
     def __init__(self, options: Mapping[str, Any], pools: Mapping[str, Any]) -> None:
         self._transport: str = options["transport"]
@@ -109,7 +109,7 @@ class Receiver:
         self._reports, _ = self._server.accept()
 
     def prepare(self, case: Mapping[str, Any], ticket: Any) -> dict[str, str]:
-        """See end_host.End; the ticket holds the offer and the grant."""
+        """Prepare a case as end_host.End describes; the ticket holds the offer and the grant."""
         if case["num_layers"] not in self._ends:
             region = region_of(case, self._pool.view, self._pool.fd)
             [end] = open_receivers(region, choice=self._transport, tcp=self._tcp)
@@ -131,12 +131,12 @@ class Receiver:
             seq, value = _REPORT.unpack(self._reports.recv(_REPORT.size, socket.MSG_WAITALL))
             intact &= end.verify(key, chunks[seq], value)
         for cells in chunks:
-            landing.judged(cells, intact=False)  # they are written again, next time
+            landing.judged(cells, intact=False)  # they are written again next time
         self._reports.sendall(_INTACT if intact else _DAMAGED)
 
 
 def orders_of(case: Mapping[str, Any], pairing: Pairing, grant: bytes) -> list[WriteOrder]:
-    """All writes of one hand-off, each with the blocks that its chunk lies in, as the hub makes them."""
+    """Return all writes of one hand-off, each with the blocks of its chunk, as the hub makes them."""
     sources = tuple(BlockId(block) for block in case["sources"])
     key = _key(case)
     orders = []
@@ -148,7 +148,7 @@ def orders_of(case: Mapping[str, Any], pairing: Pairing, grant: bytes) -> list[W
 
 
 def chunks_of(case: Mapping[str, Any], pairing: Pairing) -> list[CellRange]:
-    """Of a prompt that is computed: a unit is a block."""
+    """Return the chunks of a computed prompt: a unit is a block."""
     layout = pairing.source
     shape = HandoffSize(
         num_layers=layout.num_layers, num_heads=layout.num_kv_heads, unit_layer_bytes=pairing.unit_layer_bytes
@@ -157,13 +157,13 @@ def chunks_of(case: Mapping[str, Any], pairing: Pairing) -> list[CellRange]:
 
 
 def landing_of(case: Mapping[str, Any], pairing: Pairing, region: KVRegion) -> Landing:
-    """The reservation of a hand-off."""
+    """Return the reservation of a hand-off."""
     blocks = tuple(BlockId(block) for block in case["targets"])
     return Landing(region, pairing.at_destination(0, blocks, case["pool_blocks"]), pairing)
 
 
 def pairing_of(case: Mapping[str, Any]) -> Pairing:
-    """Both workers alike, with one KV head of float32 that takes as many bytes as the model's heads do."""
+    """Pair two equal workers, with one KV head of float32 that takes as many bytes as the model's heads."""
     layout = KVLayout(
         model_fingerprint="bench",
         dtype="float32",
@@ -176,7 +176,7 @@ def pairing_of(case: Mapping[str, Any]) -> Pairing:
 
 
 def region_of(case: Mapping[str, Any], pool: memoryview, fd: int | None) -> KVRegion:
-    """The part of a pool that the case's pool fills."""
+    """Return the part of a pool that the case uses."""
     size = case["num_layers"] * case["pool_blocks"] * case["layer_block_bytes"]
     return KVRegion.from_buffer(pool[:size], pairing_of(case).source, fd=fd)
 
@@ -191,7 +191,7 @@ def _key(case: Mapping[str, Any]) -> TransferKey:
 
 
 def _compute_no_checksums() -> None:
-    """In this process, for good."""
+    """Disable checksums in this process, for good."""
     with_checksums = Mover.move
 
     def bare(*arguments: Any, **options: Any) -> tuple[int, int]:
@@ -202,7 +202,7 @@ def _compute_no_checksums() -> None:
     def bare_stream(*arguments: Any, **options: Any) -> CellStream:
         return opened(*arguments, **{**options, "with_checksum": False})
 
-    # Without a verdict they could be written only once.
+    # Without a verdict, cells could be written only once.
     setattr(Landing, "_begin", lambda _landing, _cells: None)  # noqa: B010
     setattr(Mover, "move", bare)  # noqa: B010 - not an attribute that the type checker may rebind
     setattr(CellStreams, "open", bare_stream)  # noqa: B010

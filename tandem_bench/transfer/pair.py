@@ -1,4 +1,4 @@
-"""One contestant's two processes: started, connected, given cases, run, and frozen while others have the machine."""
+"""One contestant's two processes: started, connected, given cases, run, and frozen while others use the machine."""
 
 import asyncio
 import os
@@ -20,7 +20,7 @@ ENDS = END_HOST.parent / "ends"
 
 
 class Pair:
-    """`start`, `prepare` each case, then `run` as often as wanted, then `stop`. All raise EngineProcessFailed."""
+    """Sender and receiver: `start`, `prepare` each case, then `run`, then `stop`. All raise EngineProcessFailed."""
 
     def __init__(self, contestant: Contestant, pools: Pools) -> None:
         self.name = contestant.name
@@ -28,7 +28,7 @@ class Pair:
         self._receiver = None if contestant.is_alone else EngineProcess(_launch(contestant, "Receiver", pools))
 
     async def start(self) -> Mapping[str, Any]:
-        """Start and connect both; what the sender tells of itself."""
+        """Start and connect both; return the sender's description of itself."""
         ends = self._ends()
         await asyncio.gather(*(end.spawn() for end in ends))
         started = await asyncio.gather(*(end.ready() for end in ends))
@@ -37,33 +37,33 @@ class Pair:
         return started[0].about
 
     async def prepare(self, case: Case) -> None:
-        """Whatever is done once: grants, registrations, descriptors."""
+        """Do what is done once per case: grants, registrations, descriptors."""
         message = case.message()
         ticket = await _call(self._receiver, "prepare", case=message, ticket=None) if self._receiver else None
         await _call(self._sender, "prepare", case=message, ticket=ticket)
 
     async def run(self, case: Case) -> float:
-        """Seconds that one transfer of a prepared case took, by the sender's clock."""
+        """Return the seconds of one transfer of a prepared case, by the sender's clock."""
         seconds, *_ = await asyncio.gather(*(_call(end, "run", name=case.name) for end in self._ends()))
         if not isinstance(seconds, float) or seconds <= 0:
             raise EngineProcessFailed(f"{self.name}: a transfer took {seconds!r} s")
         return seconds
 
     def cpu_s(self) -> tuple[float, float]:
-        """CPU time of the sender and of the receiver since they started."""
+        """Return CPU time of the sender and of the receiver since they started."""
         sender, *receiver = (_cpu_s(end.pid) for end in self._ends())
         return sender, sum(receiver)
 
     def freeze(self) -> None:
-        """Let nothing of it run: libraries poll even when they have nothing to move."""
+        """Stop both processes temporarily: libraries poll even when there is nothing to move."""
         self._signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
-        """Let it run again."""
+        """Let both processes run again."""
         self._signal(signal.SIGCONT)
 
     async def stop(self) -> None:
-        """End both at once, whatever state they are in: they hold nothing that must be put away."""
+        """End both at once, whatever their state: they hold nothing that must be saved."""
         self._signal(signal.SIGKILL)
         await asyncio.gather(*(end.stop() for end in self._ends()))
 
@@ -77,12 +77,12 @@ class Pair:
 
 
 def _cpu_s(pid: int) -> float:
-    """Of the threads that live now: all that move anything live as long as their process."""
+    """Return the CPU time of the live threads: all that move data live as long as their process."""
     return sum(_thread_cpu_s(file) for file in Path(f"/proc/{pid}/task").glob("*/schedstat"))
 
 
 def _thread_cpu_s(file: Path) -> float:
-    """To the nanosecond, where getrusage counts in ticks; see proc(5)."""
+    """Read CPU time in nanoseconds, where getrusage counts in ticks; see proc(5)."""
     try:
         return int(file.read_text(encoding="ascii").split()[0]) / 1e9
     except FileNotFoundError:  # it has just ended

@@ -1,4 +1,4 @@
-"""What a hand-off costs in Python per block: planned, described and framed on both sides, with not one byte moved."""
+"""Cost of a hand-off in Python per block: planned, described and framed on both sides, without moving a byte."""
 
 import ctypes
 import socket
@@ -25,7 +25,7 @@ _REPEATS = 25
 
 
 def seconds_per_block(cases: Sequence[Case], pools: Pools) -> Mapping[tuple[str, str], float]:
-    """By case and transport; the least of some repeats, since whatever else runs only adds."""
+    """Measure by case and transport; the minimum of some repeats counts, since other activity only adds time."""
     source, target = pools.source.data, pools.target.data
     found: dict[tuple[str, str], float] = {}
     silent, nobody = socket.socketpair()
@@ -41,7 +41,7 @@ def seconds_per_block(cases: Sequence[Case], pools: Pools) -> Mapping[tuple[str,
 
 
 def _over_tcp(case: Mapping[str, Any], source: memoryview, target: memoryview, silent: int) -> Callable[[], None]:
-    """Chunks and their orders, each chunk's header, and on both sides one call that finds nothing in its socket."""
+    """Return chunks, their orders and headers, and on both sides one call that finds an empty socket."""
     pairing, grant = pairing_of(case), bytes(TOKEN_BYTES)
     here = region_of(case, source, None)
     landing = landing_of(case, pairing, region_of(case, target, None))
@@ -55,7 +55,7 @@ def _over_tcp(case: Mapping[str, Any], source: memoryview, target: memoryview, s
             header = tcp_frames.unpack_header(tcp_frames.pack_header(_header(order, outgoing.num_bytes)))
             there = landing.addresses(header.cells)
             if there is None:
-                raise CannotMeasure("tcp without compiled code plans nothing ahead")
+                raise CannotMeasure("tcp does not plan ahead without compiled code")
             for side in (outgoing, streams.open(there, header.cells, silent, lock, is_sending=False)):
                 with lock:
                     side.advance()
@@ -71,7 +71,7 @@ def _header(order: WriteOrder, num_bytes: int) -> tcp_frames.FrameHeader:
 
 
 def _over_shm(case: Mapping[str, Any], source: memoryview, target: memoryview) -> Callable[[], None]:
-    """Chunks and their orders, and on both sides all down to the calls that would move and checksum a chunk."""
+    """Return chunks, their orders, and on both sides everything up to the calls that move and checksum a chunk."""
     pairing, grant = pairing_of(case), bytes(TOKEN_BYTES)
     there = region_of(case, target, None)
     landing = landing_of(case, pairing, there)
@@ -94,11 +94,11 @@ def _mover(kind: type[NativeLibrary]) -> Mover:
     try:
         return Mover(kind(build(RECIPE)))
     except NativeUnavailable as unavailable:
-        raise CannotMeasure(f"without compiled code nothing is planned ahead: {unavailable}") from None
+        raise CannotMeasure(f"nothing is planned ahead without compiled code: {unavailable}") from None
 
 
 class _Idle(NativeLibrary):
-    """Calls a function of the same signature instead, which has nothing to do."""
+    """Replaces each function by one of the same signature that does nothing."""
 
     def bind(self, name: str, signature: str, returns: str = "") -> Any:
         real = super().bind(name, signature, returns)

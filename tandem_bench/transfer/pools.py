@@ -1,7 +1,7 @@
-"""The two pools that every contestant moves bytes between: the same pages for all, so that nobody's are luckier.
+"""The two pools that every contestant uses: the same pages for all, so that none has luckier ones.
 
-They are memfds, opened by the contestants' processes through this process's /proc entry, and mapped here as well: so
-what landed is checked by somebody who had no part in moving it.
+They are memfds, opened by the contestants' processes through this process's /proc entry, and mapped here as well: the
+result is checked by a process that took no part in moving it.
 """
 
 import fcntl
@@ -19,15 +19,15 @@ from tandem_bench.transfer.cases import Copy
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _ODD = 0x9E3779B97F4A7C15
-"""2^64 over the golden ratio: multiples of it by 1, 2, 3, … differ, and look like noise."""
+"""Factor of 2^64 over the golden ratio: its multiples by 1, 2, 3, … differ, and look like noise."""
 
 
 class WrongBytes(CannotMeasure):
-    """A contestant delivered something else than what it was given."""
+    """A contestant delivered other bytes than it was given."""
 
 
 class Pools:
-    """Both pools, filled; a context manager. Raises OSError when the memory cannot be had."""
+    """Both pools, filled; a context manager. Raises OSError when memory is insufficient."""
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
@@ -38,7 +38,7 @@ class Pools:
         words *= np.uint64(_ODD)
 
     def paths(self) -> dict[str, str]:
-        """Where another process of this user opens them."""
+        """Return the paths by which another process of this user opens them."""
         return {name: f"/proc/{os.getpid()}/fd/{fd}" for name, fd in zip(("source", "target"), self._fds, strict=True)}
 
     def wipe(self) -> None:
@@ -68,7 +68,7 @@ class Pools:
 def _memfd(name: str, size_bytes: int) -> int:
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, size_bytes)
-    # Tandem's `shm` maps nothing that could shrink under it.
+    # Tandem's `shm` maps only memory that cannot shrink.
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
     return fd
 

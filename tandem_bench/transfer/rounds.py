@@ -1,8 +1,8 @@
-"""Rounds: every contestant moves the same case, one after another, and again with the next case.
+"""Rounds: every contestant moves the same case, one after another, and then the next case.
 
-A machine's speed drifts by a factor of two within seconds, so rates are only ever compared within one round; the order
-turns by one from round to round, so that nobody always follows the same neighbour. A turn is the best of a few
-transfers, since whatever else the machine does only takes time.
+A machine's speed drifts by a factor of two within seconds, so rates are only compared within one round; the order
+rotates by one each round, so that no contestant always follows the same one. A turn is the best of a few transfers,
+since other activity only adds time.
 """
 
 import time
@@ -21,17 +21,17 @@ REPEATS = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One contestant's in one case of one round."""
+    """Turn of one contestant in one case of one round."""
 
     contestant: str
     case: str
     round_index: int
     num_bytes: int
     seconds: float
-    """Of the best of REPEATS transfers."""
+    """Duration of the best of REPEATS transfers."""
     sender_cpu_s: float = 0.0
     receiver_cpu_s: float = 0.0
-    """Means over the turn's transfers; what polls is counted too."""
+    """CPU times as means over the turn's transfers, including polling."""
 
     @property
     def bytes_per_s(self) -> float:
@@ -40,7 +40,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Absence:
-    """A peer that could not be measured."""
+    """Peer that could not be measured."""
 
     name: str
     reason: str
@@ -48,17 +48,17 @@ class Absence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contest:
-    """What is run, how often, and who tells."""
+    """What to run, how often, and how to report progress."""
 
     cases: Sequence[Case]
     num_rounds: int
     limit_s: float | None
-    """No round is begun that would probably end later, counted from the first; the first always is."""
+    """Time after which no further round is started if it would probably end later; the first always is."""
     note: Callable[[str], None]
 
 
 class Field:
-    """Contestants that are running, each frozen but for its turns; a stack's, which stops them."""
+    """Running contestants, each frozen except in its turns; the stack stops them."""
 
     def __init__(self, pools: Pools, stack: AsyncExitStack, note: Callable[[str], None]) -> None:
         self._pools, self._stack, self._note = pools, stack, note
@@ -66,7 +66,7 @@ class Field:
         self.absent: list[Absence] = []
 
     async def admit(self, contestant: Contestant, cases: Sequence[Case], *, may_fail: bool) -> None:
-        """Start it and check every byte of each case once. One that `may_fail` is absent then; else CannotMeasure."""
+        """Start a contestant and check every byte of each case once. On failure it is absent if it `may_fail`."""
         pair = Pair(contestant, self._pools)
         try:
             self._stack.push_async_callback(pair.stop)
@@ -85,23 +85,23 @@ class Field:
         else:
             pair.freeze()
             self.pairs.append(pair)
-            told = "".join(f", {key} {value}" for key, value in about.items())
-            self._note(f"{contestant.name}: every byte of {len(cases)} cases arrived{told}")
+            details = "".join(f", {key} {value}" for key, value in about.items())
+            self._note(f"{contestant.name}: every byte of {len(cases)} cases arrived{details}")
 
     def miss(self, name: str, error: CannotMeasure) -> None:
-        """Count a peer as absent."""
+        """Record a peer as absent."""
         reason = str(error).splitlines()
         self.absent.append(Absence(name=name, reason=reason[0]))
         self._note(f"{name}: absent: {error}")
 
     async def run(self, contest: Contest) -> list[Turn]:
-        """Every turn, in order. Raises CannotMeasure."""
+        """Return every turn, in order. Raises CannotMeasure."""
         done: list[Turn] = []
         started_s = time.monotonic()
         for round_index in range(contest.num_rounds):
             spent_s = time.monotonic() - started_s
             if round_index and contest.limit_s is not None and spent_s * (1 + 1 / round_index) > contest.limit_s:
-                contest.note(f"{round_index} rounds took {spent_s:.0f} s: no more; --rounds N runs all of N")
+                contest.note(f"{round_index} rounds took {spent_s:.0f} s: stopping; use --rounds N to run all of N")
                 break
             turn = round_index % len(self.pairs)
             for case in contest.cases:
@@ -131,7 +131,7 @@ async def _turn(pair: Pair, case: Case, round_index: int) -> Turn:
 
 
 def describe(done: Sequence[Turn], round_index: int) -> str:
-    """One line of progress: every contestant's slowest and fastest case."""
+    """Describe a round in one line: every contestant's slowest and fastest case."""
     rates: dict[str, list[float]] = {}
     for turn in done:
         if turn.round_index == round_index:

@@ -17,6 +17,8 @@ ARGUMENTS = [
     "--disable-background-networking",
     "--disable-component-update",
     "--disable-sync",
+    # What a hostile name server answers once its page is loaded.
+    "--host-resolver-rules=MAP rebound.test 127.0.0.1",
 ]
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 

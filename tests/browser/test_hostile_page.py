@@ -1,5 +1,6 @@
 """Names and answers that hold markup, keys, and a router that refuses: the page over a door in this process."""
 
+import http.server
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -16,6 +17,7 @@ from router.types.worker_view import WorkerLoad
 from tandem.config.admission import ApiKey
 from tandem.config.cluster import RouterConfig
 from tests.browser.watched_page import PHONE, tab
+from tests.support.http_server import answering
 from tests.support.router.servers import fakes
 from tests.support.router.whole_router import WholeRouter
 from tests.support.router.whole_status import sources_of
@@ -32,7 +34,7 @@ class Served:
     url: str
     whole: WholeRouter
     feed: StatusFeed
-    parts: fakes.Doors
+    parts: fakes.Servers
 
 
 @asynccontextmanager
@@ -45,7 +47,7 @@ async def served(
     port: int = 0,
 ) -> AsyncIterator[Served]:
     whole = WholeRouter(1, num_decode=2, num_prefill=num_prefill, names=names)
-    parts = fakes.make_doors(fakes.make_tokenizer(), config)
+    parts = fakes.make_servers(fakes.make_tokenizer(), config)
     async with StatusFeed(replace(sources_of(whole), model=parts.frontend.model), most_listeners=most) as feed:
         app = create_app(
             parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics, OptionalRoutes(status=feed)
@@ -178,3 +180,37 @@ async def test_an_error_of_the_router_is_shown(browser):
         await expect(seen.page.locator("#ask-state")).to_have_text(re.compile("tokens"))
         await expect(seen.page.locator("#ask-state")).to_have_attribute("data-state", "failed")
         await expect(seen.page.locator("#send")).to_be_enabled()
+
+
+class OtherSite(http.server.BaseHTTPRequestHandler):
+    """A page of another origin."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Keep still."""
+
+
+_POST = """(url) => fetch(url, {method: "POST", mode: "no-cors", headers: {"Content-Type": "text/plain"},
+  body: JSON.stringify({prompt: "hello", max_tokens: 4})}).then((answer) => answer.type)"""
+
+
+async def test_page_of_another_site_does_not_reach_a_router_without_keys(browser):
+    async with served() as router, tab(browser) as seen:
+        router.parts.say("hello")
+        completions = f"{router.url}v1/completions"
+        with answering(OtherSite) as site:
+            await seen.open(site)
+            # The page is never told more than that there was an answer.
+            assert await seen.page.evaluate(_POST, completions) == "opaque"
+        assert router.parts.generator.requests == []
+        rebound = await seen.page.goto(router.url.replace("127.0.0.1", "rebound.test"))
+        assert rebound is not None
+        assert rebound.status == 403
+        await seen.open(router.url)
+        assert await seen.page.evaluate(_POST, completions) == "basic"
+        assert len(router.parts.generator.requests) == 1

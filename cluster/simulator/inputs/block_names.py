@@ -1,4 +1,4 @@
-"""Names of blocks without hashing: a trace says which blocks are equal, and that is all that a name must say."""
+"""Names of blocks without hashing: a trace states which blocks are equal, and names need to state nothing else."""
 
 from collections.abc import Sequence
 from typing import overload
@@ -10,30 +10,30 @@ _ROOT_BYTES = 10
 
 
 def trace_name(block_id: int) -> BlockHash:
-    """The name of a block that a trace calls by a number."""
+    """Return the name of a block that a trace refers to by number."""
     return BlockHash(b"t" + block_id.to_bytes(HASH_BYTES - 1, "big"))
 
 
 def own_name(number: int, index: int = 0) -> BlockHash:
-    """Of a block that nobody else has: the `index`-th of request `number`."""
+    """Return the name of a block that no other request shares: the `index`-th of request `number`."""
     return BlockHash(b"o" + number.to_bytes(_ROOT_BYTES - 1, "big") + index.to_bytes(HASH_BYTES - _ROOT_BYTES, "big"))
 
 
 class TraceHasher(BlockHasher):
-    """Stands in for the hasher of an engine: names that a request does not bring along are its own."""
+    """Replaces an engine's hasher: blocks without a name from the trace get a name of their request's own."""
 
     def __init__(self, block_tokens: int) -> None:
         super().__init__(b"")
         self.tokens_per_name = block_tokens
 
     def extend(self, root: BlockHash, chain: list[BlockHash], tokens: Sequence[int]) -> None:
-        """See BlockHasher. `root` must be the request's `own_name`."""
+        """Append names for all full blocks. `root` must be the request's `own_name`."""
         for index in range(len(chain), len(tokens) // self.tokens_per_name):
             chain.append(BlockHash(root[:_ROOT_BYTES] + index.to_bytes(HASH_BYTES - _ROOT_BYTES, "big")))
 
 
 class SpacedNames(Sequence[BlockHash]):
-    """Names of large blocks where a router expects one for each hash block: each stands for all within its block."""
+    """Names of large blocks as a router expects them, one per hash block: each stands for all within its block."""
 
     __slots__ = ("_names", "_spacing")
 

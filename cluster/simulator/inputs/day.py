@@ -1,8 +1,8 @@
-"""A day of load out of traces of an hour: whose requests come is the traces', how many when is a day's curve.
+"""A day of load from traces of an hour: the requests come from the traces, the rate over time from a daily curve.
 
-Two kinds of requests: chat, whose rate is highest in the afternoon, and long prompts, whose rate is highest in the
-evening, so that the ratio of the pools that is best is another one by night than by day. And a surge of chat that no
-curve foretells. Times between arrivals keep the traces' own burstiness: a trace's clock is warped, not drawn anew.
+There are two kinds of requests: chat, with its peak rate in the afternoon, and long prompts, with their peak rate in
+the evening, so that the best ratio of the pools differs between night and day. A surge of chat comes on top, which no
+curve predicts. The times between arrivals keep the traces' burstiness: a trace's clock is warped, not redrawn.
 """
 
 from collections.abc import Sequence
@@ -19,24 +19,24 @@ HOURS = 24
 _STEPS_PER_HOUR = 60
 _LAP_AT = 1
 _LAP_BYTES = 2
-"""Where a name says of which kind it is, and for which time its trace is replayed: what comes again is not the same."""
+"""Bytes of a name that state the kind of request and the replay of its trace: replayed requests share no blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """One kind's requests a second, over the day."""
+    """Request rate of one kind over the day."""
 
     mean: float
     swing: float
-    """Of the mean: the highest rate is `mean * (1 + swing)`, the lowest `mean * (1 - swing)`."""
+    """Swing as a share of the mean: the rate varies from `mean * (1 - swing)` to `mean * (1 + swing)`."""
     peak_h: float
     surge: float = 0.0
-    """Of the rate, besides, during the surge."""
+    """Additional share of the rate during the surge."""
     surge_from_h: float = 10.5
     surge_h: float = 0.75
 
     def at(self, hour: float) -> float:
-        """The rate at a moment, in requests per second."""
+        """Return the rate at a time of day, in requests per second."""
         rate = self.mean * (1.0 + self.swing * cos(2.0 * pi * (hour - self.peak_h) / HOURS))
         in_surge = self.surge_from_h <= hour < self.surge_from_h + self.surge_h
         return rate * (1.0 + self.surge) if in_surge else rate
@@ -44,14 +44,14 @@ class Curve:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DaySpec:
-    """What a day is made of."""
+    """Parameters of a day."""
 
     hour_s: float = 3600.0
-    """Seconds that an hour of the curves takes: a shorter one makes everything change faster, and costs less."""
+    """Seconds per hour of the curves: a shorter hour makes everything change faster, and is cheaper to run."""
     chat: Curve = Curve(mean=2.0, swing=0.65, peak_h=15.0, surge=0.4)
     long: Curve = Curve(mean=0.5, swing=0.5, peak_h=21.0)
     longest_prompt: int = 8_192
-    """Tokens; requests of the traces with longer prompts are left out."""
+    """Maximum prompt length in tokens; longer prompts of the traces are left out."""
     block_tokens: int = 512
 
     @property
@@ -60,7 +60,7 @@ class DaySpec:
 
 
 def day_trace(spec: DaySpec, chat: Trace, long: Trace) -> Trace:
-    """Both kinds together, in order. Blocks of the day's size keep their names, others are nobody else's."""
+    """Combine both kinds in order. Blocks of the day's size keep their names, others are shared with no one."""
     kinds = [(spec.chat, chat), (spec.long, long)]
     requests = [request for kind, (curve, trace) in enumerate(kinds) for request in _warped(spec, curve, trace, kind)]
     requests.sort(key=lambda request: request.arrival_s)
@@ -69,7 +69,7 @@ def day_trace(spec: DaySpec, chat: Trace, long: Trace) -> Trace:
 
 
 def _warped(spec: DaySpec, curve: Curve, trace: Trace, kind: int) -> list[TraceRequest]:
-    """The trace's requests as often as needed, their own clock bent so that they come as the curve says."""
+    """Repeat the trace's requests as often as needed, with arrivals warped to follow the curve."""
     known = [r for r in trace.spread().requests if r.num_prompt_tokens <= spec.longest_prompt]
     if not known:
         raise ConfigError(f"{trace.name}: no prompt of at most {spec.longest_prompt} tokens")
@@ -92,7 +92,7 @@ def _warped(spec: DaySpec, curve: Curve, trace: Trace, kind: int) -> list[TraceR
 
 
 def _cumulated(spec: DaySpec, curve: Curve) -> "tuple[np.ndarray, np.ndarray]":
-    """Times, and how many requests have come by then."""
+    """Return times and the cumulative number of requests by then."""
     hours = np.linspace(0.0, HOURS, HOURS * _STEPS_PER_HOUR + 1)
     rates = np.array([curve.at(float(hour)) for hour in hours[:-1]])
     totals = np.concatenate([[0.0], np.cumsum(rates * spec.hour_s / _STEPS_PER_HOUR)])
@@ -100,7 +100,7 @@ def _cumulated(spec: DaySpec, curve: Curve) -> "tuple[np.ndarray, np.ndarray]":
 
 
 def _marks(requests: Sequence[TraceRequest]) -> np.ndarray:
-    """The trace's arrivals on a clock that ticks once for each request, from 0 to their number."""
+    """Return the trace's arrivals on a clock that advances by one per request, from 0 to their number."""
     times = np.array([request.arrival_s for request in requests])
     span_s = float(times[-1] - times[0]) or 1.0
     marks: np.ndarray = (times - times[0]) * (len(times) - 1) / span_s

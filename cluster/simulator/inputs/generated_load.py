@@ -1,8 +1,8 @@
-"""Load made from a seed: conversations of several turns that begin with one of a few shared prefixes.
+"""Load generated from a seed: conversations of several turns that begin with one of a few shared prefixes.
 
-Conversations begin by a Poisson process, or a gamma one that is more or less bursty; each turn's prompt is everything
-before it and some new tokens. Open loop: the next turn comes when the answer is likely to have been read, whether or
-not the cluster was quick.
+Conversations start as a Poisson process, or a gamma process that is more or less bursty; each turn's prompt is
+everything before it and some new tokens. The loop is open: the next turn comes when the answer has probably been read,
+whether or not the cluster was quick.
 """
 
 from dataclasses import dataclass, fields
@@ -16,34 +16,34 @@ from tandem.values.ids import BlockHash
 
 _MAX_TURNS = 64
 _SPREAD = 0.8
-"""Of the logarithm of lengths: the longest percent is some six times the median."""
+"""Standard deviation of the logarithm of lengths: the longest percent is about six times the median."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadSpec:
     requests: int = 1_000
     rate: float = 4.0
-    """Requests a second, over all conversations."""
+    """Requests per second over all conversations."""
     cv: float = 1.0
-    """Coefficient of variation of the time between two conversations: 1 is Poisson."""
+    """Coefficient of variation of the time between two conversations; 1 is Poisson."""
     prefixes: int = 8
-    """Shared beginnings (system prompts); 0: none."""
+    """Number of shared prefixes (system prompts); 0: none."""
     prefix: int = 1_024
-    """Tokens of each."""
+    """Tokens of each shared prefix."""
     prompt: float = 512.0
-    """Mean new tokens of a turn."""
+    """Mean number of new tokens per turn."""
     output: float = 128.0
-    """Mean tokens of an answer."""
+    """Mean number of tokens per answer."""
     turns: float = 3.0
-    """Mean turns of a conversation."""
+    """Mean number of turns per conversation."""
     think: float = 20.0
     """Mean seconds from an answer to the next turn."""
     block: int = 64
-    """Tokens of a named block."""
+    """Number of tokens of a named block."""
 
     @classmethod
     def parse(cls, text: str) -> "LoadSpec":
-        """From `rate=8,requests=2000,…`. ConfigError names what is wrong."""
+        """Parse `rate=8,requests=2000,…`. ConfigError names what is wrong."""
         kinds = {field.name: int if field.type is int or field.type == "int" else float for field in fields(cls)}
         values: dict[str, float] = {}
         for part in filter(None, text.split(",")):
@@ -51,7 +51,7 @@ class LoadSpec:
             try:
                 values[name] = kinds[name](value)
             except KeyError:
-                raise ConfigError(f"--generate: {name!r} is none of {', '.join(kinds)}") from None
+                raise ConfigError(f"--generate: {name!r} is unknown; expected one of {', '.join(kinds)}") from None
             except ValueError:
                 raise ConfigError(f"--generate: {name} must be a number, not {value!r}") from None
         return cls(**values)  # type: ignore[arg-type]
@@ -61,14 +61,16 @@ class LoadSpec:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"--generate: {name} must be above 0, not {getattr(self, name)}")
         if self.turns < 1 or self.prefixes < 0 or self.prefix < 0 or self.block < 16 or self.block % 16:
-            raise ConfigError("--generate: turns >= 1, prefixes >= 0, prefix >= 0, block a multiple of 16")
+            raise ConfigError(
+                "--generate: needs turns >= 1, prefixes >= 0, prefix >= 0 and a block that is a multiple of 16"
+            )
 
 
 def generate(spec: LoadSpec, seed: int) -> Trace:
-    """The same requests for the same seed."""
+    """Generate the same requests for the same seed."""
     rng = Random(seed)
     requests: list[TraceRequest] = []
-    # In the beginning nobody is at a later turn yet: what is kept begins when the load has grown to its rate.
+    # At first no conversation is at a later turn: requests are kept once the load has grown to its rate.
     grown_s = spec.turns * spec.think
     begun_s, number, enough_s = 0.0, 0, grown_s
     while True:
@@ -110,5 +112,5 @@ def _conversation(spec: LoadSpec, rng: Random, begun_s: float, number: int) -> l
 
 
 def _length(rng: Random, mean: float) -> int:
-    """Lognormal, at least 1."""
+    """Draw a lognormal length of at least 1."""
     return max(1, round(rng.lognormvariate(log(mean) - _SPREAD**2 / 2, _SPREAD)))

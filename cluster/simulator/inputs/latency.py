@@ -1,8 +1,8 @@
-"""How long a worker's step takes: the only thing about a worker that is not the real one.
+"""Duration of a worker's step: the only part of a simulated worker that is not the real one.
 
-A step costs a fixed time, and so much for each prompt token, for each pair of a prompt token and a token before it
-(attention), for each sequence that decodes and for each token of their contexts (reading the cache). Affine in each of
-them, so that a run of equal steps has a closed form.
+A step costs a fixed time, plus a time per prompt token, per pair of a prompt token and one before it (attention), per
+decoding sequence, and per token of their contexts (reading the cache). It is affine in each of them, so that a run of
+equal steps has a closed form.
 """
 
 from collections.abc import Iterable
@@ -13,19 +13,19 @@ from engine.types.request import BatchItem
 
 
 class StepWork(NamedTuple):
-    """What one step computes."""
+    """Work that one step computes."""
 
     num_prompt_tokens: int
     num_pairs: int
-    """Of a prompt token and one at or before it."""
+    """Pairs of a prompt token and one at or before it."""
     num_rows: int
-    """Sequences that compute one token."""
+    """Sequences that compute one token each."""
     num_context_tokens: int
-    """Of all rows."""
+    """Context tokens of all rows."""
 
 
 def work_of(items: Iterable[BatchItem]) -> StepWork:
-    """What a batch computes."""
+    """Return the work of a batch."""
     num_prompt_tokens = num_pairs = num_rows = num_context_tokens = 0
     for _, start, num_tokens, _ in items:
         if num_tokens == 1:
@@ -39,7 +39,7 @@ def work_of(items: Iterable[BatchItem]) -> StepWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLatency:
-    """Seconds of a step, by what it computes; and what moving KV takes."""
+    """Duration of a step by its work, in seconds, and the size of the KV to move."""
 
     step_s: float = 0.0
     prompt_token_s: float
@@ -47,12 +47,12 @@ class StepLatency:
     row_s: float = 0.0
     context_token_s: float = 0.0
     kv_bytes_per_token: int = 131_072
-    """131,072: a model of 8 billion parameters with 8 KV heads of 128, 32 layers, bfloat16."""
+    """Bytes of KV per token; the default is that of 8 billion parameters: 8 KV heads of 128, 32 layers, bfloat16."""
     source: str = "stated"
-    """Where the figures come from."""
+    """Origin of the figures."""
 
     def seconds(self, work: StepWork) -> float:
-        """The duration of one step, in seconds."""
+        """Return the duration of one step, in seconds."""
         return (
             self.step_s
             + self.prompt_token_s * work.num_prompt_tokens
@@ -62,12 +62,12 @@ class StepLatency:
         )
 
     def run_seconds(self, num_rows: int, num_context_tokens: int, num_steps: int) -> float:
-        """Of steps that only decode, each with `num_rows` tokens of context more than the one before."""
+        """Return the duration of decode-only steps, each with `num_rows` more tokens of context than the one before."""
         first = self.step_s + self.row_s * num_rows + self.context_token_s * num_context_tokens
         return num_steps * (first + self.context_token_s * num_rows * (num_steps - 1) / 2)
 
     def prompt_seconds(self, num_cached_tokens: int, num_tokens: int, chunk_tokens: int) -> float:
-        """Of a prompt computed alone, of which a beginning is cached."""
+        """Return the duration of a prompt that is computed alone, with a cached prefix."""
         num_computed = num_tokens - num_cached_tokens
         num_pairs = num_computed * (num_cached_tokens + num_tokens + 1) // 2
         num_steps = -(-num_computed // chunk_tokens)

@@ -1,4 +1,4 @@
-"""Where a worker's latency comes from: a profile in JSON, or a public table fitted to the same five figures.
+"""Sources of a worker's latency: a profile in JSON, or a public table fitted to the same five figures.
 
 - A name of `profiles/`, or a path to such a file: the fields of `StepLatency`.
 - `PATH.csv#MODEL/HARDWARE/TP`: Splitwise's measurements (Patel et al., ISCA 2024), least squares over its rows.
@@ -28,11 +28,11 @@ KV_BYTES_PER_TOKEN = {
     "facebook/opt-66b": 2 * 64 * 72 * 128 * 2,
     "facebook/opt-175b": 2 * 96 * 96 * 128 * 2,
 }
-"""Over all ranks, 16 bits each: keys and values x layers x KV heads x head size x bytes."""
+"""KV bytes per token over all ranks, at 16 bits: keys and values x layers x KV heads x head size x bytes."""
 
 
 def load_latency(text: str) -> StepLatency:
-    """See the module. ConfigError for what is not there or cannot be read."""
+    """Load a latency as described above. ConfigError if it does not exist or cannot be read."""
     where, _, row = text.partition("#")
     path = Path(where)
     if not row and path.suffix != ".json":
@@ -99,7 +99,7 @@ def _distserve(path: Path, row: str) -> StepLatency:
 
 
 def fit_steps(works: Sequence[StepWork], seconds: Sequence[float]) -> StepLatency:
-    """The latency that comes nearest to measured steps, each weighing the same whatever it took."""
+    """Fit a latency to measured steps; each step weighs the same whatever its duration."""
     rows = [[value / took for value in (1, *work)] for work, took in zip(works, seconds, strict=True)]
     step_s, prompt_token_s, pair_s, row_s, context_token_s = _fit(rows, [1.0] * len(rows))
     return StepLatency(
@@ -108,7 +108,7 @@ def fit_steps(works: Sequence[StepWork], seconds: Sequence[float]) -> StepLatenc
 
 
 def _fit(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
-    """Least squares without negative terms: the worst one is left out until none is negative."""
+    """Fit by least squares without negative terms: the most negative one is dropped until none is left."""
     matrix, target = np.array(rows), np.array(seconds)
     kept = list(range(matrix.shape[1]))
     while True:

@@ -1,4 +1,4 @@
-"""What clients will ask: requests with their times, lengths, and the names of the blocks that they share."""
+"""Requests of a load: arrival times, lengths, and the names of the blocks that they share."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -15,11 +15,11 @@ class TraceRequest:
     arrival_s: float
     num_prompt_tokens: int
     num_output_tokens: int
-    """At least 1."""
+    """Number of output tokens, at least 1."""
     names: tuple[BlockHash, ...]
-    """Of the full blocks of prompt and output, in order; those of the output may be missing: nobody will share them."""
+    """Names of the full blocks of prompt and output, in order; those of the output may be missing if not shared."""
     tail: int = 0
-    """Prompts with equal blocks and equal numbers are equal in what follows the blocks, too."""
+    """Identifies what follows the blocks: prompts with equal blocks and equal tails are equal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class Trace:
 
     @property
     def span_s(self) -> float:
-        """From the first arrival to the last."""
+        """Time from the first arrival to the last."""
         return self.requests[-1].arrival_s - self.requests[0].arrival_s if self.requests else 0.0
 
     @property
@@ -48,14 +48,15 @@ class Trace:
         return replace(self, requests=self.requests[:num_requests])
 
     def stretched(self, factor: float) -> "Trace":
-        """The same requests, `factor` times as long apart, from time 0 on."""
+        """Return the same requests, `factor` times as far apart, starting at time 0."""
         start_s = self.requests[0].arrival_s if self.requests else 0.0
         return self._with(replace(r, arrival_s=(r.arrival_s - start_s) * factor) for r in self.requests)
 
     def spread(self) -> "Trace":
-        """The same requests, those of one instant evenly up to the next: the clock of some traces is coarse.
+        """Return the same requests, with those of one instant spread evenly up to the next instant.
 
-        Who comes together because of that would come together at every rate, however far the trace is stretched.
+        The clock of some traces is coarse: requests that share an instant for that reason would do so at any rate,
+        however far the trace is stretched.
         """
         times = sorted({request.arrival_s for request in self.requests})
         gaps = {time: after - time for time, after in pairwise(times)}
@@ -70,7 +71,7 @@ class Trace:
         return self._with(spread)
 
     def prompts_only(self) -> "Trace":
-        """The same prompts, each answered by one token."""
+        """Return the same prompts, each answered by one token."""
         return self._with(replace(r, num_output_tokens=1) for r in self.requests)
 
     def _with(self, requests: Iterable[TraceRequest]) -> "Trace":

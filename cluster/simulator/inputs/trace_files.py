@@ -1,4 +1,4 @@
-"""Public traces of real load.
+"""Readers of public traces of real load.
 
 - Mooncake (Qin et al., FAST 2025): JSON lines with `timestamp` in ms, lengths, and `hash_ids` of 512-token blocks, the
   last of which may be partly filled.
@@ -25,17 +25,17 @@ _MAX_FILE_BYTES = 1 << 30
 
 
 def load_trace(path: Path) -> Trace:
-    """A trace by its file's ending: `.jsonl` Mooncake's, `.csv` Azure's. ConfigError for what cannot be read."""
+    """Load a trace by its suffix: `.jsonl` is Mooncake's, `.csv` Azure's. ConfigError if it cannot be read."""
     readers: dict[str, Callable[[Path], list[TraceRequest]]] = {".jsonl": _mooncake, ".csv": _azure}
     reader = readers.get(path.suffix)
     if reader is None:
-        raise ConfigError(f"{path}: a trace is a .jsonl (Mooncake) or a .csv (Azure)")
+        raise ConfigError(f"{path}: a trace must be a .jsonl (Mooncake) or .csv (Azure) file")
     try:
         requests = reader(path)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path}: not such a trace: {error}") from error
+        raise ConfigError(f"{path}: invalid trace: {error}") from error
     if not requests:
-        raise ConfigError(f"{path}: no request in it")
+        raise ConfigError(f"{path}: the trace has no requests")
     requests.sort(key=lambda request: request.arrival_s)
     block_tokens = MOONCAKE_BLOCK_TOKENS if reader is _mooncake else AZURE_BLOCK_TOKENS
     return Trace(name=path.stem, block_tokens=block_tokens, requests=tuple(requests))
@@ -68,7 +68,7 @@ def _azure(path: Path) -> list[TraceRequest]:
             names = tuple(own_name(number, index) for index in range(num_tokens // AZURE_BLOCK_TOKENS))
             requests.append(
                 TraceRequest(
-                    # Seven digits after the point, of which datetime reads six.
+                    # Timestamps have seven decimal places, of which datetime parses six.
                     arrival_s=datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp(),
                     num_prompt_tokens=num_tokens,
                     num_output_tokens=max(1, int(row["GeneratedTokens"])),

@@ -1,8 +1,8 @@
-"""The way to the simulated router: every request has its turn here first, by production's own `FairAdmission`.
+"""Admission of the simulated router, by production's own `FairAdmission`.
 
-What `router.dispatch.admission_queue` does around it with futures and timers is done here on the virtual clock, at the
-same moments: looks for turns when a request is placed, has its first token or ends, when a worker reports its load,
-joins or leaves, and every tenth of a second while somebody waits. Who is refused does not come back.
+`router.dispatch.admission_queue` drives it with futures and timers; here this happens on the virtual clock, at the same
+moments: requests are admitted when a request is placed, has its first token or ends, when a worker reports its load,
+joins or leaves, and every tenth of a second while any request waits. Rejected requests do not come back.
 """
 
 from collections.abc import Callable
@@ -15,20 +15,20 @@ from tandem.errors import ServingError
 
 _LOOK_S = 0.1
 _TENANT = "simulated"
-"""Traces do not say whose their requests are."""
+"""Tenant of all requests, as traces do not state any."""
 
 
-class SimGate:
+class SimAdmission:
     def __init__(
         self,
         events: EventQueue,
-        admission: FairAdmission,
+        fair: FairAdmission,
         *,
         run: Callable[[SimRequest], None],
         refused: Callable[[SimRequest], None],
     ) -> None:
-        """`run` writes a request into the workers' books, or lets it wait for room; `refused` tells its client."""
-        self.admission = admission
+        """`run` places a request on workers, or lets it wait for room; `refused` ends it with an error."""
+        self.fair = fair
         self._events = events
         self._run = run
         self._refused = refused
@@ -36,10 +36,10 @@ class SimGate:
         self._is_looking = False
 
     def enter(self, request: SimRequest) -> None:
-        """Its turn comes now, later, or never."""
+        """Queue a request: it is admitted now or later, or rejected."""
         wanted = request.wanted
         try:
-            entry, evicted = self.admission.enter(
+            entry, evicted = self.fair.enter(
                 AdmissionRequest(
                     tenant=_TENANT,
                     priority=0,
@@ -52,7 +52,7 @@ class SimGate:
             self._refused(request)
             return
         request.entry = entry
-        self._tell(evicted)
+        self._report_refusals(evicted)
         if not entry.waiting:
             self._go(request, entry)
             self.pump()
@@ -62,30 +62,30 @@ class SimGate:
             self._look_later()
 
     def answered(self, request: SimRequest) -> None:
-        """Its first token came: there may be room for another."""
+        """Record a request's first token: there may be room for another request."""
         if request.entry is not None:
-            self.admission.generated(request.entry, 1)
+            self.fair.generated(request.entry, 1)
             self.pump()
 
     def end(self, request: SimRequest, *, num_tokens: int) -> None:
-        """It is over, after so many tokens; what of its prompt was cached is learnt if it had its whole answer."""
+        """Record a request's end after so many tokens; its cached tokens count if it had its whole answer."""
         if (entry := request.entry) is None:
             return
-        self.admission.generated(entry, max(0, num_tokens - entry.output_tokens))
+        self.fair.generated(entry, max(0, num_tokens - entry.output_tokens))
         if num_tokens == request.wanted.num_output_tokens and request.cached_tokens is not None:
-            self.admission.cached(entry, request.cached_tokens)
-        self.admission.end(entry)
+            self.fair.cached(entry, request.cached_tokens)
+        self.fair.end(entry)
         self.pump()
 
     def pump(self) -> None:
-        """Those whose turn it is run."""
-        while self.admission.num_waiting and (turns := self.admission.pump()):
+        """Run the requests that are admitted now."""
+        while self.fair.num_waiting and (turns := self.fair.pump()):
             for entry in turns:
                 self._go(self._line.pop(entry), entry)
 
     def _go(self, request: SimRequest, entry: AdmissionEntry) -> None:
         self._run(request)
-        self.admission.placed(entry)
+        self.fair.placed(entry)
 
     def _look_later(self) -> None:
         self._is_looking = True
@@ -94,10 +94,10 @@ class SimGate:
     def _look(self) -> None:
         self._is_looking = False
         self.pump()
-        self._tell(self.admission.hopeless())
-        if self.admission.num_waiting:
+        self._report_refusals(self.fair.hopeless())
+        if self.fair.num_waiting:
             self._look_later()
 
-    def _tell(self, refused: list[tuple[AdmissionEntry, ServingError]]) -> None:
+    def _report_refusals(self, refused: list[tuple[AdmissionEntry, ServingError]]) -> None:
         for entry, _error in refused:
             self._refused(self._line.pop(entry))

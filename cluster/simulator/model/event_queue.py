@@ -1,4 +1,4 @@
-"""A virtual clock and what is to happen on it, in order of time and, at one time, of entering. Nothing waits."""
+"""A virtual clock and its future events, in order of time and then of insertion. Nothing ever sleeps."""
 
 import heapq
 from collections.abc import Callable
@@ -7,7 +7,7 @@ Action = Callable[[], None]
 
 
 class EventQueue:
-    """All that is going to happen in one simulation."""
+    """Future events of one simulation."""
 
     __slots__ = ("_heap", "_is_stopped", "_num_foreground", "_serial", "now")
 
@@ -20,24 +20,24 @@ class EventQueue:
         self._is_stopped = False
 
     def clock(self) -> float:
-        """The time, for objects that ask."""
+        """Return the present time, for objects that take a clock."""
         return self.now
 
     def at(self, time_s: float, action: Action) -> None:
-        """Do something then; what should have happened before now happens next."""
+        """Schedule an action at a time; if that is past, it happens next."""
         self._num_foreground += 1
         self._push(time_s, action, True)
 
     def after(self, delay_s: float, action: Action) -> None:
-        """Do something so much later."""
+        """Schedule an action after a delay."""
         self.at(self.now + delay_s, action)
 
     def in_background(self, delay_s: float, action: Action) -> None:
-        """Do something so much later, if by then something else is still going to happen."""
+        """Schedule an action after a delay, unless no other events are left by then."""
         self._push(self.now + delay_s, action, False)
 
     def run(self) -> None:
-        """Let everything happen until `stop`, or until nothing is left."""
+        """Process events until `stop` is called or none is left."""
         heap, pop = self._heap, heapq.heappop
         self._is_stopped = False
         while self._num_foreground and not self._is_stopped:
@@ -46,7 +46,7 @@ class EventQueue:
             action()
 
     def stop(self) -> None:
-        """What happens now is the last."""
+        """Stop after the present event."""
         self._is_stopped = True
 
     def _push(self, time_s: float, action: Action, is_foreground: bool) -> None:

@@ -1,7 +1,7 @@
-"""What goes wrong with workers, when and with which: drawn from a seed before anything happens.
+"""Faults of workers: their kind, time and worker, drawn from a seed in advance.
 
-A crashed worker is gone with its cache; the router learns it when its connection breaks, and a new process joins after
-a while. A frozen worker goes on where it stood, unless the router gives it up first: then it comes back as a new one.
+A crashed worker is gone with its cache; the router notices when the connection breaks, and a new process joins after a
+while. A frozen worker continues where it stopped, unless the router gives it up first: then it returns as a new one.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from tandem.values.roles import WorkerRole
 
 
 class FaultKind(Enum):
-    """What happens to a worker."""
+    """Kind of fault of a worker."""
 
     CRASH = "crash"
     FREEZE = "freeze"
@@ -22,19 +22,19 @@ class FaultKind(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One worker at one moment."""
+    """One fault of one worker."""
 
     kind: FaultKind
     at_s: float
     role: WorkerRole
     index: int
     duration_s: float
-    """Until a new process is there; or how long it is frozen."""
+    """Time until a new process runs, or for which the worker is frozen."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultSpec:
-    """How many of each."""
+    """Number of faults of each kind, and their durations."""
 
     crashes: int = 0
     freezes: int = 0
@@ -43,20 +43,20 @@ class FaultSpec:
 
     @classmethod
     def parse(cls, text: str) -> "FaultSpec":
-        """From `crash=3,freeze=2,restart=10,freeze_for=5`. ConfigError for anything else."""
+        """Parse `crash=3,freeze=2,restart=10,freeze_for=5`. ConfigError for anything else."""
         fields = {"crash": "crashes", "freeze": "freezes", "restart": "restart_s", "freeze_for": "freeze_s"}
         try:
             parts = [part.split("=", 1) for part in text.split(",") if part]
             values = {fields[name]: int(v) if name in ("crash", "freeze") else float(v) for name, v in parts}
         except (KeyError, ValueError) as error:
-            raise ConfigError(f"--faults is crash=N,freeze=N,restart=S,freeze_for=S, not {text!r}") from error
+            raise ConfigError(f"--faults must be crash=N,freeze=N,restart=S,freeze_for=S, not {text!r}") from error
         if any(value < 0 for value in values.values()):
-            raise ConfigError(f"--faults: nothing may be below 0 in {text!r}")
+            raise ConfigError(f"--faults: values must be at least 0, got {text!r}")
         return cls(**values)  # type: ignore[arg-type]
 
 
 def draw_faults(faults: FaultSpec, cluster: ClusterSpec, span_s: float, seed: int) -> list[Fault]:
-    """In order of time, spread over the middle of the span."""
+    """Draw the faults in order of time, spread over the middle of the span."""
     rng = Random(f"faults {seed}")
     pools = ((WorkerRole.PREFILL, cluster.prefill), (WorkerRole.DECODE, cluster.decode))
     workers = [(role, index) for role, pool in pools if pool is not None for index in range(pool.num_workers)]

@@ -1,4 +1,4 @@
-"""Answered requests of a simulation, as columns: a million of them take a hundred bytes each, not a thousand."""
+"""Answered requests of a simulation, as columns: a hundred bytes per request instead of a thousand."""
 
 from array import array
 from collections.abc import Iterator
@@ -10,29 +10,29 @@ from cluster.simulator.model.request import SimRequest
 
 
 class FinishedRequest(NamedTuple):
-    """What became of one."""
+    """Result of one answered request."""
 
     number: int
-    """In order of arrival."""
+    """Position in order of arrival."""
     wanted: TraceRequest
     arrived_s: float
     queued_s: float | None
-    """From its arrival at the router until its prompt began to be computed."""
+    """Time from arrival at the router until computation of the prompt started."""
     first_token_s: float | None
     finished_s: float
     cached_tokens: int | None
-    """Of the prompt, as the first worker that began to compute it found."""
+    """Cached prompt tokens that the first worker found when it started the prompt."""
     num_output_tokens: int
-    """That the client had when its last attempt began: 0 unless a worker was lost."""
+    """Tokens that the client had when the last attempt started: 0 unless a worker was lost."""
 
 
 def ttft_s(request: FinishedRequest) -> float:
-    """Seconds to the first token."""
+    """Return the seconds to the first token."""
     return (request.finished_s if request.first_token_s is None else request.first_token_s) - request.arrived_s
 
 
 class FinishedRequests:
-    """All of them, in order of their ends."""
+    """All answered requests, in order of their ends."""
 
     __slots__ = ("_arrived_s", "_cached", "_finished_s", "_first_s", "_numbers", "_queued_s", "_resumed", "_wanted")
 
@@ -41,7 +41,7 @@ class FinishedRequests:
         self._wanted: list[TraceRequest] = []
         self._arrived_s, self._finished_s = array("d"), array("d")
         self._resumed = array("q")
-        # Not a number where nobody knows.
+        # NaN stands for unknown values.
         self._queued_s, self._first_s, self._cached = array("d"), array("d"), array("d")
 
     def __len__(self) -> int:
@@ -51,7 +51,7 @@ class FinishedRequests:
         return map(self.__getitem__, range(len(self)))
 
     def add(self, request: SimRequest, finished_s: float) -> None:
-        """One more; nothing of the request itself is kept."""
+        """Add a request; nothing of the object itself is kept."""
         self._numbers.append(request.number)
         self._wanted.append(request.wanted)
         self._arrived_s.append(request.arrived_s)

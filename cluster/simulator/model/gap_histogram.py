@@ -1,4 +1,4 @@
-"""What a simulation measures, kept small: a million requests have hundreds of millions of gaps between tokens."""
+"""Compact statistics of a simulation: a million requests have hundreds of millions of gaps between tokens."""
 
 from bisect import bisect_left
 from collections import Counter
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from math import exp, floor, log
 
 _STEP = 0.01
-"""Of a bucket's logarithm: percentiles of gaps are right to half a percent."""
+"""Width of a bucket on the logarithmic scale: percentiles of gaps are accurate to half a percent."""
 
 
 class GapHistogram:
-    """Gaps between tokens, by logarithm."""
+    """Histogram of gaps between tokens, on a logarithmic scale."""
 
     __slots__ = ("_buckets", "_count", "_total")
 
@@ -23,18 +23,18 @@ class GapHistogram:
         return self._count
 
     def add(self, gap_s: float, count: int = 1) -> None:
-        """So many gaps of one length."""
+        """Add a number of equal gaps."""
         self._buckets[floor(log(max(gap_s, 1e-9)) / _STEP)] += count
         self._count += count
         self._total += gap_s * count
 
     @property
     def mean_s(self) -> float:
-        """0 when there is none."""
+        """Mean gap in seconds; 0 without gaps."""
         return self._total / self._count if self._count else 0.0
 
     def percentile(self, percent: float) -> float:
-        """0 when there is none."""
+        """Return a percentile of the gaps; 0 without gaps."""
         left = self._count * percent / 100
         for bucket in sorted(self._buckets):
             left -= self._buckets[bucket]
@@ -43,17 +43,17 @@ class GapHistogram:
         return 0.0
 
     def share_within(self, gap_s: float) -> float:
-        """Of all gaps; 1 when there is none."""
+        """Return the share of gaps at most this long; 1 without gaps."""
         return 1.0 - self.num_beyond(gap_s) / self._count if self._count else 1.0
 
     def num_beyond(self, gap_s: float) -> int:
-        """Gaps that are longer."""
+        """Count the gaps that are longer."""
         bound = floor(log(max(gap_s, 1e-9)) / _STEP)
         return sum(n for b, n in self._buckets.items() if b > bound)
 
 
 def percentile(ordered: Sequence[float], percent: float) -> float:
-    """Of sorted values, by linear interpolation; 0 when there is none."""
+    """Return a percentile of sorted values, by linear interpolation; 0 without values."""
     if not ordered:
         return 0.0
     place = (len(ordered) - 1) * percent / 100
@@ -63,5 +63,5 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 
 
 def share_within(ordered: Sequence[float], bound: float) -> float:
-    """Of sorted values, those at most `bound`; 1 when there is none."""
+    """Return the share of sorted values that are at most `bound`; 1 without values."""
     return bisect_left(ordered, bound + 1e-12) / len(ordered) if ordered else 1.0

@@ -1,8 +1,9 @@
-"""Prompts on their way from a prefill worker to a decode worker.
+"""Hand-offs of prompts from a prefill worker to a decode worker.
 
-Reserving, binding late, committing, letting go and cancelling are the engine's real ones, in the real order. The
-messages and the bytes are latencies: nothing is lost or damaged here (that is `tests.explore`'s and `tests.faults`'s).
-Blocks leave as each step has computed them, as `PrefillProgress` tells, behind whatever both cards have to do.
+Reserving, late binding, committing, releasing and cancelling are the engine's real operations, in the real order.
+Messages and bytes are latencies: nothing is lost or damaged here (that is covered by `tests.explore` and
+`tests.faults`). Blocks leave as each step has computed them, as `PrefillProgress` reports, after everything both
+network cards already have to send.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,28 +20,28 @@ from router.types.worker_view import WorkerKey
 from tandem.values.ids import RequestId, TransferId
 
 WorkerCall = Callable[[SimWorker, Scheduler], None]
-"""What is done on a worker between two steps."""
+"""Function that runs on a worker between two steps."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Handoff:
-    """Mutated by the simulated workers alone."""
+    """State of one hand-off, changed only by the simulated workers."""
 
     request: SimRequest
     transfer_id: TransferId
     decode: WorkerKey
     prefill: WorkerKey
     num_held_blocks: int
-    """That the decode worker has: they do not travel."""
+    """Blocks that the decode worker already has, which are not sent."""
     is_bound: bool = False
-    """The decode worker has chosen its blocks and said so."""
+    """Whether the decode worker has bound its blocks and reported them."""
     num_computed_blocks: int = 0
     is_computed: bool = False
-    """The whole prompt is."""
+    """Whether the whole prompt is computed."""
     _num_sent_blocks: int = 0
 
     def take_computed(self) -> int:
-        """Blocks that may leave now, told once."""
+        """Return the number of blocks that may leave now, each counted once."""
         first = max(self.num_held_blocks, self._num_sent_blocks)
         self._num_sent_blocks = max(first, self.num_computed_blocks)
         return self._num_sent_blocks - first
@@ -51,7 +52,7 @@ class Handoffs:
 
     def __init__(self, events: EventQueue, network: Network, live: Mapping[WorkerKey, SimWorker]) -> None:
         self.num_kv_bytes = 0
-        """That travelled."""
+        """Bytes of KV sent so far."""
         self._events = events
         self._hop_s = network.hop_s
         self._link_bytes_per_s = network.link_bytes_per_s
@@ -59,7 +60,7 @@ class Handoffs:
         self._by_key: dict[RequestId, Handoff] = {}
 
     def reserve(self, request: SimRequest, prefill: WorkerKey, worker: SimWorker, scheduler: Scheduler) -> None:
-        """The decode worker takes the request, or raises the ServingError by which it refuses."""
+        """Reserve room on the decode worker, which raises the ServingError with which it rejects the request."""
         block_size = worker.info.layout.block_size
         engine = request.engine_request(self._events.now, block_size, prefill_only=False)
         transfer_id = TransferId(request.key)
@@ -74,7 +75,7 @@ class Handoffs:
         )
 
     def offered(self, admission: AdmittedSequence) -> None:
-        """The prompt has left the prefill worker's queue: OFFER, and RESERVE comes back."""
+        """Handle a prompt's start on the prefill worker: send OFFER, and get RESERVE back."""
         handoff = self._by_key.get(admission.request_id)
         if handoff is None or not admission.prefill_only:
             return
@@ -87,7 +88,7 @@ class Handoffs:
         self._events.after(self._hop_s, partial(self.call, handoff.decode, bind))
 
     def progressed(self, progress: PrefillProgress) -> None:
-        """More of the prompt is computed."""
+        """Handle progress in computing the prompt."""
         handoff = self._by_key.get(progress.request_id)
         if handoff is not None:
             handoff.num_computed_blocks = progress.first_block_index + len(progress.block_ids)
@@ -96,7 +97,7 @@ class Handoffs:
                 self._send_computed(handoff)
 
     def lost(self, key: WorkerKey) -> None:
-        """A worker is gone: its peers let go. The requests begin anew, without what had landed."""
+        """Handle the loss of a worker: its peers release their blocks, and the requests restart without them."""
         for handoff in [h for h in self._by_key.values() if key in (h.prefill, h.decode)]:
             del self._by_key[RequestId(handoff.transfer_id)]
             if handoff.prefill == key:
@@ -105,7 +106,7 @@ class Handoffs:
                 self.call(handoff.prefill, partial(let_go, RequestId(handoff.transfer_id)))
 
     def call(self, worker: WorkerKey, action: WorkerCall) -> None:
-        """Do something on a worker, if it is still there."""
+        """Run a function on a worker, if it still exists."""
         if (live := self._live.get(worker)) is not None:
             live.call(partial(action, live))
 
@@ -126,7 +127,7 @@ class Handoffs:
             self._events.at(landed_s + self._hop_s, partial(self._sealed, handoff))
 
     def _sealed(self, handoff: Handoff) -> None:
-        """Everything has landed: the sequence joins the decode worker's batch, the prefill worker lets go."""
+        """Handle complete arrival: the decode worker starts the sequence, the prefill worker releases its blocks."""
         request, key = handoff.request, RequestId(handoff.transfer_id)
         if self._by_key.pop(key, None) is not handoff:
             return
@@ -142,7 +143,7 @@ class Handoffs:
 
 
 def let_go(key: RequestId, _worker: SimWorker, scheduler: Scheduler) -> None:
-    """Nothing reads a prompt's blocks any more."""
+    """Release a prompt's blocks, which nothing reads any more."""
     if not scheduler.release_held(key):
         scheduler.abort(key)
     scheduler.unpin_blocks(key)

@@ -1,13 +1,14 @@
-"""Ways to choose workers that ours is compared with, on the same knowledge: registry, ledger and prefix map.
+"""Placement policies to compare ours with, using the same knowledge: registry, ledger and prefix map.
 
-- `random`, `round_robin`; `least_load`: the least backlog of tokens to compute; `longest_prefix`: whoever holds most.
-- `sglang`: the published policy of sglang-router (now smg): while requests in flight differ by more than
+- `random`, `round_robin`; `least_load`: the smallest backlog of tokens to compute; `longest_prefix`: the longest cached
+  prefix.
+- `sglang`: the published policy of sglang-router (now smg): while the numbers of requests in flight differ by more than
   `balance_abs_threshold` and by the factor `balance_rel_threshold`, the least loaded worker; else the worker that was
-  sent the longest equal beginning if that is more than `cache_threshold` of the prompt, else the least loaded. It
-  knows what it has sent, in a tree of its own, and not what workers have evicted.
+  sent the longest matching prefix if that exceeds `cache_threshold` of the prompt, else the least loaded. It knows what
+  it has sent, in a tree of its own, and not what workers have evicted.
 - `dynamo`: the published cost of NVIDIA Dynamo's KV router: overlap weight x prefill blocks (in flight, and new ones
-  not cached) + active decode blocks; the least, or by a softmax of normalised costs at a temperature above 0. For a
-  pool that only prefills it counts no decode blocks.
+  not cached) + active decode blocks; the lowest cost, or a softmax of normalised costs at a temperature above 0. For a
+  prefill-only pool it counts no decode blocks.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,23 +29,23 @@ OURS = "tandem"
 
 
 class Candidate(NamedTuple):
-    """A worker that may be chosen."""
+    """Worker that may be chosen."""
 
     worker: WorkerSnapshot
     num_matched_tokens: int
     num_active_tokens: int
-    """Of all requests sent there that have not ended."""
+    """Tokens of all requests sent there that have not ended."""
 
 
 class Wanted(NamedTuple):
     num_tokens: int
     names: Sequence[BlockHash]
     computes: bool
-    """The worker computes the prompt; else it only decodes."""
+    """Whether the worker computes the prompt; else it only decodes."""
 
 
 class Rule(Protocol):
-    """Chooses among candidates, of which there is at least one."""
+    """Chooses among one or more candidates."""
 
     def __call__(self, wanted: Wanted, candidates: Sequence[Candidate]) -> Candidate: ...
 
@@ -70,7 +71,7 @@ class RandomRule:
 
 
 class RoundRobin:
-    """One after another, in each pool."""
+    """Chooses the workers of each pool in turn."""
 
     def __init__(self, _rng: Random) -> None:
         self._next: dict[WorkerRole, int] = {}
@@ -83,7 +84,7 @@ class RoundRobin:
 
 
 class LeastLoad:
-    """Who has least to compute; for decoding, who has the fewest requests."""
+    """Chooses the worker with the least to compute; for decoding, the one with the fewest requests."""
 
     def __init__(self, rng: Random) -> None:
         self._rng = rng
@@ -93,7 +94,7 @@ class LeastLoad:
 
 
 class LongestPrefix:
-    """Who holds most of the prompt, whatever its queue."""
+    """Chooses the worker with the longest cached prefix, whatever its queue."""
 
     def __init__(self, rng: Random) -> None:
         self._rng = rng
@@ -112,7 +113,7 @@ class SGLang:
     def __init__(self, rng: Random) -> None:
         self._rng = rng
         self._sent: dict[BlockHash, dict[WorkerId, None]] = {}
-        """Who was sent a block, the last one last."""
+        """Workers that each block was sent to, the latest last."""
 
     def __call__(self, wanted: Wanted, candidates: Sequence[Candidate]) -> Candidate:
         chosen = self._choose(wanted, candidates)
@@ -186,7 +187,7 @@ POLICIES = (*RULES, OURS)
 
 
 class RulePlacer(Placer):
-    """Keeps the books as the real placer does, and lets a rule choose prefill and decode worker, each alone."""
+    """Keeps records as the real placer does, and lets a rule choose prefill and decode worker independently."""
 
     def __init__(self, *, registry: WorkerRegistry, rule: Rule, rng: Random, clock: Callable[[], float]) -> None:
         super().__init__(registry=registry, model=CostModel(), rng=rng, clock=clock)
@@ -216,7 +217,7 @@ class RulePlacer(Placer):
         prefills = [candidate for candidate in able if candidate.worker.info.role is WorkerRole.PREFILL]
         decodes = [candidate for candidate in able if candidate.worker.info.role is WorkerRole.DECODE]
         if not decodes:
-            raise NoDecodeWorker("no decode worker can take the request")
+            raise NoDecodeWorker("no decode worker can accept the request")
         prefill = self._rule(Wanted(num_tokens, names, True), prefills) if prefills and not is_local else None
         decode = self._rule(Wanted(num_tokens, names, prefill is None), decodes)
         return self._book(num_tokens, names, decode, prefill)

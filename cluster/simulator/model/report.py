@@ -1,8 +1,8 @@
-"""What a simulation came to: the table that vLLM's serving benchmark prints, and what only a simulator can know.
+"""Results of a simulation: the table that vLLM's serving benchmark prints, and figures that only a simulator has.
 
-Goodput counts requests whose first token came within the TTFT target and whose mean time per further token is within
-the ITL target, per second. `held` also asks what share of all first tokens, and of all gaps, was within its target;
-who was refused had no first token in time.
+Goodput counts requests per second whose first token met the TTFT target and whose mean time per further token met the
+ITL target. `held` also checks the share of all first tokens, and of all gaps, that met its target; a rejected request
+has missed the TTFT target.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,14 +21,14 @@ HELD_SHARE = 0.99
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slo:
-    """What clients are promised."""
+    """Latency objectives for clients."""
 
     ttft_s: float = 2.0
     itl_s: float = 0.1
 
     @classmethod
     def parse(cls, text: str) -> "Slo":
-        """From `ttft=2,itl=0.1`, in seconds. ConfigError for anything else."""
+        """Parse `ttft=2,itl=0.1`, in seconds. ConfigError for anything else."""
         try:
             parts = dict(part.split("=", 1) for part in text.split(",") if part)
             unknown = parts.keys() - {"ttft", "itl"}
@@ -36,7 +36,7 @@ class Slo:
                 raise ValueError(f"unknown {', '.join(sorted(unknown))}")
             values = {f"{name}_s": float(value) for name, value in parts.items()}
         except ValueError as error:
-            raise ConfigError(f"--slo is ttft=SECONDS,itl=SECONDS, not {text!r}: {error}") from error
+            raise ConfigError(f"--slo must be ttft=SECONDS,itl=SECONDS, not {text!r}: {error}") from error
         if any(not value > 0.0 for value in values.values()):
             raise ConfigError(f"--slo: targets must be above 0, not {text!r}")
         return cls(**values)
@@ -53,18 +53,18 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolUse:
-    """What one pool did."""
+    """Usage of one pool."""
 
     num_workers: int
     busy_share: float
-    """Of all its workers' time from the first arrival to the last end."""
+    """Share of all its workers' time from the first arrival to the last end."""
     prompt_tokens: int
-    """Computed."""
+    """Prompt tokens that were computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """One simulation's figures. The same seed gives the same bytes."""
+    """Figures of one simulation. The same seed gives the same bytes."""
 
     trace: str
     policy: str
@@ -80,9 +80,9 @@ class Report:
     prompt_tokens_per_s: float
     output_tokens_per_s: float
     hit_rate: float
-    """Prompt tokens that were cached where the prompt was computed."""
+    """Share of prompt tokens that were cached where the prompt was computed."""
     queue_ms: Spread
-    """From arrival at the router until the prompt's first step begins."""
+    """Time from arrival at the router until the prompt's first step starts."""
     ttft_ms: Spread
     tpot_ms: Spread
     itl_ms: Spread
@@ -91,14 +91,14 @@ class Report:
     slo_itl_ms: float
     goodput_per_s: float
     ttft_within: float
-    """Of all that have ended."""
+    """Share of all requests that have ended."""
     itl_within: float
     kv_gbytes_moved: float
     pools: dict[str, PoolUse]
 
     @property
     def held(self) -> bool:
-        """Whether nobody failed, and 99 % of first tokens and of gaps came in time."""
+        """Whether no request failed, and 99 % of first tokens and of gaps were in time."""
         return not self.num_failed and self.ttft_within >= HELD_SHARE and self.itl_within >= HELD_SHARE
 
     def as_dict(self) -> dict[str, Any]:
@@ -106,7 +106,7 @@ class Report:
 
 
 def report_on(simulation: Simulation, slo: Slo, *, policy: str, seed: int) -> Report:
-    """Of a simulation that has run."""
+    """Build the report of a simulation that has run."""
     outcomes, trace = simulation.router.outcomes, simulation.trace
     finished = list(outcomes.finished.in_order())
     start_s = trace.requests[0].arrival_s
@@ -147,7 +147,7 @@ def report_on(simulation: Simulation, slo: Slo, *, policy: str, seed: int) -> Re
 
 
 def table(reports: Sequence[Report]) -> str:
-    """All reports side by side, a column each."""
+    """Render all reports side by side, one column each."""
     rows = [("", [report.policy for report in reports])]
     rows += [(name, [f"{value(report):{form}}" for report in reports]) for name, form, value in _ROWS]
     first = max(len(name) for name, _ in rows)
@@ -159,7 +159,7 @@ def table(reports: Sequence[Report]) -> str:
 
 
 _Row = tuple[str, str, Callable[[Report], float]]
-"""What a line is called, how its figures look, and what they are."""
+"""Name of a line, format of its figures, and function that returns them."""
 
 
 def _spread_rows(name: str, of: Callable[[Report], Spread]) -> list[_Row]:
@@ -205,7 +205,7 @@ def _pools(simulation: Simulation, duration_s: float) -> dict[str, PoolUse]:
 
 
 def _tpot_s(request: FinishedRequest) -> float:
-    """Mean time per token after the first."""
+    """Return the mean time per token after the first."""
     return (request.finished_s - request.arrived_s - ttft_s(request)) / max(1, request.wanted.num_output_tokens - 1)
 
 
@@ -222,5 +222,5 @@ def _gap_spread(gaps: GapHistogram) -> Spread:
 
 
 def best(reports: Iterable[Report]) -> Report | None:
-    """The one with the most goodput of those that hold the SLO; None when none does."""
+    """Return the report with the highest goodput of those that meet the SLO; None when none does."""
     return max((report for report in reports if report.held), key=lambda report: report.goodput_per_s, default=None)

@@ -1,4 +1,4 @@
-"""One request of a simulation: what it wants, what it has got so far, and when."""
+"""One request of a simulation: its input, its progress, and the times."""
 
 from array import array
 
@@ -16,7 +16,7 @@ _MAX_ATTEMPTS = 4
 
 
 class SimRequest:
-    """Mutable; touched by the simulated router and by workers' news of it."""
+    """Mutable state of a request, changed by the simulated router and by events of workers."""
 
     __slots__ = (
         "arrived_s",
@@ -42,9 +42,9 @@ class SimRequest:
         self.arrived_s = arrived_s
         self.wanted = wanted
         self.entry: AdmissionEntry | None = None
-        """Of admission, while it is there."""
+        """Entry of the admission queue while the request is there."""
         self.is_running = False
-        """Whether it had its turn and has not ended."""
+        """Whether the request was admitted and has not ended."""
         self.progress = ChoiceProgress(
             prompt_length=wanted.num_prompt_tokens,
             max_tokens=wanted.num_output_tokens,
@@ -53,38 +53,38 @@ class SimRequest:
         self.assignment: Assignment | None = None
         self.place: WaitingPosition | None = None
         self.key = RequestId("")
-        """Of the attempt under way, on every worker: news of another one are stale."""
+        """Id of the present attempt, on every worker: events of others are stale."""
         self.num_output_tokens = 0
-        """That the client has, as of the last news."""
+        """Number of tokens that the client has, according to the latest event."""
         self.cached_tokens: int | None = None
-        """Of the prompt, as the first worker that began to compute it found."""
+        """Cached prompt tokens that the first worker found when it started the prompt."""
         self.engine: Request | None = None
-        """On the worker that answers, once it is there."""
+        """Request of the answering worker's engine, once it is there."""
         self.queued_s: float | None = None
-        """From its arrival at the router until its prompt began to be computed."""
+        """Time from arrival at the router until computation of the prompt started."""
         self.first_token_s: float | None = None
         self.last_token_s = 0.0
         self.is_fresh = True
-        """Its next token on the worker is not one step after the one before."""
+        """Whether the next token on the worker does not follow the previous one by one step."""
 
     @property
     def is_local(self) -> bool:
-        """Whether a decode worker is to read its prompt itself; see `router.types.requests.RoutedRequest`."""
+        """Whether a decode worker computes the prompt itself; see `router.types.requests.RoutedRequest`."""
         return self.entry is not None and self.entry.is_local and not self.num_output_tokens
 
     def begin_attempt(self) -> int:
-        """Its number, which every name of the attempt bears."""
+        """Start an attempt and return its number, which is part of every id of the attempt."""
         attempt = self.progress.begin_attempt()
         self.key = RequestId(f"{self.number:09d}.{attempt}")
         return attempt
 
     def names(self, block_tokens: int) -> SpacedNames:
-        """Of the full blocks of all tokens that the client and the prompt have, for the router."""
+        """Return the names, for the router, of the full blocks of all tokens of the prompt and the answer so far."""
         num_full = (self.wanted.num_prompt_tokens + self.num_output_tokens) // block_tokens
         return SpacedNames(self._chain(num_full)[:num_full], block_tokens)
 
     def engine_request(self, now: float, block_tokens: int, *, prefill_only: bool) -> Request:
-        """The request as an engine gets it, with all tokens that there are."""
+        """Build the engine's request, with all tokens so far."""
         num_prompt, num_output = self.wanted.num_prompt_tokens, self.num_output_tokens
         tokens = array("i", bytes(4 * (num_prompt + num_output)))
         num_full = num_prompt // block_tokens
@@ -102,6 +102,6 @@ class SimRequest:
         )
 
     def _chain(self, num_blocks: int) -> list[BlockHash]:
-        """Names of at least so many blocks."""
+        """Return the names of at least so many blocks."""
         known = self.wanted.names
         return [*known, *(own_name(self.number, index) for index in range(len(known), num_blocks))]

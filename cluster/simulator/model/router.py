@@ -1,7 +1,7 @@
-"""The router of a simulation: real admission, queue, placement, registry, prefix map, waiting room and retry ladder.
+"""The router of a simulation: real admission, queue, placement, registry, prefix map, waiting room and retry policy.
 
-What dispatch does between them is written here anew, without sessions and text: `router.dispatch.choices.choice_run`
-carries tokens one by one, of which a simulation has too many.
+The dispatch between them is written anew here, without sessions and text: `router.dispatch.choices.choice_run` handles
+single tokens, of which a simulation has too many.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from functools import partial
 from random import Random
 
 from cluster.simulator.inputs.trace import TraceRequest
-from cluster.simulator.model.admission import SimGate
+from cluster.simulator.model.admission import SimAdmission
 from cluster.simulator.model.event_queue import EventQueue
 from cluster.simulator.model.finished import FinishedRequests
 from cluster.simulator.model.request import SimRequest
@@ -29,27 +29,27 @@ from tandem.errors import RequestTooLarge, ServingError
 
 @dataclass(slots=True, kw_only=True)
 class Outcomes:
-    """All requests of a simulation by what became of them. Mutated by its router alone."""
+    """All requests of a simulation by result. Changed by its router alone."""
 
     finished: FinishedRequests
     num_rejected: int = 0
-    """Turned away by admission, at once or after they had waited."""
+    """Requests rejected by admission, at once or after waiting."""
     num_failed: int = 0
-    """Accepted, and ended with an error."""
+    """Requests that were admitted and ended with an error."""
     num_retries: int = 0
 
     @property
     def num_ended(self) -> int:
-        """Whatever became of them."""
+        """Number of requests that have ended, with any result."""
         return len(self.finished) + self.num_rejected + self.num_failed
 
 
 Submit = Callable[[SimRequest], None]
-"""Sends an attempt to the workers that its assignment names."""
+"""Function that sends an attempt to the workers of its assignment."""
 
 
 class SimRouter:
-    """One router on the virtual clock."""
+    """Router on the virtual clock."""
 
     def __init__(
         self,
@@ -63,9 +63,9 @@ class SimRouter:
         self.outcomes = Outcomes(finished=FinishedRequests())
         self.room = WaitingChoices()
         self.live: dict[str, SimRequest] = {}
-        """By the key of the attempt under way."""
+        """Requests in progress by the key of their present attempt."""
         self.on_end: Callable[[], None] = _nobody
-        """Called when a request has ended, however."""
+        """Called when a request has ended, with any result."""
         self._events = events
         self._placer = placer
         self._num_running = 0
@@ -81,15 +81,15 @@ class SimRouter:
             policy=policy,
             clock=events.clock,
         )
-        self.gate = SimGate(events, fair, run=self._run, refused=self._refused)
-        placer.registry.on_load = self._load_told
-        placer.registry.watch(self.gate.pump)
+        self.admission = SimAdmission(events, fair, run=self._run, refused=self._refused)
+        placer.registry.on_load = self._on_load_report
+        placer.registry.watch(self.admission.pump)
 
     def arrive(self, number: int, wanted: TraceRequest) -> None:
-        self.gate.enter(SimRequest(number, wanted, self._events.now))
+        self.admission.enter(SimRequest(number, wanted, self._events.now))
 
     def _run(self, request: SimRequest) -> None:
-        """It is its turn. Its place is sure: the gate bounds the turns."""
+        """Run an admitted request. It always has a slot: admission bounds the number of requests."""
         request.is_running = True
         self._num_running += 1
         self._budget.earn()
@@ -99,9 +99,9 @@ class SimRouter:
         self.outcomes.num_rejected += 1
         self.on_end()
 
-    def _load_told(self, worker: WorkerSnapshot) -> None:
+    def _on_load_report(self, worker: WorkerSnapshot) -> None:
         self.room.on_load(worker)
-        self.gate.pump()
+        self.admission.pump()
 
     def submit(self, request: SimRequest) -> None:
         """Start the next attempt, or wait for room."""
@@ -126,7 +126,7 @@ class SimRouter:
         self._send(request)
 
     def prompt_computed(self, request: SimRequest) -> None:
-        """The attempt's first token came."""
+        """Handle the first token of the attempt."""
         if request.assignment is not None:
             self._placer.prompt_computed(request.assignment)
             self._placer.registry.answered(request.assignment.decode)
@@ -134,16 +134,16 @@ class SimRouter:
         request.progress.full.clear()
         if request.first_token_s is None:
             request.first_token_s = self._events.now
-        self.gate.answered(request)
+        self.admission.answered(request)
 
     def finish(self, request: SimRequest) -> None:
-        """The last token came."""
+        """Handle the last token of the request."""
         self.release(request)
         self.outcomes.finished.add(request, self._events.now)
         self._leave(request, request.wanted.num_output_tokens)
 
     def fail(self, request: SimRequest, _error: ServingError) -> None:
-        """The client is told an error."""
+        """End the request with an error."""
         self.release(request)
         self.outcomes.num_failed += 1
         self._leave(request, request.num_output_tokens)
@@ -151,11 +151,11 @@ class SimRouter:
     def _leave(self, request: SimRequest, num_tokens: int) -> None:
         self._num_running -= request.is_running
         request.is_running = False
-        self.gate.end(request, num_tokens=num_tokens)
+        self.admission.end(request, num_tokens=num_tokens)
         self.on_end()
 
     def release(self, request: SimRequest) -> None:
-        """The attempt is over: what still comes of it is stale."""
+        """End the attempt: any later event of it is stale."""
         self.live.pop(request.key, None)
         request.engine = None
         if request.assignment is not None:
@@ -163,7 +163,7 @@ class SimRouter:
             request.assignment = None
 
     def refused(self, request: SimRequest, error: ServingError) -> None:
-        """The decode worker has no room, or will never have."""
+        """Handle a decode worker's rejection: it has no room now, or will never have."""
         assignment, progress = request.assignment, request.progress
         if assignment is None:
             return
@@ -188,13 +188,13 @@ class SimRouter:
             self.fail(request, error)
 
     def lost(self, request: SimRequest) -> None:
-        """Its decode worker is gone: another continues after the tokens that the client has."""
+        """Handle the loss of the decode worker: another one continues after the tokens that the client has."""
         self.release(request)
         self.outcomes.num_retries += 1
         self.submit(request)
 
     def _wait(self, request: SimRequest) -> None:
-        """Until a load report shows room, or a while has passed."""
+        """Wait until a load report shows room, or some time has passed."""
         if request.place is None:
             request.place = self.room.new_place(0)
         place, num_tokens = request.place, request.wanted.num_prompt_tokens + request.num_output_tokens + 1
@@ -213,4 +213,4 @@ class SimRouter:
 
 
 def _nobody() -> None:
-    """Until somebody wants to know."""
+    """Ignore the end of a request, by default."""

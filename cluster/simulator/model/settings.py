@@ -1,4 +1,4 @@
-"""What a simulated cluster is made of."""
+"""Settings of a simulated cluster."""
 
 from dataclasses import dataclass, field
 from math import inf
@@ -20,35 +20,35 @@ class PoolSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network:
-    """What separates the processes: latencies, in place of sessions, links and time-outs."""
+    """Latencies that replace sessions, links and timeouts between processes."""
 
     hop_s: float = 0.0005
-    """One message between two processes."""
+    """Time of one message between two processes."""
     link_bytes_per_s: float = 25e9
-    """Of each worker's card, one way; transfers queue for both ends."""
+    """Bandwidth of each worker's network card per direction; transfers queue at both ends."""
     load_period_s: float = 0.5
-    """Between two load reports of a worker."""
+    """Time between two load reports of a worker."""
     crash_seen_s: float = 0.5
-    """Until the router knows that a process is gone."""
+    """Time until the router notices that a process is gone."""
     freeze_seen_s: float = 2.0
-    """Until the router gives a silent one up."""
+    """Time until the router gives up a silent process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSpec:
     prefill: PoolSpec | None
-    """None: decode workers compute the prompts themselves (colocated)."""
+    """Prefill pool; None: decode workers compute the prompts themselves (colocated)."""
     decode: PoolSpec | None
-    """None: of every prompt only the first token is wanted, and placement of prefill alone is looked at."""
+    """Decode pool; None: only the first token of each prompt is wanted, to study prefill placement alone."""
     network: Network = field(default_factory=Network)
     max_inflight: int = 1_000_000
-    """Requests that the router runs at once."""
+    """Maximum number of requests that the router runs at once."""
     admission: AdmissionPolicy | None = None
-    """Who waits before that, and who is turned away; None: as a router does that is not told otherwise."""
+    """Admission policy; None: the default one of a router for these workers."""
 
     @property
-    def door(self) -> AdmissionPolicy:
-        """`admission`, or the usual one for workers such as these."""
+    def admission_policy(self) -> AdmissionPolicy:
+        """Return `admission`, or the default policy for workers such as these."""
         if self.admission is not None:
             return self.admission
         pool = self.decode or self.prefill
@@ -60,8 +60,8 @@ class ClusterSpec:
         return AdmissionPolicy(room=room)
 
 
-def open_door() -> AdmissionPolicy:
-    """Nobody waits but for memory, whatever the workers have to do: for looking at placement alone."""
+def unlimited_admission() -> AdmissionPolicy:
+    """Return a policy that never queues or rejects, except for memory: for studying placement alone."""
     return AdmissionPolicy(max_queue_s=inf, room=CapacityPolicy(worker_backlog_s=inf, max_running_per_worker=2**40))
 
 
@@ -73,7 +73,7 @@ def engine_config(
     chunk_tokens: int = 2048,
     max_step_s: float | None = None,
 ) -> SchedulerConfig:
-    """The engine's bounds, but for what a simulation has no use for."""
+    """Return the engine's limits, without those that a simulation does not need."""
     return SchedulerConfig(
         num_blocks=num_blocks,
         block_size=block_size,

@@ -1,4 +1,4 @@
-"""A whole cluster on a virtual clock: one router, its workers, a trace; from the first arrival to the last end."""
+"""A whole cluster on a virtual clock: one router, its workers, and a trace, from the first arrival to the last end."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -29,12 +29,12 @@ from tandem.values.roles import WorkerRole
 
 
 def worker_name(role: WorkerRole, index: int) -> WorkerId:
-    """Of a pool's worker, whichever process it is at the moment."""
+    """Return the id of a pool's worker, whichever process it is at the moment."""
     return WorkerId(f"{role.value}-{index:04d}")
 
 
 class SimPort:
-    """What a session would be: the simulated router sends its orders past it, all that it may ask for is a snapshot."""
+    """Replaces a session: the simulated router sends its orders another way, and can only request a snapshot."""
 
     def __init__(self, resync: Callable[[], None]) -> None:
         self.resync = resync
@@ -44,7 +44,7 @@ class SimPort:
 
 
 def _never() -> bool:
-    """Everybody is waited for."""
+    """Never end a simulation early."""
     return False
 
 
@@ -53,7 +53,7 @@ def _nothing(*_args: object, **_options: object) -> None: ...
 
 @contextmanager
 def _quiet_collector() -> Iterator[None]:
-    """Without the search for garbage in cycles, of which a simulation makes none: it costs an eighth of the time."""
+    """Run without the cyclic garbage collector, which a simulation does not need: it takes an eighth of the time."""
     was_on = gc.isenabled()
     gc.disable()
     try:
@@ -65,15 +65,15 @@ def _quiet_collector() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choosing:
-    """How the router chooses workers."""
+    """Settings of how the router chooses workers."""
 
     policy: str = OURS
     model: CostModel = field(default_factory=CostModel)
-    """Of ours."""
+    """Cost model of our own policy."""
 
 
 class Simulation:
-    """Set up by its constructor, run once."""
+    """Simulation that is set up by its constructor and runs once."""
 
     def __init__(self, spec: ClusterSpec, trace: Trace, choosing: Choosing, *, seed: int) -> None:
         if choosing.policy != OURS and choosing.policy not in RULES:
@@ -85,21 +85,21 @@ class Simulation:
         self.workers = SimWorkers(self.events, self.registry, spec.network, has_decode=spec.decode is not None)
         rng = Random(seed)
         placer = self._placer(choosing, Random(rng.random()))
-        door = replace(spec.door, max_inflight=spec.max_inflight)
+        policy = replace(spec.admission_policy, max_inflight=spec.max_inflight)
         if choosing.policy == OURS:
-            door = replace(door, room=replace(door.room, costs=choosing.model))
+            policy = replace(policy, room=replace(policy.room, costs=choosing.model))
         self.router = SimRouter(
-            self.events, placer, door, Random(rng.random()), trace.block_tokens, self.workers.submit
+            self.events, placer, policy, Random(rng.random()), trace.block_tokens, self.workers.submit
         )
         self.router.on_end = self._ended
         self.workers.use(self.router)
         self._incarnation = 0
         self.num_faults = 0
         self.is_decided: Callable[[], bool] = _never
-        """Asked whenever a request has ended: whether the others need not be seen."""
+        """Called whenever a request has ended: whether the remaining ones need not be simulated."""
         self._is_cut = False
         self._given_up: set[WorkerKey] = set()
-        """Workers that are gone, or will be when the router has learnt it."""
+        """Workers that are gone, or will be once the router has noticed."""
         for role, pool in ((WorkerRole.PREFILL, spec.prefill), (WorkerRole.DECODE, spec.decode)):
             if pool is not None:
                 for index in range(pool.num_workers):
@@ -108,18 +108,18 @@ class Simulation:
             self._join_sink()
 
     def run(self) -> Outcomes:
-        """Until every request has ended, or `is_decided`."""
+        """Run until every request has ended, or `is_decided` returns True."""
         num_requests = len(self.trace.requests)
         self._await_arrival(0)
         outcomes = self.router.outcomes
         with _quiet_collector():
             self.events.run()
         if outcomes.num_ended < num_requests and not self._is_cut:
-            raise InvariantError(f"{num_requests - outcomes.num_ended} requests wait for something that never happens")
+            raise InvariantError(f"{num_requests - outcomes.num_ended} requests wait for an event that never happens")
         return outcomes
 
     def start_worker(self, role: WorkerRole, index: int, pool: PoolSpec) -> SimWorker:
-        """A process begins, with an empty cache, and joins."""
+        """Start a process with an empty cache, and let it join."""
         self._incarnation += 1
         key = WorkerKey(worker_name(role, index), Incarnation(self._incarnation))
         info = self._info(key, role, pool.engine.num_blocks, pool.latency.kv_bytes_per_token)
@@ -129,13 +129,13 @@ class Simulation:
         self.workers.live[key] = worker
         self.workers.all.append(worker)
         self._join(info, partial(self.workers.send_snapshot, worker))
-        # Reports of workers do not come all at once.
+        # Workers do not report all at the same time.
         phase_s = self.spec.network.load_period_s * (index % pool.num_workers + 1) / (pool.num_workers + 1)
-        self.events.in_background(phase_s, partial(self.workers.tell_load, worker))
+        self.events.in_background(phase_s, partial(self.workers.report_load, worker))
         return worker
 
     def strike(self, fault: Fault) -> None:
-        """Let a fault happen when its time comes; a worker that is gone already cannot be hit."""
+        """Schedule a fault; it has no effect on a worker that is gone by then."""
         self.events.at(fault.at_s, partial(self._hit, fault))
 
     def _hit(self, fault: Fault) -> None:
@@ -163,7 +163,7 @@ class Simulation:
         self.start_worker(role, index, pool)
 
     def remove_worker(self, worker: SimWorker) -> None:
-        """The router has learnt that a process is gone: what it still had to do goes on elsewhere."""
+        """Handle the router's detection of a lost process: its remaining work continues elsewhere."""
         worker.die()
         self.registry.left(worker.info.key, "gone")
         self.workers.lost(worker.info.key)
@@ -173,7 +173,7 @@ class Simulation:
         self.registry.prefix_changed(info.key, PrefixChange(first_sequence=0, snapshot=True, changes=()))
 
     def _join_sink(self) -> None:
-        """Nobody decodes: a decode worker in name only, with room for everything, where no prompt is computed."""
+        """Join a nominal decode worker with unlimited room, for simulations without decoding."""
         key = WorkerKey(WorkerId("sink"), Incarnation(0))
         bytes_per_token = 1 if self.spec.prefill is None else self.spec.prefill.latency.kv_bytes_per_token
         self._join(self._info(key, WorkerRole.DECODE, 2**40, bytes_per_token), _nothing)

@@ -1,8 +1,8 @@
-"""A worker: the real scheduler with its real pool and index; only what a step takes is a latency.
+"""A worker with the real scheduler, pool and index; only the duration of a step comes from a latency model.
 
-Its life is the engine thread's: calls of others between two steps, `schedule`, the step, `commit`. Steps that only
-decode are taken many at once (`engine.scheduler.fast_forward`); a call that comes in
-their midst cuts them at the next step's end.
+It cycles as the engine's thread does: calls of others between two steps, `schedule`, the step, `commit`. Steps that
+only decode are taken many at once (`engine.scheduler.fast_forward`); a call that arrives meanwhile cuts them short at
+the end of the present step.
 """
 
 from bisect import bisect_right
@@ -25,39 +25,39 @@ from engine.types.step_output import StepOutput, StepTimings
 from router.types.worker_view import WorkerInfo
 
 TOKEN = 1
-"""What is always sampled: no request of a simulation ends by it."""
+"""Token that is always sampled: no request of a simulation ends because of it."""
 _SAMPLED = SampledToken(token_id=TOKEN)
 
 Call = Callable[[Scheduler], None]
 
 
 class Steps(NamedTuple):
-    """What a worker has just done."""
+    """Steps that a worker has just finished."""
 
     num_steps: int
     seconds: float
-    """Of all of them; 0 when nothing was computed."""
+    """Duration of all of them; 0 when nothing was computed."""
     num_rows: int
-    """Sequences that got a token in each of the steps taken at once; of a single step see the output's events."""
+    """Sequences that got a token in each step of a run; for a single step, see the output's events."""
 
 
 class StepListener(Protocol):
-    """Hears of a worker's steps when they end."""
+    """Receives a worker's steps when they end."""
 
     def stepped(self, worker: "SimWorker", output: StepOutput, steps: Steps) -> None:
-        """Everything that happened since the last time."""
+        """Handle everything that happened since the last call."""
         ...
 
 
 class _Quiet(NamedTuple):
-    """Steps under way that are taken at once."""
+    """Run of steps in progress that is taken at once."""
 
     run: SteadyRun
     started_s: float
 
 
 class SimWorker:
-    """One worker on the virtual clock."""
+    """Worker on the virtual clock."""
 
     def __init__(
         self,
@@ -75,16 +75,16 @@ class SimWorker:
         self.rates = RateMeter()
         self.busy_s = 0.0
         self.num_prompt_tokens = 0
-        """Computed so far."""
+        """Prompt tokens computed so far."""
         self.stepped_s = 0.0
-        """When its last step ended."""
+        """End time of its last step."""
         self.link_free_s = 0.0
-        """When its network card has done all that it was given."""
+        """Time by which its network card has sent everything it was given."""
         self.is_dead = False
         self.num_tokens_at_end = 0
-        """That each running sequence had got, when the worker died, in steps whose end was not told yet."""
+        """Tokens of each running sequence, when the worker died, in steps whose end had not been reported."""
         self.has_news = True
-        """Something has happened since its last report, or is about to."""
+        """Whether something has happened since its last report, or is about to."""
         self.joined: list[SimRequest] = []
         """Requests whose prompt came from elsewhere and whose first step here is still to come."""
         self._paces = config.max_step_s is not None
@@ -94,13 +94,13 @@ class SimWorker:
         self.is_busy = False
         self._quiet: _Quiet | None = None
         self._serial = 0
-        """Of the step under way: what another one was to end is void."""
+        """Number of the present step: events of any other are void."""
         self._frozen_from_s = inf
-        """Since when it is frozen, or was last."""
+        """Start time of the present or last freeze."""
         self._frozen_until_s = 0.0
 
     def call(self, action: Call) -> None:
-        """Run something between two steps; now, if there are none."""
+        """Run a function between two steps; now, if none is in progress."""
         if self.is_dead:
             return
         self._calls.append(action)
@@ -110,7 +110,7 @@ class SimWorker:
             self._cut(self._quiet)
 
     def die(self) -> None:
-        """The process is gone, with all that it held."""
+        """End the process, with everything it held."""
         if self._quiet is not None:
             last_s = self._frozen_from_s if self.is_frozen else self._events.now
             self.num_tokens_at_end = self._num_ended(self._quiet, last_s)
@@ -119,13 +119,13 @@ class SimWorker:
         self._calls.clear()
 
     def freeze(self, duration_s: float) -> None:
-        """For so long nothing happens."""
+        """Stop all activity for a time."""
         self._frozen_from_s = self._events.now
         self._frozen_until_s = self._events.now + duration_s
 
     @property
     def is_frozen(self) -> bool:
-        """Whether it does nothing at the moment, and says nothing."""
+        """Whether the worker is doing nothing and sending nothing."""
         return self._frozen_until_s > self._events.now
 
     def _num_ended(self, quiet: _Quiet, now: float) -> int:
@@ -137,7 +137,7 @@ class SimWorker:
         )
 
     def _turn(self) -> None:
-        """Calls, then the next step."""
+        """Run pending calls, then start the next step."""
         self.is_busy = self.has_news = True
         scheduler = self.scheduler
         while True:
@@ -152,14 +152,14 @@ class SimWorker:
                 self._begin_step(batch)
                 return
             if scheduler.has_output:
-                self._tell(scheduler.drain(), Steps(0, 0.0, 0))
+                self._report_steps(scheduler.drain(), Steps(0, 0.0, 0))
             if not self._calls:
                 self.is_busy = False
                 return
 
     def _begin_step(self, batch: Batch) -> None:
         if self.scheduler.has_admissions:
-            self._tell(self.scheduler.drain(), Steps(0, 0.0, 0))
+            self._report_steps(self.scheduler.drain(), Steps(0, 0.0, 0))
         work = work_of(batch.items)
         seconds = self.latency.seconds(work)
         self.num_prompt_tokens += work.num_prompt_tokens
@@ -172,7 +172,7 @@ class SimWorker:
         num_sampled = sum([item.samples for item in batch.items])
         output = self.scheduler.commit(batch, [_SAMPLED] * num_sampled)
         self._observe(seconds, batch.num_tokens, len(batch.items))
-        self._tell(output, Steps(1, seconds, 0))
+        self._report_steps(output, Steps(1, seconds, 0))
         self.stepped_s = self._events.now
         self._turn()
 
@@ -186,7 +186,7 @@ class SimWorker:
         self._events.at(quiet.started_s + seconds, partial(self._end_quiet, self._serial, quiet, num_steps, seconds))
 
     def _cut(self, quiet: _Quiet) -> None:
-        """Somebody wants to be heard: the step under way is the last."""
+        """Cut a run of steps short, to process a call: the present step is the last."""
         self._quiet = None
         self._await_quiet(quiet, self._num_ended(quiet, self._events.now) + 1)
 
@@ -197,12 +197,12 @@ class SimWorker:
         output = self.scheduler.fast_forward(num_steps, TOKEN)
         num_rows = quiet.run.num_rows
         self._observe(seconds / num_steps, num_rows, num_rows)
-        self._tell(output, Steps(num_steps, seconds, num_rows))
+        self._report_steps(output, Steps(num_steps, seconds, num_rows))
         self.stepped_s = self._events.now
         self._turn()
 
     def _is_void(self, serial: int, again: Callable[[], None]) -> bool:
-        """Whether a step's end does not happen now: never, or when the worker thaws."""
+        """Return whether a step's end does not happen now: never, or later when the worker thaws."""
         if serial != self._serial:
             return True
         if self.is_frozen:
@@ -211,7 +211,7 @@ class SimWorker:
         return False
 
     def _observe(self, step_s: float, num_tokens: int, num_requests: int) -> None:
-        """Once for steps taken at once: what their repetition would teach is left out."""
+        """Record steps taken at once a single time: their repetition would teach nothing."""
         timings = StepTimings(
             schedule_s=0.0, execute_s=step_s, commit_s=0.0, num_tokens=num_tokens, num_requests=num_requests
         )
@@ -219,6 +219,6 @@ class SimWorker:
         if self._paces:
             self.scheduler.observe(timings)
 
-    def _tell(self, output: StepOutput, steps: Steps) -> None:
+    def _report_steps(self, output: StepOutput, steps: Steps) -> None:
         self.busy_s += steps.seconds
         self._listener.stepped(self, output, steps)

@@ -1,4 +1,4 @@
-"""The workers of a simulation: orders to them, and their news: tokens, KV events, preemptions, load reports, losses."""
+"""The workers of a simulation: orders to them, and their events: tokens, KV events, preemptions, loads, losses."""
 
 from collections.abc import Callable
 from functools import partial
@@ -22,13 +22,13 @@ from tandem.values.roles import WorkerRole
 
 
 class SimWorkers:
-    """All live workers of a simulation. Hears of their steps (StepListener)."""
+    """All live workers of a simulation. Receives their steps (StepListener)."""
 
     def __init__(self, events: EventQueue, registry: WorkerRegistry, network: Network, *, has_decode: bool) -> None:
-        """Without `has_decode` a request is over with its first token, wherever that was computed."""
+        """Without `has_decode`, a request ends with its first token, wherever that was computed."""
         self.live: dict[WorkerKey, SimWorker] = {}
         self.all: list[SimWorker] = []
-        """Those that are gone included."""
+        """All workers, including those that are gone."""
         self.handoffs = Handoffs(events, network, self.live)
         self.gaps = GapHistogram()
         self.num_preemptions = 0
@@ -39,12 +39,12 @@ class SimWorkers:
         self._has_decode = has_decode
 
     def use(self, router: SimRouter) -> None:
-        """From now on news go there."""
+        """Set the router that receives events from now on."""
         self._router = router
 
     @property
     def router(self) -> SimRouter:
-        """Who hears of everything."""
+        """Router that receives all events."""
         if self._router is None:
             raise RuntimeError("the workers have no router yet")
         return self._router
@@ -68,7 +68,7 @@ class SimWorkers:
             self.handoffs.call(assignment.decode, partial(self._reserve, request, key, prefill.info.key))
 
     def _run(self, request: SimRequest, key: RequestId, worker: SimWorker, scheduler: Scheduler) -> None:
-        """The decode worker computes the prompt itself."""
+        """Let the decode worker compute the prompt itself."""
         if request.key != key or request.assignment is None:
             return
         engine = request.engine_request(self._events.now, worker.info.layout.block_size, prefill_only=False)
@@ -80,7 +80,7 @@ class SimWorkers:
             request.engine, request.is_fresh = engine, True
 
     def _compute(self, request: SimRequest, key: RequestId, worker: SimWorker, scheduler: Scheduler) -> None:
-        """A prefill worker gets a prompt."""
+        """Send a prompt to a prefill worker."""
         if request.key != key or request.assignment is None:
             return
         engine = request.engine_request(self._events.now, worker.info.layout.block_size, prefill_only=True)
@@ -88,19 +88,19 @@ class SimWorkers:
         scheduler.pin_blocks(key)
 
     def _refuse(self, request: SimRequest, key: RequestId, error: ServingError) -> None:
-        self._tell_router(request, key, partial(self.router.refused, request, error))
+        self._notify_router(request, key, partial(self.router.refused, request, error))
 
-    def _tell_router(self, request: SimRequest, key: RequestId, news: Callable[[], None]) -> None:
+    def _notify_router(self, request: SimRequest, key: RequestId, event: Callable[[], None]) -> None:
         def deliver() -> None:
             if request.key == key and request.assignment is not None:
-                news()
+                event()
 
         self._events.after(self._network.hop_s, deliver)
 
     def _reserve(
         self, request: SimRequest, key: RequestId, prefill: WorkerKey, worker: SimWorker, scheduler: Scheduler
     ) -> None:
-        """The decode worker takes a request whose prompt a prefill worker is to compute."""
+        """Reserve a request on the decode worker whose prompt a prefill worker is to compute."""
         if request.key != key or request.assignment is None:
             return
         try:
@@ -130,7 +130,7 @@ class SimWorkers:
                 request.is_fresh, request.last_token_s = True, worker.stepped_s
 
     def _count_gaps(self, worker: SimWorker, steps: Steps) -> None:
-        """Steps taken at once: for those that had just come the first token is later by what the way took."""
+        """Count the gaps of steps taken at once: for new sequences, the first token is later by the hop's latency."""
         step_s, count = steps.seconds / steps.num_steps, steps.num_steps * steps.num_rows
         for request in worker.joined:
             if request.is_fresh:
@@ -141,14 +141,14 @@ class SimWorkers:
         self.gaps.add(step_s, count)
 
     def _publish(self, worker: SimWorker, batch: KVEventBatch) -> None:
-        # Nobody clears a cache here.
+        # No cache is cleared in a simulation.
         named = [event for event in batch.events if not isinstance(event, Cleared)]
         changes = tuple([(event.name, isinstance(event, Stored)) for event in named])
         change = PrefixChange(first_sequence=batch.first_seq, snapshot=False, changes=changes)
         self._events.after(self._network.hop_s, partial(self._registry.prefix_changed, worker.info.key, change))
 
     def send_snapshot(self, worker: SimWorker) -> None:
-        """The router has asked for the whole of a worker's prefix cache."""
+        """Send a snapshot of a worker's whole prefix cache, as the router requested."""
         if worker.is_dead:
             return
 
@@ -176,27 +176,27 @@ class SimWorkers:
             return
         is_last = event.finish_reason is not None
         if worker.info.role is WorkerRole.PREFILL:
-            self._tell_router(request, request.key, partial(self.router.prompt_computed, request))
+            self._notify_router(request, request.key, partial(self.router.prompt_computed, request))
             if event.index:
                 self.gaps.add(now - request.last_token_s)
             request.last_token_s = now
             if not self._has_decode:
-                self._tell_router(request, request.key, partial(self.router.finish, request))
+                self._notify_router(request, request.key, partial(self.router.finish, request))
                 worker.call(partial(let_go, event.request_id, worker))
             return
         if event.token is not None:
             if event.index:
                 self.gaps.add(now - (request.last_token_s if request.is_fresh else worker.stepped_s))
             if request.is_fresh and not is_last:
-                self._tell_router(request, request.key, partial(self.router.prompt_computed, request))
+                self._notify_router(request, request.key, partial(self.router.prompt_computed, request))
             request.is_fresh, request.last_token_s = False, now
         if is_last:
-            self._tell_router(request, request.key, partial(self.router.finish, request))
+            self._notify_router(request, request.key, partial(self.router.finish, request))
 
     # Losses
 
     def lost(self, key: WorkerKey) -> None:
-        """The router has learnt that a worker is gone: whatever was there goes on elsewhere."""
+        """Handle the router's detection of a lost worker: its requests continue elsewhere."""
         worker = self.live.pop(key)
         self.handoffs.lost(key)
         for request in self.requests_on(key):
@@ -204,11 +204,11 @@ class SimWorkers:
             self.router.lost(request)
 
     def requests_on(self, key: WorkerKey) -> list[SimRequest]:
-        """Those whose attempt cannot go on without the worker."""
+        """Return the requests whose attempt cannot continue without the worker."""
         return [r for r in self.router.live.values() if _is_on(r, key)]
 
     def _count_tokens(self, request: SimRequest, worker: SimWorker) -> None:
-        """What the client has got of it."""
+        """Count the tokens that the client has received."""
         engine = request.engine
         num_known = 1 if request.first_token_s is not None else 0
         if engine is not None and engine.state is RequestState.RUNNING:
@@ -217,13 +217,13 @@ class SimWorkers:
 
     # Load
 
-    def tell_load(self, worker: SimWorker) -> None:
-        """Report now, and again after every period, for as long as the worker lives."""
+    def report_load(self, worker: SimWorker) -> None:
+        """Report load now, and again after every period while the worker lives."""
         if worker.is_dead:
             return
         if worker.is_frozen or not worker.has_news:
-            # Without news nothing was sent there either: the router would learn nothing.
-            self._events.in_background(self._network.load_period_s, partial(self.tell_load, worker))
+            # Without an event nothing was sent there either: the router would learn nothing new.
+            self._events.in_background(self._network.load_period_s, partial(self.report_load, worker))
             return
         worker.has_news = worker.is_busy
         load = worker.scheduler.load()
@@ -238,11 +238,11 @@ class SimWorkers:
             kv_bytes_per_s=self._network.link_bytes_per_s,
         )
         self._events.in_background(self._network.hop_s, partial(self._registry.load_changed, worker.info.key, report))
-        self._events.in_background(self._network.load_period_s, partial(self.tell_load, worker))
+        self._events.in_background(self._network.load_period_s, partial(self.report_load, worker))
 
 
 def _is_on(request: SimRequest, key: WorkerKey) -> bool:
-    """Whether the attempt cannot go on without the worker."""
+    """Return whether the attempt cannot continue without the worker."""
     assignment = request.assignment
     if assignment is None:
         return False

@@ -1,4 +1,4 @@
-"""How many requests a second a cluster takes before it breaks its promise; and the same hardware cut in every way."""
+"""The request rate that a cluster sustains within its objectives, and the best split of the same hardware."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ from cluster.simulator.model.simulation import Choosing, Simulation
 
 _MAX_DOUBLINGS = 12
 _LOOK_EVERY = 16
-"""Answers between two looks at the gaps."""
+"""Number of answers between two checks of the gaps."""
 _MARGIN = 1e-9
-"""For rounding: who is just at the bound is in time."""
+"""Tolerance for rounding: a time exactly at the bound is in time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """What is simulated, whatever the cluster."""
+    """Load to simulate, whatever the cluster."""
 
     trace: Trace
     slo: Slo
@@ -26,7 +26,7 @@ class Trial:
     seed: int
 
     def run(self, spec: ClusterSpec, *, speed: float = 1.0) -> Report:
-        """The trace with its requests coming `speed` times as fast; once the SLO is broken the rest is left out."""
+        """Simulate the trace with arrivals `speed` times as fast; once the SLO is broken the rest is skipped."""
         simulation = Simulation(spec, self.trace.stretched(1.0 / speed), self.choosing, seed=self.seed)
         simulation.is_decided = _Broken(simulation, self.slo)
         simulation.run()
@@ -34,7 +34,7 @@ class Trial:
 
 
 class _Broken:
-    """Whether a simulation cannot hold the SLO any more, whatever comes: half of all trials end soon by this."""
+    """Whether a simulation can no longer meet the SLO, whatever follows: half of all trials end early by this."""
 
     def __init__(self, simulation: Simulation, slo: Slo) -> None:
         self._outcomes = simulation.router.outcomes
@@ -60,18 +60,18 @@ class _Broken:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capacity:
-    """The most that a cluster was seen to hold."""
+    """Highest rate at which a cluster met the SLO."""
 
     requests_per_s: float
-    """Offered while the SLO was held; 0 when no rate was found."""
+    """Rate offered while the SLO was met; 0 when no rate was found."""
     report: Report | None
-    """Of that rate."""
+    """Report at that rate."""
     breaks: str
-    """What was broken at the next higher rate tried."""
+    """Objectives that were missed at the next higher rate."""
 
 
 def capacity(trial: Trial, spec: ClusterSpec, *, halvings: int = 4) -> Capacity:
-    """Search the rate by doubling, then by halving the interval so many times (of a factor 2: 4 is 4 percent)."""
+    """Search for the rate by doubling, then by so many halvings of the interval (4 of a factor 2 give 4 %)."""
     span_s = max(1e-9, trial.trace.span_s)
     offered = len(trial.trace.requests) / span_s
     held: tuple[float, Report] | None = None
@@ -102,7 +102,7 @@ def capacity(trial: Trial, spec: ClusterSpec, *, halvings: int = 4) -> Capacity:
 
 
 def what_breaks(report: Report) -> str:
-    """The promises that a report does not keep; of a simulation that was cut short those that were broken by then."""
+    """Return the objectives that a report misses; for a simulation cut short, those missed by then."""
     broken = []
     if report.num_failed:
         broken.append("answers")
@@ -114,7 +114,7 @@ def what_breaks(report: Report) -> str:
 
 
 def split(num_workers: int, num_prefill: int, prefill: PoolSpec, decode: PoolSpec, base: ClusterSpec) -> ClusterSpec:
-    """The same number of equal workers as two pools; no prefill worker: colocated."""
+    """Build a cluster of so many equal workers as two pools; without prefill workers it is colocated."""
     return ClusterSpec(
         prefill=None if not num_prefill else _sized(prefill, num_prefill),
         decode=_sized(decode, num_workers - num_prefill),
@@ -129,17 +129,19 @@ def _sized(pool: PoolSpec, num_workers: int) -> PoolSpec:
 
 
 Row = tuple[int, int, Capacity]
-"""Prefill workers (0: colocated), decode workers, what they hold."""
+"""Number of prefill workers (0: colocated), number of decode workers, and their capacity."""
 
 
 def sweep(trial: Trial, num_workers: int, make: Callable[[int], ClusterSpec]) -> list[Row]:
-    """Every ratio, colocated first. `make` gives the cluster with so many prefill workers."""
+    """Measure every ratio, colocated first. `make` builds the cluster with so many prefill workers."""
     return [(p, num_workers - p, capacity(trial, make(p))) for p in range(num_workers)]
 
 
 def sweep_table(rows: list[Row]) -> str:
-    """One line a ratio, and who wins."""
-    lines = [f"{'P:D':>10}  {'req/s at SLO':>12}  {'p99 TTFT':>9}  {'p99 ITL':>9}  {'hit rate':>8}  beyond it breaks"]
+    """Render one line per ratio, and the verdict."""
+    lines = [
+        f"{'P:D':>10}  {'req/s at SLO':>12}  {'p99 TTFT':>9}  {'p99 ITL':>9}  {'hit rate':>8}  first missed beyond it"
+    ]
     for num_prefill, num_decode, found in rows:
         name = f"{num_prefill}:{num_decode}" if num_prefill else f"colo {num_decode}"
         report = found.report
@@ -154,15 +156,15 @@ def sweep_table(rows: list[Row]) -> str:
 
 
 def verdict(rows: list[Row]) -> str:
-    """The winner, in words."""
+    """Name the winner, in words."""
     colocated = max((row[2].requests_per_s for row in rows if not row[0]), default=0.0)
     best = max((row for row in rows if row[0]), key=lambda row: row[2].requests_per_s, default=None)
     if best is None or best[2].requests_per_s == colocated == 0.0:
-        return "nobody holds the SLO at any rate tried"
+        return "no configuration meets the SLO at any rate tried"
     split_rate, ratio = best[2].requests_per_s, f"{best[0]}:{best[1]}"
     if not colocated or not split_rate:
         winner, loser = (f"disaggregated {ratio}", "colocated") if split_rate else ("colocated", "disaggregated")
-        return f"{winner} wins: {loser} holds the SLO at no rate tried"
+        return f"{winner} wins: {loser} meets the SLO at no rate tried"
     if split_rate > colocated:
         return f"disaggregated {ratio} wins: {split_rate / colocated:.2f} times colocated"
     return f"colocated wins: {colocated / split_rate:.2f} times the best ratio ({ratio})"

@@ -1,4 +1,4 @@
-"""A simulation whose fleet changes: by a planner that knows the past, or by a schedule that knows the day."""
+"""A simulation whose fleet changes: by a planner that knows the past, or by a schedule that knows the whole day."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -19,26 +19,26 @@ from tandem.values.roles import WorkerRole
 
 
 class FleetController(Protocol):
-    """Decides what becomes of the fleet; asked once a period."""
+    """Decides how the fleet changes; called once per period."""
 
     def decide(self, now_s: float, seen: Observation, fleet: FleetView) -> Decision:
-        """What is to be done now, and why."""
+        """Return what to do now, and why."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """One decision that did something."""
+    """Decision that changed something."""
 
     at_s: float
     sizes: Sizes
-    """Before it."""
+    """Sizes before the decision."""
     decision: Decision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Elastic:
-    """What is simulated, whoever controls it."""
+    """Cluster, load and timing to simulate, whatever controls the fleet."""
 
     trace: Trace
     slo: Slo
@@ -50,11 +50,11 @@ class Elastic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElasticReport:
-    """What a day came to."""
+    """Results of a day."""
 
     report: Report
     machine_hours: float
-    """From the first arrival to the last."""
+    """Machine time from the first arrival to the last."""
     num_flips: int
     num_starts: int
     num_stops: int
@@ -62,7 +62,7 @@ class ElasticReport:
 
 
 def run_elastic(elastic: Elastic, controller: FleetController, first: Sizes) -> ElasticReport:
-    """The whole trace; the fleet begins with these sizes, which serve at once."""
+    """Simulate the whole trace, starting with a fleet of these sizes that serves at once."""
     spec = sized(elastic.spec, first)
     simulation = Simulation(spec, elastic.trace, Choosing(), seed=elastic.seed)
     fleet = Fleet(simulation, elastic.timing)
@@ -97,7 +97,7 @@ def run_elastic(elastic: Elastic, controller: FleetController, first: Sizes) -> 
 
 
 def sized(spec: ClusterSpec, sizes: Sizes) -> ClusterSpec:
-    """The same cluster with other pools."""
+    """Return the same cluster with pools of other sizes."""
 
     def pool(of: PoolSpec | None, num_workers: int) -> PoolSpec | None:
         return None if of is None else replace(of, num_workers=num_workers)
@@ -106,7 +106,7 @@ def sized(spec: ClusterSpec, sizes: Sizes) -> ClusterSpec:
 
 
 def worker_model(pool: PoolSpec) -> WorkerModel:
-    """What the planner is told of a worker: what the simulation makes of it."""
+    """Return the model of a worker that the planner uses, as the simulation implements it."""
     engine = pool.engine
     return worker_with(
         pool.latency,
@@ -117,7 +117,7 @@ def worker_model(pool: PoolSpec) -> WorkerModel:
 
 
 class _Watch:
-    """Sees of a simulation what a router's metrics would tell: what has come and what has ended, not what will."""
+    """Observes what a router's metrics would show of a simulation: what has arrived and ended, not what will."""
 
     def __init__(self, simulation: Simulation, elastic: Elastic) -> None:
         self._simulation = simulation
@@ -125,16 +125,16 @@ class _Watch:
         self._arrivals = [request.arrival_s for request in elastic.trace.requests]
         self._num_arrived = self._num_ended = self._num_turned_away = 0
         self._answered: set[int] = set()
-        """Requests whose first token was told and whose last one was not."""
+        """Requests whose first token was counted and that have not ended."""
         self._hit_rate = 0.0
-        """Of those that ended lately: of those that come it is not known yet."""
+        """Hit rate of recently ended requests: that of new ones is not known yet."""
         pool = elastic.spec.prefill or elastic.spec.decode
         if pool is None:
-            raise ValueError("a cluster without workers cannot be watched")
+            raise ValueError("a cluster without workers cannot be observed")
         self._model = worker_model(pool)
 
     def period(self) -> Observation:
-        """Since the last time."""
+        """Observe the period since the last call."""
         outcomes = self._simulation.router.outcomes
         ended = [outcomes.finished[index] for index in range(self._num_ended, len(outcomes.finished))]
         self._num_ended = len(outcomes.finished)
@@ -166,7 +166,7 @@ class _Watch:
         )
 
     def _first_tokens(self, ended: Sequence[FinishedRequest]) -> list[float]:
-        """How long those took that came since the last time, by requests that run and those that ended."""
+        """Return the times to first token since the last call, of running and of ended requests."""
         waits_s = [ttft_s(request) for request in ended if request.number not in self._answered]
         self._answered.difference_update(request.number for request in ended)
         for request in self._simulation.router.live.values():
@@ -188,23 +188,23 @@ class _Watch:
         )
 
     def _waiting_s(self) -> float:
-        """Work of prompts that nobody has begun, on workers. The door is not seen for it, unlike in a live cluster."""
+        """Sum the work of prompts that wait on workers; unlike in a live cluster, the router's queue is left out."""
         tokens = sum(w.scheduler.load().num_backlog_tokens for w in self._simulation.workers.live.values())
         return tokens * self._model.prompt_token_s
 
 
 def fullness(simulation: Simulation, pool_tokens: int) -> tuple[int, float]:
-    """Decode workers, and what is taken of their KV, in pools: what prompts at the door will take is counted."""
+    """Count decode workers and the KV they use, in pools, including what queued prompts will need."""
     workers = simulation.workers.live.values()
     pools = [worker.scheduler.load() for worker in workers if worker.info.role is WorkerRole.DECODE]
     if not pools:
         return 0, 0.0
     taken = sum((pool.num_used_blocks + pool.num_promised_blocks) / pool.num_blocks for pool in pools)
-    return len(pools), taken + simulation.router.gate.admission.num_waiting_tokens / pool_tokens
+    return len(pools), taken + simulation.router.admission.fair.num_waiting_tokens / pool_tokens
 
 
 class Scheduled:
-    """A fixed schedule: sizes of each window, known before the day begins; changes are begun in time for it."""
+    """Fixed schedule: sizes of each window, known before the day; changes start early enough to take effect in time."""
 
     def __init__(self, windows: "tuple[Sizes, ...]", window_s: float, timing: FleetTiming) -> None:
         self._windows = windows
@@ -212,7 +212,7 @@ class Scheduled:
         self._timing = timing
 
     def decide(self, now_s: float, seen: Observation, fleet: FleetView) -> Decision:
-        """Order machines as early as they take to start, so that they serve when their window begins."""
+        """Order machines as early as they need to start, so that they serve when their window begins."""
         now = self._of(now_s)
         soon = self._of(now_s + self._timing.start_s + seen.period_s)
         turn = self._of(now_s + self._timing.flip_s + seen.period_s)
@@ -229,7 +229,7 @@ class Scheduled:
             role = min(WorkerRole, key=partial(_lack, sizes, now))
             actions.append(Action(kind=ActionKind.STOP, role=role))
             sizes = sizes.changed(role, -1)
-        return Decision(actions=tuple(actions), wanted=now, reasons=("the schedule says so",))
+        return Decision(actions=tuple(actions), wanted=now, reasons=("scheduled",))
 
     def _of(self, at_s: float) -> Sizes:
         return self._windows[min(int(at_s // self._window_s), len(self._windows) - 1)]

@@ -1,7 +1,7 @@
-"""Machines of a simulation that come, go and change pools while requests run. Machine time counts from order to end.
+"""Machines of a simulation that start, stop and change pools while requests run. Machine time counts from order to end.
 
-The life of one: STARTING → READY → LEAVING → gone, or → TURNING → READY in the other pool. Who leaves takes no more
-requests; what it has after `drain_s` goes on elsewhere, as after a loss.
+The life of one: STARTING → READY → LEAVING → gone, or → TURNING → READY in the other pool. A leaving worker accepts no
+more requests; what it has left after `drain_s` continues elsewhere, as after a loss.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ _LOOK_S = 0.25
 
 
 class MachineState(Enum):
-    """Where a machine is in its life."""
+    """State of a machine in its life."""
 
     STARTING = "starting"
     READY = "ready"
@@ -31,25 +31,25 @@ class MachineState(Enum):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetTiming:
     start_s: float = 180.0
-    """From an order to a worker that serves."""
+    """Time from an order to a worker that serves."""
     flip_s: float = 15.0
-    """From a worker that has drained to the other one on its machine, whose page cache has the weights."""
+    """Time to restart a drained worker in the other role, on a machine whose page cache holds the weights."""
     drain_s: float = 30.0
-    """Most time that a worker has to finish what it has."""
+    """Maximum time that a worker has to finish its work."""
 
 
 @dataclass(slots=True, eq=False)
 class _Machine:
     number: int
     role: WorkerRole
-    """That it will have."""
+    """Role that it has or will have."""
     since_s: float
     state: MachineState
     worker: SimWorker | None = None
 
 
 class Fleet:
-    """All machines of one simulation. Takes over those that it begins with."""
+    """All machines of one simulation, including those of its initial cluster."""
 
     def __init__(self, simulation: Simulation, timing: FleetTiming) -> None:
         self.num_flips = self.num_starts = self.num_stops = 0
@@ -57,7 +57,7 @@ class Fleet:
         self._events = simulation.events
         self._timing = timing
         self._gone_s = 0.0
-        """Machine time of those that are gone."""
+        """Machine time of the machines that are gone."""
         self._machines = [
             _Machine(number, worker.info.role, 0.0, MachineState.READY, worker)
             for number, worker in enumerate(simulation.workers.all)
@@ -65,11 +65,11 @@ class Fleet:
         self._num_first = self._num_ever = len(self._machines)
 
     def machine_s(self, now_s: float) -> float:
-        """Of all machines, until now."""
+        """Return the machine time of all machines, until now."""
         return self._gone_s + sum(now_s - machine.since_s for machine in self._machines)
 
     def view(self) -> FleetView:
-        """What there is, and what is on its way."""
+        """Return the present fleet, including what is starting."""
         coming = (MachineState.STARTING, MachineState.TURNING)
         return FleetView(
             sizes=self._count(lambda machine: machine.state is not MachineState.LEAVING),
@@ -77,7 +77,7 @@ class Fleet:
         )
 
     def act(self, action: Action) -> None:
-        """Begin what was decided. InvariantError when there is nobody to do it with."""
+        """Start an action. InvariantError if no worker can perform it."""
         if action.kind is ActionKind.START:
             self._start(action.role)
         elif action.kind is ActionKind.STOP:
@@ -107,19 +107,19 @@ class Fleet:
     def _flip(self, role: WorkerRole) -> None:
         self.num_flips += 1
         if not self._in(other(role), (MachineState.READY,)):
-            # Who does not serve yet has nothing to finish.
+            # A machine that does not serve yet has no work to finish.
             self._chosen(other(role), (MachineState.STARTING,)).role = role
             return
         machine = self._chosen(other(role), (MachineState.READY,))
         self._leave(machine, partial(self._turn, machine))
-        # It counts for the pool that it goes to from now on.
+        # From now on it counts for the pool that it joins.
         machine.role, machine.state = role, MachineState.TURNING
 
     def _chosen(self, role: WorkerRole, states: tuple[MachineState, ...]) -> _Machine:
-        """Who does not serve yet, else who has least to finish."""
+        """Choose a machine that does not serve yet, else the one with the least to finish."""
         fit = self._in(role, states)
         if not fit:
-            raise InvariantError(f"no {role.value} worker can leave")
+            raise InvariantError(f"no {role.value} worker can be stopped")
         return min(fit, key=lambda machine: (machine.worker is not None, self._load(machine), -machine.number))
 
     def _in(self, role: WorkerRole, states: tuple[MachineState, ...]) -> list[_Machine]:
@@ -132,7 +132,7 @@ class Fleet:
         if machine not in self._machines:
             return
         simulation = self._simulation
-        # The workers that were there first have numbers of their own in each pool.
+        # The initial workers have their own numbers in each pool.
         index = self._num_first + machine.number
         machine.worker = simulation.start_worker(machine.role, index, self._pool(machine.role))
         machine.state = MachineState.READY
@@ -140,14 +140,14 @@ class Fleet:
     def _pool(self, role: WorkerRole) -> PoolSpec:
         pool = self._simulation.spec.prefill if role is WorkerRole.PREFILL else self._simulation.spec.decode
         if pool is None:
-            raise InvariantError(f"a cluster that grows has a {role.value} pool")
+            raise InvariantError(f"cannot add a worker: the cluster has no {role.value} pool")
         return pool
 
     def _leave(self, machine: _Machine, then: Callable[[], None]) -> None:
         machine.state, worker = MachineState.LEAVING, machine.worker
         if worker is None:
-            raise InvariantError("only a worker that serves can drain")
-        self._simulation.registry.draining(worker.info.key, "the fleet changes")
+            raise InvariantError("only a serving worker can drain")
+        self._simulation.registry.draining(worker.info.key, "fleet change")
         self._drain(worker, self._events.now + self._timing.drain_s, then)
 
     def _drain(self, worker: SimWorker, until_s: float, then: Callable[[], None]) -> None:

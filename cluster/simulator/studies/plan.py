@@ -1,9 +1,11 @@
-"""The cheapest cluster that keeps a promise for a load: worker kinds (tensor-parallel sizes), batch limits, P:D ratio.
+"""The cheapest cluster that meets the objectives for a load: worker kinds (tensor-parallel sizes), batch limits, P:D
+ratio.
 
-For each design (which kind in which pool, how many sequences in a step, colocated or not) the number of workers is
-searched: it begins at what the work alone asks for, grows where the promise is broken (TTFT: a prefill worker more;
-ITL: a decode worker more) and shrinks as long as it is kept. What one worker less breaks is the reason for each worker.
-Between neighbours the search takes more workers for better: a design is a local optimum, found by simulation.
+For each design (which kind in which pool, how many sequences per step, colocated or not) the number of workers is
+searched: it starts at what the work alone requires, grows where an objective is missed (TTFT: one more prefill worker;
+ITL: one more decode worker) and shrinks as long as all are met. The objective that one worker fewer misses is the
+reason for each worker. The search assumes that more workers are never worse: a design is a local optimum, found by
+simulation.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,39 +20,39 @@ from cluster.simulator.studies.capacity import Trial, what_breaks
 from tandem.errors import ConfigError
 
 _TYPICAL_ROWS = 16
-"""Sequences beside which a decode step is taken to be paid by, for the first guess."""
+"""Assumed number of sequences that share a decode step, for the first guess."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerKind:
-    """A way to build a worker."""
+    """Kind of worker that a cluster can be built of."""
 
     name: str
     gpus: int
-    """What it costs."""
+    """Cost of one worker, in GPUs."""
     latency: StepLatency
     kv_tokens: int
 
     @classmethod
     def parse(cls, text: str) -> "WorkerKind":
-        """From `gpus=8,kv_tokens=1200000,latency=PROFILE`; the latency comes last. ConfigError for anything else."""
+        """Parse `gpus=8,kv_tokens=1200000,latency=PROFILE`; the latency comes last. ConfigError for anything else."""
         head, found, latency = text.partition("latency=")
         try:
             values = {name: int(value) for name, value in (part.split("=", 1) for part in head.split(",") if part)}
             gpus, kv_tokens = values.pop("gpus"), values.pop("kv_tokens")
         except (KeyError, ValueError) as error:
-            raise ConfigError(f"--worker is gpus=N,kv_tokens=N,latency=PROFILE, not {text!r}") from error
+            raise ConfigError(f"--worker must be gpus=N,kv_tokens=N,latency=PROFILE, not {text!r}") from error
         if not found or values or gpus < 1 or kv_tokens < 1:
-            raise ConfigError(f"--worker is gpus=N,kv_tokens=N,latency=PROFILE, not {text!r}")
+            raise ConfigError(f"--worker must be gpus=N,kv_tokens=N,latency=PROFILE, not {text!r}")
         return cls(name=f"tp{gpus}", gpus=gpus, latency=load_latency(latency), kv_tokens=kv_tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Design:
-    """All but the numbers of workers."""
+    """Everything except the numbers of workers."""
 
     prefill: WorkerKind | None
-    """None: colocated."""
+    """Kind of prefill workers; None: colocated."""
     decode: WorkerKind
     max_running: int
 
@@ -63,24 +65,24 @@ class Design:
 
 
 Sizes = tuple[int, int]
-"""Prefill workers, decode workers."""
+"""Number of prefill workers and number of decode workers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What came of one design."""
+    """Result of the search for one design."""
 
     design: Design
     sizes: Sizes
     gpus: int
     report: Report | None
-    """None: no size within the bound keeps the promise."""
+    """Report of the chosen size; None if no size within the bound meets the objectives."""
     why: tuple[str, ...]
-    """What one worker less breaks; or what is broken at the largest size."""
+    """Objectives that one worker fewer misses, or that the largest size misses."""
 
 
 def designs(kinds: Sequence[WorkerKind], batch_limits: Sequence[int]) -> Iterator[Design]:
-    """Every one, colocated first."""
+    """Yield every design, colocated first."""
     for prefill in (None, *kinds):
         for decode in kinds:
             for max_running in batch_limits:
@@ -88,13 +90,13 @@ def designs(kinds: Sequence[WorkerKind], batch_limits: Sequence[int]) -> Iterato
 
 
 def plan(trial: Trial, kinds: Sequence[WorkerKind], batch_limits: Sequence[int], *, max_gpus: int) -> list[Plan]:
-    """Each design at its best, the cheapest that keep the promise first."""
+    """Plan each design at its best size; those that meet the objectives come first, the cheapest at the top."""
     found = [_Search(trial, design, max_gpus).run() for design in designs(kinds, batch_limits)]
     return sorted(found, key=lambda p: (p.report is None, p.gpus, 0.0 if p.report is None else p.report.ttft_ms.p99))
 
 
 class _Search:
-    """Over the sizes of one design; no size is simulated twice."""
+    """Search over the sizes of one design; no size is simulated twice."""
 
     def __init__(self, trial: Trial, design: Design, max_gpus: int) -> None:
         self._trial = trial
@@ -109,7 +111,7 @@ class _Search:
         if self._gpus(sizes) > self._max_gpus:
             broken = [what_breaks(report) for report in self._reports.values()]
             why: tuple[str, ...] = (
-                f"breaks {broken[-1]} up to {self._max_gpus} GPUs" if broken else "needs more GPUs than allowed",
+                f"misses {broken[-1]} up to {self._max_gpus} GPUs" if broken else "needs more GPUs than allowed",
             )
             return Plan(design=self._design, sizes=sizes, gpus=self._gpus(sizes), report=None, why=why)
         while (smaller := self._smaller_that_holds(sizes)) is not None:
@@ -118,7 +120,7 @@ class _Search:
         return Plan(design=self._design, sizes=sizes, gpus=self._gpus(sizes), report=self._simulate(sizes), why=why)
 
     def _guess(self) -> Sizes:
-        """What the work takes if nothing were cached and all workers were always busy."""
+        """Return the sizes for the work if nothing were cached and all workers were always busy."""
         design, trace = self._design, self._trial.trace
         span_s = max(1e-9, trace.span_s)
         prefill = (design.prefill or design.decode).latency
@@ -135,7 +137,7 @@ class _Search:
         return (prefill + 1, decode) if broken == "TTFT" else (prefill + 1, decode + 1)
 
     def _smaller(self, sizes: Sizes) -> list[Sizes]:
-        """One worker less, the dearer one first."""
+        """Return the sizes with one worker fewer, the more expensive one first."""
         prefill, decode = sizes
         less = [(prefill - 1, decode)] if self._design.prefill is not None and prefill > 1 else []
         less += [(prefill, decode - 1)] if decode > 1 else []
@@ -145,7 +147,7 @@ class _Search:
         return next((smaller for smaller in self._smaller(sizes) if self._simulate(smaller).held), None)
 
     def _why(self, smaller: Sizes) -> str:
-        return f"{ratio(smaller)} breaks {what_breaks(self._simulate(smaller))}"
+        return f"{ratio(smaller)} misses {what_breaks(self._simulate(smaller))}"
 
     def _gpus(self, sizes: Sizes) -> int:
         prefill = 0 if self._design.prefill is None else sizes[0] * self._design.prefill.gpus
@@ -176,5 +178,5 @@ class _Search:
 
 
 def ratio(sizes: Sizes) -> str:
-    """Prefill workers to decode workers, or the number of those that do both."""
+    """Render prefill workers to decode workers, or the number of workers that do both."""
     return f"{sizes[0]}:{sizes[1]}" if sizes[0] else str(sizes[1])

@@ -1,4 +1,4 @@
-"""A plan as people read it: the load and the promise, one line a design, and the answer."""
+"""Rendering of a plan as text: the load and the objectives, one line per design, and the answer."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,10 +7,9 @@ from cluster.simulator.model.report import HELD_SHARE, Slo
 from cluster.simulator.studies.plan import Plan, ratio
 
 _LEGEND = (
-    "workers: 1:2 is one that reads prompts (prefill) and two that write answers (decode); a single number, workers "
-    "that do both (colocated).",
-    "design: tp2 is a worker of two GPUs; batch is the most sequences in a step. TTFT: time to the first token; ITL: "
-    "between two tokens.",
+    "workers: 1:2 is one prefill and two decode workers; a single number is workers that do both (colocated).",
+    "design: tp2 is a worker of two GPUs; batch is the maximum sequences per step. TTFT: time to the first token; ITL: "
+    "time between two tokens.",
 )
 
 
@@ -26,8 +25,9 @@ def _question(trace: Trace, slo: Slo) -> list[str]:
     count, span_s = len(trace.requests), max(1e-9, trace.span_s)
     prompt, answer = trace.num_prompt_tokens / max(1, count), trace.num_output_tokens / max(1, count)
     return [
-        f"load: {count} requests, {count / span_s:.3g} a second, of {prompt:.0f} tokens, answered by {answer:.0f}",
-        f"promise: {HELD_SHARE:.0%} of first tokens within {slo.ttft_s:g} s, {HELD_SHARE:.0%} of the others within "
+        f"load: {count} requests, {count / span_s:.3g} per second, on average "
+        f"{prompt:.0f} prompt tokens and {answer:.0f} answer tokens",
+        f"objectives: {HELD_SHARE:.0%} of first tokens within {slo.ttft_s:g} s, {HELD_SHARE:.0%} of the others within "
         f"{slo.itl_s:g} s of the one before, and no request fails",
     ]
 
@@ -41,13 +41,13 @@ def _line(plan: Plan, width: int) -> str:
 
 
 def _why(plan: Plan) -> str:
-    return "; ".join(plan.why) or "there is no smaller one"
+    return "; ".join(plan.why) or "no smaller size is possible"
 
 
 def _answer(plans: Sequence[Plan]) -> str:
     best = plans[0]
     if best.report is None:
-        return "no design keeps the promise within the GPUs allowed (--max-gpus)"
+        return "no design meets the objectives within the GPUs allowed (--max-gpus)"
 
     def cheapest(wanted: Callable[[Plan], bool]) -> Plan | None:
         return next((p for p in plans if p.report is not None and wanted(p)), None)
@@ -56,7 +56,7 @@ def _answer(plans: Sequence[Plan]) -> str:
     other = cheapest(lambda p: (p.design.prefill is None) != is_colocated)
     word = "with separate pools" if is_colocated else "of workers that do both"
     against = (
-        f"nothing {word} keeps the promise within the GPUs allowed (--max-gpus)"
+        f"nothing {word} meets the objectives within the GPUs allowed (--max-gpus)"
         if other is None
         else f"the cheapest {word} ({other.design.name}, {ratio(other.sizes)}) needs {_gpus(other)}"
     )

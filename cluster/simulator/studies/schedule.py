@@ -1,13 +1,13 @@
-"""The best fixed schedule in hindsight: sizes of both pools for each window of a day, chosen by who has seen the day.
+"""The best fixed schedule in hindsight: sizes of both pools for each window of a day, chosen with knowledge of the day.
 
 Each window is simulated alone with every pair of sizes that can matter: total by total down from a guess until every
-split breaks the whole day's promise by itself, and up until one split breaks hardly anything, or no more than a cluster
-of twice the size. Who has at most as many workers of either pool as a pair that broke it is taken to break it too. Then
-the cheapest choice of pairs is found whose breaches together stay within the day's allowance: exactly, by dynamic
-programming over what was counted. Windows alone may differ from windows in a row, so the whole day is simulated with
-the choice, and chosen anew with a smaller allowance until it holds.
+split exceeds the whole day's allowance by itself, and up until one split breaches hardly anything, or no more than a
+cluster of twice the size. Sizes no larger in either pool than a pair that exceeded it are assumed to exceed it, too.
+Then the cheapest choice of pairs is found whose breaches together stay within the day's allowance: exactly, by dynamic
+programming over the counts. Windows alone may differ from windows in a row, so the whole day is simulated with the
+choice, and the choice is repeated with a smaller allowance until it holds.
 
-The schedule is chosen by its sizes alone; what it takes with machines that start and drain is told besides.
+The schedule is chosen by its sizes alone; its cost with machines that start and drain is reported separately.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,18 +25,18 @@ from cluster.simulator.studies.elastic import Elastic, ElasticReport, Scheduled,
 from tandem.errors import ConfigError
 
 _UNITS = 400
-"""That an allowance is counted in; breaches are rounded up."""
+"""Number of units of an allowance; breaches are rounded up to units."""
 _MOST = 64
-"""Workers that are tried."""
+"""Maximum number of workers that are tried."""
 _HARDLY = 1.0
-"""Of a window's part of the allowance, of gaps: fewer than that are not looked for."""
+"""Share of a window's part of the gap allowance below which fewer breaches are not searched for."""
 _TIGHTER = 0.8
 _MAX_TRIES = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Breaches:
-    """What one window, or a day, did not keep."""
+    """Late requests and gaps of one window, or of a day."""
 
     num_late: float = 0.0
     num_gaps: float = 0.0
@@ -45,12 +45,12 @@ class Breaches:
         return Breaches(num_late=self.num_late + other.num_late, num_gaps=self.num_gaps + other.num_gaps)
 
     def within(self, allowed: "Breaches") -> bool:
-        """Whether both kinds are allowed."""
+        """Return whether both counts are within their allowances."""
         return self.num_late <= allowed.num_late and self.num_gaps <= allowed.num_gaps
 
 
 Option = tuple[Sizes, Breaches]
-"""Sizes of one window, and what they break."""
+"""Sizes of one window, and their breaches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,31 +58,31 @@ class BestSchedule:
     windows: tuple[Sizes, ...]
     window_s: float
     machine_hours: float
-    """Of the sizes alone."""
+    """Machine time of the sizes alone."""
     verified: ElasticReport
-    """Of the whole day with these sizes; holds the SLO."""
+    """Simulation of the whole day with these sizes, which meets the SLO."""
     num_simulated: int
-    """Windows, each with one pair of sizes."""
+    """Number of windows simulated, each with one pair of sizes."""
     num_tries: int
-    """Choices until one held."""
+    """Number of choices until one held."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ScheduleSearch:
-    """One day's search. `guess` says around which sizes a window is tried; the search goes as far as it must."""
+    """Search of one day. Windows are tried around the sizes of `guess`; the search goes as far as necessary."""
 
     elastic: Elastic
     window_s: float
     lead_s: float
-    """Of the load before a window that is simulated with it, so that it does not begin empty."""
+    """Lead time: load before a window that is simulated with it, so that the window does not start empty."""
     guess: Callable[[Trace], Sizes]
     say: Callable[[str], None]
     splits: int = 2
-    """So many more prefill workers than guessed are tried, and so many fewer."""
+    """Range of prefill workers that are tried above and below the guess."""
     num_simulated: int = 0
 
     def run(self) -> BestSchedule:
-        """ConfigError when no schedule holds the SLO."""
+        """Run the search. ConfigError when no schedule meets the SLO."""
         options = [self._options(window) for window in self._windows()]
         allowed = self._allowed(1.0)
         for attempt in range(1, _MAX_TRIES + 1):
@@ -101,10 +101,12 @@ class ScheduleSearch:
                     num_tries=attempt,
                 )
             allowed = self._allowed(_TIGHTER**attempt)
-        raise ConfigError("no fixed schedule was found that holds the SLO")
+        raise ConfigError("found no fixed schedule that meets the SLO")
 
     def breaches(self, window: Trace, sizes: Sizes) -> Breaches:
-        """Of one window with these sizes, its lead left out. What breaks the day by itself is not seen to its end."""
+        """Count the breaches of one window with these sizes, without its lead; stops once they exceed the day's
+        allowance.
+        """
         self.num_simulated += 1
         simulation = Simulation(sized(self.elastic.spec, sizes), window, Choosing(), seed=self.elastic.seed)
         begin_s, slo = window.requests[-1].arrival_s - self.window_s, self.elastic.slo
@@ -144,12 +146,12 @@ class ScheduleSearch:
             self._try(window, guess, total, tried)
         allowed = self._allowed(1.0)
         options = [(sizes, breaches) for sizes, breaches in tried.items() if breaches.within(allowed)]
-        told = ", ".join(f"{sizes} {b.num_late:g} late {b.num_gaps:.0f} gaps" for sizes, b in options)
-        self.say(f"{len(window.requests)} requests, guessed {guess}: {told}")
+        tried_sizes = ", ".join(f"{sizes} {b.num_late:g} late {b.num_gaps:.0f} gaps" for sizes, b in options)
+        self.say(f"{len(window.requests)} requests, guessed {guess}: {tried_sizes}")
         return options
 
     def _try(self, window: Trace, guess: Sizes, total: int, tried: dict[Sizes, Breaches]) -> list[Breaches]:
-        """Every split of so many workers of which it is not known what it breaks."""
+        """Simulate every split of so many workers whose breaches are not known yet."""
         low, high = max(1, guess.prefill - self.splits), min(total - 1, guess.prefill + self.splits)
         for sizes in [Sizes(prefill=p, decode=total - p) for p in range(low, high + 1)]:
             if not self._is_hopeless(sizes, tried):
@@ -168,14 +170,14 @@ class ScheduleSearch:
         return any(breaches.within(allowed) for breaches in found)
 
     def _calm(self, base: Breaches) -> Breaches:
-        """Hardly anything, or no more than `base`."""
+        """Return the larger of negligible breaches and `base`, as a bound."""
         num_windows = self.elastic.trace.requests[-1].arrival_s / self.window_s
         hardly = _HARDLY * self._allowed(1.0).num_gaps / num_windows
         return Breaches(num_late=base.num_late + 0.5, num_gaps=max(base.num_gaps, hardly))
 
 
 class _LateCount:
-    """How many requests of a window, its lead left out, had no first token in time; each is looked at once."""
+    """Count of a window's requests, without its lead, without a first token in time; each is examined once."""
 
     def __init__(self, outcomes: Outcomes, begin_s: float, ttft_s: float) -> None:
         self._outcomes = outcomes
@@ -184,7 +186,7 @@ class _LateCount:
         self._num_seen = self._num_late = 0
 
     def now(self) -> int:
-        """Turned away and failed ones among them."""
+        """Count them, including rejected and failed requests."""
         finished = self._outcomes.finished
         for index in range(self._num_seen, len(finished)):
             request = finished[index]
@@ -198,9 +200,9 @@ def _any_within(tried: dict[Sizes, Breaches], bound: Breaches) -> bool:
 
 
 def cheapest(options: Sequence[list[Option]], allowed: Breaches) -> tuple[Sizes, ...]:
-    """One option of each window, fewest workers together, such that all breaches together are allowed.
+    """Choose one option per window with the fewest workers, such that all breaches together are allowed.
 
-    Over every pair of units of both allowances the fewest workers are kept, window by window. ConfigError if none do.
+    For every pair of units of both allowances the fewest workers are kept, window by window. ConfigError if none do.
     """
     fewest = np.zeros((_UNITS + 1, _UNITS + 1))
     chosen: list[np.ndarray] = []
@@ -213,7 +215,7 @@ def cheapest(options: Sequence[list[Option]], allowed: Breaches) -> tuple[Sizes,
         fewest = costs.min(axis=0)
         chosen.append(costs.argmin(axis=0))
     if not np.isfinite(fewest[_UNITS, _UNITS]):
-        raise ConfigError("no fixed schedule holds the SLO with the sizes that were tried")
+        raise ConfigError("no fixed schedule meets the SLO with the sizes that were tried")
     late = gaps = _UNITS
     windows: list[Sizes] = []
     for window, choice in zip(reversed(options), reversed(chosen), strict=True):

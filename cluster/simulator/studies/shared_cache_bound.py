@@ -1,7 +1,7 @@
-"""The bound that placement is held against: all workers' memory as one cache, and no time passing.
+"""The upper bound for placement: all workers' memory as one cache, and no time passing.
 
-Each prompt in order of arrival finds its longest prefix in one real pool and index of the whole cluster's size, and is
-computed at once. No cluster of separate caches can do better than by luck.
+Each prompt, in order of arrival, finds its longest prefix in one real pool and index of the whole cluster's size, and
+is computed at once. No cluster of separate caches can do better except by luck.
 """
 
 from array import array
@@ -22,16 +22,16 @@ _PARAMS = SamplingParams(max_tokens=1, ignore_eos=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharedCache:
-    """What one shared cache finds of a trace."""
+    """Tokens of a trace that one shared cache finds."""
 
     num_blocks: int
     cached_tokens: tuple[int, ...]
-    """Of each request's prompt."""
+    """Cached tokens of each request's prompt."""
     hit_rate: float
-    """Of all prompts' tokens."""
+    """Share of all prompts' tokens that were cached."""
 
     def busy_s(self, trace: Trace, latency: StepLatency, chunk_tokens: int) -> float:
-        """Of one worker, to compute everything that was not found."""
+        """Return the time of one worker to compute everything that was not cached."""
         return sum(
             latency.prompt_seconds(cached, request.num_prompt_tokens, chunk_tokens)
             for request, cached in zip(trace.requests, self.cached_tokens, strict=True)
@@ -55,9 +55,9 @@ def shared_cache(trace: Trace, num_blocks: int, *, eviction: str = "lru") -> Sha
 
 
 def utilised(trace: Trace, ideal: SharedCache, latency: StepLatency, *, num_workers: int, share: float) -> Trace:
-    """The trace with its arrivals stretched so that the ideal's work keeps `num_workers` busy for `share` of its span.
+    """Stretch the trace so that the ideal's work keeps `num_workers` busy for `share` of its span.
 
-    The chunk does not matter where a step costs nothing but its tokens; elsewhere one of 2,048 tokens is meant.
+    The chunk does not matter where a step costs nothing but its tokens; elsewhere one of 2,048 tokens is assumed.
     """
     busy_s = ideal.busy_s(trace, latency, chunk_tokens=2048)
     return trace.stretched(busy_s / (num_workers * share) / trace.span_s)

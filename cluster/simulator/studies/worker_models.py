@@ -1,11 +1,11 @@
-"""What a planner is told of a worker that takes as long as a profile says."""
+"""The planner's model of a worker whose step times follow a profile."""
 
 from cluster.planner.staffing import WorkerModel
 from cluster.simulator.inputs.latency import StepLatency
 
 
 def worker_with(latency: StepLatency, *, chunk_tokens: int, kv_tokens: int, max_running: int) -> WorkerModel:
-    """The profile's times, and the sizes that are the worker's own."""
+    """Return a model with the profile's times and the worker's own sizes."""
     return WorkerModel(
         step_s=latency.step_s,
         prompt_token_s=latency.prompt_token_s,

@@ -1,10 +1,10 @@
-{{/* The cluster's whole configuration as a dict in YAML: Tandem's defaults, then `config`. Only to compute with. */}}
+{{/* The cluster's whole configuration as a dict in YAML: Tandem's defaults, then `config`. Only for computations in the chart. */}}
 {{- define "tandem.effective" -}}
 {{- $defaults := .Files.Get "files/defaults.yaml" | fromYaml -}}
 {{- toYaml (mustMergeOverwrite $defaults (deepCopy .Values.config)) -}}
 {{- end -}}
 
-{{/* What this chart decides, because it follows from the pods: beside `config`, never in it. */}}
+{{/* Settings that follow from the pods and that the chart therefore sets: added to `config`, never part of it. */}}
 {{- define "tandem.clusterYaml" -}}
 {{- $v := .Values -}}
 {{- $own := dict
@@ -46,7 +46,7 @@ builtin
 {{- else if eq .Values.model.source "volume" -}}
 {{- printf "/models/%s" (trimPrefix "/" .Values.model.path) | trimSuffix "/" -}}
 {{- else -}}
-{{- /* Another model or revision is another directory: running pods may still read the one before. The last part is its name. */ -}}
+{{- /* Each model and revision has its own directory, because running pods may still read the previous one. The last part is its name. */ -}}
 {{- $m := .Values.model.hub -}}
 {{- printf "/models/%s/%s/%s" ($m.id | replace "/" "--") ($m.revision | default "main" | replace "/" "--") ($m.id | splitList "/" | last) -}}
 {{- end -}}
@@ -64,7 +64,7 @@ builtin
 {{- end -}}
 {{- end -}}
 
-{{/* Everything that would render into something that does not work is refused here, by name. */}}
+{{/* Refuses, by name, every combination of values that would render into something that does not work. */}}
 {{- define "tandem.check" -}}
 {{- $v := .Values -}}
 {{- $c := include "tandem.effective" . | fromYaml -}}
@@ -86,7 +86,7 @@ builtin
 {{- end -}}
 {{- end -}}
 
-{{/* Root context: what Kubernetes would refuse without a word on where it comes from. */}}
+{{/* Root context: refuses what Kubernetes would refuse without naming the value that causes it. */}}
 {{- define "tandem.checkNames" -}}
 {{- $name := include "tandem.fullname" . -}}
 {{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $name) -}}
@@ -141,7 +141,7 @@ builtin
 {{- end -}}
 {{- end -}}
 
-{{/* The values' `gateway`, whose two routes are of one listener: it accepts one of those that have a name in common. */}}
+{{/* The values' `gateway`, whose two routes share a listener: it accepts only one of two routes with a hostname in common. */}}
 {{- define "tandem.checkListener" -}}
 {{- $way := "a listener takes either the HTTPRoute or the GRPCRoute of a name: say other names, gateway.grpcParentRefs, or gateway.grpc: false" -}}
 {{- if or (not .hostnames) (not .grpcHostnames) -}}

@@ -8,7 +8,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* What every object carries. Call with the root context. */}}
+{{/* Labels of every object. Call with the root context. */}}
 {{- define "tandem.labels" -}}
 {{ include "tandem.instance" . }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
@@ -16,7 +16,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" }}
 {{- end -}}
 
-{{/* What never changes, and so may stand in a selector. */}}
+{{/* Labels that never change and may be used in a selector. */}}
 {{- define "tandem.instance" -}}
 app.kubernetes.io/name: {{ .Values.nameOverride | default "tandem" | quote }}
 app.kubernetes.io/instance: {{ .Release.Name | quote }}
@@ -45,7 +45,7 @@ app.kubernetes.io/component: {{ .component }}
 {{- end -}}
 {{- end -}}
 
-{{/* Names of the secrets, whether they stand already or are made here. */}}
+{{/* Names of the secrets, whether they exist already or are created here. */}}
 {{- define "tandem.clusterSecret" -}}
 {{- .Values.secrets.cluster.existingSecret | default (printf "%s-cluster" (include "tandem.fullname" .)) -}}
 {{- end -}}
@@ -55,7 +55,7 @@ app.kubernetes.io/component: {{ .component }}
 {{- define "tandem.redisSecret" -}}
 {{- .Values.redis.existingSecret | default (printf "%s-redis" (include "tandem.fullname" .)) -}}
 {{- end -}}
-{{/* As YAML, name and key of the secret with an operator's API key for the planner; no name: it needs none. */}}
+{{/* As YAML, name and key of the secret with an operator's API key for the planner; no name: none is needed. */}}
 {{- define "tandem.plannerKey" -}}
 {{- if .Values.planner.keySecret.name -}}
 {{- toYaml .Values.planner.keySecret -}}
@@ -65,7 +65,7 @@ app.kubernetes.io/component: {{ .component }}
 {{- toYaml (dict "name" "" "key" "") -}}
 {{- end -}}
 {{- end -}}
-{{/* "true" where a key for Prometheus is made here: the chart scrapes, made the API keys, and no other is named. Else nothing. */}}
+{{/* "true" if the chart creates a key for Prometheus: it scrapes, creates the API keys, and no other key is named. Else empty. */}}
 {{- define "tandem.metricsKeyMade" -}}
 {{- $v := .Values -}}
 {{- $open := eq (dig "router" "operator_access" "metrics" "" $v.config | toString) "open" -}}
@@ -73,7 +73,7 @@ app.kubernetes.io/component: {{ .component }}
 true
 {{- end -}}
 {{- end -}}
-{{/* As YAML, name and key of the secret with which Prometheus asks for /metrics; no name: it needs none. */}}
+{{/* As YAML, name and key of the secret that Prometheus uses for /metrics; no name: none is needed. */}}
 {{- define "tandem.metricsKey" -}}
 {{- if include "tandem.metricsKeyMade" . -}}
 {{- toYaml (dict "name" (printf "%s-metrics-key" (include "tandem.fullname" .)) "key" "api-key") -}}

@@ -34,7 +34,7 @@
 [{port: {{ $port }}, protocol: UDP}, {port: {{ $port }}, protocol: TCP}]
 {{- end -}}
 
-{{/* Root context: names, and where the model is fetched. */}}
+{{/* Root context: DNS, and the hub from which the model is downloaded. */}}
 {{- define "tandem.modelEgress" -}}
 {{- $v := .Values -}}
 - to: {{- toYaml $v.networkPolicy.dns | nindent 4 }}

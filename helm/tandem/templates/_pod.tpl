@@ -1,13 +1,13 @@
-{{/* Pod Security "restricted". Nobody in these pods talks to the API server but the planner. */}}
+{{/* Pod Security "restricted". Only the planner's pod talks to the API server. */}}
 {{- define "tandem.podSecurity" -}}
 automountServiceAccountToken: false
-# Variables like TANDEM_PORT, which the kubelet makes of Services, would be taken for settings.
+# Variables such as TANDEM_PORT, which the kubelet derives from Services, would be read as settings.
 enableServiceLinks: false
 securityContext:
   runAsNonRoot: true
   runAsUser: {{ int .Values.securityContext.user }}
   runAsGroup: {{ int .Values.securityContext.group }}
-  # Secrets and claims are then readable by the process's group.
+  # Makes secrets and claims readable by the process's group.
   fsGroup: {{ int .Values.securityContext.group }}
   fsGroupChangePolicy: OnRootMismatch
   seccompProfile: {type: RuntimeDefault}
@@ -63,7 +63,7 @@ topologySpreadConstraints:
 {{- end }}
 {{- end -}}
 
-{{/* Root context: what only a secret may hold, for every process. Quoted, so that YAML makes no number of it. */}}
+{{/* Root context: what may only come from a secret, for every process. Quoted, so that YAML does not read it as a number. */}}
 {{- define "tandem.clusterSecretEnv" -}}
 - name: CLUSTER_SECRET
   valueFrom:
@@ -95,7 +95,7 @@ topologySpreadConstraints:
 {{- end }}
 {{- end -}}
 
-{{/* A dict of `root`, `image`, `tokenizerOnly`, `resources`: fetches the model before anything serves it. */}}
+{{/* A dict of `root`, `image`, `tokenizerOnly`, `resources`: downloads the model before anything serves it. */}}
 {{- define "tandem.fetch" -}}
 {{- $m := .root.Values.model -}}
 {{- if eq $m.source "hub" }}
@@ -142,7 +142,7 @@ initContainers:
 {{- if ne .root.Values.model.source "builtin" }}
 - name: models
   {{- if .root.Values.model.cache.existingClaim }}
-  # Nobody fetches into a given volume, and one that many nodes may but read is attached for reading alone.
+  # Nothing is downloaded into a given volume, and a volume that many nodes may only read is attached read-only.
   persistentVolumeClaim: {claimName: {{ .root.Values.model.cache.existingClaim | quote }}{{ if eq .root.Values.model.source "volume" }}, readOnly: true{{ end }}}
   {{- else if .root.Values.model.cache.create }}
   persistentVolumeClaim: {claimName: {{ include "tandem.fullname" .root }}-models}
@@ -152,7 +152,7 @@ initContainers:
 {{- end }}
 {{- end -}}
 
-{{/* Root context: where these are seen by the process that serves. */}}
+{{/* Root context: mount points of these volumes in the serving process. */}}
 {{- define "tandem.mounts" -}}
 - {name: config, mountPath: /etc/tandem/cluster, readOnly: true}
 - {name: tmp, mountPath: /tmp}
@@ -164,7 +164,7 @@ initContainers:
 {{- end }}
 {{- end -}}
 
-{{/* A dict of `root`, `component`, `extra`: a pod template's metadata. A changed configuration starts new pods. */}}
+{{/* A dict of `root`, `component`, `extra`: metadata of a pod template. A changed configuration starts new pods. */}}
 {{- define "tandem.podMetadata" -}}
 labels:
   {{- include "tandem.selector" . | nindent 2 }}

@@ -1,4 +1,4 @@
-{{/* A dict of `root`, `expr`: PromQL of our series, each narrowed to this release. Rules are plain files that know no
+{{/* A dict of `root`, `expr`: PromQL of Tandem's series, each narrowed to this release. Rules are plain files that know no
      release: with two of them under one Prometheus each would otherwise judge, and record, both. */}}
 {{- define "tandem.ofRelease" -}}
 {{- $series := include "tandem.series" .root -}}

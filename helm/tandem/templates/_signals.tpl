@@ -1,4 +1,4 @@
-{{/* Root context: which series are of this release. */}}
+{{/* Root context: selects the series of this release. */}}
 {{- define "tandem.series" -}}
 namespace="{{ .Release.Namespace }}",app_kubernetes_io_instance="{{ .Release.Name }}"
 {{- end -}}
@@ -24,12 +24,12 @@ sum({{ .metric }}{lacks=~"{{ .role }}|both",{{ include "tandem.series" .root }}}
 {{- if eq .role "decode" }} + (sum(tandem_refused_choices{ {{- include "tandem.series" .root -}} }) or vector(0)){{ end }}) {{ include "tandem.ifSeen" .root }}
 {{- end -}}
 
-{{/* Root context: an answer only where Prometheus sees a router. That nobody can be asked does not mean that nobody waits. */}}
+{{/* Root context: a value only if Prometheus sees a router. Without one, the absence of data does not mean an empty queue. */}}
 {{- define "tandem.ifSeen" -}}
 and on () group(tandem_ready{ {{- include "tandem.series" . -}} })
 {{- end -}}
 
-{{/* The same in tokens: what a pool has accepted and not computed, and what of the queues waits for it. */}}
+{{/* The same in tokens: what a pool has accepted and not computed, plus the part of the queues that waits for it. */}}
 {{- define "tandem.waitingTokens" -}}
 {{- $workers := dict "root" .root "role" .role "metric" "tandem_worker_backlog_tokens" "more" "" -}}
 {{- $queue := dict "root" .root "role" .role "metric" "tandem_queue_tokens" -}}

@@ -19,7 +19,7 @@ spec:
     - name: {{ .component }}
       image: {{ include "tandem.image" (dict "image" .root.Values.images.worker "root" .root) | quote }}
       imagePullPolicy: {{ .root.Values.images.worker.pullPolicy }}
-      # SIGTERM is the drain: the worker tells routers by its sessions, so there is nothing to wait for before.
+      # SIGTERM starts the drain: the worker notifies routers through its sessions, so no preStop wait is needed.
       command: [tandem, {{ .component }}]
       args: [--config, /etc/tandem/cluster/cluster.yaml, --index, $(POD_INDEX)]
       env:
@@ -28,7 +28,7 @@ spec:
         - name: POD_INDEX
           valueFrom: {fieldRef: {fieldPath: "metadata.labels['{{ ternary "leaderworkerset.sigs.k8s.io/group-index" "apps.kubernetes.io/pod-index" (gt $nodes 1) }}']"}}
         {{- include "tandem.groupRevision" $nodes | nindent 8 }}
-        # Where it listens, and what its notice in Redis says.
+        # The address on which it listens and which it publishes in Redis.
         - {name: TANDEM_{{ upper .component }}__HOST, value: "'$(POD_IP)'"}
         - {name: TANDEM_ENGINE__DEVICE, value: {{ ternary "cuda" "cpu" .pool.gpu.enabled }}}
         - {name: HOME, value: /tmp}
@@ -41,19 +41,19 @@ spec:
         {{- if gt $nodes 1 }}
         - {name: ranks, containerPort: {{ int .pool.rankPort }}, protocol: TCP}
         {{- end }}
-      # Nobody listens before the weights are loaded and the largest steps were tried: this is how long that may take.
+      # Nothing listens until the weights are loaded and the largest steps have been run: this is the time allowed for that.
       startupProbe:
         grpc: {port: {{ int .pool.port }}}
         periodSeconds: 5
         timeoutSeconds: 3
         failureThreshold: {{ div (add (int .pool.startupSeconds) 4) 5 }}
-      # The event loop turns. An engine that hangs in a step ends its worker by itself (engine.stall_s).
+      # Checks the event loop. A worker whose engine hangs in a step exits by itself (engine.stall_s).
       livenessProbe:
         grpc: {port: {{ int .pool.port }}}
         periodSeconds: 10
         timeoutSeconds: 5
         failureThreshold: 3
-      # It takes work; whether tokens come out is what the routers' canaries ask.
+      # Checks that it accepts work; the routers' canaries check that it produces tokens.
       readinessProbe:
         grpc: {port: {{ int .pool.port }}}
         periodSeconds: 5
@@ -74,7 +74,7 @@ spec:
     {{- end }}
 {{- end -}}
 
-{{/* Also `role`: the pool that this node's worker is of. */}}
+{{/* Also `role`: the pool of this node's worker. */}}
 {{- define "tandem.nodePod" -}}
 {{- $nodes := int .pool.nodesPerWorker -}}
 {{- $ranks := div (int .settings.tensor_parallel_size) $nodes -}}
@@ -86,14 +86,14 @@ spec:
   {{- with .pool.runtimeClassName }}
   runtimeClassName: {{ . | quote }}
   {{- end }}
-  # As long as the worker's: its ranks here stay until its drain is over.
+  # The same as the worker's: its ranks here stay until its drain is over.
   terminationGracePeriodSeconds: {{ include "tandem.grace" (dict "root" .root "name" .role "pre" 0 "drain" .settings.drain_s "stated" .pool.terminationGracePeriodSeconds) }}
   {{- include "tandem.fetch" (dict "root" .root "image" .root.Values.images.worker "tokenizerOnly" false) | nindent 2 }}
   containers:
     - name: node
       image: {{ include "tandem.image" (dict "image" .root.Values.images.worker "root" .root) | quote }}
       imagePullPolicy: {{ .root.Values.images.worker.pullPolicy }}
-      # Nothing listens here, so there is nothing to probe: a rank that dies or hangs is its worker's end, which sees it.
+      # Nothing listens here, so there is nothing to probe: the worker detects a rank that dies or hangs, and exits.
       command: [tandem, follower, {{ .role }}]
       args:
         - --config=/etc/tandem/cluster/cluster.yaml
@@ -122,7 +122,7 @@ spec:
     {{- include "tandem.workerVolumes" (dict "root" .root "pool" .pool "ranks" $ranks) | nindent 4 }}
 {{- end -}}
 
-{{/* A dict of `root`, `pool`, `ranks` (in this pod): what computing needs, on a worker's every node. */}}
+{{/* A dict of `root`, `pool`, `ranks` (in this pod): what computing needs, on every node of a worker. */}}
 {{- define "tandem.workerMounts" -}}
 {{ include "tandem.mounts" .root }}
 - {name: cache, mountPath: /cache}
@@ -138,7 +138,7 @@ spec:
 - name: cache
   emptyDir: {sizeLimit: {{ .root.Values.kernelCacheSize }}}
 {{- if or (gt (int .ranks) 1) .pool.rdma.enabled }}
-# gloo, NCCL and UCX meet here. KV pools do not: they are memfds, which count as the container's memory alone.
+# Used by gloo, NCCL and UCX. KV pools do not use it: they are memfds, which count only as the container's memory.
 - name: shm
   emptyDir: {medium: Memory, sizeLimit: {{ .pool.shmSize | default (printf "%dMi" (mul 256 (int .ranks))) }}}
 {{- end }}
@@ -148,7 +148,7 @@ spec:
 {{- end }}
 {{- end -}}
 
-{{/* Which revision of the group a pod is of: in a roll-out, pods of the one before must not join the new first pod. */}}
+{{/* The revision of the group that a pod belongs to: during a rollout, pods of the previous revision must not join the new first pod. */}}
 {{- define "tandem.groupRevision" -}}
 {{- if gt (int .) 1 -}}
 - name: GROUP_REVISION

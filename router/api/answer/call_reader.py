@@ -1,4 +1,4 @@
-"""One choice of an answer, from its text to what servers show of it: thinking, text, and calls with their ids."""
+"""Turns one choice's text into what servers show of it: reasoning, text, and tool calls with their ids."""
 
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, TypeAlias
@@ -12,26 +12,26 @@ from router.text.tools import call_id
 from tandem.values.outputs import FinishReason
 
 CALLED = "tool_calls"
-"""Why an answer ended that is or ends in calls, all of them whole."""
+"""Finish reason of an answer that is or ends in complete tool calls."""
 
 
 class TextPiece(NamedTuple):
-    """Text that belongs to no call."""
+    """Text outside any tool call."""
 
     text: str
 
 
 class ReasoningPiece(NamedTuple):
-    """What the model thinks before it answers."""
+    """Reasoning that precedes the answer."""
 
     text: str
 
 
 class CallPiece(NamedTuple):
-    """A call that began: its id and name; or more of its arguments, without either."""
+    """The start of a tool call, with its id and name; or more of its arguments, without either."""
 
     call: int
-    """Its number within the answer."""
+    """Index of the call within the answer."""
     id: str | None
     name: str | None
     arguments: str
@@ -41,21 +41,21 @@ Piece: TypeAlias = ReasoningPiece | TextPiece | CallPiece
 
 
 class AnswerParser(Protocol):
-    """One choice of an answer: from its text to pieces. A stream that is continued is read from its beginning."""
+    """Turns one choice's text into pieces. A continued stream is read from its beginning."""
 
     @property
     def has_open_call(self) -> bool:
-        """Whether the last call is not whole."""
+        """Whether the last call is incomplete."""
 
     def read(self, delta: TextDelta) -> list[Piece]:
-        """What the client does not have yet."""
+        """Return the pieces that the client does not have yet."""
 
     def finish(self, reason: FinishReason) -> str:
-        """Why it ended, as clients read it: calls that are whole are a reason of their own."""
+        """Return the finish reason that clients see: complete tool calls are a reason of their own."""
 
 
 class TextAnswerParser:
-    """Of an answer that is text alone."""
+    """The parser for an answer that is text alone."""
 
     has_open_call = False
 
@@ -67,7 +67,7 @@ class TextAnswerParser:
 
 
 class CallAnswerParser:
-    """Of an answer that may call."""
+    """The parser for an answer that may call tools."""
 
     def __init__(self, calling: ToolCallReading, request_id: str, choice_index: int) -> None:
         self._calling = calling
@@ -103,7 +103,7 @@ class CallAnswerParser:
 
 
 class ReasoningAnswerParser:
-    """Of a model that thinks: the answer behind its thinking goes to another reader."""
+    """The parser for a model that reasons: passes what follows the reasoning to another parser."""
 
     def __init__(self, reasoning: Reasoning, answer: AnswerParser) -> None:
         self._parser = reasoning.new_parser()
@@ -128,7 +128,7 @@ class ReasoningAnswerParser:
 
 
 def new_answer_parser(prepared: PreparedRequest, choice_index: int) -> AnswerParser:
-    """Return the parser of one choice's text, as its request wants calls and thinking shown."""
+    """Return the parser of one choice's text, by how its request wants calls and reasoning shown."""
     reader: AnswerParser = TextAnswerParser()
     if prepared.calling is not None:
         reader = CallAnswerParser(prepared.calling, prepared.request.request_id, choice_index)

@@ -1,4 +1,4 @@
-"""Text of one choice from its tokens: detokenized, cut at stop strings, joined unless it is streamed. Pure."""
+"""The text of one choice from its tokens: detokenized, cut at stop strings, joined unless it is streamed. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,22 +19,22 @@ class TextDelta(NamedTuple):
     """New text of one choice, the tokens counted with it, its end, or all three."""
 
     choice_index: int
-    """Over all prompts of the client's call: prompt number times `n` plus the choice."""
+    """Index over all prompts of the client's call: prompt number times `n` plus the choice."""
     text: str = ""
     tokens: tuple[SampledToken, ...] = ()
     finish: ChoiceFinish | None = None
     stopped_by: str | int | None = None
     """With `finish`: the stop string or stop token that ended the choice."""
     worker: Incarnation = Incarnation(0)
-    """The decode worker's process that it came from."""
+    """Incarnation of the decode worker that sent it."""
     passed: tuple[SampledToken, ...] = ()
-    """Of a stream that is continued: tokens before these that the client has."""
+    """In a continued stream, tokens before these that the client already has."""
     passed_text: str = ""
-    """As `passed`: text before this."""
+    """In a continued stream, text before this that the client already has."""
     reading: ScoredPrompt | None = None
-    """Of the prompt whose first choice this is, before its tokens."""
+    """Scores of the prompt whose first choice this is, sent before its tokens."""
     cached_tokens: int | None = None
-    """See ChoiceDelta."""
+    """Prompt tokens whose KV was reused, see ChoiceDelta."""
 
 
 class ChoiceText:
@@ -55,11 +55,11 @@ class ChoiceText:
 
     @property
     def stopped(self) -> bool:
-        """A stop string was seen; tokens that still arrive are not part of the answer."""
+        """Whether a stop string was seen; tokens that still arrive are not part of the answer."""
         return self._matcher.match is not None
 
     def feed(self, delta: ChoiceDelta) -> TextDelta | None:
-        """What dispatch's delta means to the client; None when nothing."""
+        """Turn dispatch's delta into the client's; None when there is nothing to send."""
         tokens, finish = delta.tokens, delta.finish
         text: list[str] = []
         if self.has_stops or self.finished:
@@ -77,7 +77,7 @@ class ChoiceText:
             if not self.stopped:
                 text += [self._matcher.feed(self._words.flush()), self._matcher.flush()]
             if self.stopped:
-                # The worker may have met another end between the match and our word to it.
+                # The worker may have reached another end between the match and our request to stop.
                 finish = replace(finish, reason=FinishReason.STOP)
         if not tokens and finish is None:
             return None
@@ -92,7 +92,7 @@ class ChoiceText:
         )
 
     def _until_stop(self, tokens: Sequence[SampledToken], text: list[str]) -> tuple[SampledToken, ...]:
-        """Those that count; adds their text."""
+        """Return the tokens that count; appends their text."""
         counted: list[SampledToken] = []
         for token in tokens:
             if self.stopped or self.finished:
@@ -109,19 +109,19 @@ class ChoiceText:
             if not self._includes_stop:
                 return ""
         text = self._words.push(token_id)
-        # Text of the first `min_tokens` tokens stops nothing, nor does it begin a stop string.
+        # Text of the first `min_tokens` tokens neither stops the choice nor begins a stop string.
         return text if early or not self.has_stops else self._matcher.feed(text)
 
 
 class ResumeFilter:
-    """What a client still lacks of one choice: the whole of a continued stream comes again, from its first token."""
+    """Reduces one choice to what the client still lacks: a continued stream is generated again from its first token."""
 
     def __init__(self, has: ChoicePosition) -> None:
         self._num_tokens = has.num_tokens
         self._num_chars = has.num_chars
 
     def unseen(self, delta: TextDelta) -> TextDelta:
-        """The part that is new. A finish comes again, because usage needs it."""
+        """Return the part that is new. A finish is repeated, because usage needs it."""
         if not self._num_tokens and not self._num_chars:
             return delta
         tokens = min(self._num_tokens, len(delta.tokens))
@@ -137,15 +137,15 @@ class ResumeFilter:
 
 
 class TextCollector:
-    """A `TextSink` that puts a call's answer together."""
+    """A `TextSink` that collects a call's whole answer."""
 
     def __init__(self) -> None:
         self._parts: dict[int, list[TextDelta]] = {}
         self.readings: dict[int, ScoredPrompt] = {}
-        """Of prompts, by the index of the first choice of each."""
+        """Prompt scores, by the index of each prompt's first choice."""
 
     async def ready(self) -> None:
-        """There is always room."""
+        """Return at once: there is always room."""
 
     def on_delta(self, delta: TextDelta) -> bool:
         if delta.reading is not None:
@@ -155,7 +155,7 @@ class TextCollector:
         return False
 
     def choices(self) -> list[TextDelta]:
-        """One delta per choice that holds its whole answer, in order of the choices."""
+        """Return one delta per choice with its whole answer, in order of the choices."""
         return [parts[0] if len(parts) == 1 else _joined(parts) for _, parts in sorted(self._parts.items())]
 
 

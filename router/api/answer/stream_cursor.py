@@ -1,4 +1,4 @@
-"""Where one streamed answer is, sent with each of its events to clients that ask for it, over HTTP or gRPC."""
+"""The position in one streamed answer, sent with each event to clients that ask for it, over HTTP or gRPC."""
 
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -13,7 +13,7 @@ _SEED_MASK = (1 << 64) - 1
 
 
 class StreamCursor:
-    """Moves with the events of one stream."""
+    """Advances with the events of one stream."""
 
     def __init__(
         self,
@@ -24,9 +24,9 @@ class StreamCursor:
         clock: Callable[[], float] = time.time,
         param: str = LAST_EVENT_ID,
     ) -> None:
-        """Without `ids`, or for more choices than an id holds, events have none.
+        """Without `ids`, or for more choices than an id can hold, events have no ids.
 
-        Raises InvalidRequest when `seen` belongs to another request; `param`: where the client said it.
+        Raises InvalidRequest when `seen` belongs to another request; `param`: the field that the client sent it in.
         """
         self._seen = seen
         request = prepared[0].request
@@ -49,7 +49,7 @@ class StreamCursor:
 
     @property
     def is_continued(self) -> bool:
-        """Whether the client has the beginning."""
+        """Whether the client has the beginning of the stream."""
         return self._seen is not None
 
     @property
@@ -67,7 +67,7 @@ class StreamCursor:
         return bool(self._choices) and self._choices[index % len(self._choices)].ended
 
     def moved(self, delta: TextDelta) -> None:
-        """What `delta` shows is about to be sent; its finish is counted by `id_of`."""
+        """Advance past `delta`, which is about to be sent; its finish is counted by `id_of`."""
         if self._ids is not None:
             at = self._choices[delta.choice_index]
             at.num_tokens += len(delta.tokens)
@@ -80,12 +80,12 @@ class StreamCursor:
         return self._ids is not None
 
     def text_id(self, delta: TextDelta) -> bytes | None:
-        """As `moved`, and the id of the event that carries the delta's text and no end."""
+        """Advance past `delta`, and return the id of the event that carries its text and no end."""
         self.moved(delta)
         return None if self._ids is None else self._ids.write(self._head, self._choices)
 
     def id_of(self, *, ended: Collection[int] = (), usage_sent: bool = False) -> bytes | None:
-        """The id of the event that is about to be sent, and with it the ends of choices, or the usage."""
+        """Return the id of the event about to be sent, with the choices that end in it, or the usage."""
         if self._ids is None:
             return None
         for index in ended:

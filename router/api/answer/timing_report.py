@@ -1,7 +1,7 @@
-"""Where a call's time went and what it cost, as the HTTP and the gRPC server report it. Pure.
+"""Where a call's time went and what it cost, as both the HTTP and the gRPC server report it. Pure.
 
-Phases follow each other: together they are no longer than the call, and what is left belongs to the network, to threads
-that were waited for, and to attempts of which nothing was heard.
+Phases follow each other: together they are no longer than the call; the rest belongs to the network, to threads that
+were waited for, and to attempts that never reported back.
 """
 
 from dataclasses import asdict
@@ -10,14 +10,14 @@ from typing import Any
 from router.api.answer.usage import CallUsage
 
 SERVER_TIMING = "server-timing"
-"""Header, and key of gRPC's trailing metadata; the text is W3C's, in milliseconds."""
+"""HTTP header, and key in gRPC's trailing metadata; the format is W3C's Server-Timing, in milliseconds."""
 
 TIMING = "tandem-timing"
-"""Key of gRPC's trailing metadata with `timing_object` as JSON."""
+"""Key in gRPC's trailing metadata of `timing_object` as JSON."""
 
 
 def timing_object(usage: CallUsage) -> dict[str, Any]:
-    """Seconds by phase, of the choice that took longest; cached tokens and cost of all."""
+    """Return seconds by phase of the slowest choice, and cached tokens and cost of all."""
     spent = usage.spent()
     return {
         **{f"{name}_s": round(seconds, 6) for name, seconds in _phases(usage).items()},
@@ -35,7 +35,7 @@ def timing_object(usage: CallUsage) -> dict[str, Any]:
 
 
 def server_timing(usage: CallUsage) -> str:
-    """The phases as one header."""
+    """Format the phases as one Server-Timing header."""
     return ", ".join(f"{name};dur={1000 * seconds:.3f}" for name, seconds in _phases(usage).items())
 
 

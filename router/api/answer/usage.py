@@ -1,4 +1,4 @@
-"""What one client call used: tokens, cached tokens, time by phase, and what it cost. Both servers report it."""
+"""What one client call used: tokens, cached tokens, time by phase, and cost. Both servers report it."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields
@@ -11,7 +11,7 @@ from tandem.values.outputs import CachedTokens, PhaseTimes
 
 
 class CallUsage:
-    """A running count over all prompts and choices of a call."""
+    """Running usage over all prompts and choices of a call."""
 
     def __init__(
         self,
@@ -19,12 +19,12 @@ class CallUsage:
         clock: Callable[[], float] = lambda: 0.0,
         prices: PriceTable | None = None,
     ) -> None:
-        """`clock`: the one of the requests' `arrived_s`."""
+        """`clock`: the clock of the requests' `arrived_s`."""
         self.prices = prices or PriceTable()
         self._clock = clock
         self._arrived_s = prepared[0].request.arrived_s
         self.elapsed_s = 0.0
-        """From the call's arrival until every choice had ended."""
+        """Seconds from the call's arrival until every choice had ended."""
         self.prompt_tokens = sum(len(one.request.prompt_token_ids) for one in prepared)
         self.completion_tokens = sum(has.num_tokens for one in prepared for has in one.has)
         self._choices = prepared[0].request.num_choices
@@ -39,7 +39,7 @@ class CallUsage:
         return len(self._finishes) == self._expected
 
     def add(self, delta: TextDelta) -> None:
-        """Count a delta's tokens, and at its choice's end what that took."""
+        """Count a delta's tokens, and at its choice's end what the choice cost."""
         self.completion_tokens += len(delta.tokens)
         if (thoughts := self._thoughts.get(delta.choice_index)) is not None and not thoughts.has_ended:
             thoughts.add([token.token_id for token in (*delta.passed, *delta.tokens)])
@@ -50,23 +50,23 @@ class CallUsage:
 
     @property
     def reasoning_tokens(self) -> int:
-        """Of the answers' tokens those up to the end of thinking."""
+        """Answer tokens up to the end of reasoning."""
         return sum(thoughts.count for thoughts in self._thoughts.values())
 
     @property
     def cached_tokens(self) -> int:
-        """A prompt counts once however many choices it has: what none of them had to compute."""
+        """Prompt tokens that no choice had to compute; a prompt counts once however many choices it has."""
         return sum(finish.cached_tokens for finish in self._least_cached())
 
     def cached_by_source(self) -> CachedTokens:
-        """The same, by where their KV was."""
+        """The cached prompt tokens by where their KV was found."""
         found = [finish.times.cached for finish in self._least_cached()]
         if len(found) == 1:
             return found[0]
         return CachedTokens(**{f.name: sum(getattr(one, f.name) for one in found) for f in fields(CachedTokens)})
 
     def _least_cached(self) -> Collection[ChoiceFinish]:
-        """Of each prompt the choice that found least."""
+        """For each prompt, the choice that found least in the cache."""
         least: dict[int, ChoiceFinish] = {}
         for index, finish in self._finishes.items():
             other = least.setdefault(index // self._choices, finish)
@@ -75,12 +75,12 @@ class CallUsage:
         return least.values()
 
     def times(self) -> PhaseTimes:
-        """Of the choice that took longest: its phases follow each other, while choices run side by side."""
+        """Phase times of the slowest choice: its phases follow each other, while choices run in parallel."""
         times = [finish.times for finish in self._finishes.values()] or [PhaseTimes()]
         return max(times, key=lambda one: one.total_s)
 
     def spent(self) -> Spent:
-        """Of all choices that have ended."""
+        """Usage of all choices that have ended."""
         whole = Spent(
             requests=1,
             prompt_tokens=self.prompt_tokens,

@@ -33,9 +33,9 @@ def parse_beam_search(
             raise InvalidRequest("early_stopping needs use_beam_search: true", param="early_stopping")
         return None
     if streams:
-        raise InvalidRequest(f"{_PARAM}: the best are known at the end; not together with stream", param=_PARAM)
+        raise InvalidRequest(f"{_PARAM} cannot be streamed: the best answers are known only at the end", param=_PARAM)
     if votes:
-        raise InvalidRequest(f"{_PARAM}: not together with vote", param=_PARAM)
+        raise InvalidRequest(f"{_PARAM} cannot be combined with vote", param=_PARAM)
     if not -_MOST_PENALTY <= penalty <= _MOST_PENALTY:
         bound = f"length_penalty must be a number in [-{_MOST_PENALTY:g}, {_MOST_PENALTY:g}]"
         raise InvalidRequest(bound, param="length_penalty")
@@ -56,7 +56,7 @@ def with_beams(one: PreparedRequest, fields: ClientRequest, *, most_beams: int) 
     changed += ["stop"] if fields.stop else []
     changed += ["tools"] if one.calling is not None else []
     if changed:
-        raise InvalidRequest(f"{changed[0]}: not together with {_PARAM}", param=changed[0])
+        raise InvalidRequest(f"{changed[0]} cannot be combined with {_PARAM}", param=changed[0])
     beams = replace(beams, end_ids=one.stop_token_ids)
     if beams.num_next > MAX_CONTINUATIONS:
         reason = f"beams x (1 + tokens that end an answer) is {beams.num_next}; at most {MAX_CONTINUATIONS}"

@@ -1,4 +1,4 @@
-"""What a client asked for, before and after it was checked, and what is known of the model."""
+"""A client's request before and after validation, and the model's properties that servers need."""
 
 from dataclasses import dataclass, field
 
@@ -18,39 +18,39 @@ from tandem.values.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """What is served, as the HTTP and gRPC servers must know it."""
+    """The served model, as the HTTP and gRPC servers need to know it."""
 
     name: str
     fingerprint: str
     max_model_len: int
-    """Tokens of prompt and answer together."""
+    """Bound on tokens of prompt and answer together."""
     vocab_size: int
     eos_token_ids: frozenset[int]
     created_s: int
-    """Unix time; shown by the list of models."""
+    """Creation time (Unix), shown in the list of models."""
     has_chat_template: bool = True
-    """Whether it serves conversations; without, plain prompts alone."""
+    """Whether it serves conversations; otherwise plain prompts only."""
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientRequest:
-    """What a client asked for besides its prompt, as it asked: nothing is checked yet."""
+    """A client's request without its prompt, as received: nothing has been validated yet."""
 
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    """Its `max_tokens` and `seed` are ignored: they stand below, because absent differs from any value."""
+    """Its `max_tokens` and `seed` are ignored in favour of the fields below, where absence differs from any value."""
     stated_sampling: frozenset[str] | None = None
-    """Fields of `sampling` that the client stated: the model's defaults stand in for the others. None: all of them."""
+    """Fields of `sampling` that the client stated; the model's defaults replace the others. None: all of them."""
     max_tokens: int | None = None
     max_tokens_param: str = "max_tokens"
-    """The field that says so."""
+    """The field that stated `max_tokens`."""
     seed: int | None = None
     model: str | None = None
     num_choices: int = 1
     choices_param: str = "n"
-    """The field that said so."""
+    """The field that stated `num_choices`."""
     reads_along: bool = True
-    """Wants text as it comes."""
+    """Whether the client wants text as it is generated."""
     stop: tuple[str, ...] = ()
     include_stop: bool = False
     skip_special_tokens: bool = True
@@ -62,35 +62,35 @@ class ClientRequest:
     cache_salt: str | None = None
     tenant: str = ""
     trace: TraceContext | None = None
-    """The client's own, from its headers."""
+    """Trace context from the client's headers."""
     by_operator: bool = False
-    """The client may do what operators may."""
+    """Whether the caller has operator rights."""
     time_left_s: float | None = None
-    """The client's own deadline; the router's applies as well."""
+    """Seconds left until the client's own deadline; the router's applies as well."""
     last_seen: StreamPosition | None = None
-    """Where a stream that this request continues broke."""
+    """Position at which the stream that this request continues broke off."""
     structure: StructuredOutput | None = None
-    """What every answer must be."""
+    """Structure that every answer must follow."""
     tools: ToolUse | None = None
-    """What the model may call, in a conversation."""
+    """Tools that the model may call, in a conversation."""
     suffix: str | None = None
-    """What comes after the answer to a plain prompt."""
+    """Text that follows the answer to a plain prompt."""
     truncate_prompt_tokens: int | None = None
-    """Only so many of the prompt's last tokens are kept; -1: as many as the context has beside the answer."""
+    """Keep only this many of the prompt's last tokens; -1: as many as the context leaves beside the answer."""
     beams: BeamSearchParams | None = None
     reads: PromptScoringRequest | None = None
-    """What is asked of the prompt itself."""
+    """Scores requested for the prompt itself."""
     bad_words: tuple[str, ...] = ()
-    """Texts that never come, at the beginning of a word or within one."""
+    """Texts that must never be generated, at the beginning of a word or within one."""
 
     @property
     def operation(self) -> str:
-        """Of plain prompts; a name of OpenTelemetry's GenAI conventions."""
+        """Operation name for plain prompts, after OpenTelemetry's GenAI conventions."""
         return "embeddings" if self.reads is not None and self.reads.num_top is None else "text_completion"
 
     @property
     def least_tokens(self) -> int:
-        """That the context must leave for an answer."""
+        """Tokens that the context must leave for an answer."""
         return 0 if self.reads is not None and self.reads.only else 1
 
 
@@ -105,24 +105,24 @@ class PreparedRequest:
     include_stop: bool
     skip_special_tokens: bool
     prompt_text: str | None = None
-    """What the client wrote; None for a conversation or a prompt of token ids."""
+    """The prompt as text; None for a conversation or a prompt of token ids."""
     has: tuple[ChoicePosition, ...] = ()
-    """What the client has of a stream that is continued, by choice."""
+    """Positions in a continued stream up to which the client has each choice."""
 
     calling: ToolCallReading | None = None
-    """How calls in the answer's text are read; None: it is text alone."""
+    """How tool calls are parsed from the answer's text; None: it is text alone."""
     reasoning: Reasoning | None = None
-    """How what the model thinks is told from its answer; None: it is not."""
+    """How reasoning is separated from the answer; None: it is not."""
 
     @property
     def shown_ids(self) -> frozenset[int]:
-        """Special tokens that whoever reads the text must see."""
+        """Special tokens that parsers of the text must see."""
         readers = (reader for reader in (self.calling, self.reasoning) if reader is not None)
         return frozenset().union(*(reader.shown_ids for reader in readers))
 
     @property
     def digest(self) -> bytes:
-        """Equal for the same request in the same words, whichever router got it."""
+        """Digest that is equal for the same request in the same words, on every router."""
         request = self.request
         return request_digest(
             request.prompt_token_ids,

@@ -1,4 +1,4 @@
-"""Defaults of sampling that a model ships in its `generation_config.json`, for requests that leave a field out."""
+"""Sampling defaults that a model ships in its `generation_config.json`, for fields that a request leaves out."""
 
 import json
 from collections.abc import Mapping
@@ -17,25 +17,25 @@ _MAX_NEW_TOKENS = "max_new_tokens"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationDefaults:
-    """What stands in for fields that a client leaves out; empty for a model that ships nothing of the kind."""
+    """Values for fields that a client leaves out; empty for a model that ships none."""
 
     sampling: Mapping[str, float] = field(default_factory=dict)
-    """By the name of the field."""
+    """Values by the name of the field."""
     max_tokens: int | None = None
-    """Of the answer in a conversation; a plain prompt keeps OpenAI's own default."""
+    """Default for the answer in a conversation; a plain prompt keeps OpenAI's own default."""
 
     def fill(self, sampling: SamplingParams, stated: frozenset[str]) -> SamplingParams:
-        """`sampling` with the defaults of all fields that are not `stated`."""
+        """Return `sampling` with the defaults of all fields that are not `stated`."""
         missing: dict[str, Any] = {name: value for name, value in self.sampling.items() if name not in stated}
         return replace(sampling, **missing) if missing else sampling
 
     def shown(self) -> dict[str, float]:
-        """All of them by the names that requests have for them."""
+        """Return all defaults by their names in requests."""
         return {**self.sampling, **({"max_tokens": self.max_tokens} if self.max_tokens is not None else {})}
 
 
 def load_generation_defaults(directory: Path) -> GenerationDefaults:
-    """From a model directory in Hugging Face layout; fields of other engines are left alone.
+    """Load them from a model directory in Hugging Face layout; fields of other engines are ignored.
 
     Raises ConfigError that names the file, the field and its bound.
     """
@@ -51,7 +51,7 @@ def load_generation_defaults(directory: Path) -> GenerationDefaults:
 
 
 def _checked(raw: Mapping[str, Any], name: str, field_name: str) -> float | None:
-    """A number of the file within the bound that requests have for `field_name`; None when it is absent or null."""
+    """Return a number of the file, checked against the bound of `field_name`; None when it is absent or null."""
     value: float | None = raw.get(name)
     if value is None:
         return None
@@ -59,7 +59,7 @@ def _checked(raw: Mapping[str, Any], name: str, field_name: str) -> float | None
         BOUNDS[field_name].check(name, value)
     except InvalidRequest as error:
         raise ConfigError(
-            f"{FILE_NAME}: {error.message}, is {value!r:.40} (`model.generation_config: none` ignores its defaults)"
+            f"{FILE_NAME}: {error.message}, got {value!r:.40} (`model.generation_config: none` ignores its defaults)"
         ) from None
     return value
 

@@ -1,8 +1,8 @@
-"""Named beginnings of conversations (`cachedContents`): whose they are, until when, and how many. Pure.
+"""Named beginnings of conversations (`cachedContents`): their owners, expiry, and number. Pure.
 
-The prompt's blocks are kept by a pin of the same name; here is what a later request needs to begin with them again.
-Processes that share a host's ports publish their changes to each other (`router.api.request.shared_named_caches`): of
-two the later one stands, and what was removed does not come back.
+A pin of the same name keeps the prompt's blocks; this is what a later request needs to begin with them again. Processes
+that share a host's ports publish their changes to each other (`router.api.request.shared_named_caches`): the later of
+two changes wins, and what was removed does not come back.
 """
 
 from collections.abc import Awaitable, Callable
@@ -16,93 +16,93 @@ NAME_PREFIX = "cachedContents/"
 DEFAULT_TTL_S = 3600.0
 MAX_DISPLAY_NAME_CHARS = 128
 _REMEMBERED_S = 60.0
-"""For how long it is known what was removed: a process that has not heard of it by then is gone."""
+"""How long removals are remembered: a process that has not heard of one by then is gone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedCache:
-    """One of them. Times are Unix times."""
+    """One named cache. Times are Unix times."""
 
     name: str
     messages: tuple[Message, ...]
     token_ids: tuple[int, ...]
-    """That every conversation with this beginning begins with."""
+    """Prompt tokens that every conversation with this beginning starts with."""
     created_s: float
     updated_s: float
     expires_s: float
     display_name: str | None = None
     version: int = 0
-    """How often it has been changed."""
+    """Number of changes so far."""
 
     @property
     def num_tokens(self) -> int:
-        """That are kept: whole blocks. One more is known, so that something is left to compute."""
+        """Tokens that are kept: whole blocks. One more is known, so that something is left to compute."""
         return len(self.token_ids) - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedPrompts:
-    """What one router process keeps for its clients."""
+    """The pins and named caches of one router process."""
 
     pins: PinRegistry
     caches: "NamedCaches | None"
-    """None where nothing is kept by name."""
+    """None where named caches are disabled."""
     publish: Callable[[str, str], Awaitable[None]] | None = None
-    """Publishes to the processes that share the ports what became of a tenant's cache of that name."""
+    """Publishes the state of a tenant's cache of that name to the processes that share the ports."""
 
 
 class NamedCaches:
-    """All of one router process."""
+    """All named caches of one router process."""
 
     def __init__(self, *, clock: Callable[[], float], most: int, max_ttl_s: float) -> None:
-        """`clock`: Unix time. `most`: of one tenant."""
+        """`clock`: Unix time. `most`: bound per tenant."""
         self.clock = clock
         self._most = most
         self._max_ttl_s = max_ttl_s
         self._by_tenant: dict[str, dict[str, NamedCache]] = {}
         self._removed: dict[tuple[str, str], float] = {}
-        """Until when that is remembered, by tenant and name."""
+        """Time until which each removal is remembered, by tenant and name."""
 
     def check_room(self, tenant: str) -> None:
-        """Raise Overloaded where the tenant has as many as it may."""
+        """Check that the tenant may have one more. Raises Overloaded."""
         if len(self._live(tenant)) >= self._most:
             raise Overloaded(f"{self._most} cached contents exist already; delete one, or let one expire")
 
     def check_end(self, expires_s: float) -> float:
-        """A time at which one may end. Raises InvalidRequest."""
+        """Check an expiry time and return it. Raises InvalidRequest."""
         if not 0.0 < expires_s - self.clock() <= self._max_ttl_s:
             raise InvalidRequest(f"ttl must be above 0 and at most {self._max_ttl_s:g} s from now", param="ttl")
         return expires_s
 
     def add(self, tenant: str, cache: NamedCache) -> None:
-        """Keep one more for the tenant. Raises Overloaded."""
+        """Add a cache for the tenant. Raises Overloaded."""
         self.check_room(tenant)
         self._by_tenant.setdefault(tenant, {})[cache.name] = cache
 
     def get(self, tenant: str, name: str) -> NamedCache:
-        """Return the tenant's own of that name. Raises CacheNotFound."""
+        """Return the tenant's cache of that name. Raises CacheNotFound."""
         cache = self._live(tenant).get(name)
         if cache is None:
-            raise CacheNotFound(f"{name[:100]!r} is not here, or its time is over", param="cached_content")
+            raise CacheNotFound(f"{name[:100]!r} does not exist or has expired", param="cached_content")
         return cache
 
     def all(self, tenant: str) -> list[NamedCache]:
-        """The tenant's own, the newest last."""
+        """Return the tenant's caches, the newest last."""
         return sorted(self._live(tenant).values(), key=lambda cache: cache.created_s)
 
     def all_entries(self) -> list[tuple[str, str, NamedCache | None]]:
-        """Tenant and name of each that is here, or was removed lately."""
+        """Return tenant and name of each cache that exists or was recently removed."""
         live = [
             (tenant, name, cache) for tenant in tuple(self._by_tenant) for name, cache in self._live(tenant).items()
         ]
         return live + [(tenant, name, None) for tenant, name in self._removed]
 
     def find(self, tenant: str, name: str) -> NamedCache | None:
-        """None: it is not here."""
+        """Return the tenant's cache; None if there is none."""
         return self._live(tenant).get(name)
 
     def apply_remote(self, tenant: str, name: str, cache: NamedCache | None) -> bool:
-        """What another process says of one, None: that it was removed. Whether that was new here."""
+        """Apply another process's state of a cache (None: removed); return whether it was news."""
         if cache is None:
             was_here = self.find(tenant, name) is not None
             self._forget(tenant, name)
@@ -115,7 +115,7 @@ class NamedCaches:
         return True
 
     def prolong(self, tenant: str, name: str, expires_s: float) -> NamedCache:
-        """With another end. Raises CacheNotFound or InvalidRequest."""
+        """Change the expiry. Raises CacheNotFound or InvalidRequest."""
         cache = self.get(tenant, name)
         version = cache.version + 1
         cache = replace(cache, expires_s=self.check_end(expires_s), updated_s=self.clock(), version=version)
@@ -123,7 +123,7 @@ class NamedCaches:
         return cache
 
     def remove(self, tenant: str, name: str) -> None:
-        """Forget the tenant's own of that name. Raises CacheNotFound."""
+        """Delete the tenant's cache of that name. Raises CacheNotFound."""
         self.get(tenant, name)
         self._forget(tenant, name)
 

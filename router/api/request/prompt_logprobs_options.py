@@ -1,4 +1,4 @@
-"""Prompt logprobs as a client asks for them, checked for HTTP and gRPC alike."""
+"""Parses and checks prompt logprobs options, for HTTP and gRPC alike."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,8 @@ def parse_prompt_scoring(
     max_tokens: int | None,
     echo: bool,
 ) -> PromptScoringRequest | None:
-    """None: nothing. `echoed_logprobs`: of a prompt that is echoed with those of its answer.
+    """Parse the options; None: none requested. `echoed_logprobs`: requested for a prompt that is echoed with its
+    answer.
 
     Raises InvalidRequest for log probabilities that cannot be returned, or not in a stream.
     """
@@ -31,7 +32,8 @@ def parse_prompt_scoring(
 
 
 def check_prompt_scoring_size(prepared: Sequence[PreparedRequest], most: int) -> None:
-    """Raises InvalidRequest when the log probabilities of a call's prompts would exceed the memory bound."""
+    """Check the size of the result. Raises InvalidRequest when a call's prompt log probabilities would exceed the
+    bound."""
     values = sum(
         len(one.request.prompt_token_ids) * one.request.num_choices * (2 + (one.request.reads.num_top or 0))
         for one in prepared

@@ -1,4 +1,4 @@
-"""Names of requests: this router's own, and clients', which are shown back to them and used nowhere else."""
+"""Ids of requests: this router's own, and clients', which are only echoed back to them."""
 
 import re
 import secrets
@@ -12,17 +12,17 @@ _NAME = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 def check_request_id(value: str, param: str) -> str:
-    """A client's own id, fit to be sent back. Raises InvalidRequest."""
+    """Check that a client's own id is fit to be sent back, and return it. Raises InvalidRequest."""
     if not _NAME.fullmatch(value):
         raise InvalidRequest(f"{param} must have 1 to 128 visible ASCII characters", param=param)
     return value
 
 
 def name_request(former: str | None) -> RequestId:
-    """For a request of the call that this task serves; `former`: that of the stream that it continues.
+    """Name a request of the call that this task serves; `former`: id of the stream that it continues.
 
-    The first one's is the call's own, which is its answer's X-Request-Id too if the client gave none; it is what the
-    task's lines in the log are about from now on.
+    The first request gets the call's own id, which is also its X-Request-Id if the client gave none; the task's log
+    lines carry it from now on.
     """
     entry = current_entry()
     if former is None and entry is not None and not entry.is_named:

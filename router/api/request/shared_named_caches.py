@@ -30,7 +30,7 @@ class NamedCacheUpdate:
     tenant: str
     name: str
     cache: NamedCache | None
-    """None: it was removed."""
+    """The cache; None: it was removed."""
     pin: PinLocation | None = None
 
 
@@ -38,17 +38,17 @@ class SharedNamedCaches:
     """One process's caches and pins: makes updates for other processes and applies theirs."""
 
     def __init__(self, caches: NamedCaches, pins: PinRegistry, *, clock: Callable[[], float]) -> None:
-        """`clock`: the one that the pins use."""
+        """`clock`: the clock that the pins use."""
         self._caches = caches
         self._pins = pins
         self._clock = clock
 
     def update_for(self, tenant: str, name: str) -> NamedCacheUpdate:
-        """The update for one name, as it is here now."""
+        """Return the update for one name, as it is here now."""
         return self._update(tenant, name, self._caches.find(tenant, name))
 
     def all_updates(self) -> list[NamedCacheUpdate]:
-        """Updates for all names, for a process that starts."""
+        """Return updates for all names, for a process that starts."""
         return [self._update(*one) for one in self._caches.all_entries()]
 
     def _update(self, tenant: str, name: str, cache: NamedCache | None) -> NamedCacheUpdate:
@@ -59,7 +59,7 @@ class SharedNamedCaches:
         return NamedCacheUpdate(tenant=tenant, name=name, cache=cache, pin=pin)
 
     def apply(self, update: NamedCacheUpdate) -> None:
-        """What another process says."""
+        """Apply another process's update."""
         if not self._caches.apply_remote(update.tenant, update.name, update.cache):
             return
         if update.cache is None:

@@ -1,4 +1,4 @@
-"""JSON of clients, parsed strictly and within bounds. Pure: for the event loop, or for a thread where it is long."""
+"""Parses clients' JSON strictly and within bounds. Pure: runs on the event loop, or in a thread where it is long."""
 
 import json
 import re
@@ -14,12 +14,14 @@ _GREAT_INTEGER = re.compile(rb"[0-9]{19}")
 
 
 def parse(body: bytes) -> Any:
-    """Strict JSON (RFC 8259, I-JSON): UTF-8, no lone surrogates, no NaN or infinities, no key twice, bounded depth.
+    """Parse strict JSON (RFC 8259, I-JSON): UTF-8, no lone surrogates, no NaN or infinities, unique keys, bounded
+    depth.
 
-    Raises InvalidRequest that says where.
+    Raises InvalidRequest that names the position.
     """
     try:
-        # orjson refuses what it should but takes duplicate keys and rounds great integers; the second reading does not.
+        # orjson rejects what it should but accepts duplicate keys and rounds large integers; the second parser does
+        # not.
         _parse_fast(body)
         return json.loads(body, object_pairs_hook=_unique)
     except RecursionError:
@@ -30,11 +32,11 @@ def parse(body: bytes) -> Any:
 
 
 def check_num_values(body: bytes, max_values: int) -> None:
-    """Raise RequestTooLarge for more values than that, before any of them becomes an object. Bytes that are no JSON
-    may pass."""
+    """Raise RequestTooLarge for more values than that, before any of them becomes an object. Malformed JSON may
+    pass."""
     if body.count(b",") < max_values:
         return
-    # Commas of texts count for nothing: cut the strings out, once no quote in them is left to mislead.
+    # Commas within strings do not count: cut the strings out, once no escaped quote in them can mislead.
     plain = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     few_strings = plain.count(b'"') <= 4 * max_values
     if not few_strings or b"".join(plain.split(b'"')[::2]).count(b",") >= max_values:
@@ -42,9 +44,9 @@ def check_num_values(body: bytes, max_values: int) -> None:
 
 
 def parse_large(body: bytes, max_values: int) -> Any:
-    """As `parse`, for a thread: parsers keep the interpreter to themselves, so what they read is kept small."""
+    """Parse like `parse`, but for a thread: parsers hold the GIL, so what they read is kept small."""
     check_num_values(body, max_values)
-    # Token ids need no second reading: no key is among them, and an id that is rounded is far beyond any vocabulary.
+    # Token ids need no second parser: there are no keys among them, and a rounded id is far beyond any vocabulary.
     outline = _ID_LIST.sub(b"[0]", body)
     if len(outline) == len(body) or _GREAT_INTEGER.search(outline):
         return parse(body)
@@ -65,17 +67,17 @@ def _parse_fast(body: bytes) -> Any:
 
 
 def _refuse_constants(body: bytes) -> None:
-    """Raise InvalidRequest where it would be JSON but for NaN or infinities, which Python's own encoder writes."""
+    """Raise InvalidRequest for NaN or infinities, which Python's own encoder writes, in otherwise valid JSON."""
     with suppress(ValueError, RecursionError):
         json.loads(body, parse_constant=_refuse_constant)
 
 
 def _refuse_constant(constant: str) -> Never:
-    raise InvalidRequest(f"the body is not valid JSON: {constant} is no number in JSON; send a finite one, or null")
+    raise InvalidRequest(f"the body is not valid JSON: {constant} is not a JSON number; send a finite number or null")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        raise InvalidRequest("the body is not valid JSON: a key stands twice in one object")
+        raise InvalidRequest("the body is not valid JSON: an object has a duplicate key")
     return found

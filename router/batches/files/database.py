@@ -1,7 +1,7 @@
 """The SQLite database of files and batches: many readers, one writing thread. Blocking.
 
-All router processes of a host open the same file. Write-ahead logging keeps readers going while one writes; a write is
-a transaction, so a process that is killed leaves all of it or nothing. Errors of SQLite are OSErrors here.
+All router processes of a host open the same file. Write-ahead logging lets readers continue while one writes; a write
+is a transaction, so a process that is killed leaves all of it or nothing. Errors of SQLite are raised as OSError.
 """
 
 import errno
@@ -18,7 +18,7 @@ from router.batches.files.private_files import open_private
 
 _T = TypeVar("_T")
 _BUSY_S = 10.0
-"""How long a write waits for another process's."""
+"""How long a write waits for that of another process."""
 _VERSION = 1
 _MAX_IDLE_WAL_BYTES = 4 << 20
 _SCHEMA = """
@@ -43,16 +43,17 @@ CREATE TABLE IF NOT EXISTS results (
 
 
 class _Connection:
-    """One thread's connection. SQLite does not survive a close beside a call of another thread: `lock` is for both."""
+    """One thread's connection. SQLite does not survive a close during another thread's call: `lock` guards both."""
 
     def __init__(self, path: Path) -> None:
-        # Other threads only close it. Transactions are begun where `write` says so.
+        # Other threads only close it. `write` begins transactions explicitly.
         self.sqlite = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
         self.sqlite.execute(
             "PRAGMA synchronous = NORMAL"
         )  # a killed process loses nothing, a machine without power little
         self.sqlite.execute(f"PRAGMA journal_size_limit = {_MAX_IDLE_WAL_BYTES}")
         self.lock = threading.RLock()
+        self.thread = threading.current_thread()
         self.is_closed = False
 
     def close(self) -> None:
@@ -62,12 +63,17 @@ class _Connection:
 
 
 class Database:
-    """One file, opened by `open`. Reads happen on the calling thread, writes on the database's own."""
+    """One file, opened by `open`. Reads happen on the calling thread, writes on the database's own.
+
+    There are as many connections as living threads that have read: those of the event loop's executor, at most 32, and
+    the one that writes.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._local = threading.local()
         self._connections: list[_Connection] = []
+        self._registering = threading.Lock()
         self._writer: ThreadPoolExecutor | None = None
 
     def open(self) -> None:
@@ -77,33 +83,34 @@ class Database:
             connection = self._own().sqlite
             [(version,)] = connection.execute("PRAGMA user_version")
             if version > _VERSION:
-                raise OSError(errno.EPROTO, f"the database is of version {version}, at most {_VERSION} can be read")
+                raise OSError(errno.EPROTO, f"the database has version {version}, but at most {_VERSION} is supported")
             if version < _VERSION:
                 connection.executescript(_SCHEMA)
                 connection.execute(f"PRAGMA user_version = {_VERSION}")
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="batch-store")
 
     def close(self) -> None:
-        """Finish what is under way. Reads still work afterwards, writes raise RuntimeError."""
+        """Finish pending writes. Reads still work afterwards; writes raise RuntimeError."""
         if self._writer is not None:
             self._writer.shutdown()
-        connections, self._connections = self._connections, []
+        with self._registering:
+            connections, self._connections = self._connections, []
         self._local = threading.local()
         for connection in connections:
             connection.close()
 
     def read(self, sql: str, values: Sequence[Any] = ()) -> list[tuple[Any, ...]]:
-        """All rows of a query. Raises OSError."""
+        """Return all rows of a query. Raises OSError."""
         with _as_os_errors(), self._held() as connection:
             return connection.execute(sql, values).fetchall()
 
     def iterate(self, sql: str, values: Sequence[Any] = ()) -> Iterator[tuple[Any, ...]]:
-        """Rows one by one, for results that are too large for memory. Raises OSError."""
+        """Yield rows one by one, for results that are too large for memory. Raises OSError."""
         with _as_os_errors(), self._held() as connection:
             yield from connection.execute(sql, values)
 
     def write(self, work: Callable[[sqlite3.Connection], _T]) -> _T:
-        """Run `work` in a transaction on the writing thread. Raises OSError, and then nothing of it has happened."""
+        """Run `work` in a transaction on the writing thread. Raises OSError, in which case nothing was written."""
         if self._writer is None:
             raise RuntimeError("the database is not open")
         return self._writer.submit(self._transact, work).result()
@@ -122,7 +129,7 @@ class Database:
 
     @contextmanager
     def _held(self) -> Iterator[sqlite3.Connection]:
-        """The calling thread's connection, which nobody closes meanwhile."""
+        """Lock the calling thread's connection against being closed meanwhile."""
         while True:
             own = self._own()
             with own.lock:
@@ -134,8 +141,17 @@ class Database:
         found: _Connection | None = getattr(self._local, "connection", None)
         if found is None or found.is_closed:
             found = self._local.connection = _Connection(self._path)
-            self._connections.append(found)
+            self._register(found)
         return found
+
+    def _register(self, new: _Connection) -> None:
+        """Keep it for `close`, and close those of threads that have ended."""
+        with self._registering:
+            living = [one for one in self._connections if one.thread.is_alive()]
+            ended = [one for one in self._connections if not one.thread.is_alive()]
+            self._connections = [*living, new]
+        for one in ended:
+            one.close()
 
 
 @contextmanager

@@ -1,7 +1,7 @@
-"""Takes over the files and batches that the version before 0.1 kept as JSON files, one folder for each batch. Blocking.
+"""Imports the files and batches that the version before 0.1 kept as JSON files, one folder per batch. Blocking.
 
-A router process of that version may still write such files during an upgrade, so this is done again with each sweep. It
-goes with the version after next.
+A router process of that version may still write such files during an upgrade, so the import runs again with each sweep.
+It will be removed with the version after next.
 """
 
 import logging
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 
 def import_json_files(database: Database, tenants: Path) -> None:
-    """Move what is in JSON files into the database. Only while no other process runs batches. Raises OSError."""
+    """Move JSON files into the database. Only while no other process runs batches. Raises OSError."""
     for path in tenants.glob("*/files/file-*.json"):
         file = _read_file(path)
         if file is not None:
@@ -40,7 +40,7 @@ def import_json_files(database: Database, tenants: Path) -> None:
 
 
 def _import_batch(database: Database, folder: Path, batch: StoredBatch) -> None:
-    """All of it or nothing: what it had answered is not run again."""
+    """Import a batch completely or not at all: requests that it had answered are not run again."""
     owner, state = folder.parent.parent.name, orjson.dumps(batch.to_json()).decode()
     is_cancelled = (folder / "cancel").exists()
     row = (batch.id, owner, batch.created_s, batch.status.is_final, is_cancelled, state)
@@ -55,7 +55,7 @@ def _import_batch(database: Database, folder: Path, batch: StoredBatch) -> None:
 
 
 def _whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Results by number; the process may have died within the last line."""
+    """Yield results by number; skips a last line that the process died in."""
     if not path.exists():
         return
     with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""One line of a batch's input, and one of its results. Pure."""
+"""The lines of a batch's input and of its results. Pure."""
 
 import re
 from dataclasses import dataclass
@@ -39,33 +39,33 @@ def read_line(data: Any, endpoint: str) -> BatchLine:
 
 
 def body_to_run(body: dict[str, Any], lowest_priority: int) -> dict[str, Any]:
-    """The body as the endpoint gets it. Raises InvalidRequest for what a batch cannot have."""
+    """Return the body as the endpoint receives it. Raises InvalidRequest for what a batch must not contain."""
     if body.get("stream"):
         raise InvalidRequest("stream is not supported in a batch", param="stream")
     if body.get("priority") is not None:
-        raise InvalidRequest("priority is not supported in a batch: batches have the lowest one", param="priority")
+        raise InvalidRequest("priority is not supported in a batch: batches run at the lowest one", param="priority")
     return body | {"priority": lowest_priority}
 
 
 def answered(batch_id: str, number: int, custom_id: str, status: int, content: bytes) -> bytes:
-    """The result of a request that was answered, or refused."""
+    """Make the result of a request that was answered, or refused."""
     response = {"status_code": status, "request_id": _id(batch_id, number), "body": orjson.Fragment(content)}
     return _line(batch_id, number, custom_id, response, None)
 
 
 def not_run(batch_id: str, number: int, custom_id: str, code: str, message: str) -> bytes:
-    """The result of a request that was never run."""
+    """Make the result of a request that was never run."""
     return _line(batch_id, number, custom_id, None, {"code": code, "message": message})
 
 
 def number_of(result: bytes) -> int | None:
-    """The number of the input line that a result line answers; None when it is not a result line."""
+    """Return the number of the input line that a result line answers; None when it is not a result line."""
     found = _RESULT_ID.match(result)
     return None if found is None else int(found[1])
 
 
 def input_error(line: int, error: ServingError) -> dict[str, Any]:
-    """One of OpenAI's `errors` of a batch; lines count from 1."""
+    """Make one of OpenAI's `errors` of a batch; lines count from 1."""
     return {"code": error.word(), "line": line, "message": error.message, "param": error.param}
 
 

@@ -1,7 +1,8 @@
-"""Files and batches of tenants: a SQLite database beside the files' contents. Blocking: for threads, or for moments.
+"""Files and batches of tenants: a SQLite database beside the files' contents. Blocking: for threads, or for short
+calls.
 
-What has a result is never run again: a result is a row of its own, written when it is known. Once a batch has all of
-them they become a file, in one transaction with the files' rows.
+A request with a result is never run again: a result is a row of its own, written as soon as it is known. Once a batch
+has all of them they become a file, in one transaction with the files' rows.
 """
 
 import fcntl
@@ -26,12 +27,12 @@ _INCOMING, _UPLOADS, _TENANTS = "incoming", "uploads", "tenants"
 _UPLOAD_S = 3600.0
 """Longer than any upload may take."""
 MAX_FILES = 10_000
-"""Of one tenant, however small they are."""
+"""Files of one tenant, however small they are."""
 MAX_UPLOADS = 16
 MAX_UPLOADS_OF_TENANT = 4
 """Concurrent uploads of all processes, and those of one tenant: each may take twice a file's largest size of disk."""
 MAX_ENDED_BATCHES = 1_000
-"""Of one tenant; older ones are forgotten."""
+"""Ended batches of one tenant; older ones are deleted."""
 _FILES = "SELECT id, filename, purpose, num_bytes, created_s, expires_s FROM files WHERE owner = ?"
 _ADD_FILE = "INSERT OR REPLACE INTO files VALUES (?, ?, ?, ?, ?, ?, ?)"
 _ADD_BATCH = "INSERT INTO batches (id, owner, created_s, is_final, state) VALUES (?, ?, ?, ?, ?)"
@@ -46,7 +47,7 @@ _log = logging.getLogger(__name__)
 class UploadSlots:
     """At most `limit` uploads at a time, of all router processes of a host: a folder has a locked file for each slot.
 
-    A dead process gives its slots back.
+    A process that dies frees its slots.
     """
 
     def __init__(self, folder: Path, limit: int) -> None:
@@ -54,7 +55,7 @@ class UploadSlots:
         self._limit = limit
 
     def acquire(self) -> IO[bytes] | None:
-        """A slot, to be closed; None when all are taken."""
+        """Acquire a slot, to be closed; None when all are taken."""
         make_private(self._folder)
         for number in range(self._limit):
             slot = open_private(self._folder / str(number), "ab")
@@ -68,7 +69,7 @@ class UploadSlots:
 
 
 def acquire_all(*kinds: UploadSlots) -> ExitStack | None:
-    """A slot of each kind, to be closed together; None when one of them has none left."""
+    """Acquire a slot of each kind, to be closed together; None when one of them has none left."""
     with ExitStack() as acquired:
         for slots in kinds:
             if (slot := slots.acquire()) is None:
@@ -104,7 +105,7 @@ class BatchStore:
             raise ConfigError(f"router.batches.path: {self._folder}: {error.strerror}") from None
 
     def may_run(self) -> bool:
-        """Whether this process runs the batches: the first to call this does, until it ends."""
+        """Whether this process runs the batches: the first one to call this does, until it ends."""
         if self._lock is None:
             lock = open_private(self._folder / "lock", "ab")
             try:
@@ -128,11 +129,11 @@ class BatchStore:
     # Files
 
     def incoming(self) -> Path:
-        """A new path for an upload's bytes."""
+        """Make a new path for an upload's bytes."""
         return self._folder / _INCOMING / secrets.token_hex(16)
 
     def begin_upload(self, tenant: str) -> ExitStack:
-        """The slots of one upload, to be closed. Raises Overloaded when all are taken."""
+        """Acquire the slots of one upload, to be closed. Raises Overloaded when all are taken."""
         of_tenant = UploadSlots(self._folder_of(_owner(tenant), _UPLOADS), MAX_UPLOADS_OF_TENANT)
         slots = acquire_all(of_tenant, UploadSlots(self._folder / _UPLOADS, MAX_UPLOADS))
         if slots is None:
@@ -140,7 +141,7 @@ class BatchStore:
         return slots
 
     def add_file(self, tenant: str, content: Path, *, filename: str, purpose: str, now_s: float) -> StoredFile:
-        """Store a finished upload, whose content moves. Raises Overloaded when the tenant has too much, OSError."""
+        """Store a finished upload, moving its content. Raises Overloaded when the tenant stores too much, OSError."""
         owner = _owner(tenant)
         file = self._new_file(f"file-{secrets.token_hex(16)}", content, filename, purpose, now_s)
         target = self._data(owner, file.id)
@@ -150,9 +151,9 @@ class BatchStore:
                 "SELECT coalesce(sum(num_bytes), 0), count(*) FROM files WHERE owner = ?", (owner,)
             )
             if held + file.num_bytes > self._max_tenant_bytes:
-                raise Overloaded(f"files take {held} bytes, at most {self._max_tenant_bytes}: delete some")
+                raise Overloaded(f"files take {held} bytes, at most {self._max_tenant_bytes}: delete some first")
             if count >= MAX_FILES:
-                raise Overloaded(f"there are {count} files, at most {MAX_FILES}: delete some")
+                raise Overloaded(f"there are {count} files, at most {MAX_FILES}: delete some first")
             connection.execute(_ADD_FILE, _file_row(owner, file))
             content.replace(target)
 
@@ -164,7 +165,7 @@ class BatchStore:
         return file
 
     def file(self, tenant: str, name: str) -> StoredFile:
-        """Raises ObjectNotFound when the tenant has no such file."""
+        """Return a file's record. Raises ObjectNotFound when the tenant has no such file."""
         owner = _owner(tenant)
         found = self._database.read(f"{_FILES} AND id = ?", (owner, name))
         if not found or not self._data(owner, name).exists():
@@ -172,16 +173,16 @@ class BatchStore:
         return _file(found[0])
 
     def content(self, tenant: str, name: str) -> Path:
-        """The file that has its bytes. Raises ObjectNotFound."""
+        """Return the path of a file's bytes. Raises ObjectNotFound."""
         return self._data(_owner(tenant), self.file(tenant, name).id)
 
     def files(self, tenant: str) -> list[StoredFile]:
-        """The tenant's files, newest first."""
+        """Return the tenant's files, newest first."""
         sql = f"{_FILES} ORDER BY created_s DESC, id"
         return [_file(row) for row in self._database.read(sql, (_owner(tenant),))]
 
     def delete_file(self, tenant: str, name: str) -> None:
-        """Raises ObjectNotFound when the tenant has no such file."""
+        """Delete a file. Raises ObjectNotFound when the tenant has no such file."""
         path = self.content(tenant, name)
         self._database.write(lambda connection: connection.execute("DELETE FROM files WHERE id = ?", (name,)))
         path.unlink(missing_ok=True)
@@ -189,7 +190,7 @@ class BatchStore:
     # Batches
 
     def add_batch(self, batch: StoredBatch, *, most: int) -> None:
-        """A new one. Raises Overloaded when `most` of the tenant's have not ended."""
+        """Add a new batch. Raises Overloaded when `most` of the tenant's have not ended."""
 
         def add(connection: sqlite3.Connection) -> None:
             [(live,)] = connection.execute(
@@ -205,19 +206,19 @@ class BatchStore:
         self._database.write(lambda connection: connection.execute(_SAVE_BATCH, _batch_row(batch)))
 
     def batch(self, tenant: str, name: str) -> StoredBatch:
-        """Raises ObjectNotFound when the tenant has no such batch."""
+        """Return a batch. Raises ObjectNotFound when the tenant has no such batch."""
         rows = self._database.read("SELECT state FROM batches WHERE owner = ? AND id = ?", (_owner(tenant), name))
         for batch in _batches(rows):
             return batch
         raise ObjectNotFound(f"no batch {name[:100]!r}", param="batch_id")
 
     def batches(self, tenant: str) -> list[StoredBatch]:
-        """The tenant's batches, newest first."""
+        """Return the tenant's batches, newest first."""
         sql = "SELECT state FROM batches WHERE owner = ? ORDER BY created_s DESC, id"
         return list(_batches(self._database.read(sql, (_owner(tenant),))))
 
     def live(self) -> list[StoredBatch]:
-        """The batches of all tenants that have not ended, oldest first."""
+        """Return the batches of all tenants that have not ended, oldest first."""
         sql = "SELECT state FROM batches WHERE NOT is_final ORDER BY created_s, id"
         return list(_batches(self._database.read(sql)))
 
@@ -231,11 +232,11 @@ class BatchStore:
         return self._database.read("SELECT is_cancelled FROM batches WHERE id = ?", (batch.id,)) == [(1,)]
 
     def results(self, batch: StoredBatch) -> "Results":
-        """The results so far."""
+        """Return the results so far."""
         return Results(self._database, batch.id)
 
     def publish(self, batch: StoredBatch, now_s: float) -> tuple[str | None, str | None]:
-        """Make files of the results; the ids of those of answers and of errors. Once done it stays done."""
+        """Make files of the results; return the ids of the answers' and the errors' file. Idempotent."""
         owner, names = _owner(batch.tenant), _result_files(batch.id)
         with ExitStack() as written:
             contents = [self.incoming() for _ in names]
@@ -250,7 +251,7 @@ class BatchStore:
 
             def publish(connection: sqlite3.Connection) -> None:
                 if not connection.execute("DELETE FROM results WHERE batch_id = ?", (batch.id,)).rowcount:
-                    return  # it is done already
+                    return  # already published
                 for file, path in files:
                     connection.execute(_ADD_FILE, _file_row(owner, file))
                     path.replace(self._data(owner, file.id))
@@ -261,7 +262,7 @@ class BatchStore:
         return output, errors
 
     def _write_results(self, batch_id: str, is_error: int, path: Path) -> int:
-        """Write results to a new file; the number of bytes."""
+        """Write results to a new file; return the number of bytes."""
         sql = "SELECT line FROM results WHERE batch_id = ? AND is_error = ? ORDER BY number"
         with open_private(path, "wb") as file:
             for (line,) in self._database.iterate(sql, (batch_id, is_error)):
@@ -269,9 +270,9 @@ class BatchStore:
             return file.tell()
 
     def sweep(self, now_s: float) -> None:
-        """Delete what has been kept long enough and uploads that were never finished.
+        """Delete what has expired and uploads that were never finished.
 
-        Only by the process that runs batches: it also imports what the version before left.
+        Only for the process that runs batches: it also imports what the previous version left.
         """
         import_json_files(self._database, self._folder / _TENANTS)
         expired = self._database.read("SELECT id, owner FROM files WHERE expires_s <= ?", (now_s,))
@@ -289,7 +290,7 @@ class BatchStore:
         self._delete_leftovers(now_s)
 
     def _delete_leftovers(self, now_s: float) -> None:
-        """Bytes without a row: of uploads that were cut off, and of a process that was killed between the two."""
+        """Delete bytes without a row: of interrupted uploads, and of a process killed between writing the two."""
         known = {name for (name,) in self._database.read("SELECT id FROM files")}
         unknown = (p for p in self._folder.glob(f"{_TENANTS}/*/files/*.data") if p.stem not in known)
         for path in (*(self._folder / _INCOMING).iterdir(), *unknown):
@@ -324,11 +325,11 @@ class Results:
         self._batch_id = batch_id
         rows = database.read("SELECT number, is_error FROM results WHERE batch_id = ?", (batch_id,))
         self.done = {number for number, _ in rows}
-        """Numbers of the input's lines, the failed ones included."""
+        """Numbers of the input lines that have a result, failed ones included."""
         self.failed = {number for number, is_error in rows if is_error}
 
     def add(self, lines: Sequence[tuple[int, bytes]], *, is_error: bool) -> None:
-        """Lines of results by the number of the input's line, all or none; the first result of a number stands.
+        """Add result lines by input line number, all or none; the first result of a number wins.
 
         Raises OSError.
         """
@@ -345,7 +346,7 @@ class Results:
 
 
 def _owner(tenant: str) -> str:
-    """A tenant's name may have any characters: a folder's may not."""
+    """Return a folder name for a tenant, whose own name may have any characters."""
     return blake2b(tenant.encode(), digest_size=16, person=b"tandem-batches").hexdigest()
 
 
@@ -371,12 +372,12 @@ def _batch_row(batch: StoredBatch) -> tuple[object, ...]:
 
 
 def _batches(rows: Sequence[tuple[Any, ...]]) -> Iterator[StoredBatch]:
-    """Those that can be read: one that cannot, of another version perhaps, harms no other."""
+    """Yield the batches that can be read: an unreadable one, perhaps of another version, harms no other."""
     for (state,) in rows:
         try:
             yield StoredBatch.from_json(orjson.loads(state))
         except (LookupError, TypeError, ValueError):
-            _log.warning("a batch cannot be read, it may be another version's: %.100s", state)
+            _log.warning("cannot read a batch, it may be another version's: %.100s", state)
 
 
 @contextmanager

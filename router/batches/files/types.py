@@ -1,4 +1,4 @@
-"""Files and batches: what is stored of them, their states, and the objects that OpenAI's clients see. Pure."""
+"""Files and batches: their stored records, states, and the objects that OpenAI's clients see. Pure."""
 
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
@@ -50,7 +50,7 @@ class StoredFile:
     expires_s: int
 
     def shown(self) -> dict[str, Any]:
-        """The file object of OpenAI's API."""
+        """Return the file object of OpenAI's API."""
         return {
             "id": self.id,
             "object": "file",
@@ -89,7 +89,7 @@ class StoredBatch:
     error_file_id: str | None = None
 
     def moved(self, status: BatchStatus, now_s: float, **changes: Any) -> "StoredBatch":
-        """The batch in its next state."""
+        """Return the batch in its next state."""
         return replace(self, status=status, at_s=self.at_s | {status.value: int(now_s)}, **changes)
 
     def to_json(self) -> dict[str, Any]:
@@ -97,11 +97,11 @@ class StoredBatch:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:
-        """The batch that `to_json` wrote. Raises LookupError, TypeError or ValueError for anything else."""
+        """Load a batch that `to_json` wrote. Raises LookupError, TypeError or ValueError for anything else."""
         return cls(**data | {"status": BatchStatus(data["status"]), "errors": tuple(data["errors"])})
 
     def shown(self, *, is_cancelled: bool) -> dict[str, Any]:
-        """The batch object of OpenAI's API. `is_cancelled`: a client asked to cancel it."""
+        """Return the batch object of OpenAI's API. `is_cancelled`: a client requested cancellation."""
         status = BatchStatus.CANCELLING if is_cancelled and not self.status.is_final else self.status
         errors = {"object": "list", "data": list(self.errors)} if self.errors else None
         return {

@@ -1,8 +1,8 @@
-"""Accounts for all attempts at one choice: where time went, KV held, tokens computed more than once. Pure.
+"""Accounts for all attempts at one choice: time by phase, KV held, tokens computed more than once. Pure.
 
-Phases of attempts add up. An attempt that its worker ends has that worker's figures. One that the router ends, or whose
-worker is lost, has those that came with its first token plus what the router measured since; without a first token its
-time belongs to no phase.
+Phases add up over attempts. An attempt that its worker ends is recorded with that worker's figures. One that the router
+ends, or whose worker is lost, has the figures that came with its first token plus what the router measured since;
+without a first token its time belongs to no phase.
 """
 
 from collections.abc import Callable
@@ -25,15 +25,15 @@ class AttemptLedger:
         self._heard: tuple[AttemptStarted, float] | None = None
         self._first: AttemptStarted | None = None
         self.computed_tokens = 0
-        """By all attempts: prompts and given output that were not cached, and output."""
+        """Tokens computed by all attempts: prompts and given output that were not cached, and new output."""
 
     @property
     def first(self) -> AttemptStarted | None:
-        """The first attempt's start, with the prompt's cache hits; later attempts also hit what it computed."""
+        """The start of the first attempt, with the prompt's cache hits; later attempts also hit what it computed."""
         return self._first
 
     def begin(self, num_given: int, kv_bytes_per_token: int = 0) -> None:
-        """Start an attempt on a worker, with the `num_given` tokens of the answer that the client has."""
+        """Start an attempt on a worker, given the `num_given` tokens of the answer that the client has."""
         now_s = self._clock()
         waited_s = self._spent.router_queue_s + now_s - self._since_s
         self._spent = replace(self._spent, router_queue_s=waited_s)
@@ -44,8 +44,8 @@ class AttemptLedger:
         """Discard a refused attempt: its time counts as waiting."""
         self._runs = False
 
-    def heard(self, started: AttemptStarted) -> None:
-        """Record the attempt's first token, or its answer so far."""
+    def on_started(self, started: AttemptStarted) -> None:
+        """Record the attempt's first token, or its progress so far."""
         self._heard = (started, self._clock())
         self._first = self._first or started
         self.computed_tokens += max(0, self._prompt_length + self._num_given - started.cached_tokens)

@@ -1,8 +1,8 @@
-"""Beam search as `transformers` does it without sampling: what is kept of each step, and when it is over. Pure.
+"""Beam search as `transformers` does it without sampling: which beams each step keeps, and when the search ends. Pure.
 
-Each step wants the likeliest continuations of every running beam. Of all of them together the best are looked at, so
-many that enough remain to go on with even if those before them end. A beam that ends counts only if it was among
-the best `num_beams` of its step; its score is its sum of log probabilities, divided by a power of its length.
+Each step needs the likeliest continuations of every running beam. It considers the best of all of them together, enough
+that a full set remains running even if all better ones end. A beam that ends counts only if it was among the best
+`num_beams` of its step; its score is its sum of log probabilities, divided by a power of its length.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from tandem.values.outputs import FinishReason, SampledToken
 
 
 class Beam(NamedTuple):
-    """One beginning of an answer."""
+    """One partial answer of a search."""
 
     tokens: tuple[SampledToken, ...]
     total: float
@@ -32,20 +32,20 @@ class BeamSearch:
         self._max_tokens = max_tokens
         self._length = 0
         self.running: list[Beam] = [Beam((), 0.0)]
-        """Those to be continued; the best first."""
+        """Beams still running, the best first."""
         self.ended: list[EndedBeam] = []
-        """At most `num_beams`; the best first."""
+        """Ended beams, at most `num_beams`, the best first."""
         self.is_over = False
 
     def advance(self, continuations: Sequence[Sequence[SampledToken]]) -> None:
-        """One step: of each running beam, in order, `num_next` tokens with their log probabilities."""
+        """Advance by one step: for each running beam, in order, `num_next` tokens with their log probabilities."""
         ask = self._ask
         found = [
             (beam.total + (token.logprob or 0.0), beam, token)
             for beam, tokens in zip(self.running, continuations, strict=True)
             for token in tokens
         ]
-        # A stable order: of equals the one of the better beam goes first. Only the best are worth a copy of their beam.
+        # A stable order: of equals, the better beam's comes first. Only the best are worth copying their beam.
         best = sorted(found, key=lambda one: -one[0])[: ask.num_next]
         candidates = [Beam((*beam.tokens, token), total) for total, beam, token in best]
         self._length += 1

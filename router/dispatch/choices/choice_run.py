@@ -44,7 +44,8 @@ from tandem.values.outputs import FinishReason
 logger = logging.getLogger(__name__)
 
 _ATTEMPTS_BITS = 16
-"""Low bits of an attempt number that count within one reader; workers tell a stream's readers apart by the rest."""
+"""Low bits of an attempt number, which count within one reader; the higher bits tell workers a stream's readers
+apart."""
 
 
 class ChoiceRun:
@@ -85,12 +86,13 @@ class ChoiceRun:
         self._worker = Incarnation(0)
         self._route: PrefillRoute | None = None
         self._adopting = self._proven = False
-        """Of the running attempt: whether it adopts a stream its worker still has; whether a token has come."""
+        """For the running attempt: whether it adopts a stream that its worker still has; whether a token has
+        arrived."""
 
     def submit(self) -> None:
-        """Start the next attempt on the best worker whose session takes it.
+        """Start the next attempt on the best worker whose session accepts it.
 
-        When there is none, the choice is `waiting` afterwards. Raises the error to return to the client.
+        If there is none, the choice is `waiting` afterwards. Raises the error to return to the client.
         """
         progress = self._progress
         self._adopt()
@@ -125,16 +127,17 @@ class ChoiceRun:
             self._context.observer.placed(assignment.placement.reason.value)
 
     def _choose(self) -> Assignment:
-        """The best workers for the next attempt. Raises NoDecodeWorker, or RequestTooLarge for every one of them."""
-        excluded, shunned = self._excluded(), self._health.shunned()
+        """Choose the best workers for the next attempt. Raises NoDecodeWorker, or RequestTooLarge for every one of
+        them."""
+        excluded, avoided = self._excluded(), self._health.avoided()
         if (only := self._request.only_worker) is not None:
             excluded |= {worker.info.key for worker in self._placer.registry.snapshots()} - {only}
         try:
-            return self._assign(excluded | shunned)
+            return self._assign(excluded | avoided)
         except NoDecodeWorker:
-            if not shunned:
+            if not avoided:
                 raise
-            # Better one that may fail than none.
+            # A worker that may fail is better than none.
             return self._assign(excluded)
 
     def _excluded(self) -> set[WorkerKey]:
@@ -151,12 +154,12 @@ class ChoiceRun:
                 is_local=request.is_local and not progress.token_ids,
             )
         except RequestTooLarge as computed:
-            # The worker that refused it for its size has said more precisely why.
+            # The worker that refused the request for its size gave the more precise reason.
             refused = progress.last_error
             raise refused if isinstance(refused, RequestTooLarge) else computed from None
 
     def _to_wait_for(self, waiting: Waiting | None) -> Waiting | None:
-        """What to wait for while no worker can take the choice; None when nothing is expected to change that.
+        """Return what to wait for while no worker can take the choice; None when nothing is expected to change that.
 
         `waiting`: what the choice has waited for until now.
         """
@@ -166,7 +169,8 @@ class ChoiceRun:
         # The workers it waited for have left: treat that like any other loss.
         if waiting is not None:
             return Waiting.FOR_WORKER
-        # The live workers have failed it; another would hardly do better. Full workers that are not live are draining.
+        # The live workers have failed it, and another would hardly do better. Full workers that are not live are
+        # draining.
         if live and not full and self._progress.last_error is not None:
             return None
         if self._request.only_worker is None and self._placer.registry.worker_due_s() > 0.0:
@@ -213,14 +217,15 @@ class ChoiceRun:
         """Whether `attempt` is the one under way."""
         return self._assignment is not None and attempt == self._progress.attempt
 
-    def submit_beside(self, other: "ChoiceRun", *, apart: int) -> None:
-        """As `submit`, but not on the worker of `other`, with attempt numbers offset by `apart` from its."""
+    def submit_hedge(self, other: "ChoiceRun", *, apart: int) -> None:
+        """Like `submit`, but on another worker than that of `other`, with attempt numbers offset by `apart` from
+        its."""
         self._progress.attempt = other._progress.attempt + apart
         if (assignment := other._assignment) is not None:
             self._progress.excluded[assignment.decode] = assignment.port
         self.submit()
 
-    def let_go(self) -> None:
+    def detach(self) -> None:
         """Stop following the attempt without cancelling it: another reader has taken it over."""
         self.waiting = None
         self._health.left(self)
@@ -229,12 +234,13 @@ class ChoiceRun:
             self._placer.release(assignment)
 
     def report_worker_lost(self) -> None:
-        """Record the loss of its worker while the choice's other run goes on. Raises as `on_event` then does."""
+        """Record the loss of its worker while the choice's other run continues. Raises what `on_event` then raises."""
         if self._assignment is not None:
             self._health.lost(self, self._assignment.decode, self._request)
 
     def on_event(self, attempt: int, event: AttemptEvent) -> Sequence[ChoiceDelta]:
-        """The deltas for the client; none for an earlier attempt's event. Raises the error to return to the client."""
+        """Handle an event and return deltas for the client; ignores earlier attempts. Raises the error to return to the
+        client."""
         assignment = self._assignment
         if assignment is None or attempt != self._progress.attempt:
             return []
@@ -263,16 +269,16 @@ class ChoiceRun:
             self._placer.release(assignment)
 
     def finish_early(self, reason: FinishReason) -> ChoiceDelta:
-        """End the choice by the router's own decision; the last delta."""
+        """End the choice by the router's own decision; return the last delta."""
         return self._finish(self._progress.finish_early(reason))
 
     def final_error(self) -> ServingError:
-        """The error to return to the client when no attempt is left."""
+        """Return the error for the client when no attempt is left."""
         error = final_error(self._progress.last_error, retry_after_s=self._context.settings.retry_after_s)
         return in_clients_field(error, self._request.grammar_param)
 
     def on_tokens(self, attempt: int, arrived: TokensArrived) -> Sequence[ChoiceDelta]:
-        """As `on_event`, for the most frequent event."""
+        """Handle the most frequent event, as `on_event` does."""
         assignment = self._assignment
         if assignment is None or attempt != self._progress.attempt:
             return ()
@@ -292,11 +298,11 @@ class ChoiceRun:
         if finished is None:
             return deltas
         if finished.failure is not None or finished.reason in {FinishReason.ABORT, FinishReason.ERROR}:
-            error = finished.failure or Unavailable("the worker gave the request up")
+            error = finished.failure or Unavailable("the worker gave up on the request")
             try:
                 return (*deltas, *self._retry(assignment, RetryReason.WORKER_FAULT, error))
             except ServingError as final:
-                # These tokens count as the client's, so it must have them before the error.
+                # These tokens are counted as sent, so the client must receive them before the error.
                 self.failure = final
                 return deltas
         return (self._finish(self._progress.finish(finished))._replace(tokens=tokens, worker=self._worker),)
@@ -311,7 +317,7 @@ class ChoiceRun:
         self._worker = assignment.decode.incarnation
 
     def _retry(self, assignment: Assignment, reason: RetryReason, error: ServingError) -> list[ChoiceDelta]:
-        """The attempt has ended on its worker before the choice has: continue elsewhere, or raise the final error."""
+        """Handle an attempt that ended before its choice did: continue elsewhere, or raise the final error."""
         self._note_failure(assignment, error)
         if self._progress.is_complete:
             return [self.finish_early(FinishReason.LENGTH)]
@@ -323,9 +329,10 @@ class ChoiceRun:
         return []
 
     def _on_refusal(self, assignment: Assignment, error: ServingError) -> list[ChoiceDelta]:
-        """A full worker costs no attempt: try another if the retry budget allows, else wait for room."""
+        """Handle a refusal. A full worker costs no attempt: try another if the retry budget allows, else wait for
+        room."""
         if self._adopting:
-            # The worker no longer has it, which is no failure: generate the answer again, from the same seed.
+            # The worker no longer has the stream, which is no failure: generate the answer again, from the same seed.
             self._adopting, self._assignment = False, None
             self._progress.was_refused()
             self._placer.release(assignment)
@@ -343,26 +350,26 @@ class ChoiceRun:
         return []
 
     def wait_for_room_s(self) -> float:
-        """Seconds to wait before `come_back`, unless room appears earlier."""
+        """Seconds to wait before `retry_full_workers`, unless room appears earlier."""
         return self._progress.wait_for_room_s(self._context.rng)
 
-    def come_back(self) -> None:
-        """Try the workers again that were full. Raises as `submit`."""
+    def retry_full_workers(self) -> None:
+        """Try the workers that were full again. Raises as `submit`."""
         if self.waiting is Waiting.FOR_ROOM:
             self._progress.try_full_again()
             self.submit()
 
     @property
     def num_tokens(self) -> int:
-        """Tokens whose KV a worker must have room for, at least."""
+        """Minimum number of tokens whose KV a worker must have room for."""
         return self._progress.prompt_length + len(self._progress.token_ids) + 1
 
     def _workers(self, assignment: Assignment) -> tuple[WorkerKey, ...]:
-        """Workers that compute the attempt, and that it could have crashed."""
+        """Return the workers that compute the attempt, which it could crash."""
         return (assignment.decode,) if self._route is None else (assignment.decode, self._route.worker)
 
     def _report_lost(self, key: WorkerKey) -> None:
-        """Raises Unavailable when the request is judged to have crashed the worker."""
+        """Report a lost worker. Raises Unavailable when the request is judged to have crashed it."""
         if not self._progress.is_complete:
             self._health.lost(self, key, self._request)
 
@@ -401,7 +408,7 @@ class ChoiceRun:
     def _reroute(self, assignment: Assignment, failed: TransferFailed) -> None:
         route, progress = self._route, self._progress
         if route is None:
-            # Adopted while its prompt was under way.
+            # Adopted while its prompt was being computed.
             assignment.port.reroute(self._request_id, progress.attempt, None)
             return
         if failed.transfer_id != route.transfer_id:
@@ -424,7 +431,7 @@ class ChoiceRun:
         started_s = self._context.clock()
         prefill = None
         if progress.may_reroute() and self._context.budget.spend():
-            prefill = self._placer.reassign_prefill(assignment, frozenset(self._excluded() | self._health.shunned()))
+            prefill = self._placer.reassign_prefill(assignment, frozenset(self._excluded() | self._health.avoided()))
         else:
             self._placer.compute_locally(assignment)
         self._route = next_route(route, prefill, assignment)
@@ -441,7 +448,7 @@ class ChoiceRun:
             self._health.failed(self, key)
 
     def _warn(self, text: str, *values: object, level: int = logging.WARNING) -> None:
-        """Log with the request's id: a session may be the caller, and its logging context has none."""
+        """Log with the request's id: the caller may be a session, whose logging context has none."""
         trace = "" if (span := self._request.span) is None else f" trace {span.trace_id}"
         logger.log(level, f"request %s%s: {text}", self._request_id, trace, *values, extra=about(self._request_id))
 

@@ -15,7 +15,7 @@ from router.workers.health import WorkerHealth
 from tandem.values.block_hash import BlockHasher
 
 Post = Callable[[int, int, AttemptEvent], None]
-"""Takes a choice's index, an attempt's number and an event of it."""
+"""Receives a choice's index, an attempt's number and an event of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,17 +29,17 @@ class DispatchSettings:
     """Bounds of one request."""
 
     max_attempts: int = 4
-    """Attempts in a row without a new token."""
+    """Consecutive attempts without a new token."""
     stream_buffer_tokens: int = 4096
     """Per choice: tokens waiting for a slow reader before the request is cancelled."""
     rejoin_s: float = 60.0
-    """How long a stream whose worker died waits for one to come (back) when none is left; see `router.rejoin_s`."""
+    """How long a stream whose worker died waits for one to join when none is left; see `router.rejoin_s`."""
     max_queue_s: float = 60.0
-    """How long a request that no worker has taken waits for one that is expected; see `router.max_queue_s`."""
+    """How long a request that no worker has accepted waits for an expected one; see `router.max_queue_s`."""
     retry_after_s: float = 1.0
-    """Retry-After for clients when no worker gave one, in seconds."""
+    """Retry-After for clients when no worker gave one."""
     hedging: HedgingSettings | None = None
-    """None: a late first token is waited for."""
+    """Hedging of late first tokens; None: off."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,13 +56,13 @@ class DispatchContext:
     settings: DispatchSettings
     health: WorkerHealth
     hedging: Hedging | None
-    """None: off."""
+    """Hedging of late first tokens; None: off."""
 
 
 class Waiting(Enum):
     """What a choice without a worker waits for."""
 
     FOR_WORKER = "for_worker"
-    """None is left, or none yet: it goes on when one joins, if that is soon."""
+    """No worker is left or has joined yet: the choice continues when one joins, if that happens in time."""
     FOR_ROOM = "for_room"
-    """Every worker is full: it tries again until its deadline."""
+    """Every worker is full: the choice tries again until its deadline."""

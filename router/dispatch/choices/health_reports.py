@@ -1,7 +1,7 @@
-"""Reports outcomes of one choice's attempts to `WorkerHealth`. Pure.
+"""Reports the outcomes of one choice's attempts to `WorkerHealth`. Pure.
 
 A choice has one run, or two while it is hedged (`router.dispatch.hedge_run`). Both report here, since a request that
-crashes workers does so from either. A run that another router or reader continues has a reporter of its own.
+crashes workers does so from either. A run that continues a stream of another router or reader has its own reporter.
 """
 
 from collections.abc import Hashable
@@ -25,26 +25,27 @@ class ChoiceHealthReporter:
         self._registry = registry
         self._workers: dict[Hashable, Workers] = {}
         self._failed: set[WorkerKey] = set()
-        """Workers that failed on the choice and were still alive then."""
+        """Workers that failed on the choice while their session was up."""
         self.was_taken = False
         """Whether a worker accepted any of its ended runs, or may have."""
         self.was_adopted = False
         """Whether the choice continues an attempt that a worker still had."""
 
     def must_wait(self, request: RoutedRequest) -> bool:
-        """Whether it must wait for isolation, or for a loss to be decided. Raises as `lost` once that condemns it."""
+        """Whether it must wait for isolation, or for a loss to be judged. Raises as `lost` once judged to crash
+        workers."""
         return self._health.must_wait(self._name, self._registry.live_decoders, request)
 
     def is_in_doubt(self) -> bool:
-        """Whether it is not decided yet if the choice has crashed workers."""
+        """Whether it is still undecided if the choice has crashed workers."""
         return self._health.is_in_doubt(self._name)
 
-    def shunned(self) -> set[WorkerKey]:
+    def avoided(self) -> set[WorkerKey]:
         """Workers to avoid for this choice while there are others."""
-        return self._health.shunned(self._name)
+        return self._health.avoided(self._name)
 
     def placed(self, run: Hashable, workers: Workers) -> None:
-        """An attempt was sent to these workers: the one that decodes and the one that prefills."""
+        """Record that an attempt was sent to these workers: the one that decodes and the one that prefills."""
         self._workers[run] = workers
         self._health.placed(self._name, workers, beside=self._beside(run))
 
@@ -54,7 +55,7 @@ class ChoiceHealthReporter:
         self._health.answered(self._name, self._workers.get(run, ()))
 
     def failed(self, run: Hashable, key: WorkerKey) -> None:
-        """A worker failed on an attempt and its session is still up, or is not yet known to be lost.
+        """Record that a worker failed on an attempt while its session is up, or not yet known to be lost.
 
         See `recheck_failed_workers`.
         """
@@ -63,14 +64,15 @@ class ChoiceHealthReporter:
         self._health.failed(self._name, key, still=self._beside(run))
 
     def refused(self, run: Hashable, key: WorkerKey) -> None:
-        """A worker refused an attempt, or left: no failure of either."""
+        """Record that a worker refused an attempt, or left: neither counts as a failure."""
         self._workers.pop(run, None)
         self._health.refused(self._name, key, still=self._beside(run))
 
     def lost(self, run: Hashable, key: WorkerKey, request: RoutedRequest) -> None:
-        """A worker was lost during an attempt. Raises Unavailable when the request is judged to have crashed it."""
+        """Record a worker's loss during an attempt. Raises Unavailable when the request is judged to have crashed
+        it."""
         if self._registry.port(key) is not None:
-            # It is back already, the same process.
+            # The same process is already back.
             self.refused(run, key)
             return
         self._workers.pop(run, None)
@@ -86,7 +88,7 @@ class ChoiceHealthReporter:
                 self._health.lost(self._name, key, request, still=still)
 
     def left(self, run: Hashable, taken_back: Workers = (), *, was_taken: bool = False) -> None:
-        """A run has ended; `taken_back`: workers it was cancelled on before they answered."""
+        """Record that a run has ended; `taken_back`: workers on which it was cancelled before they answered."""
         self.was_taken |= was_taken
         self._workers.pop(run, None)
         if still := self._beside(run):

@@ -1,8 +1,8 @@
-"""When a late first token is worth a second attempt elsewhere. Pure; off unless configured.
+"""Decides when a late first token justifies a second attempt elsewhere. Pure; off unless configured.
 
-"The Tail at Scale" (Dean and Barroso, CACM 2013): a second request is sent once the first has been out longer than a
-high quantile of what is usual, so that few are sent. Here a budget bounds them as well: a cluster that is slow as a
-whole must not be sent everything twice.
+"The Tail at Scale" (Dean and Barroso, CACM 2013): a second request is sent once the first has taken longer than a high
+quantile of the usual time, so that few are sent. Here a budget bounds them as well: a cluster that is slow as a whole
+must not be sent everything twice.
 """
 
 from collections import deque
@@ -28,11 +28,11 @@ class Hedging:
         self.num_won = 0
 
     def earn(self) -> None:
-        """A choice was placed."""
+        """Count a placed choice, which adds to the budget."""
         self._saved = min(_MOST_SAVED, self._saved + self._budget)
 
     def observe(self, first_token_s: float) -> None:
-        """A choice had its first token so long after it was placed."""
+        """Record how long after its placement a choice had its first token."""
         self._seen.append(first_token_s)
         self._num_since += 1
         if len(self._seen) >= _LEAST_SEEN and (self._delay_s is None or self._num_since >= _RENEWED_EVERY):
@@ -41,7 +41,7 @@ class Hedging:
 
     @property
     def delay_s(self) -> float | None:
-        """After how long a second attempt begins; None while too little is known."""
+        """Return the delay before a second attempt; None while too little is known."""
         return self._delay_s
 
     @property
@@ -50,10 +50,10 @@ class Hedging:
         return self._saved >= 1.0
 
     def began(self) -> None:
-        """A second attempt was sent to a worker."""
+        """Count a second attempt that was sent to a worker."""
         self._saved -= 1.0
         self.num_started += 1
 
     def won(self) -> None:
-        """The second attempt gave the first token."""
+        """Count a second attempt that produced the first token."""
         self.num_won += 1

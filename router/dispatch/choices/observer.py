@@ -4,19 +4,19 @@ from typing import Protocol
 
 
 class DispatchObserver(Protocol):
-    """Called on the event loop, so each must be quick. `router.metrics.router_metrics.RouterMetrics` is one."""
+    """Receives dispatch's decisions, on the event loop, so calls must be quick (`router.metrics.router_metrics`)."""
 
     def placed(self, mode: str) -> None:
-        """An attempt was sent; `mode` is a value of PlacementReason."""
+        """Count an attempt that was sent; `mode` is a value of PlacementReason."""
         ...
 
     def retried(self, reason: str) -> None:
-        """An attempt or a hand-off failed and another follows; `reason` is a value of RetryReason."""
+        """Count a failed attempt or hand-off that another follows; `reason` is a value of RetryReason."""
         ...
 
 
 class SilentObserver:
-    """Counts nothing: probes are not clients' requests."""
+    """Counts nothing: for probes, which are not clients' requests."""
 
     def placed(self, mode: str) -> None: ...
 

@@ -1,4 +1,4 @@
-"""What a choice tells workers and its trace, made of what it knows. Pure."""
+"""Builds a choice's orders to workers and its trace spans from its state. Pure."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,13 +14,13 @@ from tandem.values.ids import BlockHash, RequestId, TransferId
 
 _NAME_BITS = 64
 UNREAD_TOKENS_PER_MESSAGE = 32
-"""Of an answer that is read at its end: what is generated again, at most, when its worker is lost."""
+"""Tokens per message of an unstreamed answer: at most this many are generated again when its worker is lost."""
 
 
 def block_names(
     request: RoutedRequest, prompt_names: list[BlockHash], generated: Sequence[int], hasher: BlockHasher
 ) -> list[BlockHash]:
-    """Of the prompt, which are known, and of what the client has."""
+    """Return the names of the prompt's blocks, which are known, and of what the client has."""
     if not generated:
         return prompt_names
     names = list(prompt_names)
@@ -29,10 +29,10 @@ def block_names(
 
 
 def first_route(request_id: RequestId, attempt: int, assignment: Assignment, rng: Random) -> PrefillRoute | None:
-    """Where the prompt is computed at first; None: where it is decoded.
+    """Return where the prompt is computed at first; None: where it is decoded.
 
-    Routers that continue a stream from the same place number their attempts alike, and their hand-offs may meet at a
-    worker: so a name says more than the number.
+    Routers that continue a stream from the same position use equal attempt numbers, and their hand-offs may meet at a
+    worker: so a hand-off's name contains more than the number.
     """
     if (prefill := assignment.placement.prefill) is None:
         return None
@@ -46,7 +46,7 @@ def first_route(request_id: RequestId, attempt: int, assignment: Assignment, rng
 
 
 def next_route(route: PrefillRoute, prefill: WorkerSnapshot | None, assignment: Assignment) -> PrefillRoute | None:
-    """Where it is computed after a hand-off from `route` has failed."""
+    """Return where the prompt is computed after the hand-off from `route` has failed."""
     if prefill is None:
         return None
     return replace(
@@ -65,7 +65,7 @@ def trace_placement(
     route: PrefillRoute | None,
     between_s: tuple[float, float],
 ) -> None:
-    """A span of one decision, if the request is traced; `choice`: index and attempt."""
+    """Record a span of one decision, if the request is traced; `choice`: index and attempt."""
     if request.span is None:
         return
     attributes: dict[str, Attribute] = {

@@ -1,10 +1,9 @@
-"""One choice across its attempts: which tokens its client has, and what follows a failure.
+"""The progress of one choice across its attempts: which tokens its client has, and what follows a failure.
 
-The ladder: a refusal or a lost worker is answered by another worker, which continues after the tokens that the
-client already has (sampling noise depends on seed, choice and position only, so the text is the one of an
-undisturbed run); a failed hand-off by another prefill worker, then by computing on the decode worker. When every
-worker is full, the choice waits for room. Bounds: `max_attempts` in a row without progress, the router's retry
-budget, and the request's deadline.
+The ladder: a refusal or a lost worker is answered by another worker, which continues after the tokens that the client
+already has (sampling noise depends on seed, choice and position only, so the text is that of an undisturbed run); a
+failed hand-off by another prefill worker, then by computing on the decode worker. When every worker is full, the choice
+waits for room. Bounds: `max_attempts` in a row without progress, the router's retry budget, and the request's deadline.
 """
 
 from collections.abc import Callable
@@ -37,7 +36,7 @@ _OF_GRAMMAR = "grammar: "
 
 
 class RetryReason(Enum):
-    """Why an attempt was not the last; a label of the retry metric."""
+    """Why another attempt followed; a label of the retry metric."""
 
     REFUSED = "refused"
     WORKER_LOST = "worker_lost"
@@ -47,14 +46,14 @@ class RetryReason(Enum):
 
 
 class TokenGap(Exception):
-    """Tokens are missing between what the client has and what came."""
+    """Tokens are missing between those that the client has and those that arrived."""
 
 
 class RetryBudget:
-    """Keeps retries a small share of requests, so that a sick cluster is not made sicker by them.
+    """Keeps retries a small share of requests, so that they do not overload a cluster that is already failing.
 
     Each request earns `share` of a retry, up to `most`; the budget starts full. Streams of a dead worker are exempt:
-    they were promised, and their number is bounded by what that worker ran.
+    their continuation was promised, and their number is bounded by what that worker ran.
     """
 
     def __init__(self, *, share: float = 0.1, most: float = 64.0) -> None:
@@ -75,7 +74,7 @@ class RetryBudget:
 
 
 def is_full(error: ServingError) -> bool:
-    """Whether the worker is well and only has no room now: it says when to come back."""
+    """Whether the worker is healthy and only lacks room now: its error carries a Retry-After."""
     return error.retryable and error.retry_after_s is not None
 
 
@@ -85,7 +84,7 @@ def is_final(error: ServingError) -> bool:
 
 
 def in_clients_field(error: ServingError, grammar_param: str | None) -> ServingError:
-    """A worker's error about a grammar, reworded to name the client's field that the grammar was made from."""
+    """Reword a worker's error about a grammar to name the client's field that the grammar was made from."""
     if grammar_param is None or not isinstance(error, InvalidRequest) or not error.message.startswith(_OF_GRAMMAR):
         return error
     return type(error)(f"{grammar_param}: {error.message.removeprefix(_OF_GRAMMAR)}", param=grammar_param)
@@ -93,20 +92,20 @@ def in_clients_field(error: ServingError, grammar_param: str | None) -> ServingE
 
 @dataclass(slots=True, kw_only=True)
 class ChoiceProgress:
-    """The progress of one choice."""
+    """The tokens, attempts and excluded workers of one choice."""
 
     prompt_length: int
     max_tokens: int
     max_attempts: int
     token_ids: list[int] = field(default_factory=list)
-    """Output that the client has, or is about to get: authoritative."""
+    """Output that the client has, or is about to get; authoritative."""
     attempt: int = 0
     num_reroutes: int = 0
-    """Of this attempt."""
+    """Reroutes of this attempt."""
     excluded: dict[WorkerKey, WorkerPort] = field(default_factory=dict)
-    """Workers tried in vain since the last progress, by the session in which that was."""
+    """Workers that failed or refused since the last progress, with the session in which they did."""
     full: set[WorkerKey] = field(default_factory=set)
-    """Excluded workers that were only full and gave a retry-after time."""
+    """Excluded workers that were only full and gave a Retry-After."""
     num_waits: int = 0
     """Waits for room since the last progress."""
     pool_tokens_above: int = 0
@@ -124,7 +123,7 @@ class ChoiceProgress:
         self.ledger = AttemptLedger(prompt_length=self.prompt_length, clock=self.clock, arrived_s=self.arrived_s)
 
     def begin_attempt(self, kv_bytes_per_token: int = 0) -> int:
-        """The number of the next attempt, from 1; its worker's tokens take so much."""
+        """Begin the next attempt and return its number, from 1; its worker's tokens take so many bytes each."""
         self.ledger.begin(len(self.token_ids), kv_bytes_per_token)
         self.attempt += 1
         self._num_taken += 1
@@ -146,16 +145,16 @@ class ChoiceProgress:
         self._num_taken -= 1
 
     def accept(self, arrived: TokensArrived) -> tuple[SampledToken, ...]:
-        """The tokens that are new to the client; those seen already are dropped. Raises TokenGap."""
+        """Accept arrived tokens and return those that are new to the client. Raises TokenGap."""
         first, new, started, _ = arrived
         token_ids = self.token_ids
         num_due = len(token_ids)
         if first != num_due:
             if first > num_due:
-                raise TokenGap(f"token {first} came when {num_due} was due")
+                raise TokenGap(f"token {first} arrived, expected {num_due}")
             new = new[num_due - first :]
         if started is not None:
-            self.ledger.heard(started)
+            self.ledger.on_started(started)
         if new:
             for token in new:
                 token_ids.append(token.token_id)
@@ -166,7 +165,7 @@ class ChoiceProgress:
         return new
 
     def may_retry(self, reason: RetryReason, error: ServingError, budget: RetryBudget) -> bool:
-        """Whether another attempt may follow upon this failure; `last_error` says why not."""
+        """Decide whether another attempt may follow this failure; `last_error` records why not."""
         self.last_error = error
         if reason is RetryReason.REFUSED:
             self.was_refused()
@@ -183,40 +182,41 @@ class ChoiceProgress:
         self.full.add(worker)
 
     def wait_for_room_s(self, rng: Random) -> float:
-        """Seconds to back off when all workers are full: their retry-after, doubled each time, with jitter."""
+        """Return the seconds to back off when all workers are full: their Retry-After, doubled each time, with
+        jitter."""
         retry_after_s = None if self.last_error is None else self.last_error.retry_after_s
         self.num_waits += 1
         growth = 2.0 ** min(self.num_waits - 1, MAX_WAIT_DOUBLINGS)
         return max(LEAST_WAIT_S, retry_after_s or 0.0) * growth * rng.uniform(1.0, 1.5)
 
     def try_full_again(self) -> None:
-        """Admit the full workers again: the wait for room is over."""
+        """Consider the full workers again: the wait for room is over."""
         for worker in self.full:
             self.excluded.pop(worker, None)
         self.full.clear()
 
     def still_excluded(self, port_of: Callable[[WorkerKey], WorkerPort | None]) -> set[WorkerKey]:
-        """Workers not to try: one that was lost and has come back in a new session may be tried."""
+        """Return the workers not to try: one that was lost and has come back in a new session may be tried."""
         return {worker for worker, port in self.excluded.items() if port_of(worker) is port}
 
     def may_reroute(self) -> bool:
-        """Whether a failed hand-off is answered by another prefill worker (else: compute locally)."""
+        """Whether a failed hand-off may be retried from another prefill worker (else: compute locally)."""
         self.num_reroutes += 1
         return self.num_reroutes <= MAX_REROUTES
 
     @property
     def is_complete(self) -> bool:
-        """Whether all tokens are there and only the end of the attempt was lost."""
+        """Whether all tokens have arrived and only the end of the attempt was lost."""
         return len(self.token_ids) >= self.max_tokens
 
     def finish(self, finished: AttemptFinished) -> ChoiceFinish:
-        """End as a worker reported it. A continued choice has the first attempt's cached count and all attempts' times.
+        """End as a worker reported. A continued choice has the first attempt's cached count and all attempts' times.
 
         The cached count is what the client's prompt hit when it arrived; later attempts also hit what earlier ones
         computed.
         """
         if self.ledger.first is None:
-            self.ledger.heard(AttemptStarted(cached_tokens=finished.cached_tokens, times=finished.times))
+            self.ledger.on_started(AttemptStarted(cached_tokens=finished.cached_tokens, times=finished.times))
         self.ledger.ended(len(self.token_ids), finished.times)
         return self._finish(finished.reason)
 
@@ -239,7 +239,7 @@ class ChoiceProgress:
 
 
 def final_error(last: ServingError | None, *, retry_after_s: float) -> ServingError:
-    """The error for the client when no attempt is left: the worker's own where it helps."""
+    """Return the error for the client when no attempt is left: the worker's own where it helps."""
     if last is None:
         return Unavailable("no decode worker is available", retry_after_s=retry_after_s)
     if last.retryable:

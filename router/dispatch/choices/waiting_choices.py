@@ -1,4 +1,4 @@
-"""The choices that every worker was too full for, in the order in which room is offered to them."""
+"""The choices for which every worker was too full, in the order in which they are offered room."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from tandem.values.roles import WorkerRole
 
 
 class WaitingPosition(NamedTuple):
-    """Where a choice stands: by priority, then by when it first came."""
+    """A choice's position: by priority, then by when it first waited."""
 
     priority: int
     number: int
@@ -22,9 +22,10 @@ class _Waiter:
 
 
 class WaitingChoices:
-    """Wakes those that fit when a load report shows room, so that nobody need ask often. Without I/O.
+    """Wakes the choices that fit when a load report shows room, instead of polling. Without I/O.
 
-    Bounded by admission: only accepted requests wait. Being woken is no promise; who is refused again comes back.
+    Bounded by admission: only accepted requests wait. Being woken promises nothing; a choice that is refused again
+    waits again.
     """
 
     def __init__(self) -> None:
@@ -35,7 +36,7 @@ class WaitingChoices:
         return len(self._waiters)
 
     def new_place(self, priority: int) -> WaitingPosition:
-        """A place behind all of the same priority."""
+        """Return a position behind all others of the same priority."""
         self._num_places += 1
         return WaitingPosition(priority, self._num_places)
 
@@ -48,9 +49,9 @@ class WaitingChoices:
         self._waiters.pop(place, None)
 
     def on_load(self, worker: WorkerSnapshot) -> None:
-        """A load report came: wake the first ones, as far as its room goes.
+        """Handle a load report: wake the first choices, as far as the worker's room goes.
 
-        A worker with a queue of its own has room for nobody. Large ones are not overtaken here: they would starve.
+        A worker with a queue of its own has no room. Large choices are not overtaken here, or they would starve.
         """
         load, block_size = worker.load, worker.info.layout.block_size
         if worker.info.role is not WorkerRole.DECODE or worker.draining or load.num_waiting:

@@ -1,4 +1,4 @@
-"""What one looks at when one wonders why: the last placements of one's own requests."""
+"""Debugging routes: a tenant's last placements, and its pinned prefixes."""
 
 import asyncio
 from typing import Annotated, Any, Literal
@@ -48,7 +48,7 @@ class DecisionRoutes:
         """List the tenant's last placements, newest first; those of one request where `request_id` names it."""
         tenant = request.state.tenant
         async with self._one_at_a_time:
-            # It takes milliseconds: between two of many who ask for it, streams have their turn.
+            # Takes milliseconds: yield between concurrent callers, so that streams are served.
             await asyncio.sleep(0)
             shown = self._decisions.described(tenant, limit=query.limit, request_id=query.request_id)
         return {"object": "list", "kept": self._decisions.num_kept(tenant), "data": shown}

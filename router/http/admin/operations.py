@@ -1,4 +1,4 @@
-"""Routes for those who run the router: probes, metrics, version, usage."""
+"""Routes for operators: probes, metrics, version, usage."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -19,18 +19,18 @@ _DISTRIBUTION = "tandem-serve"
 
 
 class SharedScrape:
-    """One reading for concurrent callers: what takes milliseconds of the event loop is made once for all of them.
+    """Shares one reading among concurrent callers, since a reading takes milliseconds of the event loop.
 
-    No caller gets a reading from before its call: one that comes while a reading is under way shares the next. For
-    use on one event loop.
+    No caller gets a reading that began before its call: one that calls during a reading shares the next one. For use on
+    one event loop.
     """
 
     def __init__(self, read: Callable[[], Awaitable[bytes]]) -> None:
-        """`read` is never under way twice."""
+        """`read` never runs twice at the same time."""
         self._read = read
         self._under_way: asyncio.Task[bytes] | None = None
         self._next: asyncio.Task[bytes] | None = None
-        """It has not begun yet."""
+        """The reading that has not begun yet."""
 
     async def __call__(self) -> bytes:
         """Read, or share the reading that is about to begin. A cancelled caller does not cancel it for others."""
@@ -41,7 +41,7 @@ class SharedScrape:
     async def _make(self, before: asyncio.Task[bytes] | None) -> bytes:
         if before is not None:
             await asyncio.wait([before])
-        await asyncio.sleep(0)  # those whose questions came in the same turn of the loop
+        await asyncio.sleep(0)  # callers from the same turn of the loop
         self._under_way, self._next = self._next, None
         return await self._read()
 
@@ -70,12 +70,12 @@ class UsageRoutes:
 
 
 class ReadinessSource(Protocol):
-    """Whether this router can answer."""
+    """Reports whether this router can answer."""
 
     def not_ready_reason(self, *, exclude_workers: bool = False) -> str | None:
-        """None once a decode worker has answered; until then, what is missing.
+        """Return None once a decode worker has answered; until then, what is missing.
 
-        `exclude_workers`: look at the router alone.
+        `exclude_workers`: check the router alone.
         """
         ...
 
@@ -123,13 +123,14 @@ class OperatorRoutes:
         return {"status": "alive"}
 
     async def readyz(self, exclude: Annotated[list[Literal["workers"]] | None, Query()] = None) -> dict[str, Any]:
-        """Answer whether requests can be served; 503 says what is missing. `exclude=workers`: of the router alone."""
+        """Answer whether requests can be served; 503 says what is missing. `exclude=workers`: check the router
+        alone."""
         if (reason := self._readiness.not_ready_reason(exclude_workers=bool(exclude))) is not None:
             raise Unavailable(f"not ready: {reason}", retry_after_s=1.0)
         return {"status": "ready"}
 
     async def render_metrics(self, request: Request) -> Response:
-        """Return the metrics as Prometheus reads them; to a tenant's key its own series alone."""
+        """Return the metrics in Prometheus' format; a tenant's key gets only the tenant's own series."""
         text = await self._scrape()
         if not request.state.sees_all:
             text = _only_tenant(text, self._metrics.tenants.label(request.state.tenant))
@@ -143,7 +144,7 @@ class OperatorRoutes:
 def _only_tenant(text: bytes, label: str) -> bytes:
     """Return the series of an exposition that carry `tenant="label"`, below the heads of their families.
 
-    An unescaped quote ends a label's value, so what is looked for cannot stand inside of one.
+    An unescaped quote ends a label's value, so the text searched for cannot occur inside one.
     """
     marks = [f'{before}tenant="{_escaped(label)}"' for before in ("{", ",")]
     kept: list[str] = []

@@ -1,6 +1,6 @@
 """POST /debug/profile/router and /debug/profile/worker: for operators, where `profiling.enabled` is set.
 
-Parameters stand in the address, as those of other pages for people who look. The answers are files.
+Parameters are in the query, as for other pages that people open by hand. The answers are files.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ class RouterProfileQuery(QueryParameters):
 
 class WorkerProfileQuery(QueryParameters):
     worker: str | None = None
-    """Which one, such as decode-0; it must be there."""
+    """Id of a live worker, such as decode-0."""
     steps: Annotated[int, Field(gt=0, lt=10**9)] = STEPS
     seconds: _Seconds = SECONDS
 
@@ -66,14 +66,14 @@ class ProfileRoutes:
         async with WhileConnected(request.scope, request.receive):
             tally = await self._profiles.of_router(query.seconds)
             title = f"router, {query.seconds:g} s, {tally.num_samples} samples"
-            # Many stacks take long to draw, and the loop has streams to serve.
+            # Drawing many stacks takes long, and the loop has streams to serve.
             content, media_type = await asyncio.to_thread(_drawn, tally, query.format, title)
         return Response(content, headers=_NOT_KEPT, media_type=media_type)
 
     async def profile_worker(self, request: Request, query: Annotated[WorkerProfileQuery, Query()]) -> Response:
         """Record some steps of a worker, and return the trace that it made."""
         if query.worker is None:
-            raise InvalidRequest("say which worker, such as ?worker=decode-0", param="worker")
+            raise InvalidRequest("worker is required, such as ?worker=decode-0", param="worker")
         async with WhileConnected(request.scope, request.receive):
             trace = await self._profiles.of_worker(query.worker, num_steps=query.steps, seconds=query.seconds)
         headers = _NOT_KEPT | {STEPS_HEADER: str(trace.num_steps)}
@@ -82,11 +82,11 @@ class ProfileRoutes:
 
 async def _check_operator(request: Request) -> None:
     if not request.state.sees_all:
-        raise NotAllowed("this key is no operator's: profiles show what the whole router does")
+        raise NotAllowed("profiles require an operator's key: they show the whole router")
 
 
 def _drawn(tally: StackTally, shape: str, title: str) -> tuple[str | bytes, str]:
-    """With its media type."""
+    """Draw the tally, and return it with its media type."""
     if shape == "svg":
         return flame_svg(tally, title=title), "image/svg+xml"
     if shape == "collapsed":

@@ -1,4 +1,4 @@
-"""GET /status/snapshot and GET /status/events: the cluster as it is now, once or every second; and the pages at / and
+"""GET /status/snapshot and GET /status/events: the cluster's status, once or every second; and the pages at / and
 /docs.
 """
 
@@ -21,7 +21,7 @@ from router.status.feed import StatusFeed
 from tandem.errors import InvalidRequest
 
 MOST_EVENTS = 300
-"""Of one stream: who wants more shows the key again, which may not be good any more."""
+"""Events per stream: for more, the client sends its key again, which may have been revoked."""
 _NOT_KEPT = {"Cache-Control": "no-store"}
 
 
@@ -35,12 +35,12 @@ HEADERS = {
     "Referrer-Policy": "no-referrer",
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
-    # Kept, but never shown without asking whether it is still the same.
+    # Cached by browsers, but revalidated before each use.
     "Cache-Control": "no-cache",
 }
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".svg": "image/svg+xml"}
 _PATHS = {"index.html": "/", "docs.html": "/docs"}
-"""Of pages; what they are made of lies under /status/."""
+"""Paths of pages; their assets are under /status/."""
 
 
 class ModelStatus(AnswerObject):
@@ -66,7 +66,7 @@ class HandoffStatus(AnswerObject):
 
 
 class StatusObject(AnswerObject):
-    """The cluster as it is now."""
+    """The cluster's current status."""
 
     model: ModelStatus
     processes: Annotated[int, Field(ge=1)]
@@ -82,7 +82,7 @@ class StatusObject(AnswerObject):
 
 
 class StatusRoutes:
-    """Path operations of the status; a key is required where there are keys, and never read from the address."""
+    """Path operations of the status; a key is required where there are keys, and never read from the URL."""
 
     def __init__(self, feed: StatusFeed, *, write_timeout_s: float) -> None:
         self._feed = feed
@@ -101,7 +101,7 @@ class StatusRoutes:
         return router
 
     async def get_snapshot(self, request: Request) -> Response:
-        """Return the cluster's status as of now, or of half a second ago."""
+        """Return the cluster's status, at most half a second old."""
         content = await self._feed.snapshot(request.state.tenant)
         return Response(content, headers=_NOT_KEPT, media_type="application/json")
 
@@ -121,25 +121,21 @@ class StatusRoutes:
 
 async def _check_query(request: Request) -> None:
     if request.url.query:
-        raise InvalidRequest("this page has no parameters; a key goes into the Authorization header")
+        raise InvalidRequest("this page has no parameters; send the key in the Authorization header")
 
 
 def page_router(guard: AccessGuard) -> APIRouter:
-    """The pages at `/` and `/docs`, and what they are made of.
+    """Serve the pages at `/` and `/docs`, and their assets.
 
-    Not StaticFiles: its ETag is of a file's time and size, and all files of an image have one time. A script that
-    changed without changing its length would stay in browsers.
+    StaticFiles is not used: its ETag is made from a file's time and size, and all files of an image have the same time.
+    A script that changed without changing its length would stay in browsers' caches. The pages are not part of the API,
+    so /openapi.json does not describe them.
     """
     router = APIRouter(dependencies=[Depends(PageAccess(guard, OperatorPage.PAGE))])
     for name, media_type, content in _files():
         path = _PATHS.get(name, f"/status/{name}")
-        file = {"content": {media_type: {"schema": {"type": "string"}}}}
         router.add_api_route(
-            path,
-            _page_endpoint(name, content, media_type),
-            methods=["GET"],
-            response_class=Response,
-            responses={200: file},
+            path, _page_endpoint(content, media_type), methods=["GET"], response_class=Response, include_in_schema=False
         )
     return router
 
@@ -151,7 +147,7 @@ def _files() -> Iterator[tuple[str, str, bytes]]:
             yield file.name, media_type, file.read_bytes()
 
 
-def _page_endpoint(name: str, content: bytes, media_type: str) -> Callable[[Request], Awaitable[Response]]:
+def _page_endpoint(content: bytes, media_type: str) -> Callable[[Request], Awaitable[Response]]:
     tag = f'"{blake2b(content, digest_size=16).hexdigest()}"'
     headers = {**HEADERS, "ETag": tag}
 
@@ -160,5 +156,4 @@ def _page_endpoint(name: str, content: bytes, media_type: str) -> Callable[[Requ
             return Response(status_code=304, headers=headers)
         return Response(content, headers=headers, media_type=media_type)
 
-    get_file.__doc__ = f"Return {name}."
     return get_file

@@ -1,4 +1,4 @@
-"""Anthropic's shape of an answer, whole or as events."""
+"""Anthropic's format of an answer, whole or as events."""
 
 from typing import Any
 
@@ -14,22 +14,22 @@ from tandem.values.outputs import FinishReason
 
 _NO_TEXT = {"type": "text", "text": ""}
 _NO_THOUGHT = {"type": "thinking", "thinking": "", "signature": ""}
-"""What the model thinks stands unsigned: nothing vouches for it when it comes back."""
+"""Reasoning is unsigned: its content is not verified when it comes back."""
 
 
 def event(content: dict[str, Any]) -> bytes:
-    """One event: its type is said twice."""
+    """Format one event; its type is in the event line and in the data."""
     kind: str = content["type"]
     return b"event: " + kind.encode() + b"\ndata: " + orjson.dumps(content) + b"\n\n"
 
 
 def error_event(error: ServingError) -> bytes:
-    """What ends a stream that has begun."""
+    """Format the event that ends a stream after an error."""
     return event(anthropic_error(error))
 
 
 class MessagesUsage:
-    """Tokens, as Anthropic divides them: read from the cache, written to it because a mark asked for it, others."""
+    """Token counts as Anthropic divides them: read from the cache, written to it because of a breakpoint, others."""
 
     def __init__(self, prepared: PreparedRequest) -> None:
         request = prepared.request
@@ -50,7 +50,7 @@ class MessagesUsage:
 
     def shown(self) -> dict[str, Any]:
         read = self.cached_tokens
-        # What both marks cover is written once, for the longer time.
+        # What both breakpoints cover is written once, for the longer time.
         long = max(0, self._marked["1h"] - read)
         short = max(0, self._marked["5m"] - max(read, self._marked["1h"]))
         return {
@@ -76,7 +76,7 @@ def _ending(reader: AnswerParser, delta: TextDelta) -> dict[str, Any]:
 
 
 def whole_message(prepared: PreparedRequest, model: str, choice: TextDelta) -> dict[str, Any]:
-    """The answer in one piece."""
+    """Build an unstreamed answer."""
     usage, reader = MessagesUsage(prepared), new_answer_parser(prepared, 0)
     usage.add(choice)
     blocks: list[dict[str, Any]] = []
@@ -102,7 +102,7 @@ def whole_message(prepared: PreparedRequest, model: str, choice: TextDelta) -> d
 
 
 class MessageStream:
-    """A `TextSink` that writes events."""
+    """A `TextSink` that writes Anthropic's events."""
 
     def __init__(self, events: EventStream, prepared: PreparedRequest, model: str) -> None:
         self._events = events
@@ -113,7 +113,7 @@ class MessageStream:
         self._has_begun = False
         self._index = -1
         self._kind = ""
-        """Of the block that grows."""
+        """Type of the open content block."""
 
     async def ready(self) -> None:
         await self._events.ready()
@@ -147,7 +147,7 @@ class MessageStream:
         return [*begun, self._delta({"type": "input_json_delta", "partial_json": piece.arguments})]
 
     def _block(self, block: dict[str, Any]) -> list[bytes]:
-        """The next block begins, and the one before it ends."""
+        """Begin the next block, ending the one before it."""
         ended = self._end_block()
         self._index += 1
         self._kind = block["type"]
@@ -173,7 +173,7 @@ def _head(prepared: PreparedRequest, model: str) -> dict[str, Any]:
 
 
 def _parsed(arguments: str) -> dict[str, Any] | None:
-    """None for what was cut short."""
+    """Parse a call's arguments; None if they were cut short."""
     try:
         value = orjson.loads(arguments or b"{}")
     except orjson.JSONDecodeError:

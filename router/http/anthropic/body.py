@@ -1,4 +1,4 @@
-"""What clients may send to Anthropic's routes: types here, bounds in the frontend."""
+"""The bodies of Anthropic's routes: types here, bounds in the frontend."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -38,19 +38,19 @@ class AnthropicMessage(StrictBody):
 
 
 class Metadata(StrictBody):
-    """A note of the client's."""
+    """A note of the client's, which is ignored."""
 
     user_id: str | None = None
 
 
 class ThinkingConfig(StrictBody):
-    """Whether the model is to think. How long it thinks cannot be promised: `enabled` with its budget is refused."""
+    """Whether the model may reason. The length cannot be guaranteed, so `enabled` with its budget is refused."""
 
     type: Literal["disabled", "adaptive"]
 
 
 class AnthropicConversation(NamedTuple):
-    """As the template sees it."""
+    """The conversation as the template sees it."""
 
     messages: list[Message]
     marks: list[CacheBreakpoint]
@@ -63,11 +63,11 @@ class CountBody(StrictBody):
     tools: Annotated[list[AnthropicTool] | None, at_most(MAX_TOOLS)] = None
     tool_choice: AnthropicToolChoice | None = None
     cache_control: CacheControl | None = None
-    """As if it stood on the last block."""
+    """A breakpoint as if it were set on the last block."""
     thinking: ThinkingConfig | None = None
 
     def fields(self, tenant: str) -> ClientRequest:
-        """What the frontend validates. Raises InvalidRequest."""
+        """Convert the fields for the frontend. Raises InvalidRequest."""
         continues = self.messages[-1].role == "assistant"
         return ClientRequest(
             model=self.model,
@@ -80,13 +80,13 @@ class CountBody(StrictBody):
         )
 
     def conversation(self) -> AnthropicConversation:
-        """Turns of one role in a row are one turn. Raises InvalidRequest."""
+        """Convert the conversation, merging consecutive turns of the same role. Raises InvalidRequest."""
         talk = AnthropicConversation([], [])
         if self.system is not None:
             _add(talk, "system", self.system)
         for tool in self.tools or ():
             if tool.cache_control is not None:
-                # Templates show tools in the system's turn: the mark covers all of that.
+                # Templates show tools in the system turn, so the breakpoint covers all of that.
                 size = len(talk.messages[0].content) if talk.messages else 0
                 talk.marks.append(CacheBreakpoint(len(talk.messages), size, tool.cache_control.ttl_s))
         for role, blocks in _merged(self.messages):
@@ -132,7 +132,7 @@ def _merged(turns: Sequence[AnthropicMessage]) -> list[tuple[str, list[Block]]]:
 
 
 def _add(talk: AnthropicConversation, role: str, blocks: Sequence[Block]) -> None:
-    """One turn: what tools returned are turns of their own, in a user's; calls belong to an assistant's."""
+    """Add a turn: tool results in a user's turn become turns of their own; calls belong to an assistant's."""
     texts: list[TextBlock] = []
     calls: list[AssistantToolCall] = []
     thoughts: list[str] = []
@@ -151,7 +151,7 @@ def _add(talk: AnthropicConversation, role: str, blocks: Sequence[Block]) -> Non
     for block in blocks:
         if isinstance(block, ToolResultBlock):
             if role != "user":
-                raise InvalidRequest("messages: tool_result stands in a user's turn", param="messages")
+                raise InvalidRequest("messages: tool_result is allowed only in a user turn", param="messages")
             if is_open:
                 close()
             talk.messages.append(Message(role="tool", content=block.text, tool_call_id=block.tool_use_id))
@@ -160,16 +160,16 @@ def _add(talk: AnthropicConversation, role: str, blocks: Sequence[Block]) -> Non
         is_open = True
         if isinstance(block, ThinkingBlock):
             if role != "assistant":
-                raise InvalidRequest("messages: thinking stands in an assistant's turn", param="messages")
+                raise InvalidRequest("messages: thinking is allowed only in an assistant turn", param="messages")
             thoughts.append(block.thinking)
             continue
         if isinstance(block, TextBlock):
-            num_chars += len(block.text) + (1 if texts else 0)  # the line's end between two
+            num_chars += len(block.text) + (1 if texts else 0)  # the line break between two
             texts.append(block)
         elif role == "assistant":
             calls.append(block.call())
         else:
-            raise InvalidRequest("messages: tool_use stands in an assistant's turn", param="messages")
+            raise InvalidRequest("messages: tool_use is allowed only in an assistant turn", param="messages")
         _mark(talk, len(talk.messages) + 1, num_chars, block.cache_control)
     if is_open or not blocks:
         close()

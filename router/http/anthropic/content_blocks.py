@@ -1,4 +1,4 @@
-"""The parts of Anthropic's messages, and the tools that they speak of."""
+"""The content blocks of Anthropic's messages, and tools."""
 
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
@@ -17,19 +17,19 @@ _MODES = {"auto": "auto", "any": "required", "tool": "required", "none": "none"}
 
 
 class CacheControl(StrictBody):
-    """The conversation up to this block is to stay cached."""
+    """A cache breakpoint: the conversation up to this block should stay cached."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
 
     @property
     def ttl_s(self) -> float:
-        """From its last use on."""
+        """Seconds that the prefix is kept after its last use."""
         return BREAKPOINT_TTL_S[self.ttl or DEFAULT_BREAKPOINT_TTL]
 
 
 class TextBlock(StrictBody):
-    # A client that sends an answer's blocks back as they were sends these as well.
+    # Clients that send an answer's blocks back unchanged send these as well.
     NOT_YET: ClassVar[dict[str, tuple[Any, ...]]] = {"citations": (None, [])}
     type: Literal["text"]
     text: str
@@ -37,7 +37,7 @@ class TextBlock(StrictBody):
 
 
 class ToolUseBlock(StrictBody):
-    """What the model called, in an assistant's message that the client sends back."""
+    """A tool call, in an assistant's message that the client sends back."""
 
     NOT_YET: ClassVar[dict[str, tuple[Any, ...]]] = {"caller": (None, {"type": "direct"}), "toolset_name": (None,)}
     type: Literal["tool_use"]
@@ -47,22 +47,22 @@ class ToolUseBlock(StrictBody):
     cache_control: CacheControl | None = None
 
     def call(self) -> AssistantToolCall:
-        """The call or tool in the form that all APIs share."""
+        """Convert to the representation that all APIs share."""
         return AssistantToolCall(id=self.id, name=self.name, arguments=orjson.dumps(self.input).decode())
 
 
 class _Known:
-    """Names what is not supported; a text is a list of one block, so that what is wrong is said of the block."""
+    """Rejects unsupported block types by name; a text becomes a list of one block, so that errors refer to blocks."""
 
     def __init__(self, *kinds: str) -> None:
         self._kinds = kinds
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Looked at before any block is read."""
+        """Check blocks before any of them is parsed."""
         return core_schema.no_info_before_validator_function(self._check, handler(source))
 
     def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """A text, or blocks."""
+        """Describe the field as a text, or as blocks."""
         return {"anyOf": [{"type": "string"}, handler(core)]}
 
     def _check(self, content: Any) -> Any:
@@ -79,7 +79,7 @@ Texts: TypeAlias = Annotated[list[TextBlock], at_most(_MAX_BLOCKS), _Known("text
 
 
 class ToolResultBlock(StrictBody):
-    """What a tool returned, in a user's message."""
+    """The result of a tool, in a user's message."""
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -89,13 +89,13 @@ class ToolResultBlock(StrictBody):
 
     @property
     def text(self) -> str:
-        """For the model, which has no other sign of an error."""
+        """Format the result for the model, which has no other indication of an error."""
         text = joined(self.content or ())
         return f"Error: {text}" if self.is_error else text
 
 
 class ThinkingBlock(StrictBody):
-    """What the model thought, in an assistant's message that the client sends back; its signature is empty here."""
+    """Reasoning in an assistant's message that the client sends back; its signature is empty here."""
 
     type: Literal["thinking"]
     thinking: str
@@ -111,7 +111,7 @@ Blocks: TypeAlias = Annotated[
 
 
 class AnthropicTool(StrictBody):
-    """A function of the client's; no tools of a server's are here."""
+    """A tool that the client runs; server-side tools are not supported."""
 
     TYPES: ClassVar[OnlyTypes | None] = OnlyTypes("tools", "a tool", frozenset({"custom"}))
     name: str
@@ -122,14 +122,14 @@ class AnthropicTool(StrictBody):
     cache_control: CacheControl | None = None
 
     def tool(self) -> ToolDefinition:
-        """The call or tool in the form that all APIs share."""
+        """Convert to the representation that all APIs share."""
         return ToolDefinition(
             name=self.name, description=self.description, parameters=self.input_schema, strict=bool(self.strict)
         )
 
 
 class AnthropicToolChoice(StrictBody):
-    """Whether tools may be called, or must."""
+    """Whether tools may or must be called."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -138,12 +138,12 @@ class AnthropicToolChoice(StrictBody):
     @model_validator(mode="after")
     def _names_one(self) -> "AnthropicToolChoice":
         if (self.type == "tool") != (self.name is not None):
-            raise InvalidRequest("tool_choice: a name is of type tool", param="tool_choice")
+            raise InvalidRequest("tool_choice: name requires type tool", param="tool_choice")
         return self
 
 
 def chosen_tools(tools: Sequence[AnthropicTool], choice: AnthropicToolChoice | None) -> ToolUse | None:
-    """What both say together. Raises InvalidRequest."""
+    """Combine both. Raises InvalidRequest."""
     made = tuple(tool.tool() for tool in tools)
     if choice is None:
         return use_of(made, "auto", None, True)
@@ -152,5 +152,5 @@ def chosen_tools(tools: Sequence[AnthropicTool], choice: AnthropicToolChoice | N
 
 
 def joined(blocks: Sequence[TextBlock]) -> str:
-    """Blocks stand on lines of their own."""
+    """Join blocks by line breaks."""
     return "\n".join(block.text for block in blocks)

@@ -26,7 +26,7 @@ from tandem.errors import InvalidRequest
 
 VERSION_HEADER = "anthropic-version"
 _VERSIONS = ("2023-06-01", "2026-10-21")
-"""The second is what clients of late 2026 send; their types of all that is served here are those of the first."""
+"""The second is what clients of late 2026 send; its types for everything served here equal those of the first."""
 
 
 MESSAGES_PATH = "/v1/messages"
@@ -87,7 +87,8 @@ class MessagesRoutes:
         return whole_message(prepared, self._frontend.model.name, text.choices()[0])
 
     async def _stream(self, talk: AnthropicConversation, fields: ClientRequest, events: EventStream) -> None:
-        """Nothing is written before the first token, so that earlier errors keep their HTTP status."""
+        """Stream the answer. Nothing is written before the first token, so that earlier errors keep their HTTP
+        status."""
         prepared = await prepare_with_breakpoints(self._frontend, talk.messages, talk.marks, fields)
         await self._answering.read_text([prepared], MessageStream(events, prepared, self._frontend.model.name))
 

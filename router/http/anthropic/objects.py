@@ -1,4 +1,4 @@
-"""What Anthropic's routes answer, whole and as events, for /openapi.json."""
+"""Models of the answers of Anthropic's routes, whole and as events, for /openapi.json."""
 
 from typing import Any, Literal
 

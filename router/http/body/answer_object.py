@@ -1,4 +1,4 @@
-"""Bases of the models that describe answers: FastAPI serializes through them, and /openapi.json is made of them."""
+"""Base classes of models that describe answers: FastAPI serializes with them, and /openapi.json is built from them."""
 
 from typing import Annotated, Any
 
@@ -21,7 +21,7 @@ class ExactObject(AnswerObject):
 
 
 class NamedEvent(AnswerObject):
-    """The data of an event whose `event` line says the same as its `type`."""
+    """The data of an event whose `event` line equals its `type`."""
 
     type: str
 
@@ -34,6 +34,6 @@ class ErrorFields(ExactObject):
 
 
 class ErrorObject(ExactObject):
-    """An error in OpenAI's words."""
+    """An error in OpenAI's format."""
 
     error: ErrorFields

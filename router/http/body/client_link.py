@@ -1,6 +1,6 @@
-"""A client's connection, beyond what ASGI offers: writing without waiting, and noticing when the client leaves.
+"""A client's connection, with more than ASGI offers: writing without waiting, and noticing when the client leaves.
 
-Our own server offers both (`EXTENSION` in the scope). Under any other one `send` and `receive` have to do.
+Our own server offers both (`EXTENSION` in the scope). Under any other server `send` and `receive` are used.
 """
 
 import asyncio
@@ -16,39 +16,39 @@ EXTENSION = "tandem.link"
 
 
 class ClientLeft(Cancelled):
-    """The client has left."""
+    """The client has disconnected."""
 
 
 class Link(Protocol):
-    """One request's side of a connection."""
+    """One request's connection to its client."""
 
     @property
     def is_paused(self) -> bool:
-        """Whether the client does not read: more is already waiting than the transport likes to hold."""
+        """Whether the client does not read: the transport's buffer is above its high-water mark."""
         ...
 
     async def drain(self) -> None:
-        """Return when it is not paused, or the client has left."""
+        """Return when it is not paused, or the client has disconnected."""
         ...
 
     def write(self, body: bytes) -> bool:
-        """A chunk of a body without a length, whose start has been sent; whether the client is paused now.
+        """Write a chunk of a body without a length, whose start was sent; return whether the client is paused now.
 
-        Lost when the client has left.
+        The chunk is lost when the client has disconnected.
         """
         ...
 
     def whole_body(self) -> bytes | None:
-        """The request's body if all of it has come and nobody has begun to receive it."""
+        """Return the request's body if all of it has arrived and none of it was received yet."""
         ...
 
     def on_leave(self, callback: Callable[[], None] | None) -> None:
-        """Call back when the client leaves before its answer is complete, at once if it has; None: no more."""
+        """Call back when the client leaves before its answer is complete, at once if it has; None: stop doing so."""
         ...
 
 
 def link_of(scope: Scope) -> Link | None:
-    """What the server offers, if it is ours."""
+    """Return the link that the server offers, if it is ours."""
     return cast("Link | None", scope.get("extensions", {}).get(EXTENSION))
 
 
@@ -81,7 +81,7 @@ class WhileConnected:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
         if self._left and not self._task.uncancel() and kind is asyncio.CancelledError:
-            raise ClientLeft("the client left") from None
+            raise ClientLeft("the client disconnected") from None
 
     async def _wait(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":

@@ -1,4 +1,4 @@
-"""Errors as clients of other APIs than OpenAI's expect them, and which requests are of such an API."""
+"""Errors in the formats of Anthropic's and Google's APIs, and which requests expect them."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from tandem.errors import ServingError
 
 _ANTHROPIC_PATH, _GOOGLE_PATH = "/v1/messages", "/v1beta"
 _ANTHROPIC_HEADER = b"anthropic-version"
-"""Anthropic's clients send it with every request."""
+"""Header that Anthropic's clients send with every request."""
 
 _ANTHROPIC = {
     400: "invalid_request_error",
@@ -39,19 +39,19 @@ _GOOGLE = {
 
 
 def anthropic_error(error: ServingError) -> dict[str, Any]:
-    """`{"type": "error", "error": {"type", "message"}}`."""
+    """Format `{"type": "error", "error": {"type", "message"}}`."""
     kind = _ANTHROPIC.get(error.http_status, "api_error")
     return {"type": "error", "error": {"type": kind, "message": error.message}}
 
 
 def google_error(error: ServingError) -> dict[str, Any]:
-    """`{"error": {"code", "message", "status"}}`."""
+    """Format `{"error": {"code", "message", "status"}}`."""
     status = _GOOGLE.get(error.http_status, "INTERNAL")
     return {"error": {"code": error.http_status, "message": error.message, "status": status}}
 
 
 def error_shape(scope: Scope) -> ErrorShape:
-    """How the client of a request expects an error: by its path or, where there is no such route, by its headers."""
+    """Return the error format that a request's client expects: by path or, for an unknown route, by headers."""
     path: str = scope["path"]
     if _is_below(path, _ANTHROPIC_PATH):
         return anthropic_error

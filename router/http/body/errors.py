@@ -1,4 +1,4 @@
-"""Every error as HTTP shows it: `{"error": {"message", "type", "param", "code"}}`, whatever raised it."""
+"""Formats every error for HTTP as `{"error": {"message", "type", "param", "code"}}`."""
 
 import math
 from collections.abc import Callable
@@ -10,29 +10,29 @@ from starlette.responses import Response
 from tandem.errors import InvalidRequest, ServingError
 
 ErrorShape = Callable[[ServingError], dict[str, Any]]
-"""How clients of one API expect an error."""
+"""Formats an error as the clients of one API expect it."""
 
 
 class MethodNotAllowed(InvalidRequest):
-    """The path has other methods."""
+    """The path supports other methods."""
 
     http_status = 405
     allowed = ""
-    """Its methods, for the header Allow."""
+    """Supported methods, for the Allow header."""
 
 
 def error_object(error: ServingError) -> dict[str, Any]:
-    """OpenAI's error object; `code` is the error's class in snake case."""
+    """Format OpenAI's error object; `code` is the error's class in snake case."""
     return {"error": {"message": error.message, "type": error.kind, "param": error.param, "code": error.word()}}
 
 
 def error_response(error: ServingError, shape: ErrorShape = error_object) -> Response:
-    """The whole answer, with Retry-After where coming back helps."""
+    """Build the whole answer, with Retry-After where retrying helps."""
     headers = {}
     if error.retry_after_s is not None or error.http_status in (429, 503):
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after_s or 1.0)))
     if error.http_status in (408, 413):
-        # The rest of the body may still be coming, or never.
+        # The rest of the body may still be arriving, or never arrive.
         headers["Connection"] = "close"
     if error.http_status == 401:
         headers["WWW-Authenticate"] = "Bearer"

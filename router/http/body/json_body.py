@@ -1,8 +1,8 @@
-"""Reading a request's JSON: bounded while it arrives, strict when it is parsed (`router.api.request.strict_json`).
+"""Reads a request's JSON: bounded while it arrives, strict when it is parsed (`router.api.request.strict_json`).
 
-FastAPI reads the body of a path operation before it solves any dependency, whatever its size: before anybody has shown
-a key. So no path operation here declares a body parameter. `JsonBody` is a dependency, solved after the one for access,
-and `router.http.openapi.document` describes it.
+FastAPI reads the body of a path operation before it solves any dependency, whatever its size, and so before a key is
+checked. Therefore no path operation here declares a body parameter. `JsonBody` is a dependency, solved after the one
+for access, and `router.http.openapi.document` describes it.
 """
 
 import asyncio
@@ -18,33 +18,33 @@ from router.http.body.strict_body import StrictBody, refusal_of
 from tandem.errors import Cancelled, InvalidRequest, RequestTooLarge
 
 BODY_TIMEOUT_S = 30.0
-"""A client that needs longer for its body is cut off."""
+"""Time for a body to arrive."""
 INLINE_BYTES = 64 << 10
 """Larger bodies are parsed off the event loop."""
 MIN_MAX_VALUES = 1 << 18
-"""Least bound of the values in one body."""
+"""Smallest bound on the values in one body."""
 
 
 _B = TypeVar("_B", bound=StrictBody)
 
 
 class BodyTimeout(InvalidRequest):
-    """The client was too slow to send what it announced."""
+    """The client was too slow to send its body."""
 
     http_status = 408
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BodyBounds:
-    """What one body may hold."""
+    """Bounds on one body."""
 
     max_bytes: int
     max_values: int
-    """Numbers, texts, lists, objects; checked where parsing them would take long."""
+    """Numbers, strings, lists and objects; checked where parsing them would take long."""
 
     @classmethod
     def for_model(cls, max_bytes: int, max_model_len: int) -> "BodyBounds":
-        """Values for a prompt of token ids as long as the context, and as many again."""
+        """Allow twice the values of a prompt of token ids as long as the context."""
         return cls(max_bytes=max_bytes, max_values=max(MIN_MAX_VALUES, 2 * max_model_len))
 
 
@@ -52,7 +52,7 @@ class JsonBody(Generic[_B]):
     """A FastAPI dependency: the request's body, read within bounds and validated."""
 
     def __init__(self, model: type[_B], bounds: BodyBounds | None = None) -> None:
-        """`bounds`: those of the application (`app.state.body_bounds`) when absent."""
+        """`bounds`: the application's (`app.state.body_bounds`) when absent."""
         self.model = model
         self._bounds = bounds
 
@@ -60,9 +60,9 @@ class JsonBody(Generic[_B]):
         return await self.read(request, self._bounds or request.app.state.body_bounds)
 
     async def read(self, request: Request, bounds: BodyBounds) -> _B:
-        """Raise RequestTooLarge, BodyTimeout, InvalidRequest or Cancelled for what is no such body.
+        """Read and validate the body. Raises RequestTooLarge, BodyTimeout, InvalidRequest or Cancelled.
 
-        What was read stays in `request.state.json_object`, as the client wrote it.
+        The parsed JSON stays in `request.state.json_object`, as the client wrote it.
         """
         request.state.json_object = data = await read_object(request, bounds)
         return validate(self.model, data)
@@ -77,7 +77,7 @@ def validate(body: type[_B], data: dict[str, Any]) -> _B:
 
 
 async def read_object(request: Request, bounds: BodyBounds) -> dict[str, Any]:
-    """The body as one JSON object. Raises RequestTooLarge, BodyTimeout, InvalidRequest or Cancelled."""
+    """Read the body as one JSON object. Raises RequestTooLarge, BodyTimeout, InvalidRequest or Cancelled."""
     body = await _read(request, bounds.max_bytes)
     if len(body) <= INLINE_BYTES:
         data = parse(body)
@@ -107,5 +107,5 @@ async def _read(request: Request, max_bytes: int) -> bytes:
     except TimeoutError:
         raise BodyTimeout(f"the body did not arrive within {BODY_TIMEOUT_S} s") from None
     except ClientDisconnect:
-        raise Cancelled("the client left") from None
+        raise Cancelled("the client disconnected") from None
     return bytes(body)

@@ -1,9 +1,9 @@
-"""Parameters of a query: FastAPI reads them into a model of these, and describes them by it."""
+"""The base model of query parameters, which FastAPI validates and describes."""
 
 from pydantic import BaseModel, ConfigDict
 
 
 class QueryParameters(BaseModel):
-    """The parameters of one path operation. Others are refused by their names."""
+    """The query parameters of one path operation. Unknown ones are refused by name."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)

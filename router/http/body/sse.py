@@ -1,4 +1,4 @@
-"""Server-sent events, written where they arise, that end when the client does."""
+"""Server-sent events, written as they arise, until the client disconnects."""
 
 import asyncio
 import logging
@@ -19,16 +19,16 @@ _log = logging.getLogger(__name__)
 
 
 def event(content: dict[str, Any], event_id: bytes | None = None) -> bytes:
-    """One event. orjson writes infinities and NaN as null."""
+    """Format one event. orjson writes infinities and NaN as null."""
     if event_id is not None:
         return b"id: " + event_id + b"\ndata: " + orjson.dumps(content) + b"\n\n"
     return b"data: " + orjson.dumps(content) + b"\n\n"
 
 
 class EventStream:
-    """What is written to one stream. The answer starts with its first event.
+    """The events of one stream. The answer starts with its first event.
 
-    Over a `Link` events go out at once; until it is known, and without one, they wait for `ready`.
+    Over a `Link` events are sent at once; before one is known, or without one, they wait for `ready`.
     """
 
     def __init__(self, send: Send, link: Link | None, start: dict[str, Any], write_timeout_s: float) -> None:
@@ -43,14 +43,14 @@ class EventStream:
         self.started = False
 
     def write(self, events: bytes) -> bool:
-        """One event or more, without waiting; whether `ready` should be awaited before the next."""
+        """Write one or more events without waiting; return whether to await `ready` before the next."""
         if self._direct is not None:
             return self._direct.write(events)
         self._held.append(events)
         return True
 
     async def ready(self) -> None:
-        """Return when the client took what was written."""
+        """Return when the client has read what was written."""
         async with self._sending:
             if self._held:
                 await self._send_body(self._take_held(), more=True)
@@ -92,11 +92,11 @@ class SseResponse(Response):
         format_error: Callable[[ServingError], bytes] | None = None,
         closing: bytes = DONE,
     ) -> None:
-        """`run` is given what `into` makes of the stream. `format_error`: an event of another shape than OpenAI's;
+        """`run` receives the result of `into` for the stream. `format_error`: formats error events if not OpenAI's;
         `closing`: the end mark.
         """
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
-        # The length of a stream is not known.
+        # The length of a stream is unknown.
         del self.headers["content-length"]
         self._run = run
         self._into = into
@@ -105,7 +105,7 @@ class SseResponse(Response):
         self._write_timeout_s = write_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Raises what `run` raises before its first event, for the application's handlers."""
+        """Send the stream. Raises what `run` raises before its first event, for the application's handlers."""
         start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
         stream = EventStream(send, link_of(scope), start, self._write_timeout_s)
         try:
@@ -113,9 +113,9 @@ class SseResponse(Response):
                 await self._fill(stream)
                 await stream.end(self._closing)
         except SlowReader:
-            _log.warning("a client did not read its stream for %s s and was given up", self._write_timeout_s)
+            _log.warning("closed the stream of a client that had not read for %s s", self._write_timeout_s)
         except ClientLeft:
-            _log.debug("a client left its stream")
+            _log.debug("a client disconnected from its stream")
 
     async def _fill(self, stream: EventStream) -> None:
         try:
@@ -127,7 +127,7 @@ class SseResponse(Response):
                 raise
             stream.write(self._format_error(error))
         except Exception:
-            # The stream's interceptor: a fault of ours must still end in a readable event.
+            # The outermost handler of the stream: a bug of ours must still end in a well-formed event.
             if not stream.started:
                 raise
             _log.exception("a stream failed")

@@ -1,7 +1,7 @@
-"""What every body over HTTP is: strict, and honest about what is not served.
+"""The base of all bodies over HTTP: strict, and explicit about what is not supported.
 
-A field is honoured, or harmless by nature, or refused: never ignored. Fields of OpenAI's and vLLM's that Tandem does
-not serve stand in `NOT_YET` with the values that ask for nothing; everything else unknown is refused by its name.
+A field is honoured, or harmless by nature, or refused: never ignored. Fields of OpenAI's and vLLM's APIs that Tandem
+does not support are in `NOT_YET` with the values that have no effect; any other unknown field is refused by name.
 """
 
 from collections.abc import Sequence
@@ -44,24 +44,24 @@ NOT_YET: dict[str, tuple[Any, ...]] = {
     "store": (None, False),
     "service_tier": (None, "auto", "default"),
     "prompt_cache_retention": (None, "in_memory", "in-memory"),
-    # In a message.
+    # In one message.
     "refusal": (None,),
     "annotations": (None, []),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class at_most:  # in annotations, like the words of annotated-types
-    """For a field that is an object or a list: no more entries are read, and its schema says so."""
+class at_most:  # used in annotations, like annotated-types
+    """Bounds the entries of an object or list before they are parsed, and says so in its schema."""
 
     limit: int
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Checked before any entry is."""
+        """Check the bound before any entry is validated."""
         return core_schema.no_info_before_validator_function(self._check, handler(source))
 
     def __get_pydantic_json_schema__(self, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        """Of each branch that is one of both."""
+        """Add the bound to each branch of the schema that is an object or list."""
         schema = handler(core)
         for branch in schema.get("anyOf", [schema]):
             if word := _MOST.get(branch.get("type", "")):
@@ -76,14 +76,14 @@ class at_most:  # in annotations, like the words of annotated-types
 
 @dataclass(frozen=True, slots=True)
 class OnlyTypes:
-    """Those that are served of what has a `type`: said before anything else that is wrong with another one."""
+    """Restricts a body with a `type` to supported types, reporting another type before anything else that is wrong."""
 
     param: str
     what: str
     served: frozenset[str]
 
     def check(self, data: dict[str, Any]) -> None:
-        """Raise InvalidRequest for data of another type."""
+        """Check the type. Raises InvalidRequest for another one."""
         kind = data.get("type")
         if isinstance(kind, str) and kind not in self.served:
             only = ", ".join(sorted(self.served))
@@ -92,12 +92,12 @@ class OnlyTypes:
 
 
 class StrictBody(BaseModel):
-    """No value is turned into another type, no field is overlooked."""
+    """A body whose values are never coerced to another type, and whose unknown fields are refused."""
 
     TYPES: ClassVar[OnlyTypes | None] = None
 
     NOT_YET: ClassVar[dict[str, tuple[Any, ...]]] = NOT_YET
-    """Fields of this body that are not served, with the values that ask for nothing."""
+    """Fields of this body that are not supported, with the values that have no effect."""
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     @model_validator(mode="before")
@@ -116,12 +116,12 @@ class StrictBody(BaseModel):
 
 
 def asks_for_nothing(body: type[StrictBody]) -> dict[str, tuple[Any, ...]]:
-    """Fields that a body does not serve, with the values that it takes all the same."""
+    """Return the fields that a body does not support, with the values that it accepts nevertheless."""
     return {name: values for name, values in body.NOT_YET.items() if name not in body.__pydantic_fields__}
 
 
 def _neutral(not_yet: dict[str, tuple[Any, ...]], name: str, value: Any) -> bool:
-    """Whether a field that is not served yet asks for nothing. Raises InvalidRequest when it asks for something."""
+    """Whether an unsupported field has no effect. Raises InvalidRequest when it would have one."""
     if name not in not_yet:
         return False
     if any(type(value) is type(one) and value == one for one in not_yet[name]):
@@ -130,23 +130,23 @@ def _neutral(not_yet: dict[str, tuple[Any, ...]], name: str, value: Any) -> bool
 
 
 _BRANCHES = (("str",), ("int",), ("bool",))
-"""Last parts of the places of errors in unions."""
+"""Last components of error locations in unions."""
 _UNKNOWN = "extra_forbidden"
 _WORDS = {_UNKNOWN: "unknown field", "model_type": "Input should be an object"}
-"""For errors whose own message names a class of ours, or says little."""
+"""Replacements for error messages that name a class of ours, or are unclear."""
 
 
 def refusal_of(errors: Sequence[ErrorDetails]) -> InvalidRequest:
-    """What a client reads of pydantic's errors: the first wrong field, and nothing of its value."""
+    """Convert pydantic's errors for the client: the first wrong field, without its value."""
     first, *others = errors
     place = first["loc"]
     outer = place[:-1]
     if place[-1:] in _BRANCHES and first["type"] != _UNKNOWN:
-        # Of a union's branches that which could read most of it was meant.
+        # Of a union's branches, the one that parsed most of the value was meant.
         branches = [other for other in others if other["loc"][: len(outer)] == outer]
         first = max((first, *branches), key=lambda one: len(one["loc"]))
         place = (*outer, *first["loc"][len(outer) + 1 :])
-    # Branches add their type to the place; only names and indices of the client's are shown.
+    # Branches add their type to the location; only the client's names and indices are shown.
     names = [str(part)[:100] for part in place if isinstance(part, int) or "[" not in part]
     what = _WORDS.get(first["type"], first["msg"][:200])
     return InvalidRequest(f"{'.'.join(names)}: {what}", param=names[0] if names else None)

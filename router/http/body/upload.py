@@ -1,4 +1,4 @@
-"""An upload (RFC 7578), parsed by python-multipart as it comes: its file goes to disk, all else into bounded memory."""
+"""Parses an upload (RFC 7578) by python-multipart: its file goes to disk, everything else into bounded memory."""
 
 import asyncio
 import logging
@@ -17,17 +17,17 @@ from tandem.errors import Cancelled, InvalidRequest, RequestTooLarge
 
 UPLOAD_TIMEOUT_S = 600.0
 FRAME_BYTES = 64 << 10
-"""For all that is not the file."""
+"""Bytes of everything but the file."""
 _MAX_PARTS = 16
 _MAX_NAME_BYTES, _MAX_FILENAME_BYTES, _MAX_BOUNDARY_BYTES = 100, 255, 70
 _FILE, _UNNAMED = "file", "file"
 _SILENT = logging.Logger("multipart", logging.CRITICAL)
-"""A client's faults are answered, not logged: it may have many."""
+"""Clients' errors are answered, not logged: there may be many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Upload:
-    """The form beside its file's content."""
+    """The form's fields beside its file's content."""
 
     fields: dict[str, str]
     filename: str
@@ -48,12 +48,12 @@ async def read_upload(request: Request, content: Path, *, max_bytes: int) -> Upl
         except TimeoutError:
             raise BodyTimeout(f"the file did not arrive within {UPLOAD_TIMEOUT_S} s") from None
         except ClientDisconnect:
-            raise Cancelled("the client left") from None
+            raise Cancelled("the client disconnected") from None
         return form.complete()
 
 
 class _Form:
-    """Takes the parts of one form as the parser finds them."""
+    """Collects the parts of one form as the parser finds them."""
 
     def __init__(self, file: IO[bytes], boundary: bytes, max_bytes: int) -> None:
         self._file = file
@@ -78,20 +78,20 @@ class _Form:
         self._parser.logger = _SILENT
 
     def write(self, chunk: bytes) -> None:
-        """Raise InvalidRequest or RequestTooLarge for a form that cannot be taken."""
+        """Parse a chunk. Raises InvalidRequest or RequestTooLarge."""
         self._has_begun = self._has_begun or bool(chunk)
         before = self._num_file_bytes
         try:
             self._parser.write(chunk)
         except FormParserError:
             raise _broken() from None
-        # All that is not the file: heads, fields, and whatever stands before the first part or behind the last.
+        # Everything but the file: part headers, fields, and any bytes before the first part or after the last.
         self._num_frame_bytes += len(chunk) - (self._num_file_bytes - before)
         if self._num_frame_bytes > FRAME_BYTES:
             raise RequestTooLarge(f"the form has more than {FRAME_BYTES} bytes beside its file")
 
     def complete(self) -> Upload:
-        """Raise InvalidRequest for a form that has not ended, or has no file."""
+        """Return the form. Raises InvalidRequest if it has not ended, or has no file."""
         if not self._has_begun:
             raise InvalidRequest("the body is empty")
         if not self._has_ended:
@@ -124,7 +124,7 @@ class _Form:
         given = options.get(b"name", b"") if kind == b"form-data" else b""
         self._name = name = given[:_MAX_NAME_BYTES].decode("utf-8", "replace")
         if not name or name in self._fields or (name == _FILE and self._filename is not None):
-            raise InvalidRequest("a part has no name, or the name of another one", param=name or None)
+            raise InvalidRequest("a part has no name, or a duplicate name", param=name or None)
         if name == _FILE:
             filename = options.get(b"filename", _UNNAMED.encode())[:_MAX_FILENAME_BYTES]
             self._filename = filename.decode("utf-8", "replace")
@@ -133,7 +133,7 @@ class _Form:
 
     def _on_part_data(self, data: bytes, start: int, end: int) -> None:
         if self._name != _FILE:
-            # Bounded with all else that is not the file.
+            # Bounded together with everything else that is not the file.
             self._fields[self._name] += data[start:end]
             return
         self._num_file_bytes += end - start
@@ -146,4 +146,4 @@ class _Form:
 
 
 def _broken() -> InvalidRequest:
-    return InvalidRequest("the body is not multipart/form-data as its content type says")
+    return InvalidRequest("the body is not valid multipart/form-data")

@@ -1,4 +1,4 @@
-"""What clients may send to /v1beta/cachedContents, in Google's words."""
+"""The bodies of /v1beta/cachedContents, in Google's format."""
 
 import re
 from datetime import UTC, datetime
@@ -22,7 +22,7 @@ _ROLES = {"user": "user", "model": "assistant"}
 
 
 class GooglePart(StrictBody):
-    """Text; nothing else is supported yet."""
+    """A text part; other parts are not supported yet."""
 
     text: str
 
@@ -32,21 +32,21 @@ class GoogleContent(StrictBody):
     role: Literal["user", "model"] | None = None
 
     def message(self, role: str | None = None) -> Message:
-        """Parts stand on lines of their own."""
+        """Join the parts by line breaks into one message."""
         text = "\n".join(part.text for part in self.parts)
         return Message(role=role or _ROLES[self.role or "user"], content=text)
 
 
 class CacheExpiry(StrictBody):
-    """When it ends: PATCH, and part of POST."""
+    """When a cache expires: the body of PATCH, and part of POST's."""
 
     ttl: Annotated[str | None, Field(json_schema_extra={"pattern": f"^{_TTL.pattern}$"})] = None
-    """Seconds with an `s` behind them."""
+    """Seconds followed by `s`."""
     expireTime: Annotated[str | None, Field(json_schema_extra={"format": "date-time"})] = None  # the wire's name
-    """RFC 3339."""
+    """Time in RFC 3339."""
 
     def expires_s(self, now_s: float, default_s: float | None = None) -> float:
-        """Unix time. Raises InvalidRequest when it is not said, said twice, or no time."""
+        """Return Unix time. Raises InvalidRequest when it is missing, given twice, or invalid."""
         if self.ttl is not None and self.expireTime is not None:
             raise InvalidRequest("send either ttl or expireTime", param="expireTime")
         if self.expireTime is not None:
@@ -67,7 +67,7 @@ class CreateBody(CacheExpiry):
     displayName: Annotated[str, Field(max_length=MAX_DISPLAY_NAME_CHARS)] | None = None
 
     def messages(self) -> list[Message]:
-        """The beginning of a conversation. Raises InvalidRequest for none."""
+        """Return the beginning of a conversation. Raises InvalidRequest if there is none."""
         system = [self.systemInstruction.message("system")] if self.systemInstruction is not None else []
         messages = system + [content.message() for content in self.contents or ()]
         if not messages:
@@ -117,7 +117,7 @@ _Number = Annotated[int, BeforeValidator(_zero_if_empty), Field(ge=0, le=999_999
 
 class CachedContentQuery(QueryParameters):
     pageSize: _Number = 0
-    """0: as many as there may be."""
+    """Page size; 0: as many as there may be."""
     pageToken: _Number = 0
 
 
@@ -129,12 +129,12 @@ def _unix_time(text: str) -> float:
     try:
         if _TIME.fullmatch(text) is None:
             raise ValueError
-        # Python reads six digits of a second.
+        # Python parses six fractional digits.
         return datetime.fromisoformat(re.sub(r"(\.[0-9]{6})[0-9]+", r"\1", text)).timestamp()
     except (ValueError, OverflowError):
         raise InvalidRequest("expireTime must be a time such as 2026-01-31T12:00:00Z", param="expireTime") from None
 
 
 def shown_time(unix_s: float) -> str:
-    """RFC 3339, in UTC."""
+    """Format a time as RFC 3339, in UTC."""
     return datetime.fromtimestamp(unix_s, UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")

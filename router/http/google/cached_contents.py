@@ -1,4 +1,4 @@
-"""/v1beta/cachedContents: named beginnings of conversations, made, looked at, prolonged and deleted."""
+"""/v1beta/cachedContents: named beginnings of conversations, created, listed, prolonged and deleted."""
 
 from typing import Annotated, Any
 from urllib.parse import unquote
@@ -33,7 +33,7 @@ CacheId = Annotated[str, AfterValidator(unquote)]
 
 
 class CachedContentRoutes:
-    """Path operations on named caches, in Google's words."""
+    """Path operations on named caches, in Google's format."""
 
     def __init__(self, answering: GenerationContext, named: NamedCacheService) -> None:
         self._answering = answering
@@ -76,7 +76,7 @@ class CachedContentRoutes:
         return self._shown(cache)
 
     async def get(self, request: Request, id: CacheId) -> dict[str, Any]:
-        """Describe a cache of the tenant's own."""
+        """Describe one of the tenant's caches."""
         return self._shown(self._named.caches.get(request.state.tenant, NAME_PREFIX + id))
 
     async def list_all(self, request: Request, query: Annotated[CachedContentQuery, Query()]) -> dict[str, Any]:
@@ -97,7 +97,7 @@ class CachedContentRoutes:
     ) -> dict[str, Any]:
         """Change when a cache expires."""
         if query.updateMask is not None and query.updateMask not in body.model_fields_set:
-            raise InvalidRequest("updateMask names what the body changes: ttl or expireTime", param="updateMask")
+            raise InvalidRequest("updateMask must name what the body changes: ttl or expireTime", param="updateMask")
         expires_s = body.expires_s(self._named.caches.clock())
         return self._shown(await self._named.prolong(request.state.tenant, NAME_PREFIX + id, expires_s))
 

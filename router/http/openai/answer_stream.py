@@ -1,7 +1,7 @@
-"""One streamed answer, from text to events.
+"""Writes one streamed answer as events.
 
-Most events differ from the one before in their text alone: `_TextEvent` keeps the bytes around it, cut out of a chunk
-that the answer itself made. Whatever carries more is built as a whole.
+Most events differ from the previous one only in their text: `_TextEvent` keeps the bytes around it, cut out of a chunk
+that the answer itself made. Events with anything else are built as a whole.
 """
 
 import secrets
@@ -21,16 +21,16 @@ from router.http.openai.usage import usage_object
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamExtras:
-    """What a client wants besides the text."""
+    """What a client wants in a stream besides the text."""
 
     include_usage: bool
-    """In an event of its own at the end; null in those before."""
+    """Whether usage comes in an event of its own at the end; it is null in those before."""
     continuous_usage: bool
     timing: bool
 
 
 class SseAnswerStream:
-    """A `TextSink` that writes events, with the usage behind the last choice's end."""
+    """A `TextSink` that writes events, with the usage after the last choice's end."""
 
     def __init__(
         self, events: EventStream, answer: AnswerFormat, cursor: StreamCursor, usage: CallUsage, extras: StreamExtras
@@ -43,7 +43,7 @@ class SseAnswerStream:
         self._fields: dict[str, Any] = {"usage": None} if extras.include_usage else {}
         self._opened = cursor.is_continued
         self._text_events: dict[int, _TextEvent] = {}
-        # A choice whose end the client has is silent.
+        # Nothing is sent for a choice whose end the client has.
         self._text_only = answer.is_text_only and not extras.continuous_usage and not cursor.is_continued
         self._has_ids = cursor.has_ids
 
@@ -81,7 +81,7 @@ class SseAnswerStream:
         return self._cursor.id_of(ended=ended, usage_sent=not choices)
 
     def _opening(self) -> list[bytes]:
-        """Only the last event has an id: a client without all of them starts again."""
+        """Only the last event has an id: a client that lacks any of them starts again."""
         chunks = self._answer.opening()
         return [event(c | self._fields, self._id_of(c) if c is chunks[-1] else None) for c in chunks]
 

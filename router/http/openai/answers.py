@@ -1,4 +1,4 @@
-"""The two shapes of an answer, chat and completions, in chunks or whole."""
+"""The two formats of an answer, chat and completions, streamed in chunks or whole."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,39 +21,40 @@ class AnswerHead:
     return_token_ids: bool = False
     echo: bool = False
     tokens_as_ids: bool = False
-    """Log probabilities say which token by its id."""
+    """Whether log probabilities name tokens by id."""
 
 
 class AnswerFormat(Protocol):
-    """How one route shows an answer. Chunks carry neither usage nor timing; the route adds them."""
+    """Formats the answers of one route. Chunks carry neither usage nor timing; the route adds them."""
 
     @property
     def is_text_only(self) -> bool:
-        """Whether chunks between the first and a choice's last show nothing but its text."""
+        """Whether chunks between the first and a choice's last contain nothing but its text."""
         ...
 
     def opening(self) -> list[dict[str, Any]]:
-        """Chunks before the first token."""
+        """Return the chunks before the first token."""
         ...
 
     def chunks(self, delta: TextDelta) -> list[dict[str, Any]]:
-        """Chunks of one delta; none when it shows nothing yet."""
+        """Return the chunks of one delta; none when it shows nothing yet."""
         ...
 
     def ending(self) -> dict[str, Any]:
-        """A chunk without choices, for usage."""
+        """Return a chunk without choices, for usage."""
         ...
 
     def echoed_first(self, index: int) -> dict[str, Any]:
-        """Log probabilities of the first token of a prompt that is echoed, by choice."""
+        """Return the log probabilities of the first token of an echoed prompt, by choice."""
         ...
 
     def logprobs(self, delta: TextDelta) -> dict[str, Any] | None:
-        """Of the delta's tokens, which follow those asked for before; None when the request asked for none."""
+        """Return log probabilities of the delta's tokens, which follow those of earlier calls; None when not
+        requested."""
         ...
 
     def whole(self, choices: Sequence[TextDelta], logprobs: Sequence[dict[str, Any] | None]) -> dict[str, Any]:
-        """The answer in one piece, with the log probabilities of each choice."""
+        """Return the unstreamed answer, with the log probabilities of each choice."""
         ...
 
 
@@ -76,7 +77,7 @@ class ChatAnswer:
         return chunks
 
     def chunks(self, delta: TextDelta) -> list[dict[str, Any]]:
-        """Content, then the end."""
+        """Return the content, then the end."""
         chunks = []
         logprobs = self.logprobs(delta)
         shown = self.shown(delta)
@@ -92,23 +93,23 @@ class ChatAnswer:
         return chunks
 
     def shown(self, delta: TextDelta) -> dict[str, Any]:
-        """What a chunk says of the delta's text; nothing when it says nothing."""
+        """Return the fields for the delta's text; empty when there is nothing to show."""
         return {"content": delta.text} if delta.text else {}
 
     def reason(self, delta: TextDelta) -> str | None:
-        """Why the choice ended, once the delta was shown."""
+        """Return why the choice ended, once the delta was shown."""
         return delta.finish.reason.value if delta.finish else None
 
     def whole_message(self, delta: TextDelta) -> dict[str, Any]:
-        """What the message says of a choice's whole text."""
+        """Return the message for a choice's whole text."""
         return {"content": delta.text}
 
     def ending(self) -> dict[str, Any]:
         return self._chunk([])
 
     def echoed_first(self, index: int) -> dict[str, Any]:
-        """A conversation is not echoed."""
-        raise InvariantError(f"choice {index} of a conversation was to be echoed")
+        """Raise InvariantError: a conversation is not echoed."""
+        raise InvariantError(f"echo was requested for choice {index} of a conversation")
 
     def logprobs(self, delta: TextDelta) -> dict[str, Any] | None:
         return self._logprobs.chat(delta.tokens)
@@ -137,7 +138,7 @@ class ChatAnswer:
 
 
 class CompletionAnswer:
-    """text_completion, for one prompt or several."""
+    """The text_completion format, for one prompt or several."""
 
     def __init__(self, head: AnswerHead, prepared: Sequence[PreparedRequest], tokenizer: Tokenizer) -> None:
         self._head = head
@@ -145,11 +146,11 @@ class CompletionAnswer:
         self._tokenizer = tokenizer
         self._logprobs = Logprobs(tokenizer, as_ids=head.tokens_as_ids)
         self._offsets: dict[int, int] = {}
-        """Where the next token's text begins, by choice; for logprobs."""
+        """Offset at which the next token's text begins, by choice; for logprobs."""
         self.is_text_only = _is_text_only(head, prepared)
 
     def opening(self) -> list[dict[str, Any]]:
-        """The echoed prompt, and its token ids."""
+        """Return the echoed prompt, and its token ids."""
         chunks = []
         for index in range(len(self._prepared) * self._prepared[0].request.num_choices):
             choice = {"index": index, "text": self._echoed(index), "logprobs": None, "finish_reason": None}
@@ -160,7 +161,7 @@ class CompletionAnswer:
         return chunks
 
     def chunks(self, delta: TextDelta) -> list[dict[str, Any]]:
-        """Text and end in one."""
+        """Return text and end in one chunk."""
         logprobs = self.logprobs(delta)
         if not (delta.text or logprobs or delta.finish or (self._head.return_token_ids and delta.tokens)):
             return []
@@ -203,7 +204,7 @@ class CompletionAnswer:
         return self._tokenizer.decode(prompt.request.prompt_token_ids)
 
     def echoed_first(self, index: int) -> dict[str, Any]:
-        """Log probabilities of the first token of a choice's prompt: none. Those of its others follow."""
+        """Return empty log probabilities for the first token of a choice's prompt, which has none."""
         text = self._logprobs.text(self._of(index).request.prompt_token_ids[0])
         self._offsets[index] = len(text)
         name = self._logprobs.name(self._of(index).request.prompt_token_ids[0])

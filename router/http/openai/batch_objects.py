@@ -1,4 +1,4 @@
-"""What /v1/files and /v1/batches answer, and which of their path operations an answer leads to."""
+"""Models of the answers of /v1/files and /v1/batches, and links to their path operations."""
 
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ class FileObject(ExactObject):
 
 
 class PageObject(ExactObject):
-    """Fields that lists of both have."""
+    """Fields common to both lists."""
 
     object: Literal["list"]
     first_id: str | None
@@ -42,7 +42,7 @@ class DeletedFileObject(ExactObject):
 
 
 class WrongLineObject(ExactObject):
-    """What is wrong with a line of a batch's input."""
+    """An error in one line of a batch's input."""
 
     code: str
     line: Count

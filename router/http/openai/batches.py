@@ -1,4 +1,4 @@
-"""/v1/files and /v1/batches, as OpenAI's clients ask for them. What is wrong is refused by the name of its field."""
+"""/v1/files and /v1/batches, as OpenAI's API defines them. Errors name the field."""
 
 import asyncio
 import contextlib
@@ -48,16 +48,16 @@ _UPLOAD_BODY = {"requestBody": {"required": True, "content": {"multipart/form-da
 _LINES = {"content": {_JSONL: {"schema": {"type": "string", "contentMediaType": _JSONL}}}}
 _Id = Annotated[str, AfterValidator(unquote)]
 _FULL_S = 30.0
-"""Retry-After when the disk is full, in seconds: an operator or a sweep makes room."""
+"""Retry-After when the disk is full: an operator or a sweep makes room."""
 _log = logging.getLogger(__name__)
 _T = TypeVar("_T", StoredBatch, StoredFile)
 
 
 class BatchWaker(Protocol):
-    """The runner of batches, as far as routes know it."""
+    """The part of the batch runner that routes use."""
 
     def wake(self) -> None:
-        """Look for new batches now."""
+        """Check for new batches now."""
         ...
 
 
@@ -65,7 +65,7 @@ class ListQuery(QueryParameters):
     """OpenAI's parameters of lists."""
 
     after: str | None = None
-    """The id that the page begins behind."""
+    """The id after which the page begins."""
     limit: Annotated[int, Field(ge=1, le=_MAX_LISTED)] = 20
 
 
@@ -146,11 +146,11 @@ class BatchRoutes:
         return _page(query, wanted if query.order == "desc" else wanted[::-1], StoredFile.shown)
 
     async def get_file(self, request: Request, file_id: _Id) -> dict[str, Any]:
-        """Describe a file of the tenant's own."""
+        """Describe one of the tenant's files."""
         return (await asyncio.to_thread(self._store.file, request.state.tenant, file_id)).shown()
 
     async def get_content(self, request: Request, file_id: _Id) -> Response:
-        """Return what is in a file."""
+        """Return the content of a file."""
         path = await asyncio.to_thread(self._store.content, request.state.tenant, file_id)
         return FileResponse(path, media_type=_JSONL)
 
@@ -160,7 +160,7 @@ class BatchRoutes:
             tenant = request.state.tenant
             batches = await asyncio.to_thread(self._store.batches, tenant)
             if any(batch.input_file_id == file_id and not batch.status.is_final for batch in batches):
-                raise InvalidRequest("a batch that has not ended reads this file", param="file_id")
+                raise InvalidRequest("the file is the input of a batch that has not ended", param="file_id")
             await asyncio.to_thread(self._store.delete_file, tenant, file_id)
         return {"id": file_id, "object": "file", "deleted": True}
 
@@ -174,7 +174,7 @@ class BatchRoutes:
     async def _create(self, tenant: str, body: BatchBody) -> dict[str, Any]:
         file = await asyncio.to_thread(self._store.file, tenant, body.input_file_id)
         if file.purpose != "batch":
-            raise InvalidRequest("input_file_id: a file of purpose batch", param="input_file_id")
+            raise InvalidRequest("input_file_id must be a file of purpose batch", param="input_file_id")
         now_s = self._now()
         batch = StoredBatch(
             id=f"batch_{secrets.token_hex(16)}",
@@ -194,15 +194,15 @@ class BatchRoutes:
         return _page(query, await asyncio.to_thread(self._store.batches, request.state.tenant), self._shown)
 
     async def get_batch(self, request: Request, batch_id: _Id) -> dict[str, Any]:
-        """Describe a batch of the tenant's own."""
+        """Describe one of the tenant's batches."""
         return self._shown(await asyncio.to_thread(self._store.batch, request.state.tenant, batch_id))
 
     async def cancel(self, request: Request, batch_id: _Id) -> dict[str, Any]:
-        """Begin no more requests of a batch; what was answered stays."""
+        """Cancel a batch: no more of its requests begin; existing answers stay."""
         async with _writing():
             batch = await asyncio.to_thread(self._store.batch, request.state.tenant, batch_id)
             if batch.status.is_final:
-                raise InvalidRequest(f"the batch has ended: {batch.status.value}", param="batch_id")
+                raise InvalidRequest(f"the batch has already ended: {batch.status.value}", param="batch_id")
             await asyncio.to_thread(self._store.cancel, batch)
             self._runner.wake()
             return self._shown(batch)
@@ -217,12 +217,12 @@ async def _writing() -> AsyncIterator[None]:
     try:
         yield
     except OSError as error:
-        _log.error("files and batches cannot be written: %s", error.strerror)  # no trace: no bug of ours
-        raise Unavailable("files cannot be kept now", retry_after_s=_FULL_S) from None
+        _log.error("files and batches cannot be written: %s", error.strerror)  # no stack trace: not a bug of ours
+        raise Unavailable("files cannot be stored now", retry_after_s=_FULL_S) from None
 
 
 def _page(query: ListQuery, found: Sequence[_T], describe: Callable[[_T], dict[str, Any]]) -> dict[str, Any]:
-    """One page of `found`. Raises ObjectNotFound."""
+    """Return one page of `found`. Raises ObjectNotFound."""
     rest = list(found)
     if query.after is not None:
         names = [one.id for one in rest]

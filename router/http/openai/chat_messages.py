@@ -1,4 +1,4 @@
-"""The messages of a chat, as OpenAI's clients send them: calls also in the older form, which has no ids."""
+"""The messages of a chat in OpenAI's format, including calls in the older form, which has no ids."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -26,14 +26,14 @@ class ChatTurn(StrictBody):
     tool_calls: Annotated[list[ToolCallPart] | None, at_most(MAX_CALLS)] = None
     tool_call_id: str | None = None
     function_call: CalledFunction | None = None
-    """The older form of a call."""
+    """A call in the older form."""
     content: Annotated[str | list[TextPart] | None, at_most(_MAX_PARTS)] = None
     name: str | None = None
     reasoning_content: str | None = None
-    """As it was answered with."""
+    """Reasoning, as it was in the answer."""
 
     def message(self) -> Message:
-        """The turn as the template sees it; several text parts stand on lines of their own."""
+        """Convert to the turn that the template sees, joining text parts by line breaks."""
         content = self.content
         if isinstance(content, list):
             content = "\n".join(part.text for part in content)
@@ -51,10 +51,10 @@ class ChatTurn(StrictBody):
 
 
 def conversation(turns: Sequence[ChatTurn]) -> list[Message]:
-    """All turns as the template sees them. Raises InvalidRequest.
+    """Convert all turns for the template. Raises InvalidRequest.
 
-    A call of the older form gets an id by its place, nine letters and digits, which templates of all families take; a
-    message of role `function` is the result of the last call of its name.
+    A call in the older form gets an id by its position, nine letters and digits, which templates of all families
+    accept; a message of role `function` is the result of the last call of its name.
     """
     messages: list[Message] = []
     ids: dict[str | None, str] = {}
@@ -68,7 +68,7 @@ def conversation(turns: Sequence[ChatTurn]) -> list[Message]:
             message = replace(message, tool_calls=(call,))
         if turn.role == "function":
             if turn.name not in ids:
-                raise InvalidRequest("messages: role function: name a function that was called", param="messages")
+                raise InvalidRequest("messages: role function needs the name of a called function", param="messages")
             message = replace(message, role="tool", name=None, tool_call_id=ids[turn.name])
         messages.append(message)
     return messages

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings, as OpenAI has it."""
+"""POST /v1/embeddings, in OpenAI's format."""
 
 import asyncio
 import base64
@@ -29,10 +29,10 @@ from tandem.errors import InvalidRequest
 
 
 class EmbeddingBody(StrictBody):
-    """What clients may send."""
+    """The body of an embeddings request."""
 
     input: Any
-    """Text, texts, token ids or lists of them."""
+    """Text, several texts, token ids or lists of them; the frontend parses it."""
     model: str | None = None
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = None
@@ -43,9 +43,9 @@ class EmbeddingBody(StrictBody):
     user: str | None = None
 
     def fields(self, tenant: str) -> ClientRequest:
-        """What the frontend validates."""
+        """Convert the fields for the frontend."""
         if self.dimensions is not None:
-            raise InvalidRequest("dimensions: vectors of this model have one size", param="dimensions")
+            raise InvalidRequest("dimensions is not supported: this model's vectors have one size", param="dimensions")
         return ClientRequest(
             model=self.model,
             priority=self.priority or 0,

@@ -49,11 +49,12 @@ from tandem.errors import InvalidRequest
 from tandem.telemetry.tracing import TraceContext, context_from_headers
 
 IDS_HEADER = "X-Tandem-Stream-Ids"
-"""`1` asks for an `id` with each event. Not unasked: some readers of streams know `data` lines only."""
+"""`1` requests an `id` with each event. Off by default: some clients only understand `data` lines."""
 TIMING_HEADER = "X-Tandem-Timing"
-"""`1` asks for a `timing` object in the answer, or in the last chunk of a stream, and for `Server-Timing`."""
+"""`1` requests a `timing` object in the answer, or in the last chunk of a stream, and `Server-Timing`."""
 TIMEOUT_HEADER = "X-Tandem-Timeout"
-"""Seconds that the client gives the whole answer; if its first token cannot come by then, it is refused at once."""
+"""Seconds that the client allows for the whole answer; if its first token cannot come by then, it is refused at
+once."""
 
 
 CHAT_PATH, COMPLETIONS_PATH = "/v1/chat/completions", "/v1/completions"
@@ -70,7 +71,7 @@ class GenerationRoutes:
         metrics: RouterMetrics,
         named: NamedCacheService | None = None,
     ) -> None:
-        """`named`: what `cached_content` may name; without it nothing is kept by name."""
+        """`named`: the caches that `cached_content` may name; None: named caches are disabled."""
         self._named = named
         self._frontend = frontend
         self._generator = generator
@@ -196,24 +197,24 @@ class GenerationRoutes:
 
 
 async def _write_nothing(_events: EventStream) -> None:
-    """The client has all but the end mark."""
+    """Write nothing: the client has all but the end mark."""
 
 
 def _add_votes(content: dict[str, Any], selected: SelectedChoices, candidates: int) -> None:
-    """Say of elected choices how the election went."""
+    """Add the result of the vote to elected choices."""
     for choice, vote in zip(content["choices"], selected.votes, strict=False):
         choice["vote"] = {"answer": vote.answer, "votes": vote.num_votes, "of": candidates}
 
 
 def _wants_ids(request: Request) -> bool:
-    """Whether the client can go on from an id, or already does."""
+    """Whether the client can continue from an id, or already does."""
     return request.headers.get(IDS_HEADER) == "1" or LAST_EVENT_ID in request.headers
 
 
 def _head(
     body: GenerationBody, prefix: str, first: PreparedRequest, seen: StreamPosition | None, model: str
 ) -> AnswerHead:
-    """A stream that is continued keeps its name and its time."""
+    """Make the head; a continued stream keeps its id and creation time."""
     return AnswerHead(
         id=f"{prefix}-{body.request_id or first.request.request_id}",
         created_s=seen.head.created_s if seen else int(time.time()),
@@ -230,7 +231,7 @@ def _with_headers(fields: ClientRequest, request: Request, seen: StreamPosition 
 
 
 def trace_and_time(fields: ClientRequest, request: Request) -> ClientRequest:
-    """With what the headers say of both."""
+    """Add the headers' trace context and timeout to the fields."""
     trace, time_left_s = _trace(request), _time_left_s(request)
     if trace is None and time_left_s is None:
         return fields

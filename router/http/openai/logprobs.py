@@ -1,4 +1,4 @@
-"""Log probabilities of an answer's tokens, as OpenAI's routes show them."""
+"""Log probabilities of an answer's tokens, in OpenAI's formats."""
 
 import math
 from collections.abc import Sequence
@@ -9,24 +9,24 @@ from tandem.errors import InternalError
 from tandem.values.outputs import SampledToken
 
 LEAST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON cannot say."""
+"""Stands for minus infinity, which JSON cannot represent."""
 
 
 class Logprobs:
-    """Log probabilities in the two shapes."""
+    """Formats log probabilities for chat and completions."""
 
     def __init__(self, tokenizer: Tokenizer, *, as_ids: bool = False) -> None:
-        """`as_ids`: tokens are named `token_id:123`, as vLLM does; texts of several may be equal."""
+        """`as_ids`: tokens are named `token_id:123`, as in vLLM, since several tokens may have equal texts."""
         self._tokenizer = tokenizer
         self._as_ids = as_ids
 
     def chat(self, tokens: Sequence[SampledToken]) -> dict[str, Any] | None:
-        """None when the request asked for none."""
+        """Format for chat; None when the request did not ask for any."""
         content = self.entries(tokens)
         return {"content": content, "refusal": None} if content else None
 
     def entries(self, tokens: Sequence[SampledToken]) -> list[dict[str, Any]]:
-        """One for each token whose log probability is known."""
+        """Return one entry for each token whose log probability is known."""
         found = []
         for token in tokens:
             if token.logprob is not None:
@@ -35,7 +35,7 @@ class Logprobs:
         return found
 
     def completion(self, tokens: Sequence[SampledToken], offset: int) -> tuple[dict[str, Any] | None, int]:
-        """The object, and the text offset after it."""
+        """Format for completions; return the object, and the text offset after it."""
         known = [token for token in tokens if token.logprob is not None]
         if not known:
             return None, offset
@@ -57,7 +57,7 @@ class Logprobs:
         return {"token": name, "logprob": finite(logprob), "bytes": list(data)}
 
     def name(self, token_id: int) -> str:
-        """What stands for one token."""
+        """Return the name of one token."""
         return f"token_id:{token_id}" if self._as_ids else self.text(token_id)
 
     def text(self, token_id: int) -> str:
@@ -66,7 +66,7 @@ class Logprobs:
 
 
 def finite(logprob: float) -> float:
-    """As JSON can say it. Raises InternalError when it is not a number."""
+    """Return a number that JSON can represent. Raises InternalError for NaN."""
     if math.isnan(logprob):
         raise InternalError("a log probability is not a number")
     return max(logprob, LEAST_LOGPROB)

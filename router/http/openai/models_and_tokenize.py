@@ -1,4 +1,4 @@
-"""Models, tokenize, detokenize: what needs the model's names and tokenizer only."""
+"""Models, tokenize, detokenize: routes that need only the model's name and tokenizer."""
 
 from typing import Annotated, Any
 from urllib.parse import unquote

@@ -1,6 +1,6 @@
-"""What OpenAI's routes answer, for FastAPI: /openapi.json is made of these, and small answers pass through them.
+"""Models of the answers of OpenAI's routes: for /openapi.json, and for validating small answers.
 
-Generated text does not: answers of the generating routes are written as they come (`router.http.openai.answers`).
+Generated text bypasses them: generating routes write answers as they arise (`router.http.openai.answers`).
 """
 
 from typing import Any, Literal
@@ -63,7 +63,7 @@ class CompletionChoiceObject(ChoiceObject):
 
 
 class GenerationObject(AnswerObject):
-    """Fields that both kinds of completions have."""
+    """Fields common to both kinds of completions."""
 
     id: str
     created: Count
@@ -117,7 +117,7 @@ class CompletionChoiceChunkObject(ChoiceChunkObject):
 
 
 class ChunkObject(AnswerObject):
-    """Fields that chunks of both kinds have."""
+    """Fields common to chunks of both kinds."""
 
     id: str
     created: Count

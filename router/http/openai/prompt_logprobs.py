@@ -1,6 +1,6 @@
-"""Log probabilities of prompts in their two shapes: vLLM's `prompt_logprobs`, and OpenAI's of a prompt that is echoed.
+"""Formats log probabilities of prompts: vLLM's `prompt_logprobs`, and OpenAI's for an echoed prompt.
 
-Made slice by slice, as JSON: streams beside it go on in between.
+Built slice by slice, as JSON, so that concurrent streams are not delayed.
 """
 
 import asyncio
@@ -17,20 +17,20 @@ from router.types.prompt_logprobs import ScoredPrompt
 from tandem.values.outputs import SampledToken, TokenLogprob
 
 SLICE_VALUES = 2048
-"""Tokens and alternatives that are shown in one turn of the loop: some milliseconds."""
+"""Tokens and alternatives formatted in one turn of the loop: some milliseconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptLogprobOptions:
-    """What a client wants to see of its prompts' log probabilities."""
+    """The log probabilities of its prompts that a client requested."""
 
     prompt_logprobs: int | None = None
     echoed: int | None = None
-    """So many of the most likely with each token that is echoed."""
+    """Alternatives with each echoed token."""
 
 
 class PromptLogprobs:
-    """Of all prompts of one call."""
+    """The log probabilities of all prompts of one call."""
 
     def __init__(
         self,
@@ -48,11 +48,11 @@ class PromptLogprobs:
 
     @property
     def echoes(self) -> bool:
-        """Whether they are shown before those of the answers."""
+        """Whether they precede those of the answers."""
         return self._shown.echoed is not None
 
     def echoed(self, choice_index: int) -> Iterator[tuple[SampledToken, ...]]:
-        """The prompt of a choice as if it had been generated, from its second token on."""
+        """Yield the prompt of a choice as if it had been generated, from its second token on."""
         num_top = self._shown.echoed or 0
         prompt, reading = self._of(choice_index // self._choices)
         step = max(1, SLICE_VALUES // (1 + num_top))
@@ -75,7 +75,7 @@ class PromptLogprobs:
         return self._prompts[index], self._readings[index * self._choices]
 
     async def _prompt_logprobs(self, index: int, num_top: int) -> list[orjson.Fragment]:
-        """Null for the first token; for each other one an object by token id: its own, and the most likely."""
+        """Return null for the first token; for each other one an object by token id: its own, and the most likely."""
         prompt, reading = self._of(index)
         parts = [orjson.Fragment(b"null")]
         step = max(1, SLICE_VALUES // (1 + num_top))

@@ -1,5 +1,5 @@
-"""The ways in which clients say over HTTP what an answer must be: OpenAI's `response_format`, vLLM's
-`structured_outputs` and its older `guided_*`.
+"""The ways of requesting structured outputs over HTTP: OpenAI's `response_format`, vLLM's `structured_outputs` and its
+older `guided_*`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,8 @@ _OUTPUTS = "structured_outputs"
 
 
 class NamedSchema(StrictBody):
-    """OpenAI's: the schema, and notes of the client's. It is always kept; `strict` disables what it does not name."""
+    """OpenAI's format: the schema, and descriptions. It is always enforced; `strict` also forbids unnamed
+    properties."""
 
     name: str | None = None
     description: str | None = None
@@ -33,7 +34,7 @@ class ResponseFormat(StrictBody):
     def structures(self) -> Iterator[StructuredOutput]:
         """The requested structure. Raises InvalidRequest."""
         if (self.type == Shape.JSON_SCHEMA.value) != (self.json_schema is not None):
-            raise InvalidRequest(f"{_FORMAT}: json_schema stands with type json_schema, and only there", param=_FORMAT)
+            raise InvalidRequest(f"{_FORMAT}: json_schema requires type json_schema, and vice versa", param=_FORMAT)
         if self.json_schema is not None:
             if self.json_schema.schema_ is None:
                 raise InvalidRequest(f"{_FORMAT}.json_schema.schema is missing", param=_FORMAT)
@@ -46,11 +47,11 @@ class ResponseFormat(StrictBody):
         elif self.type == Shape.JSON_OBJECT.value:
             yield StructuredOutput(shape=Shape.JSON_OBJECT, value=None, param=_FORMAT)
         elif self.type != "text":
-            raise InvalidRequest(f"{_FORMAT}: type is one of text, json_object, json_schema", param=_FORMAT)
+            raise InvalidRequest(f"{_FORMAT}: type must be one of text, json_object, json_schema", param=_FORMAT)
 
 
 class StructuredOutputs(StrictBody):
-    """vLLM's: one of these."""
+    """vLLM's format: exactly one of these fields."""
 
     json_: dict[str, Any] | bool | str | None = Field(default=None, alias="json")
     json_object: bool | None = None
@@ -59,7 +60,7 @@ class StructuredOutputs(StrictBody):
     grammar: str | None = None
 
     def structures(self) -> Iterator[StructuredOutput]:
-        """The structure that the client requested."""
+        """Return the requested structures."""
         given = [
             StructuredOutput(shape=shape, value=value, param=_OUTPUTS)
             for shape, value in (
@@ -79,7 +80,7 @@ class StructuredOutputs(StrictBody):
 def guided(
     schema: dict[str, Any] | bool | str | None, regex: str | None, choice: list[str] | None, grammar: str | None
 ) -> Iterator[StructuredOutput]:
-    """Return what vLLM's older fields ask for."""
+    """Return the structures that vLLM's older fields request."""
     for name, shape, value in (
         ("guided_json", Shape.JSON_SCHEMA, schema),
         ("guided_regex", Shape.REGEX, regex),
@@ -91,9 +92,9 @@ def guided(
 
 
 def the_one(structures: Sequence[StructuredOutput]) -> StructuredOutput | None:
-    """What answers must be, if anything is said. Raises InvalidRequest when it is said more than once."""
+    """Return the only structure, if any. Raises InvalidRequest for more than one."""
     if len(structures) > 1:
         first, second = structures[:2]
         where = first.param if first.param == second.param else f"{first.param} and {second.param}"
-        raise InvalidRequest(f"{where}: an answer has one structure", param=second.param)
+        raise InvalidRequest(f"{where}: an answer can have only one structure", param=second.param)
     return structures[0] if structures else None

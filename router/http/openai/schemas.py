@@ -1,4 +1,4 @@
-"""What clients may send over HTTP: types here, bounds in the frontend."""
+"""The bodies of OpenAI's routes: types here, bounds in the frontend."""
 
 import re
 from dataclasses import replace
@@ -48,7 +48,7 @@ _SAMPLING = (
 
 
 class StreamOptions(StrictBody):
-    """What else a stream carries."""
+    """Options for what a stream contains."""
 
     NOT_YET: ClassVar[dict[str, tuple[Any, ...]]] = {"include_obfuscation": (None, False)}
     include_usage: bool | None = None
@@ -91,11 +91,11 @@ class GenerationBody(StrictBody):
     priority: int | None = None
     cache_salt: str | None = None
     request_id: str | None = None
-    """Becomes part of the answer's `id`; inside, the router's own id is used."""
+    """Becomes part of the answer's `id`; internally the router uses its own id."""
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    """Log probabilities name tokens by their ids."""
-    # These ask for nothing: notes of the client's.
+    """Whether log probabilities name tokens by id."""
+    # Fields without effect: notes of the client's.
     user: str | None = None
     metadata: Annotated[dict[str, str] | None, at_most(_MAX_NOTES)] = None
     safety_identifier: str | None = None
@@ -129,7 +129,7 @@ class GenerationBody(StrictBody):
         tools: ToolUse | None = None,
         template: TemplateOptions | None = None,
     ) -> ClientRequest:
-        """What the frontend validates."""
+        """Convert the fields for the frontend."""
         ask = self.selection()
         reads = parse_prompt_scoring(
             prompt_logprobs=self.prompt_logprobs,
@@ -185,11 +185,11 @@ class GenerationBody(StrictBody):
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether those of its answers are shown."""
+        """Whether its answers show log probabilities."""
         return False
 
     def selection(self) -> ChoiceSelection | None:
-        """Which choices are shown, if more are generated. Of a beam search it knows them itself."""
+        """Return the selection of choices to show, if more are generated. A beam search selects its own."""
         if self.use_beam_search:
             return None
         return parse_selection(
@@ -202,11 +202,11 @@ class GenerationBody(StrictBody):
         )
 
     def scores_shown(self) -> PromptLogprobOptions:
-        """What the answer shows of the prompts' log probabilities."""
+        """Return the prompts' log probabilities that the answer shows."""
         return PromptLogprobOptions(prompt_logprobs=self.prompt_logprobs)
 
     def _structure(self) -> StructuredOutput | None:
-        """What answers must be. Raises InvalidRequest when it is said twice."""
+        """Return the structure of answers. Raises InvalidRequest when it is given twice."""
         return the_one(
             [
                 *(self.response_format.structures() if self.response_format is not None else ()),
@@ -234,14 +234,14 @@ class ChatBody(GenerationBody):
     chat_template_kwargs: Annotated[dict[str, Any] | None, at_most(MAX_VARIABLES)] = None
     continue_final_message: bool | None = None
     cached_content: str | None = None
-    """Name of what the conversation begins with."""
+    """Name of the cache with which the conversation begins."""
 
     @property
     def wants_logprobs(self) -> bool:
         return bool(self.logprobs)
 
     def chat_fields(self, tenant: str) -> ClientRequest:
-        """Resolves the pairs of fields that chat has."""
+        """Convert the fields for the frontend, resolving the aliases that chat has."""
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
         limits = {limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None}
@@ -263,13 +263,13 @@ class ChatBody(GenerationBody):
             functions_use(None, self.function_call)
             return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
         if self.tools or self.tool_choice is not None:
-            raise InvalidRequest("functions: the older form of tools, not together with it", param="functions")
+            raise InvalidRequest("functions, the older form of tools, cannot be combined with tools", param="functions")
         return functions_use(self.functions, self.function_call)
 
     def _template_options(self) -> TemplateOptions:
         if self.continue_final_message and self.add_generation_prompt:
             raise InvalidRequest(
-                "continue_final_message: nothing can come after the message that is continued",
+                "continue_final_message: no message can follow the one that is continued",
                 param="continue_final_message",
             )
         return TemplateOptions(
@@ -281,9 +281,9 @@ class ChatBody(GenerationBody):
 
 class CompletionBody(GenerationBody):
     prompt: Any
-    """Text, texts, token ids or lists of them; the frontend reads it."""
+    """Text, several texts, token ids or lists of them; the frontend parses it."""
     suffix: str | None = None
-    """What comes after the answer; only of models that know how to fill in."""
+    """Text that follows the answer; only for models that support filling in."""
     logprobs: int | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
@@ -293,12 +293,12 @@ class CompletionBody(GenerationBody):
         return self.logprobs is not None
 
     def completion_fields(self, tenant: str) -> ClientRequest:
-        """What the frontend validates."""
+        """Convert the fields for the frontend."""
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_TOP_LOGPROBS:
             raise InvalidRequest(f"logprobs must be an integer in [0, {MAX_TOP_LOGPROBS}]", param="logprobs")
         if self.suffix and (self.echo or self.truncate_prompt_tokens is not None):
             other = "echo" if self.echo else "truncate_prompt_tokens"
-            raise InvalidRequest(f"suffix: not together with {other}", param="suffix")
+            raise InvalidRequest(f"suffix cannot be combined with {other}", param="suffix")
         fields = self.fields(
             tenant=tenant,
             num_logprobs=self.logprobs,
@@ -328,11 +328,11 @@ class TokenizeBody(StrictBody):
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequest("send either prompt or messages", param="prompt")
         if self.tools and self.messages is None:
-            raise InvalidRequest("tools: they stand in a conversation", param="tools")
+            raise InvalidRequest("tools are allowed in a conversation only", param="tools")
         if self.add_special_tokens and self.messages is not None:
-            raise InvalidRequest("add_special_tokens: of a prompt; templates put their own", param="add_special_tokens")
+            raise InvalidRequest("add_special_tokens is allowed with a prompt only", param="add_special_tokens")
         if self.add_generation_prompt is not None and self.messages is None:
-            raise InvalidRequest("add_generation_prompt: of a conversation", param="add_generation_prompt")
+            raise InvalidRequest("add_generation_prompt is allowed with messages only", param="add_generation_prompt")
         return self
 
 
@@ -343,5 +343,5 @@ class DetokenizeBody(StrictBody):
 
 def _token_keys(bias: dict[str, float]) -> dict[int, float]:
     if bad := next((key for key in bias if not _TOKEN_KEY.fullmatch(key)), None):
-        raise InvalidRequest(f"logit_bias: {bad[:40]!r} is no token id", param="logit_bias")
+        raise InvalidRequest(f"logit_bias: {bad[:40]!r} is not a token id", param="logit_bias")
     return {int(key): value for key, value in bias.items()}

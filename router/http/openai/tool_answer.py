@@ -1,4 +1,4 @@
-"""chat.completion and chat.completion.chunk of answers in which the model may call functions, or thinks first."""
+"""The formats chat.completion and chat.completion.chunk for answers that may call tools, or reason first."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,11 +11,11 @@ from router.text.tokenizer import Tokenizer
 
 _THINKING = "reasoning_content"
 _FUNCTION = "function_call"
-"""In the older form both the field and the reason why an answer ended."""
+"""The older form's name for both the field and the finish reason."""
 
 
 class CallingChatAnswer(ChatAnswer):
-    """All that one delta brings stands in one chunk: between two chunks a client may have to be able to go on."""
+    """Puts everything of one delta into one chunk: a client may have to continue after any chunk."""
 
     def __init__(
         self,
@@ -25,14 +25,14 @@ class CallingChatAnswer(ChatAnswer):
         *,
         is_older_form: bool = False,
     ) -> None:
-        """`is_older_form`: its client sent `functions`, and knows one `function_call` in place of `tool_calls`."""
+        """`is_older_form`: the client sent `functions`, and expects one `function_call` instead of `tool_calls`."""
         super().__init__(head, prepared, tokenizer)
         self.is_text_only = False
         self._is_older_form = is_older_form
         self._readers = [new_answer_parser(prepared[0], i) for i in range(prepared[0].request.num_choices)]
 
     def opening(self) -> list[dict[str, Any]]:
-        """See ChatAnswer. There is no content as long as none came."""
+        """Return the opening chunks, see ChatAnswer. There is no content until some arrives."""
         chunks = super().opening()
         for chunk in chunks:
             chunk["choices"][0]["delta"]["content"] = None
@@ -64,7 +64,7 @@ class CallingChatAnswer(ChatAnswer):
 
 
 def _message(pieces: Sequence[Piece]) -> dict[str, Any]:
-    """What is shown of them, an entry for each call."""
+    """Return the message of the pieces, with an entry for each call."""
     texts, thoughts = list[str](), list[str]()
     calls = dict[int, dict[str, Any]]()
     for piece in pieces:
@@ -85,6 +85,6 @@ def _message(pieces: Sequence[Piece]) -> dict[str, Any]:
 
 
 def _in_older_form(message: dict[str, Any]) -> dict[str, Any]:
-    """With its one call as a `function_call`, which has no id."""
+    """Convert a message's only call to a `function_call`, which has no id."""
     calls = message.pop("tool_calls", ())
     return message | ({_FUNCTION: calls[0]["function"]} if calls else {})

@@ -1,4 +1,4 @@
-"""Tools, the choice among them, and calls, as OpenAI's chat writes them."""
+"""Tools, tool choice, and calls, in the format of OpenAI's chat."""
 
 from typing import Annotated, Any, ClassVar
 
@@ -19,7 +19,7 @@ class FunctionSpec(StrictBody):
     strict: bool | None = None
 
     def tool(self) -> ToolDefinition:
-        """The call or tool in the form that all APIs share."""
+        """Convert to the representation that all APIs share."""
         return ToolDefinition(
             name=self.name, description=self.description, parameters=self.parameters, strict=bool(self.strict)
         )
@@ -31,32 +31,32 @@ class ToolSpec(StrictBody):
     function: FunctionSpec
 
     def tool(self) -> ToolDefinition:
-        """The call or tool in the form that all APIs share."""
+        """Convert to the representation that all APIs share."""
         return self.function.tool()
 
 
 class FunctionName(StrictBody):
-    """A function by its name."""
+    """A reference to a function by name."""
 
     name: str
 
 
 class NamedTool(StrictBody):
-    """One of the tools."""
+    """A reference to one of the tools."""
 
     type: str
     function: FunctionName
 
 
 class AllowedTools(StrictBody):
-    """Some of the tools."""
+    """A subset of the tools."""
 
     mode: str
     tools: Annotated[list[NamedTool], at_most(MAX_TOOLS)]
 
 
 class ChatToolChoice(StrictBody):
-    """One function that must be called, or some that may."""
+    """One function that must be called, or several that may be."""
 
     type: str
     function: FunctionName | None = None
@@ -78,14 +78,14 @@ class ToolCallPart(StrictBody):
     index: int | None = None
 
     def call(self) -> AssistantToolCall:
-        """The call or tool in the form that all APIs share."""
+        """Convert to the representation that all APIs share."""
         return AssistantToolCall(id=self.id, name=self.function.name, arguments=self.function.arguments)
 
 
 def tool_use(
     tools: list[ToolSpec] | None, choice: str | ChatToolChoice | None, parallel: bool | None
 ) -> ToolUse | None:
-    """What `tools`, `tool_choice` and `parallel_tool_calls` say together. Raises InvalidRequest."""
+    """Combine `tools`, `tool_choice` and `parallel_tool_calls`. Raises InvalidRequest."""
     if isinstance(choice, ChatToolChoice):
         mode, allowed = _chosen(choice)
     else:
@@ -95,9 +95,9 @@ def tool_use(
 
 
 def functions_use(functions: list[FunctionSpec] | None, call: str | FunctionName | None) -> ToolUse | None:
-    """What `functions` and `function_call`, the older form, say together: at most one call. Raises InvalidRequest."""
+    """Combine `functions` and `function_call`, the older form: at most one call. Raises InvalidRequest."""
     if isinstance(call, str) and call not in ("none", "auto"):
-        raise InvalidRequest(f"{_OLDER_CHOICE}: none, auto, or an object that names a function", param=_OLDER_CHOICE)
+        raise InvalidRequest(f"{_OLDER_CHOICE} must be none, auto, or an object with a name", param=_OLDER_CHOICE)
     name = call.name if isinstance(call, FunctionName) else None
     if not functions:
         if name is not None:
@@ -120,6 +120,6 @@ def _chosen(choice: ChatToolChoice) -> tuple[str, frozenset[str]]:
     some = choice.allowed_tools
     if choice.type == "allowed_tools" and some is not None and choice.function is None:
         if some.mode not in ("auto", "required") or any(tool.type != "function" for tool in some.tools):
-            raise InvalidRequest(f"{_CHOICE}: allowed_tools has mode auto or required, and functions", param=_CHOICE)
+            raise InvalidRequest(f"{_CHOICE}: allowed_tools needs mode auto or required, and functions", param=_CHOICE)
         return some.mode, frozenset(tool.function.name for tool in some.tools)
-    raise InvalidRequest(f"{_CHOICE}: type function with function, or allowed_tools with it", param=_CHOICE)
+    raise InvalidRequest(f"{_CHOICE}: must have either function or allowed_tools, as its type says", param=_CHOICE)

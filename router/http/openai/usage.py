@@ -1,4 +1,4 @@
-"""What a call used, as JSON shows it."""
+"""The usage of a call, as JSON."""
 
 from typing import Any
 

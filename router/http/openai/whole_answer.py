@@ -1,5 +1,5 @@
-"""An answer in one piece. What may be large of it, log probabilities, becomes JSON slice by slice: streams beside it
-go on in between.
+"""Unstreamed answers. Log probabilities, which may be large, are converted to JSON slice by slice, so that concurrent
+streams are not delayed.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ _PIECE_BYTES = 256 << 10
 async def whole_content(
     answer: AnswerFormat, choices: Sequence[TextDelta], scores: PromptLogprobs | None = None
 ) -> dict[str, Any]:
-    """The answer, for orjson; with what is wanted of the prompts' log probabilities."""
+    """Return the answer, for orjson, with the requested log probabilities of prompts."""
     logprobs = [await _logprobs(answer, choice, scores) for choice in choices]
     content = answer.whole(choices, logprobs)
     if scores is not None:
@@ -29,7 +29,7 @@ async def whole_content(
 
 
 def _slices(answer: AnswerFormat, choice: TextDelta, scores: PromptLogprobs | None) -> Iterator[dict[str, Any] | None]:
-    """Of a prompt that is echoed, then of the answer's tokens."""
+    """Yield slices of an echoed prompt, then of the answer's tokens."""
     if scores is not None and scores.echoes:
         yield answer.echoed_first(choice.choice_index)
         for echoed in scores.echoed(choice.choice_index):
@@ -54,17 +54,17 @@ async def _logprobs(answer: AnswerFormat, choice: TextDelta, scores: PromptLogpr
         await asyncio.sleep(0)
     if not lists:
         return None
-    # Each fragment is several elements of the list that it is in: nothing large is copied before the end.
+    # Each fragment is several elements of its list: nothing large is copied before the end.
     return {name: [orjson.Fragment(part) for part in parts] for name, parts in lists.items()} | others
 
 
 class WholeResponse(Response):
-    """JSON that is written as its client takes it, so that a large one does not lie in the transport as well."""
+    """Sends JSON as its client reads it, so that a large answer is not buffered in the transport as well."""
 
     media_type = "application/json"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Headers, then the body piece by piece."""
+        """Send the headers, then the body piece by piece."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         body = memoryview(self.body)
         for start in range(0, len(body), _PIECE_BYTES):

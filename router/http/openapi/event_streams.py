@@ -1,7 +1,7 @@
-"""What OpenAPI says of a stream of events: `itemSchema`, which it has had since 3.2.
+"""OpenAPI descriptions of event streams: `itemSchema`, which exists since version 3.2.
 
-Of each event the schema says what stands in `event`, and in `data`, which is JSON in a string. The end mark of OpenAI's
-streams is an event without JSON.
+For each event the schema describes the `event` line, and the `data`, which is JSON in a string. The end mark of
+OpenAI's streams is an event without JSON.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ _DONE: Schema = {"type": "object", "required": ["data"], "properties": {"data": 
 
 
 def named_event(name: str, /, **fields: Any) -> type[NamedEvent]:
-    """The model of a typed event's data; `fields`: type annotations."""
+    """Make the model of a typed event's data; `fields`: type annotations."""
     required: dict[str, Any] = {field: (annotation, ...) for field, annotation in fields.items()}
     required["type"] = (Literal[name], ...)
     class_name = "".join(word.title() for word in name.replace(".", "_").split("_")) + "Event"
@@ -30,12 +30,12 @@ def ref(model: type[BaseModel]) -> Schema:
 
 
 def openai_events(chunk: type[BaseModel]) -> dict[str, Any]:
-    """The response of a stream of `chunk`s that ends in an error or not, and then in the end mark."""
+    """Describe a stream of `chunk`s, possibly an error, and then the end mark."""
     return _stream([_event(chunk), _event(ErrorObject), _DONE])
 
 
 def typed_events(events: Sequence[type[NamedEvent]], error: type[BaseModel] | None = None) -> dict[str, Any]:
-    """The response of a stream of events that say their types; `error`: the data of an event of that name."""
+    """Describe a stream of typed events; `error`: the data of an event of that name."""
     items = [_event(one, one.model_fields["type"].annotation.__args__[0]) for one in events]  # type: ignore[union-attr]
     return _stream([*items, *([_event(error, "error")] if error is not None else [])])
 

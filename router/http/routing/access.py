@@ -1,7 +1,7 @@
-"""For whom a route is: FastAPI dependencies that ask for keys. No application is made of routes that do not say it.
+"""Access rules of routes: FastAPI dependencies that check API keys. Every route must have one.
 
-A path is matched as it was sent: only the value of a path parameter may be percent-encoded. So there is one spelling of
-each path, and what is spelled otherwise is no route, which needs a key like any other.
+A path is matched as it was sent: only the value of a path parameter may be percent-encoded. So each path has one
+spelling, and any other is an unknown route, which requires a key like any other.
 """
 
 from enum import Enum
@@ -13,8 +13,9 @@ from fastapi.routing import RouteContext, iter_route_contexts
 from fastapi.security.base import SecurityBase
 from starlette.requests import Request
 
-from router.access.api_keys import NOBODY, ApiKeyStore
+from router.access.api_keys import ANONYMOUS, ApiKeyStore
 from router.access.audit_log import current_entry
+from router.access.browser_guard import BrowserGuard
 from tandem.config.access import RouterAccess
 from tandem.errors import NotAllowed
 
@@ -22,7 +23,7 @@ SECURITY_SCHEME = "key"
 
 
 class OperatorPage(Enum):
-    """What `router.operator_access` speaks of."""
+    """The pages that `router.operator_access` covers."""
 
     HEALTH = "health"
     READYZ = "readyz"
@@ -37,6 +38,7 @@ class AccessGuard:
 
     def __init__(self, keys: ApiKeyStore, config: RouterAccess) -> None:
         self._keys = keys
+        self._browsers = BrowserGuard.from_config(config)
         access = {page: config.operator_access.access_to(page.value, is_local=config.is_local) for page in OperatorPage}
         self._open = {page for page, who in access.items() if who == "open"}
         self._for_operators = {page for page, who in access.items() if who == "operator"}
@@ -46,12 +48,14 @@ class AccessGuard:
         return page in self._open
 
     def needs_key(self, page: OperatorPage | None) -> bool:
-        """Whether a request for it is refused without a key now; None: of clients' routes."""
+        """Whether a request for it is refused without a key now; None: clients' routes."""
         return self._keys.are_required and (page is None or page not in self._open)
 
     def admit(self, request: Request, page: OperatorPage | None = None) -> None:
         """Put the caller's tenant into the request's state. Raises Unauthenticated, NotAllowed."""
-        caller = NOBODY
+        if self._browsers is not None:
+            self._browsers.check(request.method, request.scope["headers"])
+        caller = ANONYMOUS
         if page is None or page not in self._open:
             entry = current_entry()
             if entry is not None:
@@ -68,7 +72,7 @@ class AccessGuard:
 
 
 class ClientAccess(SecurityBase):
-    """Dependency of routes for clients: requires an API key where keys are configured."""
+    """A dependency of clients' routes: requires an API key where keys are configured."""
 
     page: OperatorPage | None = None
 
@@ -82,7 +86,7 @@ class ClientAccess(SecurityBase):
 
 
 class PageAccess(ClientAccess):
-    """Dependency of a page for operators and orchestrators, which have no keys: as `router.operator_access` says."""
+    """A dependency of pages for operators and orchestrators, which have no keys: follows `router.operator_access`."""
 
     def __init__(self, guard: AccessGuard, page: OperatorPage) -> None:
         super().__init__(guard)
@@ -90,16 +94,16 @@ class PageAccess(ClientAccess):
 
 
 def access_of(route: RouteContext) -> ClientAccess:
-    """The one dependency that says for whom a route is. Raises TypeError for a route without it."""
+    """Return the one dependency that controls access to a route. Raises TypeError for a route without it."""
     dependant: Dependant | None = getattr(route, "dependant", None)
     calls = [] if dependant is None else [one.call for one in dependant.dependencies]
     found = [(place, call) for place, call in enumerate(calls) if isinstance(call, ClientAccess)]
     if [place for place, _ in found] != [0]:
-        raise TypeError(f"{route.path}: the first dependency of a route must say for whom it is")
+        raise TypeError(f"{route.path}: the first dependency of a route must control access to it")
     return found[0][1]
 
 
 def check_access(api: FastAPI) -> None:
-    """Raise TypeError for an application with a route that does not say for whom it is."""
+    """Check that every route has an access rule. Raises TypeError."""
     for route in iter_route_contexts(api.routes):
         access_of(route)

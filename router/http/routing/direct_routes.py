@@ -1,9 +1,9 @@
-"""The routes that generate, answered below FastAPI: same declaration, same access, same body, same endpoint.
+"""Answers generating routes without FastAPI: same declaration, same access, same body, same endpoint.
 
 FastAPI solves the dependencies of each request anew, in a stack of middleware and exit stacks. For a chat request that
 costs as much as a tenth of all that the router does (`docs/extend/adr/0017-fastapi.md`), so path operations whose only
-dependencies are access and a body are called without it. All that is known of them is read from the FastAPI
-application, which answers them just as well, and describes them.
+dependencies are access and a body are called without it. Their declarations are read from the FastAPI application,
+which could answer them just as well, and describes them.
 """
 
 import inspect
@@ -24,10 +24,10 @@ Endpoint = Callable[[Request, Any], Awaitable[Response]]
 
 
 class DirectRoutes:
-    """ASGI application: some path operations of a FastAPI application by themselves, all others through it."""
+    """The ASGI application: calls some path operations of a FastAPI application directly, and passes on all others."""
 
     def __init__(self, api: FastAPI, guard: AccessGuard, bounds: BodyBounds, paths: Iterable[str]) -> None:
-        """`paths`: of POST operations that are called directly, so far as the application has them.
+        """`paths`: POST operations to call directly, if the application has them.
 
         Raises TypeError for one that has parameters or dependencies besides access and its body.
         """
@@ -42,7 +42,7 @@ class DirectRoutes:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         raw: bytes | None = scope.get("raw_path")
         if raw is not None:
-            # As the client spelled it, nothing decoded.
+            # As the client spelled it, without decoding.
             scope["path"] = raw.decode("latin-1")
         direct = self._direct.get(scope["path"]) if scope["method"] == "POST" else None
         await (direct or self._api)(scope, receive, send)

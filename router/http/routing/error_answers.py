@@ -1,4 +1,4 @@
-"""How what is raised, by a route or because there is none, becomes an answer in the words of the requested API."""
+"""Turns errors, raised by a route or for lack of one, into answers in the format of the requested API."""
 
 import logging
 from collections.abc import Mapping
@@ -10,43 +10,56 @@ from pydantic_core import ErrorDetails
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.http.body.error_formats import error_shape
 from router.http.body.errors import MethodNotAllowed, error_response
 from router.http.body.strict_body import refusal_of
 from router.http.routing.access import AccessGuard, access_of
-from tandem.errors import InternalError, InvalidRequest, RouteNotFound, ServingError
+from tandem.errors import Cancelled, InternalError, InvalidRequest, RouteNotFound, ServingError
 
 _log = logging.getLogger(__name__)
 
 
 class ErrorAnswers:
-    """ASGI middleware that answers with whatever error is raised below it."""
+    """ASGI middleware that turns any error raised below it into an answer, if none has begun."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_begun = False
+
+        async def noted(message: Message) -> None:
+            nonlocal has_begun
+            has_begun = True
+            await send(message)
+
         try:
-            await self._app(scope, receive, send)
+            await self._app(scope, receive, noted)
         except ServingError as error:
+            if has_begun:
+                # Nothing can be said any more: the server ends the connection, by which the client knows.
+                level = logging.DEBUG if isinstance(error, Cancelled) else logging.WARNING
+                _log.log(level, "an answer is cut off: %s", error.message)
+                return
             if isinstance(error, InternalError):
                 _log.error("internal error shown to a client: %s", error.message)
             await error_response(error, error_shape(scope))(scope, receive, send)
         except Exception:  # noqa: BLE001  # the one handler for unexpected errors
-            _log.exception("a request failed")
-            await error_response(InternalError("internal error"), error_shape(scope))(scope, receive, send)
+            _log.exception("a request failed%s", ", and its answer is cut off" if has_begun else "")
+            if not has_begun:
+                await error_response(InternalError("internal error"), error_shape(scope))(scope, receive, send)
 
 
 class MissingRoutes:
-    """Exception handlers of FastAPI for requests that no path operation answers, and for wrong parameters.
+    """FastAPI's exception handlers for requests that no path operation answers, and for invalid parameters.
 
-    Whether there is a route, or a method of it, is said to those alone who could use it.
+    Only callers that could use a route learn whether it, or a method of it, exists.
     """
 
     def __init__(self, guard: AccessGuard, disabled: Mapping[str, str]) -> None:
-        """`disabled`: paths that are served only where a setting turns them on, and the setting."""
+        """`disabled`: paths that exist only if a setting enables them, with the setting."""
         self._guard = guard
         self._disabled = disabled
 
@@ -55,7 +68,7 @@ class MissingRoutes:
         api.add_exception_handler(RequestValidationError, self.on_wrong_parameters)
 
     async def on_http_exception(self, request: Request, error: Exception) -> Response:
-        """Raise what a request of no route, or of none of a route's methods, is answered with."""
+        """Raise the error for an unknown route, or an unsupported method of one."""
         status = error.status_code if isinstance(error, HTTPException) else None
         path: str = request.scope["path"]
         if status == 404:
@@ -66,21 +79,23 @@ class MissingRoutes:
         routes = [one for one in iter_route_contexts(request.app.routes) if one.path_regex.match(path)]
         self._guard.admit(request, access_of(routes[0]).page)
         refused = MethodNotAllowed("Method Not Allowed")
-        refused.allowed = ", ".join(method for route in routes for method in route.methods or ())
+        allowed = [method for route in routes for method in route.methods or ()]
+        # What answers GET answers HEAD (`router.http.server.middleware`).
+        refused.allowed = ", ".join([*allowed, *(["HEAD"] if "GET" in allowed else [])])
         raise refused
 
     async def on_wrong_parameters(self, _request: Request, error: Exception) -> Response:
         """Raise InvalidRequest that names the parameter."""
         if not isinstance(error, RequestValidationError):
             raise InternalError("internal error") from error
-        # Where it stands, in the query or in the path, is left out.
+        # The location, in the query or in the path, is left out.
         errors: list[ErrorDetails] = [one | {"loc": one["loc"][1:]} for one in error.errors()]
         if unknown := next((one for one in errors if one["type"] == "extra_forbidden"), None):
             name = str(unknown["loc"][0])[:40]
-            raise InvalidRequest(f"{name!r} is no parameter of this path", param=name)
+            raise InvalidRequest(f"{name!r} is not a parameter of this path", param=name)
         raise refusal_of(errors)
 
     def _why_disabled(self, path: str) -> str:
         found = (setting for root, setting in self._disabled.items() if f"{path}/".startswith(f"{root}/"))
         setting = next(found, None)
-        return "" if setting is None else f": it is turned off here; the router's setting {setting} turns it on"
+        return "" if setting is None else f": it is disabled; the router's setting {setting} enables it"

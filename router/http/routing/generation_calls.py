@@ -1,4 +1,4 @@
-"""What routes that generate in other shapes than OpenAI's do alike: run and measure."""
+"""The code that generating routes share, whatever their format: run and measure."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class GenerationContext:
     metrics: RouterMetrics
 
     async def read_text(self, prepared: Sequence[PreparedRequest], sink: TextSink) -> None:
-        """Run the requests of one call; their text goes to `sink`. Raises the errors of Generator."""
+        """Run the requests of one call, sending their text to `sink`. Raises the errors of Generator."""
         await read_text(self.generator, prepared, self.frontend.tokenizer, self._meter, sink)
 
     def _meter(self, one: PreparedRequest) -> RequestMeter:

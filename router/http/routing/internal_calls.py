@@ -1,4 +1,4 @@
-"""Requests that come over no connection: they go to the same handlers as those of clients."""
+"""Requests that arrive over no connection, answered by the same handlers as clients' requests."""
 
 import asyncio
 import json
@@ -23,30 +23,30 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class InternalEndpoint:
-    """A path operation that answers whole, and the body that it takes."""
+    """A path operation that answers unstreamed, and the body that it takes."""
 
     answer: Callable[[Request, Any], Awaitable[Response]]
     body: JsonBody[Any]
 
 
 class InternalCalls:
-    """Answers a tenant's body as its endpoint does."""
+    """Answers a tenant's body as its endpoint would."""
 
     def __init__(self, endpoints: Mapping[str, InternalEndpoint], bounds: BodyBounds) -> None:
         self._endpoints = endpoints
         self._bounds = bounds
 
     async def answer(self, tenant: str, endpoint: str, body: dict[str, Any]) -> tuple[int, bytes]:
-        """Status and body, at the lowest priority. Raises a ServingError that is retryable; cancelling it cancels the
-        request."""
+        """Return status and body, at the lowest priority. Raises a ServingError that is retryable; cancelling it
+        cancels the request."""
         try:
-            # Not by orjson, which does not write all depths that it reads.
+            # Not by orjson, which cannot write every nesting depth that it can read.
             return await self._answer(tenant, endpoint, json.dumps(body_to_run(body, MAX_PRIORITY)).encode())
         except ServingError as error:
             if error.retryable:
                 raise
             return error.http_status, orjson.dumps(error_object(error))
-        except Exception:  # noqa: BLE001  # one that we fail at must not keep its batch from ending
+        except Exception:  # noqa: BLE001  # a request that fails must not keep its batch from ending
             _log.exception("a request of a batch failed")
             failed = InternalError("internal error")
             return failed.http_status, orjson.dumps(error_object(failed))
@@ -54,13 +54,13 @@ class InternalCalls:
     async def _answer(self, tenant: str, endpoint: str, body: bytes) -> tuple[int, bytes]:
         found = self._endpoints.get(endpoint)
         if found is None:
-            raise RouteNotFound(f"{endpoint} is not served to batches")
+            raise RouteNotFound(f"{endpoint} is not supported in batches")
         sent = False
 
         async def receive() -> Message:
             nonlocal sent
             if sent:
-                await asyncio.Event().wait()  # this client never leaves
+                await asyncio.Event().wait()  # this client never disconnects
             sent = True
             return {"type": "http.request", "body": body, "more_body": False}
 

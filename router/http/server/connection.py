@@ -1,7 +1,8 @@
 """One HTTP connection: uvicorn's protocol with bounded heads, bounded waiting, and a `Link` for each request.
 
-Closing a socket whose client is still sending resets it, and takes with it an answer that the client has not read yet.
-So an end behind an answer waits for the client's own, and reads on meanwhile, within bounds of bytes and time.
+Closing a socket whose client is still sending resets it, and destroys an answer that the client has not read yet. So
+after a final answer the connection waits for the client's own end, reading on meanwhile, within bounds of bytes and
+time.
 """
 
 import asyncio
@@ -22,25 +23,26 @@ from tandem.errors import InvalidRequest, ServingError, Unavailable
 
 _MAX_URL_BYTES = 8 << 10
 _MAX_HEAD_BYTES = 4 * MAX_HEADER_BYTES
-"""Beyond what the application answers itself the connection ends with the answer: a head may otherwise be endless."""
+"""Beyond what the application itself refuses, the connection ends with the answer: a head might otherwise be
+endless."""
 _MOST_BEHIND_HEAD = 1 << 20
-"""Bytes that are read on, and thrown away, behind the answer to a head that is refused."""
+"""Bytes read and discarded after the answer to a refused head."""
 _MOST_BEHIND_BODY = 256 << 20
-"""Behind an answer that came before its request's body had ended."""
+"""Bytes read and discarded after an answer that came before its request's body had ended."""
 _MOST_AHEAD = 64
-"""Requests that a client may send before it has their answers; a small one takes a hundred times its bytes here."""
+"""Pipelined requests without an answer; a small one takes a hundred times its bytes here."""
 _HUNG_UP = select.POLLHUP | select.POLLERR | getattr(select, "POLLRDHUP", 0)
-"""The last one is Linux's; elsewhere a paused client's orderly end is heard of when its answer is written."""
+"""The last one is Linux's; elsewhere a paused client's orderly end is noticed when its answer is written."""
 _MAX_CHECK_S = 1.0
 _WARN_EVERY_S = 60.0
 _log = logging.getLogger(__name__)
 _protocol_log = logging.getLogger(f"{__name__}.protocol")
-"""uvicorn's, but for its warnings: each of any stranger's requests makes one. `ConnectionWatch.refused` counts them."""
+"""uvicorn's logger, minus its warnings: any stranger's request can cause one. `ConnectionWatch.refused` counts them."""
 _protocol_log.setLevel(logging.ERROR)
 
 
 def _refusal(error: ServingError, *headers: str) -> bytes:
-    """An answer without an application, the last of its connection."""
+    """Build an answer without the application, the last one of its connection."""
     body, status = orjson.dumps(error_object(error)), HTTPStatus(error.http_status)
     line = f"HTTP/1.1 {status.value} {status.phrase}"
     head = (line, "content-type: application/json", "connection: close", f"content-length: {len(body)}", *headers)
@@ -48,7 +50,7 @@ def _refusal(error: ServingError, *headers: str) -> bytes:
 
 
 class ConnectionWatch:
-    """Closes the connections that the table finds overdue, which it checks periodically."""
+    """Closes overdue connections, which it periodically asks the table for."""
 
     def __init__(self, connections: "ConnectionTable[Connection]", loop: asyncio.AbstractEventLoop) -> None:
         self.table = connections
@@ -57,8 +59,8 @@ class ConnectionWatch:
         least_s = min(limits.head_timeout_s, limits.keep_alive_s, limits.write_timeout_s)
         self._check_s = min(_MAX_CHECK_S, least_s / 4)
         self._warned_s = -_WARN_EVERY_S
-        self._told_s = -_WARN_EVERY_S
-        self._num_untold = 0
+        self._logged_s = -_WARN_EVERY_S
+        self._num_unlogged = 0
         self._timer = loop.call_later(self._check_s, self._check)
 
     def now_s(self) -> float:
@@ -66,28 +68,28 @@ class ConnectionWatch:
         return self._loop.time()
 
     def opened(self, connection: "Connection") -> bool:
-        """Count it in; False when it was refused."""
+        """Register a connection; False when it was refused."""
         gone = self.table.opened(connection, self.now_s())
         if gone is None:
             return True
         if self.now_s() - self._warned_s >= _WARN_EVERY_S:
             self._warned_s = self.now_s()
-            _log.warning("there are %d connections: the idlest make way", self.table.limits.most)
+            _log.warning("%d connections are open: closing the idlest", self.table.limits.most)
         if gone is not connection:
             gone.give_up()
         return gone is not connection
 
     def refused(self, error: ServingError) -> None:
-        """Log what was no HTTP request, once in a while: anybody can send another, and fill a disk with their lines."""
-        if self.now_s() - self._told_s < _WARN_EVERY_S:
-            self._num_untold += 1
+        """Log a malformed request, at a bounded rate: anybody could otherwise fill a disk with such lines."""
+        if self.now_s() - self._logged_s < _WARN_EVERY_S:
+            self._num_unlogged += 1
             return
-        more = f"; {self._num_untold} more were refused since the last such line" if self._num_untold else ""
-        self._told_s, self._num_untold = self.now_s(), 0
-        _log.warning("refused what is no HTTP request: %s%s", error, more)
+        more = f"; {self._num_unlogged} more were refused since the last such message" if self._num_unlogged else ""
+        self._logged_s, self._num_unlogged = self.now_s(), 0
+        _log.warning("refused a malformed HTTP request: %s%s", error, more)
 
     def close_idle(self, least_s: float) -> None:
-        """Close the connections without a request for so long."""
+        """Close the connections that have had no request for so long."""
         for connection in self.table.idle(self.now_s(), least_s):
             connection.leave_if_idle()
 
@@ -105,33 +107,33 @@ class ConnectionWatch:
 class Connection(HttpToolsProtocol):
     """uvicorn's protocol with bounds; httptools itself collects heads of any size.
 
-    uvicorn has no public interface for any of this: the overridden methods and attributes are its own, and may change
-    with any of its versions. So pyproject.toml caps the version, and `tests/unit/router/http/server` tests the whole of
-    what is relied on over real sockets.
+    uvicorn has no public interface for any of this: the overridden methods and attributes are internal, and may change
+    with any of its versions. So pyproject.toml caps the version, and `tests/unit/router/http/server` tests everything
+    that is relied on over real sockets.
     """
 
     _head_bytes = 0
     _unreported_bytes = 0
-    """Fed to the parser since it last called back: it collects one header, however long, before it does."""
+    """Bytes fed to the parser since its last callback: it collects one header of any length before it calls back."""
     _is_in_head = False
     _is_receiving = False
-    """A request's head or body has begun and not ended."""
+    """Whether a request's head or body has begun and not ended."""
     _refused: ServingError | None = None
     """Why no more of this connection is read."""
     _most_behind: int | None = None
-    """While it ends behind an answer: how many bytes are read on."""
+    """Bytes still read while it ends after an answer."""
     _links: "tuple[_DirectLink, ...]" = ()
-    """Of requests without a complete answer: several when a client sends the next ones ahead."""
+    """Links of requests without a complete answer: several when a client pipelines requests."""
 
     def __init__(self, watch: ConnectionWatch, **others: Any) -> None:
-        """`others`: what uvicorn hands over."""
+        """`others`: arguments from uvicorn."""
         super().__init__(**others)
         self.logger = _protocol_log
         self._watch = watch
         self._table = watch.table
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Has a place, or hears that there is none."""
+        """Register the connection, or refuse it when there is no room."""
         super().connection_made(transport)
         self._answers = _AnswerTransport(self)
         if not self._watch.opened(self):
@@ -139,7 +141,7 @@ class Connection(HttpToolsProtocol):
             transport.close()
 
     def close_behind_answer(self) -> None:
-        """What the answer was the last of; its client may not have sent all of its request."""
+        """Close after the last answer; the client may not have sent all of its request."""
         if self.is_ending:
             return
         if self._is_receiving or _has_come(self.transport):
@@ -149,18 +151,18 @@ class Connection(HttpToolsProtocol):
 
     @property
     def is_ending(self) -> bool:
-        """Nothing more is written."""
+        """Whether nothing more will be written."""
         return self._most_behind is not None or self.transport.is_closing()
 
     def give_up(self) -> None:
-        """Close it; what its client has not read by now is lost."""
+        """Close it; what the client has not read by now is lost."""
         if self.transport.get_write_buffer_size():
             self.transport.abort()
         else:
             self.transport.close()
 
     def data_received(self, data: bytes) -> None:
-        """Bytes of requests, or what comes behind the last answer."""
+        """Parse bytes of requests, or discard what follows the last answer."""
         if self._most_behind is not None:
             self._most_behind -= len(data)
             if self._most_behind < 0:
@@ -169,15 +171,15 @@ class Connection(HttpToolsProtocol):
         self._unreported_bytes += len(data)
         super().data_received(data)
         if self._unreported_bytes > _MAX_HEAD_BYTES and self._refused is None:
-            self._refused = HeadTooLarge(f"a header, or a chunk's extension, of more than {_MAX_HEAD_BYTES} bytes")
+            self._refused = HeadTooLarge(f"a header or chunk extension has more than {_MAX_HEAD_BYTES} bytes")
             self.send_400_response("")
 
     def send_400_response(self, msg: str) -> None:
-        """What the parser, or we while it parses, take for no request: answered, where no other answer is under way,
-        and the end. `msg`: uvicorn's word for it."""
+        """Answer a malformed request if no other answer is in progress, and end the connection. Called for errors of
+        the parser, and for ours while it parses. `msg`: uvicorn's text."""
         cycle = self.cycle
         is_next = cycle is None or cycle.response_complete
-        # Or of this very request the head was good, and its body is not.
+        # Or this very request had a valid head, and its body is malformed.
         if is_next or not (self._is_in_head or self.pipeline or cycle.response_started):
             self.transport.write(_refusal(self._refused or InvalidRequest(msg)))
         self._refused = self._refused or InvalidRequest(msg)
@@ -186,7 +188,7 @@ class Connection(HttpToolsProtocol):
         self._end_when_read(_MOST_BEHIND_HEAD)
 
     def _end_when_read(self, most_bytes: int) -> None:
-        """No answer follows: close the connection when its client has, or has sent so much more, or in time."""
+        """Close the connection when its client has closed it, has sent so many more bytes, or has taken too long."""
         if self.is_ending:
             return
         self._most_behind = most_bytes
@@ -196,24 +198,24 @@ class Connection(HttpToolsProtocol):
         self.flow.resume_reading()
 
     def end_behind_answer(self) -> None:
-        """The answer that is under way is the last over this connection; a next request goes to another process."""
+        """End the connection after the answer in progress; the client's next request goes to another process."""
         cycle = self.cycle
         if cycle is not None and not cycle.response_complete and not self.pipeline:
             cycle.keep_alive = False
 
     def leave_if_idle(self) -> None:
-        """Nothing is coming: close it. What had come would be lost with it, and its client reset."""
+        """Close it if nothing is arriving. Otherwise a request would be lost with it, and its client reset."""
         if not self._is_receiving and not _has_come(self.transport):
             self.transport.close()
 
     def notice_leave(self) -> None:
-        """A paused connection is not read, such as one with a next request behind the one under way, and so its
-        end goes unnoticed."""
+        """Check whether the client has left: a paused connection, such as one with a pipelined request, is not read, so
+        its end goes unnoticed."""
         if self.flow.read_paused and _has_hung_up(self.transport):
             self.transport.abort()
 
     def pause_writing(self) -> None:
-        """The client does not read its answer: a clock runs."""
+        """Note that the client does not read its answer, which is allowed for a limited time."""
         super().pause_writing()
         self._table.unread(self, self._watch.now_s(), self.transport.get_write_buffer_size())
 
@@ -235,7 +237,7 @@ class Connection(HttpToolsProtocol):
             self._refuse(TargetTooLong(f"the request's target is longer than {_MAX_URL_BYTES} bytes"))
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """One of the head, or one behind a chunked body, which means nothing here."""
+        """Handle a header, or a trailer of a chunked body, which is ignored."""
         if self._is_in_head:
             super().on_header(name, value)
         self._unreported_bytes = 0
@@ -244,7 +246,7 @@ class Connection(HttpToolsProtocol):
             self._refuse(HeadTooLarge(f"more than {_MAX_HEAD_BYTES} bytes of headers"))
 
     def on_headers_complete(self) -> None:
-        """The application has it now."""
+        """Pass the request to the application."""
         self._unreported_bytes = 0
         try:
             check_framing(self.headers, self.parser.get_http_version())
@@ -252,7 +254,7 @@ class Connection(HttpToolsProtocol):
             self._refuse(error)
         super().on_headers_complete()
         self._is_in_head = False
-        # An exchange that is over closes here, and not while its client sends.
+        # An exchange that is over closes here, and not while its client is still sending.
         self.cycle.transport = cast("Any", self._answers)
         self._table.head_complete(self)
         if len(self.pipeline) > _MOST_AHEAD:
@@ -272,10 +274,10 @@ class Connection(HttpToolsProtocol):
         self._is_receiving = False
 
     def on_response_complete(self) -> None:
-        """The answer's last byte has been handed to the transport."""
+        """Handle the end of an answer: its last byte has been passed to the transport."""
         self._links = tuple(link for link in self._links if not link.answered())
         if self._most_behind is not None:
-            # Requests behind the last answer get none.
+            # Requests after the last answer get none.
             self.pipeline.clear()
             self._lose_clients()
         goes_on = bool(self.pipeline)
@@ -294,39 +296,39 @@ class Connection(HttpToolsProtocol):
         self._answers.lost()
 
     def _lose_clients(self) -> None:
-        """Of requests that get no answer any more."""
+        """Notify requests that get no answer any more."""
         for link in self._links:
             link.client_left()
         self._links = ()
 
     def _refuse(self, error: ServingError) -> NoReturn:
-        """From within the parser, which stops: `send_400_response` is called next."""
+        """Raise from within the parser, which stops: `send_400_response` is called next."""
         self._refused = error
         raise error
 
 
 def _has_hung_up(transport: asyncio.Transport) -> bool:
-    """Queried from the kernel, which knows it before all data is read."""
+    """Whether the kernel knows that the client has hung up, which it does before all data is read."""
     poll = select.poll()
     poll.register(transport.get_extra_info("socket").fileno(), _HUNG_UP)
     return bool(poll.poll(0))
 
 
 def _has_come(transport: asyncio.Transport) -> bool:
-    """Whether there is something to read that the event loop has not seen yet."""
+    """Whether there is data that the event loop has not seen yet."""
     poll = select.poll()
     poll.register(transport.get_extra_info("socket").fileno(), select.POLLIN)
     return bool(poll.poll(0))
 
 
 class _AnswerTransport:
-    """What exchanges of uvicorn's take for the transport: its end is the connection's to choose."""
+    """The transport that uvicorn's exchanges see: only the connection decides when to close it."""
 
     __slots__ = ("_connection", "write")
 
     def __init__(self, connection: Connection) -> None:
         self._connection: Connection | None = connection
-        """Until it is lost: it holds its last exchange, which holds this."""
+        """None once it is lost: it holds its last exchange, which holds this."""
         self.write = connection.transport.write
 
     def is_closing(self) -> bool:
@@ -347,7 +349,7 @@ class _DirectLink:
         self._write = protocol.transport.write
         self._flow = protocol.flow
         self._cycle: RequestResponseCycle | None = protocol.cycle
-        """Until nothing more can be said: its scope holds this link, and only a collection would find the two."""
+        """None once nothing more can be sent: its scope holds this link, and only a collection would free the two."""
         self._on_leave: Callable[[], None] | None = None
 
     @property
@@ -376,13 +378,13 @@ class _DirectLink:
             callback()
 
     def answered(self) -> bool:
-        """Whether the whole answer has been written; if so the link has ended."""
+        """Whether the whole answer has been written, in which case the link has ended."""
         if self._cycle is not None and self._cycle.response_complete:
             self._cycle = None
         return self._cycle is None
 
     def client_left(self) -> None:
-        """Record that the client left: uvicorn notifies the newest request alone."""
+        """Record that the client left: uvicorn notifies only the newest request."""
         cycle, self._cycle = self._cycle, None
         if cycle is None or cycle.response_complete:
             return
@@ -392,4 +394,4 @@ class _DirectLink:
             self._on_leave()
 
 
-_FULL = _refusal(Unavailable("too many connections, all of them with a request under way"), "retry-after: 1")
+_FULL = _refusal(Unavailable("too many connections, all of them with a request in progress"), "retry-after: 1")

@@ -1,9 +1,10 @@
-"""Which of the HTTP server's connections must go: the too slow, and the idlest when there are too many. Pure.
+"""Decides which HTTP connections to close: those that are too slow, and the idlest when there are too many. Pure.
 
     opened -> (head comes) -> asking -> answered -> (next head comes) -> asking ...
 
-A head has its time, and so has the silence before one; while a request is under way its own deadline bounds it. What
-was written must be taken: a reader is given up when nothing of it was for too long, whatever else it does.
+A head must arrive in time, and so must the start of the next one; while a request is in progress its own deadline
+bounds it. What was written must be read: a client that reads none of it for too long is given up, whatever else it
+does.
 """
 
 import resource
@@ -15,7 +16,7 @@ from tandem.config.servers import ConnectionsConfig
 from tandem.errors import ConfigError
 
 _MOST_FILES = 65_536
-"""No more are requested: some bounds of the kernel are of a whole machine."""
+"""Files to request at most: some of the kernel's bounds apply to the whole machine."""
 _LEAST_RESERVE = 64
 
 ConnectionT = TypeVar("ConnectionT", bound=Hashable)
@@ -23,7 +24,7 @@ ConnectionT = TypeVar("ConnectionT", bound=Hashable)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionLimits:
-    """Bounds of the connections of one server."""
+    """Bounds on the connections of one server."""
 
     most: int
     head_timeout_s: float
@@ -32,7 +33,7 @@ class ConnectionLimits:
 
     @classmethod
     def from_config(cls, config: ConnectionsConfig, *, most: int, write_timeout_s: float) -> "ConnectionLimits":
-        """Those of the configuration."""
+        """Take the bounds from the configuration."""
         return cls(
             most=most,
             head_timeout_s=config.head_timeout_s,
@@ -46,23 +47,23 @@ class ConnectionTable(Generic[ConnectionT]):
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
-        # Since when, the longest first.
+        # Ordered by time, the longest first.
         self._heads: dict[ConnectionT, float] = {}
         self._idle: dict[ConnectionT, float] = {}
         self._asking: set[ConnectionT] = set()
         self._unread: dict[ConnectionT, tuple[float, int]] = {}
-        """Since when a client has taken nothing, and of how much."""
+        """For each client that has stopped reading, since when, and how many bytes were unread."""
 
     def __len__(self) -> int:
         return len(self._heads) + len(self._idle) + len(self._asking)
 
     @property
     def asking(self) -> Iterable[ConnectionT]:
-        """Those with a request under way."""
+        """The connections with a request in progress."""
         return self._asking
 
     def opened(self, connection: ConnectionT, now_s: float) -> ConnectionT | None:
-        """A new one: who must go for it, which is itself when all others are asking."""
+        """Register a connection; return the one to close for it, itself when all others have requests in progress."""
         gone = None
         if len(self) >= self.limits.most:
             if (gone := self._idlest()) is None:
@@ -72,42 +73,43 @@ class ConnectionTable(Generic[ConnectionT]):
         return gone
 
     def head_begins(self, connection: ConnectionT, now_s: float) -> None:
-        """The first byte of a next request has come; the first request's time has begun before."""
+        """Note the first byte of a next request; for the first request the time began earlier."""
         if self._idle.pop(connection, None) is not None:
             self._heads[connection] = now_s
 
     def head_complete(self, connection: ConnectionT) -> None:
-        """A request is under way."""
+        """Note that a request is in progress."""
         if self._heads.pop(connection, None) is not None or self._idle.pop(connection, None) is not None:
             self._asking.add(connection)
 
     def answered(self, connection: ConnectionT, now_s: float, *, is_sending: bool) -> None:
-        """No request is under way; `is_sending`: the rest of the last one, or the beginning of a next, is coming."""
+        """Note that no request is in progress; `is_sending`: more of the last one, or the start of the next, is
+        arriving."""
         if connection in self._asking:
             self._asking.remove(connection)
             (self._heads if is_sending else self._idle)[connection] = now_s
 
     def idle(self, now_s: float, least_s: float) -> list[ConnectionT]:
-        """Those with no request under way for so long; they stay in the table."""
+        """Return connections without a request for so long; they stay in the table."""
         return [*_older(self._heads, now_s - least_s), *_older(self._idle, now_s - least_s)]
 
     def unread(self, connection: ConnectionT, now_s: float, num_bytes: int) -> None:
-        """So much waits for the client to take it."""
+        """Note the bytes that wait for the client to read them."""
         self._unread.setdefault(connection, (now_s, num_bytes))
 
     def read(self, connection: ConnectionT) -> None:
-        """The client has taken enough."""
+        """Note that the client has read enough."""
         self._unread.pop(connection, None)
 
     def closed(self, connection: ConnectionT) -> None:
-        """It is closed, or will be."""
+        """Remove a connection that is closed, or will be."""
         self._heads.pop(connection, None)
         self._idle.pop(connection, None)
         self._asking.discard(connection)
         self._unread.pop(connection, None)
 
     def overdue(self, now_s: float, num_waiting: Callable[[ConnectionT], int]) -> list[ConnectionT]:
-        """Those whose time is up; they are closed. `num_waiting`: bytes that a client has still to take."""
+        """Remove and return the connections whose time is up. `num_waiting`: bytes that a client has yet to read."""
         found = [*_older(self._heads, now_s - self.limits.head_timeout_s)]
         found += _older(self._idle, now_s - self.limits.keep_alive_s)
         for connection, (since_s, num_bytes) in list(self._unread.items()):
@@ -138,14 +140,14 @@ def _older(waiting: dict[ConnectionT, float], than_s: float) -> list[ConnectionT
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectionBounds:
-    """Connections of clients at each server."""
+    """Bounds on clients' connections at each server."""
 
     http: int
     grpc: int
 
 
 def raise_file_limit() -> int:
-    """Have as many open files as the system lets this process have; how many that is."""
+    """Raise the limit on open files as far as the system allows; return the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
     if soft == resource.RLIM_INFINITY or soft >= most:
@@ -155,7 +157,7 @@ def raise_file_limit() -> int:
 
 
 def connection_bounds(config: ConnectionsConfig, max_files: int) -> ConnectionBounds:
-    """What is stated, or else a share of `max_files`. Raises ConfigError when that is not enough for what is stated."""
+    """Return the configured bounds, or else a share of `max_files`. Raises ConfigError when there are too few files."""
     free = max_files - max(_LEAST_RESERVE, max_files // 4)
     grpc = config.max_grpc or max(1, (free - (config.max_http or 0)) // 4)
     http = config.max_http or max(1, free - grpc)

@@ -1,8 +1,8 @@
 """The HTTP server: uvicorn with bounded connections, started and stopped by its owner.
 
 `uvicorn.Server` has no public way to leave signals alone or to accept connections elsewhere, and its protocol none to
-bound heads (`router.http.server.connection`). So what is overridden here is uvicorn's own, whose version is capped in
-pyproject.toml: raise the cap with `tests/unit/router/http/server` green.
+bound heads (`router.http.server.connection`). So the overrides here are of uvicorn's internals, and pyproject.toml caps
+its version: raise the cap only with `tests/unit/router/http/server` green.
 """
 
 import asyncio
@@ -29,10 +29,10 @@ _POLL_S = 0.05
 
 
 class _Server(uvicorn.Server):
-    """uvicorn that leaves signals to the process that owns it, and TLS to a listener of ours."""
+    """uvicorn's server, which leaves signals to the process that owns it, and TLS to a listener of ours."""
 
     secured: TlsListener | None = None
-    """Accepts the connections in uvicorn's place."""
+    """Accepts the connections instead of uvicorn."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         if self.secured is None:
@@ -61,13 +61,13 @@ class HttpServer:
         limits: ConnectionLimits | None = None,
         tls: ServerTlsState | None = None,
     ) -> None:
-        """`shares_port`: other processes listen on it, too; the kernel gives each connection to one of them. `tls`: in
-        the clear without it."""
+        """`shares_port`: other processes listen on it, too; the kernel gives each connection to one of them. `tls`:
+        None for plaintext."""
         self._shares_port = shares_port
         self._host = host
         self._grace_s = grace_s
         self.port = port
-        """The real port once entered; port 0 takes a free one."""
+        """The actual port once entered; port 0 picks a free one."""
         limits = limits or ConnectionLimits.from_config(
             ConnectionsConfig(), most=_BACKLOG, write_timeout_s=WRITE_TIMEOUT_S
         )
@@ -77,7 +77,7 @@ class HttpServer:
         self._server = _Server(
             uvicorn.Config(
                 app,
-                # Looks like a class to who only calls it.
+                # uvicorn calls it as if it were a class.
                 http=cast("Any", self._new_connection),
                 ws="none",
                 lifespan="off",
@@ -93,7 +93,7 @@ class HttpServer:
         self._task: asyncio.Task[Any] | None = None
 
     async def __aenter__(self) -> Self:
-        """Raises OSError when the address is taken."""
+        """Bind and start. Raises OSError when the address is taken."""
         self._socket = self._inherited or self._listen()
         self.port = self._socket.getsockname()[1]
         self._watch = ConnectionWatch(self._connections, asyncio.get_running_loop())
@@ -103,7 +103,7 @@ class HttpServer:
         return self
 
     def inherit(self, listening: socket.socket) -> None:
-        """Before it is entered: a predecessor's, in place of one of its own."""
+        """Use a predecessor's listening socket instead of a new one; call this before entering."""
         self._inherited = listening
 
     def _listen(self) -> socket.socket:
@@ -114,7 +114,7 @@ class HttpServer:
 
     @property
     def listening(self) -> socket.socket:
-        """While entered: what clients connect to."""
+        """The listening socket, while entered."""
         if self._socket is None:
             raise RuntimeError("the server is not started")
         return self._socket
@@ -139,21 +139,21 @@ class HttpServer:
         await self.stop(self._grace_s)
 
     async def hand_over(self, *, idle_s: float, most_s: float, is_inherited: bool = False) -> None:
-        """Leave what is new to the other processes, and serve who is connected until they have sent no request for
-        `idle_s`, at most for `most_s`. `is_inherited`: another process has the very socket.
+        """Leave new connections to the other processes, and serve the present ones until they have sent no request for
+        `idle_s`, at most for `most_s`. `is_inherited`: another process has the same socket.
         """
         if self._socket is None or self._watch is None:
             return
         await leave_port(self._server, self._socket, self._server.secured, is_inherited=is_inherited)
         loop = asyncio.get_running_loop()
         ends_s = loop.time() + most_s
-        while self._server.server_state.connections and loop.time() < ends_s:  # uvicorn notifies nobody
+        while self._server.server_state.connections and loop.time() < ends_s:  # uvicorn has no notification
             self._watch.close_idle(idle_s)
             await asyncio.sleep(_POLL_S)
         end_behind_answers(self._server)
 
     async def stop(self, grace_s: float) -> None:
-        """Take no more connections; running requests may end within `grace_s`. Once is enough."""
+        """Accept no more connections; running requests may finish within `grace_s`. Idempotent."""
         if self._task is None or self._socket is None:
             return
         self._server.config.timeout_graceful_shutdown = max(1, round(grace_s))

@@ -1,4 +1,4 @@
-"""Around every request: bounds on its headers, its id, and the count of its answer."""
+"""Wraps every request: bounds its headers, sets its id, and counts its answer."""
 
 import asyncio
 import functools
@@ -25,7 +25,7 @@ _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"
 
 
 class RequestMiddleware:
-    """ASGI middleware. A client's X-Request-Id is echoed and used nowhere else; absent, one is made."""
+    """ASGI middleware. A client's X-Request-Id is only echoed; if absent, one is made."""
 
     def __init__(self, app: ASGIApp, metrics: RouterMetrics, audit: AuditLog) -> None:
         self._app = app
@@ -37,7 +37,7 @@ class RequestMiddleware:
             await self._app(scope, receive, send)
             return
         status = _CLIENT_LEFT
-        entry = AuditEntry(door="http", client=_client(scope), began_s=time.monotonic())
+        entry = AuditEntry(server="http", client=_client(scope), began_s=time.monotonic())
 
         async def enveloped(message: Message) -> None:
             nonlocal status
@@ -56,14 +56,15 @@ class RequestMiddleware:
                 entry.is_kept = True
                 await error_response(error)(scope, receive, enveloped)
                 return
-            await self._app(scope, receive, enveloped)
+            answer = _answer_head if scope["method"] == "HEAD" else _answer
+            await answer(self._app, scope, receive, enveloped)
         except asyncio.CancelledError:
-            # The server alone cancels, when the time to drain is over; the task has nothing left to do.
+            # Only the server cancels, when the time to drain is over; the task has nothing left to do.
             if status == _CLIENT_LEFT:
-                ended = Unavailable("the router has ended before its answer", retry_after_s=_AGAIN_S)
+                ended = Unavailable("the router shut down before the answer was complete", retry_after_s=_AGAIN_S)
                 await error_response(ended)(scope, receive, enveloped)
             else:
-                _log.warning("an answer is cut off: it takes longer than the router may drain")
+                _log.warning("cutting off an answer that takes longer than the drain timeout")
         except Exception:
             status = 500
             raise
@@ -79,8 +80,33 @@ class RequestMiddleware:
                 self._audit.keep(entry)
 
 
+async def _answer(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    await app(scope, receive, send)
+
+
+async def _answer_head(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer as GET would be answered, without the body (RFC 9110, 9.3.2)."""
+    # A stream would write past `send` over the link, which is left out. The server's own scope stays one of HEAD.
+    as_get = {**scope, "method": "GET", "extensions": {}}
+    is_over = False
+
+    async def send_head(message: Message) -> None:
+        nonlocal is_over
+        if message["type"] == "http.response.start":
+            await send(message)
+        elif not is_over:
+            # Also of a stream: it ends as if its client had left.
+            is_over = True
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    try:
+        await app(as_get, receive, send_head)
+    finally:
+        scope.update({name: as_get[name] for name in ("path", "route") if name in as_get})
+
+
 def _label(scope: Scope) -> str:
-    """The matched route, with a star for each of its parameters: never the client's words."""
+    """Return the matched route, with a star for each of its parameters: never the client's text."""
     route = scope.get("route")
     return "unknown" if route is None else _starred(route.path_format)
 

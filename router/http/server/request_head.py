@@ -1,7 +1,7 @@
-"""What is wrong with a request's head before anybody answers it: its size, and how it is framed. Pure.
+"""Checks a request's head before the request is handled: its size and framing. Pure.
 
-Of two readings of where a request ends or whom it is for, a proxy before us may have taken the other one, and take the
-rest for another client's request: what RFC 9112 calls invalid is refused, not guessed at.
+If a request's end or host can be read in two ways, a proxy in front of us may have chosen the other, and take the rest
+for another client's request: what RFC 9112 calls invalid is refused, not guessed at.
 """
 
 import re
@@ -15,34 +15,34 @@ _HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=%:\[\]-]*")
 
 
 class HeadTooLarge(InvalidRequest):
-    """More headers, or longer ones, than any client of ours sends."""
+    """There are more headers, or longer ones, than any real client sends."""
 
     http_status = 431
 
 
 class TargetTooLong(InvalidRequest):
-    """So is the request's target."""
+    """The request's target is too long."""
 
     http_status = 414
 
 
 def check_size(headers: Sequence[tuple[bytes, bytes]]) -> None:
-    """Raise HeadTooLarge for more headers, or longer ones, than are read."""
+    """Raise HeadTooLarge for more headers, or longer ones, than are accepted."""
     if len(headers) > MAX_HEADERS or sum(len(name) + len(value) for name, value in headers) > MAX_HEADER_BYTES:
         raise HeadTooLarge(f"more than {MAX_HEADERS} headers, or {MAX_HEADER_BYTES} bytes of them")
 
 
 def check_framing(headers: Sequence[tuple[bytes, bytes]], version: str) -> None:
-    """`headers`: names in small letters. Raises InvalidRequest that names the header."""
+    """`headers`: with lowercase names. Raises InvalidRequest that names the header."""
     hosts = [value for name, value in headers if name == b"host"]
     if len(hosts) > 1 or (not hosts and version != "1.0"):
-        raise InvalidRequest(f"Host: {len(hosts)} of them, and a request has one", param="Host")
+        raise InvalidRequest(f"Host: a request must have exactly one, got {len(hosts)}", param="Host")
     if hosts and not _HOST.fullmatch(hosts[0].strip()):
-        raise InvalidRequest("Host: no name or address of a host", param="Host")
+        raise InvalidRequest("Host: not a valid host name or address", param="Host")
     codings = [value.strip().lower() for name, value in headers if name == b"transfer-encoding"]
     if not codings:
         return
     if codings != [b"chunked"]:
-        raise InvalidRequest("Transfer-Encoding: chunked is the one that is known here", param="Transfer-Encoding")
+        raise InvalidRequest("Transfer-Encoding: only chunked is supported", param="Transfer-Encoding")
     if version == "1.0":
-        raise InvalidRequest("Transfer-Encoding: HTTP/1.0 has none", param="Transfer-Encoding")
+        raise InvalidRequest("Transfer-Encoding: not allowed in HTTP/1.0", param="Transfer-Encoding")

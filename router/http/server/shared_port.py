@@ -1,9 +1,9 @@
-"""One of several processes that share a port leaves it to the others, so that no client is refused for it.
+"""Hands a shared port over to the other processes, so that no client's connection is refused.
 
-Until a process closes its socket the kernel gives it its share of what is new; what is in the socket's queue by then is
-reset. So the queue is emptied in the same breath. Who is connected already is served, and asked to come back over
-another connection, which one of the others will have; an idle connection is closed after a while. A client whose
-handshake falls between the last look into the queue and the close, some microseconds, is reset all the same.
+Until a process closes its socket the kernel assigns it its share of new connections; those still in the socket's queue
+at the close are reset. So the queue is emptied immediately before. Clients that are already connected are served, and
+told to reconnect, which leads them to one of the other processes; an idle connection is closed after a while. A client
+whose handshake falls into the microseconds between emptying the queue and the close is reset all the same.
 """
 
 import asyncio
@@ -24,9 +24,9 @@ _CLOSE = (b"connection", b"close")
 async def leave_port(
     server: uvicorn.Server, listening: socket.socket, secured: TlsListener | None, *, is_inherited: bool = False
 ) -> None:
-    """Stop listening at once; connections that are there stay, each for one answer more. `secured`: of one in TLS.
+    """Stop listening at once; open connections get one more answer each. `secured`: the TLS listener, if any.
 
-    `is_inherited`: another process listens with the same socket, which has all that is in the queue.
+    `is_inherited`: another process listens with the same socket, and inherits its queue.
     """
     arrived = [] if is_inherited else _arrived(listening)
     if not is_inherited:
@@ -36,7 +36,7 @@ async def leave_port(
     for one in server.servers:
         one.close()
     listening.close()
-    # The second is made of the first, once a second.
+    # uvicorn makes the second from the first, once a second.
     server.config.encoded_headers = [*server.config.encoded_headers, _CLOSE]
     server.server_state.default_headers = [*server.server_state.default_headers, _CLOSE]
     loop, protocol = asyncio.get_running_loop(), new_protocol(server)
@@ -50,14 +50,14 @@ async def leave_port(
 
 
 def end_behind_answers(server: uvicorn.Server) -> None:
-    """Connections that are there end with the answer under way, though its head may not have said so."""
+    """End open connections after the answer in progress, although its head may not have announced that."""
     for connection in server.server_state.connections:
         if isinstance(connection, Connection):
             connection.end_behind_answer()
 
 
 def new_protocol(server: uvicorn.Server) -> Callable[[], asyncio.Protocol]:
-    """What makes the protocol of one more connection."""
+    """Return the factory of the server's protocols."""
     return partial(
         cast("Any", server.config.http_protocol_class),
         config=server.config,
@@ -67,7 +67,7 @@ def new_protocol(server: uvicorn.Server) -> Callable[[], asyncio.Protocol]:
 
 
 def _arrived(listening: socket.socket) -> list[socket.socket]:
-    """Connections that the kernel has accepted and the event loop has not seen yet."""
+    """Accept the connections that the kernel has queued and the event loop has not seen yet."""
     arrived = []
     listening.setblocking(False)
     with contextlib.suppress(BlockingIOError):

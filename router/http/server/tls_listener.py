@@ -1,7 +1,7 @@
-"""Takes connections of a listening socket into TLS.
+"""Accepts TLS connections on a listening socket.
 
-Each gets the certificates that are good by then, its handshake is bounded in time like a request's head, and no more
-of them are under way than there may be connections.
+Each uses the certificates in force at that time, its handshake is bounded in time like a request's head, and no more
+handshakes run than there may be connections.
 """
 
 import asyncio
@@ -14,15 +14,15 @@ from router.access.tls import ServerTlsState
 from router.http.server.connection_limits import ConnectionLimits
 
 _FAREWELL_S = 2.0
-"""For a client's own end of TLS, once we have said ours."""
+"""Time for a client's own TLS shutdown after ours."""
 _AT_ONCE = 64
 _REST_S = 0.5
-"""When there are no file descriptors left."""
+"""Pause when there are no file descriptors left."""
 _log = logging.getLogger(__name__)
 
 
 class TlsListener:
-    """What uvicorn takes for one of its servers."""
+    """Accepts connections; has the interface of the servers that uvicorn manages."""
 
     def __init__(self, listening: socket.socket, state: ServerTlsState, limits: ConnectionLimits) -> None:
         listening.setblocking(False)
@@ -34,12 +34,12 @@ class TlsListener:
         self._rest: asyncio.TimerHandle | None = None
 
     def start(self, make: Callable[[], asyncio.Protocol]) -> None:
-        """Accept from now on; `make`: the protocol of each connection."""
+        """Accept from now on; `make`: makes the protocol of each connection."""
         self._make = make
         self._resume()
 
     def close(self) -> None:
-        """Accept no more; handshakes that are under way go on."""
+        """Accept no more; handshakes in progress continue."""
         if self._rest is not None:
             self._rest.cancel()
             self._rest = None
@@ -47,15 +47,15 @@ class TlsListener:
             asyncio.get_running_loop().remove_reader(self._listening.fileno())
 
     async def wait_closed(self) -> None:
-        """Nothing is left to wait for."""
+        """Return at once: there is nothing left to wait for."""
 
     def stop(self) -> None:
-        """Give up handshakes that are under way."""
+        """Abort handshakes in progress."""
         for task in self._tasks:
             task.cancel()
 
     def serve(self, connection: socket.socket) -> None:
-        """Serve an accepted socket, which is non-blocking, if there is room for it."""
+        """Serve an accepted non-blocking socket, if there is room for it."""
         if len(self._tasks) >= self._limits.most:
             connection.close()
             return

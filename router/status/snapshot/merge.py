@@ -1,7 +1,7 @@
-"""The parts of all router processes that share ports, as one status. Pure.
+"""Merges the parts of all router processes that share ports into one status. Pure.
 
-What each process did itself is added up. What workers say of themselves every process has heard, one a moment before
-the other: there the latest stands. All of them run on one host, and so on one clock.
+Each process's own counts are added up. Workers' reports are received by every process, at slightly different times: the
+latest one wins. All processes run on one host, and so share its clock.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -12,11 +12,11 @@ from router.metrics.quantiles import quantile
 from router.status.snapshot.history import NUM_STEPS, HistoryStep, step_from_json
 
 FORMAT = 1
-"""Processes that write another one are left out: one of them is about to be replaced."""
+"""Version of the format; processes with another one are left out: one of them is about to be replaced."""
 MOST_HANDOFFS = 32
 MOST_PREFIXES = 8
 MOST_DECISIONS = 12
-"""Of one tenant."""
+"""Decisions shown of one tenant."""
 TENANT = "tenant"
 _OF_WORKERS = frozenset({"moved_bytes", "moves"})
 """Counted by workers, which report to every process."""
@@ -28,9 +28,9 @@ _ROLES = ("prefill", "decode")
 
 
 def merged(parts: Sequence[Mapping[str, Any]], bounds: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """The status. The first part is this process's own; those of other formats are left out.
+    """Merge the parts. The first one is this process's own; those of other formats are left out.
 
-    `bounds`: of the histograms, by name. Raises LookupError, TypeError or ValueError for what is no part.
+    `bounds`: of the histograms, by name. Raises LookupError, TypeError or ValueError for an invalid part.
     """
     own, parts = parts[0], [part for part in parts if part.get("format") == FORMAT]
     now_s, step_s = own["now_s"], own["step_s"]
@@ -57,7 +57,7 @@ def merged(parts: Sequence[Mapping[str, Any]], bounds: Mapping[str, Sequence[flo
 
 
 def for_tenant(status: Mapping[str, Any], tenant: str) -> dict[str, Any]:
-    """With the decisions about one tenant's requests alone, and without its name."""
+    """Return the status with only the decisions about one tenant's requests, without the tenant's name."""
     own = [decision for decision in status["decisions"] if decision[TENANT] == tenant][:MOST_DECISIONS]
     return {**status, "decisions": [{k: v for k, v in decision.items() if k != TENANT} for decision in own]}
 
@@ -70,9 +70,9 @@ def _sums(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
     return found
 
 
-def _latest(heard: Iterable[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
+def _latest(reports: Iterable[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
-    for workers in heard:
+    for workers in reports:
         for worker in workers:
             known = found.get(worker["id"])
             if known is None or known["report"] < worker["report"]:
@@ -81,7 +81,7 @@ def _latest(heard: Iterable[Sequence[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 
 def natural(worker_id: str) -> tuple[str, int, str]:
-    """To sort by: `decode-10` comes after `decode-9`."""
+    """Return a sort key by which `decode-10` comes after `decode-9`."""
     stem, _, number = worker_id.rpartition("-")
     short = number.isascii() and number.isdigit() and len(number) < 10
     return (stem, int(number), "") if short else (worker_id, 0, "")
@@ -140,7 +140,8 @@ def _add_counts(into: dict[int, int], counts: Mapping[int, int]) -> None:
 def _recent(
     steps: Mapping[int, HistoryStep], now_s: float, step_s: float, bounds: Mapping[str, Sequence[float]]
 ) -> dict[str, Any]:
-    """Rates of the last ten seconds or so, the step under way included; latencies and shares of the last minute."""
+    """Return rates of the last ten seconds or so, including the current step; latencies and shares of the last
+    minute."""
     current = floor(now_s / step_s)
     seconds = _RECENT_STEPS * step_s + (now_s - current * step_s)
     last = [step for number in range(current - _RECENT_STEPS, current + 1) if (step := steps.get(number))]
@@ -179,7 +180,8 @@ def _latencies(
 def _curves(
     steps: Mapping[int, HistoryStep], now_s: float, step_s: float, bounds: Mapping[str, Sequence[float]]
 ) -> dict[str, Any]:
-    """The whole steps, the oldest first; the last one ended `end_age_s` ago. A latency is null where there was none."""
+    """Return the complete steps, oldest first; the last one ended `end_age_s` ago. A latency is null where none was
+    measured."""
     current = floor(now_s / step_s)
     nothing = HistoryStep(0)
     whole = [steps.get(number, nothing) for number in range(current - NUM_STEPS, current)]

@@ -1,6 +1,6 @@
-"""What one router process knows of the cluster at one moment: its part of the status (`router.status.snapshot.merge`).
+"""One router process's part of the status of the cluster (`router.status.snapshot.merge`).
 
-Counts, rates, names of workers and of blocks: never a prompt, a token or an answer. Every list is bounded.
+It has counts, rates, names of workers and of blocks: never a prompt, a token or an answer. Every list is bounded.
 """
 
 from collections.abc import Callable
@@ -39,7 +39,7 @@ class StatusSources:
 
 
 def totals(sources: StatusSources) -> CounterTotals:
-    """Of the history: all counts since the process began."""
+    """Return all counts since the process began, for the history."""
     metrics = sources.metrics
     moved = [side for worker in sources.placer.registry.snapshots() if (side := _side(worker, "received"))]
     return CounterTotals(
@@ -59,7 +59,7 @@ def totals(sources: StatusSources) -> CounterTotals:
 
 
 def part_of(sources: StatusSources, history: History) -> dict[str, Any]:
-    """All of it, as JSON that another process can read."""
+    """Return the whole part, as JSON that another process can parse."""
     placer, admission, metrics = sources.placer, sources.admission, sources.metrics
     model = sources.model
     return {
@@ -155,7 +155,7 @@ def _prefixes(placer: Placer) -> list[dict[str, Any]]:
         {
             "name": prefix.name[:_NAME_BYTES].hex(),
             "tokens": prefix.num_tokens,
-            "asked": prefix.num_asked,
+            "asked": prefix.num_requests,
             "busy_share": round(prefix.busy_share, 4),
             "copies_wanted": prefix.num_copies,
             "holders": sorted(placer.registry.prefix_map.holders(prefix.name)),
@@ -165,7 +165,7 @@ def _prefixes(placer: Placer) -> list[dict[str, Any]]:
 
 
 def _decisions(sources: StatusSources) -> list[dict[str, Any]]:
-    """The last of every tenant; the newest first."""
+    """Return the last decisions of every tenant, the newest first."""
     now_s, found, counts = sources.clock(), [], dict[str, int]()
     for decision in sources.decisions.newest(_MOST_LOOKED_AT):
         count = counts[decision.tenant] = counts.get(decision.tenant, 0) + 1

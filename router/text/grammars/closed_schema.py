@@ -1,8 +1,8 @@
-"""JSON schemas whose objects have no properties but those that the schema names.
+"""Closes JSON schemas: their objects may have only the properties that the schema names.
 
 JSON Schema allows any other property unless `additionalProperties` says otherwise, and a grammar allows what the schema
-does: a model that samples from it goes on inventing properties. Closing a schema adds `additionalProperties: false` to
-each object that names its properties and does not say what becomes of others. What describes one value in several parts
+does: a model that samples from it keeps inventing properties. Closing a schema adds `additionalProperties: false` to
+each object that names its properties and does not state whether others are allowed. A value described in several parts
 (`allOf`, `$ref` beside other keywords, `properties` beside `anyOf`) is closed as a whole, over the names of all parts:
 each part closed by itself would refuse what the others require.
 """
@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import unquote
 
 MAX_STEPS = 25_000
-"""Parts looked at or copied and names collected from them, of one request: a fifth of a second of the event loop."""
+"""Bound per request on parts visited or copied and names collected from them: a fifth of a second of the event loop."""
 _SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 _VALUES = ("additionalProperties", "items", "additionalItems", "prefixItems", "contains")
 _ALTERNATIVES = ("anyOf", "oneOf")
@@ -21,16 +21,16 @@ _NUMBERS_OF_PROPERTIES = ("minProperties", "maxProperties")
 
 
 def closed_schema(schema: Any) -> Any:
-    """The same schema with its objects closed.
+    """Return a copy of the schema with its objects closed.
 
-    A schema is left as it is where its references are not JSON pointers, or where it has identifiers of its own below
-    the root. Raises ValueError for one whose objects have too many parts.
+    A schema is left unchanged if its references are not JSON pointers, or if it has identifiers of its own below the
+    root. Raises ValueError for one whose objects have too many parts.
     """
     return closed_schemas([schema])[0]
 
 
 def closed_schemas(schemas: Iterable[Any]) -> list[Any]:
-    """As `closed_schema`, of several that have MAX_STEPS in all: they come in one request."""
+    """Close several schemas of one request, which share the bound of MAX_STEPS."""
     closed, steps_left = [], MAX_STEPS
     for schema in schemas:
         if not isinstance(schema, dict):
@@ -46,17 +46,17 @@ def closed_schemas(schemas: Iterable[Any]) -> list[Any]:
 
 
 class _UnknownReference(Exception):
-    """Nothing can be told of the parts of an object."""
+    """The parts of an object cannot be determined."""
 
 
 @dataclass(slots=True, kw_only=True)
 class _Names:
-    """What one object may be made of, as far as its schema says; dicts keep the order."""
+    """The property names that one object may have, as far as its schema states; dicts keep the order."""
 
     properties: dict[str, None] = field(default_factory=dict)
     patterns: dict[str, None] = field(default_factory=dict)
     is_stated: bool = False
-    """Whether the schema names properties at all, be it none of them."""
+    """Whether the schema names properties at all, even an empty set."""
 
     def add(self, other: "_Names") -> None:
         self.properties |= other.properties
@@ -68,27 +68,27 @@ _NO_NAMES = _Names()
 
 
 class _Closing:
-    """One schema while it is being closed."""
+    """The state of closing one schema."""
 
     def __init__(self, root: dict[str, Any], steps_left: int) -> None:
         self._root = root
         self._prefix = _unused_prefix(root.get("$defs"))
         self._open_parts: dict[str, Any] = {}
-        """Copies of what references within parts lead to, by their names among the root's `$defs`."""
+        """Copies of the targets of references within parts, by their names among the root's `$defs`."""
         self._open_names: dict[str, str] = {}
         """Those names by reference."""
         self._targets: dict[str, Any] = {}
         self.steps_left = steps_left
 
     def whole(self) -> dict[str, Any]:
-        """The root closed, beside the open copies that it refers to."""
+        """Return the closed root, with the open copies that it refers to."""
         made: dict[str, Any] = self._closed(self._root)
         if self._open_parts:
             made["$defs"] = {**made.get("$defs", {}), **self._open_parts}
         return made
 
     def _closed(self, schema: Any, around: _Names = _NO_NAMES) -> Any:
-        """The schema of a whole value. `around`: names that the same object may have by keywords around this one."""
+        """Close the schema of a whole value. `around`: names allowed in the same object by keywords around this one."""
         if schema is True and around.is_stated:
             schema = {}
         if not isinstance(schema, dict):
@@ -101,7 +101,7 @@ class _Closing:
         if not around.is_stated and not self._own_names(schema).is_stated and not alternatives:
             if "$ref" in schema and "allOf" not in schema:
                 self._target(schema["$ref"])
-                # It leads to a schema that is closed where it stands.
+                # It refers to a schema that is closed at its own place.
                 return {**self._opened(schema, but="$ref"), "$ref": schema["$ref"]}
             if "$ref" not in schema and isinstance(schema.get("allOf"), list) and len(schema["allOf"]) == 1:
                 return {**self._opened(schema, but="allOf"), "allOf": [self._closed(schema["allOf"][0])]}
@@ -130,7 +130,7 @@ class _Closing:
         return {**made, "additionalProperties": False}
 
     def _closed_alternatives(self, schema: dict[str, Any], key: str, around: _Names) -> dict[str, Any]:
-        """Each alternative is closed over its own names and those beside it."""
+        """Close each alternative over its own names and those beside it."""
         beside = self._names({name: value for name, value in schema.items() if name != key})
         beside.add(around)
         self._count(len(beside.properties) + len(beside.patterns))
@@ -139,7 +139,8 @@ class _Closing:
         return {**made, key: [self._closed(alternative, beside) for alternative in schema[key]]}
 
     def _opened(self, schema: Any, *, but: str | None = None) -> Any:
-        """A part of a value's schema: itself open, with the values within it closed. `but`: a keyword left as it is."""
+        """Copy a part of a value's schema: left open itself, with nested values closed. `but`: a keyword left
+        unchanged."""
         if not isinstance(schema, dict):
             return schema
         if schema is not self._root and any(key in schema for key in ("$id", "$anchor", "$dynamicAnchor")):
@@ -171,7 +172,7 @@ class _Closing:
         return f"#/$defs/{name}"
 
     def _is_decided(self, schema: dict[str, Any]) -> bool:
-        """Whether the schema says itself what becomes of other properties, or is of no object."""
+        """Whether the schema itself states whether other properties are allowed, or does not describe an object."""
         if "additionalProperties" in schema or "propertyNames" in schema:
             return True
         if schema.get("unevaluatedProperties", False) is not False:
@@ -182,7 +183,7 @@ class _Closing:
         return any(self._is_left_open(part, frozenset()) for part in self._parts(schema))
 
     def _is_left_open(self, part: Any, seen: frozenset[str]) -> bool:
-        """Whether a part allows other properties expressly; the whole does then."""
+        """Whether a part explicitly allows other properties, in which case the whole does."""
         if not isinstance(part, dict):
             return False
         if any(part.get(key, False) is not False for key in ("additionalProperties", "unevaluatedProperties")):
@@ -213,7 +214,7 @@ class _Closing:
         )
 
     def _names(self, schema: Any, seen: frozenset[str] = frozenset()) -> _Names:
-        """Of all parts of a value's schema."""
+        """Collect the names of all parts of a value's schema."""
         if not isinstance(schema, dict):
             return _NO_NAMES
         names = self._own_names(schema)
@@ -227,7 +228,7 @@ class _Closing:
         return names
 
     def _target(self, reference: Any) -> Any:
-        """What a reference leads to. Raises _UnknownReference unless it is a JSON pointer to a part of the schema."""
+        """Resolve a reference. Raises _UnknownReference unless it is a JSON pointer to a part of the schema."""
         if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
             raise _UnknownReference
         if reference in self._targets:

@@ -1,4 +1,4 @@
-"""Whether the served model thinks before it answers, and how that shows: one per router, shared by its servers."""
+"""Whether the served model reasons before it answers, and how that is marked: one per router, shared by its servers."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -9,24 +9,24 @@ from router.text.tokenizer import Tokenizer
 from tandem.errors import InvalidRequest
 
 _TAIL_TOKENS = 16
-"""Of a prompt: what a template writes last."""
+"""Tokens at the end of a prompt that are searched for what the template writes last."""
 _GAP = r"/[ \t\r\n]{1,4}/"
-"""Between thinking and a structure: bounded, for what may go on for ever does."""
+"""White space between reasoning and a structure: bounded, since unbounded repetition might never end."""
 _ANSWER = "behind_thinking"
-"""Name of the grammar behind the thinking."""
+"""Name of the grammar after the reasoning."""
 
 
 class ThinkingSupport:
-    """What the model's template and tokenizer say of it."""
+    """The model's reasoning marks, from its template and tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer, forced: str | None = None) -> None:
-        """`forced`: the family's name, if the configuration says it."""
+        """`forced`: the family's name, if the configuration sets it."""
         template = tokenizer.template
         self.marks = None if template is None else marks_of(template.source, forced)
         self._tokenizer = tokenizer
 
     def reasoning(self, prompt_ids: Sequence[int], *, begins_turn: bool) -> Reasoning | None:
-        """How answers are read. `begins_turn`: the answer is a turn's beginning, not more of one."""
+        """Return how answers are parsed. `begins_turn`: the answer begins a turn instead of continuing one."""
         marks = self.marks
         if marks is None:
             return None
@@ -42,22 +42,22 @@ class ThinkingSupport:
         )
 
     def before(self, grammar: str, reasoning: Reasoning | None) -> str:
-        """A grammar as `GrammarChecker` gives it, for answers that have the structure behind their thinking."""
+        """Wrap a grammar from `GrammarChecker`, for answers that have the structure after their reasoning."""
         if reasoning is None or not (reasoning.is_open or reasoning.may_begin):
             return grammar
         return with_thinking(grammar, reasoning.marks, self._tokenizer.added_ids, is_open=reasoning.is_open)
 
 
 def with_thinking(grammar: str, marks: ThinkingMarks, token_ids: Mapping[str, int], *, is_open: bool) -> str:
-    """What llguidance reads: thinking, which may be left out unless it `is_open` already, and then the grammar.
+    """Return a grammar for llguidance: reasoning, optional unless it `is_open` already, followed by the given grammar.
 
-    `token_ids`: of marks that are tokens of their own. An answer cannot end while it thinks.
+    `token_ids`: of marks that are single tokens. An answer cannot end during its reasoning.
     """
     match read := json.loads(grammar):
         case {"grammars": [dict() as first, *others]}:
             lead = {"lark_grammar": _lead(marks, token_ids, is_open=is_open)}
             return json.dumps({**read, "grammars": [lead, {**first, "name": _ANSWER}, *others]})
-    raise InvalidRequest("grammar: of a form that a model which thinks cannot be given", param="grammar")
+    raise InvalidRequest("grammar: this form is not supported for a reasoning model", param="grammar")
 
 
 def _lead(marks: ThinkingMarks, token_ids: Mapping[str, int], *, is_open: bool) -> str:

@@ -1,4 +1,4 @@
-"""A grammar (Lark, as llguidance reads it) of answers that are calls, or text with calls in it."""
+"""Builds grammars (Lark, as llguidance reads it) for answers that are tool calls, or text with calls in it."""
 
 import json
 import re
@@ -11,17 +11,17 @@ from router.text.tools import ToolDefinition, ToolUse
 from tandem.errors import InvalidRequest
 
 MAX_CALLS_IN_ANSWER = 16
-"""Calls that a grammar writes: what may be repeated for ever could go on for ever."""
+"""Calls that a grammar allows: unbounded repetition might never end."""
 _STRICT = {"lenient": False, "whitespace_flexible": False}
 ANY = "/(?s:.*)/"
-"""Text: special tokens are none."""
+"""Any text; special tokens are not text."""
 
 
 class CallGrammar:
-    """Written for one model: `token_ids` of the markers that are tokens of their own there."""
+    """Builds grammars for one model; `token_ids`: of the markers that are single tokens there."""
 
     def __init__(self, form: CallForm, token_ids: Mapping[str, int], thinks_from: str | None = None) -> None:
-        """`thinks_from`: what thinking begins with; text beside calls does not."""
+        """`thinks_from`: the mark that begins reasoning; text beside calls must not begin with it."""
         self._form = form
         self._no_thought = "" if thinks_from is None else f" & ~/\\s*{_escaped(thinks_from)}(?s:.*)/"
         self._token_ids = token_ids
@@ -29,20 +29,20 @@ class CallGrammar:
         self._tokens = re.compile("(" + "|".join(map(re.escape, longest_first)) + ")") if token_ids else None
 
     def calls_only(self, use: ToolUse, answer: Any = None) -> str:
-        """One call or more, whose arguments obey their schemas; or JSON of the schema `answer`, if there is one."""
+        """Allow one or more calls whose arguments obey their schemas; or JSON of the schema `answer`, if given."""
         rules = self._rules(use, is_strict=True)
         start = "start: block" if answer is None else f"start: block | answer\nanswer: {_json(answer)}"
         return "\n".join([start, f"block: {self._block(use)}", *rules])
 
     def with_text(self, use: ToolUse) -> str:
-        """Text, with calls in it; the arguments of strict tools obey their schemas, others are any object."""
+        """Allow text with calls in it; the arguments of strict tools obey their schemas, others are any object."""
         trigger, starts = self._form.trigger, self._form.starts
         rules = self._rules(use, is_strict=False)
         if trigger is None:
             text = rf"/(?s:\s*([^{{\s].*)?)/{without(starts)}{self._no_thought}"
             return "\n".join(["start: block | TEXT", f"TEXT: {text}", f"block: {self._block(use)}", *rules])
         times = "*" if use.parallel else "?"
-        # What is no call must not look like one to the parser either.
+        # Text that is not a call must not look like one to the parser either.
         any_text = ANY + self._no_thought
         texts = [f"LEAD: {any_text}{without(starts)}", f"REST: {any_text}{without((trigger, *starts))}"]
         if trigger in self._token_ids:
@@ -54,7 +54,8 @@ class CallGrammar:
         return "\n".join([f"start: (lead block){times} rest", lead, "rest: REST", *texts, block, *rules])
 
     def _block(self, use: ToolUse, *, is_begun: bool = False) -> str:
-        """`is_begun`: the trigger is there. Where each call has its own, text is between two of them."""
+        """`is_begun`: the trigger has been written. If each call has its own trigger, text may stand between two
+        calls."""
         form = self._form
         begin = form.open.removeprefix(form.trigger or "") if is_begun and form.open else form.open
         if is_begun and not form.open:
@@ -79,7 +80,7 @@ class CallGrammar:
         return rules
 
     def _written(self, text: str) -> str:
-        """What writes this text: tokens where there are any, else characters."""
+        """Return the grammar that writes this text: single tokens where there are any, else characters."""
         pieces: Sequence[str] = self._tokens.split(text) if self._tokens is not None else [text]
         return " ".join(
             f"<[{self._token_ids[piece]}]>" if piece in self._token_ids else json.dumps(piece, ensure_ascii=False)
@@ -89,7 +90,7 @@ class CallGrammar:
 
 
 def _closed_parameters(tools: Sequence[ToolDefinition]) -> list[Any]:
-    """What the arguments of each tool are: nothing else may be called arguments of it."""
+    """Return the closed schema of each tool's arguments: they may have no other properties."""
     try:
         return closed_schemas(tool.schema for tool in tools)
     except (ValueError, RecursionError):
@@ -103,17 +104,17 @@ def _json(schema: Any) -> str:
 
 
 def without(texts: Sequence[str]) -> str:
-    """After a regular expression: none of these is in it."""
+    """Return a suffix for a regular expression that excludes texts containing any of these."""
     if not texts:
         return ""
     return f" & ~/(?s:.*)({'|'.join(map(_escaped, texts))})(?s:.*)/"
 
 
 def _escaped(text: str) -> str:
-    """Of a regular expression in Lark, which a slash would end."""
+    """Escape a text for a regular expression in Lark, which a slash would end."""
     return re.escape(text).replace("/", "\\/")
 
 
 def strict_tools(tools: Sequence[ToolDefinition]) -> bool:
-    """Whether any of them asks for its schema to be kept."""
+    """Whether any tool requires its schema to be enforced."""
     return any(tool.strict for tool in tools)

@@ -1,4 +1,5 @@
-"""DeepSeek's calls, each in tokens of its own: V3 and R1 with a fenced block of JSON, V3.1 with JSON alone."""
+"""Parses DeepSeek's calls, each delimited by special tokens: V3 and R1 with a fenced block of JSON, V3.1 with plain
+JSON."""
 
 import re
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ _HEAD = re.compile(rf"(?:function{NAME}([A-Za-z0-9_-]+)\s*```json|([A-Za-z0-9_-]
 
 
 class DeepSeekCalls(TextMachine):
-    """Either way of writing is read."""
+    """Parses both ways of writing."""
 
     def __init__(self, tools: Sequence[ToolDefinition]) -> None:
         super().__init__(tools, (ALL, ONE), (ONE_END, ALL_END))

@@ -1,19 +1,19 @@
-"""What a model's text says, as text for the reader and calls of functions."""
+"""Events of a parsed answer: text, and calls of tools."""
 
 from typing import NamedTuple, Protocol, TypeAlias
 
 
 class TextContent(NamedTuple):
-    """Text that belongs to no call."""
+    """Text outside any call."""
 
     text: str
 
 
 class CallBegan(NamedTuple):
-    """A call of a function that was offered; the arguments follow."""
+    """The start of a call of an offered tool; the arguments follow."""
 
     call: int
-    """Its number within the answer."""
+    """Index of the call within the answer."""
     name: str
 
 
@@ -28,35 +28,35 @@ ToolEvent: TypeAlias = TextContent | CallBegan | CallArguments
 
 
 class ToolParser(Protocol):
-    """Reads one answer as it grows.
+    """Parses one answer as it grows.
 
-    What it has reported after some text depends on that text alone, never on how it was split: a stream that goes on
+    What it has reported after some text depends on that text alone, never on how it was split: a stream that continues
     elsewhere is parsed again from its beginning.
     """
 
     @property
     def num_calls(self) -> int:
-        """How many calls have begun."""
+        """Number of calls that have begun."""
 
     @property
     def is_open(self) -> bool:
         """Whether the last call has begun and not ended."""
 
     def feed(self, text: str) -> list[ToolEvent]:
-        """What more of the answer says."""
+        """Return the events of more text."""
 
     def flush(self) -> list[ToolEvent]:
-        """The answer is over: what was held back."""
+        """Return the events of what was held back: the answer has ended."""
 
 
 class EventList:
-    """Events in the making; what continues the last one is put together with it."""
+    """Collects events, merging each with the last one if it continues it."""
 
     def __init__(self) -> None:
         self._events: list[ToolEvent] = []
         self._parts: list[str] = []
         self._index: int | None = None
-        """Of the call whose arguments the parts are; None: they are content."""
+        """Index of the call whose arguments the parts are; None: they are content."""
 
     def content(self, text: str) -> None:
         self._part(None, text)
@@ -66,11 +66,11 @@ class EventList:
         self._events.append(CallBegan(index, name))
 
     def arguments(self, index: int, text: str) -> None:
-        """More of a call's arguments."""
+        """Add more of a call's arguments."""
         self._part(index, text)
 
     def drain(self) -> list[ToolEvent]:
-        """All events since the last time."""
+        """Return all events since the last call."""
         self._close()
         events, self._events = self._events, []
         return events

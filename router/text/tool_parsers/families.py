@@ -1,4 +1,4 @@
-"""How families of models write calls, recognised by their chat templates or by the configuration."""
+"""How families of models write tool calls; recognised by their chat templates or set in the configuration."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,39 +9,39 @@ from router.text.tool_parsers.pythonic import PythonicCalls
 from router.text.tools import ToolDefinition
 
 NAME = "\ue000"
-"""Stands for a function's name in what comes before its arguments."""
+"""Placeholder for a tool's name in the text before its arguments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallForm:
-    """What is around the arguments, where a grammar writes calls. All of it is read by the family's parser."""
+    """The text around a call's arguments, for a grammar that writes calls. The family's parser reads all of it."""
 
     open: str = ""
     before: str
     after: str = ""
     joint: str
-    """Between two calls."""
+    """Text between two calls."""
     close: str = ""
     trigger: str | None = None
-    """A call begins with it; None: it stands in place of an answer, and begins with a brace."""
+    """Text that begins a call; None: calls replace an answer, and begin with a brace."""
     starts: tuple[str, ...] = ()
     """Other texts after which the parser looks for a call."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """One way of writing calls."""
+    """One family's way of writing calls."""
 
     name: str
     form: CallForm
     markers: tuple[str, ...] = ()
-    """Special tokens of this text are shown to the parser although clients do not see them."""
+    """Special tokens that the parser sees although clients do not."""
     has_short_ids: bool = False
     is_own_form: bool = True
-    """Whether a model of this family begins calls as `form` does when nothing makes it."""
+    """Whether a model of this family begins calls as `form` does without being forced to."""
 
     def parser(self, tools: Sequence[ToolDefinition], *, is_forced: bool) -> ToolParser:
-        """A fresh one; `is_forced`: of an answer that a grammar keeps to `form`."""
+        """Return a new parser; `is_forced`: for an answer that a grammar restricts to `form`."""
         match self.name:
             case "hermes" | "qwen3_coder":
                 return tagged.TaggedCalls(tools, has_bare_functions=self.name == "qwen3_coder" and not is_forced)
@@ -118,7 +118,7 @@ _DEEPSEEK_FENCED = Family(
     markers=_DEEPSEEK_MARKERS,
 )
 _SIGNS: tuple[tuple[tuple[str, ...], Family], ...] = (
-    # Signs that stand together in a template, the special before the general.
+    # Signs that occur together in a template, the more specific ones first.
     ((deepseek.ONE, "```json"), _DEEPSEEK_FENCED),
     ((deepseek.ONE,), DEEPSEEK),
     ((mistral.OPEN, mistral.ARGUMENTS), _MISTRAL_BY_NAME),
@@ -132,7 +132,7 @@ _BY_NAME = {one.name: one for one in (HERMES, QWEN3_CODER, PYTHONIC, LLAMA3, MIS
 
 
 def family_of(template: str, forced: str | None = None) -> Family | None:
-    """The family whose signs a chat template has; of those called `forced`, if that is said. None: it is not known."""
+    """Return the family whose signs a chat template has, or the one named `forced`. None: unknown."""
     for signs, family in _SIGNS:
         if forced in (None, family.name) and all(sign in template for sign in signs):
             return family

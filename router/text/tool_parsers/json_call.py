@@ -1,4 +1,4 @@
-"""A call written as a JSON object, `{"name": …, "arguments": {…}}`, read as it grows."""
+"""Parses a call written as a JSON object, `{"name": …, "arguments": {…}}`, as it grows."""
 
 import json
 import re
@@ -15,7 +15,8 @@ _INSIDE = re.compile(r'["\\]')
 
 
 class JsonSpan:
-    """Finds where an object, a list or a text ends, from its first character on. What is in it may be no JSON."""
+    """Finds the end of an object, list or string, starting after its first character. Its content may be invalid
+    JSON."""
 
     def __init__(self, first: str) -> None:
         """`first`: the character that the value began with."""
@@ -25,7 +26,7 @@ class JsonSpan:
         self.ended = False
 
     def feed(self, text: str, at: int, stop: int | None = None) -> int:
-        """Read on from `at`, not beyond `stop`; the position after what belongs to the value."""
+        """Read on from `at`, not beyond `stop`; return the position after the last character of the value."""
         stop = len(text) if stop is None else min(stop, len(text))
         while at < stop and not self.ended:
             if self._is_escaped:
@@ -51,19 +52,19 @@ class JsonSpan:
 
 
 class JsonCallState(Enum):
-    """What has become of it."""
+    """The state of a call after some text."""
 
     ON = auto()
     ENDED = auto()
     BROKEN = auto()
-    """The next character does not belong to it. If the call has begun it is over, else there was none."""
+    """The next character does not belong to it. If the call has begun it is over; otherwise there was none."""
 
 
 class JsonCall:
-    """Reads one object. As soon as a name that was offered and arguments are there it is a call."""
+    """Parses one object, which becomes a call as soon as the name of an offered tool and its arguments are there."""
 
     def __init__(self, names: Collection[str], began: Callable[[str], None], arguments: Callable[[str], None]) -> None:
-        """`began` and `arguments` are told."""
+        """`began` and `arguments` are called with the name, and with each piece of the arguments."""
         self._names = names
         self._tell_began = began
         self._tell = arguments
@@ -78,7 +79,7 @@ class JsonCall:
         self._begun = False
 
     def feed(self, text: str, at: int) -> tuple[JsonCallState, int]:
-        """Read on from `at`; what has become of it, and the position of the first character that was not read."""
+        """Read on from `at`; return the state, and the position of the first character that was not read."""
         while at < len(text) and self._reading is JsonCallState.ON:
             at = self._state(text, at)
         return self._reading, at
@@ -88,7 +89,7 @@ class JsonCall:
         return at
 
     def _expect(self, text: str, at: int, chars: str, then: Callable[[str, int], int]) -> int:
-        """Past white space and one of `chars`, at which `then` stands."""
+        """Skip white space and one of `chars`, from which `then` reads on."""
         if text[at] in WHITE:
             return at + 1
         if text[at] not in chars:
@@ -153,7 +154,7 @@ class JsonCall:
         return at + 1
 
     def _in_arguments(self, text: str, at: int) -> int:
-        """These are shown as they come."""
+        """Pass the arguments on as they arrive."""
         span = self._span_now()
         end = span.feed(text, at)
         self._tell(text[at:end])
@@ -186,7 +187,7 @@ class JsonCall:
         return at
 
     def _took_arguments(self, at: int) -> int:
-        """An object that came too early, one that is written as a text, or none."""
+        """Handle an object that came too early, one that is written as a string, or neither."""
         raw = "".join(self._parts)
         if raw[0] == '"':
             raw = self._value() or ""
@@ -230,7 +231,7 @@ class JsonCall:
         return self._span
 
     def _value(self) -> Any:
-        """The text that was collected; None if it is none."""
+        """Return the parsed text that was collected; None if it is invalid."""
         try:
             value = json.loads("".join(self._parts))
         except (ValueError, RecursionError):

@@ -1,4 +1,5 @@
-"""Llama 3's calls: an object in place of an answer, or one behind `<|python_tag|>`; several have semicolons between."""
+"""Parses Llama 3's calls: a JSON object instead of an answer, or after `<|python_tag|>`; several separated by
+semicolons."""
 
 from collections.abc import Sequence
 
@@ -10,7 +11,7 @@ OPEN = "<|python_tag|>"
 
 
 class LlamaCalls(TextMachine):
-    """An answer that begins with a brace is held until it is clear whether it is a call."""
+    """Holds an answer that begins with a brace until it is clear whether it is a call."""
 
     def __init__(self, tools: Sequence[ToolDefinition]) -> None:
         super().__init__(tools, (OPEN,))

@@ -1,4 +1,4 @@
-"""Mistral's calls: `[TOOL_CALLS]` and a list of objects, or for each call the function's name and its arguments."""
+"""Parses Mistral's calls: `[TOOL_CALLS]` and a list of objects, or for each call the tool's name and its arguments."""
 
 import re
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ _HEAD = re.compile(r"\s*([A-Za-z0-9_-]+)(?:\[CALL_ID\][A-Za-z0-9]+)?(?:\[ARGS\])
 
 
 class MistralCalls(TextMachine):
-    """Either way of writing is read."""
+    """Parses both ways of writing."""
 
     def __init__(self, tools: Sequence[ToolDefinition]) -> None:
         super().__init__(tools, (OPEN,))
@@ -32,7 +32,7 @@ class MistralCalls(TextMachine):
         return at + 1
 
     def _listed(self, text: str, at: int) -> int:
-        """After a call of a list."""
+        """Read on after a call of a list."""
         if text[at] == "{":
             self.read_json_call(self._listed)
             return at

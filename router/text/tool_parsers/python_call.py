@@ -1,8 +1,8 @@
-"""Reads one call in Python's words, `weather(city="Paris", days=[1, 2])`, into JSON. Pure.
+"""Parses one call in Python syntax, `weather(city="Paris", days=[1, 2])`, into JSON. Pure.
 
-Not with `ast`: what a model writes is read in the turn of everybody's event loop, and Python's own parser takes a tenth
-of a second for a list of 30,000 numbers. Here length, depth and the number of values are bounded, and each character
-is looked at once.
+`ast` is not used: a model's text is parsed on the event loop that all requests share, and Python's own parser takes a
+tenth of a second for a list of 30,000 numbers. Here length, depth and the number of values are bounded, and each
+character is examined once.
 """
 
 import ast
@@ -13,10 +13,10 @@ from typing import Any
 
 MAX_CALL_CHARS = 64 * 1024
 MAX_VALUES = 2048
-"""Of a call, keys and lists included: a few milliseconds, whatever they are."""
+"""Values of a call, keys and lists included; parsing so many takes a few milliseconds."""
 MAX_DEPTH = 64
 _MAX_DIGITS = 1024
-"""Of a number: turning digits into one takes the square of their time."""
+"""Digits of a number: converting digits takes quadratic time."""
 _WHITE = re.compile(r"[ \t\r\n\f]*+")
 _NAME = re.compile(r"[^\W\d]\w*+")
 _NUMBER = re.compile(
@@ -34,28 +34,29 @@ _ESCAPE = re.compile(r"\\(.)")
 _MEANT = {"n": "\n", "r": "\r", "t": "\t"}
 _LONG_CHARS = 256
 _RARE_VALUES = 8
-"""That a short text with other escapes counts for besides."""
+"""What a short text with other escapes counts for in addition."""
 _CONSTANTS = {"True": True, "False": False, "None": None}
 
 
 def read_call(text: str) -> tuple[str, str] | None:
-    """(name, arguments as JSON) of a call with constants by name; None for anything else, and beyond the bounds."""
+    """Return (name, arguments as JSON) of a call with constant keyword arguments; None for anything else or too
+    large."""
     if len(text) > MAX_CALL_CHARS:
         return None
     try:
         name, values = _Reader(text).call()
         return name, json.dumps(values, ensure_ascii=False, allow_nan=False)
     except (_NoCall, ValueError, TypeError):
-        # Python has values that JSON has not: infinity, or a key that is a list.
+        # Python has values that JSON lacks: infinity, or a key that is a list.
         return None
 
 
 class _NoCall(Exception):
-    """It is something else."""
+    """The text is not such a call."""
 
 
 class _Reader:
-    """From left to right, once."""
+    """Reads the text once, from left to right."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -63,14 +64,14 @@ class _Reader:
         self._num_values = 0
 
     def call(self) -> tuple[str, dict[str, Any]]:
-        """All of the text."""
+        """Parse the whole text."""
         name = self._name()
         if name in _CONSTANTS:
             raise _NoCall
         self._expect("(")
         values: dict[str, Any] = {}
         while not self._has(")"):
-            key = self._name()  # Python's other words may stand here: tools do have an argument `from`
+            key = self._name()  # Python's keywords are allowed here: tools do have an argument `from`
             if key in values or key in _CONSTANTS:
                 raise _NoCall
             self._expect("=")
@@ -104,7 +105,7 @@ class _Reader:
         return _CONSTANTS[name]
 
     def _items(self, end: str, depth: int) -> tuple[list[Any], bool]:
-        """What stands before `end`, and whether a comma followed any of it."""
+        """Parse what precedes `end`, and return whether any of it was followed by a comma."""
         items: list[Any] = []
         has_comma = False
         while not self._has(end):
@@ -127,7 +128,7 @@ class _Reader:
         return pairs
 
     def _texts(self, found: re.Match[str]) -> str:
-        """Texts that follow each other are one."""
+        """Concatenate adjacent strings, as Python does."""
         parts = []
         while True:
             self._at = found.end()
@@ -139,7 +140,7 @@ class _Reader:
             found = following
 
     def _meant(self, found: re.Match[str]) -> str:
-        """Python is asked about long texts and about what is rare: that costs some microseconds for each."""
+        """Use Python's own parser for long texts and rare escapes, which costs some microseconds for each."""
         quotes = 3 if found["text"].startswith(('"""', "'''")) else 1
         text = found["text"][quotes:-quotes]
         if "\\" not in text and "\r" not in text:
@@ -148,7 +149,7 @@ class _Reader:
         if not is_long and not found["prefix"] and _PLAIN.fullmatch(text) is not None:
             return _ESCAPE.sub(lambda escape: _MEANT.get(escape[1], escape[1]), text)
         self._count(0 if is_long else _RARE_VALUES)
-        with warnings.catch_warnings(action="ignore"):  # of escapes that there are not
+        with warnings.catch_warnings(action="ignore"):  # for invalid escapes
             try:
                 return str(ast.literal_eval(found[0]))
             except SyntaxError:

@@ -1,4 +1,5 @@
-"""Calls as a Python list of calls, `[weather(city="Paris"), clock()]`, in place of an answer (Llama 3.2 and 4)."""
+"""Parses calls as a Python list of calls, `[weather(city="Paris"), clock()]`, instead of an answer (Llama 3.2 and
+4)."""
 
 from collections.abc import Sequence
 
@@ -11,14 +12,14 @@ _OPENING, _CLOSING = "([{", ")]}"
 
 
 class PythonicCalls(TextMachine):
-    """A call is reported when it is whole: Python's values become JSON."""
+    """Reports a call when it is complete: Python's values become JSON."""
 
     def __init__(self, tools: Sequence[ToolDefinition]) -> None:
         super().__init__(tools, ())
         self.go(self._start)
 
     def marked(self, marker: str) -> None:
-        """See TextMachine. This family has none: what looked like one would be text."""
+        """Never called, see TextMachine: this family has no markers, and what looked like one would be text."""
         self._say(marker)
 
     def _start(self, text: str, at: int) -> int:

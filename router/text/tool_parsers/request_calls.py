@@ -9,11 +9,11 @@ from router.text.tools import ToolUse
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCallReading:
-    """Made by `router.text.grammars.tool_calling`; read with by `router.api.answer.call_reader`."""
+    """Made by `router.text.grammars.tool_calling`; used by `router.api.answer.call_reader`."""
 
     use: ToolUse
     new_parser: Callable[[], ToolParser]
-    """Of one choice."""
+    """Makes the parser of one choice."""
     shown_ids: frozenset[int]
     """Special tokens that the parser must see."""
     has_short_ids: bool

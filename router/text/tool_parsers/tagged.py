@@ -1,4 +1,4 @@
-"""Calls in `<tool_call>` tags: as JSON (Hermes, Qwen 2.5 and 3), or in tags of their own (Qwen3-Coder)."""
+"""Parses calls in `<tool_call>` tags: as JSON (Hermes, Qwen 2.5 and 3), or in tags of their own (Qwen3-Coder)."""
 
 import json
 import math
@@ -17,13 +17,13 @@ _PARAMETER_ENDS = StopStrings((_PARAMETER_END,))
 
 
 class TaggedCalls(TextMachine):
-    """Either way of writing is read; `has_bare_functions`: also functions without a tag around them."""
+    """Parses both ways of writing; `has_bare_functions`: also functions without a surrounding tag."""
 
     def __init__(self, tools: Sequence[ToolDefinition], *, has_bare_functions: bool = False) -> None:
         bare = (_FUNCTION,) if has_bare_functions else ()
         super().__init__(tools, (OPEN, *bare), (CLOSE,))
         self._name, self._written = "", 0
-        """The function whose arguments are being reported, and how many were."""
+        """The tool whose arguments are being reported, and how many of them were."""
 
     def marked(self, marker: str) -> None:
         if marker == _FUNCTION:
@@ -42,7 +42,7 @@ class TaggedCalls(TextMachine):
         return at
 
     def _read_name(self, take: Callable[[str], None]) -> None:
-        """Up to the end of a tag that has begun, for `take`; nothing if that is too long."""
+        """Read up to the end of a tag that has begun, and pass it to `take`; no call if that is too long."""
         name = ""
 
         def step(text: str, at: int) -> int:
@@ -69,7 +69,7 @@ class TaggedCalls(TextMachine):
         self._between()
 
     def _between(self) -> None:
-        """Parameters follow, or the function's end."""
+        """Expect parameters, or the function's end."""
         tag = ""
 
         def step(text: str, at: int) -> int:
@@ -118,7 +118,7 @@ class TaggedCalls(TextMachine):
 
 
 def _value(text: str, schema: Any) -> Any:
-    """What a parameter's text stands for: its schema says whether it is a text, else JSON if it is any."""
+    """Return a parameter's value: a string if its schema says so, otherwise JSON if the text is valid JSON."""
     kind = schema.get("type") if isinstance(schema, Mapping) else None
     if kind == "string":
         return text
@@ -129,10 +129,10 @@ def _value(text: str, schema: Any) -> Any:
 
 
 def _no_number(_text: str) -> Any:
-    raise ValueError("JSON has no such number")
+    raise ValueError("not a JSON number")
 
 
 def _finite(text: str) -> float:
     if not math.isfinite(number := float(text)):
-        raise ValueError("JSON could not say this number again")
+        raise ValueError("not representable as a JSON number")
     return number

@@ -1,4 +1,4 @@
-"""What parsers of all families share: text up to a marker, what is held until it is clear what it is, white space."""
+"""The base of all families' parsers: text up to a marker, undecided text that is held back, white space."""
 
 import re
 from abc import ABC, abstractmethod
@@ -10,18 +10,18 @@ from router.text.tool_parsers.json_call import WHITE, JsonCall, JsonCallState, J
 from router.text.tools import ToolDefinition
 
 MAX_HEAD_CHARS = 512
-"""Between a marker and the arguments: names, and what families write around them."""
+"""Characters between a marker and the arguments: names, and what families write around them."""
 _HALF = re.compile("[\ud800-\udfff]")
-"""Half a character, which a model's escapes may stand for: as such it can be neither shown nor sent."""
+"""A lone surrogate, which a model's escapes may produce: it can be neither shown nor sent."""
 
 Step = Callable[[str, int], int]
-"""Reads some of a text from a position on; the position after it."""
+"""Reads text from a position on; returns the position after what it read."""
 
 
 class TextMachine(ABC):
-    """A `ToolParser` that knows text and its markers; what follows a marker is the family's.
+    """A `ToolParser` that handles text and markers; a subclass handles what follows a marker.
 
-    White space before a call is dropped with the call's own marks, so it waits for what comes after it.
+    White space before a call is dropped with the call's own marks, so it is held until what follows is known.
     """
 
     def __init__(self, tools: Sequence[ToolDefinition], markers: Sequence[str], closers: Sequence[str] = ()) -> None:
@@ -36,11 +36,11 @@ class TextMachine(ABC):
         self._first = re.compile(f"[{re.escape(firsts)}]" if firsts else "(?!)")
         self._node = 0
         self._pending = ""
-        """May still become a marker."""
+        """Text that may still become a marker."""
         self._spaces: list[str] = []
         self._after_call = False
         self._held: list[str] = []
-        """May still become a call."""
+        """Text that may still become a call."""
         self._step: Step = self.text
 
     def feed(self, text: str) -> list[ToolEvent]:
@@ -53,7 +53,7 @@ class TextMachine(ABC):
         if self._held:
             self.no_call()
         pending, self._pending, self._node = self._pending, "", 0
-        # An answer that was cut within the mark that ends a call shows nothing of that mark.
+        # If an answer was cut within the mark that ends a call, nothing of that mark is shown.
         if not (self._after_call and any(closer.startswith(pending) for closer in self._closers)):
             self._say(pending)
         self._drop_spaces()
@@ -62,11 +62,11 @@ class TextMachine(ABC):
         return self._out.drain()
 
     def go(self, step: Step) -> None:
-        """What reads from here on."""
+        """Set the step that reads from here on."""
         self._step = step
 
     def text(self, text: str, at: int) -> int:
-        """The step outside of calls."""
+        """Read text outside of calls."""
         if not self._node:
             found = self._first.search(text, at)
             start = len(text) if found is None else found.start()
@@ -94,21 +94,21 @@ class TextMachine(ABC):
 
     @abstractmethod
     def marked(self, marker: str) -> None:
-        """A marker came, and is held: what follows it."""
+        """Handle a marker, which is held back; sets the step for what follows it."""
 
     def hold(self, text: str) -> None:
         """Keep text that may become a call."""
         self._held.append(text)
 
     def no_call(self) -> None:
-        """What is held is text."""
+        """Release what is held as text: it is no call."""
         held = "".join(self._held)
         self._held.clear()
         self._step = self.text
         self._say(held)
 
     def began(self, name: str) -> None:
-        """What is held is a call."""
+        """Begin a call with what is held."""
         self._held.clear()
         self._spaces.clear()
         self._out.began(self.num_calls, name)
@@ -116,17 +116,17 @@ class TextMachine(ABC):
         self.is_open = True
 
     def arguments(self, text: str) -> None:
-        """More of the call's arguments."""
+        """Report more of the call's arguments."""
         self._out.arguments(self.num_calls - 1, _HALF.sub(lambda half: f"\\u{ord(half[0]):04x}", text))
 
     def ended(self, then: Step | None = None) -> None:
-        """The call is whole; text follows unless told."""
+        """End the call; text follows unless `then` is given."""
         self.is_open = False
         self._after_call = True
         self._step = then or self.text
 
     def expect(self, tag: str, then: Callable[[], None]) -> None:
-        """White space and this tag, or there is no call; then `then` says what reads on."""
+        """Expect white space and this tag, otherwise there is no call; then call `then` to choose the next step."""
         matched = ""
 
         def step(text: str, at: int) -> int:
@@ -135,7 +135,7 @@ class TextMachine(ABC):
             if char == tag[len(matched)]:
                 matched += char
             elif matched or char not in WHITE:
-                # What the tag began with may begin a marker.
+                # The tag's beginning may also begin a marker.
                 del self._held[len(self._held) - len(matched) :]
                 self.no_call()
                 self._again(matched)
@@ -148,7 +148,7 @@ class TextMachine(ABC):
         self.go(step)
 
     def read_json_call(self, then: Step | None = None) -> None:
-        """An object that calls a function; `then` follows one that did."""
+        """Read an object that calls a tool; `then` follows if it does."""
         call = JsonCall(self.tools, self.began, self.arguments)
 
         def step(text: str, at: int) -> int:
@@ -167,7 +167,8 @@ class TextMachine(ABC):
         self.go(step)
 
     def read_head(self, pattern: re.Pattern[str], then: Step | None = None) -> None:
-        """All up to a brace, which must match; a group of `pattern` is the function's name. Then its arguments."""
+        """Read up to a brace; all of it must match `pattern`, a group of which is the tool's name. Then read the
+        arguments."""
         head = ""
 
         def step(text: str, at: int) -> int:
@@ -192,7 +193,7 @@ class TextMachine(ABC):
         self.go(step)
 
     def read_arguments(self, then: Step | None = None) -> None:
-        """The object that begins here."""
+        """Read the object that begins here."""
         span: JsonSpan | None = None
 
         def step(text: str, at: int) -> int:
@@ -209,7 +210,7 @@ class TextMachine(ABC):
         self.go(step)
 
     def _drop_spaces(self) -> None:
-        """Between a call's end and its marks, or the answer's end."""
+        """Drop white space between a call's end and its marks, or the answer's end."""
         if self._after_call:
             self._spaces.clear()
 

@@ -35,7 +35,7 @@ _NUM_SMS = 132
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AttentionCase:
-    """A random cache and a ragged batch over it."""
+    """Random cache and a ragged batch over it."""
 
     queries: Tensor  # [num_rows, num_heads, head_dim], strided as in a projection
     layer: LayerPages
@@ -47,11 +47,11 @@ class AttentionCase:
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each sequence, those of this step included."""
+        """Tokens of each sequence, including those of this step."""
         return [start + count for start, count in zip(self.starts, self.counts, strict=True)]
 
     def expected(self) -> Tensor:
-        """By plain torch, in float32."""
+        """Compute the expected result with plain torch, in float32."""
         place = self.queries.device
         starts, counts = int32(self.starts, place), int32(self.counts, place)
         return reference.attention(
@@ -67,7 +67,7 @@ class AttentionCase:
 
 
 def flash_decode_parity(stage: Stage) -> Findings:
-    """Rows that decode, in one part and in many."""
+    """Compare rows that decode, in one split and in many."""
     for dtype in stage.kernel_dtypes:
         worst, number = 0.0, 0
         for number in case_numbers(stage, 1 / len(stage.kernel_dtypes), _MOST_CASES):
@@ -80,7 +80,7 @@ def flash_decode_parity(stage: Stage) -> Findings:
 
 
 def paged_prefill_parity(stage: Stage) -> Findings:
-    """Chunks over prefixes, sequences without rows among them."""
+    """Compare chunks over prefixes, including sequences without rows."""
     for dtype in stage.kernel_dtypes:
         worst, number = 0.0, 0
         for number in case_numbers(stage, 1 / len(stage.kernel_dtypes), _MOST_CASES):
@@ -98,7 +98,7 @@ def _rows(kernel: str, dtype: torch.dtype, worst: float, num_cases: int) -> Find
 
 
 def _case(stage: Stage, rng: Random, dtype: torch.dtype, number: int, *, single: bool) -> AttentionCase:
-    """Group and head sizes and caches take turns, so that few cases meet all of them."""
+    """Build a case; group sizes, head sizes and caches alternate, so that few cases cover all of them."""
     place = stage.place
     group, head_dim = GROUPS[number % len(GROUPS)], HEAD_DIMS[number % len(HEAD_DIMS)]
     num_kv_heads, block_size = rng.choice([1, 2, 8]), 16

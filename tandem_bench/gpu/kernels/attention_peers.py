@@ -1,4 +1,4 @@
-"""Other people's attention at the same shapes: torch's fused one over contiguous keys, and FlashInfer over pages."""
+"""Attention of other libraries at the same shapes: torch's fused kernel over contiguous keys, FlashInfer over pages."""
 
 import importlib
 import importlib.util
@@ -19,7 +19,9 @@ _WORKSPACE_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Paged:
-    """Attention over some layers' pages: each of `num_seqs` sequences has `rows` rows at the end of `length` keys."""
+    """Attention over the pages of several layers: `num_seqs` sequences with `rows` rows each at the end of `length`
+    keys.
+    """
 
     queries: Tensor  # [num_seqs * rows, num_heads, head_dim]
     layers: tuple[LayerPages, ...]
@@ -34,7 +36,7 @@ class Paged:
 
 
 def sdpa(case: Paged) -> dict[str, Numbered]:
-    """Ways to call it, over keys that somebody has gathered for nothing."""
+    """Return ways to call torch, over keys gathered in advance at no cost."""
     num_heads, head_dim = case.queries.shape[1:]
     kv_heads = case.layers[0].num_kv_heads
     keys = [_contiguous(case, layer, 0) for layer in case.layers]  # [num_seqs, num_kv_heads, length, head_dim]
@@ -62,7 +64,7 @@ def sdpa(case: Paged) -> dict[str, Numbered]:
 
 
 def flash_infer(case: Paged) -> dict[str, Numbered]:
-    """Nothing where it is not installed. Its "HND" pages are laid out as ours are."""
+    """Return the call of FlashInfer, or nothing where it is not installed. Its "HND" pages have our layout."""
     if importlib.util.find_spec("flashinfer") is None or case.device.type != "cuda":
         return {}
     library: Any = importlib.import_module("flashinfer")
@@ -84,7 +86,7 @@ def flash_infer(case: Paged) -> dict[str, Numbered]:
 
 
 def relative_difference(one: Tensor, call: Callable[[int], object], case: Paged) -> float:
-    """Between our result for the first layer and a peer's, over the largest value: what is timed must be the same."""
+    """Return the difference of our first layer and a peer's, relative to the largest value."""
     other = call(0)
     if not isinstance(other, Tensor):
         raise TypeError(f"a peer returned {type(other).__name__}")

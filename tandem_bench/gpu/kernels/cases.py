@@ -1,4 +1,4 @@
-"""What kernels are fed: random pages and tables, and the launches that the engine would take."""
+"""Inputs of kernel tests: random pages and tables, and the launch parameters that the engine would use."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -23,27 +23,27 @@ from tandem_bench.gpu.stage import Stage
 
 EIGHT_BIT = (torch.int8, torch.float8_e4m3fn)
 FOREIGN_BLOCK = 2**30
-"""Stands in tables where no block is: whoever reads it reads far outside."""
+"""Table entry without a block: a kernel that reads it accesses memory far outside."""
 HOPELESS = 1e9
-"""A share of the tolerance that stands for all larger ones: JSON has no infinity."""
+"""Upper bound of the reported share of the tolerance, as JSON has no infinity."""
 _DESPERATE_S = 0.8
 _TINY = 1e-30
 
 
 def launches(stage: Stage) -> LaunchTable:
-    """Of the GPU at hand."""
+    """Return the launch table of the present GPU."""
     return load_table(torch.cuda.get_device_name(stage.place) if stage.place.type == "cuda" else DEFAULT_TABLE)
 
 
 def prefill_launch(stage: Stage, shape: AttentionShape, *, deterministic: bool = False) -> PrefillLaunch:
-    """From the table; small tiles for the interpreter."""
+    """Return the launch from the table, or small tiles for the interpreter."""
     if stage.is_small:
         return PrefillLaunch(block_m=16, block_n=16, num_warps=4, num_stages=2, fixed_keys=32 if deterministic else 0)
     return launches(stage).prefill(shape, deterministic=deterministic)
 
 
 def decode_launch(stage: Stage, shape: AttentionShape, *, deterministic: bool = False) -> DecodeLaunch:
-    """From the table; small tiles for the interpreter."""
+    """Return the launch from the table, or small tiles for the interpreter."""
     if stage.is_small:
         fixed_keys = 32 if deterministic else 0
         return DecodeLaunch(block_n=16, num_warps=4, num_stages=2, min_keys=16, fixed_keys=fixed_keys)
@@ -51,19 +51,19 @@ def decode_launch(stage: Stage, shape: AttentionShape, *, deterministic: bool = 
 
 
 def gemm_launch(stage: Stage, *, wide: bool) -> GemmLaunch:
-    """From the table; small tiles for the interpreter."""
+    """Return the launch from the table, or small tiles for the interpreter."""
     if stage.is_small:
         return GemmLaunch(block_m=16, block_n=32, block_k=32, num_warps=4, num_stages=2)
     return launches(stage).gemm(wide=wide)
 
 
 def attention_shape(head_dim: int, dtype: torch.dtype, cache_dtype: torch.dtype) -> AttentionShape:
-    """What decides a launch."""
+    """Return the shape that determines a launch."""
     return AttentionShape(head_dim=head_dim, eight_bit=cache_dtype in LARGEST_CODE, wide=dtype == torch.float32)
 
 
 def randn(rng: Random, *shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Standard normal, the same numbers on every device."""
+    """Draw from the standard normal distribution, the same numbers on every device."""
     generator = torch.Generator().manual_seed(rng.getrandbits(48))
     return torch.randn(*shape, generator=generator).to(device, dtype)
 
@@ -71,7 +71,7 @@ def randn(rng: Random, *shape: int, dtype: torch.dtype, device: torch.device) ->
 def random_pages(
     rng: Random, shape: tuple[int, int, int, int], *, dtype: torch.dtype, device: torch.device
 ) -> LayerPages:
-    """Of `(num_blocks, num_kv_heads, block_size, head_dim)`; heads differ in magnitude, so that scales matter."""
+    """Draw pages `(num_blocks, num_kv_heads, block_size, head_dim)`; heads differ in magnitude."""
     num_blocks, num_kv_heads, block_size, head_dim = shape
     values = randn(rng, num_blocks, 2, num_kv_heads, block_size, head_dim, dtype=torch.float32, device=device)
     if dtype in LARGEST_CODE:
@@ -82,7 +82,7 @@ def random_pages(
 def random_tables(
     rng: Random, lengths: Sequence[int], block_size: int, num_blocks: int, device: torch.device
 ) -> Tensor:
-    """Shuffled blocks for each length, int32 `[num_seqs, most + 2]`."""
+    """Draw shuffled blocks for each length, int32 `[num_seqs, most + 2]`."""
     free = rng.sample(range(num_blocks), num_blocks)
     needed = [-(-length // block_size) for length in lengths]
     rows = [[free.pop() for _ in range(count)] for count in needed]
@@ -96,9 +96,9 @@ def int32(values: Sequence[int], device: torch.device) -> Tensor:
 
 
 def error_share(found: Tensor, expected: Tensor, tolerance: float) -> float:
-    """The largest error over what is allowed: `tolerance` times the largest expected of its row (last dimension).
+    """Return the largest error relative to what is allowed: `tolerance` times the largest expected value of its row.
 
-    Rows of zeros must be zeros. HOPELESS at most, and where something is not a number.
+    Rows are those of the last dimension; rows of zeros must be zeros. The result is at most HOPELESS, also for NaN.
     """
     if not found.numel():
         return 0.0
@@ -108,7 +108,7 @@ def error_share(found: Tensor, expected: Tensor, tolerance: float) -> float:
 
 
 def code_share(found: Tensor, expected: Tensor) -> float:
-    """As `error_share`, for eight-bit codes: a value between two codes may get either, but no other."""
+    """Return the same for eight-bit codes: a value between two codes may get either, but no other."""
     codes, wanted = found.double(), expected.double()
     # Neighbouring integers are one apart, neighbouring floats of three mantissa bits an eighth.
     allowed = torch.full_like(wanted, 1.01) if found.dtype == torch.int8 else 0.13 * wanted.abs() + 2**-9
@@ -121,7 +121,7 @@ def _bounded(share: Tensor) -> float:
 
 
 def case_numbers(stage: Stage, share: float, most: int) -> Iterator[int]:
-    """Numbers of cases, three at least, for as long as `share` of the part's time is left to those after them."""
+    """Yield numbers of at least three cases, while `share` of the part's time is left for the parts after them."""
     least, until_s = (2, 0.0) if stage.is_small else (3, stage.left_s * (1 - share))
     for number in range(2 if stage.is_small else most):
         if number >= least and stage.left_s < max(until_s, _DESPERATE_S):
@@ -131,7 +131,7 @@ def case_numbers(stage: Stage, share: float, most: int) -> Iterator[int]:
 
 @contextmanager
 def naming(case: str) -> Iterator[None]:
-    """Whatever goes wrong inside says in which case it did."""
+    """Add the case's name to any exception raised inside."""
     try:
         yield
     except BaseException as error:

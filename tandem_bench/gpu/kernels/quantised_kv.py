@@ -14,17 +14,17 @@ from tandem_bench.gpu.timing import seconds_per_call
 from tandem_bench.report import figure
 
 HELD_GOAL = 2.0
-"""Times as many sequences (issue 3)."""
+"""Goal for the ratio of sequences held (issue 3)."""
 _LENGTH, _SMALL_LENGTH = 2048, 48
 _POOL_BYTES, _SMALL_POOL_BYTES = 2 << 30, 1 << 16
-"""Of one layer; the others are like it."""
+"""Size of one layer's pool; the other layers are the same."""
 _BLOCK_SIZE = 16
 _TOLERANCE = 2e-2
 _NUM_CHECKED = 3
 
 
 def sequences_held(stage: Stage) -> Findings:
-    """Allocated for real, filled, and attended to."""
+    """Allocate the pools, fill them, and compute attention over them."""
     held: dict[str, int] = {}
     for dtype in (stage.dtype, *QUANTISED_DTYPES):
         name = dtype.removesuffix("_e4m3")
@@ -41,12 +41,12 @@ def sequences_held(stage: Stage) -> Findings:
 
 
 def sequence_length(stage: Stage) -> int:
-    """Tokens of each sequence."""
+    """Return the tokens of each sequence."""
     return _SMALL_LENGTH if stage.is_small else _LENGTH
 
 
 def _full_pool(stage: Stage, dtype: str) -> tuple[LayerPages, int]:
-    """As many whole sequences as the pool's bytes hold by the engine's own layout, filled with random numbers."""
+    """Fill a pool with as many whole sequences as its bytes hold in the engine's layout."""
     kv_heads, head_dim = (2, 32) if stage.is_small else (8, 128)
     layout = KVLayout(
         model_fingerprint="",
@@ -76,7 +76,7 @@ def _full_pool(stage: Stage, dtype: str) -> tuple[LayerPages, int]:
 
 
 def _attended(stage: Stage, layer: LayerPages, num_seqs: int) -> tuple[float, float]:
-    """Seconds of one layer's attention over all sequences, and the error of a few of them."""
+    """Return the seconds of one layer's attention over all sequences, and the error of a few of them."""
     place, length = stage.place, sequence_length(stage)
     dtype = getattr(torch, stage.dtype)
     queries = torch.randn(num_seqs, layer.num_kv_heads * 4, layer.head_dim, device=place).to(dtype)

@@ -32,17 +32,17 @@ from tandem_bench.report import figure
 _MOST_CASES = 24
 _TOLERANCE = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 _PRODUCT_TOLERANCE = {torch.float32: 1e-5, torch.float16: 5e-5, torch.bfloat16: 5e-5}
-"""Sums are float32 and not rounded to the dtype; tensor cores cut their last bits off instead of rounding them."""
+"""Tolerance of sums in float32, not rounded to the dtype; tensor cores truncate their last bits instead of rounding."""
 _SIZES = (48, 576, 1024, 1100, 4096, 14_336)
 _SMALL_SIZES = (48, 300)
 _EPS = 1e-5
 
 Check = Callable[[Stage, Random, torch.dtype, int], float]
-"""One case's worst error, as a share of the tolerance."""
+"""Function that returns one case's worst error, as a share of the tolerance."""
 
 
 def add_rms_norm_parity(stage: Stage) -> Findings:
-    """With and without an addition, rows at a stride."""
+    """Compare with and without an addition, and with strided rows."""
     yield from _over_dtypes(stage, "add_rms_norm", _norm_case)
 
 
@@ -51,17 +51,17 @@ def silu_mul_parity(stage: Stage) -> Findings:
 
 
 def rope_kv_parity(stage: Stage) -> Findings:
-    """Norms of heads, rotation and the write, into caches of every dtype."""
+    """Compare head norms, rotation and the write, into caches of every dtype."""
     yield from _over_dtypes(stage, "rope_kv", _rope_case)
 
 
 def gemm_fixed_parity(stage: Stage) -> Findings:
-    """The batch-invariant product, and that it is: a row's sums do not depend on its company, bit for bit."""
+    """Compare the batch-invariant product, and check bit for bit that a row's sums do not depend on the other rows."""
     yield from _over_dtypes(stage, "gemm_fixed", _product_case)
 
 
 def sampling_parity(stage: Stage) -> Findings:
-    """Argmax and draws against the torch sampler: the same token."""
+    """Compare argmax and draws with the torch sampler, which must give the same token."""
     worst, number, num_rows = 0, 0, 0
     for number in case_numbers(stage, 1.0, _MOST_CASES):
         rng = Random(f"sampling:{stage.seed}:{number}")

@@ -1,4 +1,4 @@
-"""The kernels that work row by row at an 8B model's sizes, each beside plain torch doing the same."""
+"""Row-wise kernels at an 8B model's sizes, each with plain torch code that computes the same."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -29,11 +29,11 @@ class RowKernel:
     ours: Numbered
     theirs: Numbered
     num_bytes: int | None = None
-    """That must be moved."""
+    """Bytes that must be moved."""
     waits: bool = False
-    """Whether the other side waits for the device in between, so that no graph can hold it."""
+    """Whether the torch code waits for the device in between, so that no graph can hold it."""
     is_option: bool = False
-    """Something that users choose at a cost, so that no goal of speed is about it."""
+    """Whether users choose this at a cost, so that no speed goal applies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class _Sizes:
 
 
 def row_kernels(stage: Stage) -> Iterator[RowKernel]:
-    """For a decode step of 64 sequences and for 8k tokens of prompts; sampling for the 64."""
+    """Yield kernels for a decode step of 64 sequences and for 8k prompt tokens; sampling for the 64 only."""
     large = _Sizes(rows=64, hidden=4096, inner=14_336, vocab=128_256, heads=32, kv_heads=8, head_dim=128)
     small = _Sizes(rows=3, hidden=64, inner=96, vocab=600, heads=4, kv_heads=2, head_dim=32)
     sizes = (small,) if stage.is_small else (large, replace(large, rows=8192))
@@ -114,7 +114,7 @@ def _rotation(stage: Stage, size: _Sizes) -> RowKernel:
         ours=lambda _: rope_kv(qkv, layer, cos=cos, sin=sin, slots=slots, norm=None),
         theirs=lambda _: reference.rope_kv(qkv, layer, cos=cos, sin=sin, slots=slots, norm=None),
         num_bytes=2 * qkv.nbytes,
-        waits=True,  # torch finds the used slots by asking the device how many there are
+        waits=True,  # torch finds the used slots by querying their number on the device
     )
 
 
@@ -144,7 +144,7 @@ def _sampling(stage: Stage, size: _Sizes) -> RowKernel:
 
 
 def _fixed_product(stage: Stage, size: _Sizes) -> RowKernel:
-    """What determinism costs; it is expected to be slower, so that nothing but the figure is said of it."""
+    """Return the deterministic product; it is expected to be slower, so only the figure is reported."""
     dtype, place = getattr(torch, stage.dtype), stage.place
     x = torch.randn(size.rows, size.hidden, device=place).to(dtype)
     weight = torch.randn(size.inner, size.hidden, device=place).to(dtype)

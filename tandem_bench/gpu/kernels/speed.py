@@ -1,6 +1,6 @@
-"""Each kernel at an 8B model's shapes against others' at the same: a gain of one is as fast.
+"""Speed of each kernel at an 8B model's shapes relative to other libraries: a gain of one means equal speed.
 
-Attention walks through enough layers' pages that no cache holds them, as a model does.
+Attention uses the pages of enough layers that no cache holds them, as in a model.
 """
 
 from collections.abc import Mapping
@@ -19,11 +19,11 @@ from tandem_bench.gpu.timing import Numbered, seconds_per_call, wall_seconds_per
 from tandem_bench.report import figure
 
 NO_SLOWER = 1.0
-"""Others' time over ours, least (issue 3)."""
+"""Minimum ratio of the others' time to ours (issue 3)."""
 _SAME_WITHIN = 0.05
-"""Of the largest value, in bfloat16; another mask or another scale would be far beyond."""
+"""Tolerance relative to the largest value, in bfloat16; another mask or scale would exceed it by far."""
 _COLD_BYTES = 512 << 20
-"""Several times an H200's second-level cache."""
+"""Size of several times an H200's second-level cache."""
 _BLOCK_SIZE = 16
 _DECODES = ((1, 4096), (16, 4096), (64, 2048), (64, 8192))
 _PREFILLS = ((1, 8192, 8192), (4, 2048, 2048), (1, 2048, 8192))
@@ -31,7 +31,7 @@ _PREFILLS = ((1, 8192, 8192), (4, 2048, 2048), (1, 2048, 8192))
 
 
 def flash_decode_speed(stage: Stage) -> Findings:
-    """One row per sequence."""
+    """Measure one row per sequence."""
     for num_seqs, length in ((2, 40),) if stage.is_small else _DECODES:
         case = _paged(stage, num_seqs, 1, length)
         name = f"flash_decode.{num_seqs}x{length}"
@@ -42,7 +42,7 @@ def flash_decode_speed(stage: Stage) -> Findings:
 
 
 def paged_prefill_speed(stage: Stage) -> Findings:
-    """Whole prompts and chunks of them."""
+    """Measure whole prompts and chunks of them."""
     for num_seqs, rows, length in ((1, 24, 24), (1, 9, 33)) if stage.is_small else _PREFILLS:
         case = _paged(stage, num_seqs, rows, length)
         name = f"paged_prefill.{num_seqs}x{rows}" + (f"-of-{length}" if length > rows else "")
@@ -53,7 +53,7 @@ def paged_prefill_speed(stage: Stage) -> Findings:
 
 
 def row_kernels_speed(stage: Stage) -> Findings:
-    """Against plain torch: fused kernels must pay for themselves."""
+    """Measure fused kernels against plain torch, which they must beat."""
     for kernel in row_kernels(stage):
         timed = wall_seconds_per_call if kernel.waits and not stage.is_small else seconds_per_call
         with naming(kernel.name):
@@ -83,11 +83,13 @@ def _compared(stage: Stage, name: str, case: Paged, ours: Numbered, out: torch.T
             yield Note(name=f"{name}.flashinfer", text=peers)
             continue
         for peer, call in peers.items():
-            yield from _beside_peer(stage, f"{name}.{{}}.{peer}", case, call, found, own_s)
+            yield from _compared_with_peer(stage, f"{name}.{{}}.{peer}", case, call, found, own_s)
 
 
-def _beside_peer(stage: Stage, name: str, case: Paged, call: Numbered, found: torch.Tensor, own_s: float) -> Findings:
-    """What does not serve the shape, or computes something else, is said and not timed: the others are heard yet."""
+def _compared_with_peer(
+    stage: Stage, name: str, case: Paged, call: Numbered, found: torch.Tensor, own_s: float
+) -> Findings:
+    """Compare with a peer; one that does not support the shape, or differs, is reported and not timed."""
     try:
         apart = relative_difference(found, call, case)
         theirs_s = seconds_per_call(call, stage.place)
@@ -101,7 +103,7 @@ def _beside_peer(stage: Stage, name: str, case: Paged, call: Numbered, found: to
 
 
 def _flash_infer(case: Paged) -> Mapping[str, Numbered] | str:
-    """Or why it cannot be had: it compiles kernels when asked for them, and may lack what it needs to."""
+    """Return FlashInfer's call, or why it is not available: it compiles kernels on demand."""
     try:
         return flash_infer(case) or "not installed"
     except (ImportError, OSError, RuntimeError, TypeError, ValueError) as problem:

@@ -1,8 +1,8 @@
-"""How much of a long prompt's transfer is not hidden behind its computation: real workers, over tcp.
+"""Share of a long prompt's transfer that is not hidden by its computation: real workers, over tcp.
 
-The workers measure the phases themselves (PhaseTimes): `prefill_s` is the computation, `transfer_s` is what lies
-between the last computed token and the commit. The same prompts are sent through a cluster that computes them piece by
-piece, and so sends while it computes, and through one that computes them at once, so that all of the KV is sent after.
+The workers measure the phases themselves (PhaseTimes): `prefill_s` is the computation, `transfer_s` is the time from
+the last computed token to the commit. The same prompts go through a cluster that computes them in chunks, and so sends
+while it computes, and through one that computes them at once, so that all of the KV is sent afterwards.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,12 +34,12 @@ class Phases:
 
     @classmethod
     def from_answer(cls, answer: Completion) -> "Phases":
-        """As the workers and the client measured them."""
+        """Build from what the workers and the client measured."""
         return cls(prefill_s=answer.prefill_s, exposed_s=answer.transfer_s, first_token_s=answer.first_token_s)
 
 
 async def rows(note: Callable[[str], None], *, shape: str = REFERENCE, prompt_tokens: int = PROMPT_TOKENS) -> list[Row]:
-    """Both ways, one after the other; `note` also shows the time line of each prompt. Raises CannotMeasure."""
+    """Measure both ways, one after the other; `note` also gets the time line of each prompt. Raises CannotMeasure."""
     model = cached_model(SHAPES[shape], note=note)
     found: dict[str, list[Phases]] = {}
     for way, chunk_tokens in (("meanwhile", _PIECE_TOKENS), ("after", prompt_tokens)):
@@ -59,7 +59,7 @@ async def rows(note: Callable[[str], None], *, shape: str = REFERENCE, prompt_to
                 )
                 for _ in range(1 + _PROMPTS)
             ]
-        # The first one warms what is made lazily.
+        # The first prompt warms up what is initialized lazily.
         found[way] = [Phases.from_answer(answer) for answer in answers[1:]]
         for phases in found[way]:
             note(f"{way:>9} {time_line(phases)}")
@@ -67,7 +67,7 @@ async def rows(note: Callable[[str], None], *, shape: str = REFERENCE, prompt_to
 
 
 def exposed_rows(meanwhile: Sequence[Phases], after: Sequence[Phases], *, judged: bool) -> list[Row]:
-    """Medians over prompts; the goal is on what is sent meanwhile."""
+    """Return medians over prompts; the goal applies to sending during computation."""
     result: list[Row] = []
     for way, seen in (("meanwhile", meanwhile), ("after", after)):
         share = median(100 * phases.exposed_s / phases.prefill_s for phases in seen)
@@ -82,7 +82,7 @@ def exposed_rows(meanwhile: Sequence[Phases], after: Sequence[Phases], *, judged
 
 
 def time_line(phases: Phases) -> str:
-    """Computing as `=`, transfer after it as `>`, to scale."""
+    """Draw computation as `=` and transfer after it as `>`, to scale."""
     total_s = phases.prefill_s + phases.exposed_s
     num_exposed = round(_BAR * phases.exposed_s / total_s)
     bar = "=" * (_BAR - num_exposed) + ">" * num_exposed

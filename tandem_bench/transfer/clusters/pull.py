@@ -1,8 +1,8 @@
-"""Turn two of a conversation on a worker that has not computed turn one: brought from a peer, against computed again.
+"""Second turn of a conversation on a worker without its cache: fetching from a peer, compared with computing again.
 
-After turn one the prefill worker is killed and another takes its place, empty. What was said so far is in the decode
-worker alone; the new prefill worker brings it from there. A new prompt of the same length, sent next, is what computing
-costs.
+After the first turn the prefill worker is killed and replaced by an empty one. Only the decode worker has the
+conversation so far; the new prefill worker fetches it from there. A new prompt of the same length, sent next, shows the
+cost of computing.
 """
 
 import asyncio
@@ -40,12 +40,12 @@ _PERIOD_S = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """Turn two, and a new prompt of the same length."""
+    """Second turn, and a new prompt of the same length."""
 
     turn_tokens: int
-    """Of turn one's prompt."""
+    """Tokens of the first turn's prompt."""
     num_tokens: int
-    """Of turn two's."""
+    """Tokens of the second turn's prompt."""
     pulled_tokens: int
     pulled_s: float
     computed_s: float
@@ -53,7 +53,7 @@ class Turn:
 
 
 async def rows(note: Callable[[str], None], *, shape: str = REFERENCE) -> list[Row]:
-    """Over each transport and for each length; `note` tells of every turn. Raises CannotMeasure."""
+    """Measure each transport and length; `note` gets a line for every turn. Raises CannotMeasure."""
     model = cached_model(SHAPES[shape], note=note)
     found: list[Row] = []
     for transport in TRANSPORTS:
@@ -70,18 +70,18 @@ async def rows(note: Callable[[str], None], *, shape: str = REFERENCE) -> list[R
             for _ in range(_ROUNDS):
                 turns += (newest := await talk.round())
                 for turn in newest:
-                    note(f"{transport} {_told(turn)}")
+                    note(f"{transport} {_describe(turn)}")
         found += pull_rows(transport, turns)
     return found
 
 
 def pull_rows(transport: str, turns: Sequence[Turn]) -> list[Row]:
-    """Medians by length. Raises CannotMeasure for a turn that brought nothing: then nothing was compared."""
+    """Return medians by length. Raises CannotMeasure for a turn that fetched nothing, as nothing was compared then."""
     result: list[Row] = []
     for length in dict.fromkeys(turn.turn_tokens for turn in turns):
         seen = [turn for turn in turns if turn.turn_tokens == length]
         if any(not turn.pulled_tokens for turn in seen):
-            raise CannotMeasure(f"{transport}: turn two of {length} tokens was computed, not brought")
+            raise CannotMeasure(f"{transport}: turn two of {length} tokens was computed, not fetched")
         name = f"pull.{transport}.{length}"
         pulled, computed = (median(getattr(turn, what) for turn in seen) for what in ("pulled_s", "computed_s"))
         result += [
@@ -101,7 +101,7 @@ class _Talk:
         self._rng = Random("bench:transfer:pull")
 
     async def round(self) -> list[Turn]:
-        """One new conversation of each length. Raises CannotMeasure."""
+        """Run one new conversation of each length. Raises CannotMeasure."""
         await self._warm()
         firsts = [self._prompt(length) for length in TURN_TOKENS]
         said = [await self._client.complete(first, max_tokens=_ANSWER_TOKENS) for first in firsts]
@@ -128,7 +128,7 @@ class _Talk:
         return random_prompt(self._rng, length, self._vocab_size)
 
     async def _warm(self) -> None:
-        """The prefill worker computes something: one that knows no rate of its own brings nothing."""
+        """Let the prefill worker compute: one that knows no rate of its own fetches nothing."""
         await self._client.complete(self._prompt(_WARM_TOKENS), max_tokens=2)
 
     async def _fetched(self) -> float:
@@ -143,28 +143,28 @@ class _Talk:
         return sum(v for _, v in await self._client.samples("tandem_workers", role="prefill", state="live"))
 
     async def _until(self, read: Callable[[], Awaitable[T]], holds: Callable[[T], bool]) -> T:
-        """What is read once it holds. Raises CannotMeasure."""
+        """Return what is read once it meets the condition. Raises CannotMeasure."""
         deadline_s = time.monotonic() + _WAIT_S
         while not holds(value := await read()):
             if time.monotonic() > deadline_s:
                 raise CannotMeasure(f"the router still says {value} after {_WAIT_S:.0f} s")
-            # The metrics of another process: there is no event here to wait on.
+            # The metrics of another process give no event to wait for.
             await asyncio.sleep(_PERIOD_S)
         return value
 
 
 def _prefill_pid(roots: Sequence[int]) -> int:
-    """Of the prefill worker among a cluster's processes. Raises CannotMeasure."""
+    """Return the pid of the prefill worker among a cluster's processes. Raises CannotMeasure."""
     for root in roots:
         for process in psutil.Process(root).children(recursive=True):
             with suppress(psutil.Error):  # it has just ended
                 if "prefill_worker" in process.cmdline():
                     return process.pid
-    raise CannotMeasure("the prefill worker has no process")
+    raise CannotMeasure("found no process of the prefill worker")
 
 
-def _told(turn: Turn) -> str:
+def _describe(turn: Turn) -> str:
     return (
-        f"{turn.turn_tokens}: {turn.pulled_tokens} of {turn.num_tokens} tokens brought, first token after "
+        f"{turn.turn_tokens}: {turn.pulled_tokens} of {turn.num_tokens} tokens fetched, first token after "
         f"{1000 * turn.pulled_s:.0f} ms; computed {1000 * turn.computed_s:.0f} ms"
     )

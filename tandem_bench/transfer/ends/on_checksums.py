@@ -12,7 +12,7 @@ _REPEATS = 5
 
 
 class Sender:
-    """Alone; `run` returns what it found instead of seconds."""
+    """Measures alone; `run` returns its results instead of seconds."""
 
     def __init__(self, options: Mapping[str, Any], _pools: Mapping[str, Any]) -> None:
         self._numpy: Any = importlib.import_module("numpy")
@@ -21,14 +21,14 @@ class Sender:
         self._functions: dict[str, Callable[[Any], Any]] = {
             "zlib_crc32": zlib.crc32,
             "isal_crc32": importlib.import_module("isal.isal_zlib").crc32,
-            # It takes nothing but bytes, so a view has to be copied for it first.
+            # It accepts only bytes, so a view has to be copied for it first.
             "google_crc32c": lambda view: crc32c(bytes(view)),
             "xxh3_64": importlib.import_module("xxhash").xxh3_64_intdigest,
         }
         self.about: dict[str, Any] = {}
 
     def run(self, name: str) -> list[dict[str, Any]]:
-        """Interleaved repeats, best of each; the two CRC-32 functions must agree."""
+        """Run interleaved repeats, best of each; the two CRC-32 functions must agree."""
         source = self._numpy.random.default_rng(0).integers(0, 256, _SPAN_BYTES, dtype=self._numpy.uint8)
         target = source.copy()
         sample = source[: 1 << 20].tobytes()
@@ -82,7 +82,7 @@ def _hot_s(function: Callable[[Any], Any], piece: memoryview, count: int) -> flo
 
 
 def _blocked_share(function: Callable[[Any], Any], view: memoryview) -> float:
-    """The longest time in which another thread got no turn, over the time of one long call: 1 where the GIL is kept."""
+    """Return the longest time no other thread ran, over the time of one long call: 1 if the GIL is held."""
     ended = threading.Event()
     gaps: list[float] = []
 

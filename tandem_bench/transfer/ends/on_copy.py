@@ -1,4 +1,4 @@
-"""The limit of one host: one thread copies from pool to pool, where both are mapped: the ranges, or as much at once."""
+"""The limit within one host: one thread copies from pool to pool, both mapped: the ranges, or as much at once."""
 
 import importlib
 import time
@@ -17,7 +17,7 @@ class Sender:
         self.about = {"numpy": self._numpy.__version__}
 
     def connect(self, address: Any) -> None:
-        """There is nobody else."""
+        """Do nothing, as there is no other end."""
 
     def prepare(self, case: Mapping[str, Any], ticket: Any) -> None:
         copies = case["copies"]

@@ -14,7 +14,7 @@ _RECEIVER, _SENDER = 0, 1
 
 
 class _Gloo:
-    """What both ends do."""
+    """Parts that both ends share."""
 
     def __init__(self, pool: Any) -> None:
         self._torch: Any = importlib.import_module("torch")
@@ -42,7 +42,7 @@ class _Gloo:
 
 
 class Sender(_Gloo):
-    """Starts its clock when the receiver has said that it is about to receive."""
+    """Starts its clock when the receiver is about to receive."""
 
     def __init__(self, _options: Mapping[str, Any], pools: Mapping[str, Any]) -> None:
         super().__init__(pools["source"])
@@ -64,7 +64,7 @@ class Sender(_Gloo):
 
 
 class Receiver(_Gloo):
-    """Holds the store at which both meet."""
+    """Hosts the store through which both connect."""
 
     def __init__(self, _options: Mapping[str, Any], pools: Mapping[str, Any]) -> None:
         super().__init__(pools["target"])
@@ -81,7 +81,7 @@ class Receiver(_Gloo):
         self._keep(case["name"], [(there, length) for _, there, length in case["copies"]])
 
     def run(self, name: str) -> None:
-        # Receives are posted first: what comes unexpected would be copied once more.
+        # Receives are posted first: unexpected data would be copied once more.
         works = [self._group.recv([part], _SENDER, _TAG) for part in self._ranges[name]]
         self._group.send([self._word], _SENDER, _GO_TAG).wait()
         for work in works:

@@ -7,27 +7,27 @@ from typing import Any
 
 _HOST = "127.0.0.1"
 _MOST_RANGES = 1024
-"""In one batch: its queue holds 2,048, and a batch beyond that fails, and everything after it."""
+"""Maximum ranges in one batch: its queue holds 2,048, and a batch beyond that fails, as do all after it."""
 
 
 class _Engine:
-    """What both ends do."""
+    """Parts that both ends share."""
 
     def __init__(self, pool: Any, size_bytes: int) -> None:
         library: Any = importlib.import_module("mooncake.engine")
         self._engine = library.TransferEngine()
-        # Peers find each other by asking one another; there is no server of metadata.
+        # Peers discover each other directly, without a metadata server.
         if code := self._engine.initialize(_HOST, "P2PHANDSHAKE", "tcp", ""):
             raise RuntimeError(f"Mooncake does not start: {code}")
         self._base = pool.address
         if code := self._engine.register_memory(self._base, size_bytes):
-            raise RuntimeError(f"Mooncake does not take the pool: {code}")
+            raise RuntimeError(f"Mooncake rejects the pool: {code}")
         metadata: Any = importlib.import_module("importlib.metadata")
         self.about = {"version": metadata.version("mooncake-transfer-engine-non-cuda")}
 
 
 class Sender(_Engine):
-    """Writes batch by batch: the call ends when the batch has."""
+    """Writes batch by batch, waiting for each to complete."""
 
     def __init__(self, options: Mapping[str, Any], pools: Mapping[str, Any]) -> None:
         super().__init__(pools["source"], options["pool_bytes"])
@@ -63,12 +63,12 @@ class Receiver(_Engine):
         return port
 
     def connect(self, address: Any) -> None:
-        """The sender comes by itself."""
+        """Do nothing, as the sender connects by itself."""
 
     def prepare(self, case: Mapping[str, Any], ticket: Any) -> int:
-        """Where the pool is: the sender names addresses of this process."""
+        """Return the address of the pool, by which the sender writes."""
         base: int = self._base
         return base
 
     def run(self, name: str) -> None:
-        """Nothing to do here."""
+        """Do nothing, as writes are one-sided."""

@@ -1,6 +1,6 @@
 """NIXL with its UCX backend: one-sided writes between registered pools, from descriptor lists that are made once.
 
-Whoever starts this process restricts UCX to TCP (`peers.py`). Runs in NIXL's own environment.
+The caller restricts UCX to TCP (`peers.py`). Runs in NIXL's own environment.
 """
 
 import importlib
@@ -12,11 +12,11 @@ _DONE, _FAILED = "DONE", "ERR"
 
 
 class _Agent:
-    """What both ends do."""
+    """Parts that both ends share."""
 
     def __init__(self, name: str, pool: Any, size_bytes: int, *, is_passive: bool) -> None:
         api: Any = importlib.import_module("nixl._api")
-        # Whoever asks for a status makes progress by asking: a thread that polls as well only takes a core from it.
+        # Querying a status also makes progress: a polling thread would only take a core from it.
         settings = api.nixl_agent_config(enable_prog_thread=is_passive, backends=["UCX"])
         self._agent = api.nixl_agent(name, settings)
         self._base = pool.address
@@ -25,7 +25,7 @@ class _Agent:
 
 
 class Sender(_Agent):
-    """Writes; the status of a request says when its bytes are in the other process's memory."""
+    """Writes; the status of a request shows when its bytes are in the other process's memory."""
 
     def __init__(self, options: Mapping[str, Any], pools: Mapping[str, Any]) -> None:
         super().__init__("bench-sender", pools["source"], options["pool_bytes"], is_passive=False)
@@ -50,7 +50,7 @@ class Sender(_Agent):
         started_s = time.perf_counter()
         state = self._agent.transfer(request)
         while state not in (_DONE, _FAILED):
-            # Its interface has no way to wait; asking also lets it make progress.
+            # Its interface has no way to wait; querying also makes progress.
             state = self._agent.check_xfer_state(request)
         took_s = time.perf_counter() - started_s
         if state == _FAILED:
@@ -69,12 +69,12 @@ class Receiver(_Agent):
         return metadata.hex()
 
     def connect(self, address: Any) -> None:
-        """The sender comes by itself."""
+        """Do nothing, as the sender connects by itself."""
 
     def prepare(self, case: Mapping[str, Any], ticket: Any) -> int:
-        """Where the pool is: the sender's descriptors hold addresses of this process."""
+        """Return the address of the pool, which the sender's descriptors use."""
         base: int = self._base
         return base
 
     def run(self, name: str) -> None:
-        """Nothing to do here."""
+        """Do nothing, as writes are one-sided."""

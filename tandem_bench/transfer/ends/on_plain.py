@@ -11,7 +11,7 @@ _GO, _DONE = b"g", b"d"
 
 
 class Sender:
-    """Waits for the receiver to be at its socket, then sends; the receiver's last word ends the time."""
+    """Waits until the receiver is ready, then sends; the receiver's last message stops the clock."""
 
     def __init__(self, _options: Mapping[str, Any], pools: Mapping[str, Any]) -> None:
         self._view = pools["source"].view
@@ -38,7 +38,7 @@ class Sender:
 
 
 class Receiver:
-    """Reads straight into the places where the bytes belong."""
+    """Reads directly into the places where the bytes belong."""
 
     def __init__(self, _options: Mapping[str, Any], pools: Mapping[str, Any]) -> None:
         self._view = pools["target"].view
@@ -64,13 +64,13 @@ class Receiver:
             while received < len(view):
                 count = self._sock.recv_into(view[received:])
                 if not count:
-                    raise ConnectionError("the sender has gone")
+                    raise ConnectionError("the sender has disconnected")
                 received += count
         self._sock.sendall(_DONE)
 
 
 def _rest(views: list[memoryview], sent: int) -> list[memoryview]:
-    """What `sent` bytes leave of `views`."""
+    """Return what `sent` bytes leave of `views`."""
     for i, view in enumerate(views):
         if sent < len(view):
             return [view[sent:], *views[i + 1 :]]
@@ -80,4 +80,4 @@ def _rest(views: list[memoryview], sent: int) -> list[memoryview]:
 
 def _expect(sock: socket.socket, word: bytes) -> None:
     if sock.recv(1) != word:
-        raise ConnectionError("the other end has gone")
+        raise ConnectionError("the other end has disconnected")

@@ -32,7 +32,7 @@ async def ask_all(cluster):
 @pytest.mark.parametrize(
     "replicas", [pytest.param(0, marks=pytest.mark.turn(1)), pytest.param(1, marks=pytest.mark.slow)]
 )
-async def test_a_new_cluster_finds_what_the_last_one_computed(hatchery, tmp_path, replicas):
+async def test_disk_tier_survives_cluster_restart(hatchery, tmp_path, replicas):
     settings = SMALL | {"engine__disk_cache_path": str(tmp_path), "prefill__replicas": replicas}
     async with running(command=hatchery.command, **settings) as first:
         said, cached = await ask_all(first)

@@ -46,7 +46,7 @@ def chat(question=QUESTION):
     return [{"role": "user", "content": question}]
 
 
-async def test_a_streamed_chat_answers_the_question_and_counts_truly(cluster, client):
+async def test_streamed_chat_answers_and_counts_tokens(cluster, client):
     before = await cluster.disaggregated()
     usages = []
     for _ in range(2):
@@ -66,7 +66,7 @@ async def test_a_streamed_chat_answers_the_question_and_counts_truly(cluster, cl
     assert await cluster.disaggregated() == before + 1, "the second time nothing is left to compute elsewhere"
 
 
-async def test_a_streamed_completion_says_what_a_whole_one_says(client, oracle):
+async def test_streamed_completion_equals_unstreamed(client, oracle):
     prompt = oracle.story(1, 150)
     expected = oracle.decode(oracle.tokens(prompt, 20))
     arguments = {"model": MODEL, "prompt": prompt, "max_tokens": 20, "temperature": 0}
@@ -78,7 +78,7 @@ async def test_a_streamed_completion_says_what_a_whole_one_says(client, oracle):
     assert whole.usage.completion_tokens == 20
 
 
-async def test_several_choices_logprobs_and_stop_strings(client, oracle):
+async def test_completion_with_choices_logprobs_and_stop_strings_is_exact(client, oracle):
     prompt = oracle.story(2, 150)
     arguments = {"model": MODEL, "prompt": prompt, "max_tokens": 16, "seed": 7}
     arguments["extra_body"] = {"ignore_eos": True}
@@ -107,7 +107,7 @@ async def test_several_choices_logprobs_and_stop_strings(client, oracle):
     assert all(len(token.top_logprobs) == 2 for token in answer.choices[0].logprobs.content)
 
 
-async def test_the_synchronous_client_streams(cluster):
+async def test_sync_client_streams(cluster):
     """In another thread: this one carries the cluster's supervisor."""
 
     def ask():
@@ -136,7 +136,7 @@ async def test_grpc_streams_the_same_text(cluster, inference, oracle):
         assert answers[-1].finish_reason == common.FINISH_REASON_LENGTH
 
 
-async def test_tandems_own_client_for_threads(cluster, oracle):
+async def test_tandem_sync_client_answers(cluster, oracle):
     prompt = oracle.story(9600, 90)
 
     def ask():
@@ -168,7 +168,7 @@ async def test_grpc_chat_tokenize_and_models(inference):
     assert refused.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-async def test_a_batch_goes_on_behind_a_router_that_was_killed(cluster, client, oracle):
+async def test_batch_continues_after_router_is_killed(cluster, client, oracle):
     """By OpenAI's client: each request has one result, the one that it has alone."""
     prompts = {f"story-{i}": oracle.story(9700 + i, 60) for i in range(12)}
     asked = [

@@ -23,7 +23,7 @@ def fetched(cluster) -> list[tuple[str, int, int, str]]:
 @pytest.mark.parametrize(
     "transport", [pytest.param("shm", marks=pytest.mark.turn(2)), pytest.param("tcp", marks=pytest.mark.slow)]
 )
-async def test_the_prefill_worker_fetches_the_answer_that_a_decode_worker_made(hatchery, oracle, transport):
+async def test_prefill_worker_fetches_prefix_from_decode_worker(hatchery, oracle, transport):
     async with running(command=hatchery.command, transfer__transport=transport, **SLOW) as cluster:
         await cluster.tokens(oracle.story(1, 300), MAX_TOKENS)  # its rates are measured
         for seed in range(2, 5):
@@ -42,7 +42,7 @@ async def test_the_prefill_worker_fetches_the_answer_that_a_decode_worker_made(h
 
 
 @pytest.mark.turn(0)
-async def test_a_holder_that_dies_or_has_forgotten_costs_only_time(hatchery, oracle):
+async def test_fetch_from_lost_or_evicted_holder_recomputes(hatchery, oracle):
     two = {"decode__replicas": 2, "prefill__replicas": 2}
     async with running(command=hatchery.command, **two, **SLOW) as cluster:
         prompts = [oracle.story(seed, 200) for seed in range(20, 28)]

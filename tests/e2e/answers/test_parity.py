@@ -48,7 +48,7 @@ def asked(request, oracle):
     return [(prompt, oracle.tokens(prompt, MAX_TOKENS)) for prompt in made]
 
 
-async def test_the_whole_cluster_says_what_transformers_says(cluster, asked):
+async def test_cluster_answers_equal_transformers(cluster, asked):
     """Each prompt alone, then again from the prefix caches, then 16 at a time without them."""
     has_prefill_pool = cluster.local.config.prefill.replicas > 0
     before = await cluster.disaggregated()

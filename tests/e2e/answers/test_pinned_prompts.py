@@ -55,7 +55,7 @@ async def evict_everything(cluster, number):
     assert await cluster.disaggregated() > before
 
 
-async def test_a_marked_prefix_is_still_cached_after_heavy_eviction_and_an_unmarked_one_is_not(cluster, client):
+async def test_breakpoint_keeps_prefix_through_eviction(cluster, client):
     first = await ask(client, "Ben", kept=True)
     prompt = first.input_tokens + first.cache_creation_input_tokens
     assert first.cache_read_input_tokens == 0
@@ -88,7 +88,7 @@ async def test_use_renews_a_pin_and_the_page_shows_it(cluster, client):
     assert newest["num_tokens"] >= 100
 
 
-async def test_a_stream_is_accumulated_by_the_client_and_counts_its_cached_tokens(cluster, client):
+async def test_anthropic_stream_counts_cached_tokens(cluster, client):
     await ask(client, "Mia", kept=True)
     starts, text = [], ""
     async with client.messages.stream(
@@ -133,7 +133,7 @@ async def test_refusals_are_the_clients_own_exceptions(client):
         await client.messages.create(model="other", max_tokens=4, messages=[{"role": "user", "content": "x"}])
 
 
-async def test_a_named_cache_is_found_after_heavy_eviction_by_openais_client_until_it_is_deleted(cluster):
+async def test_named_cache_survives_eviction_until_deleted(cluster):
     body = {"model": MODEL, "systemInstruction": {"parts": [{"text": rules("Sam")}]}, "ttl": "600s"}
     made = await cluster.http.post("/v1beta/cachedContents", json=body)
     assert made.status_code == 200, made.text
@@ -159,7 +159,7 @@ async def test_a_named_cache_is_found_after_heavy_eviction_by_openais_client_unt
     assert answer.usage.prompt_tokens_details.cached_tokens < 64
 
 
-async def test_cached_tokens_are_true_where_the_prompt_was_handed_over(cluster, client):
+async def test_cached_tokens_after_handoff_are_exact(cluster, client):
     """The prefill worker has the marked prefix, the decode worker nothing: what travelled is no less cached."""
     first = await ask(client, "Zoe", kept=True)
     await evict_everything(cluster, 5)
@@ -178,7 +178,7 @@ async def test_cached_tokens_are_true_where_the_prompt_was_handed_over(cluster, 
     assert usage.input_tokens > 64
 
 
-async def test_a_tool_that_must_be_called_is(client):
+async def test_forced_tool_is_called(client):
     schema = {"type": "object", "properties": {"city": {"enum": ["Rome", "Bern"]}}, "required": ["city"]}
     schema["additionalProperties"] = False
     arguments = {

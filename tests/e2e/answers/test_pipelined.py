@@ -125,7 +125,7 @@ async def test_greedy_streams_say_what_transformers_says(cluster, oracle):
 
 
 @pytest.mark.turn(1)
-async def test_everything_drawn_or_stopped_is_the_same_alone_and_in_a_crowd(cluster, asked, alone, long):
+async def test_sampled_answers_do_not_depend_on_batch(cluster, asked, alone, long):
     for salt in ("first", "again"):
         streams = asyncio.gather(*(cluster.tokens(prompt, LONG, cache_salt=salt) for prompt in long[0]))
         told = await together(cluster, asked, cache_salt=salt)
@@ -187,7 +187,7 @@ async def test_clients_that_leave_at_every_token(cluster, oracle):
     await cluster.until_idle()
 
 
-async def test_a_client_whose_time_is_up_leaves_nothing(cluster, oracle, inference):
+async def test_deadline_exceeded_leaves_nothing_behind(cluster, oracle, inference):
     """Before its first token or after some, waiting, running or saved."""
     made = [oracle.story(800 + i, 100) for i in range(6)]
     sampling = common.SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
@@ -210,7 +210,7 @@ async def test_a_client_whose_time_is_up_leaves_nothing(cluster, oracle, inferen
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
-async def test_a_decode_worker_that_goes_with_steps_under_way(cluster, long, signum):
+async def test_decode_worker_leaving_mid_step_loses_no_stream(cluster, long, signum):
     """With all the pool in use: some of its requests wait, some lie in its host memory."""
     made, expected = long
     answers = asyncio.gather(*(cluster.stream(prompt, LONG, cache_salt=signum.name) for prompt in made))

@@ -88,7 +88,7 @@ async def test_prompt_logprobs_come_beside_an_answer_that_is_none_the_worse_for_
     await cluster.until_idle()
 
 
-async def test_a_conversation_is_read_as_its_template_writes_it(cluster, oracle):
+async def test_chat_prompt_scores_follow_the_template(cluster, oracle):
     asked = {"messages": [{"role": "user", "content": "Tell me of the fox."}], "max_tokens": 4, "temperature": 0}
     response = await cluster.http.post(
         "/v1/chat/completions", json=asked | {"prompt_logprobs": 0, "return_token_ids": True}
@@ -100,7 +100,7 @@ async def test_a_conversation_is_read_as_its_template_writes_it(cluster, oracle)
     torch.testing.assert_close(torch.tensor(scores), own(oracle.logprobs(prompt), prompt), atol=ABS, rtol=0)
 
 
-async def test_the_same_over_grpc(cluster, oracle):
+async def test_prompt_scores_over_grpc_equal_http(cluster, oracle):
     prompt = oracle.story(4, 150)
     request = pb.GenerateRequest(
         prompt_token_ids=pb.TokenIds(ids=prompt),

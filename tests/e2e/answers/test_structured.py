@@ -61,7 +61,7 @@ async def chat(client, response_format=None, *, seed=0, **more):
 
 
 @pytest.mark.parametrize("count", [50, pytest.param(1000, marks=pytest.mark.slow)])
-async def test_every_answer_parses_and_validates(cluster, client, count):
+async def test_structured_answers_validate(cluster, client, count):
     """At temperature 1, over both pools."""
     schemas = fifty()
     before = await cluster.disaggregated()
@@ -89,7 +89,7 @@ async def test_every_answer_parses_and_validates(cluster, client, count):
         ({"grammar": 'root ::= "x" tail\ntail ::= [0-9]{2} | "!"'}, "x([0-9]{2}|!)"),
     ],
 )
-async def test_every_way_to_say_it(client, structure, pattern):
+async def test_structured_output_every_form_is_honoured(client, structure, pattern):
     for seed in range(4):
         choice = await chat(client, seed=seed, extra_body={"structured_outputs": structure})
         assert re.fullmatch(pattern, choice.message.content)
@@ -136,7 +136,7 @@ async def test_grpc_promises_the_same(cluster):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-async def test_a_stream_whose_worker_dies_goes_on_by_the_same_grammar(cluster, client, temperature):
+async def test_structured_stream_survives_worker_loss(cluster, client, temperature):
     schema = {"type": "array", "items": PERSON, "minItems": 30, "maxItems": 30}
     asked = {"temperature": temperature, "seed": 11}
     expected = await chat(client, as_schema(schema), **asked)
@@ -167,7 +167,7 @@ async def test_a_stream_whose_worker_dies_goes_on_by_the_same_grammar(cluster, c
         ({"guided_json": {"type": "array", "uniqueItems": True}}, "guided_json"),
     ],
 )
-async def test_what_cannot_be_kept_is_refused_and_nothing_is_disturbed(cluster, body, param):
+async def test_unsupported_structure_is_refused_without_side_effects(cluster, body, param):
     request = {"messages": [LONG], "max_tokens": 5} | body
     answer = await cluster.http.post("/v1/chat/completions", json=request)
     assert answer.status_code == 400

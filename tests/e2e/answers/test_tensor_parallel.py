@@ -57,7 +57,7 @@ async def cluster(request):
 
 
 @ways(*WAYS)
-async def test_the_whole_cluster_says_what_transformers_says(cluster, oracle):
+async def test_tensor_parallel_cluster_answers_equal_transformers(cluster, oracle):
     asked = [(prompt, oracle.tokens(prompt, MAX_TOKENS)) for prompt in prompts(oracle, 6, seed=3)]
     hands_off = cluster.local.config.prefill.replicas > 0
     before = await cluster.disaggregated()
@@ -71,7 +71,7 @@ async def test_the_whole_cluster_says_what_transformers_says(cluster, oracle):
 
 @ways("shm-2")
 @pytest.mark.parametrize("victim", ["follower", pytest.param("leader", marks=pytest.mark.slow)])
-async def test_a_worker_that_loses_a_rank_ends_and_comes_back(cluster, oracle, victim):
+async def test_worker_losing_a_rank_restarts(cluster, oracle, victim):
     config = cluster.local.config
     in_ranks = config.decode.tensor_parallel_size > 1
     name, pool = ("decode-0", config.decode) if in_ranks else ("prefill-0", config.prefill)

@@ -51,7 +51,7 @@ def client_of(cluster):
     return openai.AsyncOpenAI(base_url=f"{cluster.local.http_url}/v1", api_key="none", timeout=WAIT_S)
 
 
-def asked(choice, **more):
+def chat_fields(choice, **more):
     return {"model": MODEL, "messages": ASKED, "tools": TOOLS, "tool_choice": choice, "max_tokens": 600} | more
 
 
@@ -67,7 +67,7 @@ def check(message, names):
 @pytest.mark.parametrize(("choice", "names"), [("required", set(SCHEMAS)), (NAMED, {"get_weather"})])
 async def test_forced_calls(cluster, client, choice, names):
     for seed in range(2):
-        answer = await client.chat.completions.create(**asked(choice, n=2, temperature=1.0, seed=seed))
+        answer = await client.chat.completions.create(**chat_fields(choice, n=2, temperature=1.0, seed=seed))
         for one in answer.choices:
             assert one.finish_reason == "tool_calls"
             check(one.message, names)
@@ -91,7 +91,9 @@ async def test_forced_calls_of_a_schema_that_closes_nothing_end(client, tool_cho
     tool = {"type": "function", "function": {"name": "paint", "parameters": schema}}
     closed = schema | {"additionalProperties": False}
     for seed in range(6):
-        body = asked(tool_choice, tools=[tool], temperature=1.0, seed=seed, parallel_tool_calls=False, max_tokens=100)
+        body = chat_fields(
+            tool_choice, tools=[tool], temperature=1.0, seed=seed, parallel_tool_calls=False, max_tokens=100
+        )
         one = (await client.chat.completions.create(**body)).choices[0]
         assert one.finish_reason == "tool_calls"
         (call,) = one.message.tool_calls
@@ -100,7 +102,7 @@ async def test_forced_calls_of_a_schema_that_closes_nothing_end(client, tool_cho
 
 async def test_forced_calls_in_a_stream(client):
     """Put together by the client itself, as users do it; the same answer as whole but for its ids."""
-    body = asked("required", temperature=1.0, seed=4)
+    body = chat_fields("required", temperature=1.0, seed=4)
     whole = (await client.chat.completions.create(**body)).choices[0]
     async with client.chat.completions.stream(**body) as stream:
         kinds = [event.type async for event in stream]
@@ -114,9 +116,11 @@ async def test_forced_calls_in_a_stream(client):
     ]
 
 
-async def test_the_same_calls_over_grpc(cluster, client):
+async def test_tool_calls_over_grpc_equal_http(cluster, client):
     """With `tandem.client`; and what else is new there against what HTTP says, on real workers."""
-    whole = (await client.chat.completions.create(**asked("required", temperature=1.0, seed=4))).choices[0].message
+    whole = (
+        (await client.chat.completions.create(**chat_fields("required", temperature=1.0, seed=4))).choices[0].message
+    )
     tools = [
         Tool(name="get_weather", description="Of a city.", parameters=json.dumps(WEATHER)),
         Tool(name="clock"),
@@ -142,11 +146,11 @@ async def test_the_same_calls_over_grpc(cluster, client):
 
 
 @pytest.mark.slow
-async def test_a_call_goes_on_when_its_worker_dies():
+async def test_tool_call_survives_worker_loss():
     many = {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "minItems": 60, "maxItems": 60}
     schema = NOTHING | {"properties": {"colours": many}, "required": ["colours"]}
     tool = {"type": "function", "function": {"name": "paint", "parameters": schema}}
-    body = asked("required", tools=[tool], temperature=1.0, seed=3, parallel_tool_calls=False)
+    body = chat_fields("required", tools=[tool], temperature=1.0, seed=3, parallel_tool_calls=False)
     async with running(decode__replicas=2) as cluster, client_of(cluster) as client:
         whole = (await client.chat.completions.create(**body)).choices[0].message
         text, struck = "", None
@@ -160,10 +164,10 @@ async def test_a_call_goes_on_when_its_worker_dies():
         jsonschema.validate(json.loads(text), schema)
 
 
-async def test_the_result_goes_back_and_an_answer_comes(client):
-    first = (await client.chat.completions.create(**asked("required", seed=1))).choices[0].message
+async def test_tool_result_yields_an_answer(client):
+    first = (await client.chat.completions.create(**chat_fields("required", seed=1))).choices[0].message
     results = [{"role": "tool", "tool_call_id": call.id, "content": "rain"} for call in first.tool_calls]
-    again = asked("auto", messages=[*ASKED, first, *results], max_tokens=20)
+    again = chat_fields("auto", messages=[*ASKED, first, *results], max_tokens=20)
     answer = await client.chat.completions.create(**again)
     assert answer.choices[0].message.content is not None
     assert answer.usage.completion_tokens <= 20
@@ -172,24 +176,24 @@ async def test_the_result_goes_back_and_an_answer_comes(client):
 async def test_strict_tools_and_a_format_beside_them(client):
     """What the small model says of itself is text, in the format that was asked for."""
     strict = [{"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}]
-    plain = await client.chat.completions.create(**asked("auto", tools=strict, max_tokens=30))
+    plain = await client.chat.completions.create(**chat_fields("auto", tools=strict, max_tokens=30))
     assert plain.choices[0].message.content or plain.choices[0].message.tool_calls
     schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
     schema["additionalProperties"] = False
     form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
     for seed in range(2):
-        one = (await client.chat.completions.create(**asked("auto", response_format=form, seed=seed))).choices[0]
+        one = (await client.chat.completions.create(**chat_fields("auto", response_format=form, seed=seed))).choices[0]
         if one.message.tool_calls:
             check(one.message, set(SCHEMAS))
         else:
             jsonschema.validate(json.loads(one.message.content), schema)
 
 
-async def test_a_schema_that_cannot_be_kept_is_refused(client):
+async def test_unsupported_tool_schema_is_refused(client):
     parameters = {"type": "object", "properties": {"x": {"type": "array", "uniqueItems": True}}}
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
     with pytest.raises(openai.BadRequestError, match="uniqueItems") as caught:
-        await client.chat.completions.create(**asked("required", tools=[tool]))
+        await client.chat.completions.create(**chat_fields("required", tools=[tool]))
     assert caught.value.param == "tools"
 
 

@@ -62,7 +62,7 @@ async def one_of_many(cluster, seed):
 
 @pytest.mark.parametrize("count", [200, pytest.param(1000, marks=pytest.mark.slow)])
 @pytest.mark.turn(0)
-async def test_nothing_is_left_of_random_requests_a_third_of_them_aborted(cluster, oracle, count):
+async def test_random_aborts_leave_nothing_behind(cluster, oracle, count):
     limit = asyncio.Semaphore(CONCURRENT)
 
     async def run(seed):
@@ -105,7 +105,7 @@ async def test_leaving_during_a_long_prefill_frees_both_workers(cluster):
     await cluster.until_idle()
 
 
-async def test_a_client_of_a_whole_answer_that_leaves(cluster):
+async def test_client_leaving_unstreamed_answer_frees_workers(cluster):
     task = asyncio.ensure_future(cluster.complete(noise(30_000, 800), 1000))
     before = await cluster.figure("vllm:generation_tokens_total")
 

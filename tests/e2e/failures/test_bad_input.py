@@ -60,7 +60,7 @@ async def refuse(cluster, name):
         assert error["code"] == code, (name, error)
 
 
-async def test_each_is_refused_while_a_stream_goes_on_undisturbed(cluster, oracle):
+async def test_bad_input_is_refused_without_disturbing_streams(cluster, oracle):
     prompt = oracle.story(1, 100)
     expected = oracle.tokens(prompt, 120)
     stop = asyncio.Event()
@@ -85,7 +85,7 @@ async def test_each_is_refused_while_a_stream_goes_on_undisturbed(cluster, oracl
     await cluster.until_idle()
 
 
-async def test_more_than_the_pool_holds_at_once_waits_its_turn(cluster, oracle):
+async def test_requests_beyond_kv_pool_wait(cluster, oracle):
     """24 blocks serve 12 requests of up to 14 blocks each: by waiting and preemption, with the same tokens."""
     asked = [oracle.story(100 + i, 150) for i in range(12)]
     told = await asyncio.gather(*(cluster.tokens(prompt, 64) for prompt in asked))
@@ -93,7 +93,7 @@ async def test_more_than_the_pool_holds_at_once_waits_its_turn(cluster, oracle):
     await cluster.until_idle()
 
 
-async def test_an_answer_that_the_pool_cannot_hold_ends_there(cluster, oracle):
+async def test_answer_beyond_kv_pool_ends_with_length(cluster, oracle):
     prompt = oracle.story(3, 100)
     room = NUM_BLOCKS * 16 - len(prompt)
     answer = await cluster.complete(prompt, 1000)
@@ -101,7 +101,7 @@ async def test_an_answer_that_the_pool_cannot_hold_ends_there(cluster, oracle):
     assert answer["choices"][0]["token_ids"] == oracle.tokens(prompt, room)
 
 
-async def test_a_conversation_longer_than_the_context(cluster):
+async def test_conversation_beyond_context_is_refused(cluster):
     chat = {"messages": [{"role": "user", "content": "word " * 3000}]}
     response = await cluster.http.post("/v1/chat/completions", json=chat)
     assert response.status_code == 400

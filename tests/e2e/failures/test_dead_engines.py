@@ -55,7 +55,7 @@ async def test_router_with_every_engine_dead_answers_503_and_stays_ready_for_its
                 await until(client, "/readyz", 503)
                 refused = await client.post("/v1/completions", json=ASKED)
                 assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
-                assert "no decode worker gives tokens" in refused.text
+                assert "no decode worker produces tokens" in refused.text
                 assert await status_of(client, "/readyz?exclude=workers") == 200
                 worker.script = answer
                 await until(client, "/readyz", 200)

@@ -61,7 +61,7 @@ async def stop_at_the_first_token(cluster, prompts, salt, signum):
 
 
 @pytest.mark.turn(2)
-async def test_a_prefill_worker_that_is_killed_in_the_middle_of_prefills(cluster, oracle, long_prompts):
+async def test_prefill_worker_killed_mid_prefill_loses_no_request(cluster, oracle, long_prompts):
     prompts, expected = long_prompts
     before, pid, salt = await retries(cluster, "transfer_failed"), cluster.pid("prefill-0"), "killed"
     told = await asyncio.gather(*await stop_at_the_first_token(cluster, prompts, salt, signal.SIGKILL))
@@ -80,9 +80,7 @@ async def received(cluster, outcome):
     return await cluster.figure("tandem_worker_transfers_total", direction="received", kind="handoff", outcome=outcome)
 
 
-async def test_a_prefill_worker_told_to_stop_takes_nothing_new_and_ends_when_all_is_handed_over(
-    cluster, oracle, long_prompts
-):
+async def test_prefill_worker_drains_after_last_handoff(cluster, oracle, long_prompts):
     prompts, expected = long_prompts
     pid, num_lines = cluster.pid("prefill-0"), len(cluster.logs.lines)
     outcomes = ("committed", "failed", "expired", "cancelled")
@@ -109,7 +107,7 @@ async def test_a_prefill_worker_told_to_stop_takes_nothing_new_and_ends_when_all
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
 @pytest.mark.in_turns
-async def test_a_decode_worker_that_goes_in_the_middle_of_streams(cluster, oracle, long_answers, signum):
+async def test_decode_worker_leaving_mid_stream_loses_no_stream(cluster, oracle, long_answers, signum):
     prompts, expected = long_answers
     before, salt = await retries(cluster, "worker_lost"), f"decode {signum.name}"
     reading: set[int] = set()
@@ -137,7 +135,7 @@ async def test_a_decode_worker_that_goes_in_the_middle_of_streams(cluster, oracl
     await cluster.until_idle()
 
 
-async def test_the_router_may_restart(cluster, oracle):
+async def test_router_restart_keeps_cluster_serving(cluster, oracle):
     pid = cluster.pid("router")
     cluster.local.kill("router")
     await cluster.local.wait_ready("router", after_pid=pid)

@@ -69,20 +69,20 @@ async def send(port, data):
         await writer.wait_closed()
 
 
-async def test_random_bytes_on_every_port(cluster, oracle):
+async def test_random_bytes_on_every_port_harm_nothing(cluster, oracle):
     pids = [cluster.pid(name) for name in WORKERS]
-    doors = {name: ports(cluster, name) for name in WORKERS}
-    assert len(doors["decode-0"]) == 2, "gRPC, and the KV port of the tcp transport"
+    servers = {name: ports(cluster, name) for name in WORKERS}
+    assert len(servers["decode-0"]) == 2, "gRPC, and the KV port of the tcp transport"
     prompt = oracle.story(1, 200)
     expected = oracle.tokens(prompt, 200)
     # Half a frame, then silence: these connections stay open the whole time.
-    silent = [await asyncio.open_connection("127.0.0.1", port) for port in doors["decode-0"]]
+    silent = [await asyncio.open_connection("127.0.0.1", port) for port in servers["decode-0"]]
     for _, writer in silent:
         writer.write(b"TKVT\1")
     before = await cluster.disaggregated()
     streams = [asyncio.ensure_future(cluster.stream(prompt, 200, cache_salt=str(i))) for i in range(3)]
     for data in rubbish():
-        await asyncio.gather(*(send(port, data) for name in WORKERS for port in doors[name]))
+        await asyncio.gather(*(send(port, data) for name in WORKERS for port in servers[name]))
     assert [(await stream).token_ids for stream in streams] == [expected] * 3
     assert await cluster.disaggregated() == before + 3
     again = await cluster.tokens(prompt, 200, cache_salt="after")
@@ -94,7 +94,7 @@ async def test_random_bytes_on_every_port(cluster, oracle):
 
 
 @pytest.mark.parametrize("secret", [None, b"the secret of some other cluster"])
-async def test_without_the_cluster_s_token_nothing_is_answered(cluster, secret):
+async def test_worker_ports_without_cluster_token_are_closed(cluster, secret):
     metadata = ClusterAuth(secret).client_metadata() if secret else ()
     for view in cluster.local.workers:
         async with grpc.aio.insecure_channel(view.address) as channel:
@@ -153,7 +153,7 @@ async def test_orders_that_make_no_sense_are_refused_one_by_one(cluster, oracle)
     await cluster.until_idle()
 
 
-async def test_a_session_of_another_protocol_is_refused(cluster):
+async def test_session_of_other_protocol_is_refused(cluster):
     metadata = ClusterAuth(cluster.local.config.secret.get_secret_value().encode()).client_metadata()
     for message in (
         session.RouterMessage(hello=session.RouterHello(protocol_version=99, incarnation=1)),

@@ -35,7 +35,7 @@ def transport(workers):
 
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("num_kills", [4, pytest.param(200, marks=pytest.mark.slow)])
-async def test_killed_at_random_moments_of_transfers(workers, prompts, num_kills):
+async def test_workers_killed_mid_transfer_corrupt_nothing(workers, prompts, num_kills):
     report = await Campaign(workers, prompts, seed=num_kills).run(num_kills)
     print(transport(workers), *lines(report), sep="\n")
     assert not report.problems, "\n".join(lines(report))
@@ -88,7 +88,7 @@ async def shown(workers):
 
 
 @pytest.mark.parametrize("ending", [signal.SIGCONT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
-async def test_a_writer_frozen_in_the_middle_of_a_transfer(workers, prompts, ending):
+async def test_writer_frozen_mid_transfer_corrupts_nothing(workers, prompts, ending):
     clients, cluster = Clients(workers.cluster, prompts, seed=SEED), workers.cluster
     before, old_pid = await num_quarantines(workers), cluster.pid("prefill-0")
     frozen, asked = await freeze_a_writer(workers, clients, prompts)

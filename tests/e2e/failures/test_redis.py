@@ -4,7 +4,7 @@ import pytest
 import pytest_asyncio
 
 from cluster.control.operations import carry_out
-from cluster.control.wire import RestartAsked, ScaleAsked
+from cluster.control.wire import RestartRequest, ScaleRequest
 from tandem.client.aio import AsyncClient
 from tandem.client.options import Options
 from tests.e2e.failures.test_router_takeover import second_router
@@ -42,7 +42,7 @@ async def until_known(router, blocks):
     await router.until(known)
 
 
-async def test_two_routers_share_what_one_has_routed_and_redis_may_come_and_go(cluster, server, oracle):
+async def test_routers_share_prefixes_through_redis_outages(cluster, server, oracle):
     async with second_router(cluster) as replica:
         asked = [prompt(oracle, number) for number in range(4)]
         expected = [oracle.tokens(ids, 6) for ids in asked]
@@ -77,9 +77,13 @@ async def test_two_routers_share_what_one_has_routed_and_redis_may_come_and_go(c
 
 
 @pytest.mark.slow
-async def test_a_worker_that_the_file_names_and_redis_tells_of_is_one_worker(cluster, oracle):
+async def test_worker_in_file_and_redis_counts_once(cluster, oracle):
     """`tandem restart` has the routers read the file again (SIGHUP) while Redis tells them of the same workers."""
-    for change in (RestartAsked(roles=("prefill", "decode", "router")), ScaleAsked(decode=2), ScaleAsked(decode=1)):
+    for change in (
+        RestartRequest(roles=("prefill", "decode", "router")),
+        ScaleRequest(decode=2),
+        ScaleRequest(decode=1),
+    ):
         await carry_out(cluster.local, change, cluster.logs.lines.append)
         await cluster.until_workers(len(cluster.local.workers))
         await followed(cluster, len(cluster.local.workers))
@@ -95,7 +99,7 @@ async def followed(cluster, count):
     await cluster.until(are_all)
 
 
-async def test_boards_and_alarms_name_what_this_cluster_tells(cluster, oracle):
+async def test_dashboards_and_alerts_use_exported_metrics(cluster, oracle):
     """Metrics, labels and values of labels: of everything that a panel or a rule names."""
     await cluster.stream(prompt(oracle, 7), 6)
     await cluster.tokens(prompt(oracle, 8)[:32], 2)

@@ -130,7 +130,7 @@ class OwnClient:
 
 
 @pytest.mark.turn(1)
-async def test_another_router_takes_the_streams_over(cluster, oracle):
+async def test_other_router_takes_over_streams(cluster, oracle):
     asked = requests(oracle)
     undisturbed = [Reader(one) for one in asked]
     assert all(await asyncio.gather(*(reader.read(cluster.http) for reader in undisturbed)))
@@ -159,7 +159,7 @@ async def test_another_router_takes_the_streams_over(cluster, oracle):
     await cluster.until_workers(3)
 
 
-async def test_the_router_that_is_restarted_takes_over_what_it_began_before(cluster, oracle):
+async def test_restarted_router_takes_over_its_streams(cluster, oracle):
     """One router is enough: its clients come back to it, with a seed that only it had known."""
     request = body(oracle.story(9200, 150), ANSWER, temperature=0.7)
     reader, pid = Reader(request), cluster.pid("router")
@@ -174,7 +174,7 @@ async def test_the_router_that_is_restarted_takes_over_what_it_began_before(clus
     await cluster.until_idle()
 
 
-async def test_what_nobody_takes_over_is_given_up(cluster, oracle):
+async def test_orphaned_streams_are_given_up(cluster, oracle):
     """Within `takeover_s`; blocks and queues are empty afterwards."""
     reader, pid = Reader(body(oracle.story(9300, 150), ANSWER)), cluster.pid("router")
     reading = asyncio.ensure_future(reader.read(cluster.http))

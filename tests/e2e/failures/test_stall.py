@@ -17,7 +17,7 @@ STALL_S = 4.0
 
 
 @pytest.mark.turn(0)
-async def test_a_rank_that_is_stopped_ends_its_worker_and_no_stream(oracle):
+async def test_stopped_rank_ends_its_worker_but_no_stream(oracle):
     asked = [(prompt, oracle.tokens(prompt, MAX_TOKENS)) for prompt in prompts(oracle, 6, seed=5)]
     pools = {"prefill__replicas": 0, "decode__replicas": 2, "decode__tensor_parallel_size": 2}
     async with running(**pools, engine__stall_s=STALL_S) as cluster:

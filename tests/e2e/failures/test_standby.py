@@ -47,6 +47,9 @@ async def test_worker_that_dies_in_a_stream_is_replaced_by_the_standby() -> None
         assert got.token_ids == expected
         [worker] = cluster.local.workers
         assert worker.pid == waiting
+        command = psutil.Process(waiting).cmdline()
+        assert command[1:3] == ["-m", "decode_worker"]
+        assert command[command.index("--index") + 1] == "0"
         # It is a worker like any other now: it is watched, and its own death is noticed.
         other = await one_standby(other_than=waiting)
         cluster.local.kill("decode-0")

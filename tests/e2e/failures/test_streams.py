@@ -18,7 +18,7 @@ from tests.support.running_cluster import running
     ids=["eleven", "two-hundred-kills", "freezes-and-drains"],
 )
 @pytest.mark.turn(2)
-async def test_no_stream_is_lost_or_differs(oracle, hatchery, blows: dict[Blow, int]) -> None:
+async def test_streams_under_faults_are_complete_and_equal(oracle, hatchery, blows: dict[Blow, int]) -> None:
     num_blows = sum(blows.values())
     async with running(command=hatchery.command, policy=PATIENT, **SHAPE) as cluster:
         known = await learn(cluster.local.http_url, oracle, 9 if num_blows < 20 else 24, seed=num_blows)

@@ -126,7 +126,7 @@ async def test_alarms_of_files_name_what_a_router_that_follows_files_tells(clust
     assert unknown(said, answer.text) == []
 
 
-async def test_both_wrote_who_came(cluster, folder):
+async def test_audit_logs_of_both_versions_record_requests(cluster, folder):
     secret = "these words stand nowhere"
     async with httpx.AsyncClient(
         base_url=cluster.local.http_url, verify=trusting(folder), timeout=WAIT_S, trust_env=False

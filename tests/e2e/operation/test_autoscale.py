@@ -12,7 +12,7 @@ from prometheus_client import generate_latest
 from cluster.autoscaler.live import LiveOptions, LivePlanner
 from cluster.autoscaler.local_scaler import ControlScaler
 from cluster.control.server import ControlSocket
-from cluster.planner.staffing import Promise, WorkerModel
+from cluster.planner.staffing import LatencyTargets, WorkerModel
 from cluster.planner.values import PlannerPolicy, Sizes
 from cluster.simulator.inputs.latency_files import load_latency
 from cluster.simulator.studies.worker_models import worker_with
@@ -62,12 +62,15 @@ async def test_a_worker_changes_pools_because_the_load_asks_for_it_and_no_reques
         "decode__replicas": AS_IT_WAS.decode,
         "control_socket": str(tmp_path / "control" / "c.sock"),
     }
-    async with running(**overrides) as cluster, ControlSocket(cluster.local, tell=cluster.logs.lines.append) as control:
+    async with (
+        running(**overrides) as cluster,
+        ControlSocket(cluster.local, report=cluster.logs.lines.append) as control,
+    ):
         options = LiveOptions(
             urls=[cluster.local.http_url],
             worker=worker(),
             # Whoever must wait at all is late, so prompts need a second reader; tokens may take their time.
-            promise=Promise(ttft_s=0.05, itl_s=2.0),
+            targets=LatencyTargets(ttft_s=0.05, itl_s=2.0),
             policy=POLICY,
             period_s=0.5,
             as_json=True,

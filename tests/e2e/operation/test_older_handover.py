@@ -15,7 +15,7 @@ LAST_OF_ITS_KIND = {
 
 
 @pytest.mark.parametrize("revision", LAST_OF_ITS_KIND.values(), ids=LAST_OF_ITS_KIND)
-async def test_doors_go_from_an_earlier_revision_to_todays_and_back_under_load(hatchery, oracle, tmp_path, revision):
+async def test_listeners_hand_over_between_revisions_under_load(hatchery, oracle, tmp_path, revision):
     code, place = tmp_path / "code", tmp_path / "place"
     code.mkdir()
     place.mkdir()

@@ -170,7 +170,7 @@ async def test_a_node_of_which_nothing_is_heard_is_lost_and_its_workers_end_when
 
         lost = await lose_a_node(still, upped, cluster, answers)
         print(f"\nsilent: {lost}")
-        assert any(f"nothing is heard of it for {SILENCE_S:g} s" in line for line in upped.logs.lines)
+        assert any(f"no answer for {SILENCE_S:g} s" in line for line in upped.logs.lines)
         assert lost.longest_pause_s <= PAUSE_S
         assert lost.replaced_s <= SILENCE_S + REPLACE_S
         await nodes.go_on()

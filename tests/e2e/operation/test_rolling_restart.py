@@ -16,7 +16,7 @@ import pytest
 import pytest_asyncio
 
 from cluster.control.operations import carry_out
-from cluster.control.wire import FlipAsked, RestartAsked, ScaleAsked
+from cluster.control.wire import FlipRequest, RestartRequest, ScaleRequest
 from cluster.processes.effective_config import PortDrawer
 from tandem.v1 import common_pb2
 from tandem.v1 import inference_pb2 as pb
@@ -161,10 +161,10 @@ async def cluster(hatchery):
 async def test_one_of_each_is_replaced_under_load(cluster, oracle):
     before = pids(cluster)
     async with loaded(cluster, oracle, 9700) as load:
-        await roll(cluster, load, RestartAsked())
+        await roll(cluster, load, RestartRequest())
         assert before.isdisjoint(pids(cluster))
         assert len(cluster.local.processes) == len(before)
-        await roll(cluster, load, ScaleAsked(prefill=2), FlipAsked(to="decode"), ScaleAsked(decode=1))
+        await roll(cluster, load, ScaleRequest(prefill=2), FlipRequest(to="decode"), ScaleRequest(decode=1))
     assert [view.role.value for view in cluster.local.workers] == ["prefill", "decode"]
     assert before.isdisjoint(pids(cluster))
     await cluster.until_idle()
@@ -174,9 +174,9 @@ async def test_one_of_each_is_replaced_under_load(cluster, oracle):
 async def test_workers_are_replaced_in_place_under_load(cluster, oracle):
     """Where there is no room for both the others do its work."""
     async with loaded(cluster, oracle, 9760) as load:
-        await roll(cluster, load, ScaleAsked(decode=2))
+        await roll(cluster, load, ScaleRequest(decode=2))
         before = pids(cluster)
-        await roll(cluster, load, RestartAsked(roles=("decode", "prefill"), in_place=True), ScaleAsked(decode=1))
+        await roll(cluster, load, RestartRequest(roles=("decode", "prefill"), in_place=True), ScaleRequest(decode=1))
         assert len(before & pids(cluster)) == 1, "the router"
 
 
@@ -199,13 +199,13 @@ async def test_a_stream_waits_while_the_only_decode_worker_is_replaced_in_place(
                             begun.set()
 
         def tell(text):
-            if text.startswith("starting one more"):
+            if text.startswith("starting a "):
                 had.append(len(said))
                 waited.append(asyncio.create_task(ask_once(cluster, prompt)))
 
         reading = asyncio.create_task(read())
         await begun.wait()
-        await carry_out(cluster.local, RestartAsked(roles=("decode",), in_place=True), tell)
+        await carry_out(cluster.local, RestartRequest(roles=("decode",), in_place=True), tell)
         await reading
         assert 0 < had[0] < LONG_ANSWER, "the worker left in the middle"
         assert said == oracle.tokens(prompt, LONG_ANSWER)
@@ -287,7 +287,7 @@ async def standing_alone(cluster, folder, **more):
 
 
 @pytest.mark.parametrize("speaks_tls", [False, True], ids=["plain", "tls"])
-async def test_a_router_that_stands_alone_hands_its_doors_to_its_successor(cluster, oracle, tmp_path, speaks_tls):
+async def test_single_router_hands_its_listeners_to_its_successor(cluster, oracle, tmp_path, speaks_tls):
     async with standing_alone(cluster, tmp_path, speaks_tls=speaks_tls) as lone:
         await lone.start()
         async with loaded(cluster, oracle, 9730, lone) as load:
@@ -339,6 +339,6 @@ async def test_routers_that_share_a_port_are_replaced_again_and_again(hatchery, 
     async with running(command=hatchery.command, **settings) as cluster, loaded(cluster, oracle, 9720) as load:
         for _ in range(ROUNDS):
             before = pids(cluster)
-            await roll(cluster, load, RestartAsked())
+            await roll(cluster, load, RestartRequest())
             assert before.isdisjoint(pids(cluster))
             assert not load.failures

@@ -118,7 +118,7 @@ async def replace(cluster, old, name):
     await cluster.local.wait_ready(name, after_pid=pid)
 
 
-async def test_router_processes_of_both_versions_share_one_door(hatchery, release, answered):
+async def test_router_processes_of_both_versions_share_the_ports(hatchery, release, answered):
     """As after `pip install` under a running `tandem up`: a process that it starts again is of the new version."""
     command = release.among({"router-0"}, hatchery.command)
     async with running(command=command, router__processes=2) as cluster:

@@ -69,7 +69,7 @@ async def test_routers_agree_on_a_prefix_that_only_one_of_them_has_routed(server
         assert second.registry.prefix_map.longest_prefix(names) == {}
 
 
-async def test_a_router_that_starts_later_knows_what_happened_before(server: RedisServer) -> None:
+async def test_late_router_learns_earlier_cache_events(server: RedisServer) -> None:
     settings = board_at(server)
     async with PublishingWorker("d0", settings) as worker:
         for step in range(300):
@@ -83,7 +83,7 @@ async def test_a_router_that_starts_later_knows_what_happened_before(server: Red
             assert late.board.links[0].connects == 1
 
 
-async def test_no_log_grows_without_bound(server: RedisServer) -> None:
+async def test_worker_logs_are_bounded(server: RedisServer) -> None:
     settings = board_at(server)
     async with PublishingWorker("d0", settings) as worker, router(0, settings, live=1) as reader:
         log = KEYS.log(worker.process)
@@ -183,9 +183,7 @@ def notice(process: Process) -> Notice:
 
 
 @pytest.mark.parametrize("kind", FAULTS)
-async def test_whatever_becomes_of_redis_no_request_fails_and_all_is_known_again(
-    server: RedisServer, kind: str
-) -> None:
+async def test_redis_outage_fails_no_request_and_recovers(server: RedisServer, kind: str) -> None:
     async with AsyncExitStack() as stack:
         workers, routers = await two_of_each(stack, server)
         await until(lambda: all(each.board.num_followed == 2 for each in routers), "all follow all")
@@ -219,7 +217,7 @@ async def test_whatever_becomes_of_redis_no_request_fails_and_all_is_known_again
         await ask(4)
 
 
-async def test_a_crashed_routers_load_disappears_by_itself(server: RedisServer) -> None:
+async def test_crashed_routers_load_expires(server: RedisServer) -> None:
     async with AsyncExitStack() as stack:
         workers, (first, second) = await two_of_each(stack, server)
         for worker in workers:
@@ -239,7 +237,7 @@ async def test_a_crashed_routers_load_disappears_by_itself(server: RedisServer) 
         await asyncio.gather(*asked)
 
 
-async def test_a_router_that_stops_takes_its_load_with_it_at_once(server: RedisServer) -> None:
+async def test_stopping_router_removes_its_load(server: RedisServer) -> None:
     settings = board_at(server, lease_s=60.0)
     async with PublishingWorker("d0", settings), router(0, settings, live=1) as stays:
         async with router(1, settings, live=1):
@@ -248,7 +246,7 @@ async def test_a_router_that_stops_takes_its_load_with_it_at_once(server: RedisS
         assert server.do("ZCARD", KEYS.routers) == 1
 
 
-async def test_a_worker_that_leaves_leaves_nothing_behind(server: RedisServer) -> None:
+async def test_departed_worker_leaves_no_keys(server: RedisServer) -> None:
     async with PublishingWorker("d0", board_at(server)) as worker:
         await until(lambda: server.do("DBSIZE") == 4, "notice, head, state, registry")
         worker.store([block(1)])
@@ -256,7 +254,7 @@ async def test_a_worker_that_leaves_leaves_nothing_behind(server: RedisServer) -
     assert server.do("DBSIZE") == 0
 
 
-async def test_a_worker_restarted_under_its_name_is_another(server: RedisServer) -> None:
+async def test_restarted_worker_is_a_new_incarnation(server: RedisServer) -> None:
     settings = board_at(server)
     async with router(0, settings, live=0) as reader:
         async with PublishingWorker("d0", settings) as former:
@@ -269,7 +267,7 @@ async def test_a_worker_restarted_under_its_name_is_another(server: RedisServer)
             assert reader.registry.prefix_map.longest_prefix([block(1)]) == {}
 
 
-async def test_redis_may_come_later_than_everybody_else() -> None:
+async def test_redis_starting_last_is_used() -> None:
     with RedisServer() as server:
         server.kill()
         settings = board_at(server)
@@ -280,7 +278,7 @@ async def test_redis_may_come_later_than_everybody_else() -> None:
             await until(lambda: reader.agrees_with(worker) and bool(reader.knows(worker)), "found and followed")
 
 
-async def test_a_wrong_password_costs_no_request_and_no_password_is_ever_logged(
+async def test_wrong_redis_password_fails_no_request_and_is_not_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -299,7 +297,7 @@ async def test_a_wrong_password_costs_no_request_and_no_password_is_ever_logged(
     assert len(failing) == 1, "a change of state is logged, not each failure"
 
 
-async def test_clusters_that_share_a_redis_do_not_meet(server: RedisServer) -> None:
+async def test_clusters_sharing_a_redis_are_isolated(server: RedisServer) -> None:
     ours, theirs = board_at(server), board_at(server, cluster="other")
     async with PublishingWorker("d0", ours) as worker, PublishingWorker("d0", theirs) as stranger:
         worker.store([block(1)])
@@ -309,7 +307,7 @@ async def test_clusters_that_share_a_redis_do_not_meet(server: RedisServer) -> N
             assert {a.address for a in reader.board.directory._addresses} == {worker.address}
 
 
-async def test_a_report_tells_what_has_reached_the_worker_and_peers_add_the_rest(server: RedisServer) -> None:
+async def test_worker_report_and_peer_load_add_up(server: RedisServer) -> None:
     async with AsyncExitStack() as stack:
         workers, (first, second) = await two_of_each(stack, server)
         for worker in workers:
@@ -330,7 +328,7 @@ async def test_a_report_tells_what_has_reached_the_worker_and_peers_add_the_rest
         sent.end()
 
 
-async def test_a_load_that_cannot_be_told_is_not_told_and_ends_no_router(
+async def test_unencodable_load_is_skipped_and_ends_no_router(
     server: RedisServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with AsyncExitStack() as stack:
@@ -348,7 +346,7 @@ async def test_a_load_that_cannot_be_told_is_not_told_and_ends_no_router(
             each.end()
 
 
-async def test_a_load_from_before_a_router_began_counts_for_nothing_there(server: RedisServer) -> None:
+async def test_load_from_before_router_start_is_ignored(server: RedisServer) -> None:
     """Authentic, and never heard there: somebody kept it."""
     config = RouterConfig.model_validate({"limits": {"default": {"concurrent_requests": 2}}})
     limits = [make_limits(config, SECRET, lambda: 0.0) for _ in range(2)]

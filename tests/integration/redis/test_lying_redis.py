@@ -100,7 +100,7 @@ async def following(liar: Liar) -> AsyncIterator[RedisLink]:
         "LOADING",
     ],
 )
-async def test_the_follower_takes_nonsense_for_no_answer(said: bytes) -> None:
+async def test_log_follower_malformed_reply_is_ignored(said: bytes) -> None:
     liar = Liar(said)
     async with following(liar) as link:
         await until(lambda: link.health.failures > QUICK.most_in_a_row, "it waits and tries again")
@@ -134,7 +134,7 @@ class Flooding(Liar):
             await asyncio.gather(talking, return_exceptions=True)
 
 
-async def test_an_answer_that_is_too_large_is_not_read() -> None:
+async def test_redis_link_oversized_reply_is_not_read() -> None:
     liar = Flooding()
     async with following(liar) as link:
         await until(lambda: liar.num_ended > 0, "the connection was thrown away")

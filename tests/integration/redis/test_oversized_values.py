@@ -15,7 +15,7 @@ LARGE = 8 << 20
 
 @pytest.mark.parametrize("score", ["now", "never"])
 @pytest.mark.parametrize("registry", [KEYS.routers, KEYS.workers], ids=["routers", "workers"])
-async def test_large_members_are_not_read_and_do_not_stay(registry: str, score: str) -> None:
+async def test_oversized_set_members_are_removed(registry: str, score: str) -> None:
     at = time.time() * 1e3 if score == "now" else 9e15
     with RedisServer() as server:
         settings = board_at(server)
@@ -35,7 +35,7 @@ async def test_large_members_are_not_read_and_do_not_stay(registry: str, score: 
             await until(lambda: second.agrees_with(worker), "the other router hears of it")
 
 
-async def test_a_large_entry_in_a_log_is_not_read_and_the_log_is_written_again() -> None:
+async def test_oversized_log_entry_restarts_the_log() -> None:
     with RedisServer() as server:
         settings = board_at(server)
         async with PublishingWorker("d0", settings) as worker, router(0, settings, live=1) as reader:

@@ -1,4 +1,4 @@
-"""rediss://: the board behind a TLS door, whose certificate must be the right one."""
+"""rediss://: the board behind a TLS server, whose certificate must be the right one."""
 
 import asyncio
 import os
@@ -40,17 +40,17 @@ async def tls_door(server: RedisServer, authority: trustme.CA):
         for pair in ((reader, inner_writer), (inner_reader, writer)):
             carrying.add(asyncio.create_task(carry(*pair)))
 
-    door = await asyncio.start_server(enter, "127.0.0.1", 0, ssl=context)
+    http_server = await asyncio.start_server(enter, "127.0.0.1", 0, ssl=context)
     try:
-        yield door.sockets[0].getsockname()[1]
+        yield http_server.sockets[0].getsockname()[1]
     finally:
-        door.close()
+        http_server.close()
         for task in carrying:
             task.cancel()
         await asyncio.gather(*carrying, return_exceptions=True)
 
 
-async def test_the_board_is_read_and_written_through_tls_and_a_strangers_certificate_is_refused(tmp_path: Path) -> None:
+async def test_redis_over_tls_works_and_refuses_foreign_certificate(tmp_path: Path) -> None:
     ours, theirs = trustme.CA(), trustme.CA()
     for name, authority in (("ours", ours), ("theirs", theirs)):
         authority.cert_pem.write_to_path(tmp_path / name)
@@ -75,9 +75,7 @@ async def test_the_board_is_read_and_written_through_tls_and_a_strangers_certifi
     ("kind", "told"),
     [("fifo", "a FIFO, not a regular file"), ("empty", "no certificate in PEM"), ("absent", "No such")],
 )
-async def test_authorities_that_cannot_be_read_make_redis_down_and_are_not_waited_for(
-    tmp_path: Path, kind: str, told: str
-) -> None:
+async def test_redis_unreadable_ca_counts_as_down(tmp_path: Path, kind: str, told: str) -> None:
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "empty").touch()
     settings = RedisSettings(host="127.0.0.1", port=1, tls=True, ca=str(tmp_path / kind), timeout_s=20.0)

@@ -29,7 +29,7 @@ def at_the_queue(bottleneck: Bottleneck, look: Callable[[Simulation], None]) -> 
 
     def watch() -> None:
         nonlocal looked
-        if not looked and simulation.router.gate.admission.num_waiting >= QUEUE:
+        if not looked and simulation.router.admission.fair.num_waiting >= QUEUE:
             looked = True
             look(simulation)
         elif not looked:
@@ -43,13 +43,13 @@ def at_the_queue(bottleneck: Bottleneck, look: Callable[[Simulation], None]) -> 
 
 def held(simulation: Simulation) -> dict[Shortage, int]:
     """Requests in line by what they wait for."""
-    found = simulation.router.gate.admission.held()
+    found = simulation.router.admission.fair.held()
     return {lack: sums.num_requests for lack, sums in found.items() if sums.num_requests}
 
 
 def exposition(simulation: Simulation) -> str:
     """What a router would show to Prometheus at this moment."""
     metrics = RouterMetrics(MODEL)
-    metrics.registry.register(AdmissionMetrics(simulation.router.gate.admission, metrics.tenants))
+    metrics.registry.register(AdmissionMetrics(simulation.router.admission.fair, metrics.tenants))
     metrics.worker_loads(simulation.registry.snapshots())
     return metrics.render().decode()

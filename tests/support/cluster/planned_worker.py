@@ -1,6 +1,6 @@
 """The one worker, promise and period by which the tests of the planner and of its live side reckon."""
 
-from cluster.planner.staffing import Margins, Promise, Staffing, WorkerModel
+from cluster.planner.staffing import LatencyTargets, Margins, Staffing, WorkerModel
 from cluster.planner.values import Demand
 
 PERIOD_S = 15.0
@@ -14,12 +14,12 @@ WORKER = WorkerModel(
     kv_tokens=50_000,
     max_running=64,
 )
-PROMISE = Promise(ttft_s=5.0, itl_s=0.1)
+TARGETS = LatencyTargets(ttft_s=5.0, itl_s=0.1)
 
 
 def staffing() -> Staffing:
     """By that worker, with the usual margins."""
-    return Staffing(WORKER, PROMISE, Margins())
+    return Staffing(WORKER, TARGETS, Margins())
 
 
 def demand(num_requests: float, prompt: int = 1_000, output: int = 200) -> Demand:

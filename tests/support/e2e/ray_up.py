@@ -166,7 +166,7 @@ async def lose_a_node(
     assert [one.token_ids for one in told] == expected
     assert await cluster.figure("tandem_dispatch_retries_total") > 0, "the streams of that node went on elsewhere"
     for name in names:
-        await upped.says(name, "lost with its node", since=since)
+        await upped.says(name, "lost together with its node", since=since)
         await upped.says(name, "is back", since=since)
     replaced_s = monotonic() - lost_s
     await cluster.until_workers(3)

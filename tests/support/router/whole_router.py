@@ -1,4 +1,4 @@
-"""The whole router but its doors, over workers that are in the same process and do what dice say.
+"""The whole router but its servers, over workers that are in the same process and do what dice say.
 
 Registry, prefix map, placement, dispatch, gate, admission and metrics are the real ones, on a clock that a test moves.
 Nothing waits for a socket, so tens of thousands of requests take seconds.

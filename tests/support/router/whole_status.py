@@ -43,7 +43,7 @@ async def status_of(feed: StatusFeed, tenant: str = "a") -> dict[str, Any]:
 
 
 def answer(whole: WholeRouter, *, ttft_s: float, itl_s: float, tokens: int) -> None:
-    """As a door would count it."""
+    """As a server would count it."""
     with RequestMeter(whole.metrics, whole.clock, prompt_tokens=40, choices=1) as meter:
         whole.now_s += ttft_s
         meter.tokens(0, 1)

@@ -49,7 +49,7 @@ class Fetching:
     def __init__(self, hub: FakeHub, *, most_failures: int = 20) -> None:
         self.pauses: list[float] = []
         patience = DownloadPatience(most_failures=most_failures, rng=Random(1))
-        self.fetch = Fetch(hub, patience, pause=self.pauses.append, tell=lambda _line: None)
+        self.fetch = Fetch(hub, patience, pause=self.pauses.append, report=lambda _line: None)
 
 
 def fetch(hub: FakeHub, into: Path, *, revision: str | None = None, weights: bool = True) -> bool:
@@ -78,7 +78,7 @@ def test_what_breaks_is_tried_again_with_longer_and_longer_pauses(tmp_path: Path
 
 def test_too_many_failures_in_a_row_are_the_end_but_not_those_between_which_something_came(tmp_path: Path) -> None:
     dead = Fetching(FakeHub(*[ConnectionError("reset\nby peer")] * 99), most_failures=5)
-    with pytest.raises(ConfigError, match=r"cannot fetch org/m: reset$"):
+    with pytest.raises(ConfigError, match=r"cannot download org/m: reset$"):
         dead.fetch.run("org/m", tmp_path, revision=None, weights=True)
     assert len(dead.pauses) == 4
     slow = Fetching(FakeHub(*[ConnectionError("reset")] * 99, comes=1), most_failures=5)
@@ -115,9 +115,9 @@ def _caused_by(cause: Exception) -> Exception:
      ImportError("huggingface_hub")],
     ids=repr,
 )  # fmt: skip
-def test_what_is_not_to_be_had_is_not_asked_for_again(error: Exception, tmp_path: Path) -> None:
+def test_hub_download_permanent_error_is_not_retried(error: Exception, tmp_path: Path) -> None:
     fetching = Fetching(FakeHub(error))
-    with pytest.raises(ConfigError, match="cannot fetch org/m"):
+    with pytest.raises(ConfigError, match="cannot download org/m"):
         fetching.fetch.run("org/m", tmp_path, revision=None, weights=True)
     assert fetching.pauses == []
     assert fetch(FakeHub(), tmp_path), "what failed is not said to be there"
@@ -151,14 +151,14 @@ def test_what_a_client_that_cannot_ask_finds_in_the_directory_is_no_model(tmp_pa
     assert (tmp_path / "model.safetensors").stat().st_size == 40
 
 
-def test_a_pod_that_is_told_to_go_does_not_wait_for_the_hub(tmp_path: Path) -> None:
+def test_hub_download_on_sigterm_ends_at_once(tmp_path: Path) -> None:
     with PortDrawer() as ports:
         nobody = f"http://127.0.0.1:{ports.draw('127.0.0.1', 'a test')}"
     own = {"HF_ENDPOINT": nobody, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"}
     command = [sys.executable, "-m", "cluster.hub", "org/m", "--into", str(tmp_path / "m")]
     with subprocess.Popen(command, env=os.environ | own, stdout=subprocess.PIPE, text=True) as fetching:
         assert fetching.stdout is not None
-        assert "again in" in fetching.stdout.readline()
+        assert "retrying in" in fetching.stdout.readline()
         fetching.terminate()
         # By its own handler: the first process of a container has no other way.
         assert fetching.wait() == 128 + signal.SIGTERM
@@ -169,5 +169,5 @@ def test_a_model_without_any_such_file_is_refused(tmp_path: Path) -> None:
         def files(self, _hub_id: str, revision: str | None) -> Listing:
             return Listing("c", {"model.bin": 4})
 
-    with pytest.raises(ConfigError, match="none of its files is"):
+    with pytest.raises(ConfigError, match="no file matches"):
         fetch(Empty(), tmp_path)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.kv_arithmetic import Asked, layout_of, main, num_parameters, read_model, room
+from cluster.kv_arithmetic import SizingOptions, layout_of, main, num_parameters, read_model, room
 from engine.assembly import assemble
 from tandem.config.cluster import load
 from tandem.values.roles import WorkerRole
@@ -22,7 +22,7 @@ def test_the_engine_counts_the_same() -> None:
     config = load(None, LONE | {"engine.memory_bytes": memory_bytes, "engine.kv_dtype": kv_dtype})
     parts = assemble(engine_spec(config, WorkerRole.DECODE))
     model = read_model("builtin")
-    found = room(model, Asked(dtype="float32", kv_dtype=kv_dtype, rank_bytes=memory_bytes))
+    found = room(model, SizingOptions(dtype="float32", kv_dtype=kv_dtype, rank_bytes=memory_bytes))
     assert found.block_bytes == parts.layout.worker_block_bytes
     assert found.bytes_per_token == parts.layout.worker_block_bytes // parts.layout.block_size
     # The engine may keep some weights in a second order, and knows its workspace by measuring it.
@@ -62,12 +62,12 @@ def test_the_table_of_models_in_the_handbook() -> None:
             layer_windows=(None,) * int(layers),
         )
         for kv_dtype, told in (("auto", plain), ("int8", coded)):
-            layout = layout_of(like, Asked(kv_dtype=kv_dtype))
+            layout = layout_of(like, SizingOptions(kv_dtype=kv_dtype))
             assert layout.worker_block_bytes / layout.block_size / 1024 == pytest.approx(float(told), abs=0.05)
 
 
-def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_kv_arithmetic_model_beyond_memory_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["builtin", "--memory-gb", "0.01"]) == 2
-    assert "no room for KV" in capsys.readouterr().err
+    assert "no memory left for KV" in capsys.readouterr().err
     assert main(["builtin", "--dtype", "float32", "--memory-gb", "2"]) == 0
     assert "kv_tokens=" in capsys.readouterr().out

@@ -41,7 +41,7 @@ def asked(tmp_path, role: str, config: object, *options: str) -> int:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
-def test_a_router_is_asked_where_it_listens(tmp_path, door, host, capsys):
+def test_probe_router_connects_where_it_listens(tmp_path, door, host, capsys):
     config = {"router": {"host": host, "port": door, "api_keys": ["k" * 32]}}
     assert asked(tmp_path, "router", config) == 0
     assert asked(tmp_path, "router", config, "--ready") == 1
@@ -49,13 +49,13 @@ def test_a_router_is_asked_where_it_listens(tmp_path, door, host, capsys):
     assert _PATHS[-2:] == ["/health", "/readyz"]
 
 
-def test_nobody_there_is_not_well(tmp_path, door):
+def test_probe_without_listener_is_unhealthy(tmp_path, door):
     nowhere = {"router": {"port": 1}, "decode": {"addresses": ["127.0.0.1:1"]}}
     assert asked(tmp_path, "router", nowhere) == 1
     assert asked(tmp_path, "decode", nowhere) == 1
 
 
-def test_a_worker_is_asked_by_the_protocol_of_health(tmp_path):
+def test_probe_worker_uses_the_grpc_health_protocol(tmp_path):
     answers = [SERVING, b"\x08\x02"]
     check = grpc.unary_unary_rpc_method_handler(lambda _request, _context: answers.pop(0))
     server = grpc.server(futures.ThreadPoolExecutor(1))

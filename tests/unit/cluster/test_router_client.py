@@ -52,13 +52,13 @@ async def test_what_a_model_thinks_is_no_part_of_its_answer():
         (
             "429 Too Many",
             [b'{"error": {"message": "the queue is full"}}'],
-            r"429: the queue is full \(try again in 3 s\)",
+            r"429: the queue is full \(retry in 3 s\)",
         ),
         ("502 Bad Gateway", [b"<html>"], "502: <html>"),
         ("200 OK", [event({"error": {"message": "no worker is left"}}), event("[DONE]")], "no worker is left"),
-        ("200 OK", [event({"choices": []})], "broke off"),
+        ("200 OK", [event({"choices": []})], "ended prematurely"),
         ("200 OK", [event("{")], "not JSON"),
-        ("200 OK", [event([1])], "not of JSON objects"),
+        ("200 OK", [event([1])], "not consist of JSON objects"),
     ],
 )
 async def test_refusals_and_broken_streams_are_one_clear_message(status, reply, message):
@@ -108,7 +108,7 @@ def test_a_conversation_grows_only_by_answered_questions():
     assert [m["content"] for m in conversation.asking("c")] == ["Be brief.", "a", "b", "c"]
     conversation.clear()
     assert [m["content"] for m in conversation.asking("d")] == ["Be brief.", "d"]
-    expected = "1 answers · 10 prompt tokens, 4 from the cache · 5 tokens answered in 0.5 s, 10.0 tokens/s"
+    expected = "1 answers · 10 prompt tokens, 4 from the cache · 5 tokens generated in 0.5 s, 10.0 tokens/s"
     assert conversation.stats() == expected
 
 

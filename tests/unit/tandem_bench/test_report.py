@@ -64,7 +64,7 @@ def test_the_table_names_what_was_missed() -> None:
     assert "20.25" in text
     assert "NOT MET" in text
     assert "[prompts]" in text
-    assert "1 goal not met: startup 20.25, wanted < 15" in text
+    assert "1 goal not met: startup 20.25, expected < 15" in text
     assert report.num_missed(rows) == 1
 
 

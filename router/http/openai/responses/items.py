@@ -1,4 +1,4 @@
-"""The output items of one response as they grow: messages and calls of functions, and their events."""
+"""The output items of one response as they grow: messages and function calls, and their events."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
@@ -6,26 +6,27 @@ from typing import Any, TypeAlias
 from router.api.answer.call_reader import CallPiece, Piece, TextPiece
 
 ResponseEvent: TypeAlias = dict[str, Any]
-"""An event without its number."""
+"""An event without its sequence number."""
 _MESSAGE, _CALL, _REASONING = "message", "function_call", "reasoning"
 
 
 class ResponseItems:
-    """Grows with an answer's pieces. The same pieces make the same items, whether anybody reads the events."""
+    """Builds items from an answer's pieces. The same pieces make the same items, whether or not events are streamed."""
 
     def __init__(self, request_id: str) -> None:
         self.items: list[dict[str, Any]] = []
         self._request_id = request_id
         self._parts: list[str] = []
-        """Of the last item's text or arguments, as long as it is open."""
+        """Text or arguments of the last item while it is open."""
         self._is_open = False
         self._logprobs: list[dict[str, Any]] = []
-        """Of the last item's text."""
-        self._num_told = 0
-        """Of these, in its deltas."""
+        """Log probabilities of the last item's text."""
+        self._num_sent = 0
+        """How many of these have been sent in its deltas."""
 
     def add_pieces(self, pieces: Sequence[Piece], logprobs: Sequence[dict[str, Any]] = ()) -> Iterator[ResponseEvent]:
-        """What the pieces add; `logprobs`: of the tokens that came with them, of an answer that calls nothing."""
+        """Return the events of the pieces; `logprobs`: of the tokens that came with them, for an answer without
+        calls."""
         self._logprobs += logprobs
         for piece in pieces:
             if not isinstance(piece, CallPiece):
@@ -40,7 +41,7 @@ class ResponseItems:
                 yield self._grown(piece.arguments)
 
     def end(self, *, is_cut: bool) -> Iterator[ResponseEvent]:
-        """The answer is over; `is_cut`: before it was whole. There is a message at least."""
+        """End the answer; `is_cut`: before it was complete. There is at least one message."""
         if not self.items:
             yield from self._begin_text(_MESSAGE)
         yield from self._close("incomplete" if is_cut else "completed")
@@ -68,7 +69,7 @@ class ResponseItems:
             return self._of_item("response.function_call_arguments.delta", delta=text)
         if self.items[-1]["type"] == _REASONING:
             return self._of_item("response.reasoning_text.delta", content_index=0, delta=text)
-        new, self._num_told = self._logprobs[self._num_told :], len(self._logprobs)
+        new, self._num_sent = self._logprobs[self._num_sent :], len(self._logprobs)
         return self._of_item("response.output_text.delta", content_index=0, delta=text, logprobs=new)
 
     def _close(self, status: str) -> Iterator[ResponseEvent]:

@@ -1,4 +1,4 @@
-"""What /v1/responses answers, whole and as events, for /openapi.json."""
+"""Models of the answers of /v1/responses, whole and as events, for /openapi.json."""
 
 from typing import Any, Literal
 
@@ -22,7 +22,7 @@ class ReasoningTextObject(ExactObject):
 
 
 class ItemObject(ExactObject):
-    """Fields that items of all types have."""
+    """Fields common to items of all types."""
 
     id: str
     status: ItemStatus

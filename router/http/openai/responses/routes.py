@@ -1,6 +1,6 @@
 """POST /v1/responses, OpenAI's newer form of a conversation: items in, items out, typed events when streamed.
 
-Nothing is stored: `store: true` and `previous_response_id` are refused, and a stream is not continued after it broke.
+Nothing is stored: `store: true` and `previous_response_id` are refused, and a broken stream cannot be continued.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ from tandem.errors import InvalidRequest, ServingError
 from tandem.values.outputs import FinishReason, SampledToken
 
 _FIELD_OF = {"messages": "input", "prompt": "input", "reasoning_effort": "reasoning"}
-"""Where a fault that the frontend names stands here."""
+"""Names in this API of the fields that the frontend's errors name."""
 
 
 RESPONSES_PATH = "/v1/responses"
@@ -94,7 +94,8 @@ class ResponsesRoutes:
             except InvalidRequest as error:
                 if error.param != "tools" or not body.leaves_strict_open:
                     raise
-                # Strict is this API's default where it can be kept; who does not ask for it is not refused for it.
+                # Strict is this API's default where it can be enforced; a request that does not ask for it is not
+                # refused for it.
                 return await self._prepared(body, request, strict=False)
         except InvalidRequest as error:
             field = _FIELD_OF.get(error.param or "")
@@ -108,17 +109,17 @@ class ResponsesRoutes:
 
 
 class ResponseLogprobs:
-    """Of one answer, as its tokens come."""
+    """Formats the log probabilities of one answer as its tokens arrive."""
 
     def __init__(self, prepared: PreparedRequest, tokenizer: Tokenizer) -> None:
         self.are_shown = prepared.request.sampling.num_logprobs is not None
         self._shape = Logprobs(tokenizer)
         self._thoughts = None if prepared.reasoning is None else prepared.reasoning.new_counter()
         self._held: list[SampledToken] = []
-        """It is not known yet whether they are thinking."""
+        """Tokens that may still turn out to be reasoning."""
 
     def entries_for(self, delta: TextDelta) -> list[dict[str, Any]]:
-        """Of the delta's tokens, and of those that turn out to be text."""
+        """Return entries for the delta's tokens, and for held tokens that turn out to be text."""
         if not self.are_shown:
             return []
         shown = [token for token in delta.tokens for token in self._known(token)]
@@ -140,7 +141,7 @@ class ResponseLogprobs:
 
 
 class _Answer:
-    """One response: the object as it stands, and the events of its growth."""
+    """The state of one response: the object so far, and the events of its growth."""
 
     def __init__(
         self,
@@ -152,7 +153,7 @@ class _Answer:
         model: str,
         has_timing: bool,
     ) -> None:
-        """`body`: the body as it came."""
+        """`body`: the body as received."""
         request = prepared.request
         self._body, self._prepared, self._model = body, prepared, model
         self._created_s = int(time.time())
@@ -164,7 +165,7 @@ class _Answer:
         self._is_cut = False
 
     async def all_logprobs(self, delta: TextDelta) -> list[dict[str, Any]]:
-        """Of a whole answer, slice by slice: streams beside it go on in between."""
+        """Return entries for a whole answer, slice by slice, so that concurrent streams are not delayed."""
         found: list[dict[str, Any]] = []
         step = max(1, SLICE_VALUES // (1 + (self._prepared.request.sampling.num_logprobs or 0)))
         for start in range(0, len(delta.tokens) if self._logprobs.are_shown else 0, step):
@@ -173,7 +174,7 @@ class _Answer:
         return found
 
     def on_delta(self, delta: TextDelta, logprobs: Sequence[dict[str, Any]] | None = None) -> list[ResponseEvent]:
-        """What the next of the answer adds; `logprobs`: of its tokens, if they are there already."""
+        """Return the events of the next delta; `logprobs`: of its tokens, if they have been computed."""
         self._usage.add(delta)
         shown = self._logprobs.entries_for(delta) if logprobs is None else logprobs
         events_made = list(self._items.add_pieces(self._reader.read(delta), shown))
@@ -183,7 +184,7 @@ class _Answer:
         return events_made
 
     def begun(self) -> dict[str, Any]:
-        """Before the first item."""
+        """Return the object before its first item."""
         return self._object("in_progress")
 
     def ended(self) -> dict[str, Any]:
@@ -195,11 +196,11 @@ class _Answer:
         return whole | ({"timing": timing_object(self._usage)} if self._has_timing else {})
 
     def headers(self) -> dict[str, str]:
-        """Of a whole response."""
+        """Return the headers of an unstreamed response."""
         return {SERVER_TIMING: server_timing(self._usage)} if self._has_timing else {}
 
     def failed(self, error: ServingError) -> dict[str, Any]:
-        """When it could not go on."""
+        """Return the object of a response that failed."""
         shown = error_object(error)["error"]
         failure = {"code": "server_error", "message": shown["message"]}
         return self._object("failed") | {"output": self._items.items, "error": failure}
@@ -236,7 +237,7 @@ class _Answer:
         }
 
     def _tools(self) -> list[dict[str, Any]]:
-        """As the client sent them, and whether they were strict."""
+        """Return the tools as the client sent them, with the value of strict in force."""
         calling = self._prepared.calling
         strict = {} if calling is None else {tool.name: tool.strict for tool in calling.use.tools}
         body = self._body.get("tools") or []
@@ -260,7 +261,8 @@ class _ResponseStream:
         self._number = 0
 
     async def run(self, events: EventStream) -> None:
-        """Nothing is written before the first token, so that earlier errors keep their HTTP status."""
+        """Write the stream. Nothing is written before the first token, so that earlier errors keep their HTTP
+        status."""
         prepared = await self._prepare()
         self._answer = answer = self._make_answer(prepared)
         self._events = events
@@ -269,7 +271,7 @@ class _ResponseStream:
         events.write(self._written([{"type": f"response.{whole['status']}", "response": whole}]))
 
     def failed(self, error: ServingError) -> bytes:
-        """The last event of a stream that broke."""
+        """Return the last event of a stream that failed."""
         if self._answer is None:
             return b""
         return self._written([{"type": "response.failed", "response": self._answer.failed(error)}])

@@ -1,4 +1,4 @@
-"""What clients may send to POST /v1/responses. It keeps nothing: a conversation comes whole with each request."""
+"""The body of POST /v1/responses. Nothing is stored: each request contains its whole conversation."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -19,7 +19,7 @@ _MAX_PARTS = 256
 _MAX_NOTES = 16
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 _THINKING = "reasoning"
-"""In place of a role, until it is known whose turn it was."""
+"""Stands in for a role until it is known whose turn it was."""
 _LOGPROBS = "message.output_text.logprobs"
 _TEXTS = frozenset({"input_text", "output_text"})
 _PARTS = OnlyTypes("input", "content", _TEXTS | {"reasoning_text"})
@@ -28,7 +28,7 @@ _TOOLS = OnlyTypes("tools", "a tool", frozenset({"function"}))
 
 
 class ContentPart(StrictBody):
-    """Text of a message or of a function's result. Log probabilities that this server sent with a text are a note."""
+    """Text of a message or of a function's result. Log probabilities that this server sent with it are ignored."""
 
     TYPES: ClassVar[OnlyTypes | None] = _PARTS
     NOT_YET: ClassVar[dict[str, tuple[Any, ...]]] = {"annotations": (None, [])}
@@ -41,7 +41,7 @@ _Content = Annotated[str | list[ContentPart] | None, at_most(_MAX_PARTS)]
 
 
 class InputItem(StrictBody):
-    """A message, a call of a function, or what it returned. Ids and states of items are notes of the client's."""
+    """A message, a function call, or its result. Ids and states of items are ignored."""
 
     TYPES: ClassVar[OnlyTypes | None] = _ITEMS
     NOT_YET: ClassVar[dict[str, tuple[Any, ...]]] = {
@@ -57,10 +57,10 @@ class InputItem(StrictBody):
     arguments: str | None = None
     output: _Content = None
     summary: Annotated[list[ContentPart] | None, at_most(0)] = None
-    """Of reasoning; none is made here."""
+    """Summary of reasoning; this router makes none."""
 
     def part(self) -> Message | AssistantToolCall:
-        """What it adds to the conversation. Raises InvalidRequest."""
+        """Return what it adds to the conversation. Raises InvalidRequest."""
         given = {
             name
             for name in ("role", "content", "call_id", "name", "arguments", "output")
@@ -75,11 +75,11 @@ class InputItem(StrictBody):
                 return Message(role="tool", content=_text(self.output), tool_call_id=self.call_id)
             case "reasoning" if given == {"content"} and isinstance(self.content, list):
                 return Message(role=_THINKING, content="\n".join(part.text for part in self.content))
-        raise InvalidRequest(f"input: an item of type {self.type} has other fields", param="input")
+        raise InvalidRequest(f"input: an item of type {self.type} does not have these fields", param="input")
 
 
 class TextFormat(StrictBody):
-    """What the text must be."""
+    """The requested format of the text."""
 
     type: str
     name: str | None = None
@@ -88,11 +88,11 @@ class TextFormat(StrictBody):
     strict: bool | None = None
 
     def structure(self) -> StructuredOutput | None:
-        """Return what the text must be. Raises InvalidRequest."""
+        """Return the structure of the text. Raises InvalidRequest."""
         if (self.type == "json_schema") != (self.schema_ is not None):
-            raise InvalidRequest("text.format: schema stands with type json_schema, and only there", param="text")
+            raise InvalidRequest("text.format: schema requires type json_schema, and vice versa", param="text")
         if self.type not in ("text", "json_object", "json_schema"):
-            raise InvalidRequest("text.format: type is one of text, json_object, json_schema", param="text")
+            raise InvalidRequest("text.format: type must be one of text, json_object, json_schema", param="text")
         if self.type == "text":
             return None
         return StructuredOutput(
@@ -113,7 +113,7 @@ class ReasoningConfig(StrictBody):
 
 
 class FunctionTool(FunctionSpec):
-    """A function; no other tool is there to be used."""
+    """A function; other kinds of tools are not supported."""
 
     TYPES: ClassVar[OnlyTypes | None] = _TOOLS
     NOT_YET: ClassVar[dict[str, tuple[Any, ...]]] = {
@@ -123,14 +123,14 @@ class FunctionTool(FunctionSpec):
 
 
 class NamedFunction(StrictBody):
-    """A function by its name."""
+    """A reference to a function by name."""
 
     type: str
     name: str
 
 
 class FunctionChoice(StrictBody):
-    """One function that must be called, or some that may."""
+    """One function that must be called, or several that may be."""
 
     type: str
     name: str | None = None
@@ -138,7 +138,7 @@ class FunctionChoice(StrictBody):
     tools: Annotated[list[NamedFunction] | None, at_most(MAX_TOOLS)] = None
 
     def chosen(self) -> tuple[str, frozenset[str]]:
-        """Mode and names. Raises InvalidRequest."""
+        """Return mode and names. Raises InvalidRequest."""
         if self.type == "function" and self.name is not None and self.mode is None and self.tools is None:
             return "required", frozenset({self.name})
         is_list = self.type == "allowed_tools" and self.name is None and self.tools is not None
@@ -180,14 +180,14 @@ class ResponsesBody(StrictBody):
     stream: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None
-    # These ask for nothing: notes of the client's.
+    # Fields without effect: notes of the client's.
     user: str | None = None
     metadata: Annotated[dict[str, str] | None, at_most(_MAX_NOTES)] = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
     def messages(self) -> list[Message]:
-        """The conversation. Raises InvalidRequest."""
+        """Convert the conversation. Raises InvalidRequest."""
         system = [Message(role="system", content=self.instructions)] if self.instructions is not None else []
         if isinstance(self.input, str):
             return [*system, Message(role="user", content=self.input)]
@@ -195,17 +195,17 @@ class ResponsesBody(StrictBody):
 
     @property
     def leaves_strict_open(self) -> bool:
-        """Whether there are tools of which it does not say whether they are strict."""
+        """Whether it has tools without a value for strict."""
         return any(tool.strict is None for tool in self.tools or ())
 
     def fields(self, tenant: str, *, strict: bool = True) -> ClientRequest:
-        """What the frontend validates; `strict`: of tools that do not say. Raises InvalidRequest."""
+        """Convert the fields for the frontend; `strict`: for tools without a value. Raises InvalidRequest."""
         given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         if self.top_logprobs and not self.include:
             raise InvalidRequest(f"top_logprobs needs include: {_LOGPROBS}", param="top_logprobs")
         use = self._use(strict)
         if self.include and use is not None:
-            raise InvalidRequest("include: log probabilities are of text alone, not with tools", param="include")
+            raise InvalidRequest("include: log probabilities cannot be combined with tools", param="include")
         return ClientRequest(
             sampling=SamplingParams(**given, num_logprobs=(self.top_logprobs or 0) if self.include else None),
             stated_sampling=frozenset(given),
@@ -243,7 +243,7 @@ def _text(content: str | list[ContentPart] | None) -> str:
 
 
 def _turns(parts: Sequence[Message | AssistantToolCall]) -> Iterator[Message]:
-    """A call belongs to the assistant's turn before it, or makes one with those that follow it."""
+    """Yield turns: a call belongs to the assistant's turn before it, or makes one with those that follow it."""
     turn: Message | None = None
     calls: list[AssistantToolCall] = []
     thought: str | None = None

@@ -1,4 +1,4 @@
-"""A router's HTTP door with a folder for batches, in process, and who runs them."""
+"""A router's HTTP server with a folder for batches, in process, and who runs them."""
 
 import asyncio
 import json
@@ -31,7 +31,7 @@ class Room:
 class World:
     """One router process with a folder."""
 
-    def __init__(self, parts: fakes.Doors, folder: Path, **bounds: Any) -> None:
+    def __init__(self, parts: fakes.Servers, folder: Path, **bounds: Any) -> None:
         self.parts = parts
         self.room = Room()
         config = parts.config.model_copy(
@@ -45,7 +45,7 @@ class World:
         )
         self.http = httpx.AsyncClient(
             transport=httpx.ASGITransport(app, raise_app_exceptions=False),
-            base_url="http://router",
+            base_url="http://localhost",
             headers={"Authorization": "Bearer one"},
         )
 
@@ -87,7 +87,7 @@ class World:
 
 
 @asynccontextmanager
-async def running(parts: fakes.Doors, folder: Path, **bounds: Any) -> AsyncIterator[World]:
+async def running(parts: fakes.Servers, folder: Path, **bounds: Any) -> AsyncIterator[World]:
     world = World(parts, folder, **bounds)
     async with world.http, world.runner:
         yield world

@@ -1,4 +1,4 @@
-"""One request in the words of both doors, and what each says of it: the real validators, without sockets."""
+"""One request in the words of both servers, and what each says of it: the real validators, without sockets."""
 
 import json
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ _TEMPLATE = fakes.TEMPLATE + f"{{% if {VARIABLE} %}}{{{{ {VARIABLE} }}}}{{% endi
 CACHE = f"{NAME_PREFIX}fox"
 """There is one of that name."""
 _SAME = {"logprobs": "top_logprobs", "structured_outputs": "structured_output", "prompt_token_ids": "prompt"}
-"""One thing's names at the two doors."""
+"""One thing's names at the two servers."""
 
 
 class Inexpressible(Exception):
@@ -41,7 +41,7 @@ class Inexpressible(Exception):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one door says: nothing of a request that it accepts."""
+    """What one server says: nothing of a request that it accepts."""
 
     status: int = 200
     param: str | None = None
@@ -66,8 +66,8 @@ class Call:
         self.sent.append(message)
 
 
-def service_of(parts: fakes.Doors) -> InferenceService:
-    """The gRPC door without sockets."""
+def service_of(parts: fakes.Servers) -> InferenceService:
+    """The gRPC server without sockets."""
     return InferenceService(parts.frontend, parts.generator, ApiKeyStore(()), parts.metrics)
 
 
@@ -246,7 +246,7 @@ class BothDoors:
     """One router's."""
 
     def __init__(self) -> None:
-        parts = fakes.make_doors(fakes.make_tokenizer(_TEMPLATE), RouterConfig(), grammars=fakes.AnyGrammar())
+        parts = fakes.make_servers(fakes.make_tokenizer(_TEMPLATE), RouterConfig(), grammars=fakes.AnyGrammar())
         parts.frontend.kept = _kept()
         parts.say("hi")
         self._http: httpx.AsyncClient = client_of(parts)

@@ -1,4 +1,4 @@
-"""What the tests of the doors share: a small tokenizer, a scripted Generator, and a frontend around them."""
+"""What the tests of the servers share: a small tokenizer, a scripted Generator, and a frontend around them."""
 
 import asyncio
 import json
@@ -197,7 +197,7 @@ class Ready:
 
 
 @dataclass
-class Doors:
+class Servers:
     """One set of parts."""
 
     frontend: Frontend
@@ -217,7 +217,7 @@ class Doors:
         return ids
 
 
-def make_doors(
+def make_servers(
     tokenizer: Tokenizer,
     config: RouterConfig | None = None,
     clock: Callable[[], float] = lambda: 1000.0,
@@ -226,7 +226,7 @@ def make_doors(
     grammars: GrammarChecker | None = None,
     context: int = CONTEXT,
     defaults: GenerationDefaults = GenerationDefaults(),  # noqa: B008  # frozen
-) -> Doors:
+) -> Servers:
     config = config or RouterConfig(max_body_bytes=1 << 20)
     model = ModelInfo(
         name=MODEL,
@@ -247,4 +247,4 @@ def make_doors(
         tracer=tracer,
     )
     frontend.grammars = grammars
-    return Doors(frontend, FakeGenerator(), config, RouterMetrics(MODEL), Ready())
+    return Servers(frontend, FakeGenerator(), config, RouterMetrics(MODEL), Ready())

@@ -1,4 +1,4 @@
-"""The gRPC door in tests: the shortest conversation, and how its errors are read."""
+"""The gRPC server in tests: the shortest conversation, and how its errors are read."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The HTTP door in process, and how its answers are read."""
+"""The HTTP server in process, and how its answers are read."""
 
 import json
 from typing import Any
@@ -15,15 +15,15 @@ PLAIN = "/v1/completions"
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
 
 
-def app_of(parts: fakes.Doors) -> ASGIApp:
+def app_of(parts: fakes.Servers) -> ASGIApp:
     return create_app(parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics)
 
 
-def client_of(served: fakes.Doors | ASGIApp) -> httpx.AsyncClient:
-    """A client of an application, or of one made for these parts: that takes 0.07 s."""
-    app = app_of(served) if isinstance(served, fakes.Doors) else served
+def client_of(served: fakes.Servers | ASGIApp) -> httpx.AsyncClient:
+    """A client of an application, or of one made for these parts: many tests that share one save its making."""
+    app = app_of(served) if isinstance(served, fakes.Servers) else served
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    return httpx.AsyncClient(transport=transport, base_url="http://router")
+    return httpx.AsyncClient(transport=transport, base_url="http://localhost")
 
 
 def routes_of(app: ASGIApp) -> list[RouteContext]:

@@ -30,9 +30,9 @@ class Keeper:
     def pin(self, order: PinOrder) -> None:
         self.orders.append(order)
         if self.says is not None:
-            self.tell(order.key, self.says)
+            self.report_outcome(order.key, self.says)
 
-    def tell(self, key: PinKey, outcome: PinOutcome) -> None:
+    def report_outcome(self, key: PinKey, outcome: PinOutcome) -> None:
         self.pins.on_outcome(WORKER, PinTold(key=key, outcome=outcome, num_tokens=16))
 
     def unpin(self, key: PinKey) -> None:
@@ -59,7 +59,7 @@ class World:
     def __init__(self, tokenizer: Tokenizer, config: RouterConfig | None = None) -> None:
         self.unix_s = 1_700_000_000.0
         self.mono_s = 1000.0
-        self.parts = fakes.make_doors(tokenizer, config, clock=lambda: self.mono_s)
+        self.parts = fakes.make_servers(tokenizer, config, clock=lambda: self.mono_s)
         pins = PinRegistry(find=self.find, clock=lambda: self.mono_s)
         self.keeper = Keeper(pins)
         caches = NamedCaches(clock=lambda: self.unix_s, most=3, max_ttl_s=7200.0)

@@ -62,9 +62,9 @@ async def test_a_renewed_token_is_read(server: ApiServer) -> None:
     await ours.fleet()
 
 
-async def test_whoever_else_scales_wins(server: ApiServer) -> None:
+async def test_kubernetes_scaler_concurrent_scaling_wins(server: ApiServer) -> None:
     server.replicas["chat-prefill"] = 4
-    with pytest.raises(OrderFailed, match="somebody else"):
+    with pytest.raises(OrderFailed, match="scaled by something else"):
         await scaler(server).carry_out(GROW)
     assert server.replicas["chat-prefill"] == 4
 
@@ -82,7 +82,7 @@ async def test_what_the_role_does_not_name_is_said(server: ApiServer) -> None:
         await scaler(server).carry_out(GROW)
 
 
-async def test_a_server_of_another_authority_is_not_told_the_token(server: ApiServer, tmp_path: Path) -> None:
+async def test_kubernetes_scaler_untrusted_server_never_gets_the_token(server: ApiServer, tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
     (server.account / "ca.crt").write_bytes(Authority().issue(other).ca.read_bytes())
@@ -92,9 +92,9 @@ async def test_a_server_of_another_authority_is_not_told_the_token(server: ApiSe
 
 
 @pytest.mark.parametrize("token", ["hush\nhush", "hush\u00e9"])
-async def test_a_token_that_is_none_is_not_told(server: ApiServer, token: str) -> None:
+async def test_kubernetes_scaler_malformed_token_is_reported_without_its_text(server: ApiServer, token: str) -> None:
     (server.account / "token").write_text(token)
-    with pytest.raises(OrderFailed, match="holds no token") as caught:
+    with pytest.raises(OrderFailed, match="is not a token") as caught:
         await scaler(server).fleet()
     assert "hush" not in str(caught.value)
 
@@ -106,7 +106,7 @@ async def test_what_is_no_scale_is_refused(server: ApiServer) -> None:
     ]
     for answer in (b"[]", b"<html>", b'{"spec": {}}', b'{"spec": [], %s}' % version, *many):
         server.answer = answer
-        with pytest.raises(OrderFailed, match="no Scale"):
+        with pytest.raises(OrderFailed, match="not return a valid Scale"):
             await scaler(server).fleet()
 
 

@@ -24,7 +24,7 @@ from cluster.planner.orders import Order, OrderFailed
 from cluster.planner.speed import SpeedWatch
 from cluster.planner.values import FleetView, Observation, Sizes
 from tandem.errors import ConfigError
-from tests.support.cluster.planned_worker import PROMISE, WORKER
+from tests.support.cluster.planned_worker import TARGETS, WORKER
 from tests.support.cluster.router_figures import POLICY, ToldRouter
 from tests.support.http_server import answering
 
@@ -32,7 +32,7 @@ from tests.support.http_server import answering
 QUICK = replace(POLICY, start_s=0.1, hold_s=0.0, flip_hold_s=0.0, cooldown_s=0.0, most_workers=3)
 SHAPE = Sizes(prefill=1, decode=2)
 # Answers take one decode worker, however often looks come: it is prompts that lack one.
-BUSY = {"worker": replace(WORKER, kv_tokens=10**9, max_running=10**6), "promise": replace(PROMISE, itl_s=100.0)}
+BUSY = {"worker": replace(WORKER, kv_tokens=10**9, max_running=10**6), "targets": replace(TARGETS, itl_s=100.0)}
 
 
 @dataclass
@@ -136,7 +136,7 @@ async def test_a_load_of_long_prompts_has_a_decode_worker_flipped() -> None:
     assert sample("tandem_planner_requests_per_second") > 0.0
 
 
-async def test_a_dry_run_asks_routers_for_the_fleet_and_touches_nobody() -> None:
+async def test_planner_dry_run_takes_fleet_from_routers_and_changes_nothing() -> None:
     said: list[str] = []
     with door(num=2) as router:
         await run_until(LivePlanner(options(router.url, is_dry_run=True), None, said.append), said, "would_order")
@@ -147,7 +147,7 @@ async def test_a_dry_run_asks_routers_for_the_fleet_and_touches_nobody() -> None
         LivePlanner(options(router.url), None, said.append)
 
 
-async def test_an_order_that_fails_is_said_and_tried_again_later() -> None:
+async def test_planner_failed_order_is_reported_and_retried() -> None:
     said: list[str] = []
     workers = Workers(refusal="no room")
     with door(num=2) as router:
@@ -199,7 +199,7 @@ async def test_a_fleet_or_a_router_that_is_silent_is_named_and_nothing_is_done()
     told = lines(said)
     assert {line["outcome"] for line in told[1:5]} == {"unknown"}
     assert "the socket is gone" in told[1]["why"][0]
-    assert "answers 503" in told[5]["why"][0]
+    assert "HTTP 503" in told[5]["why"][0]
     assert "ConnectError" in told[7]["why"][0]
     assert workers.orders == []
 
@@ -214,7 +214,7 @@ async def test_a_key_is_read_anew_and_its_lack_is_named(tmp_path: Path) -> None:
             assert not isinstance((await routers.ask())[router.url], str)
 
 
-async def test_a_router_that_drips_is_given_up_and_the_others_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_planner_slow_router_times_out_without_delaying_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cluster.autoscaler.routers._WHOLE_S", 0.2)
 
     hung_up = asyncio.Event()
@@ -236,20 +236,20 @@ async def test_a_router_that_drips_is_given_up_and_the_others_are_heard(monkeypa
             async with RouterGroup([url, router.url], api_key_file=None, tls=None) as routers:
                 told = await routers.ask()
         await asyncio.wait_for(hung_up.wait(), 20)
-    assert "more than 0.2 s" in str(told[url])
+    assert "longer than 0.2 s" in str(told[url])
     assert not isinstance(told[router.url], str)
 
 
 @pytest.mark.parametrize("text", ["hush\nhush", "hush\u00e9"])
-async def test_a_key_that_is_none_is_not_told(tmp_path: Path, text: str) -> None:
+async def test_planner_malformed_key_is_reported_without_its_text(tmp_path: Path, text: str) -> None:
     (tmp_path / "key").write_text(text)
     async with RouterGroup(["http://127.0.0.1:1"], api_key_file=tmp_path / "key", tls=None) as routers:
         [said] = (await routers.ask()).values()
-    assert "holds no key" in str(said)
+    assert "is not a key" in str(said)
     assert "hush" not in str(said)
 
 
-async def test_a_name_stands_for_its_addresses_and_is_still_told() -> None:
+async def test_planner_router_name_resolves_to_all_addresses() -> None:
     with door() as router:
         port = router.url.rpartition(":")[2]
         async with RouterGroup([f"http://localhost:{port}/v1"], api_key_file=None, tls=None) as routers:
@@ -259,11 +259,11 @@ async def test_a_name_stands_for_its_addresses_and_is_still_told() -> None:
         assert router.hosts == {f"localhost:{port}"}
         async with RouterGroup(["no-such-host.invalid"], api_key_file=None, tls=None) as routers:
             [said] = (await routers.ask()).values()
-        assert "name is not known" in str(said)
+        assert "cannot resolve its name" in str(said)
 
 
 async def test_a_name_that_is_not_resolved_once_costs_no_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = LoadWatch(SpeedWatch(WORKER), ttft_s=PROMISE.ttft_s, forget_s=60.0)
+    looks = LoadWatch(SpeedWatch(WORKER), ttft_s=TARGETS.ttft_s, forget_s=60.0)
     with door(num=5) as router:
         url = router.url.replace("127.0.0.1", "localhost")
         async with RouterGroup([url], api_key_file=None, tls=None) as routers:
@@ -307,10 +307,10 @@ def test_sizes_and_addresses_are_read_or_refused() -> None:
     ("arguments", "told"),
     [
         (["--url", "http://elsewhere:8000"], "--socket"),
-        (["--socket", "s", "--kubernetes", "k"], "one of them"),
-        (["--dry-run", "--url", "ftp://x"], "no router's address"),
+        (["--socket", "s", "--kubernetes", "k"], "not both"),
+        (["--dry-run", "--url", "ftp://x"], "not a router URL"),
         (["--generate", "rate=1,requests=2"], "--dry-run"),
-        (["--least", "0:1", "--dry-run"], "at least one worker"),
+        (["--least", "0:1", "--dry-run"], "must be at least 1"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(arguments: list[str], told: str) -> None:

@@ -10,15 +10,15 @@ import pytest
 
 from cluster.autoscaler.local_scaler import ControlScaler
 from cluster.control.wire import (
-    Asked,
-    FlipAsked,
-    NotUnderstood,
-    ProcessTold,
-    ScaleAsked,
-    StatusAsked,
-    Told,
-    read_asked,
-    written,
+    ControlReply,
+    ControlRequest,
+    FlipRequest,
+    MalformedRequest,
+    ProcessStatus,
+    ScaleRequest,
+    StatusRequest,
+    encode_message,
+    parse_request,
 )
 from cluster.planner.orders import Order, OrderFailed
 from cluster.planner.values import Action, ActionKind, Sizes
@@ -34,7 +34,7 @@ class Cluster:
     states: list[tuple[str, ProcessState]] = field(default_factory=list)
     changing: bool = False
     refusal: str | None = None
-    asked: list[Asked] = field(default_factory=list)
+    asked: list[ControlRequest] = field(default_factory=list)
     hang: bool = False
     silent: asyncio.Event | None = None
     """Until it is set nothing is said at all."""
@@ -44,27 +44,29 @@ class Cluster:
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         line = await reader.readline()
         if self.is_old and b"yields" in line:
-            with pytest.raises(NotUnderstood) as caught:
-                read_asked(line.replace(b"yields", b"unheard_of"))
-            writer.write(written(Told(done=False, reason=str(caught.value).replace("unheard_of", "yields"))))
+            with pytest.raises(MalformedRequest) as caught:
+                parse_request(line.replace(b"yields", b"unheard_of"))
+            writer.write(
+                encode_message(ControlReply(done=False, reason=str(caught.value).replace("unheard_of", "yields")))
+            )
             writer.close()
             return
-        asked = read_asked(line)
+        asked = parse_request(line)
         self.asked.append(asked)
         if self.silent is not None:
             await self.silent.wait()
-        lines = [Told(progress="prefill-1 serves")]
-        if isinstance(asked, StatusAsked):
-            lines = [Told(processes=self._processes(), changing=self.changing)]
+        lines = [ControlReply(progress="prefill-1 serves")]
+        if isinstance(asked, StatusRequest):
+            lines = [ControlReply(processes=self._processes(), changing=self.changing)]
         if not self.hang:
-            lines.append(Told(done=self.refusal is None, reason=self.refusal))
+            lines.append(ControlReply(done=self.refusal is None, reason=self.refusal))
         for line in lines:
-            writer.write(written(line))
+            writer.write(encode_message(line))
         writer.close()
 
-    def _processes(self) -> tuple[ProcessTold, ...]:
+    def _processes(self) -> tuple[ProcessStatus, ...]:
         return tuple(
-            ProcessTold(name=f"{role}-{n}", role=role, state=state.value, pid=None, address="")
+            ProcessStatus(name=f"{role}-{n}", role=role, state=state.value, pid=None, address="")
             for n, (role, state) in enumerate(self.states)
         )
 
@@ -92,10 +94,10 @@ async def test_who_leaves_is_not_counted_and_who_comes_is(tmp_path: Path) -> Non
 
 async def test_an_order_is_flips_one_by_one_and_then_one_scale(tmp_path: Path) -> None:
     flip, start = (ActionKind.FLIP, WorkerRole.PREFILL), (ActionKind.START, WorkerRole.DECODE)
-    asked_flip = FlipAsked(to="prefill", yields=True)
+    asked_flip = FlipRequest(to="prefill", yields=True)
     async with cluster(tmp_path) as running:
         await ControlScaler(running.path).carry_out(order(flip, flip, start))
-        assert running.asked == [asked_flip, asked_flip, ScaleAsked(prefill=3, decode=2, yields=True)]
+        assert running.asked == [asked_flip, asked_flip, ScaleRequest(prefill=3, decode=2, yields=True)]
         running.asked.clear()
         await ControlScaler(running.path).carry_out(order(flip))
         assert running.asked == [asked_flip]
@@ -107,37 +109,37 @@ async def test_a_parent_of_an_older_version_is_ordered_in_its_own_words(tmp_path
     async with cluster(tmp_path) as running:
         running.is_old = True
         await ControlScaler(running.path).carry_out(order(flip, start))
-        assert running.asked == [FlipAsked(to="prefill"), ScaleAsked(prefill=2, decode=3)]
+        assert running.asked == [FlipRequest(to="prefill"), ScaleRequest(prefill=2, decode=3)]
 
 
 async def test_sizes_of_a_cluster_in_change_are_none(tmp_path: Path) -> None:
     async with cluster(tmp_path) as running:
         running.changing = True
-        with pytest.raises(OrderFailed, match="somebody is changing"):
+        with pytest.raises(OrderFailed, match="another change"):
             await ControlScaler(running.path).fleet()
 
 
 async def test_a_refusal_keeps_its_words(tmp_path: Path) -> None:
     async with cluster(tmp_path) as running:
-        running.refusal = "another change is under way"
-        with pytest.raises(OrderFailed, match="another change is under way"):
+        running.refusal = "another change is in progress"
+        with pytest.raises(OrderFailed, match="another change is in progress"):
             await ControlScaler(running.path).carry_out(order((ActionKind.FLIP, WorkerRole.PREFILL)))
     assert len(running.asked) == 1
 
 
-async def test_a_cluster_that_ends_or_is_not_there_is_said(tmp_path: Path) -> None:
+async def test_local_scaler_stopped_or_missing_cluster_is_reported(tmp_path: Path) -> None:
     async with cluster(tmp_path) as running:
         running.hang = True
-        with pytest.raises(OrderFailed, match="ended before"):
+        with pytest.raises(OrderFailed, match="stopped before"):
             await ControlScaler(running.path).carry_out(order((ActionKind.STOP, WorkerRole.DECODE)))
     with pytest.raises(OrderFailed, match="no cluster answers"):
         await ControlScaler(tmp_path / "nobody.sock").fleet()
 
 
-async def test_a_cluster_that_says_nothing_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_local_scaler_silent_cluster_times_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cluster.autoscaler.local_scaler._ANSWER_S", 0.05)
     async with cluster(tmp_path) as running:
         running.silent = asyncio.Event()
-        with pytest.raises(OrderFailed, match="says nothing"):
+        with pytest.raises(OrderFailed, match="has not answered"):
             await ControlScaler(running.path).fleet()
         running.silent.set()

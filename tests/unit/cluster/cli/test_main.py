@@ -28,7 +28,13 @@ def tandem(*arguments, **environment):
 def test_help_is_by_section():
     done = tandem("--help")
     assert done.returncode == 0
-    for expected in ("Run a cluster here", "Run one process", "Use a cluster", "Look around", "--install-completion"):
+    for expected in (
+        "Run a cluster here",
+        "Run one process",
+        "Use a cluster",
+        "Inspect and measure",
+        "--install-completion",
+    ):
         assert expected in done.stdout
     shown = tandem("up", "--help").stdout
     for option in (
@@ -90,7 +96,7 @@ def test_a_password_on_the_command_line_is_warned_of(url, is_told, monkeypatch):
     monkeypatch.setattr("cluster.cli.up.serve", serve)
     done = CliRunner().invoke(app, ["up", "--redis", url])
     assert done.exit_code == 0, done.output
-    assert ("can read the password in --redis" in done.stderr) is is_told
+    assert ("the password in --redis is visible" in done.stderr) is is_told
     assert "hush" not in done.stderr
 
 

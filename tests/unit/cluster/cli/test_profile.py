@@ -63,7 +63,7 @@ def test_what_is_recorded_is_written(door: Door, tmp_path: Path) -> None:
 def test_where_nothing_can_be_written_nothing_is_recorded(door: Door, tmp_path: Path) -> None:
     lost = run("--router", "--out", str(tmp_path / "nowhere" / "f.svg"), "--url", door.url)
     assert lost.exit_code == 2
-    assert "there is no folder" in lost.output
+    assert "no such directory" in lost.output
     assert door.asked == []
     (tmp_path / "f.svg").mkdir()
     in_the_way = run("--router", "--out", str(tmp_path / "f.svg"), "--url", door.url)
@@ -74,6 +74,9 @@ def test_a_refusal_and_an_absence_are_one_line(door: Door, tmp_path: Path) -> No
     where = ("--router", "--out", str(tmp_path / "f.svg"), "--url")
     door.answer = (401, b'{"error": {"message": "no"}}', {})
     refused = run(*where, door.url)
-    assert (refused.exit_code, refused.output) == (1, "error: 401: no (--api-key-file names the file of one)\n")
+    assert (refused.exit_code, refused.output) == (
+        1,
+        "error: 401: no (give the file of an API key with --api-key-file)\n",
+    )
     nobody = run(*where, "http://127.0.0.1:9")
     assert nobody.output.startswith("error: no cluster answers at http://127.0.0.1:9: start one with")

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from cluster.control.gpu_room import crowded, has_room
+from cluster.control.gpu_room import has_room, workers_without_room
 from cluster.supervisor.process_view import ProcessView
 from cluster.supervisor.supervisor import ProcessState, Role
 from tandem.config.cluster import load
@@ -38,21 +38,21 @@ def test_a_successor_needs_the_whole_share_on_the_gpus_that_the_worker_names():
     assert not has_room(ready, load(None), [120, 120, 120])
 
 
-async def test_gpus_are_asked_only_where_somebody_computes_there_and_what_they_do_not_say_changes_nothing(tmp_path):
+async def test_gpu_room_is_queried_only_for_gpu_workers_and_tolerates_failure(tmp_path):
     asked = tmp_path / "asked"
     command = (sys.executable, "-c", f"open({str(asked)!r}, 'w'); print([99, 300])")
     config = load(None)
-    assert await crowded([view("a", {}), view("b", {"num_gpus": 0})], config, command) == frozenset()
+    assert await workers_without_room([view("a", {}), view("b", {"num_gpus": 0})], config, command) == frozenset()
     assert not asked.exists()
     small = {"num_gpus": 1, "weights_bytes": 50, "kv_bytes": 20}
-    assert await crowded([view("a", ON_TWO), view("b", small), view("c", {})], config, command) == {"a"}
+    assert await workers_without_room([view("a", ON_TWO), view("b", small), view("c", {})], config, command) == {"a"}
     assert asked.exists()
     for answer in ("raise SystemExit(1)", "print('none')", "print(5)"):
-        assert await crowded([view("a", ON_TWO)], config, (sys.executable, "-c", answer)) == frozenset()
+        assert await workers_without_room([view("a", ON_TWO)], config, (sys.executable, "-c", answer)) == frozenset()
 
 
 @pytest.mark.slow
-async def test_torch_is_asked_for_what_a_worker_would_see():
+async def test_gpu_room_query_sees_the_worker_gpus():
     """Without a GPU here that is nothing, in which a worker on one has no room."""
-    full = await crowded([view("a", {"num_gpus": torch.cuda.device_count() + 1})], load(None))
+    full = await workers_without_room([view("a", {"num_gpus": torch.cuda.device_count() + 1})], load(None))
     assert full == {"a"}

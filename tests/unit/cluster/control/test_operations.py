@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster.control.gpu_room import crowded
+from cluster.control.gpu_room import workers_without_room
 from cluster.control.operations import carry_out
-from cluster.control.wire import FlipAsked, RestartAsked, ScaleAsked
+from cluster.control.wire import FlipRequest, RestartRequest, ScaleRequest
 from cluster.processes.launcher import LocalLauncher
 from cluster.processes.local_cluster import LocalCluster
 from cluster.supervisor.exceptions import ChangeFailed, ClusterFailed
@@ -58,17 +58,17 @@ async def test_it_grows_and_shrinks_and_routers_read_of_it(journal):
     told = []
     async with make(journal) as cluster:
         before = stated(cluster)
-        await carry_out(cluster, ScaleAsked(prefill=2, decode=3), told.append)
+        await carry_out(cluster, ScaleRequest(prefill=2, decode=3), told.append)
         assert names(cluster) == ["decode-0", "decode-1", "decode-2", "prefill-0", "prefill-1", "router"]
         listed = stated(cluster)
         assert [len(pool) for pool in listed] == [2, 3]
         assert sorted(view.address for view in cluster.workers) == sorted(listed[0] + listed[1])
         assert load(cluster.config_path).decode.replicas == 3
-        await carry_out(cluster, ScaleAsked(prefill=1, decode=1), told.append)
+        await carry_out(cluster, ScaleRequest(prefill=1, decode=1), told.append)
         assert names(cluster) == ["decode-0", "prefill-0", "router"]
         assert stated(cluster) == before
         assert told[-1] == "decode-1 has left"
-        await carry_out(cluster, ScaleAsked(), told.append)
+        await carry_out(cluster, ScaleRequest(), told.append)
         assert cluster.failure is None
     assert events(journal).count("router started") == 1
 
@@ -79,17 +79,17 @@ async def test_whoever_leaves_for_a_change_is_told_of_once(journal):
     watcher.on_note = lambda note: notes.append(f"{note.name} {note.text}")
     command = fake_command(journal, None)
     async with LocalCluster(fake_config(decode=2), command=command, policy=POLICY, watcher=watcher) as cluster:
-        await carry_out(cluster, ScaleAsked(decode=1), told.append)
+        await carry_out(cluster, ScaleRequest(decode=1), told.append)
     assert [*notes, *told].count("decode-1 has left") == 1
 
 
 async def test_a_flip_starts_the_one_before_the_other_leaves(journal):
     async with make(journal, prefill=2) as cluster:
-        await carry_out(cluster, FlipAsked(to="decode"), [].append)
+        await carry_out(cluster, FlipRequest(to="decode"), [].append)
         assert names(cluster) == ["decode-0", "decode-1", "prefill-0", "router"]
         assert [len(pool) for pool in stated(cluster)] == [1, 2]
-        with pytest.raises(ChangeRefused, match="no decode worker to spare"):
-            await carry_out(make(journal), FlipAsked(to="prefill"), [].append)
+        with pytest.raises(ChangeRefused, match="no decode worker can be spared"):
+            await carry_out(make(journal), FlipRequest(to="prefill"), [].append)
     seen = events(journal)
     assert seen.index("decode-1 started") < seen.index("prefill-1 term")
 
@@ -97,7 +97,7 @@ async def test_a_flip_starts_the_one_before_the_other_leaves(journal):
 async def test_a_restart_replaces_every_process_behind_its_successor(journal):
     async with make(journal, decode=2) as cluster:
         before = {view.pid for view in cluster.processes}
-        await carry_out(cluster, RestartAsked(), [].append)
+        await carry_out(cluster, RestartRequest(), [].append)
         after = [view.pid for view in cluster.processes]
         assert len(after) == len(before)
         assert before.isdisjoint(after)
@@ -115,10 +115,10 @@ async def test_what_does_not_start_ends_the_change_and_the_old_one_stays(journal
         before = {view.pid for view in cluster.processes}
         listed = stated(cluster)
         with pytest.raises(ChangeFailed, match=r"decode-1 exited with code 3 before it was ready.*directory is empty"):
-            await carry_out(cluster, RestartAsked(roles=("decode", "router")), [].append)
+            await carry_out(cluster, RestartRequest(roles=("decode", "router")), [].append)
         assert {view.pid for view in cluster.processes} == before
         assert stated(cluster) == listed
-        await carry_out(cluster, RestartAsked(roles=("prefill",)), [].append)
+        await carry_out(cluster, RestartRequest(roles=("prefill",)), [].append)
 
 
 async def test_in_place_each_worker_leaves_before_its_successor_starts(journal, monkeypatch):
@@ -132,13 +132,13 @@ async def test_in_place_each_worker_leaves_before_its_successor_starts(journal, 
 
         monkeypatch.setattr(cluster.shared, "name_workers", note)
         before = {view.pid for view in cluster.processes}
-        await carry_out(cluster, RestartAsked(in_place=True), told.append)
+        await carry_out(cluster, RestartRequest(in_place=True), told.append)
         assert names(cluster) == ["decode-0", "decode-1", "prefill-0", "router-1"]
         assert before.isdisjoint(view.pid for view in cluster.processes)
         assert [len(pool) for pool in stated(cluster)] == [1, 2]
         assert cluster.failure is None
     assert ("decode-1", ProcessState.STARTING) in named, "routers expect a successor as soon as it is started"
-    assert told[0].startswith("in place, as was asked: decode-0, decode-1, prefill-0;")
+    assert told[0].startswith("replaced in place, as requested: decode-0, decode-1, prefill-0;")
     seen = [event for event in events(journal) if event.startswith("decode") and not event.endswith("hup")]
     died_once = ["decode-0 term", "decode-0 started", "decode-0 started"]
     assert seen[2:-2] == [*died_once, "decode-1 term", "decode-1 started"]
@@ -148,27 +148,26 @@ async def test_in_place_each_worker_leaves_before_its_successor_starts(journal, 
 def no_room(monkeypatch, *, free_bytes):
     """Of the machine's one GPU."""
     told = (sys.executable, "-c", f"print([{free_bytes}])")
-    monkeypatch.setattr("cluster.control.operations.crowded", partial(crowded, command=told))
+    monkeypatch.setattr("cluster.control.operations.workers_without_room", partial(workers_without_room, command=told))
 
 
 async def test_a_worker_whose_gpu_is_full_leaves_first_unless_it_is_the_only_one_that_answers(journal, monkeypatch):
     async with make(journal, {"decode-0": "gpu", "decode-1": "gpu"}) as cluster:
         no_room(monkeypatch, free_bytes=124)
-        with pytest.raises(ChangeRefused, match=r"no room for another worker beside decode-0, .*--in-place"):
-            await carry_out(cluster, RestartAsked(roles=("decode",)), [].append)
+        with pytest.raises(ChangeRefused, match=r"no room for a replacement while decode-0 runs, .*--in-place"):
+            await carry_out(cluster, RestartRequest(roles=("decode",)), [].append)
         told = []
-        await carry_out(cluster, RestartAsked(roles=("decode",), in_place=True), told.append)
+        await carry_out(cluster, RestartRequest(roles=("decode",), in_place=True), told.append)
         assert (
-            "decode-0 is the only decode worker: until its successor serves streams wait, and what is new as well"
-            in told[1]
+            "decode-0 is the only decode worker: streams and new requests wait until its replacement serves" in told[1]
         )
-        await carry_out(cluster, ScaleAsked(decode=2), [].append)
+        await carry_out(cluster, ScaleRequest(decode=2), [].append)
         told.clear()
-        await carry_out(cluster, RestartAsked(roles=("decode", "prefill")), told.append)
-        assert told[0].startswith("in place, since their GPUs have no room for both: decode-0, decode-1;")
+        await carry_out(cluster, RestartRequest(roles=("decode", "prefill")), told.append)
+        assert told[0].startswith("replaced in place, because the GPUs have no room for both: decode-0, decode-1;")
         assert names(cluster) == ["decode-0", "decode-1", "prefill-1", "router"]
         no_room(monkeypatch, free_bytes=125)
-        await carry_out(cluster, RestartAsked(roles=("decode",)), [].append)
+        await carry_out(cluster, RestartRequest(roles=("decode",)), [].append)
         assert "decode-2" in names(cluster)
 
 
@@ -177,9 +176,9 @@ async def test_a_successor_computes_where_the_one_did_that_it_replaces(journal):
     async with LocalCluster(fake_config(), launcher=launcher, policy=POLICY) as cluster:
         assert seats(cluster) == {"prefill-0": "0 of 1", "decode-0": "1 of 1"}
         for successor in ("decode-1", "decode-0"):
-            await carry_out(cluster, RestartAsked(roles=("decode",)), [].append)
+            await carry_out(cluster, RestartRequest(roles=("decode",)), [].append)
             assert seats(cluster) == {"prefill-0": "0 of 1", successor: "1 of 1"}
-        await carry_out(cluster, RestartAsked(roles=("decode",), in_place=True), [].append)
+        await carry_out(cluster, RestartRequest(roles=("decode",), in_place=True), [].append)
         assert seats(cluster) == {"prefill-0": "0 of 1", "decode-0": "1 of 1"}
 
 
@@ -193,7 +192,7 @@ async def test_a_stop_ends_a_change(journal):
 
     async with cluster:
         with pytest.raises(ChangeFailed, match="the cluster is stopping"):
-            await carry_out(cluster, ScaleAsked(decode=2), tell)
+            await carry_out(cluster, ScaleRequest(decode=2), tell)
 
 
 @pytest.mark.parametrize("decode", [1, 2])
@@ -201,16 +200,16 @@ async def test_one_that_was_given_up_leaves_and_a_scale_replaces_it(journal, dec
     told = []
     async with make(journal, {"decode-0": "once"}, decode=2) as cluster:
         await give_up(cluster, "decode-0")
-        await carry_out(cluster, ScaleAsked(decode=decode), told.append)
+        await carry_out(cluster, ScaleRequest(decode=decode), told.append)
         assert "decode-0 has left" in told
         assert "decode-0" not in names(cluster)
         assert len(stated(cluster)[1]) == decode
-        await carry_out(cluster, RestartAsked(roles=("router",)), told.append)
+        await carry_out(cluster, RestartRequest(roles=("router",)), told.append)
         assert len(names(cluster)) == len(cluster.processes)
         assert cluster.failure is None
 
 
-async def test_what_all_read_is_written_again_where_somebody_tidied_it_away(journal):
+async def test_launcher_missing_configuration_file_is_rewritten(journal):
     async with make(journal, decode=2) as cluster:
         cluster.config_path.unlink()
         cluster.config_path.parent.rmdir()
@@ -224,9 +223,9 @@ async def test_what_all_read_is_written_again_where_somebody_tidied_it_away(jour
 async def test_one_that_was_given_up_comes_back_with_a_restart_and_a_scale_of_the_other_pool_leaves_it(journal):
     async with make(journal, {"decode-1": "once"}, decode=2) as cluster:
         await give_up(cluster, "decode-1")
-        await carry_out(cluster, ScaleAsked(prefill=2), [].append)
+        await carry_out(cluster, ScaleRequest(prefill=2), [].append)
         assert "decode-1" in [view.name for view in cluster.processes]
-        await carry_out(cluster, RestartAsked(roles=("decode",)), [].append)
+        await carry_out(cluster, RestartRequest(roles=("decode",)), [].append)
         assert len(names(cluster)) == 5
         assert load(cluster.config_path).decode.replicas == 2
 
@@ -259,13 +258,13 @@ async def test_workers_over_nodes_leave_before_their_successors_and_do_not_chang
     config = config.model_copy(update={"decode": config.decode.model_copy(update=spread)})
     async with LocalCluster(config, command=fake_command(journal), policy=POLICY) as cluster:
         told = []
-        await carry_out(cluster, RestartAsked(roles=("decode", "prefill")), told.append)
-        assert told[0].startswith("in place, since ranks on other nodes follow one worker at a time")
+        await carry_out(cluster, RestartRequest(roles=("decode", "prefill")), told.append)
+        assert told[0].startswith("replaced in place, because ranks on other nodes follow one worker at a time")
         assert "decode-0, decode-1;" in told[0]
         # Each at the index that the nodes' ranks know; the other pool as ever.
         assert names(cluster) == ["decode-0", "decode-1", "prefill-1", "router"]
-        with pytest.raises(ChangeRefused, match="ranks on other nodes follow workers of their own pool"):
-            await carry_out(cluster, FlipAsked(to="prefill"), [].append)
-        await carry_out(cluster, ScaleAsked(decode=1), [].append)
-        with pytest.raises(ChangeRefused, match="or its nodes have no room for another worker beside decode-0"):
-            await carry_out(cluster, RestartAsked(roles=("decode",)), [].append)
+        with pytest.raises(ChangeRefused, match="workers with ranks on other nodes cannot change pools"):
+            await carry_out(cluster, FlipRequest(to="prefill"), [].append)
+        await carry_out(cluster, ScaleRequest(decode=1), [].append)
+        with pytest.raises(ChangeRefused, match="no room for a replacement while decode-0 runs"):
+            await carry_out(cluster, RestartRequest(roles=("decode",)), [].append)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import socket
 import stat
 from functools import partial
 
@@ -14,7 +15,15 @@ from cluster.cli.fleet import NoCluster, ask
 from cluster.cli.main import app
 from cluster.cli.up import serve, serve_routers
 from cluster.control.server import MAX_LINE_BYTES, ControlSocket
-from cluster.control.wire import FlipAsked, NotUnderstood, RestartAsked, ScaleAsked, StatusAsked, read_asked, written
+from cluster.control.wire import (
+    FlipRequest,
+    MalformedRequest,
+    RestartRequest,
+    ScaleRequest,
+    StatusRequest,
+    encode_message,
+    parse_request,
+)
 from cluster.processes.local_cluster import LocalCluster
 from cluster.supervisor.supervisor import Policy, ProcessState
 from tandem.config.cluster import load
@@ -43,7 +52,7 @@ async def run(*arguments):
 
 async def test_commands_change_a_cluster_and_say_how_it_goes(folder):
     told = []
-    async with make(folder) as cluster, ControlSocket(cluster, tell=told.append) as control:
+    async with make(folder) as cluster, ControlSocket(cluster, report=told.append) as control:
         assert stat.S_IMODE(control.path.stat().st_mode) == 0o600
         where = ("--socket", str(control.path))
         done = await run("scale", "decode=2", "prefill=2", *where)
@@ -53,13 +62,13 @@ async def test_commands_change_a_cluster_and_say_how_it_goes(folder):
         assert done.exit_code == 0, done.output
         assert sorted(view.name for view in cluster.workers) == ["decode-0", "prefill-0", "prefill-1", "prefill-2"]
         done = await run("flip", "prefill", *where)
-        assert (done.exit_code, done.output) == (1, "not done: there is no decode worker to spare\n")
+        assert (done.exit_code, done.output) == (1, "not done: no decode worker can be spared\n")
         done = await run("restart", "router", "prefill-1", *where)
         assert done.exit_code == 0, done.output
         assert sorted(view.name for view in cluster.workers) == ["decode-0", "prefill-0", "prefill-2", "prefill-3"]
         done = await run("restart", "decode-7", *where)
-        assert (done.exit_code, done.output.partition(";")[0]) == (1, "not done: there is no process decode-7")
-        (status, end) = await asyncio.to_thread(lambda: list(ask(control.path, StatusAsked())))
+        assert (done.exit_code, done.output.partition(";")[0]) == (1, "not done: unknown process decode-7")
+        (status, end) = await asyncio.to_thread(lambda: list(ask(control.path, StatusRequest())))
         assert {one.name: one.role for one in status.processes}["router-1"] == "router"
         assert {one.state for one in status.processes} == {"ready"}
         listed = (await run("ps", *where)).output.splitlines()
@@ -67,11 +76,11 @@ async def test_commands_change_a_cluster_and_say_how_it_goes(folder):
         pids = {view.name: str(view.pid) for view in cluster.processes}
         assert all(line.split()[1:4] == ["ready", "pid", pids[line.split()[0]]] for line in listed)
         assert (status.changing, end.done) == (False, True)
-    assert told[-1].startswith("not done: there is no process decode-7; there are: decode-0, prefill-0, ")
+    assert told[-1].startswith("not done: unknown process decode-7; the processes are: decode-0, prefill-0, ")
     assert not control.path.exists()
     gone = (await run("restart", *where)).output
     assert gone.startswith(f"not done: no cluster answers at {control.path} (")
-    assert gone.endswith("or name its HTTP port with --port\n")
+    assert gone.endswith("or give its HTTP port with --port\n")
 
 
 @pytest.mark.parametrize(
@@ -101,10 +110,10 @@ NONSENSE = [
 
 
 async def test_a_line_that_asks_for_nothing_is_answered_with_why(folder):
-    async with make(folder) as cluster, ControlSocket(cluster, tell=[].append) as control:
+    async with make(folder) as cluster, ControlSocket(cluster, report=[].append) as control:
         for line in NONSENSE:
-            with pytest.raises(NotUnderstood):
-                read_asked(line)
+            with pytest.raises(MalformedRequest):
+                parse_request(line)
             reader, writer = await asyncio.open_unix_connection(control.path)
             writer.write(line + b"\n")
             answer = json.loads(await reader.read())
@@ -115,19 +124,19 @@ async def test_a_line_that_asks_for_nothing_is_answered_with_why(folder):
 
 
 def test_a_parent_of_the_version_before_understands_what_does_not_ask_for_more():
-    assert written(RestartAsked()) == b'{"op":"restart","roles":[]}\n'
-    assert written(RestartAsked(names=("decode-0",))) == b'{"op":"restart","roles":[],"names":["decode-0"]}\n'
-    assert written(ScaleAsked(decode=2)) == b'{"op":"scale","decode":2}\n'
-    assert written(FlipAsked(to="decode")) == b'{"op":"flip","to":"decode"}\n'
+    assert encode_message(RestartRequest()) == b'{"op":"restart","roles":[]}\n'
+    assert encode_message(RestartRequest(names=("decode-0",))) == b'{"op":"restart","roles":[],"names":["decode-0"]}\n'
+    assert encode_message(ScaleRequest(decode=2)) == b'{"op":"scale","decode":2}\n'
+    assert encode_message(FlipRequest(to="decode")) == b'{"op":"flip","to":"decode"}\n'
 
 
-async def test_one_change_at_a_time_and_it_outlives_who_asked_for_it(folder):
-    async with make(folder) as cluster, ControlSocket(cluster, tell=[].append) as control:
+async def test_control_socket_allows_one_change_which_outlives_its_client(folder):
+    async with make(folder) as cluster, ControlSocket(cluster, report=[].append) as control:
         reader, writer = await asyncio.open_unix_connection(control.path)
-        writer.write(written(ScaleAsked(decode=2)))
-        assert b"starting one more decode" in await reader.readline()
-        (told,) = await asyncio.to_thread(lambda: list(ask(control.path, FlipAsked(to="decode"))))
-        assert told.reason == "another change is under way: `tandem abort` takes it back"
+        writer.write(encode_message(ScaleRequest(decode=2)))
+        assert b"starting a decode" in await reader.readline()
+        (told,) = await asyncio.to_thread(lambda: list(ask(control.path, FlipRequest(to="decode"))))
+        assert told.reason == "another change is in progress: `tandem abort` aborts it"
         writer.close()
         await cluster.wait_ready("decode-1")
         assert len(cluster.workers) == 3
@@ -136,8 +145,8 @@ async def test_one_change_at_a_time_and_it_outlives_who_asked_for_it(folder):
 async def hanging(control, asked):
     """Ask for what will wait for a process that never serves; the rest of the answer, once that is starting."""
     reader, writer = await asyncio.open_unix_connection(control.path)
-    writer.write(written(asked))
-    while b"starting one more" not in await reader.readline():
+    writer.write(encode_message(asked))
+    while b"starting a " not in await reader.readline():
         pass
 
     async def rest():
@@ -149,16 +158,16 @@ async def hanging(control, asked):
 
 
 async def test_a_change_that_hangs_is_taken_back_and_what_it_has_done_stays(folder):
-    async with make(folder, {"decode-2": "slow"}) as cluster, ControlSocket(cluster, tell=[].append) as control:
+    async with make(folder, {"decode-2": "slow"}) as cluster, ControlSocket(cluster, report=[].append) as control:
         where = ("--socket", str(control.path))
         idle = await run("abort", *where)
-        assert (idle.exit_code, idle.output) == (1, "not done: no change is under way\n")
+        assert (idle.exit_code, idle.output) == (1, "not done: no change is in progress\n")
         asked = await run("scale", "decode=2", *where)
         assert asked.exit_code == 0, asked.output
-        waits = await hanging(control, ScaleAsked(decode=4))
+        waits = await hanging(control, ScaleRequest(decode=4))
         done = await run("abort", *where)
         assert (done.exit_code, done.output) == (0, "done\n")
-        assert (await waits)["reason"] == "it was taken back"
+        assert (await waits)["reason"] == "it was aborted"
         assert load(cluster.config_path).decode.replicas == 2
         asked = await run("restart", "prefill", *where)  # while the one that was given up ends
         assert asked.exit_code == 0, asked.output
@@ -168,23 +177,23 @@ async def test_a_change_that_hangs_is_taken_back_and_what_it_has_done_stays(fold
 
 
 async def test_a_planner_makes_room_for_an_operator_and_not_the_other_way_round(folder):
-    async with make(folder, {"decode-1": "slow"}) as cluster, ControlSocket(cluster, tell=[].append) as control:
-        waits = await hanging(control, ScaleAsked(decode=2, yields=True))
-        (told,) = await asyncio.to_thread(lambda: list(ask(control.path, FlipAsked(to="decode", yields=True))))
-        assert told.reason.startswith("another change is under way")
-        told = await asyncio.to_thread(lambda: list(ask(control.path, ScaleAsked(prefill=2))))
+    async with make(folder, {"decode-1": "slow"}) as cluster, ControlSocket(cluster, report=[].append) as control:
+        waits = await hanging(control, ScaleRequest(decode=2, yields=True))
+        (told,) = await asyncio.to_thread(lambda: list(ask(control.path, FlipRequest(to="decode", yields=True))))
+        assert told.reason.startswith("another change is in progress")
+        told = await asyncio.to_thread(lambda: list(ask(control.path, ScaleRequest(prefill=2))))
         assert told[-1].done is True
-        assert (await waits)["reason"] == "an operator's change takes its place"
+        assert (await waits)["reason"] == "replaced by an operator's change"
         assert [load(cluster.config_path).prefill.replicas, load(cluster.config_path).decode.replicas] == [2, 1]
-        waits = await hanging(control, RestartAsked(roles=("decode",)))
-        (told,) = await asyncio.to_thread(lambda: list(ask(control.path, ScaleAsked(prefill=1))))
-        assert told.reason.startswith("another change is under way")
+        waits = await hanging(control, RestartRequest(roles=("decode",)))
+        (told,) = await asyncio.to_thread(lambda: list(ask(control.path, ScaleRequest(prefill=1))))
+        assert told.reason.startswith("another change is in progress")
         assert (await run("abort", "--socket", str(control.path))).exit_code == 0
         await waits
 
 
 async def test_the_last_prefill_worker_is_flipped_only_with_yes(folder):
-    async with make(folder, prefill=2) as cluster, ControlSocket(cluster, tell=[].append) as control:
+    async with make(folder, prefill=2) as cluster, ControlSocket(cluster, report=[].append) as control:
         where = ("--socket", str(control.path))
         done = await run("flip", "decode", *where)
         assert done.exit_code == 0, done.output
@@ -198,15 +207,15 @@ async def test_the_last_prefill_worker_is_flipped_only_with_yes(folder):
         assert done.exit_code == 0, done.output
         assert [view.name for view in cluster.workers] == ["decode-0", "decode-1", "decode-2"]
         refused = await run("flip", "decode", *where)
-        assert (refused.exit_code, refused.output) == (1, "not done: there is no prefill worker to spare\n")
+        assert (refused.exit_code, refused.output) == (1, "not done: no prefill worker can be spared\n")
 
 
-async def test_what_makes_no_sense_displaces_no_planners_change(folder):
+async def test_control_socket_invalid_request_keeps_the_planners_change(folder):
     counts = {"prefill": 0, "modes": {"decode-1": "slow"}}
-    async with make(folder, **counts) as cluster, ControlSocket(cluster, tell=[].append) as control:
-        waits = await hanging(control, ScaleAsked(decode=2, yields=True))
-        (told,) = await asyncio.to_thread(lambda: list(ask(control.path, FlipAsked(to="decode"))))
-        assert told.reason == "there is no prefill worker to spare"
+    async with make(folder, **counts) as cluster, ControlSocket(cluster, report=[].append) as control:
+        waits = await hanging(control, ScaleRequest(decode=2, yields=True))
+        (told,) = await asyncio.to_thread(lambda: list(ask(control.path, FlipRequest(to="decode"))))
+        assert told.reason == "no prefill worker can be spared"
         assert cluster.under_way is not None
         assert (await run("abort", "--socket", str(control.path))).exit_code == 0
         await waits
@@ -222,18 +231,18 @@ async def test_who_interrupts_the_command_is_told_how_to_take_the_change_back(mo
     assert (told.exit_code, told.output) == (130, said)
 
 
-async def test_a_change_that_cannot_be_written_down_is_told_so_and_ends(folder):
-    async with make(folder) as cluster, ControlSocket(cluster, tell=[].append) as control:
+async def test_change_unwritable_configuration_reports_failure_and_ends(folder):
+    async with make(folder) as cluster, ControlSocket(cluster, report=[].append) as control:
         place = cluster.config_path.parent
         kept = place.rename(folder / "moved")
         place.write_text("in the way")
-        (told,) = await asyncio.to_thread(lambda: list(ask(control.path, ScaleAsked(decode=2))))
+        (told,) = await asyncio.to_thread(lambda: list(ask(control.path, ScaleRequest(decode=2))))
         assert told.done is False
-        assert "the configuration cannot be written" in told.reason
+        assert "cannot write the configuration" in told.reason
         place.unlink()
         kept.rename(place)
         assert len(cluster.workers) == 2
-        told = await asyncio.to_thread(lambda: list(ask(control.path, ScaleAsked(decode=2))))
+        told = await asyncio.to_thread(lambda: list(ask(control.path, ScaleRequest(decode=2))))
         assert told[-1].done is True
 
 
@@ -241,26 +250,36 @@ async def test_no_socket_where_others_can_enter(folder, monkeypatch):
     folder.chmod(0o755)
     async with make(folder) as cluster:
         with pytest.raises(ConfigError, match="is accessible to other users"):
-            await ControlSocket(cluster, tell=[].append).__aenter__()
+            await ControlSocket(cluster, report=[].append).__aenter__()
         folder.chmod(0o700)
         (folder / "c.sock").write_text("mine")
         with pytest.raises(ConfigError, match="exists and is not a socket"):
-            await ControlSocket(cluster, tell=[].append).__aenter__()
+            await ControlSocket(cluster, report=[].append).__aenter__()
         assert (folder / "c.sock").read_text() == "mine"
     told = []
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
     (folder / "tandem").mkdir(mode=0o755)
-    async with ControlSocket(LocalCluster(fake_config()), tell=told.append):
-        assert told[0].startswith("nobody can change this cluster: control_socket: ")
+    async with ControlSocket(LocalCluster(fake_config()), report=told.append):
+        assert told[0].startswith("this cluster cannot be changed while it runs: control_socket: ")
+
+
+async def test_cluster_that_starts_removes_sockets_of_killed_ones(folder, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+    (folder / "tandem").mkdir(mode=0o700)
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind(str(folder / "tandem" / "8999.sock"))
+    os.utime(folder / "tandem" / "8999.sock", (0, 0))
+    async with ControlSocket(LocalCluster(fake_config()), report=[].append) as control:
+        assert list((folder / "tandem").iterdir()) == [control.path]
 
 
 async def test_two_clusters_do_not_take_each_others_socket(folder, monkeypatch):
     """At one port of two addresses the sockets would have one name."""
     cluster, other = make(folder), make(folder)
-    async with ControlSocket(cluster, tell=[].append) as control:
+    async with ControlSocket(cluster, report=[].append) as control:
         with pytest.raises(ConfigError, match="another cluster answers at"):
-            await ControlSocket(other, tell=[].append).__aenter__()
-        (status, _) = await asyncio.to_thread(lambda: list(ask(control.path, StatusAsked())))
+            await ControlSocket(other, report=[].append).__aenter__()
+        (status, _) = await asyncio.to_thread(lambda: list(ask(control.path, StatusRequest())))
         assert status.changing is False
         control.path.unlink()
         control.path.write_text("somebody else's by now")
@@ -280,7 +299,7 @@ async def test_a_place_that_cannot_be_is_found_out_before_anything_is_started(fo
 
 def test_nobody_answers(folder, monkeypatch):
     with pytest.raises(NoCluster, match="no cluster answers"):
-        list(ask(folder / "none.sock", StatusAsked()))
+        list(ask(folder / "none.sock", StatusRequest()))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
     assert runtime_folder() == folder / "tandem"
     monkeypatch.delenv("XDG_RUNTIME_DIR")

@@ -35,7 +35,7 @@ def test_doctor_tells_when_a_resumed_text_may_differ(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"dtype": "bfloat16"}))
     found = dtype_of(model__path=str(tmp_path))
     assert found.status is Status.INFO
-    assert found.detail.startswith("bfloat16 (auto: the checkpoint's): a text resumed after a failover may differ")
+    assert found.detail.startswith("bfloat16 (auto: the checkpoint's): text that resumes after a failover may differ")
     assert "engine.deterministic" in found.hint
     exact = dtype_of(model__path=str(tmp_path), engine__deterministic=True)
     assert (exact.status, exact.detail) == (Status.OK, "bfloat16 (auto: the checkpoint's)")
@@ -63,7 +63,7 @@ def test_doctor_names_the_architecture_and_what_is_supported(tmp_path: Path) -> 
 def test_doctor_fails_where_auto_stands_for_nothing(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     found = dtype_of(model__path=str(tmp_path))
-    assert (found.status, found.hint) == (Status.FAIL, "state model.dtype")
+    assert (found.status, found.hint) == (Status.FAIL, "set model.dtype")
     assert dtype_of(model__path=str(tmp_path), model__dtype="float16").status is Status.INFO
 
 
@@ -79,10 +79,10 @@ def test_doctor_shows_which_worker_gets_which_gpu() -> None:
     )
     (found,) = software.gpu_table(load(None), FakeHost(1))
     assert found.detail == (
-        "1 visible: prefill-0 on GPU 0; decode-0 on GPU 0; workers on one GPU divide 80 % of its memory"
+        "1 visible: prefill-0 on GPU 0; decode-0 on GPU 0; workers on the same GPU share 80 % of its memory"
     )
     (found,) = software.gpu_table(load(None), FakeHost(4))
-    assert (found.status, found.hint.partition(":")[0]) == (Status.INFO, "GPU 2, 3 would idle")
+    assert (found.status, found.hint.partition(":")[0]) == (Status.INFO, "GPU 2, 3 would be idle")
 
 
 def test_doctor_fails_for_gpus_that_are_not_there() -> None:

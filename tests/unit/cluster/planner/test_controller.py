@@ -73,7 +73,7 @@ def test_one_look_that_fails_forgets_nothing() -> None:
     assert outcomes.index(Outcome.ORDERED) * PERIOD_S <= POLICY.hold_s + PERIOD_S
 
 
-def test_a_fleet_that_cannot_be_asked_is_not_touched_but_the_load_is_watched() -> None:
+def test_controller_unknown_fleet_gives_no_order_but_observes_load() -> None:
     bench = Bench(SMALL)
     for _ in range(5):
         turn = bench.turn(BUSY, fleet="403")
@@ -110,7 +110,7 @@ def test_after_an_order_that_failed_it_waits_longer_each_time() -> None:
     assert waits[-1] >= 4 * waits[0]
 
 
-def test_what_half_an_order_left_is_not_somebody_elses_doing() -> None:
+def test_controller_half_carried_out_order_is_not_taken_for_a_foreign_change() -> None:
     bench = Bench(SMALL)
     order = bench.turn(BUSY).order
     assert order is not None
@@ -121,14 +121,14 @@ def test_what_half_an_order_left_is_not_somebody_elses_doing() -> None:
     assert Outcome.ORDERED in outcomes
 
 
-def test_whoever_else_scales_keeps_what_they_made_for_a_hold() -> None:
+def test_controller_foreign_sizes_are_kept_for_a_hold() -> None:
     bench = Bench(SMALL)
     for _ in range(10):
         assert bench.turn().outcome is Outcome.STEADY
     bench.sizes = LARGE
     turn = bench.turn()
     assert turn.outcome is Outcome.OTHERS
-    assert "somebody else" in turn.why[0]
+    assert "someone else" in turn.why[0]
     theirs_s = bench.now_s
     while bench.turn().outcome is Outcome.STEADY:
         assert bench.now_s < theirs_s + 3 * POLICY.hold_s

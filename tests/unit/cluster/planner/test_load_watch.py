@@ -15,14 +15,14 @@ from cluster.simulator.studies.elastic import fullness as simulated_fullness
 from tandem.errors import Code
 from tandem.values.roles import WorkerRole
 from tests.support.cluster.bound_clusters import Bottleneck, at_the_queue, exposition
-from tests.support.cluster.planned_worker import PERIOD_S, PROMISE, WORKER
+from tests.support.cluster.planned_worker import PERIOD_S, TARGETS, WORKER
 from tests.support.cluster.router_figures import ToldRouter, backlog, steps
 
 FORGET_S = 60.0
 
 
 def watch(speed: SpeedWatch | None = None) -> LoadWatch:
-    return LoadWatch(speed or SpeedWatch(WORKER), ttft_s=PROMISE.ttft_s, forget_s=FORGET_S)
+    return LoadWatch(speed or SpeedWatch(WORKER), ttft_s=TARGETS.ttft_s, forget_s=FORGET_S)
 
 
 def seen(told: Observation | Unseen) -> Observation:
@@ -38,7 +38,7 @@ def why(told: Observation | Unseen) -> str:
 def test_a_period_is_what_came_since_the_last_look_over_all_routers() -> None:
     one, other, looks = ToldRouter(), ToldRouter(), watch()
     one.serve(500, prompt=30)
-    assert "first look" in why(looks.observe(0.0, {"a": one.figures(), "b": other.figures()}))
+    assert "first reading" in why(looks.observe(0.0, {"a": one.figures(), "b": other.figures()}))
     one.serve(20)
     other.serve(10, output=300, cached=500)
     told = seen(looks.observe(PERIOD_S, {"a": one.figures(), "b": other.figures(backlog(w=1000))}))
@@ -87,9 +87,9 @@ def test_a_router_that_began_anew_costs_two_looks_and_makes_nothing_up() -> None
     looks.observe(0.0, {"a": router.figures(), "b": other.figures()})
     router = ToldRouter()
     other.serve(3)
-    assert "fallen" in why(looks.observe(15.0, {"a": router.figures(), "b": other.figures()}))
+    assert "counts fell" in why(looks.observe(15.0, {"a": router.figures(), "b": other.figures()}))
     router.serve(7)
-    assert "anew" in why(looks.observe(30.0, {"a": router.figures(), "b": other.figures()}))
+    assert "restarted" in why(looks.observe(30.0, {"a": router.figures(), "b": other.figures()}))
     router.serve(5)
     told = seen(looks.observe(45.0, {"a": router.figures(), "b": other.figures()}))
     # What the other had is whole, over the whole time.
@@ -101,7 +101,7 @@ def test_a_process_that_did_not_answer_once_is_no_flood_when_it_does() -> None:
     router.serve(10_000)
     part.serve(400)
     looks.observe(0.0, {"a": router.figures()})
-    assert "fallen" in why(looks.observe(15.0, {"a": part.figures()}))
+    assert "counts fell" in why(looks.observe(15.0, {"a": part.figures()}))
     router.serve(12)
     assert seen(looks.observe(30.0, {"a": router.figures()})).demand.num_requests == 12
 
@@ -129,10 +129,10 @@ def test_a_router_that_is_not_listed_any_more_is_not_waited_for() -> None:
     assert seen(looks.observe(15.0, {"a": one.figures()})).demand.num_requests == 4
 
 
-def test_nobody_answers_and_nobody_is_listed() -> None:
+def test_load_watch_without_routers_reports_why() -> None:
     looks = watch()
     assert why(looks.observe(0.0, {"a": "refused"})) == "a: refused"
-    assert why(looks.observe(15.0, {})) == "no router is known"
+    assert why(looks.observe(15.0, {})) == "no router was found"
 
 
 def test_every_router_tells_of_the_same_workers() -> None:
@@ -160,7 +160,7 @@ def test_every_router_tells_of_the_same_workers() -> None:
         'tandem_worker_step_seconds_total{worker="w",role="prefill",kind="prefill"}',
     ],
 )
-def test_no_number_that_nobody_counts_is_planned_by(name: str, value: str) -> None:
+def test_router_figures_impossible_numbers_are_refused(name: str, value: str) -> None:
     router = ToldRouter()
     router.serve(3)
     with pytest.raises(ValueError, match=r"\bis\b|fewer"):
@@ -168,9 +168,9 @@ def test_no_number_that_nobody_counts_is_planned_by(name: str, value: str) -> No
 
 
 def test_buckets_that_fall_and_pools_without_end_are_refused() -> None:
-    with pytest.raises(ValueError, match="fewer observations"):
+    with pytest.raises(ValueError, match="must be cumulative"):
         Histogram.from_cumulative({1.0: 5.0, 2.0: 3.0, inf: 6.0}, 7.0)
-    with pytest.raises(ValueError, match="fewer observations"):
+    with pytest.raises(ValueError, match="must be cumulative"):
         Histogram.from_cumulative({float("nan"): 5.0, inf: 6.0}, 7.0)
     for blocks in ("9" * 300, "-4"):
         with pytest.raises(ValueError, match="cache_config_info is"):
@@ -184,19 +184,19 @@ def test_a_sum_that_falls_is_of_a_router_that_began_anew() -> None:
 
 
 @pytest.mark.parametrize("bottleneck", ["prefill", "decode"])
-def test_a_router_tells_what_the_simulated_planner_sees_of_the_door_and_of_kv(bottleneck: Bottleneck) -> None:
+def test_load_watch_router_metrics_match_simulated_queue_and_kv(bottleneck: Bottleneck) -> None:
     looked: list[bool] = []
 
     def look(simulation: Simulation) -> None:
         looked.append(True)
-        waiting = simulation.router.gate.admission.num_waiting_tokens
+        waiting = simulation.router.admission.fair.num_waiting_tokens
         figures = read_figures(exposition(simulation))
         # Prompts that wait for a place to decode are no work for more readers.
         assert figures.queued_tokens == (waiting if bottleneck == "prefill" else 0)
-        assert figures.door_tokens == waiting > 0
+        assert figures.total_queued_tokens == waiting > 0
         assert figures.decode_kv_tokens
         # Every router tells of the same workers, and of its own door.
-        told = fullness([figures, replace(figures, door_tokens=0.0)], figures.decode_kv_tokens)
+        told = fullness([figures, replace(figures, total_queued_tokens=0.0)], figures.decode_kv_tokens)
         truth = simulated_fullness(simulation, figures.decode_kv_tokens)
         assert told[0] == truth[0] == (4 if bottleneck == "prefill" else 1)
         # Workers' word is half a second old.
@@ -206,7 +206,7 @@ def test_a_router_tells_what_the_simulated_planner_sees_of_the_door_and_of_kv(bo
     assert looked
 
 
-def test_full_workers_are_told_of_and_nobody_is_where_none_tells() -> None:
+def test_gpu_room_full_workers_are_named_and_none_without_free_memory() -> None:
     blocks = 'tandem_worker_kv_blocks{worker="%s",role="%s",state="%s"} %d\n'
     workers = (("p", "prefill", 80), ("d", "decode", 30), ("e", "decode", 90))
     more = "".join(blocks % (n, r, "used", used) + blocks % (n, r, "free", 100 - used) for n, r, used in workers)
@@ -264,8 +264,8 @@ def test_decode_steps_are_judged_by_their_rows() -> None:
     assert 0.5 < speed.factor(WorkerRole.DECODE) < 0.51
 
 
-def test_what_is_no_routers_word_is_refused() -> None:
-    with pytest.raises(ValueError, match="no router"):
+def test_router_figures_foreign_metrics_are_refused() -> None:
+    with pytest.raises(ValueError, match="not a router"):
         read_figures("# nothing\nup 1\n")
     with pytest.raises(ValueError, match="label"):
         read_figures(ToldRouter().text('tandem_worker_backlog_tokens{role="decode"} 3\n'))

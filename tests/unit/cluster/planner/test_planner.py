@@ -92,7 +92,7 @@ def test_a_load_that_swings_within_the_hold_is_served_by_its_peaks() -> None:
     assert not [decision.actions for _, _, decision in told[60:] if decision.actions]
 
 
-def test_a_warm_worker_changes_roles_before_a_new_machine_is_asked_for() -> None:
+def test_planner_growing_pool_flips_a_warm_worker_first() -> None:
     long_prompts, long_answers = seen(30, prompt=6_000, output=10), seen(30, prompt=50, output=900)
     told = drive(planner(), [long_prompts] * 60 + [long_answers] * 60, Sizes(prefill=2, decode=3))
     before, after = told[59][1], told[-1][1]

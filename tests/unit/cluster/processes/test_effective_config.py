@@ -65,7 +65,7 @@ def test_a_taken_port_is_named_before_anything_starts():
 @pytest.mark.parametrize(
     ("decode", "message"),
     [
-        (PoolConfig(replicas=1, addresses=("127.0.0.1:4001", "127.0.0.1:4002")), "names 2 workers"),
+        (PoolConfig(replicas=1, addresses=("127.0.0.1:4001", "127.0.0.1:4002")), "has 2 entries"),
         (PoolConfig(replicas=1, host="203.0.113.1"), "decode.host: cannot listen on 203.0.113.1"),
     ],
 )
@@ -289,7 +289,7 @@ def test_banner_of_a_model_without_chat_template_shows_a_completions_call_and_sa
     base = [replace(view, ready={**view.ready, "has_chat_template": False}) for view in views]
     text = show(ClusterConfig(), effective, base)
     assert "/v1/chat/completions" not in text
-    assert "it completes text" in text
+    assert "use it for text completion" in text
     words = shlex.split(banner.curl_line(effective, "m", chats=False))
     assert words[2].endswith("/v1/completions")
     body = json.loads(words[-1])
@@ -318,5 +318,5 @@ def test_defaults_are_not_settings_and_bytes_have_units():
         "router.limits.tenants": "acme: tokens_per_minute 9 and weight 2.0, other: no limit",
     }
     hedged = load(None, {"router.hedging": {}})
-    assert banner.changed_settings(hedged, ClusterConfig()) == {"router.hedging": "with its defaults"}
+    assert banner.changed_settings(hedged, ClusterConfig()) == {"router.hedging": "with defaults"}
     assert [banner.format_bytes(n) for n in (12, 1536, 5 << 30, 3 << 40)] == ["12 B", "1.5 KiB", "5.0 GiB", "3.0 TiB"]

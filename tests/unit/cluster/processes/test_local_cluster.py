@@ -263,7 +263,7 @@ async def test_up_without_a_terminal_has_files_read_again_and_goes_on(journal, m
             if b"reads again" in line:
                 told.add(line)
     assert all(f"['{level}']".encode() in line for line in told)
-    assert (b"log_level: must be a level; the configuration stays as it was" in shown) is (mode == "spoilt")
+    assert (b"log_level: must be a level; the configuration is unchanged" in shown) is (mode == "spoilt")
     process.send_signal(signal.SIGTERM)
     await process.communicate()
     assert process.returncode == 0
@@ -273,7 +273,7 @@ async def test_up_without_a_terminal_has_files_read_again_and_goes_on(journal, m
     assert all(gone(pid) for pid in pids(journal))
 
 
-async def test_a_file_that_hangs_when_it_is_read_again_holds_up_nobody(journal, monkeypatch):
+async def test_up_reload_of_hanging_file_blocks_nothing(journal, monkeypatch):
     monkeypatch.setattr("tandem.process.hangup.has_terminal", lambda: False)
     hangs, goes_on = threading.Event(), threading.Event()
 

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
@@ -26,7 +27,7 @@ os.write(int(sys.argv[1]), (json.dumps(order) + "\\n").encode())
 print("serves")
 sys.stdin.read()
 """
-ENDS = "raise SystemExit(3)"
+ENDS = "import sys; print('no module named torch'); sys.exit(3)"
 SERVES = """
 import os, signal, sys
 signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
@@ -94,7 +95,7 @@ def serve_something(workers: StandbyWorkers, name: str = "decode-0") -> Callback
     return callbacks
 
 
-async def test_standby_that_is_told_its_role_becomes_that_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_standby_given_a_role_becomes_that_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     workers = make(monkeypatch, ECHO)
     serve_something(workers)
     [pid] = await until_waiting(workers, 1)
@@ -140,7 +141,9 @@ async def test_standby_that_was_killed_is_not_used(monkeypatch: pytest.MonkeyPat
     workers.close()
 
 
-async def test_standbys_that_cannot_live_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_standbys_that_cannot_live_are_given_up_and_the_log_says_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     started: list[int] = []
     workers = make(monkeypatch, ENDS)
     command = standby._command
@@ -151,6 +154,26 @@ async def test_standbys_that_cannot_live_are_given_up(monkeypatch: pytest.Monkey
             await asyncio.sleep(0.01)
     assert len(started) == MAX_FAILURES
     assert workers.start(WorkerRole.PREFILL, [], Heard().callbacks()) is None
+    workers.close()
+    assert caplog.text.count("standby: no module named torch") == MAX_FAILURES
+    assert caplog.text.count("ended by itself with status 3") == MAX_FAILURES
+    told = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert ["no more are started" in one for one in told] == [True]
+
+
+async def test_standbys_that_cannot_be_started_are_given_up_and_the_log_says_why(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(11, "Resource temporarily unavailable")
+
+    workers = make(monkeypatch, ECHO)
+    monkeypatch.setattr(standby, "Child", refuse)
+    serve_something(workers)
+    async with asyncio.timeout(60):
+        while "no more are started" not in caplog.text:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    assert caplog.text.count("cannot start a standby worker: [Errno 11]") == MAX_FAILURES
     workers.close()
 
 
@@ -170,6 +193,43 @@ async def test_standby_whose_stdin_closes_ends_by_itself() -> None:
     process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL)
     async with asyncio.timeout(60):
         assert await process.wait() == 0
+
+
+SHOWS = """
+import sys
+from cluster.processes import standby
+standby._show_command_line([sys.executable, "-m", "decode_worker", *sys.stdin.readline().split()])
+print(len(sys.argv), flush=True)
+sys.stdin.read()
+"""
+
+
+async def command_line_shown(arguments: list[str]) -> list[str]:
+    """What `ps` shows of a process that has said that it is a decode worker with these arguments."""
+    pipe = asyncio.subprocess.PIPE
+    command = [sys.executable, "-c", SHOWS, *standby._command(9)[3:]]
+    process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.write(" ".join(arguments).encode() + b"\n")
+    async with asyncio.timeout(60):
+        assert int(await process.stdout.readline()) == len(command) - 2
+    shown = await asyncio.to_thread(Path(f"/proc/{process.pid}/cmdline").read_bytes)
+    process.stdin.close()
+    assert await process.wait() == 0
+    return shown.decode().rstrip(" \0").split("\0")
+
+
+@pytest.mark.parametrize("length", [8, 300, 9000])
+async def test_command_line_of_a_worker_replaces_that_of_the_standby(length: int) -> None:
+    arguments = ["--index", "0", "--config", "/" + "c" * length]
+    shown = await command_line_shown(arguments)
+    expected = [sys.executable, "-m", "decode_worker", *arguments]
+    if length < 1000:
+        assert shown == expected
+    else:
+        assert shown[:-1] == expected[:-1]
+        assert expected[-1].startswith(shown[-1])
 
 
 class Cluster:

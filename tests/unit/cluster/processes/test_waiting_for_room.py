@@ -146,7 +146,7 @@ def test_where_a_worker_is_now_is_written_as_soon_as_that_is_possible_again():
             tries = launcher.num_tries
             launcher.started["decode-0"].send(signal.SIGKILL)
             await until(lambda: launcher.num_tries == tries + 3)
-            assert sum("cannot be written" in note for note in watcher.notes) == 1
+            assert sum("cannot write" in note for note in watcher.notes) == 1
             router = launcher.started["router"]
             told = len(router.signals)
             launcher.is_full = False

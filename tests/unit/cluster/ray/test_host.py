@@ -42,7 +42,7 @@ async def heard(host, words, wanted):
             words += await host.listen()
 
 
-async def test_a_worker_is_started_told_of_and_signalled(speaker, monkeypatch):
+async def test_ray_host_starts_reports_and_signals_its_worker(speaker, monkeypatch):
     monkeypatch.setenv("RAY_AUTH_TOKEN", "t" * 32)
     host, words = WorkerHost(WAIT_S), []
     pid = await host.start("decode", 3, "10.0.0.7:0", dump(load(None, {"secret": "s" * 32})))
@@ -74,7 +74,7 @@ async def test_the_configuration_is_never_a_file_that_others_could_find(speaker,
     host._look.cancel()
 
 
-def test_an_actor_that_nobody_asks_ends_and_its_worker_with_it():
+def test_ray_host_without_calls_ends_with_its_worker():
     code = f"""
 import asyncio, sys
 from cluster.ray import host as ray_host
@@ -122,18 +122,18 @@ def test_time_in_which_the_actor_stood_still_is_not_of_its_lease(speaker, monkey
         runner.run(scenario())
 
 
-def test_lines_that_nobody_fetches_are_bounded_and_what_is_lost_is_told():
+def test_ray_outbox_unfetched_lines_are_bounded_and_drops_reported():
     outbox = Outbox(max_log_bytes=100)
     for number in range(1000):
         outbox.log(f"line {number:03}")
     words = outbox.drain()
-    assert words[0] == ("log", "988 lines were lost: nobody fetched them in time")
+    assert words[0] == ("log", "988 lines were dropped because they were not fetched in time")
     assert [line for _, line in words[1:]] == [f"line {number:03}" for number in range(988, 1000)]
     assert not outbox
     assert outbox.drain() == []
 
 
-def test_the_end_is_told_after_all_else_and_beats_once():
+def test_ray_outbox_reports_the_end_last_and_heartbeats_once():
     outbox = Outbox()
     outbox.end(1)
     outbox.beat()

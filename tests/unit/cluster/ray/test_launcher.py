@@ -133,7 +133,7 @@ async def started(session, launcher):
     return process, host, heard
 
 
-async def test_a_worker_listens_where_its_node_is_and_is_told_of_to_its_end():
+async def test_ray_launcher_worker_reports_its_node_address_and_end():
     session = FakeSession()
     process, host, heard = await started(session, launcher_of(session, secret="s" * 20))
     assert host.started == ("decode", 1, "10.0.0.1:0"), "never where an earlier life of it was"
@@ -161,7 +161,7 @@ async def test_a_worker_whose_node_is_gone_has_ended_and_goes_elsewhere():
     _, host, heard = await started(session, launcher)
     host.words.put_nowait(NodeLost("the node has died"))
     assert await heard.exit() == -signal.SIGKILL
-    assert heard.told[0] == ("log", "lost with its node: the node has died")
+    assert heard.told[0] == ("log", "lost together with its node: the node has died")
     _, again, _ = await started(session, launcher)
     assert (host.node.node_id, again.node.node_id) == ("a", "b")
     assert again.started == ("decode", 1, "[fd00::2]:0")
@@ -175,7 +175,7 @@ async def test_a_worker_of_which_nothing_is_heard_is_lost():
     launcher.config = launcher.config.model_copy(update={"ray": impatient})
     _, _, heard = await started(session, launcher)
     assert await heard.exit() == -signal.SIGKILL
-    assert heard.told[0] == ("log", "lost with its node: nothing is heard of it for 0.05 s")
+    assert heard.told[0] == ("log", "lost together with its node: no answer for 0.05 s")
     assert session.open == 0
 
 
@@ -196,7 +196,7 @@ async def test_signals_go_to_the_process_and_a_new_configuration_goes_before_its
     assert not process._orders
 
 
-async def test_one_that_finds_no_room_says_so_more_than_once_and_ends_at_once_when_told(monkeypatch):
+async def test_ray_launcher_without_room_reports_repeatedly_and_ends_on_signal(monkeypatch):
     monkeypatch.setattr(ray_launcher, "_ROOM_S", 0.01)
     session, heard = FakeSession(has_room=False), Heard()
     process = launcher_of(session, ray__decode__cpus=64.0).start(PLAN, heard.callbacks())
@@ -215,7 +215,7 @@ async def test_one_that_finds_no_room_says_so_more_than_once_and_ends_at_once_wh
     assert session.open == 0
 
 
-async def test_one_that_has_found_room_says_so_and_complains_no_more(monkeypatch):
+async def test_ray_launcher_after_finding_room_stops_reporting(monkeypatch):
     monkeypatch.setattr(ray_launcher, "_ROOM_S", 0.01)
     session, heard = FakeSession(has_room=False), Heard()
     process = launcher_of(session).start(PLAN, heard.callbacks())
@@ -230,7 +230,7 @@ async def test_one_that_has_found_room_says_so_and_complains_no_more(monkeypatch
     assert await heard.exit() == 0
 
 
-async def test_one_that_is_told_to_end_before_it_could_begin_tells_of_its_end():
+async def test_ray_launcher_signal_before_start_reports_the_end():
     session, heard = FakeSession(), Heard()
     launcher_of(session).start(PLAN, heard.callbacks()).send(signal.SIGTERM)
     assert await heard.exit() == -signal.SIGKILL
@@ -238,7 +238,7 @@ async def test_one_that_is_told_to_end_before_it_could_begin_tells_of_its_end():
     assert session.hosts.empty()
 
 
-async def test_trouble_that_nobody_foresaw_is_an_end_too(monkeypatch):
+async def test_ray_launcher_unexpected_error_ends_the_worker(monkeypatch):
     async def refuse(*_):
         raise LookupError("Ray has a new word")
 
@@ -246,11 +246,11 @@ async def test_trouble_that_nobody_foresaw_is_an_end_too(monkeypatch):
     session, heard = FakeSession(), Heard()
     launcher_of(session).start(PLAN, heard.callbacks())
     assert await heard.exit() == -signal.SIGKILL
-    assert heard.told[0] == ("log", "is lost to trouble with Ray: LookupError: Ray has a new word")
+    assert heard.told[0] == ("log", "lost because of a Ray error: LookupError: Ray has a new word")
     assert session.open == 0
 
 
-def test_time_in_which_this_process_stood_still_is_nobodys_silence():
+def test_ray_launcher_after_own_pause_does_not_count_silence():
     async def scenario():
         loop = asyncio.get_running_loop()
         process, host, heard = await started(session := FakeSession(), launcher_of(session))
@@ -286,7 +286,7 @@ async def test_one_that_cannot_start_says_why(monkeypatch):
 
 def test_addresses_that_are_stated_contradict_ray():
     config = load(None, {"router.port": 0, "router.grpc_port": 0, "decode.addresses": ["10.0.0.1:9000"]})
-    with pytest.raises(ConfigError, match=r"decode\.addresses: with Ray"):
+    with pytest.raises(ConfigError, match=r"decode\.addresses: not possible with Ray"):
         RayLauncher(FakeSession()).settle(config)
 
 
@@ -305,7 +305,7 @@ def test_what_cannot_be_written_changes_nothing():
     try:
         launcher.config_path.unlink()
         launcher.config_path.parent.chmod(0o777)  # others could have written there
-        with pytest.raises(ChangeFailed, match="cannot be written"):
+        with pytest.raises(ChangeFailed, match="cannot write"):
             shared.resize({Role.DECODE: 2})
         assert (launcher.config.decode.replicas, shared.config.decode.replicas) == (1, 1)
     finally:

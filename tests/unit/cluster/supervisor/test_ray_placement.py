@@ -20,7 +20,7 @@ def config(**overrides):
     return load(None, {name.replace("__", "."): value for name, value in overrides.items()})
 
 
-def test_a_group_takes_a_gpu_for_each_rank_and_what_was_asked_for():
+def test_ray_bundle_counts_a_gpu_per_rank_and_requested_resources():
     made = config(decode__tensor_parallel_size=4, ray__decode__resources={"h100": 1.0})
     assert bundle_of(made, Role.DECODE, has_gpus=True) == {"CPU": 4.0, "GPU": 4.0, "h100": 1.0}
     assert bundle_of(made, Role.PREFILL, has_gpus=True) == {"CPU": 1.0, "GPU": 1.0}

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.control.operations import planned
-from cluster.control.wire import RestartAsked
+from cluster.control.operations import plan_change
+from cluster.control.wire import RestartRequest
 from cluster.supervisor.rollout import (
     Add,
     ChangeRefused,
@@ -18,10 +18,10 @@ from cluster.supervisor.rollout import (
     Rollout,
     RolloutState,
     flip_steps,
+    missing_contacts,
     restart_steps,
     scale_steps,
     sizes_of,
-    who_misses,
 )
 from cluster.supervisor.supervisor import ProcessState, Role
 
@@ -199,7 +199,7 @@ def test_a_restart_never_serves_with_fewer_and_what_fails_leaves_the_old_one(mem
     assert rollout.advance(world.members, world.now) == []
 
 
-def test_a_restart_by_name_replaces_these_alone_and_nobody_twice():
+def test_restart_by_name_replaces_each_named_process_once():
     members = cluster(2, 3, 1)
     assert [step.retire for step in restart_steps(members, [], ["decode-2", "decode-0", "decode-2"])] == [
         "decode-2",
@@ -212,14 +212,16 @@ def test_a_restart_by_name_replaces_these_alone_and_nobody_twice():
         (Role.DECODE, "decode-1", True),
     ]
     members["decode-1"] = replace(members["decode-1"], state=ProcessState.RETIRING)
-    with pytest.raises(ChangeRefused, match=r"no process decode-1; there are: decode-0, decode-2, prefill-0"):
+    with pytest.raises(
+        ChangeRefused, match=r"unknown process decode-1; the processes are: decode-0, decode-2, prefill-0"
+    ):
         restart_steps(members, [], ["decode-1"])
 
 
 def test_one_that_was_given_up_and_is_replaced_by_name_counts_again():
     members = {**cluster(1, 2, 1), "decode-1": Member(role=Role.DECODE, index=1, state=ProcessState.ABANDONED)}
-    for asked, decode in ((RestartAsked(names=("decode-1",)), 2), (RestartAsked(names=("decode-0",)), 1)):
-        assert planned(asked, members).sizes == {Role.PREFILL: 1, Role.DECODE: decode}
+    for asked, decode in ((RestartRequest(names=("decode-1",)), 2), (RestartRequest(names=("decode-0",)), 1)):
+        assert plan_change(asked, members).sizes == {Role.PREFILL: 1, Role.DECODE: decode}
 
 
 def unmoved(members):
@@ -246,7 +248,7 @@ def test_a_restart_in_place_takes_no_room_and_misses_one_at_a_time(members, fate
 
 
 @given(CLUSTERS, FATES, ROLES, st.booleans(), st.integers(0, 12))
-def test_a_change_that_is_taken_back_leaves_no_fewer_and_nobody_half_known(members, fates, roles, in_place, abort_at):
+def test_rollout_aborted_change_keeps_capacity_and_full_members(members, fates, roles, in_place, abort_at):
     before = dict(members)
     world = World(dict(members), list(fates), abort_at=float(abort_at))
     workers = {n for n, m in members.items() if m.role is not Role.ROUTER}
@@ -273,7 +275,7 @@ def test_who_keeps_dying_is_told_of_although_it_leaves_then():
 
 
 @given(CLUSTERS, FATES, st.integers(0, 4), st.integers(1, 4))
-def test_scaling_ends_at_what_was_asked_or_says_why(members, fates, prefill, decode):
+def test_rollout_scaling_ends_at_requested_sizes_or_reports_failure(members, fates, prefill, decode):
     wanted = {Role.PREFILL: prefill, Role.DECODE: decode}
     before = serving(members)
     world = World(dict(members), list(fates))
@@ -318,7 +320,7 @@ def test_the_old_one_waits_until_every_router_has_an_answer_from_the_new_one():
     assert Retire(name="decode-0") in rollout.advance(members, 2.0)
 
 
-def test_who_is_never_known_goes_again_and_the_old_one_stays():
+def test_rollout_unreachable_process_is_removed_and_the_old_one_stays():
     members = cluster()
     rollout = Rollout(restart_steps(members, [Role.DECODE]), known_s=KNOWN_S)
     rollout.advance(members, 0.0)
@@ -326,17 +328,17 @@ def test_who_is_never_known_goes_again_and_the_old_one_stays():
     members["decode-1"] = member(Role.DECODE, 1)
     assert rollout.advance(members, 0.0) == []
     assert rollout.advance(members, KNOWN_S) == [Retire(name="decode-1")]
-    assert rollout.failure == "router-0 did not get an answer from decode-1 after 5 s"
+    assert rollout.failure == "router-0 cannot reach decode-1 after 5 s"
 
 
 def test_a_router_whose_workers_are_elsewhere_must_reach_what_its_predecessor_does():
     far = frozenset({"a:1", "b:2"})
     members = {"router-0": member(Role.ROUTER, 0, reaches=far), "router-1": member(Role.ROUTER, 1)}
-    assert who_misses("router-1", "router-0", members) == "router-1 does not reach any worker"
+    assert missing_contacts("router-1", "router-0", members) == "router-1 cannot reach any worker"
     members["router-1"] = member(Role.ROUTER, 1, reaches=frozenset({"a:1"}))
-    assert who_misses("router-1", "router-0", members) == "router-1 does not reach b:2"
+    assert missing_contacts("router-1", "router-0", members) == "router-1 cannot reach b:2"
     members["router-1"] = member(Role.ROUTER, 1, reaches=far | {"c:3"})
-    assert who_misses("router-1", "router-0", members) is None
+    assert missing_contacts("router-1", "router-0", members) is None
 
 
 def test_who_serves_nobody_leaves_first():
@@ -353,7 +355,7 @@ def test_one_that_was_given_up_is_replaced_by_a_scale_to_the_same_size():
     members["decode-0"] = replace(members["decode-0"], state=ProcessState.ABANDONED)
     steps = scale_steps(members, {Role.DECODE: 2})
     assert [(step.add, step.retire) for step in steps] == [(Role.DECODE, None), (None, "decode-0")]
-    with pytest.raises(ChangeRefused, match="no decode worker to spare"):
+    with pytest.raises(ChangeRefused, match="no decode worker can be spared"):
         flip_steps(members, Role.PREFILL)
 
 

@@ -93,7 +93,7 @@ def test_rapid_deaths_wait_longer_each_time_and_are_given_up():
         now = due
     assert waits == [1, 2, 4]
     actions = supervisor.on_exited("prefill-0", -9, now)
-    assert "given up" in actions[0].text
+    assert "abandoned" in actions[0].text
     assert supervisor.state("prefill-0") is ProcessState.ABANDONED
     assert supervisor.phase is Phase.RUNNING  # decode workers compute prompts themselves
     assert supervisor.next_wake() is None
@@ -333,14 +333,14 @@ def test_a_process_that_should_beat_and_does_not_is_killed_and_started_again():
     assert pass_time(supervisor, 0, 60, beating=("router-0", "router-1")) == []
     actions = pass_time(supervisor, 60, 70, beating=("router-0",))
     assert sent(actions) == [("router-1", signal.SIGKILL)]
-    assert [a.text for a in actions if isinstance(a, Note)] == ["says nothing for 4 s: killed"]
+    assert [a.text for a in actions if isinstance(a, Note)] == ["no heartbeat for 4 s: killed"]
     assert any("restart" in note.text for note in supervisor.on_exited("router-1", -signal.SIGKILL, 70))
     assert launched(pass_time(supervisor, 70, 80, beating=("router-0",))) == ["router-1"]
     # Who has not said yet that it serves is waited for as ever.
     assert pass_time(supervisor, 80, 100, beating=("router-0",)) == []
 
 
-def test_time_in_which_the_supervisor_did_not_run_is_nobodys_silence():
+def test_supervisor_after_own_pause_does_not_count_silence():
     supervisor = pair()
     pass_time(supervisor, 0, 10, beating=("router-0", "router-1"))
     assert supervisor.tick(500.0) == []

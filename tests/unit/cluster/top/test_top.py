@@ -38,7 +38,7 @@ async def status_of(whole: WholeRouter) -> ClusterStatus:
 @asynccontextmanager
 async def served(config: RouterConfig | None = None, port: int = 0, whole: WholeRouter | None = None):
     """A door whose status is a whole router's; its URL."""
-    parts = fakes.make_doors(fakes.make_tokenizer(), config)
+    parts = fakes.make_servers(fakes.make_tokenizer(), config)
     async with StatusFeed(sources_of(whole or WholeRouter(1))) as feed:
         app = create_app(
             parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics, OptionalRoutes(status=feed)
@@ -143,7 +143,7 @@ async def test_once_prints_once_and_says_when_nobody_answers(tmp_path: Path) -> 
         file = tmp_path / "key"
         file.write_text("another-key\n")
         _, _, err = await run("--once", "--url", url, "--api-key-file", str(file))
-        assert err == "error: 401: this API key is not known here (--api-key-file names the file of one)\n"
+        assert err == "error: 401: unknown API key (give the file of an API key with --api-key-file)\n"
         file.write_text("a-key\n")
         code, out, err = await run("--url", url, "--url", url, "--api-key-file", str(file))
         assert (code, err) == (0, "")

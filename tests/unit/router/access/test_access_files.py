@@ -58,25 +58,25 @@ SPELLINGS = [
 
 @asynccontextmanager
 async def listening(config: RouterConfig) -> AsyncIterator[int]:
-    """A real door; its port."""
-    parts = fakes.make_doors(fakes.make_tokenizer(), config)
+    """A real server; its port."""
+    parts = fakes.make_servers(fakes.make_tokenizer(), config)
     parts.say("hello")
     app = create_app(parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics)
-    async with HttpServer(app, host="127.0.0.1", port=0, grace_s=1.0) as door:
-        yield door.port
+    async with HttpServer(app, host="127.0.0.1", port=0, grace_s=1.0) as listener:
+        yield listener.port
 
 
 async def status(port: int, target: str, head: str = "", method: str = "GET") -> int:
     """Of one request, spelled exactly so."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(f"{method} {target} HTTP/1.1\r\nHost: r\r\nConnection: close\r\n{head}\r\n".encode("latin-1"))
+    writer.write(f"{method} {target} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n{head}\r\n".encode("latin-1"))
     line = await reader.readline()
     await reader.read()
     writer.close()
     return int(line.split()[1])
 
 
-async def test_no_spelling_of_a_path_passes_without_a_key() -> None:
+async def test_path_in_any_spelling_without_key_is_refused() -> None:
     async with listening(KEYED) as port:
         for target in SPELLINGS:
             for method in ("GET", "POST", "HEAD", "OPTIONS", "PUT"):
@@ -84,7 +84,7 @@ async def test_no_spelling_of_a_path_passes_without_a_key() -> None:
         assert [await status(port, target) for target in ("/health", "/readyz", "/metrics", "/version")] == [200] * 4
 
 
-async def test_with_a_key_there_is_one_spelling_of_each_path() -> None:
+async def test_path_in_other_spelling_with_key_is_not_found() -> None:
     with_key = "Authorization: Bearer a-key\r\n"
     async with listening(KEYED) as port:
         found = {target: await status(port, target, with_key) for target in SPELLINGS}
@@ -107,7 +107,7 @@ async def test_with_a_key_there_is_one_spelling_of_each_path() -> None:
         "x-api-key: \r\n",
     ],
 )
-async def test_what_is_no_key_opens_nothing(head: str) -> None:
+async def test_access_guard_malformed_key_is_refused(head: str) -> None:
     async with listening(KEYED) as port:
         assert await status(port, "/v1/models", head) == 401
 
@@ -115,7 +115,7 @@ async def test_what_is_no_key_opens_nothing(head: str) -> None:
 @pytest.mark.parametrize(
     "name", ["Authorization: Bearer ", "authorization: BEARER  ", "x-api-key: ", "x-goog-api-key: "]
 )
-async def test_a_key_may_come_as_other_makers_clients_send_it(name: str) -> None:
+async def test_access_guard_key_in_vendor_header_is_accepted(name: str) -> None:
     async with listening(RouterConfig(api_keys=(entry_of("a-key"),))) as port:
         assert await status(port, "/v1/models", f"{name}a-key\r\n") == 200
 
@@ -128,7 +128,7 @@ async def test_a_key_may_come_as_other_makers_clients_send_it(name: str) -> None
         ({"health": "key", "readyz": "key", "version": "key"}, {"/health": 401, "/readyz": 401, "/version": 401}),
     ],
 )
-async def test_what_is_seen_without_a_key_can_be_chosen(asked: dict[str, str], seen: dict[str, int]) -> None:
+async def test_operator_access_setting_opens_chosen_pages(asked: dict[str, str], seen: dict[str, int]) -> None:
     async with listening(RouterConfig(api_keys=("a-key",), operator_access=asked)) as port:
         assert {page: await status(port, page) for page in seen} == seen
         with_key = {page: await status(port, page, "x-api-key: a-key\r\n") for page in seen}
@@ -153,12 +153,12 @@ FAR = RouterConfig(
         {"key": "boss", "tenant": "us", "operator": True},
     ),
 )
-"""As of a door beyond loopback; the tests' listens on loopback all the same."""
+"""As of a server beyond loopback; the tests' listens on loopback all the same."""
 
 
 @asynccontextmanager
 async def used_by_two(config: RouterConfig) -> AsyncIterator[httpx.AsyncClient]:
-    """A real door behind which two tenants had an answer."""
+    """A real server behind which two tenants had an answer."""
     async with listening(config) as port, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
         for key in ("acmes", "acmes", "others"):
             body = {"model": fakes.MODEL, "messages": [{"role": "user", "content": "hello"}]}
@@ -201,7 +201,7 @@ async def test_metrics_for_every_key_show_a_tenant_its_own_series_alone() -> Non
         }
 
 
-def test_a_setting_of_who_may_read_metrics_is_one_of_three() -> None:
+def test_operator_access_unknown_value_is_refused() -> None:
     with pytest.raises(ValidationError, match="'open', 'key' or 'operator'"):
         RouterConfig(operator_access={"metrics": "tenant"})
 
@@ -221,7 +221,7 @@ def test_application_with_a_route_that_does_not_say_for_whom_it_is_is_refused() 
         router = APIRouter()
         router.add_api_route("/new", endpoint, dependencies=dependencies)
         api.include_router(router)
-        with pytest.raises(TypeError, match="/new: the first dependency of a route must say for whom it is"):
+        with pytest.raises(TypeError, match="/new: the first dependency of a route must control access to it"):
             check_access(api)
     for of_starlette in (Route("/new", endpoint), Mount("/new", app=endpoint)):  # type: ignore[arg-type]
         api = FastAPI(openapi_url=None)
@@ -230,7 +230,7 @@ def test_application_with_a_route_that_does_not_say_for_whom_it_is_is_refused() 
             check_access(api)
 
 
-def test_every_route_of_the_application_has_one_access_dependency() -> None:
+def test_application_routes_have_one_access_dependency_each() -> None:
     """All that there can be: with batches, profiles, named caches, decisions and a status."""
     found = {route.path: access_of(route) for route in routes_of(whole_app(KEYED))}
     pages = {path: access.page.value for path, access in found.items() if access.page is not None}
@@ -242,7 +242,7 @@ def test_every_route_of_the_application_has_one_access_dependency() -> None:
     assert {"/debug/decisions", "/debug/pins", "/debug/profile/worker", "/status/events", "/v1/usage"} <= clients
 
 
-async def test_every_route_of_the_application_refuses_a_request_without_a_key() -> None:
+async def test_application_routes_without_key_are_refused() -> None:
     """Pages that are open to everybody excepted; and none of them is read a body of."""
     app = whole_app(KEYED)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
@@ -251,7 +251,7 @@ async def test_every_route_of_the_application_refuses_a_request_without_a_key() 
         raise AssertionError("the body is read before a key was shown")
         yield b""
 
-    async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         for route in routes_of(app):
             (method,) = route.methods
             path = route.path_format.replace("{", "").replace("}", "")
@@ -260,7 +260,7 @@ async def test_every_route_of_the_application_refuses_a_request_without_a_key() 
             assert (answer.status_code == 401) == (access_of(route).page is None), path
 
 
-def test_a_key_its_digest_and_its_tenant_belong_together() -> None:
+def test_key_file_entry_maps_digest_to_tenant() -> None:
     key = new_key()
     assert key != new_key()
     assert len(key) >= 43
@@ -343,9 +343,7 @@ async def test_keys_change_while_the_router_runs_and_a_broken_file_changes_nothi
         assert "in-the-clear" not in caplog.text
 
 
-async def test_no_key_is_good_once_the_file_of_keys_could_not_be_read_for_too_long(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_key_file_unreadable_for_too_long_closes_access(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A pipe in its place: who waited for it to be written to would never hear that a key was revoked."""
     path, now = tmp_path / "keys.yaml", 0.0
     write_keys(path, f"api_keys: ['{entry_of('one')}', '{entry_of('two')}']")
@@ -358,12 +356,12 @@ async def test_no_key_is_good_once_the_file_of_keys_could_not_be_read_for_too_lo
         assert accepted(keeper.keys, "one", "two") == [True, True]
         assert keeper.not_ready_reason() is None
         now = 60.0
-        told = "no API key is good: router.api_keys_file was not read for 60 s"
+        told = "no API key is accepted: router.api_keys_file was not read for 60 s"
         for headers in ({"authorization": "Bearer one"}, {"x-api-key": "nonsense"}, {}):
             with pytest.raises(Unavailable, match=told):
                 keeper.keys.caller(headers)
         assert keeper.not_ready_reason() == told
-        assert "keys.yaml: a FIFO, not a regular file; what was read before is good for 60 s" in caplog.text
+        assert "keys.yaml: a FIFO, not a regular file; what was read before stays in force for 60 s" in caplog.text
         path.unlink()
         write_keys(path, f"api_keys: ['{entry_of('two')}']")
         await looked(keeper)
@@ -405,9 +403,7 @@ async def test_limits_of_tenants_change_with_the_file(tmp_path: Path) -> None:
         (f"a: &a ['{entry_of('a')}']\napi_keys: *a", 0o600, "aliases"),
     ],
 )
-async def test_a_file_of_keys_that_cannot_be_used_stops_the_start(
-    tmp_path: Path, text: str, mode: int, told: str
-) -> None:
+async def test_key_file_invalid_at_start_is_config_error(tmp_path: Path, text: str, mode: int, told: str) -> None:
     path = tmp_path / "keys.yaml"
     path.write_text(text)
     os.chmod(path, mode)

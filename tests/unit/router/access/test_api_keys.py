@@ -1,4 +1,4 @@
-"""Keys with tenants, and the client's own time limit, at the HTTP door."""
+"""Keys with tenants, and the client's own time limit, at the HTTP server."""
 
 import hmac
 
@@ -27,7 +27,7 @@ def test_keys_of_one_tenant_share_its_name_and_bare_keys_are_tenants_of_their_ow
     assert keys().tenant(None) == ""
 
 
-def test_of_many_keys_one_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_key_store_many_keys_compares_one_digest(monkeypatch: pytest.MonkeyPatch) -> None:
     book = ApiKeyStore(ApiKey(key=f"key-{number}", tenant=f"t{number % 1000}") for number in range(2000))
     compared: list[tuple[bytes, bytes]] = []
 
@@ -42,14 +42,14 @@ def test_of_many_keys_one_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [given == known for given, known in compared] == [True] * 3 + [False]
 
 
-def test_of_entries_of_one_key_the_first_counts() -> None:
+def test_key_store_duplicate_key_keeps_first_entry() -> None:
     book = ApiKeyStore([ApiKey(key="one", tenant="first"), ApiKey(key="one", tenant="second")])
     assert book.tenant("Bearer one") == "first"
     assert book.tenants == {"first"}
 
 
 @pytest.mark.parametrize("header", [None, "", "Bearer", "Bearer ", "Bearer  \t", "Basic good"])
-def test_who_sends_no_key_has_none_even_if_an_empty_one_were_known(header: str | None) -> None:
+def test_key_store_missing_key_does_not_match_empty_one(header: str | None) -> None:
     book = ApiKeyStore([ApiKey(key="good"), ApiKey.model_construct(key=SecretStr(""), tenant="nobody")])
     with pytest.raises(Unauthenticated):
         book.tenant(header)
@@ -62,8 +62,8 @@ def test_keys_survive_the_file_that_processes_are_given() -> None:
 
 
 @pytest.mark.parametrize(("value", "status"), [("2.5", 200), ("0", 400), ("-1", 400), ("soon", 400), ("nan", 400)])
-async def test_a_client_may_bound_its_own_time(value: str, status: int) -> None:
-    parts = fakes.make_doors(fakes.make_tokenizer(), clock=lambda: 40.0)
+async def test_timeout_header_bounds_the_request(value: str, status: int) -> None:
+    parts = fakes.make_servers(fakes.make_tokenizer(), clock=lambda: 40.0)
     parts.generator.script = fakes.Script(tokens=(10, 11))
     async with client_of(parts) as client:
         headers = {"X-Tandem-Timeout": value}

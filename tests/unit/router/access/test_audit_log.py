@@ -28,23 +28,23 @@ WAIT_S = 20.0
 
 
 def entry(route: str = "r") -> AuditEntry:
-    return AuditEntry(door="http", request_id="x", client="c", began_s=0.0, route=route, status="200")
+    return AuditEntry(server="http", request_id="x", client="c", began_s=0.0, route=route, status="200")
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines() if line]
 
 
-async def test_who_asked_for_what_is_written_down_and_not_what_was_said(tmp_path: Path) -> None:
+async def test_audit_log_entry_has_caller_and_no_content(tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
     config = RouterConfig(api_keys=({"key": "a-key", "tenant": "acme"},), audit_log={"path": str(path)})
-    parts = fakes.make_doors(fakes.make_tokenizer(), config)
+    parts = fakes.make_servers(fakes.make_tokenizer(), config)
     ids = parts.say("hello")
     ask = {"prompt": SECRET_WORDS}
     async with AccessControl(config) as keeper:
         app = create_app(parts.frontend, parts.generator, parts.ready, config, parts.metrics, access=keeper)
         transport = httpx.ASGITransport(app, client=("10.1.2.3", 5))
-        async with httpx.AsyncClient(transport=transport, base_url="http://r") as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
             good = {"authorization": "Bearer a-key", "x-request-id": "mine"}
             assert (await client.post("/v1/completions", json=ask, headers=good)).status_code == 200
             stream = await client.post("/v1/completions", json=ask | {"stream": True}, headers=good)
@@ -76,12 +76,12 @@ async def test_who_asked_for_what_is_written_down_and_not_what_was_said(tmp_path
 async def test_calls_over_grpc_are_written_down_too(tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
     config = RouterConfig(api_keys=({"key": "a-key", "tenant": "acme"},), audit_log={"path": str(path)})
-    parts = fakes.make_doors(fakes.make_tokenizer(), config)
+    parts = fakes.make_servers(fakes.make_tokenizer(), config)
     ids = parts.say("hello")
     async with AccessControl(config) as keeper:
         server = build_server(parts.frontend, parts.generator, config, parts.metrics, keeper=keeper)
-        door = GrpcServer(server, host="127.0.0.1", port=0, grace_s=1.0)
-        async with door, grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel:
+        grpc_server = GrpcServer(server, host="127.0.0.1", port=0, grace_s=1.0)
+        async with grpc_server, grpc.aio.insecure_channel(f"127.0.0.1:{grpc_server.port}") as channel:
             stub = InferenceStub(channel)
             call = stub.Generate(pb.GenerateRequest(prompt="abc"), metadata=(("authorization", "Bearer a-key"),))
             assert len([one async for one in call]) >= 1
@@ -94,7 +94,7 @@ async def test_calls_over_grpc_are_written_down_too(tmp_path: Path) -> None:
     assert (told["ListModels"]["status"], told["ListModels"]["tenant"]) == ("UNAUTHENTICATED", None)
 
 
-def test_it_is_rotated_by_size_and_follows_whoever_renames_it(tmp_path: Path) -> None:
+def test_audit_file_full_or_renamed_is_reopened(tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
     for route in "abcdefg":
         log = AuditFile(AuditConfig(path=str(path), max_bytes=300, keep=2))
@@ -115,7 +115,7 @@ def test_it_is_rotated_by_size_and_follows_whoever_renames_it(tmp_path: Path) ->
     assert [one["route"] for one in lines(path)] == ["first", "second"]
 
 
-def test_a_full_disk_costs_lines_alone_and_they_are_counted(tmp_path: Path) -> None:
+def test_audit_file_full_disk_loses_and_counts_lines(tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
     disk = {"room": 1}
 
@@ -142,7 +142,7 @@ def test_a_full_disk_costs_lines_alone_and_they_are_counted(tmp_path: Path) -> N
     assert {sample.labels["result"]: sample.value for sample in family.samples} == {"written": 0.0, "lost": 3.0}
 
 
-def test_a_disk_that_hangs_keeps_nobody_waiting(tmp_path: Path) -> None:
+def test_audit_file_hanging_disk_delays_no_request(tmp_path: Path) -> None:
     hangs, let_go = threading.Event(), threading.Event()
 
     def write(fd: int, data: bytes) -> int:
@@ -162,6 +162,6 @@ def test_a_disk_that_hangs_keeps_nobody_waiting(tmp_path: Path) -> None:
     assert log.num_written == 10_001 - lost
 
 
-def test_a_log_that_cannot_be_written_stops_the_start(tmp_path: Path) -> None:
+def test_audit_file_unwritable_at_start_is_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"router\.audit_log\.path"):
         AuditFile(AuditConfig(path=str(tmp_path / "absent" / "log")))

@@ -5,7 +5,7 @@ from router.access.file_trust import QUIET_S, FileTrust
 TRUST_S = 300.0
 
 
-def test_what_is_looked_at_again_and_again_stays_good() -> None:
+def test_file_trust_checked_regularly_stays_trusted() -> None:
     trust = FileTrust(0.0, trust_s=TRUST_S)
     for now in range(0, 3600, 100):
         trust.on_unchanged(float(now))
@@ -13,7 +13,7 @@ def test_what_is_looked_at_again_and_again_stays_good() -> None:
         assert trust.stale_s(now + 99.0) == 0.0
 
 
-def test_a_file_that_cannot_be_read_is_distrusted_in_time_and_trusted_again_once_it_is_read() -> None:
+def test_file_trust_unreadable_file_lapses_until_read_again() -> None:
     trust = FileTrust(0.0, trust_s=TRUST_S)
     trust.on_unchanged(10.0)
     assert trust.on_unreadable("a FIFO")
@@ -29,7 +29,7 @@ def test_a_file_that_cannot_be_read_is_distrusted_in_time_and_trusted_again_once
     assert trust.stale_s(400.0) == 0.0
 
 
-def test_one_that_makes_no_sense_is_stale_and_what_was_read_before_stays_good() -> None:
+def test_file_trust_invalid_content_keeps_previous_content() -> None:
     trust = FileTrust(0.0, trust_s=TRUST_S)
     trust.on_refused(10.0)
     for now in range(11, 1000):
@@ -41,16 +41,16 @@ def test_one_that_makes_no_sense_is_stale_and_what_was_read_before_stays_good() 
     assert trust.stale_s(1001.0) == 0.0
 
 
-def test_a_look_that_hangs_is_told_once_and_ends_the_trust() -> None:
+def test_file_trust_hanging_check_is_reported_once_and_lapses() -> None:
     trust = FileTrust(0.0, trust_s=TRUST_S)
     assert trust.on_waiting(QUIET_S - 0.1) is None
-    assert trust.on_waiting(QUIET_S) == "looking at it takes longer than 10 s"
+    assert trust.on_waiting(QUIET_S) == "checking it takes longer than 10 s"
     assert trust.on_waiting(QUIET_S + 1.0) is None
     assert trust.stale_s(60.0) == 60.0
     assert trust.distrust(TRUST_S) is not None
 
 
-def test_without_a_bound_what_was_read_is_good_for_ever() -> None:
+def test_file_trust_without_bound_never_lapses() -> None:
     trust = FileTrust(0.0)
     trust.on_unreadable("gone")
     assert trust.distrust(1e9) is None

@@ -1,4 +1,4 @@
-"""Both doors in TLS: whom they take, what they show after the files have changed, and what is refused at start."""
+"""Both servers in TLS: whom they take, what they show after the files have changed, and what is refused at start."""
 
 import asyncio
 import socket
@@ -63,7 +63,7 @@ async def opened(
     tls: RouterTls, limits: ConnectionLimits = LIMITS
 ) -> AsyncIterator[tuple[AccessControl, HttpServer, GrpcServer]]:
     config = RouterConfig(tls=tls)
-    parts = fakes.make_doors(fakes.make_tokenizer(), config)
+    parts = fakes.make_servers(fakes.make_tokenizer(), config)
     parts.say("hello world")
     async with AccessControl(config) as keeper:
         app = create_app(parts.frontend, parts.generator, parts.ready, config, parts.metrics, access=keeper)
@@ -122,8 +122,8 @@ async def test_answers_and_streams_come_in_tls(tls: RouterTls, tmp_path: Path) -
         assert await models(rpc.port, tmp_path) == [fakes.MODEL]
 
 
-async def test_a_request_right_behind_the_handshake_is_not_lost(tls: RouterTls, tmp_path: Path) -> None:
-    ask = b"GET /health HTTP/1.1\r\nHost: r\r\nConnection: close\r\n\r\n"
+async def test_tls_request_sent_with_handshake_is_answered(tls: RouterTls, tmp_path: Path) -> None:
+    ask = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
     context = believing(tmp_path)
 
     def talk(port: int) -> bytes:
@@ -151,10 +151,10 @@ async def test_a_request_right_behind_the_handshake_is_not_lost(tls: RouterTls, 
             assert (await asyncio.to_thread(talk, http.port)).startswith(b"HTTP/1.1 200")
 
 
-async def test_who_speaks_no_tls_or_an_old_one_is_not_answered(tls: RouterTls, tmp_path: Path) -> None:
+async def test_tls_plaintext_or_old_version_is_refused(tls: RouterTls, tmp_path: Path) -> None:
     async with opened(tls) as (_, http, rpc):
         reader, writer = await asyncio.open_connection(LOCAL, http.port)
-        writer.write(b"GET /v1/models HTTP/1.1\r\nHost: r\r\n\r\n")
+        writer.write(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n")
         told = await reader.read()
         assert b"HTTP/1.1" not in told
         writer.close()
@@ -200,9 +200,7 @@ async def test_new_certificates_are_shown_to_who_comes_and_nobody_is_cut_off(
         assert (await kept.get("/v1/models")).status_code == 200
 
 
-async def test_with_an_authority_of_clients_nobody_else_comes_in(
-    tls: RouterTls, authority: Authority, tmp_path: Path
-) -> None:
+async def test_tls_client_authority_refuses_other_clients(tls: RouterTls, authority: Authority, tmp_path: Path) -> None:
     one, other = tmp_path / "one", tmp_path / "other"
     for folder, issuer in ((one, authority), (other, Authority())):
         folder.mkdir()
@@ -260,7 +258,7 @@ def test_files_that_no_client_could_trust_stop_the_start(what: str, authority: A
         "no key": ({"key": files.ca}, "router.tls.key: .*no private key"),
         "no cert": ({"cert": tmp_path / "ca2.pem"}, "router.tls.cert: .*no certificate in PEM"),
         "no ca": ({"client_ca": tmp_path / "ca2.pem"}, "router.tls.client_ca: .*no certificates"),
-        "ca of the past": ({"client_ca": tmp_path / "ca3.pem"}, "router.tls.client_ca: .*no client would be let in"),
+        "ca of the past": ({"client_ca": tmp_path / "ca3.pem"}, "router.tls.client_ca: .*no client could connect"),
         "absent": ({"key": tmp_path / "absent"}, "router.tls.key: .*No such file"),
     }
     update, told = changed[what]

@@ -24,7 +24,7 @@ class Clock:
 @pytest.mark.parametrize(
     "error", [ConfigError("no"), FileNotFoundError("gone"), ValueError("a-secret"), RuntimeError("a-secret")]
 )
-async def test_what_makes_no_sense_changes_nothing_and_the_next_change_is_taken(
+async def test_watched_file_invalid_content_is_skipped_until_next_change(
     tmp_path: Path, error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
     path, applied = tmp_path / "file", list[str]()
@@ -47,7 +47,7 @@ async def test_what_makes_no_sense_changes_nothing_and_the_next_change_is_taken(
     assert "a-secret" not in caplog.text
 
 
-async def test_who_is_told_of_a_change_looks_at_once(tmp_path: Path) -> None:
+async def test_file_watcher_notified_checks_at_once(tmp_path: Path) -> None:
     path, applied = tmp_path / "file", asyncio.Queue[str]()
     path.write_text("first")
     file = WatchedFile(what="keys", paths=[path], load=path.read_text, apply=applied.put_nowait)
@@ -59,7 +59,7 @@ async def test_who_is_told_of_a_change_looks_at_once(tmp_path: Path) -> None:
             assert await applied.get() == text
 
 
-async def test_a_file_that_cannot_be_read_is_tried_again_though_nothing_of_it_changes(
+async def test_watched_file_unreadable_is_retried_without_change(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A disk that fails and recovers leaves every date as it is."""
@@ -86,10 +86,10 @@ async def test_a_file_that_cannot_be_read_is_tried_again_though_nothing_of_it_ch
         assert applied == ["text", "text"]
         assert live.distrust("keys") is None
         assert stale_s(live) == 0.0
-    assert caplog.text.count("Input/output error; what was read before is good for 300 s") == 1
+    assert caplog.text.count("Input/output error; what was read before stays in force for 300 s") == 1
 
 
-async def test_a_file_that_hangs_is_told_and_others_are_followed_meanwhile(
+async def test_watched_file_hanging_is_reported_and_delays_no_other(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path, clock, released = tmp_path / "file", Clock(), threading.Event()
@@ -114,7 +114,7 @@ async def test_a_file_that_hangs_is_told_and_others_are_followed_meanwhile(
                 while await applied.get() != text:
                     pass
             clock.now += QUIET_S
-            while "hung: looking at it takes longer than 10 s" not in caplog.text:  # noqa: ASYNC110 - a log tells nobody
+            while "hung: checking it takes longer than 10 s" not in caplog.text:  # noqa: ASYNC110 - a log tells nobody
                 await asyncio.sleep(0)
             clock.now += 290.0
             while "hung: not read for 300 s; what was" not in caplog.text:  # noqa: ASYNC110 - as above
@@ -128,7 +128,7 @@ async def test_a_file_that_hangs_is_told_and_others_are_followed_meanwhile(
         released.set()
 
 
-async def test_a_file_in_whose_place_a_pipe_comes_is_not_waited_for(tmp_path: Path) -> None:
+async def test_watched_file_replaced_by_fifo_does_not_block(tmp_path: Path) -> None:
     path, applied, clock = tmp_path / "file", list[str](), Clock()
     path.write_text("first")
     load = lambda: read_regular_text(path)  # noqa: E731

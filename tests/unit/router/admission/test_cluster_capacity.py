@@ -21,7 +21,7 @@ def _held(desk: Desk) -> dict[Shortage, tuple[int, int]]:
     [(5000, 1, Shortage.PREFILL), (0, 8, Shortage.DECODE), (5000, 8, Shortage.BOTH)],
     ids=lambda value: getattr(value, "value", value),
 )
-def test_the_line_says_which_pool_has_too_little(prefill_backlog: int, decoding: int, lack: Shortage) -> None:
+def test_queue_metrics_name_the_pool_that_is_short(prefill_backlog: int, decoding: int, lack: Shortage) -> None:
     desk = Desk()
     prefill = replace(worker("p0", backlog=prefill_backlog), load=WorkerLoad(prefill_tokens_per_s=1000.0))
     desk.workers = [prefill, snapshot(active=decoding)]
@@ -30,14 +30,14 @@ def test_the_line_says_which_pool_has_too_little(prefill_backlog: int, decoding:
     assert _held(desk) == {lack: (3, 600)}
 
 
-def test_without_a_prefill_pool_the_line_is_the_decode_workers() -> None:
+def test_queue_without_prefill_pool_waits_for_decode_workers() -> None:
     desk = Desk()
     desk.fill()
     desk.ask()
     assert _held(desk) == {Shortage.DECODE: (1, 100)}
 
 
-def test_who_is_behind_waits_for_what_those_before_it_lack() -> None:
+def test_queue_behind_first_request_counts_under_its_shortage() -> None:
     desk = Desk()
     desk.workers = [replace(snapshot(active=1), load=WorkerLoad(num_free_blocks=10))]
     large, small = desk.ask(tokens=1000), desk.ask(tokens=10)

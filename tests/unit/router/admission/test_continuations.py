@@ -60,7 +60,7 @@ class Streams:
         return promised
 
 
-def test_a_stream_is_promised_once() -> None:
+def test_continuations_stream_is_promised_once() -> None:
     streams = Streams()
     assert streams.begin("one")
     assert not streams.begin("one")
@@ -76,7 +76,7 @@ def test_so_many_at_a_time_are_promised_as_run_at_a_time() -> None:
     assert streams.begin("three")
 
 
-def test_what_no_id_can_name_any_more_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_continuations_expired_id_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = Streams(most=1000, remembered_s=600.0)
     for number in range(20):
         streams.now_s = 100.0 * number
@@ -95,7 +95,7 @@ def test_what_no_id_can_name_any_more_is_forgotten(monkeypatch: pytest.MonkeyPat
         TenantLimits(tokens_per_minute=len(PROMPT) + 1),
     ],
 )
-async def test_a_stream_that_broke_passes_a_full_router_and_full_limits(limits: TenantLimits) -> None:
+async def test_continued_stream_bypasses_full_router_and_limits(limits: TenantLimits) -> None:
     worker = FakeWorker("d0", script=hold)
     async with gated(worker, limits=LimitsConfig(default=limits)) as (gate, core):
         running = asyncio.create_task(collect(gate.generate(of("a", 0))))
@@ -116,9 +116,7 @@ async def test_a_stream_that_broke_passes_a_full_router_and_full_limits(limits: 
         (TenantLimits(tokens_per_minute=100), "tokens_per_minute"),
     ],
 )
-async def test_an_id_that_is_sent_again_and_again_gets_no_more_than_its_keys_limits(
-    limits: TenantLimits, name: str
-) -> None:
+async def test_repeated_stream_id_gets_no_more_than_key_limits(limits: TenantLimits, name: str) -> None:
     worker = FakeWorker("d0")
     async with gated(worker, limits=LimitsConfig(default=limits)) as (gate, core):
         results = [await outcome(gate, again("kept")) for _ in range(30)]
@@ -148,7 +146,7 @@ async def test_kept_ids_of_many_streams_run_as_many_at_a_time_as_the_key_may() -
         assert await collect(gate.generate(again("s1"))) == {0: WHOLE}
 
 
-async def test_those_beyond_what_a_router_lets_pass_wait_their_turn() -> None:
+async def test_continuations_beyond_bound_wait_their_turn() -> None:
     worker = FakeWorker("d0", script=hold)
     async with gated(worker, running=1, passing=2) as (gate, core):
         asked = [asyncio.create_task(collect(gate.generate(again(f"s{number}")))) for number in range(4)]
@@ -161,7 +159,7 @@ async def test_those_beyond_what_a_router_lets_pass_wait_their_turn() -> None:
         core.assert_idle()
 
 
-async def test_whoever_takes_a_stream_from_its_former_reader_has_that_ones_place() -> None:
+async def test_takeover_of_a_stream_inherits_former_readers_slot() -> None:
     """A client whose connections break again and again, half open each time, never has more than one request."""
     worker = FakeWorker("d0", script=hold)
     limits = LimitsConfig(default=TenantLimits(concurrent_requests=1))
@@ -190,7 +188,9 @@ async def test_whoever_takes_a_stream_from_its_former_reader_has_that_ones_place
         ((), len(PROMPT) + 2 * LENGTH, 2 * LENGTH),
     ],
 )
-async def test_what_is_computed_again_is_counted_again(kept: tuple[str, ...], tokens: int, counted: int) -> None:
+async def test_continued_stream_recomputed_tokens_are_charged_again(
+    kept: tuple[str, ...], tokens: int, counted: int
+) -> None:
     worker = FakeWorker("d0")
     answers = {f"s-{choice}": expected_tokens(PROMPT, count=LENGTH, seed=3, choice=choice) for choice in range(2)}
     worker.keeps = {name: answers[name] for name in kept}

@@ -16,7 +16,7 @@ from tests.support.router.overload_world import info, snapshot
 from tests.support.router.worker_views import view_of
 
 
-def test_with_room_nobody_waits_and_without_everybody_does() -> None:
+def test_admission_queues_only_without_room() -> None:
     desk = Desk()
     assert not desk.ask().waiting
     desk.fill()
@@ -27,7 +27,7 @@ def test_with_room_nobody_waits_and_without_everybody_does() -> None:
     assert desk.turns() == [entry]
 
 
-def test_what_had_its_turn_counts_until_it_is_in_the_workers_books() -> None:
+def test_admission_turn_counts_as_in_transit_until_placed() -> None:
     desk = Desk()
     desk.fill()
     entries = [desk.ask() for _ in range(5)]
@@ -37,7 +37,7 @@ def test_what_had_its_turn_counts_until_it_is_in_the_workers_books() -> None:
     assert desk.turns() == entries[1:2]
 
 
-def test_without_a_live_worker_dispatch_says_what_is_wrong() -> None:
+def test_admission_without_live_worker_passes_to_dispatch() -> None:
     desk = Desk()
     desk.workers = []
     assert not desk.ask().waiting
@@ -61,7 +61,7 @@ def test_places_memory_and_running_requests_hold_back() -> None:
     assert measure_capacity(slow, CapacityPolicy(max_itl_s=0.3), InTransit(), 0.0).slots > 0
 
 
-def test_who_fits_no_pool_neither_waits_nor_holds_anybody_up() -> None:
+def test_admission_request_larger_than_pools_blocks_no_other() -> None:
     """Dispatch refuses it. The one worker is busy with a stream, and so has no moment in which it is empty."""
     desk = Desk(max_queue_s=1000.0)
     desk.fill()
@@ -124,7 +124,7 @@ def test_answers_count_and_an_idle_tenant_saves_nothing_up() -> None:
     assert order(desk, 4) == [quiet[0], talker[0], quiet[1], talker[1]]
 
 
-def test_who_had_less_has_a_bounded_credit() -> None:
+def test_tenant_served_less_has_bounded_credit() -> None:
     desk = Desk(credit_s=0.25)
     desk.ask("quiet", tokens=0, output=0)
     first = desk.ask("talker")
@@ -137,7 +137,7 @@ def test_who_had_less_has_a_bounded_credit() -> None:
 
 
 @pytest.mark.parametrize(("away_s", "who_first"), [(4.0, "quiet"), (6.0, "talker")])
-def test_who_comes_back_after_a_while_comes_without_a_credit(away_s: float, who_first: str) -> None:
+def test_tenant_returning_after_a_while_has_no_credit(away_s: float, who_first: str) -> None:
     desk = Desk(credit_s=0.25)
     desk.admission.end(desk.ask("quiet"))
     for _ in range(int(2 * away_s)):
@@ -152,7 +152,7 @@ def test_who_comes_back_after_a_while_comes_without_a_credit(away_s: float, who_
     assert tenants == (["quiet", "talker"] * 2 if who_first == "quiet" else ["talker", "talker", "quiet", "quiet"])
 
 
-def test_what_was_found_cached_is_taken_back() -> None:
+def test_admission_cached_tokens_are_refunded() -> None:
     desk = Desk()
     for _ in range(60):
         entry = desk.ask("a", tokens=1000)
@@ -162,7 +162,7 @@ def test_what_was_found_cached_is_taken_back() -> None:
     assert desk.ask("a", tokens=1000).ticket.work_tokens == pytest.approx(100, rel=0.05)
 
 
-def test_a_predicted_wait_beyond_the_bound_is_refused_at_once() -> None:
+def test_admission_predicted_wait_beyond_bound_is_refused() -> None:
     desk = Desk(max_queue_s=4.0)
     desk.fill()
     # A second of backlog, and half a second each.
@@ -174,7 +174,7 @@ def test_a_predicted_wait_beyond_the_bound_is_refused_at_once() -> None:
     assert desk.admission.num_inflight == len(waiting)
 
 
-def test_each_refusal_is_told_to_come_back_later_than_the_one_before() -> None:
+def test_admission_refusals_have_increasing_retry_after() -> None:
     desk = Desk(max_queue_s=1.0)
     desk.fill()
     told = []
@@ -189,7 +189,7 @@ def test_each_refusal_is_told_to_come_back_later_than_the_one_before() -> None:
     assert caught.value.retry_after_s == pytest.approx(told[0])
 
 
-def test_a_deadline_that_cannot_be_kept_is_refused_even_by_an_idle_cluster() -> None:
+def test_admission_hopeless_deadline_is_refused_when_idle() -> None:
     desk = Desk()
     with pytest.raises(Unavailable, match="its deadline"):
         desk.ask(tokens=2000, within_s=1.0)
@@ -198,7 +198,7 @@ def test_a_deadline_that_cannot_be_kept_is_refused_even_by_an_idle_cluster() -> 
     assert desk.admission.counts.rejections[Rejection.DEADLINE] == 1
 
 
-def test_who_waits_in_vain_is_told_as_soon_as_that_is_known() -> None:
+def test_admission_hopeless_queued_request_is_refused_early() -> None:
     desk = Desk()
     desk.fill()
     entry = desk.ask(within_s=3.0)
@@ -216,7 +216,7 @@ def test_who_waits_in_vain_is_told_as_soon_as_that_is_known() -> None:
     assert isinstance(desk.admission.hopeless()[0][1], DeadlineExceeded)
 
 
-def test_who_was_let_in_is_waited_with_for_longer_than_newcomers_are() -> None:
+def test_admitted_request_may_wait_longer_than_new_one() -> None:
     desk = Desk(max_queue_s=4.0, patience=2.0)
     desk.fill()
     waiting = [desk.ask(tokens=500) for _ in range(5)]
@@ -227,14 +227,14 @@ def test_who_was_let_in_is_waited_with_for_longer_than_newcomers_are() -> None:
     assert [entry for entry, _ in desk.admission.hopeless()] == [waiting[4]]
 
 
-def test_a_full_queue_gives_up_the_end_of_the_longest_line() -> None:
+def test_full_queue_evicts_end_of_longest_line() -> None:
     desk = Desk(max_requests=4, limits=LimitsConfig(default=TenantLimits(best_priority=-1)))
     desk.fill()
     many = [desk.ask("greedy") for _ in range(4)]
     modest = desk.ask("modest")
     assert modest.waiting
     assert [entry for entry, _ in desk.evicted] == [many[3]]
-    with pytest.raises(Overloaded, match="4 requests wait"):
+    with pytest.raises(Overloaded, match="4 requests are waiting"):
         desk.ask("greedy")
     urgent = desk.ask("greedy", priority=-1)
     assert [entry for entry, _ in desk.evicted] == [many[2]]
@@ -243,7 +243,7 @@ def test_a_full_queue_gives_up_the_end_of_the_longest_line() -> None:
     assert desk.admission.counts.rejections[Rejection.QUEUE_FULL] == 3
 
 
-def test_the_queue_is_bounded_by_tokens_too() -> None:
+def test_queue_beyond_token_bound_is_full() -> None:
     desk = Desk(max_tokens=1000)
     desk.fill()
     desk.ask(tokens=600)
@@ -252,7 +252,7 @@ def test_the_queue_is_bounded_by_tokens_too() -> None:
     assert desk.admission.num_waiting_tokens == 600
 
 
-def test_nobody_is_given_up_for_one_that_does_not_fit_all_the_same() -> None:
+def test_full_queue_evicts_none_for_request_that_cannot_fit() -> None:
     desk = Desk(max_tokens=1000)
     desk.fill()
     waiting = [desk.ask("a", tokens=300), desk.ask("a", tokens=300), desk.ask("b", tokens=300)]
@@ -264,7 +264,7 @@ def test_nobody_is_given_up_for_one_that_does_not_fit_all_the_same() -> None:
     assert [entry for entry, _ in desk.evicted] == [waiting[1]]
 
 
-def test_a_promised_stream_neither_waits_nor_is_refused() -> None:
+def test_promised_stream_runs_at_once() -> None:
     limits = LimitsConfig(default=TenantLimits(concurrent_requests=1, tokens_per_minute=10))
     desk = Desk(limits=limits)
     desk.fill()
@@ -301,7 +301,7 @@ def test_limits_are_named_and_are_each_tenants_own(limits: TenantLimits, name: s
     assert not desk.ask(tokens=99).waiting
 
 
-def test_a_call_that_is_turned_away_counts_with_all_its_requests() -> None:
+def test_refused_call_counts_all_its_requests() -> None:
     desk = Desk(limits=LimitsConfig(default=TenantLimits(requests_per_minute=4)))
     call = [
         AdmissionRequest(tenant="a", priority=0, num_tokens=9, max_output_tokens=1, deadline_s=None) for _ in range(3)
@@ -328,7 +328,7 @@ def test_tokens_are_settled_with_what_was_used() -> None:
     assert caught.value.retry_after_s == pytest.approx(60 * 1.111, rel=0.01)
 
 
-def test_a_refusal_by_the_queue_costs_nothing_of_a_limit() -> None:
+def test_queue_refusal_does_not_use_rate_limit() -> None:
     desk = Desk(limits=LimitsConfig(default=TenantLimits(requests_per_minute=3)), max_queue_s=0.5)
     desk.fill()
     for _ in range(5):
@@ -338,7 +338,7 @@ def test_a_refusal_by_the_queue_costs_nothing_of_a_limit() -> None:
     assert not desk.ask().waiting
 
 
-def test_a_bucket_lets_one_request_larger_than_itself_through_when_full() -> None:
+def test_full_bucket_admits_request_larger_than_itself() -> None:
     bucket = TokenBucket.full(60, 0.0)
     assert bucket.wait_s(500.0, 0.0) == 0.0
     bucket.consume(500.0, 0.0)
@@ -362,7 +362,7 @@ def test_drafts_penalties_and_pools_in_the_view() -> None:
     assert (unmeasured.prefill_tokens_per_s, unmeasured.measured_tokens_per_s) == (7.0, 0.0)
 
 
-def test_the_drain_is_measured_only_while_somebody_waits_and_forgotten_always() -> None:
+def test_drain_meter_idle_time_only_fades() -> None:
     meter = DrainMeter(now_s=0.0)
     assert meter.rate(500.0) == 500.0
     for second in range(1, 30):
@@ -376,7 +376,7 @@ def test_the_drain_is_measured_only_while_somebody_waits_and_forgotten_always() 
     assert meter.rate(500.0) == pytest.approx(500.0)
 
 
-def test_a_slow_hour_is_not_held_against_who_would_have_to_wait_later() -> None:
+def test_drain_meter_forgets_a_slow_hour() -> None:
     """If it were, they would all be refused, and that the cluster is fast again would never be measured."""
     desk = Desk(max_queue_s=4.0)
     desk.fill()

@@ -16,7 +16,7 @@ def counters(**had: float) -> VirtualCounters:
     return found
 
 
-def test_what_one_had_while_nobody_waited_is_no_debt() -> None:
+def test_fair_share_service_without_contention_is_no_debt() -> None:
     one = counters(idle=0.0, busy=0.0)
     for _ in range(20):
         one.unclaimed("busy", 50.0, credit=CREDIT)
@@ -28,7 +28,7 @@ def test_what_one_had_while_nobody_waited_is_no_debt() -> None:
     assert 0.0 <= one.counter("busy") - one.counter("idle") <= 25.0
 
 
-def test_what_one_had_while_there_was_no_time_to_spare_is_a_debt_of_a_credit_at_most() -> None:
+def test_fair_share_service_under_contention_is_bounded_debt() -> None:
     one = counters(idle=0.0, busy=0.0)
     for _ in range(20):
         one.activate("busy", (), credit=CREDIT)
@@ -57,7 +57,7 @@ def test_credits_do_not_add_up_over_tenants_that_wait_on_credit() -> None:
     assert [one.counter(tenant) for tenant in ("a", "b", "c")] == [900.0] * 3
 
 
-def test_a_credit_and_time_to_spare_are_divided_by_the_weight() -> None:
+def test_fair_share_credit_is_divided_by_weight() -> None:
     one = counters(heavy=0.0, light=1000.0)
     assert one.lifted("heavy", ["light"], credit=CREDIT) == 975.0
     one.unclaimed("heavy", 40.0, credit=CREDIT)

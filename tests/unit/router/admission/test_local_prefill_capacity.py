@@ -43,7 +43,7 @@ def room_of(workers: list[WorkerSnapshot], model: CostModel) -> LocalPrefillCapa
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_the_longest_prompt_is_the_longest_that_placement_gives_to_a_decode_worker(seed: int) -> None:
+def test_local_prefill_threshold_agrees_with_placement(seed: int) -> None:
     rng = Random(seed)
     model = replace(
         EXACT,
@@ -76,7 +76,7 @@ def desk(*workers: WorkerSnapshot, costs: CostModel | None = EXACT) -> Desk:
     return made
 
 
-def test_a_short_prompt_does_not_wait_behind_long_ones_for_a_pool_that_it_does_not_need() -> None:
+def test_short_prompt_passes_long_ones_that_wait_for_prefill() -> None:
     full = desk(writer(), reader(5000))
     long = [full.ask(tokens=9000) for _ in range(3)]
     short = [full.ask(tokens=40) for _ in range(2)]
@@ -88,7 +88,7 @@ def test_a_short_prompt_does_not_wait_behind_long_ones_for_a_pool_that_it_does_n
     assert [blind.ask(tokens=tokens).waiting for tokens in (9000, 40)] == [True, True]
 
 
-def test_it_waits_for_the_decode_worker_that_reads_it_and_goes_before_the_long_ones() -> None:
+def test_short_prompt_waits_for_busy_decode_worker_only() -> None:
     full = desk(writer(backlog=500), reader(5000))
     long, first, second = full.ask(tokens=9000), full.ask("b", tokens=40), full.ask("c", tokens=60)
     assert (long.waiting, first.waiting, second.waiting) == (True, True, True)
@@ -106,7 +106,7 @@ def test_it_waits_for_the_decode_worker_that_reads_it_and_goes_before_the_long_o
     [(writer(active=7), _MANY), (writer(free_blocks=565), _MANY), (writer(), 1)],
     ids=["slots", "memory", "places"],
 )
-def test_nothing_is_taken_that_the_first_one_in_line_needs_besides(decode: WorkerSnapshot, places: int) -> None:
+def test_passing_prompt_leaves_what_the_first_needs(decode: WorkerSnapshot, places: int) -> None:
     """One place, or KV of 9,040 tokens, is free: just what the long one needs once the prefill pool has room."""
     tight = desk(decode, reader(5000))
     tight.places = places
@@ -115,7 +115,7 @@ def test_nothing_is_taken_that_the_first_one_in_line_needs_besides(decode: Worke
     assert tight.turns() == []
 
 
-def test_who_is_first_in_line_for_another_reason_is_passed_by_nobody() -> None:
+def test_first_in_line_waiting_for_decode_is_not_passed() -> None:
     """Else the short ones would take the memory that it waits for, again and again."""
     full = desk(writer(free_blocks=200), reader(5000))
     assert full.ask(tokens=9000).waiting
@@ -139,7 +139,7 @@ def test_its_wait_is_predicted_by_what_it_waits_for() -> None:
 
 
 @pytest.mark.parametrize("lacks_decode", [False, True])
-def test_who_cannot_pass_is_predicted_to_wait_as_long_as_the_first_one(lacks_decode: bool) -> None:
+def test_forecast_of_prompt_that_cannot_pass_equals_the_firsts(lacks_decode: bool) -> None:
     """The first one has no room for its KV either, so the short one behind it is not read soon."""
     full = desk(writer(free_blocks=200 if lacks_decode else _MANY), reader(5000))
     assert full.ask(tokens=9000).waiting
@@ -151,7 +151,7 @@ def test_who_cannot_pass_is_predicted_to_wait_as_long_as_the_first_one(lacks_dec
             full.ask(tokens=40, within_s=6.0)
 
 
-def test_a_decode_worker_that_pairs_with_nobody_makes_no_long_prompt_a_short_one() -> None:
+def test_unpaired_decode_worker_does_not_raise_threshold() -> None:
     alone = worker("d1", layout=replace(LAYOUT, dtype="bfloat16"), num_blocks=_MANY, load=writer().load)
     pair = [writer(), reader(5000)]
     found = local_prefill_capacity(
@@ -165,7 +165,7 @@ def test_a_decode_worker_that_pairs_with_nobody_makes_no_long_prompt_a_short_one
 
 
 @pytest.mark.parametrize("is_local", [False, True])
-def test_who_passed_is_read_by_a_decode_worker_whatever_a_prefill_worker_has_cached(is_local: bool) -> None:
+def test_passed_prompt_is_computed_locally_despite_cached_prefix(is_local: bool) -> None:
     """Else those that pass keep the prefill pool busy, for which the one waits that they passed."""
     view = view_of([writer(active=8), reader(200)])
     placed = place(demand_of(view, 400, matched={"p0": 380}, is_local=is_local), view, EXACT, Random(1))

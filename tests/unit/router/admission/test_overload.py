@@ -53,7 +53,7 @@ def p99(values: Sequence[float]) -> float:
 
 
 @pytest.mark.parametrize("max_running", [64, 4], ids=["prefill_bound", "decode_bound"])
-def test_three_times_the_load_leaves_nine_tenths_of_the_best_goodput(max_running: int) -> None:
+def test_overload_threefold_keeps_nine_tenths_of_goodput(max_running: int) -> None:
     loads = (0.5, 0.7, 0.8, 0.9, 1.0)
     best = max(goodput(run(world(max_running=max_running), arrivals("a", load * MOST, 1))) for load in loads)
     pressed = run(world(max_running=max_running), arrivals("a", 3.0 * MOST, 1))
@@ -66,7 +66,7 @@ def test_three_times_the_load_leaves_nine_tenths_of_the_best_goodput(max_running
     assert all(r.error is not None and r.error.retry_after_s is not None for r in refused)
 
 
-def test_one_tenant_at_ten_times_costs_the_others_little() -> None:
+def test_overload_by_one_tenant_costs_others_little() -> None:
     share = 0.7 * MOST / 4
     modest = [r for i in range(4) for r in arrivals(f"t{i}", share, i)]
     alone = p99([r.ttft_s for r in run(world(), again(modest)).done])
@@ -79,7 +79,7 @@ def test_one_tenant_at_ten_times_costs_the_others_little() -> None:
     assert 0.2 * MOST <= sum(r.first_s is not None for r in greedy) / SECONDS <= 0.4 * MOST
 
 
-def test_a_tenant_that_begins_to_ask_for_ten_times_as_much_costs_the_others_little() -> None:
+def test_overload_begun_by_one_tenant_costs_others_little() -> None:
     """Again and again, after times in which it asks for nothing: it saves up no claim to go before them."""
     share, period_s, busy_s, periods = 0.5 * MOST / 4, 20.0, 8.0, 12
     modest = [r for i in range(4) for r in arrivals(f"t{i}", share, i, seconds=periods * period_s)]
@@ -99,7 +99,7 @@ def test_a_tenant_that_begins_to_ask_for_ten_times_as_much_costs_the_others_litt
         assert beside <= most * before
 
 
-def test_no_capacity_is_wasted_while_somebody_waits() -> None:
+def test_overload_leaves_no_capacity_idle() -> None:
     pressed = run(world(), [*arrivals("a", MOST, 5), *arrivals("b", MOST, 6)])
     assert pressed.idle_with_queue_s < 0.01 * SECONDS
     tokens = sum(r.prompt for r in pressed.done if r.first_s is not None)
@@ -115,7 +115,7 @@ def test_equal_demands_get_service_by_weight() -> None:
     assert served["gold"] / served["iron"] == pytest.approx(3.0, rel=0.15)
 
 
-def test_the_same_seed_gives_the_same_run() -> None:
+def test_overload_same_seed_repeats_the_run() -> None:
     def times() -> list[float | None]:
         return [r.first_s for r in run(world(), arrivals("a", 2 * MOST, 3)).done]
 

@@ -34,7 +34,7 @@ def test_preparation_limit_reached_refuses_and_places_come_back() -> None:
     with limit.preparing():
         with pytest.raises(ZeroDivisionError), limit.preparing():
             raise ZeroDivisionError
-        with limit.preparing(), pytest.raises(Overloaded, match="2 requests wait to be tokenized") as caught:
+        with limit.preparing(), pytest.raises(Overloaded, match="2 requests are waiting to be tokenized") as caught:
             limit.preparing().__enter__()
     assert caught.value.retry_after_s == 1.0
     with limit.preparing(), limit.preparing():

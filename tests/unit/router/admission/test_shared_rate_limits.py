@@ -84,7 +84,7 @@ def level(limiter: RateLimiter, tenant: str, most: int) -> float:
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 1 << 32), steps=st.integers(1, 80))
-def test_every_account_ends_where_one_account_for_all_would(seed: int, steps: int) -> None:
+def test_shared_limits_accounts_converge_to_one(seed: int, steps: int) -> None:
     rng, most = Random(seed), 10_000_000
     routers = Routers(3, tokens_per_minute=most)
     routers.exchange_all()
@@ -170,7 +170,7 @@ def on_one_host(usage: LimitUsage, *, is_first: bool) -> SharedRateLimits:
     return SharedRateLimits(limiter, tenants=TENANTS, tag_of=TAG_OF, host=Host(is_first=is_first))
 
 
-def test_what_another_host_lets_in_is_counted_once_for_all_processes_of_this_one() -> None:
+def test_shared_limits_remote_usage_counts_once_per_host() -> None:
     usage, elsewhere = LimitUsage(), Routers(1, requests_per_minute=10)
     here = [on_one_host(usage, is_first=True), on_one_host(usage, is_first=False)]
     for num_requests in (0, 4):
@@ -184,7 +184,7 @@ def test_what_another_host_lets_in_is_counted_once_for_all_processes_of_this_one
         assert usage.requests.level == 6.0
 
 
-def test_what_redis_says_of_a_process_of_this_host_is_not_counted_beside_their_account() -> None:
+def test_shared_limits_own_hosts_tallies_are_ignored() -> None:
     usage = LimitUsage()
     here = [on_one_host(usage, is_first=True), on_one_host(usage, is_first=False)]
     here[1].apply_remote(Incarnation(1), here[0].tallies())

@@ -15,14 +15,14 @@ KEPT = {"type": "ephemeral"}
 
 @pytest.mark.parametrize("length", [0, 1, 1023, 1024, 1025, 5000])
 @pytest.mark.parametrize("more", [0, 1, 3000])
-def test_what_is_common_to_two_prompts(length: int, more: int) -> None:
+def test_common_length_counts_equal_leading_tokens(length: int, more: int) -> None:
     one = list(range(length))
     assert common_length(one, (*one, *range(more))) == length
     assert common_length((*one, *range(more)), one) == length
     assert common_length([*one, -1, *one], (*one, -2, *one)) == length
 
 
-def test_a_mark_in_the_middle_of_a_turn_covers_what_is_before_it() -> None:
+def test_breakpoint_inside_a_turn_covers_text_before_it() -> None:
     texts = [f"text {number}" for number in range(600)]
     blocks = [{"type": "text", "text": text} for text in texts]
     blocks[500]["cache_control"] = KEPT
@@ -49,10 +49,10 @@ def test_calls_and_results_end_turns_and_marks_follow_them() -> None:
     assert talk.marks == [CacheBreakpoint(2, 3, 300.0), CacheBreakpoint(4, 2, 300.0), CacheBreakpoint(5, 3, 300.0)]
 
 
-async def test_a_template_that_begins_with_how_long_to_think() -> None:
+async def test_breakpoint_after_varying_template_head_covers_nothing_of_it() -> None:
     """What is asked of the thinking stands before the mark, so it is there where the mark's place is found as well."""
     template = "[{{ reasoning_effort }}]{% for m in messages %}{{ m.content }}{% endfor %}</think>"
-    parts = fakes.make_doors(fakes.make_tokenizer(template))
+    parts = fakes.make_servers(fakes.make_tokenizer(template))
     talk = [Message(role="user", content="the quick brown fox " * 20), Message(role="user", content="jumps")]
     for options in (TemplateOptions(), TemplateOptions(thinks=False), TemplateOptions(effort="low")):
         fields = ClientRequest(template=options)

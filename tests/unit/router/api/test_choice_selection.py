@@ -23,15 +23,15 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture
-def parts(tokenizer: Tokenizer) -> fakes.Doors:
-    made = fakes.make_doors(tokenizer)
+def parts(tokenizer: Tokenizer) -> fakes.Servers:
+    made = fakes.make_servers(tokenizer)
     made.generator = Various()
     made.generator.tokenizer = tokenizer
     return made
 
 
 @pytest.fixture
-async def client(parts: fakes.Doors) -> AsyncIterator[httpx.AsyncClient]:
+async def client(parts: fakes.Servers) -> AsyncIterator[httpx.AsyncClient]:
     async with client_of(parts) as client:
         yield client
 
@@ -42,7 +42,7 @@ async def ask(client: httpx.AsyncClient, route: str, **body: Any) -> dict[str, A
     return response.json()
 
 
-async def test_the_likeliest_are_shown_and_all_are_counted(client: httpx.AsyncClient, parts: fakes.Doors) -> None:
+async def test_best_of_shows_likeliest_and_counts_all(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     answer = await ask(client, PLAIN, prompt=[[5, 6], [7]], n=3, best_of=5, prompt_logprobs=0)
     assert [choice["index"] for choice in answer["choices"]] == list(range(6))
     texts = [choice["text"] for choice in answer["choices"]]
@@ -68,7 +68,7 @@ async def test_the_likeliest_are_shown_and_all_are_counted(client: httpx.AsyncCl
         (1, {}, TEXTS[0], {"answer": "it is 5", "votes": 1, "of": 1}),
     ],
 )
-async def test_the_answer_that_most_agree_on(
+async def test_vote_shows_most_common_answer(
     client: httpx.AsyncClient, n: int, more: dict[str, Any], text: str, vote: dict[str, Any]
 ) -> None:
     answer = await ask(client, CHAT, **HELLO, n=n, vote=True, **more)
@@ -84,25 +84,25 @@ async def test_calls_of_tools_are_no_answers_to_vote_on(client: httpx.AsyncClien
     assert (refused.status_code, error_of(refused)["param"]) == (400, "vote")
 
 
-def test_an_election_is_won_by_most_and_by_the_first_of_equals() -> None:
+def test_elect_tie_is_won_by_first() -> None:
     assert elect(["a", "b", "b", None]) == (1, "b", 2)
     assert elect([None, "b", "a", "a", "b"]) == (1, "b", 2)
     assert elect([None, None]) == (0, None, 0)
 
 
-def test_the_earlier_of_equally_likely_ones_stands_first() -> None:
+def test_likeliest_tie_keeps_order() -> None:
     choices = [(SampledToken(token_id=1, logprob=value),) for value in (-2.0, -1.0, -1.0)]
     assert likeliest(choices, 3) == [1, 2, 0]
 
 
-async def test_a_pattern_that_takes_for_ever_ends_with_its_process() -> None:
+async def test_vote_pattern_without_end_is_killed() -> None:
     search = PatternSearch(most_s=0.5)
     with pytest.raises(InvalidRequest, match="vote_pattern"):
         await search.find("(a+)+b", ["a" * 40], "vote_pattern", "acme")
     assert await PatternSearch().find("b|(c)", ["ab", "c", "d"], "vote_pattern", "acme") == [None, "c", None]
 
 
-async def test_a_pattern_that_takes_long_to_compile_is_refused_by_its_process() -> None:
+async def test_vote_pattern_slow_to_compile_is_refused() -> None:
     costly = "(?i)" + "[\x00-\U0010fff0]" * 100
     with pytest.raises(InvalidRequest, match="vote_pattern"):
         await PatternSearch(most_s=0.3).check(costly, "vote_pattern", "acme")
@@ -112,7 +112,7 @@ async def test_a_pattern_that_takes_long_to_compile_is_refused_by_its_process() 
         await PatternSearch().check("a" * 513, "vote_pattern", "acme")
 
 
-async def test_who_has_no_turn_to_search_is_told_to_come_back() -> None:
+async def test_pattern_search_without_turn_is_overloaded() -> None:
     search = PatternSearch(most_s=5.0, most_wait_s=0.05)
     slow = [asyncio.create_task(search.find("(a+)+b", ["a" * 40], "vote_pattern", tenant)) for tenant in "bc"]
     while not search._turns.locked():  # noqa: ASYNC110
@@ -139,7 +139,7 @@ async def test_slow_patterns_of_one_tenant_are_not_waited_for_by_others() -> Non
         await asyncio.gather(*slow, return_exceptions=True)
 
 
-async def test_a_search_whose_process_does_not_begin_is_begun_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_pattern_search_failed_process_is_restarted(monkeypatch: pytest.MonkeyPatch) -> None:
     real, broken = asyncio.create_subprocess_exec, [True, True, False, *[True] * 3]
 
     async def start(*command: str, **pipes: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Embeddings at both doors: vectors of length one, in the order of the inputs; what is refused."""
+"""Embeddings at both servers: vectors of length one, in the order of the inputs; what is refused."""
 
 import asyncio
 import base64
@@ -33,12 +33,12 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture
-def parts(tokenizer: Tokenizer) -> fakes.Doors:
-    return fakes.make_doors(tokenizer, RouterConfig(max_answer_values=600))
+def parts(tokenizer: Tokenizer) -> fakes.Servers:
+    return fakes.make_servers(tokenizer, RouterConfig(max_answer_values=600))
 
 
 @pytest.fixture
-async def client(parts: fakes.Doors) -> AsyncIterator[httpx.AsyncClient]:
+async def client(parts: fakes.Servers) -> AsyncIterator[httpx.AsyncClient]:
     async with client_of(parts) as client:
         yield client
 
@@ -46,8 +46,8 @@ async def client(parts: fakes.Doors) -> AsyncIterator[httpx.AsyncClient]:
 @pytest.mark.parametrize(
     ("inputs", "count"), [("fox", 1), (["fox", "a dog"], 2), ([5, 6, 7], 1), ([[5], [6, 7]], 2), (["fox"] * 200, 200)]
 )
-async def test_every_shape_of_input(
-    client: httpx.AsyncClient, parts: fakes.Doors, inputs: Any, count: int, monkeypatch: pytest.MonkeyPatch
+async def test_embeddings_accept_every_input_form(
+    client: httpx.AsyncClient, parts: fakes.Servers, inputs: Any, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(embeddings, "_TOGETHER", 8)
     response = await client.post(EMBED, json={"input": inputs, "model": fakes.MODEL, "user": "me"})
@@ -87,23 +87,25 @@ async def test_base64_is_of_little_endian_floats(client: httpx.AsyncClient) -> N
         ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ],
 )
-async def test_what_is_refused(client: httpx.AsyncClient, change: dict[str, Any], param: str) -> None:
+async def test_embeddings_invalid_request_is_refused(
+    client: httpx.AsyncClient, change: dict[str, Any], param: str
+) -> None:
     response = await client.post(EMBED, json={"input": "a"} | change)
     assert response.status_code == 400, response.text
     assert error_of(response)["param"] == param
 
 
-async def test_a_whole_context_can_be_embedded(client: httpx.AsyncClient) -> None:
+async def test_embeddings_accept_input_of_context_length(client: httpx.AsyncClient) -> None:
     assert (await client.post(EMBED, json={"input": [5] * fakes.CONTEXT})).status_code == 200
     assert (await client.post(EMBED, json={"input": "a", "model": "other"})).status_code == 404
 
 
-async def test_the_same_over_grpc(parts: fakes.Doors) -> None:
+async def test_embeddings_over_grpc_equal_http(parts: fakes.Servers) -> None:
     server = build_server(parts.frontend, parts.generator, parts.config, parts.metrics)
     ids = pb.EmbedInput(token_ids=pb.TokenIds(ids=[5, 6]))
     async with (
-        GrpcServer(server, host="127.0.0.1", port=0, grace_s=0.0) as door,
-        grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel,
+        GrpcServer(server, host="127.0.0.1", port=0, grace_s=0.0) as grpc_server,
+        grpc.aio.insecure_channel(f"127.0.0.1:{grpc_server.port}") as channel,
     ):
         stub = InferenceStub(channel)
         answer = await stub.Embed(pb.EmbedRequest(inputs=[pb.EmbedInput(text="fox"), ids]))
@@ -120,10 +122,10 @@ async def test_the_same_over_grpc(parts: fakes.Doors) -> None:
             assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
 
 
-async def test_the_client_of_the_repository_asks_for_them(parts: fakes.Doors) -> None:
+async def test_embeddings_work_with_own_client(parts: fakes.Servers) -> None:
     server = build_server(parts.frontend, parts.generator, parts.config, parts.metrics)
-    async with GrpcServer(server, host="127.0.0.1", port=0, grace_s=0.0) as door:
-        address = f"127.0.0.1:{door.port}"
+    async with GrpcServer(server, host="127.0.0.1", port=0, grace_s=0.0) as grpc_server:
+        address = f"127.0.0.1:{grpc_server.port}"
         async with AsyncClient(address) as client:
             assert await client.embed(["fox", [5, 6]], cache_salt="mine") == [UNIT, UNIT]
             with pytest.raises(InvalidRequest) as caught:

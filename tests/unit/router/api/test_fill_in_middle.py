@@ -14,13 +14,13 @@ from tests.support.router.servers.http_client import PLAIN, client_of, error_of
 MARKS = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]
 
 
-def filling_doors() -> fakes.Doors:
+def filling_doors() -> fakes.Servers:
     library = Library.from_str(fakes.byte_level_spec())
     library.add_special_tokens([AddedToken(mark, special=True) for mark in MARKS])
-    return fakes.make_doors(Tokenizer(library.to_str(), None))
+    return fakes.make_servers(Tokenizer(library.to_str(), None))
 
 
-def test_all_three_marks_or_none() -> None:
+def test_fill_marks_need_all_three_tokens() -> None:
     ids = {mark: 10 + number for number, mark in enumerate(MARKS)}
     assert fill_marks(ids) == FillMarks(10, 11, 12)
     assert fill_marks({mark: ids[mark] for mark in MARKS[:2]}) is None
@@ -28,7 +28,7 @@ def test_all_three_marks_or_none() -> None:
 
 
 @pytest.mark.parametrize("before", ["hello ", ""])
-async def test_the_answer_stands_between(before: str) -> None:
+async def test_suffix_prompt_puts_answer_between_texts(before: str) -> None:
     parts = filling_doors()
     parts.say("hello")
     async with client_of(parts) as client:
@@ -48,8 +48,8 @@ async def test_the_answer_stands_between(before: str) -> None:
     ("change", "can_fill"),
     [({}, False), ({"echo": True}, True), ({"truncate_prompt_tokens": 5}, True)],
 )
-async def test_what_is_refused(change: dict[str, Any], can_fill: bool) -> None:
-    parts = filling_doors() if can_fill else fakes.make_doors(fakes.make_tokenizer())
+async def test_suffix_invalid_request_is_refused(change: dict[str, Any], can_fill: bool) -> None:
+    parts = filling_doors() if can_fill else fakes.make_servers(fakes.make_tokenizer())
     async with client_of(parts) as client:
         answer = await client.post(PLAIN, json={"prompt": "a", "suffix": "b"} | change)
     assert (answer.status_code, error_of(answer)["param"]) == (400, "suffix")

@@ -1,4 +1,4 @@
-"""The validator of both doors: bounds, defaults, names."""
+"""The validator of both servers: bounds, defaults, names."""
 
 import asyncio
 from dataclasses import replace
@@ -22,14 +22,14 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture
-def parts(tokenizer: Tokenizer) -> fakes.Doors:
-    return fakes.make_doors(tokenizer)
+def parts(tokenizer: Tokenizer) -> fakes.Servers:
+    return fakes.make_servers(tokenizer)
 
 
 HELLO = [Message(role="user", content="hello")]
 
 
-async def test_defaults(parts: fakes.Doors) -> None:
+async def test_frontend_absent_fields_get_defaults(parts: fakes.Servers) -> None:
     conversation = await parts.frontend.prepare_chat(HELLO, ClientRequest())
     size = len(conversation.request.prompt_token_ids)
     assert conversation.request.sampling.max_tokens == fakes.CONTEXT - size
@@ -42,7 +42,7 @@ async def test_defaults(parts: fakes.Doors) -> None:
     assert prompt.request.request_id != conversation.request.request_id
 
 
-async def test_given_values_hold(parts: fakes.Doors) -> None:
+async def test_frontend_stated_fields_are_kept(parts: fakes.Servers) -> None:
     sampling = SamplingParams(ignore_eos=True, stop_token_ids=(9,), min_tokens=2, temperature=0.0)
     fields = ClientRequest(
         sampling=sampling, max_tokens=99, seed=-5, num_choices=3, priority=-2, time_left_s=2.0, stop=("x",)
@@ -54,7 +54,7 @@ async def test_given_values_hold(parts: fakes.Doors) -> None:
     assert one.prompt_text is None
 
 
-async def test_cache_salt_and_tenant_make_different_names(parts: fakes.Doors) -> None:
+async def test_cache_salt_and_tenant_make_different_names(parts: fakes.Servers) -> None:
     async def root(**fields: str) -> bytes:
         return (await parts.frontend.prepare_chat(HELLO, ClientRequest(**fields))).request.hash_root
 
@@ -83,7 +83,7 @@ async def test_cache_salt_and_tenant_make_different_names(parts: fakes.Doors) ->
         ({"sampling": SamplingParams(num_logprobs=10**6)}, "top_logprobs"),
     ],
 )
-async def test_bounds_name_their_field(parts: fakes.Doors, fields: dict[str, object], param: str) -> None:
+async def test_bounds_name_their_field(parts: fakes.Servers, fields: dict[str, object], param: str) -> None:
     for prepare in (
         parts.frontend.prepare_chat(HELLO, ClientRequest(**fields)),
         parts.frontend.prepare_prompts(["x"], ClientRequest(**fields)),
@@ -94,19 +94,19 @@ async def test_bounds_name_their_field(parts: fakes.Doors, fields: dict[str, obj
 
 
 @pytest.mark.parametrize("top_k", [0, -1])
-async def test_top_k_of_zero_or_minus_one_keeps_every_token(parts: fakes.Doors, top_k: int) -> None:
+async def test_top_k_of_zero_or_minus_one_keeps_every_token(parts: fakes.Servers, top_k: int) -> None:
     fields = ClientRequest(sampling=SamplingParams(top_k=top_k))
     assert (await parts.frontend.prepare_chat(HELLO, fields)).request.sampling.top_k == 0
     with pytest.raises(InvalidRequest, match=r"top_k must be an integer in \[-1, 2147483647\]"):
         await parts.frontend.prepare_chat(HELLO, ClientRequest(sampling=SamplingParams(top_k=-2)))
 
 
-async def test_unknown_model(parts: fakes.Doors) -> None:
+async def test_frontend_unknown_model_is_refused(parts: fakes.Servers) -> None:
     with pytest.raises(ModelNotFound, match="tiny"):
         await parts.frontend.prepare_chat(HELLO, ClientRequest(model="gpt-4"))
 
 
-async def test_context_bound_names_the_figures(parts: fakes.Doors) -> None:
+async def test_context_bound_names_the_figures(parts: fakes.Servers) -> None:
     fits = (5,) * (fakes.CONTEXT - 1)
     (one,) = await parts.frontend.prepare_prompts([fits], ClientRequest())
     assert one.request.sampling.max_tokens == 1
@@ -124,7 +124,7 @@ async def test_context_bound_names_the_figures(parts: fakes.Doors) -> None:
     ],
 )
 async def test_frontend_answer_beyond_the_context_is_refused_by_its_field_with_the_figures(
-    parts: fakes.Doors, fields: ClientRequest, param: str
+    parts: fakes.Servers, fields: ClientRequest, param: str
 ) -> None:
     told = f"{param} must be at most 7, got 8: the prompt has {fakes.CONTEXT - 7} tokens, the model's context"
     with pytest.raises(ContextLengthExceeded, match=told) as caught:
@@ -134,7 +134,7 @@ async def test_frontend_answer_beyond_the_context_is_refused_by_its_field_with_t
     assert len(one.request.prompt_token_ids) + 8 <= fakes.CONTEXT
 
 
-async def test_prompt_truncated_to_the_context_leaves_room_for_max_tokens(parts: fakes.Doors) -> None:
+async def test_prompt_truncated_to_the_context_leaves_room_for_max_tokens(parts: fakes.Servers) -> None:
     prompt = tuple(range(4, 4 + fakes.CONTEXT // 2)) * 2
     for max_tokens, kept in ((None, fakes.CONTEXT - 1), (8, fakes.CONTEXT - 8)):
         fields = ClientRequest(max_tokens=max_tokens, truncate_prompt_tokens=-1)
@@ -143,7 +143,7 @@ async def test_prompt_truncated_to_the_context_leaves_room_for_max_tokens(parts:
         assert one.request.sampling.max_tokens == fakes.CONTEXT - kept
 
 
-async def test_messages(parts: fakes.Doors) -> None:
+async def test_frontend_invalid_messages_are_refused(parts: fakes.Servers) -> None:
     for messages in (
         [],
         HELLO * (MAX_MESSAGES + 1),
@@ -175,13 +175,13 @@ async def test_messages(parts: fakes.Doors) -> None:
         [[[1]]],
     ],
 )
-def test_prompt_shapes(parts: fakes.Doors, value: object) -> None:
+def test_frontend_invalid_prompt_is_refused(parts: fakes.Servers, value: object) -> None:
     with pytest.raises(InvalidRequest) as caught:
         parts.frontend.prompts.parse_prompts(value)
     assert caught.value.param == "prompt"
 
 
-def test_prompts_parsed(parts: fakes.Doors) -> None:
+def test_frontend_prompt_forms_are_parsed(parts: fakes.Servers) -> None:
     parse = parts.frontend.prompts.parse_prompts
     assert parse("a") == ["a"]
     assert parse(["a", "b"]) == ["a", "b"]
@@ -190,7 +190,7 @@ def test_prompts_parsed(parts: fakes.Doors) -> None:
 
 
 async def test_waiting_texts_are_bounded(tokenizer: Tokenizer) -> None:
-    frontend = fakes.make_doors(tokenizer, RouterConfig(max_inflight_requests=2)).frontend
+    frontend = fakes.make_servers(tokenizer, RouterConfig(max_inflight_requests=2)).frontend
     long_text = "x" * 8192  # tokenized in a thread
 
     async def attempt() -> str:

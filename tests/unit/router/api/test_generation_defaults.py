@@ -39,20 +39,20 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture
-def parts(tokenizer: Tokenizer) -> fakes.Doors:
-    parts = fakes.make_doors(tokenizer, defaults=DEFAULTS)
+def parts(tokenizer: Tokenizer) -> fakes.Servers:
+    parts = fakes.make_servers(tokenizer, defaults=DEFAULTS)
     parts.say("hello")
     return parts
 
 
 @pytest.fixture
-async def client(parts: fakes.Doors) -> AsyncIterator[httpx.AsyncClient]:
+async def client(parts: fakes.Servers) -> AsyncIterator[httpx.AsyncClient]:
     async with client_of(parts) as client:
         yield client
 
 
 @pytest.fixture
-async def stub(parts: fakes.Doors) -> AsyncIterator[InferenceStub]:
+async def stub(parts: fakes.Servers) -> AsyncIterator[InferenceStub]:
     server = build_server(parts.frontend, parts.generator, parts.config, parts.metrics)
     async with (
         GrpcServer(server, host="127.0.0.1", port=0, grace_s=0.0) as opened,
@@ -61,14 +61,14 @@ async def stub(parts: fakes.Doors) -> AsyncIterator[InferenceStub]:
         yield InferenceStub(channel)
 
 
-def sampled(parts: fakes.Doors) -> dict[str, float]:
+def sampled(parts: fakes.Servers) -> dict[str, float]:
     """How the last request is sampled."""
     return {name: getattr(parts.generator.requests[-1].sampling, name) for name in OWN}
 
 
 @pytest.mark.parametrize("path", CALLS)
 async def test_http_request_without_sampling_gets_the_models_own(
-    parts: fakes.Doors, client: httpx.AsyncClient, path: str
+    parts: fakes.Servers, client: httpx.AsyncClient, path: str
 ) -> None:
     assert (await client.post(path, json=CALLS[path])).status_code == 200
     assert sampled(parts) == OWN
@@ -79,14 +79,14 @@ async def test_http_request_without_sampling_gets_the_models_own(
     ("stated", "top_k"), [({"temperature": 0}, 20), ({"temperature": 0, "top_k": 0}, 0), ({"top_k": 7}, 7)]
 )
 async def test_http_request_that_states_a_field_keeps_it(
-    parts: fakes.Doors, client: httpx.AsyncClient, path: str, stated: dict[str, float], top_k: int
+    parts: fakes.Servers, client: httpx.AsyncClient, path: str, stated: dict[str, float], top_k: int
 ) -> None:
     assert (await client.post(path, json=CALLS[path] | stated)).status_code == 200
     assert sampled(parts) == OWN | stated | {"top_k": top_k}
 
 
 async def test_grpc_request_gets_the_models_own_where_it_states_nothing(
-    parts: fakes.Doors, stub: InferenceStub
+    parts: fakes.Servers, stub: InferenceStub
 ) -> None:
     for stated in ({}, {"temperature": 0.0, "top_k": 0}, {"repetition_penalty": 1.0}):
         sampling = common_pb2.SamplingParams(**stated)
@@ -96,7 +96,7 @@ async def test_grpc_request_gets_the_models_own_where_it_states_nothing(
 
 
 async def test_max_new_tokens_bounds_conversations_that_state_nothing(
-    parts: fakes.Doors, client: httpx.AsyncClient
+    parts: fakes.Servers, client: httpx.AsyncClient
 ) -> None:
     expected = {CHAT: 33, PLAIN: 16, "/v1/responses": 33, "/v1/messages": 8}
     for path, body in CALLS.items():
@@ -109,17 +109,19 @@ async def test_max_new_tokens_bounds_conversations_that_state_nothing(
 async def test_model_card_shows_the_defaults(client: httpx.AsyncClient, tokenizer: Tokenizer) -> None:
     (card,) = (await client.get("/v1/models")).json()["data"]
     assert card["default_sampling_params"] == {**OWN, "max_tokens": 33}
-    async with client_of(fakes.make_doors(tokenizer)) as plain:
+    async with client_of(fakes.make_servers(tokenizer)) as plain:
         assert (await plain.get(f"/v1/models/{fakes.MODEL}")).json()["default_sampling_params"] == {}
 
 
-async def test_beam_search_samples_nothing_and_takes_no_defaults(client: httpx.AsyncClient, parts: fakes.Doors) -> None:
+async def test_beam_search_samples_nothing_and_takes_no_defaults(
+    client: httpx.AsyncClient, parts: fakes.Servers
+) -> None:
     answer = await client.post(PLAIN, json={"prompt": "hello", "use_beam_search": True, "n": 2})
     assert "repetition_penalty" not in answer.text
     assert parts.generator.requests[-1].sampling.repetition_penalty == 1.0
 
 
-async def test_sampling_made_whole_by_the_router_itself_is_left_alone(parts: fakes.Doors) -> None:
+async def test_sampling_made_whole_by_the_router_itself_is_left_alone(parts: fakes.Servers) -> None:
     own = SamplingParams(temperature=0.5)
     (one,) = await parts.frontend.prepare_prompts(["x"], ClientRequest(sampling=own))
     assert one.request.sampling == replace(own, seed=99)
@@ -147,7 +149,7 @@ def test_model_without_generation_config_has_no_defaults(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ('{"temperature": 2.5}', r"generation_config.json: temperature must be a number in \[0.0, 2.0\], is 2.5"),
+        ('{"temperature": 2.5}', r"generation_config.json: temperature must be a number in \[0.0, 2.0\], got 2.5"),
         ('{"top_k": 1.5}', r"generation_config.json: top_k must be an integer in \[-1, "),
         ('{"top_p": true}', "generation_config.json: top_p must be a number"),
         ('{"max_new_tokens": 0}', r"generation_config.json: max_new_tokens must be an integer in \[1, "),

@@ -1,4 +1,4 @@
-"""A request's span at both doors, and what workers are told of it."""
+"""A request's span at both servers, and what workers are told of it."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -31,19 +31,19 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture
-def traced(tokenizer: Tokenizer) -> tuple[fakes.Doors, Kept]:
+def traced(tokenizer: Tokenizer) -> tuple[fakes.Servers, Kept]:
     tracer, kept = keeping()
-    parts = fakes.make_doors(tokenizer, tracer=tracer)
+    parts = fakes.make_servers(tokenizer, tracer=tracer)
     return parts, kept
 
 
 @pytest.fixture
-async def client(traced: tuple[fakes.Doors, Kept]) -> AsyncIterator[httpx.AsyncClient]:
+async def client(traced: tuple[fakes.Servers, Kept]) -> AsyncIterator[httpx.AsyncClient]:
     async with client_of(traced[0]) as client:
         yield client
 
 
-async def test_an_http_request_is_a_span_of_its_clients_trace(traced: Any, client: httpx.AsyncClient) -> None:
+async def test_http_request_with_trace_context_joins_the_trace(traced: Any, client: httpx.AsyncClient) -> None:
     parts, kept = traced
     ids = parts.say("hello")
     headers = {"traceparent": CLIENT.to_text(), "tracestate": "a=1"}
@@ -63,7 +63,7 @@ async def test_an_http_request_is_a_span_of_its_clients_trace(traced: Any, clien
     assert not any("hello" in str(value) for span in kept.spans for value in span.attributes.values())
 
 
-async def test_a_request_without_a_context_begins_a_trace(traced: Any, client: httpx.AsyncClient) -> None:
+async def test_request_without_trace_context_begins_a_trace(traced: Any, client: httpx.AsyncClient) -> None:
     parts, kept = traced
     parts.say("hello")
     for headers in ({}, {"traceparent": "nonsense"}, {"traceparent": CLIENT.to_text()[:-1] + "0"}):
@@ -73,7 +73,7 @@ async def test_a_request_without_a_context_begins_a_trace(traced: Any, client: h
     assert len({span.trace_id for span in requests}) == 2
 
 
-async def test_a_failed_request_says_so(traced: Any, client: httpx.AsyncClient) -> None:
+async def test_failed_request_span_has_error_status(traced: Any, client: httpx.AsyncClient) -> None:
     parts, kept = traced
     parts.say("hello", error=Unavailable("no workers"))
     assert (await client.post(CHAT, json=HELLO)).status_code == 503
@@ -81,13 +81,13 @@ async def test_a_failed_request_says_so(traced: Any, client: httpx.AsyncClient) 
     assert span.error == span.attributes["error.type"] == "UNAVAILABLE"
 
 
-async def test_a_grpc_request_is_a_span_of_its_clients_trace(traced: Any) -> None:
+async def test_grpc_request_with_trace_context_joins_the_trace(traced: Any) -> None:
     parts, kept = traced
     parts.say("hello")
     server = build_server(parts.frontend, parts.generator, parts.config, parts.metrics)
     async with (
-        GrpcServer(server, host="127.0.0.1", port=0, grace_s=0.0) as door,
-        grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel,
+        GrpcServer(server, host="127.0.0.1", port=0, grace_s=0.0) as grpc_server,
+        grpc.aio.insecure_channel(f"127.0.0.1:{grpc_server.port}") as channel,
     ):
         metadata = (("traceparent", CLIENT.to_text()), ("tracestate", "a=1"))
         call = InferenceStub(channel).Generate(pb.GenerateRequest(prompt="hello"), metadata=metadata)
@@ -100,11 +100,9 @@ KEYS = [{"key": "tenants", "tenant": "a"}, {"key": "operators", "tenant": "b", "
 
 
 @pytest.mark.parametrize("over_grpc", [False, True], ids=["http", "grpc"])
-async def test_an_operators_key_decides_what_is_traced_and_a_tenants_does_not(
-    over_grpc: bool, tokenizer: Tokenizer
-) -> None:
+async def test_trace_sampling_follows_operator_keys_only(over_grpc: bool, tokenizer: Tokenizer) -> None:
     tracer, kept = keeping(sample_ratio=0.0, trusted="operators")
-    parts = fakes.make_doors(tokenizer, RouterConfig(api_keys=KEYS), tracer=tracer)
+    parts = fakes.make_servers(tokenizer, RouterConfig(api_keys=KEYS), tracer=tracer)
     parts.say("hello")
 
     async def over_http(key: str) -> None:
@@ -115,8 +113,8 @@ async def test_an_operators_key_decides_what_is_traced_and_a_tenants_does_not(
     async def called(key: str) -> None:
         server = build_server(parts.frontend, parts.generator, parts.config, parts.metrics)
         async with (
-            GrpcServer(server, host="127.0.0.1", port=0, grace_s=0.0) as door,
-            grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel,
+            GrpcServer(server, host="127.0.0.1", port=0, grace_s=0.0) as grpc_server,
+            grpc.aio.insecure_channel(f"127.0.0.1:{grpc_server.port}") as channel,
         ):
             metadata = (("traceparent", CLIENT.to_text()), ("authorization", f"Bearer {key}"))
             call = InferenceStub(channel).Generate(pb.GenerateRequest(prompt="hello"), metadata=metadata)
@@ -146,7 +144,7 @@ async def test_workers_are_told_whose_children_their_spans_are() -> None:
 
 
 @pytest.mark.parametrize("is_traced", [False, True])
-def test_a_token_costs_a_trace_nothing(is_traced: bool) -> None:
+def test_trace_per_token_work_is_none(is_traced: bool) -> None:
     tracer, kept = keeping()
     span = tracer.request("request", None, 0.0) if is_traced else None
     with RequestMeter(RouterMetrics("m"), lambda: 1.0, prompt_tokens=1, choices=1, span=span) as meter:

@@ -1,6 +1,6 @@
 """Time tells no tenant what another has asked (docs/extend/incidents.md; CVE-2025-46570).
 
-The doors' own names, through the router's prefix map and an engine's cache: whoever sends another tenant's prompt finds
+Servers' own names, through the router's prefix map and an engine's cache: whoever sends another tenant's prompt finds
 nothing of it anywhere, so that it is computed, and takes as long, as if nobody had ever sent it.
 """
 
@@ -26,7 +26,7 @@ class Stack:
     """One router's names and map, and the one worker that it has."""
 
     def __init__(self, secret: bytes = fakes.SECRET) -> None:
-        self._parts = fakes.make_doors(fakes.make_tokenizer())
+        self._parts = fakes.make_servers(fakes.make_tokenizer())
         self._hasher = BlockHasher(secret)
         self._scheduler = Scheduler(ledger.config(), self._hasher)
         self._runner = ledger.LedgerRunner()

@@ -25,8 +25,8 @@ TEXT = "hello"
 
 
 @pytest.fixture
-def parts() -> fakes.Doors:
-    made = fakes.make_doors(fakes.make_tokenizer(), RouterConfig(api_keys=KEYS))
+def parts() -> fakes.Servers:
+    made = fakes.make_servers(fakes.make_tokenizer(), RouterConfig(api_keys=KEYS))
     made.say(TEXT)
     return made
 
@@ -35,7 +35,7 @@ def line(name: str, url: str = "/v1/completions", **body: Any) -> dict[str, Any]
     return {"custom_id": name, "method": "POST", "url": url, "body": {"prompt": "a", **body}}
 
 
-async def test_a_batch_from_its_upload_to_its_results(parts: fakes.Doors, tmp_path: Path) -> None:
+async def test_batch_runs_from_upload_to_results(parts: fakes.Servers, tmp_path: Path) -> None:
     async with running(parts, tmp_path) as world:
         file_id = await world.upload(line("a"), line("b", temperature=3.0), line("c", n=2), line("d", stream=True))
         made = await world.create(file_id, metadata={"mine": "yes"})
@@ -58,7 +58,7 @@ async def test_a_batch_from_its_upload_to_its_results(parts: fakes.Doors, tmp_pa
         assert (await world.http.get(f"/v1/files/{file_id}")).status_code == 404
 
 
-async def test_chats_and_lists(parts: fakes.Doors, tmp_path: Path) -> None:
+async def test_batch_of_chats_is_listed_by_page(parts: fakes.Servers, tmp_path: Path) -> None:
     chat = {"messages": [{"role": "user", "content": "hi"}]}
     async with running(parts, tmp_path) as world:
         asked = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": chat}
@@ -76,7 +76,7 @@ async def test_chats_and_lists(parts: fakes.Doors, tmp_path: Path) -> None:
         assert (await world.http.get("/v1/batches", params={"limit": "0"})).json()["error"]["param"] == "limit"
 
 
-async def test_nothing_is_run_while_others_have_use_for_the_workers(parts: fakes.Doors, tmp_path: Path) -> None:
+async def test_batch_waits_while_cluster_is_busy(parts: fakes.Servers, tmp_path: Path) -> None:
     async with running(parts, tmp_path) as world:
         world.room.is_there = False
         made = await world.create(await world.upload(line("a"), line("b")))
@@ -89,7 +89,7 @@ async def test_nothing_is_run_while_others_have_use_for_the_workers(parts: fakes
         assert (await world.ended(made["id"]))["request_counts"]["completed"] == 2
 
 
-async def test_no_more_at_once_than_configured(parts: fakes.Doors, tmp_path: Path) -> None:
+async def test_batch_runs_at_most_configured_requests(parts: fakes.Servers, tmp_path: Path) -> None:
     parts.say(TEXT, hang_after=1)
     async with running(parts, tmp_path, max_concurrent=2) as world:
         made = await world.create(await world.upload(*(line(str(i)) for i in range(6))))
@@ -108,7 +108,7 @@ async def test_no_more_at_once_than_configured(parts: fakes.Doors, tmp_path: Pat
         assert again.json()["error"]["param"] == "batch_id"
 
 
-async def test_a_restart_loses_nothing_and_repeats_nothing(parts: fakes.Doors, tmp_path: Path) -> None:
+async def test_batch_after_restart_neither_loses_nor_repeats_requests(parts: fakes.Servers, tmp_path: Path) -> None:
     """The first process stops in the middle of things."""
     names = [str(i) for i in range(8)]
     async with running(parts, tmp_path, max_concurrent=1) as world:
@@ -133,7 +133,7 @@ def stored(folder: Path) -> BatchStore:
     return store
 
 
-async def test_a_restart_while_results_became_files(parts: fakes.Doors, tmp_path: Path) -> None:
+async def test_batch_restart_during_publishing_completes(parts: fakes.Servers, tmp_path: Path) -> None:
     """They are files already, and the batch does not say so yet."""
     store, name = stored(tmp_path), f"batch_{'0' * 32}"
     made = StoredBatch(
@@ -158,7 +158,7 @@ async def test_a_restart_while_results_became_files(parts: fakes.Doors, tmp_path
         assert not parts.generator.requests
 
 
-async def test_what_is_wrong_with_an_input_is_told_by_line(parts: fakes.Doors, tmp_path: Path) -> None:
+async def test_batch_invalid_input_is_reported_by_line(parts: fakes.Servers, tmp_path: Path) -> None:
     async with running(parts, tmp_path, max_requests=4) as world:
         bad = [line("a"), b"{", line("a"), {"custom_id": "b"}, line("c", url="/v1/embeddings"), [1]]
         batch = await world.ended((await world.create(await world.upload(*bad)))["id"])
@@ -172,7 +172,7 @@ async def test_what_is_wrong_with_an_input_is_told_by_line(parts: fakes.Doors, t
         assert not parts.generator.requests
 
 
-async def test_a_full_cluster_is_asked_again(parts: fakes.Doors, tmp_path: Path) -> None:
+async def test_batch_request_refused_by_full_cluster_is_retried(parts: fakes.Servers, tmp_path: Path) -> None:
     parts.generator.script = fakes.Script(error=Overloaded("full", retry_after_s=0.01))
     async with running(parts, tmp_path) as world:
         made = await world.create(await world.upload(line("a")))
@@ -182,7 +182,9 @@ async def test_a_full_cluster_is_asked_again(parts: fakes.Doors, tmp_path: Path)
         assert batch["request_counts"] == {"total": 1, "completed": 1, "failed": 0}
 
 
-async def test_time_that_runs_out(parts: fakes.Doors, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_batch_beyond_its_window_expires(
+    parts: fakes.Servers, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     parts.say(TEXT, hang_after=1)
     async with running(parts, tmp_path) as world:
         made = await world.create(await world.upload(line("a"), line("b")))
@@ -194,7 +196,7 @@ async def test_time_that_runs_out(parts: fakes.Doors, tmp_path: Path, monkeypatc
         assert [one["error"]["code"] for one in await world.lines(batch["error_file_id"])] == ["batch_expired"] * 2
 
 
-def test_what_was_kept_long_enough_is_deleted(tmp_path: Path) -> None:
+def test_expired_files_and_batches_are_deleted(tmp_path: Path) -> None:
     store, content = stored(tmp_path), tmp_path / "content"
     content.write_bytes(b"x")
     file = store.add_file("acme", content, filename="f", purpose="batch", now_s=100.0)
@@ -221,7 +223,7 @@ def test_what_was_kept_long_enough_is_deleted(tmp_path: Path) -> None:
         store.add_file("acme", content, filename="f", purpose="batch", now_s=100.0)
 
 
-def test_one_process_runs_a_folder(tmp_path: Path) -> None:
+def test_batch_folder_is_run_by_one_process(tmp_path: Path) -> None:
     first, second = stored(tmp_path), stored(tmp_path)
     assert (first.may_run(), second.may_run(), first.may_run()) == (True, False, True)
     first.close()
@@ -229,7 +231,7 @@ def test_one_process_runs_a_folder(tmp_path: Path) -> None:
     second.close()
 
 
-async def test_tenants_see_their_own(parts: fakes.Doors, tmp_path: Path) -> None:
+async def test_tenants_see_their_own(parts: fakes.Servers, tmp_path: Path) -> None:
     async with running(parts, tmp_path) as world:
         file_id = await world.upload(line("a"))
         made = await world.create(file_id)
@@ -245,7 +247,7 @@ async def test_tenants_see_their_own(parts: fakes.Doors, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("name", ["../../lock", "file-" + "0" * 32, "file-%2e%2e", "batch.json", ""])
-async def test_names_lead_nowhere_else(parts: fakes.Doors, tmp_path: Path, name: str) -> None:
+async def test_file_names_cannot_escape_the_folder(parts: fakes.Servers, tmp_path: Path, name: str) -> None:
     async with running(parts, tmp_path) as world:
         for path in (f"/v1/files/{name}", f"/v1/batches/{name}"):
             assert (await world.http.get(path)).status_code in (404, 405)
@@ -261,8 +263,8 @@ async def test_names_lead_nowhere_else(parts: fakes.Doors, tmp_path: Path, name:
         ({"metadata": {"a": 1}}, "metadata"),
     ],
 )
-async def test_a_wrong_field_of_a_batch_is_named(
-    parts: fakes.Doors, tmp_path: Path, changed: dict[str, Any], param: str
+async def test_batch_invalid_field_is_named(
+    parts: fakes.Servers, tmp_path: Path, changed: dict[str, Any], param: str
 ) -> None:
     async with running(parts, tmp_path) as world:
         asked = {"input_file_id": "file-x", "endpoint": "/v1/completions", "completion_window": "24h", **changed}
@@ -281,8 +283,8 @@ async def test_a_wrong_field_of_a_batch_is_named(
         ({"file": ("a", b"x" * 100_000)}, {"purpose": "batch"}, 413, "file"),
     ],
 )
-async def test_uploads_that_are_refused(
-    parts: fakes.Doors, tmp_path: Path, files: Any, data: Any, status: int, param: str
+async def test_invalid_uploads_are_refused(
+    parts: fakes.Servers, tmp_path: Path, files: Any, data: Any, status: int, param: str
 ) -> None:
     async with running(parts, tmp_path, max_file_bytes=1000) as world:
         answer = await world.http.post("/v1/files", files=files, data=data)
@@ -291,24 +293,24 @@ async def test_uploads_that_are_refused(
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "multipart/form-data", "multipart/form-data; boundary=y"])
-async def test_bodies_that_are_no_uploads(parts: fakes.Doors, tmp_path: Path, kind: str) -> None:
+async def test_malformed_multipart_is_refused(parts: fakes.Servers, tmp_path: Path, kind: str) -> None:
     async with running(parts, tmp_path) as world:
         for body in (b"", b"--x\r\n", b"--y\r\n\r\n", b"--y--"):
             answer = await world.http.post("/v1/files", content=body, headers={"Content-Type": kind})
             assert answer.status_code == 400, answer.text
 
 
-async def test_bytes_of_a_file_come_back_as_they_were(parts: fakes.Doors, tmp_path: Path) -> None:
+async def test_bytes_of_a_file_come_back_as_they_were(parts: fakes.Servers, tmp_path: Path) -> None:
     content = b"\r\n--not-the-end\r\n" + bytes(range(256)) + b"\r\n\r\n"
     async with running(parts, tmp_path) as world:
         file_id = await world.upload(content)
         assert (await world.http.get(f"/v1/files/{file_id}/content")).content == content
 
 
-async def test_without_a_folder_there_are_no_such_routes(parts: fakes.Doors) -> None:
+async def test_batch_routes_without_folder_are_absent(parts: fakes.Servers) -> None:
     assert make_batches(parts.frontend, parts.generator, Room(), parts.config, parts.metrics) is None
     app = create_app(parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
         for path in ("/v1/files", "/v1/batches", "/v1/batches/batch_1/cancel"):
             answer = await client.post(path, headers={"Authorization": "Bearer one"})
             assert answer.status_code == 404
@@ -318,7 +320,7 @@ async def test_without_a_folder_there_are_no_such_routes(parts: fakes.Doors) -> 
         assert answer.json()["error"]["message"] == "no route POST /v1/filesystems"
 
 
-async def test_the_document_of_the_door_tells_of_them(parts: fakes.Doors, tmp_path: Path) -> None:
+async def test_batch_routes_are_in_openapi_document(parts: fakes.Servers, tmp_path: Path) -> None:
     async with running(parts, tmp_path) as world:
         document = (await world.http.get("/openapi.json")).json()
     paths = document["paths"]
@@ -335,14 +337,14 @@ async def test_the_document_of_the_door_tells_of_them(parts: fakes.Doors, tmp_pa
     assert {link["operationId"] for link in links} <= {operation["operationId"] for operation in operations}
 
 
-def test_a_folder_that_cannot_be_made_is_a_wrong_setting(tmp_path: Path) -> None:
+def test_batch_folder_not_creatable_is_config_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     store = BatchStore(tmp_path / "file" / "batches", max_tenant_bytes=1, keep_s=1.0)
     with pytest.raises(ConfigError, match=r"^router\.batches\.path: .*/batches: Not a directory$"):
         store.open()
 
 
-async def test_files_and_batches_are_as_described(parts: fakes.Doors, tmp_path: Path) -> None:
+async def test_files_and_batches_are_as_described(parts: fakes.Servers, tmp_path: Path) -> None:
     async with running(parts, tmp_path) as world:
         described, http = await Described.by(world.http), world.http
         file = ("in.jsonl", orjson.dumps(line("a")) + b"\n" + orjson.dumps(line("a")))

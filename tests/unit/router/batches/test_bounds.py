@@ -29,8 +29,8 @@ KEYS = [{"key": "one", "tenant": "acme"}, {"key": "two", "tenant": "other-compan
 
 
 @pytest.fixture
-def parts() -> fakes.Doors:
-    made = fakes.make_doors(fakes.make_tokenizer(), RouterConfig(api_keys=KEYS))
+def parts() -> fakes.Servers:
+    made = fakes.make_servers(fakes.make_tokenizer(), RouterConfig(api_keys=KEYS))
     made.say("hello")
     return made
 
@@ -54,7 +54,7 @@ def batch(number: int, tenant: str = "acme", status: BatchStatus = BatchStatus.V
     )
 
 
-def test_what_is_begun_is_bounded_and_the_oldest_goes_first() -> None:
+def test_runner_starts_bounded_batches_oldest_first() -> None:
     live = [batch(i, tenant=str(i // 50)) for i in range(50 * MOST_AT_WORK)]
     begun = startable(live, {}, lambda _: False)
     assert len(begun) == MOST_AT_WORK
@@ -155,7 +155,7 @@ def full_disk(most_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_full_disk_leaves_no_half_line(store: BatchStore, tmp_path: Path) -> None:
+def test_store_full_disk_leaves_no_partial_line(store: BatchStore, tmp_path: Path) -> None:
     made = batch(0)
     store.save(made)
     results = store.results(made)
@@ -206,7 +206,7 @@ def found_in(folder: Path) -> set[Path]:
     return {path for path in found if path.name != "alone" and not path.name.isdigit()}
 
 
-async def test_a_full_disk_is_told_and_keeps_nothing_of_what_was_refused(parts: fakes.Doors, tmp_path: Path) -> None:
+async def test_upload_on_full_disk_is_refused_without_leftovers(parts: fakes.Servers, tmp_path: Path) -> None:
     async with running(parts, tmp_path) as world:
         name = await world.upload({"custom_id": "a"})
         before = found_in(tmp_path)
@@ -221,7 +221,9 @@ async def test_a_full_disk_is_told_and_keeps_nothing_of_what_was_refused(parts: 
         assert (await world.http.post("/v1/batches", json=asked)).status_code == 200
 
 
-async def test_uploads_on_their_way_are_bounded_by_tenant_for_all_processes(parts: fakes.Doors, tmp_path: Path) -> None:
+async def test_uploads_on_their_way_are_bounded_by_tenant_for_all_processes(
+    parts: fakes.Servers, tmp_path: Path
+) -> None:
     released = asyncio.Event()
 
     async def slowly() -> AsyncIterator[bytes]:
@@ -244,7 +246,7 @@ async def test_uploads_on_their_way_are_bounded_by_tenant_for_all_processes(part
         assert await other.upload(b"{}")
 
 
-async def test_batches_that_have_not_ended_are_bounded_for_all_processes(parts: fakes.Doors, tmp_path: Path) -> None:
+async def test_batches_that_have_not_ended_are_bounded_for_all_processes(parts: fakes.Servers, tmp_path: Path) -> None:
     async with running(parts, tmp_path, max_batches=3) as world, running(parts, tmp_path, max_batches=3) as other:
         world.room.is_there = other.room.is_there = False
         line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}}
@@ -311,7 +313,7 @@ def test_store_process_killed_while_it_writes_loses_no_result(store: BatchStore)
     assert store.content("acme", output).read_bytes() == b"".join(b"%d\n" % number for number in sorted(done))
 
 
-def test_a_process_that_is_killed_gives_its_places_back(tmp_path: Path) -> None:
+def test_upload_slots_of_killed_process_are_freed(tmp_path: Path) -> None:
     code = "import sys, pathlib; from router.batches.files.store import UploadSlots; "
     code += "held = UploadSlots(pathlib.Path(sys.argv[1]), 1).acquire(); print(held is not None, flush=True); input()"
     command = [sys.executable, "-c", code, str(tmp_path)]
@@ -326,7 +328,7 @@ def test_a_process_that_is_killed_gives_its_places_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("step", [1, 7, 64])
 async def test_upload_whose_boundary_comes_in_pieces_is_the_same_file(
-    parts: fakes.Doors, tmp_path: Path, step: int
+    parts: fakes.Servers, tmp_path: Path, step: int
 ) -> None:
     content = b"\r\n--not-the-end\r\n--x\r\n--xy-\r" + bytes(range(256))
     head = b'--xyz\r\nContent-Disposition: form-data; name="file"; filename="\xc3\xa4.jsonl"\r\n\r\n'
@@ -366,7 +368,7 @@ FILE = b'--x\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\
     ],
 )
 async def test_upload_beyond_its_bounds_is_refused_and_leaves_nothing(
-    parts: fakes.Doors, tmp_path: Path, body: bytes, status: int
+    parts: fakes.Servers, tmp_path: Path, body: bytes, status: int
 ) -> None:
     async with running(parts, tmp_path, max_file_bytes=1024) as world:
         headers = {"Content-Type": "multipart/form-data; boundary=x"}

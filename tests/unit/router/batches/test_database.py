@@ -1,5 +1,6 @@
 """The SQLite database of batches: what its threads do to each other."""
 
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -45,3 +46,15 @@ def test_read_after_close_opens_anew(database: Database) -> None:
     assert database.read("SELECT 1") == [(1,)]
     database.close()
     assert database.read("SELECT 2") == [(2,)]
+
+
+def test_connections_of_threads_that_have_ended_are_closed(database: Database) -> None:
+    num_open = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        thread = threading.Thread(target=database.read, args=("SELECT 1",))
+        thread.start()
+        thread.join(_TIMEOUT_S)
+    # The last one's, with its write-ahead log, until the next one comes.
+    assert len(os.listdir("/proc/self/fd")) <= num_open + 3
+    assert len(database._connections) == 2
+    database.close()

@@ -117,8 +117,8 @@ def test_import_waits_for_the_process_that_runs_batches(tmp_path: Path) -> None:
     assert [batch.id for batch in opened(tmp_path).live()] == [BATCH]
 
 
-async def test_a_batch_that_the_version_before_began_is_finished(tmp_path: Path) -> None:
-    parts = fakes.make_doors(fakes.make_tokenizer(), RouterConfig(api_keys=KEYS))
+async def test_import_of_running_batch_finishes_it(tmp_path: Path) -> None:
+    parts = fakes.make_servers(fakes.make_tokenizer(), RouterConfig(api_keys=KEYS))
     parts.say(TEXT)
     write_old_file(tmp_path, INPUT, b"\n".join(orjson.dumps(line(str(number))) for number in range(3)))
     write_old_batch(tmp_path, result(1))

@@ -33,7 +33,7 @@ def readable_by_others(folder: Path) -> set[str]:
 
 async def test_batches_and_their_files_are_nobody_elses(tmp_path: Path) -> None:
     folder = tmp_path / "batches"
-    parts = fakes.make_doors(fakes.make_tokenizer(), RouterConfig(api_keys=KEYS))
+    parts = fakes.make_servers(fakes.make_tokenizer(), RouterConfig(api_keys=KEYS))
     parts.say(TEXT)
     async with running(parts, folder) as world:
         file_id = await world.upload(line("a"), line("b", temperature=3.0))
@@ -56,7 +56,7 @@ async def test_batches_and_their_files_are_nobody_elses(tmp_path: Path) -> None:
         assert readable_by_others(folder) == set()
 
 
-async def test_an_upload_on_its_way_is_nobody_elses(tmp_path: Path) -> None:
+async def test_upload_in_progress_is_private(tmp_path: Path) -> None:
     content = tmp_path / "content"
     body = b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\nhello\r\n--b--\r\n'
     pieces = [body[:40], body[40:]]
@@ -74,7 +74,7 @@ async def test_an_upload_on_its_way_is_nobody_elses(tmp_path: Path) -> None:
     assert content.read_bytes() == b"hello"
 
 
-def test_what_an_earlier_version_left_open_is_closed(tmp_path: Path) -> None:
+def test_folder_of_earlier_version_is_made_private(tmp_path: Path) -> None:
     old = tmp_path / "batches"
     for name in ("incoming", "uploads", "tenants"):
         (old / name / "below").mkdir(parents=True)

@@ -20,7 +20,7 @@ def notice(address: str, incarnation: int = 1) -> Notice:
     return Notice(process=process, role=WorkerRole.DECODE, address=address)
 
 
-def test_an_address_is_forgotten_only_after_it_has_been_missing_for_a_while() -> None:
+def test_known_addresses_missing_notice_is_forgotten_late() -> None:
     listing = KnownAddresses(frozenset({at("s:1")}), forget_s=30.0)
     assert listing.on_notices([notice("a:1"), notice("b:1")], 0.0) == {at("s:1"), at("a:1"), at("b:1")}
     assert listing.on_notices([], 100.0) == listing.addresses == {at("s:1"), at("a:1"), at("b:1")}, "flushed, perhaps"
@@ -29,12 +29,12 @@ def test_an_address_is_forgotten_only_after_it_has_been_missing_for_a_while() ->
     assert listing.on_notices([], 200.0) == {at("s:1"), at("b:1")}, "it was there until now"
 
 
-def test_two_processes_of_one_address_are_one_address() -> None:
+def test_known_addresses_two_processes_at_one_address_count_once() -> None:
     listing = KnownAddresses(frozenset(), forget_s=1.0)
     assert listing.on_notices([notice("a:1", 1), notice("a:1", 2)], 0.0) == {at("a:1")}
 
 
-async def test_whoever_watches_hears_of_every_change() -> None:
+async def test_directory_watcher_receives_every_change() -> None:
     directory = RedisDirectory(KnownAddresses(frozenset({at("s:1")}), forget_s=1.0))
     watching = directory.watch()
     assert await anext(watching) == {at("s:1")}
@@ -50,7 +50,7 @@ async def test_whoever_watches_hears_of_every_change() -> None:
     assert await waiting == {at("s:1"), at("a:1"), at("b:1")}
 
 
-async def test_a_file_that_is_read_again_changes_what_is_stated_and_not_what_redis_tells(tmp_path: Path) -> None:
+async def test_directory_reread_file_changes_stated_addresses_only(tmp_path: Path) -> None:
     """SIGHUP of a router with Redis: it forgets nobody whom the file has never named."""
     path = tmp_path / "cluster.yaml"
     directory = RedisDirectory(KnownAddresses(frozenset({at("s:1")}), forget_s=30.0))

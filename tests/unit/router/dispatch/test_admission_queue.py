@@ -33,7 +33,7 @@ async def test_requests_run_in_turn_and_every_answer_is_whole() -> None:
         core.assert_idle()
 
 
-async def test_tenants_take_turns() -> None:
+async def test_queued_tenants_alternate() -> None:
     order: list[str] = []
 
     async def note(submission: Submission) -> None:
@@ -84,7 +84,7 @@ async def test_drain_that_ran_out_of_time_lets_not_even_promised_streams_in() ->
         stuck.cancel()
 
 
-async def test_a_client_that_leaves_while_it_waits_leaves_nothing() -> None:
+async def test_client_leaving_the_queue_leaves_nothing() -> None:
     worker = FakeWorker("d0", script=hold)
     async with gated(worker) as (gate, core):
         running = asyncio.create_task(collect(gate.generate(of("a", 0))))
@@ -101,7 +101,7 @@ async def test_a_client_that_leaves_while_it_waits_leaves_nothing() -> None:
         core.assert_idle()
 
 
-async def test_who_waits_too_long_is_told_and_others_at_once() -> None:
+async def test_queued_request_beyond_bound_is_refused() -> None:
     worker = FakeWorker("d0", script=hold)
     async with gated(worker, max_queue_s=0.3) as (gate, _):
         running = asyncio.create_task(collect(gate.generate(of("a", 0))))
@@ -114,7 +114,7 @@ async def test_who_waits_too_long_is_told_and_others_at_once() -> None:
         await running
 
 
-async def test_a_request_larger_than_every_pool_is_refused_at_once_by_a_busy_cluster() -> None:
+async def test_oversized_request_is_refused_at_once_when_busy() -> None:
     worker = FakeWorker("d0", script=hold)
     async with gated(worker, running=2) as (gate, core):
         running = [asyncio.create_task(collect(gate.generate(of("a", i)))) for i in range(3)]
@@ -147,7 +147,7 @@ async def _answer(submission: Submission) -> None:
         ("c", -1000, -1000),
     ],
 )
-async def test_the_best_priority_of_a_tenant_binds_the_workers_as_well(tenant: str, asked: int, given: int) -> None:
+async def test_tenant_priority_bound_reaches_workers(tenant: str, asked: int, given: int) -> None:
     worker = FakeWorker("d0")
     best = {"b": TenantLimits(best_priority=5), "c": TenantLimits(best_priority=-MAX_PRIORITY)}
     limits = LimitsConfig(tenants=best)
@@ -156,7 +156,7 @@ async def test_the_best_priority_of_a_tenant_binds_the_workers_as_well(tenant: s
         assert worker.submissions.get_nowait().submit.priority == given
 
 
-async def test_a_drain_lets_those_that_wait_have_their_turn() -> None:
+async def test_drain_lets_queued_requests_run() -> None:
     worker = FakeWorker("d0", script=hold)
     async with gated(worker) as (gate, core):
         running = asyncio.create_task(collect(gate.generate(of("a", 0))))
@@ -196,7 +196,7 @@ async def test_metrics_show_the_queue_and_cap_the_tenants() -> None:
         assert sum(name == "tandem_tenant_requests_total" for name, *_ in shown) <= MAX_TENANTS + 1
 
 
-async def test_a_newcomer_that_is_refused_takes_nobody_with_it() -> None:
+async def test_refused_newcomer_evicts_no_other() -> None:
     worker = FakeWorker("d0", script=hold)
     async with gated(worker, max_tokens=36) as (gate, core):
         running = asyncio.create_task(collect(gate.generate(of("x", 0))))
@@ -213,7 +213,7 @@ async def test_a_newcomer_that_is_refused_takes_nobody_with_it() -> None:
         core.assert_idle()
 
 
-async def test_who_gives_way_is_told_at_once() -> None:
+async def test_evicted_request_is_refused_at_once() -> None:
     worker = FakeWorker("d0", script=hold)
     async with gated(worker, max_tokens=36) as (gate, _):
         running = asyncio.create_task(collect(gate.generate(of("x", 0))))
@@ -228,7 +228,7 @@ async def test_who_gives_way_is_told_at_once() -> None:
         await asyncio.gather(running, *waiting[:2], other)
 
 
-async def test_what_no_worker_took_costs_its_tenant_nothing() -> None:
+async def test_request_no_worker_accepted_is_not_charged() -> None:
     worker = FakeWorker("d0", script=_too_full)
     limits = LimitsConfig(default=TenantLimits(tokens_per_minute=1000, requests_per_minute=100))
     async with gated(worker, limits=limits) as (gate, core):
@@ -250,7 +250,7 @@ async def test_what_no_worker_took_costs_its_tenant_nothing() -> None:
         core.assert_idle()
 
 
-async def test_who_comes_while_the_last_worker_leaves_waits_for_its_successor() -> None:
+async def test_request_during_last_drain_waits_for_successor() -> None:
     leaving = FakeWorker("d0", script=hold)
     async with gated(leaving) as (gate, core):
         leaving.send(pb.WorkerMessage(draining=pb.Draining(reason="SIGTERM")))
@@ -267,7 +267,7 @@ async def test_who_comes_while_the_last_worker_leaves_waits_for_its_successor() 
         core.assert_idle()
 
 
-async def test_who_comes_when_nobody_is_expected_is_refused_at_once() -> None:
+async def test_request_without_expected_worker_is_refused_at_once() -> None:
     worker = FakeWorker("d0", script=hold)
     async with gated(worker) as (gate, core):
         await worker.crash()
@@ -278,7 +278,7 @@ async def test_who_comes_when_nobody_is_expected_is_refused_at_once() -> None:
         assert gate.queue.admission.num_inflight == 0
 
 
-async def test_who_leaves_at_its_turn_pays_nothing() -> None:
+async def test_client_leaving_at_its_turn_is_not_charged() -> None:
     worker = FakeWorker("d0", script=hold)
     async with gated(worker, limits=LimitsConfig(default=TenantLimits(tokens_per_minute=1000))) as (gate, _):
         running = asyncio.create_task(collect(gate.generate(of("x", 0))))
@@ -302,7 +302,7 @@ async def test_who_leaves_at_its_turn_pays_nothing() -> None:
         assert gate.queue.admission.num_inflight == 0
 
 
-async def test_who_leaves_while_its_prompt_is_computed_pays_for_it() -> None:
+async def test_client_leaving_during_prefill_is_charged() -> None:
     worker = FakeWorker("d0", script=hold)
     async with gated(worker, limits=LimitsConfig(default=TenantLimits(tokens_per_minute=1000))) as (gate, core):
         leaving = asyncio.create_task(collect(gate.generate(of("a", 0))))

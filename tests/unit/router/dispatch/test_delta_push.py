@@ -28,7 +28,7 @@ def push(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Cluster, "generate", lambda self, request: pushed(self.dispatcher, request))
 
 
-async def test_a_quick_reader_gets_each_token_once_and_in_order() -> None:
+async def test_fast_sink_gets_each_token_once_in_order() -> None:
     worker = FakeWorker("d0")
     async with cluster(worker) as router:
         reader = QuickReader()
@@ -39,7 +39,7 @@ async def test_a_quick_reader_gets_each_token_once_and_in_order() -> None:
         router.assert_idle()
 
 
-async def test_a_slow_reader_gets_nothing_before_it_is_ready_and_all_of_it_then() -> None:
+async def test_slow_sink_gets_everything_once_ready() -> None:
     worker = FakeWorker("d0")
     async with cluster(worker) as router, asyncio.timeout(WAIT_S):
         reader = SlowReader()
@@ -54,7 +54,7 @@ async def test_a_slow_reader_gets_nothing_before_it_is_ready_and_all_of_it_then(
         router.assert_idle()
 
 
-async def test_a_reader_that_stays_slow_overflows_alone() -> None:
+async def test_stuck_sink_overflows_alone() -> None:
     async def flood(submission: Submission) -> None:
         for start in range(0, 64, 8):
             submission.give(submission.tokens[start : start + 8], first_index=start)
@@ -76,7 +76,7 @@ async def test_a_reader_that_stays_slow_overflows_alone() -> None:
 
 
 @pytest.mark.parametrize("fails_at", [1, 3])
-async def test_what_a_reader_raises_ends_its_request_and_no_other(fails_at: int) -> None:
+async def test_sink_error_ends_only_its_request(fails_at: int) -> None:
     class Failing(QuickReader):
         def on_delta(self, delta: object) -> bool:
             super().on_delta(delta)
@@ -114,16 +114,16 @@ async def test_cancelling_cancels_on_the_worker() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_from_worker_to_socket(stream: bool) -> None:
+async def test_tokens_reach_socket_from_worker(stream: bool) -> None:
     """Real sockets on both sides: whole and streamed answers are the same text; ids stand with each event asked for."""
-    parts = fakes.make_doors(fakes.make_tokenizer())
+    parts = fakes.make_servers(fakes.make_tokenizer())
     parts.frontend.clock = asyncio.get_running_loop().time
     worker = FakeWorker("d0")
     async with cluster(worker) as core, httpx.AsyncClient(trust_env=False, timeout=WAIT_S) as client:
         app = create_app(parts.frontend, core.dispatcher, parts.ready, parts.config, parts.metrics)
-        async with HttpServer(app, host="127.0.0.1", port=0, grace_s=5.0) as door:
+        async with HttpServer(app, host="127.0.0.1", port=0, grace_s=5.0) as listener:
             body = {"prompt": [5, 6, 7], "n": 2, "seed": 3, "max_tokens": 8, "stream": stream, "ignore_eos": True}
-            url = f"http://127.0.0.1:{door.port}/v1/completions"
+            url = f"http://127.0.0.1:{listener.port}/v1/completions"
             got = await client.post(url, json=body, headers={"X-Tandem-Stream-Ids": "1"})
         core.assert_idle()
     said = [expected_tokens((5, 6, 7), count=8, seed=3, choice=choice) for choice in range(2)]
@@ -142,8 +142,8 @@ async def test_from_worker_to_socket(stream: bool) -> None:
     assert texts == expected
 
 
-async def test_a_client_that_leaves_its_stream_cancels_on_the_worker() -> None:
-    parts = fakes.make_doors(fakes.make_tokenizer())
+async def test_client_leaving_stream_cancels_on_worker() -> None:
+    parts = fakes.make_servers(fakes.make_tokenizer())
     parts.frontend.clock = asyncio.get_running_loop().time
 
     async def some(submission: Submission) -> None:
@@ -152,10 +152,12 @@ async def test_a_client_that_leaves_its_stream_cancels_on_the_worker() -> None:
     worker = FakeWorker("d0", script=some)
     async with cluster(worker) as core, asyncio.timeout(WAIT_S):
         app = create_app(parts.frontend, core.dispatcher, parts.ready, parts.config, parts.metrics)
-        async with HttpServer(app, host="127.0.0.1", port=0, grace_s=5.0) as door:
-            reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
+        async with HttpServer(app, host="127.0.0.1", port=0, grace_s=5.0) as listener:
+            reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
             body = b'{"prompt": [5, 6], "stream": true, "return_token_ids": true}'
-            writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: r\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+            writer.write(
+                b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+            )
             await reader.readuntil(b"data: ")
             writer.close()
             await (await worker.submissions.get()).cancelled.wait()
@@ -164,7 +166,7 @@ async def test_a_client_that_leaves_its_stream_cancels_on_the_worker() -> None:
     assert parts.metrics.registry.get_sample_value("tandem_request_failures_total", {"code": Cancelled.code.value}) == 1
 
 
-async def test_the_deadline_of_a_reader_that_does_not_read() -> None:
+async def test_stuck_sink_ends_at_deadline() -> None:
     async def begin(submission: Submission) -> None:
         for index in range(3):
             submission.give(submission.tokens[index : index + 1], first_index=index)
@@ -179,7 +181,7 @@ async def test_the_deadline_of_a_reader_that_does_not_read() -> None:
         router.assert_idle()
 
 
-async def test_a_reader_that_fails_while_it_is_waited_for() -> None:
+async def test_sink_failing_in_ready_ends_the_request() -> None:
     class Broken(SlowReader):
         async def ready(self) -> None:
             await asyncio.sleep(0)

@@ -30,7 +30,7 @@ async def test_streams_tokens_in_order_and_ends_once() -> None:
         router.assert_idle()
 
 
-async def test_a_request_on_its_way_walks_over_no_list_of_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_running_request_iterates_over_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     async with cluster(FakeWorker("d0"), FakeWorker("d1", incarnation=2)) as router:
         looks: list[str] = []
         with monkeypatch.context() as patch:
@@ -77,7 +77,7 @@ async def test_four_choices_each_get_their_own_tokens() -> None:
         router.assert_idle()
 
 
-async def test_many_requests_share_one_session() -> None:
+async def test_concurrent_requests_share_one_session() -> None:
     worker = FakeWorker("d0")
     async with cluster(worker) as router:
         results = await asyncio.gather(
@@ -181,7 +181,7 @@ async def test_slow_reader_overflows_alone() -> None:
         router.assert_idle()
 
 
-async def test_without_workers_unavailable_at_once() -> None:
+async def test_dispatch_without_workers_is_unavailable_at_once() -> None:
     async with cluster() as router:
         with pytest.raises(Unavailable) as caught:
             await collect(router.generate(routed()))
@@ -189,7 +189,7 @@ async def test_without_workers_unavailable_at_once() -> None:
         router.assert_idle()
 
 
-async def test_a_request_id_is_used_once_at_a_time() -> None:
+async def test_request_id_in_use_is_refused() -> None:
     worker = FakeWorker("d0", script=hold)
     async with cluster(worker) as router:
         client = asyncio.create_task(collect(router.generate(routed())))

@@ -23,7 +23,7 @@ WAIT_S = 20.0
 SCORES = PromptScoringRequest(num_top=2)
 
 
-def asked(ask: PromptScoringRequest = SCORES, **fields: object) -> RoutedRequest:
+def scoring_request(ask: PromptScoringRequest = SCORES, **fields: object) -> RoutedRequest:
     return replace(routed(), reads=ask, **fields)
 
 
@@ -50,10 +50,10 @@ def prefill(name: str, script: object = None) -> FakeWorker:
     return made
 
 
-async def test_a_prefill_worker_reads_and_then_the_answer_comes_as_ever() -> None:
+async def test_scoring_by_prefill_worker_precedes_the_answer() -> None:
     decode, reads = FakeWorker("d0"), prefill("p0")
     async with cluster(decode, reads) as router:
-        reading, reader = await run(router, asked())
+        reading, reader = await run(router, scoring_request())
         assert_whole(reading)
         assert reader.token_ids() == expected_tokens(PROMPT, count=8, seed=3)
         finish = reader.taken[-1].finish
@@ -64,10 +64,12 @@ async def test_a_prefill_worker_reads_and_then_the_answer_comes_as_ever() -> Non
         router.assert_idle()
 
 
-async def test_without_a_prefill_pool_a_decode_worker_reads_and_nothing_need_be_generated() -> None:
+async def test_scoring_without_prefill_pool_uses_decode_worker() -> None:
     decode = FakeWorker("d0")
     async with cluster(decode) as router:
-        reading, reader = await run(router, asked(PromptScoringRequest(num_top=None, only=True), num_choices=2))
+        reading, reader = await run(
+            router, scoring_request(PromptScoringRequest(num_top=None, only=True), num_choices=2)
+        )
         assert list(reading.mean) == [len(PROMPT), 3.0, 4.0]
         assert [(d.choice_index, d.finish.reason) for d in reader.taken[1:] if d.finish] == [
             (0, FinishReason.LENGTH),
@@ -77,44 +79,42 @@ async def test_without_a_prefill_pool_a_decode_worker_reads_and_nothing_need_be_
         router.assert_idle()
 
 
-async def test_what_comes_in_parts_is_one() -> None:
+async def test_scores_in_parts_are_assembled() -> None:
     def in_parts(reading: ReadAttempt) -> None:
         reading.give(0, 4)
         reading.give(4, 5)
         reading.give(5)
 
     async with cluster(FakeWorker("d0"), prefill("p0", in_parts)) as router:
-        assert_whole((await run(router, asked()))[0])
+        assert_whole((await run(router, scoring_request()))[0])
 
 
 @pytest.mark.parametrize("code", ["Overloaded", "Unavailable", "InternalError"])
-async def test_who_refuses_is_followed_by_another(code: str) -> None:
+async def test_scoring_refused_by_worker_tries_another(code: str) -> None:
     async with cluster(FakeWorker("d0"), prefill("p0", lambda reading: reading.refuse(code)), prefill("p1")) as router:
-        assert_whole((await run(router, asked()))[0])
+        assert_whole((await run(router, scoring_request()))[0])
         router.assert_idle()
 
 
 @pytest.mark.parametrize(
     ("code", "error", "asked_of"), [("Overloaded", Overloaded, 3), ("ContextLengthExceeded", ServingError, 1)]
 )
-async def test_when_all_refuse_the_client_hears_what_the_last_said(
-    code: str, error: type[ServingError], asked_of: int
-) -> None:
+async def test_scoring_refused_by_all_raises_last_refusal(code: str, error: type[ServingError], asked_of: int) -> None:
     workers = [prefill("p0"), prefill("p1"), FakeWorker("d0")]
     for one in workers:
         one.read_script = lambda reading: reading.refuse(code)
     async with cluster(*workers) as router:
         with pytest.raises(error):
-            await run(router, asked())
+            await run(router, scoring_request())
         assert sum(one.reads.qsize() for one in workers) == asked_of
         router.assert_idle()
 
 
-async def test_a_reader_that_dies_is_followed_by_another_but_not_by_a_third() -> None:
+async def test_scoring_gives_up_after_two_lost_workers() -> None:
     readers = [prefill(f"p{i}", lambda _: None) for i in range(2)]
     decode = FakeWorker("d0")
     async with cluster(decode, *readers) as router:
-        task = asyncio.create_task(run(router, asked()))
+        task = asyncio.create_task(run(router, scoring_request()))
         for _ in range(2):
             arrivals = [asyncio.create_task(one.reads.get()) for one in readers]
             done, pending = await asyncio.wait(arrivals, return_when=asyncio.FIRST_COMPLETED, timeout=WAIT_S)
@@ -129,11 +129,11 @@ async def test_a_reader_that_dies_is_followed_by_another_but_not_by_a_third() ->
         router.assert_idle()
 
 
-async def test_a_prompt_waits_a_while_for_a_worker_to_come_back() -> None:
+async def test_scoring_waits_for_returning_worker() -> None:
     decode, reads = FakeWorker("d0"), prefill("p0", lambda _: None)
     async with cluster(decode, reads) as router:
         decode.read_script = lambda _: None
-        task = asyncio.create_task(run(router, asked()))
+        task = asyncio.create_task(run(router, scoring_request()))
         await asyncio.wait_for(reads.reads.get(), WAIT_S)
         await reads.crash()
         await asyncio.wait_for(decode.reads.get(), WAIT_S)
@@ -145,18 +145,18 @@ async def test_a_prompt_waits_a_while_for_a_worker_to_come_back() -> None:
     async with cluster(alone, settings=DispatchSettings(rejoin_s=WAIT_S)) as router:
         await alone.crash()
         await router.registry.until_live(0)
-        task = asyncio.create_task(run(router, asked()))
+        task = asyncio.create_task(run(router, scoring_request()))
         await asyncio.sleep(0)
         await alone.start()
         assert_whole((await task)[0])
 
 
-async def test_the_only_reader_is_asked_again_when_its_session_broke_and_is_back() -> None:
+async def test_scoring_retries_only_worker_in_new_session() -> None:
     """The same process: it was frozen, or its network was away."""
     alone = FakeWorker("d0")
     alone.read_script = lambda _: None
     async with cluster(alone) as router:
-        task = asyncio.create_task(run(router, asked()))
+        task = asyncio.create_task(run(router, scoring_request()))
         await asyncio.wait_for(alone.reads.get(), WAIT_S)
         await alone.crash()
         await router.registry.until_live(0)
@@ -166,57 +166,57 @@ async def test_the_only_reader_is_asked_again_when_its_session_broke_and_is_back
         router.assert_idle()
 
 
-async def test_who_leaves_or_runs_out_of_time_is_cancelled_at_the_worker() -> None:
+async def test_scoring_abandoned_is_cancelled_on_worker() -> None:
     slow = prefill("p0", lambda _: None)
     async with cluster(FakeWorker("d0"), slow) as router:
-        task = asyncio.create_task(run(router, asked()))
+        task = asyncio.create_task(run(router, scoring_request()))
         reading = await asyncio.wait_for(slow.reads.get(), WAIT_S)
         task.cancel()
         await asyncio.wait_for(reading.cancelled.wait(), WAIT_S)
         await asyncio.gather(task, return_exceptions=True)
         now_s = router.dispatcher._context.clock()
         with pytest.raises(DeadlineExceeded):
-            await run(router, asked(deadline_s=now_s + 0.05))
+            await run(router, scoring_request(deadline_s=now_s + 0.05))
         reading = await asyncio.wait_for(slow.reads.get(), WAIT_S)
         await asyncio.wait_for(reading.cancelled.wait(), WAIT_S)
         router.assert_idle()
 
 
-async def test_nonsense_is_not_believed() -> None:
+async def test_malformed_scores_are_an_internal_error() -> None:
     async with cluster(FakeWorker("d0"), prefill("p0", lambda reading: reading.give(3))) as router:
-        assert_whole((await run(router, asked()))[0])
+        assert_whole((await run(router, scoring_request()))[0])
     lone = FakeWorker("d0")
     lone.read_script = lambda reading: reading.give(3)
     async with cluster(lone) as router:
         with pytest.raises(InternalError):
-            await run(router, asked())
+            await run(router, scoring_request())
 
 
-async def test_streams_for_nobody_read_nothing() -> None:
+async def test_generate_with_scoring_is_an_invariant_error() -> None:
     async with cluster(FakeWorker("d0")) as router:
         with pytest.raises(InvariantError):
-            await collect(router.generate(asked()))
+            await collect(router.generate(scoring_request()))
 
 
-def test_the_prefill_worker_that_is_done_first_reads() -> None:
+def test_scoring_chooses_worker_done_first() -> None:
     idle, busy = worker("p0", backlog=10), worker("p1", backlog=1000)
     decode = worker("d0")
     everybody = [busy, idle, decode]
 
     def chosen(num_tokens: int = 100, **avoid: object) -> str | None:
-        found = choose_scoring_worker(everybody, num_tokens, **{"excluded": (), "shunned": (), **avoid})
+        found = choose_scoring_worker(everybody, num_tokens, **{"excluded": (), "avoided": (), **avoid})
         return None if found is None else found.info.key.worker_id
 
     assert chosen() == "p0"
-    assert chosen(shunned=[idle.info.key]) == "p1"
+    assert chosen(avoided=[idle.info.key]) == "p1"
     assert chosen(excluded=[idle.info.key, busy.info.key]) == "d0"
-    assert chosen(shunned=[one.info.key for one in everybody]) == "p0"
+    assert chosen(avoided=[one.info.key for one in everybody]) == "p0"
     assert chosen(excluded=[one.info.key for one in everybody]) is None
     assert chosen(num_tokens=10**6) is None
-    assert choose_scoring_worker([replace(idle, draining=True)], 5, excluded=(), shunned=()) is None
+    assert choose_scoring_worker([replace(idle, draining=True)], 5, excluded=(), avoided=()) is None
 
 
-async def test_a_beam_search_asks_one_worker_for_what_may_follow_and_survives_its_loss() -> None:
+async def test_beam_search_stays_on_one_worker_and_survives_its_loss() -> None:
     """The likeliest token is always its position; the second ends the answer."""
     asked_of: dict[str, list[int]] = {"p0": [], "p1": []}
 

@@ -120,7 +120,7 @@ def on_its_own_clock(test: Callable[[World], Awaitable[None]], *, rejoin_s: floa
 
 @pytest.mark.parametrize("num_choices", [1, 2])
 @pytest.mark.parametrize("away_s", [0.1, 10.0, 59.9])
-def test_a_worker_that_is_back_in_time_goes_on_with_the_stream(num_choices: int, away_s: float) -> None:
+def test_rejoining_worker_continues_the_stream(num_choices: int, away_s: float) -> None:
     async def test(world: World) -> None:
         worker = Worker(world.registry, 1)
         answer = world.ask(num_choices)
@@ -151,7 +151,7 @@ def test_a_worker_that_is_back_in_time_goes_on_with_the_stream(num_choices: int,
 
 
 @pytest.mark.parametrize("num_choices", [1, 2])
-def test_one_that_is_not_back_in_time_ends_it_with_the_limit_in_words(num_choices: int) -> None:
+def test_rejoin_timeout_names_the_limit(num_choices: int) -> None:
     async def test(world: World) -> None:
         worker = Worker(world.registry, 1)
         answer = world.ask(num_choices)
@@ -166,7 +166,7 @@ def test_one_that_is_not_back_in_time_ends_it_with_the_limit_in_words(num_choice
         assert not answer.done()
         await pass_s(0.2)
         assert answer.done()
-        with pytest.raises(Unavailable, match=r"none came to go on within 30 s \(router.rejoin_s\)") as caught:
+        with pytest.raises(Unavailable, match=r"none joined to continue within 30 s \(router.rejoin_s\)") as caught:
             await answer
         assert caught.value.retry_after_s == 1.0
         assert world.dispatcher.num_inflight == 0
@@ -174,7 +174,7 @@ def test_one_that_is_not_back_in_time_ends_it_with_the_limit_in_words(num_choice
     on_its_own_clock(test, rejoin_s=30.0)
 
 
-def test_the_limit_is_the_one_that_is_configured() -> None:
+def test_rejoin_limit_is_configurable() -> None:
     config = load(None, {"router.rejoin_s": 7.5})
     registry = WorkerRegistry(prefix_map=PrefixMap(), clock=lambda: 0.0)
     metrics, decisions = RouterMetrics("m"), DecisionLog(1, clock=lambda: 0.0)

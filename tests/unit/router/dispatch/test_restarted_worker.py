@@ -24,7 +24,7 @@ async def restart(worker: FakeWorker, router: Cluster, *, live: int) -> None:
     await router.registry.until_live(live)
 
 
-async def test_a_hand_off_names_the_process_that_is_there_now() -> None:
+async def test_handoff_names_current_incarnation() -> None:
     """The decode worker can tell the two apart, and refuses what an older life would send."""
     prefill, decode = FakeWorker("p0", role=WorkerRole.PREFILL), FakeWorker("d0")
     async with cluster(decode, prefill) as router:
@@ -38,7 +38,7 @@ async def test_a_hand_off_names_the_process_that_is_there_now() -> None:
 
 
 @pytest.mark.parametrize("role", list(WorkerRole))
-async def test_what_it_was_blamed_for_is_forgotten(role: WorkerRole) -> None:
+async def test_restarted_worker_has_no_earlier_failures(role: WorkerRole) -> None:
     peer, decode = FakeWorker("w0", role=role), FakeWorker("d0", script=hold)
     async with cluster(peer, decode) as router:
         registry, health = router.registry, router.dispatcher.health
@@ -60,7 +60,7 @@ async def test_what_it_was_blamed_for_is_forgotten(role: WorkerRole) -> None:
         assert next(w for w in registry.snapshots() if w.info.key == new.info.key) == new
 
 
-async def test_a_stream_of_its_former_life_is_continued_and_not_mixed_up() -> None:
+async def test_stream_of_former_incarnation_continues_unmixed() -> None:
     """The new life answers the same request under the next attempt; what it says of the one before is not heard."""
     worker = FakeWorker("d0", script=_two_tokens)
     async with cluster(worker) as router, asyncio.timeout(WAIT_S):

@@ -27,7 +27,7 @@ def whole(choice: int = 0) -> list[int]:
     return expected_tokens(PROMPT, count=LENGTH, seed=3, choice=choice)
 
 
-async def test_its_worker_gives_it_away() -> None:
+async def test_adopting_worker_hands_over_the_stream() -> None:
     worker = FakeWorker("d0")
     worker.keeps = {"r1-0": whole(), "r1-1": whole(1)}
     async with cluster(worker, FakeWorker("d1", incarnation=2)) as router:
@@ -42,7 +42,7 @@ async def test_its_worker_gives_it_away() -> None:
         router.assert_idle()
 
 
-async def test_a_worker_that_has_it_no_more_generates_it_again() -> None:
+async def test_resumed_stream_unknown_to_worker_is_generated_again() -> None:
     worker = FakeWorker("d0")
     async with cluster(worker) as router:
         assert await collect(router.generate(continued())) == {0: whole()}
@@ -53,7 +53,7 @@ async def test_a_worker_that_has_it_no_more_generates_it_again() -> None:
         router.assert_idle()
 
 
-async def test_a_worker_that_is_gone_is_not_asked() -> None:
+async def test_resumed_stream_of_lost_worker_is_not_adopted() -> None:
     worker = FakeWorker("d0", incarnation=9)
     async with cluster(worker) as router:
         assert await collect(router.generate(continued(worker=1))) == {0: whole()}
@@ -61,7 +61,7 @@ async def test_a_worker_that_is_gone_is_not_asked() -> None:
         router.assert_idle()
 
 
-async def test_a_worker_lost_while_it_is_asked_is_followed_by_another() -> None:
+async def test_worker_lost_during_adoption_is_replaced() -> None:
     async def silent(_: Submission) -> None: ...
 
     dying = FakeWorker("d0", script=silent)
@@ -74,7 +74,7 @@ async def test_a_worker_lost_while_it_is_asked_is_followed_by_another() -> None:
         router.assert_idle()
 
 
-async def test_its_former_reader_here_is_told_and_ends_nothing() -> None:
+async def test_former_reader_is_superseded_without_cancelling() -> None:
     held = asyncio.Event()
 
     async def begin(submission: Submission) -> None:
@@ -94,7 +94,7 @@ async def test_its_former_reader_here_is_told_and_ends_nothing() -> None:
 
 
 @pytest.mark.parametrize("resumptions", [1, 2, 7])
-async def test_of_two_readers_of_one_place_the_latest_has_it(resumptions: int) -> None:
+async def test_resumed_stream_belongs_to_latest_reader(resumptions: int) -> None:
     """A client sends the same id again while its former connection is half open, or an earlier one, or a later one."""
     worker = FakeWorker("d0")
     worker._give_away = lambda adopt: worker.adoptions.put_nowait(adopt)  # type: ignore[method-assign]
@@ -113,7 +113,7 @@ async def test_of_two_readers_of_one_place_the_latest_has_it(resumptions: int) -
         router.assert_idle()
 
 
-async def test_two_continuations_from_one_place_are_two_hand_offs() -> None:
+async def test_two_continuations_have_distinct_handoffs() -> None:
     """Their attempts have the same number, and the first one's hand-off may still be at the worker that gets both."""
     decode, prefill = FakeWorker("d0", incarnation=9), FakeWorker("p0", role=WorkerRole.PREFILL)
     again = replace(continued(worker=8), prompt_token_ids=LONG_PROMPT)
@@ -126,7 +126,7 @@ async def test_two_continuations_from_one_place_are_two_hand_offs() -> None:
         assert all(order.prefill.transfer_id.startswith("r1-0.65537.") for order in orders)
 
 
-async def test_a_long_answer_comes_back_in_one_piece() -> None:
+async def test_resumed_long_answer_is_complete() -> None:
     """More tokens than a slow reader may have waiting."""
     long = replace(continued(num_tokens=6000), sampling=replace(continued().sampling, max_tokens=6001))
     worker = FakeWorker("d0")
@@ -140,7 +140,7 @@ async def begun(submission: Submission) -> None:
     submission.give(whole()[:2])
 
 
-async def test_a_full_router_takes_a_stream_that_goes_on() -> None:
+async def test_full_router_accepts_continued_stream() -> None:
     worker = FakeWorker("d0", script=begun)
     worker.keeps = {"r1-0": whole()}
     async with (
@@ -155,7 +155,7 @@ async def test_a_full_router_takes_a_stream_that_goes_on() -> None:
         router.assert_idle()
 
 
-async def test_a_continuation_that_is_refused_leaves_the_stream_where_it_was() -> None:
+async def test_refused_continuation_leaves_stream_running() -> None:
     worker = FakeWorker("d0", script=begun)
     async with gated(worker) as (gate, router), aclosing(gate.generate(routed(max_tokens=LENGTH))) as former:
         await anext(former)
@@ -168,7 +168,7 @@ async def test_a_continuation_that_is_refused_leaves_the_stream_where_it_was() -
         router.assert_idle()
 
 
-async def test_a_continuation_that_nobody_can_run_ends_the_stream() -> None:
+async def test_continuation_without_worker_ends_the_stream() -> None:
     worker = FakeWorker("d0", script=begun)
     async with cluster(worker) as router, aclosing(router.generate(routed(max_tokens=LENGTH))) as former:
         await anext(former)

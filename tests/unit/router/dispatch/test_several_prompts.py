@@ -33,7 +33,7 @@ def limits(**bounds: int) -> LimitsConfig:
     ("bounds", "name"),
     [({"concurrent_requests": 1}, "concurrent_requests"), ({"requests_per_minute": 1}, "requests_per_minute")],
 )
-def test_what_can_never_be_let_in_is_no_overload_and_spends_nothing(bounds: dict[str, int], name: str) -> None:
+def test_call_beyond_tenant_bound_is_invalid_and_free(bounds: dict[str, int], name: str) -> None:
     desk = Desk(limits=limits(**bounds))
     for _ in range(5):
         with pytest.raises(InvalidRequest, match=f"2 prompts: this API key's limit {name} is 1") as caught:
@@ -42,7 +42,7 @@ def test_what_can_never_be_let_in_is_no_overload_and_spends_nothing(bounds: dict
     assert not desk.ask().waiting
 
 
-def test_a_call_that_is_refused_for_now_spends_nothing() -> None:
+def test_refused_call_is_free() -> None:
     desk = Desk(limits=limits(concurrent_requests=2, requests_per_minute=3, tokens_per_minute=1000))
     held = desk.ask()
     for _ in range(5):
@@ -56,7 +56,7 @@ def test_a_call_that_is_refused_for_now_spends_nothing() -> None:
     assert desk.admission.num_inflight == 2
 
 
-def test_a_call_larger_than_a_minutes_tokens_is_let_in_when_the_account_is_full() -> None:
+def test_call_larger_than_bucket_is_admitted_when_full() -> None:
     desk = Desk(limits=limits(tokens_per_minute=500))
     assert desk.admission.enter_call([wanted(tokens=300), wanted(tokens=300)]).refusal is None
     with pytest.raises(Overloaded):
@@ -66,7 +66,7 @@ def test_a_call_larger_than_a_minutes_tokens_is_let_in_when_the_account_is_full(
     assert desk.admission.enter_call([wanted(tokens=300), wanted(tokens=300)]).refusal is None
 
 
-def test_a_call_whose_second_prompt_the_queue_refuses_spends_nothing_of_either() -> None:
+def test_call_refused_at_second_prompt_is_free() -> None:
     desk = Desk(limits=limits(requests_per_minute=2), max_requests=1)
     desk.fill()
     for _ in range(5):
@@ -80,7 +80,7 @@ def test_a_call_whose_second_prompt_the_queue_refuses_spends_nothing_of_either()
     assert desk.admission.counts.tenants["a"].requests == 0
 
 
-async def test_at_the_gate_all_of_a_call_run_and_their_places_come_back() -> None:
+async def test_admitted_call_runs_all_and_frees_slots() -> None:
     worker = FakeWorker("d0")
     async with gated(worker, limits=limits(concurrent_requests=3)) as (gate, core), asyncio.timeout(WAIT_S):
         for turn in range(3):
@@ -93,7 +93,7 @@ async def test_at_the_gate_all_of_a_call_run_and_their_places_come_back() -> Non
         core.assert_idle()
 
 
-async def test_at_the_gate_what_is_let_in_and_never_runs_is_given_back() -> None:
+async def test_admitted_call_never_run_frees_slots() -> None:
     worker = FakeWorker("d0", script=hold)
     bounds = limits(concurrent_requests=2, requests_per_minute=2)
     async with gated(worker, limits=bounds) as (gate, core):
@@ -110,7 +110,7 @@ async def test_at_the_gate_what_is_let_in_and_never_runs_is_given_back() -> None
         core.assert_idle()
 
 
-async def test_one_that_is_turned_away_before_it_is_run_hears_of_it() -> None:
+async def test_evicted_request_of_call_is_refused_on_run() -> None:
     """Entered, it waits in the line; what is decided there before `run` is not lost."""
     worker = FakeWorker("d0", script=hold)
     async with gated(worker, max_queue_s=0.3) as (gate, _), asyncio.timeout(WAIT_S):
@@ -127,12 +127,12 @@ async def test_one_that_is_turned_away_before_it_is_run_hears_of_it() -> None:
 
 
 async def test_over_http_the_limit_is_named_and_the_next_call_is_served() -> None:
-    parts = fakes.make_doors(fakes.make_tokenizer())
+    parts = fakes.make_servers(fakes.make_tokenizer())
     parts.frontend.clock = time.monotonic
     bounds = limits(concurrent_requests=1, requests_per_minute=1)
     async with gated(FakeWorker("d0"), limits=bounds) as (gate, _), asyncio.timeout(WAIT_S):
         app = create_app(parts.frontend, gate, parts.ready, parts.config, parts.metrics)
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
             for stream in (False, True, False):
                 answer = await client.post(PLAIN, json={"prompt": ["a b", "c d"], "stream": stream})
                 assert answer.status_code == 400

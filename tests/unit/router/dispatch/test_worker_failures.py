@@ -32,7 +32,7 @@ async def test_refusal_goes_to_another_worker() -> None:
         router.assert_idle()
 
 
-async def test_wrong_request_is_not_retried() -> None:
+async def test_invalid_request_is_not_retried() -> None:
     async def too_long(submission: Submission) -> None:
         submission.refuse("ContextLengthExceeded", "too long")
 
@@ -44,7 +44,7 @@ async def test_wrong_request_is_not_retried() -> None:
         assert one.submissions.qsize() + two.submissions.qsize() == 1
 
 
-async def test_too_large_for_one_pool_fits_a_larger_one() -> None:
+async def test_request_too_large_for_one_pool_runs_on_larger() -> None:
     async def too_large(submission: Submission) -> None:
         submission.refuse("RequestTooLarge", "the pool holds less")
 
@@ -287,7 +287,7 @@ async def test_draining_worker_gets_nothing_new() -> None:
 
 
 @pytest.mark.parametrize("taken", [False, True], ids=["refused", "taken"])
-async def test_what_those_fail_that_serve_waits_for_nobody_else(taken: bool) -> None:
+async def test_request_failed_by_live_workers_does_not_wait(taken: bool) -> None:
     """An address that is named is worth a wait while nobody serves, not to be failed there as well."""
 
     async def fails(submission: Submission) -> None:
@@ -304,7 +304,7 @@ async def test_what_those_fail_that_serve_waits_for_nobody_else(taken: bool) -> 
         router.assert_idle()
 
 
-async def test_who_waited_beside_those_that_serve_hears_what_a_worker_said() -> None:
+async def test_request_waiting_beside_live_workers_gets_workers_error() -> None:
     """One has failed it and serves; the other leaves, and its successor does not come in time."""
 
     async def script(submission: Submission) -> None:

@@ -40,7 +40,7 @@ def deadly(worker: FakeWorker):
     return script
 
 
-async def test_a_worker_that_keeps_failing_is_left_alone_and_taken_back() -> None:
+async def test_failing_worker_is_avoided_until_it_recovers() -> None:
     sick, well = FakeWorker("d0", script=broken), FakeWorker("d1")
     async with cluster(sick, well) as router:
         health, registry = router.dispatcher.health, router.registry
@@ -60,7 +60,7 @@ async def test_a_worker_that_keeps_failing_is_left_alone_and_taken_back() -> Non
 
 
 @pytest.mark.parametrize("role", list(WorkerRole))
-async def test_what_was_learned_of_a_worker_leaves_with_it(role: WorkerRole) -> None:
+async def test_health_of_departed_worker_is_forgotten(role: WorkerRole) -> None:
     """Nothing runs there when it goes, so that no request is told of its end. It comes back on the same address."""
     asked, decode = FakeWorker("w0", role=role, script=broken), FakeWorker("d1", script=_transfers_fail)
     async with cluster(asked, decode) as router:
@@ -94,7 +94,7 @@ def _registry(router) -> CollectorRegistry:
     return registry
 
 
-async def test_a_request_that_ends_two_workers_is_not_given_a_third() -> None:
+async def test_request_crashing_two_workers_is_refused() -> None:
     workers = [FakeWorker(f"d{i}") for i in range(4)]
     for worker in workers:
         worker.script = deadly(worker)
@@ -115,7 +115,7 @@ async def test_a_request_that_ends_two_workers_is_not_given_a_third() -> None:
         router.assert_idle()
 
 
-async def test_innocents_beside_it_are_answered() -> None:
+async def test_requests_beside_poison_request_are_answered() -> None:
     workers = [FakeWorker(f"d{i}", script=hold) for i in range(4)]
     async with cluster(*workers) as router:
         innocents = [
@@ -144,7 +144,7 @@ async def test_innocents_beside_it_are_answered() -> None:
         assert router.dispatcher.health.poison.check([])
 
 
-async def test_two_kills_that_strike_an_established_stream_do_not_end_it() -> None:
+async def test_established_stream_survives_two_worker_losses() -> None:
     async def two_then_hang(submission: Submission) -> None:
         submission.give(submission.tokens[:2])
 
@@ -179,7 +179,7 @@ async def warm(router, count: int = 80) -> None:
 
 
 @pytest.mark.parametrize("prompt", [PROMPT, LONG_PROMPT], ids=["local", "handed_over"])
-async def test_a_late_first_token_is_hedged_and_the_first_answer_wins(prompt: tuple[int, ...]) -> None:
+async def test_late_first_token_is_hedged_and_first_answer_wins(prompt: tuple[int, ...]) -> None:
     workers = [FakeWorker("d0"), FakeWorker("d1")]
     async with cluster(*workers, FakeWorker("p0", role=WorkerRole.PREFILL), settings=HEDGED) as router:
         await warm(router)
@@ -204,8 +204,8 @@ async def test_a_late_first_token_is_hedged_and_the_first_answer_wins(prompt: tu
         router.assert_idle()
 
 
-async def test_a_twin_that_finds_no_worker_counts_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    worker, tried, beside = FakeWorker("d0"), asyncio.Event(), ChoiceRun.submit_beside
+async def test_hedge_without_worker_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, tried, beside = FakeWorker("d0"), asyncio.Event(), ChoiceRun.submit_hedge
 
     def noted(twin: ChoiceRun, other: ChoiceRun, *, apart: int) -> None:
         tried.set()
@@ -213,7 +213,7 @@ async def test_a_twin_that_finds_no_worker_counts_for_nothing(monkeypatch: pytes
 
     async with cluster(worker, settings=HEDGED) as router:
         await warm(router)
-        monkeypatch.setattr(ChoiceRun, "submit_beside", noted)
+        monkeypatch.setattr(ChoiceRun, "submit_hedge", noted)
         worker.script = hold
         client = asyncio.create_task(collect(router.generate(routed())))
         await tried.wait()
@@ -224,7 +224,7 @@ async def test_a_twin_that_finds_no_worker_counts_for_nothing(monkeypatch: pytes
         router.assert_idle()
 
 
-async def test_the_first_run_may_win_and_a_failed_one_leaves_its_place() -> None:
+async def test_hedge_replaces_failed_first_run() -> None:
     workers = [FakeWorker("d0"), FakeWorker("d1")]
     async with cluster(*workers, settings=HEDGED) as router:
         await warm(router)
@@ -248,12 +248,12 @@ async def test_the_first_run_may_win_and_a_failed_one_leaves_its_place() -> None
             router.assert_idle()
 
 
-async def test_nothing_is_hedged_unless_asked_for() -> None:
+async def test_hedging_is_off_by_default() -> None:
     async with cluster(FakeWorker("d0")) as router:
         assert router.dispatcher.hedging is None
 
 
-async def test_a_hedged_request_is_not_given_a_third_worker_to_end_either() -> None:
+async def test_hedged_request_crashing_two_workers_is_refused() -> None:
     workers = [FakeWorker(f"d{i}", incarnation=i + 1) for i in range(5)]
     for worker in workers:
         worker.script = deadly_once_hedged(worker)
@@ -279,7 +279,7 @@ def deadly_once_hedged(worker: FakeWorker):
     return script
 
 
-async def test_prefill_workers_whose_failure_is_heard_of_before_their_end() -> None:
+async def test_prefill_failure_reported_before_loss_counts_once() -> None:
     decode = FakeWorker("d0", script=hold)
     prefill = {f"p{i}": FakeWorker(f"p{i}", role=WorkerRole.PREFILL, incarnation=i + 1) for i in range(5)}
     async with cluster(decode, *prefill.values()) as router, asyncio.timeout(20.0):
@@ -298,7 +298,7 @@ async def test_prefill_workers_whose_failure_is_heard_of_before_their_end() -> N
         assert router.dispatcher.health.poison.check(())
 
 
-async def test_a_run_that_was_continued_elsewhere_takes_no_standing_along() -> None:
+async def test_superseded_run_leaves_health_unchanged() -> None:
     async def begin(submission: Submission) -> None:
         submission.give(submission.tokens[:2])
 

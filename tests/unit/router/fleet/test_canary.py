@@ -32,22 +32,22 @@ async def _canary(
     yield canary, ReadinessCheck(router.registry, RouterMetrics("m"), canary.answering)
 
 
-async def test_a_dead_engine_behind_a_live_session_is_not_ready_until_a_token_comes() -> None:
+async def test_readiness_with_dead_engine_fails_until_a_token() -> None:
     dead = FakeWorker("d0", script=hold)
     async with cluster(dead) as router, _canary(router, timeout_s=0.1) as (canary, readiness):
         assert readiness.not_ready_reason() is None
         async with canary:
             submission = await dead.submissions.get()
             await submission.cancelled.wait()
-        assert readiness.not_ready_reason() == "no decode worker gives tokens"
+        assert readiness.not_ready_reason() == "no decode worker produces tokens"
         dead.script = answer
         await collect(router.generate(routed()))
         assert readiness.not_ready_reason() is None
         router.assert_idle()
 
 
-async def test_load_balancers_hear_that_no_key_is_good() -> None:
-    parts, why = fakes.make_doors(fakes.make_tokenizer()), "no API key is good: the file was not read for 300 s"
+async def test_readyz_without_accepted_key_is_503() -> None:
+    parts, why = fakes.make_servers(fakes.make_tokenizer()), "no API key is accepted: the file was not read for 300 s"
     told: list[str | None] = [None]
     async with cluster(FakeWorker("d0")) as router:
         parts.ready = ReadinessCheck(router.registry, RouterMetrics("m"), lambda _: True, lambda: told[0])
@@ -60,9 +60,9 @@ async def test_load_balancers_hear_that_no_key_is_good() -> None:
             assert (await client.get("/health")).status_code == 200
 
 
-async def test_load_balancers_hear_of_an_engine_that_died_behind_a_live_session() -> None:
-    """At the door: /health goes on to say that the router lives, /readyz says 503 until a token has come."""
-    parts = fakes.make_doors(fakes.make_tokenizer())
+async def test_readyz_with_dead_engine_is_503() -> None:
+    """At the server: /health goes on to say that the router lives, /readyz says 503 until a token has come."""
+    parts = fakes.make_servers(fakes.make_tokenizer())
     dead = FakeWorker("d0", script=hold)
     async with cluster(dead) as router, _canary(router, timeout_s=0.1) as (canary, readiness):
         parts.ready = readiness
@@ -72,7 +72,7 @@ async def test_load_balancers_hear_of_an_engine_that_died_behind_a_live_session(
                 await (await dead.submissions.get()).cancelled.wait()
             answered = await client.get("/readyz")
             assert (answered.status_code, answered.headers["retry-after"]) == (503, "1")
-            assert "no decode worker gives tokens" in answered.text
+            assert "no decode worker produces tokens" in answered.text
             assert (await client.get("/health")).status_code == 200
             dead.script = answer
             await canary.ask(router.registry.snapshots()[0].info.key)
@@ -80,7 +80,7 @@ async def test_load_balancers_hear_of_an_engine_that_died_behind_a_live_session(
 
 
 async def test_readyz_without_workers_is_ready_while_the_pools_are_down_and_not_while_draining() -> None:
-    parts = fakes.make_doors(fakes.make_tokenizer())
+    parts = fakes.make_servers(fakes.make_tokenizer())
     async with cluster(FakeWorker("d0")) as router:
         parts.ready = readiness = ReadinessCheck(router.registry, RouterMetrics("m"), lambda _: False)
         async with client_of(parts) as client:
@@ -95,8 +95,10 @@ async def test_readyz_without_workers_is_ready_while_the_pools_are_down_and_not_
 
 async def test_readyz_without_workers_is_not_ready_while_no_key_is_good() -> None:
     async with cluster(FakeWorker("d0")) as router:
-        readiness = ReadinessCheck(router.registry, RouterMetrics("m"), lambda _: True, lambda: "no API key is good")
-        assert readiness.not_ready_reason(exclude_workers=True) == "no API key is good"
+        readiness = ReadinessCheck(
+            router.registry, RouterMetrics("m"), lambda _: True, lambda: "no API key is accepted"
+        )
+        assert readiness.not_ready_reason(exclude_workers=True) == "no API key is accepted"
 
 
 async def test_queue_with_every_engine_dead_refuses_new_requests_until_a_token_comes() -> None:
@@ -106,7 +108,7 @@ async def test_queue_with_every_engine_dead_refuses_new_requests_until_a_token_c
         [worker_key] = [w.info.key for w in router.registry.snapshots()]
         assert canary.no_tokens_reason() is None
         assert not await canary.ask(worker_key)
-        with pytest.raises(Unavailable, match="no decode worker gives tokens") as refused:
+        with pytest.raises(Unavailable, match="no decode worker produces tokens") as refused:
             await collect(gate.generate(of("a", 0)))
         assert refused.value.retry_after_s == 5.0
         dead.script = answer
@@ -126,7 +128,7 @@ async def test_queue_with_one_engine_alive_takes_new_requests() -> None:
         await collect(gate.generate(of("a", 0)))
 
 
-async def test_a_canary_asks_each_worker_for_one_token_and_is_not_counted() -> None:
+async def test_canary_requests_one_uncounted_token_per_worker() -> None:
     workers = [FakeWorker("d0"), FakeWorker("d1", script=hold)]
     async with cluster(*workers) as router, _canary(router, timeout_s=0.3, silence_s=10.0) as (canary, readiness):
         keys = {w.info.key.worker_id: w.info.key for w in router.registry.snapshots()}
@@ -146,7 +148,7 @@ async def test_a_canary_asks_each_worker_for_one_token_and_is_not_counted() -> N
         router.assert_idle()
 
 
-async def test_a_fault_is_logged_and_workers_are_asked_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+async def test_canary_error_is_logged_and_probing_continues(caplog: pytest.LogCaptureFixture) -> None:
     async with cluster(FakeWorker("d0")) as router, _canary(router) as (canary, _):
         generate, asked = router.dispatcher.generate, asyncio.Event()
 
@@ -162,7 +164,7 @@ async def test_a_fault_is_logged_and_workers_are_asked_all_the_same(caplog: pyte
         assert "a fault of ours" in caplog.text
 
 
-def test_only_silent_decode_workers_are_asked() -> None:
+def test_canary_probes_silent_decode_workers_only() -> None:
     schedule = CanarySchedule(CanarySettings(silence_s=10.0))
     silent, busy = replace(worker("d0"), answered_s=5.0), replace(worker("d1"), answered_s=10.0)
     leaving, prefill = replace(worker("d2"), draining=True), worker("p0")
@@ -174,3 +176,30 @@ def test_only_silent_decode_workers_are_asked() -> None:
     # A worker that left and came back is believed again.
     schedule.due([busy], 18.0)
     assert schedule.answering(silent)
+
+
+async def test_canary_stop_passes_its_callers_cancellation_on() -> None:
+    probing, cancelled, may_end = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    class Slow(Canary):
+        """Takes its time to end."""
+
+        async def probe_due(self) -> None:
+            try:
+                probing.set()
+                await asyncio.Event().wait()
+            finally:
+                cancelled.set()
+                await may_end.wait()
+
+    async with cluster(FakeWorker("d0")) as router, asyncio.timeout(20.0):
+        canary = Slow(router.registry, router.dispatcher, hash_root=CANARY_ROOT)
+        await canary.__aenter__()
+        await probing.wait()
+        stopping = asyncio.create_task(canary.stop())
+        await cancelled.wait()
+        stopping.cancel()
+        may_end.set()
+        with pytest.raises(asyncio.CancelledError):
+            await stopping
+        await canary.stop()  # again is nothing

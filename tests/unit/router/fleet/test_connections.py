@@ -44,7 +44,7 @@ def fleet(directory: Changing, registry: WatchedRegistry) -> WorkerFleet:
     )
 
 
-async def test_a_session_outlives_its_address_and_is_not_made_again() -> None:
+async def test_session_outlives_its_forgotten_address() -> None:
     directory, registry = Changing(), WatchedRegistry()
     async with FakeWorker("d0") as worker, fleet(directory, registry) as sessions:
         directory.say(worker)
@@ -63,7 +63,7 @@ async def test_a_session_outlives_its_address_and_is_not_made_again() -> None:
         await registry.until_live(1)
 
 
-async def test_an_address_that_comes_back_in_time_is_kept() -> None:
+async def test_address_returning_in_time_is_kept() -> None:
     directory, registry = Changing(), WatchedRegistry()
     async with FakeWorker("d0") as worker, fleet(directory, registry):
         directory.say(worker)
@@ -78,7 +78,7 @@ async def test_an_address_that_comes_back_in_time_is_kept() -> None:
         await registry.until_live(1)
 
 
-async def test_nobody_is_called_any_more_who_was_never_reached() -> None:
+async def test_forgotten_unreached_address_is_not_dialled() -> None:
     directory, registry = Changing(), WatchedRegistry()
     worker = FakeWorker("d0", port=1)
     async with fleet(directory, registry) as sessions:

@@ -21,7 +21,7 @@ def _order(name: object, ttl_s: float) -> PinOrder:
     return PinOrder(key=_key(name), last_block=BlockHash(b"block"), ttl_s=ttl_s)
 
 
-def test_only_the_newest_word_on_a_pin_waits() -> None:
+def test_pending_pin_orders_keep_newest_per_pin() -> None:
     pins = PendingPinOrders[str](most=10)
     for order in ("made", "renewed", "renewed again"):
         pins.add(_key("a"), order)

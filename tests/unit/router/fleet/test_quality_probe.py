@@ -30,11 +30,11 @@ def probe_of(router: Cluster) -> tuple[QualityProbe, CollectorRegistry]:
     return made, registry
 
 
-def told(registry: CollectorRegistry, name: str, role: str) -> float | None:
+def exported_loss(registry: CollectorRegistry, name: str, role: str) -> float | None:
     return registry.get_sample_value("tandem_quality_loss_nats", {"worker": name, "role": role})
 
 
-def test_each_worker_reads_as_it_joins_and_then_once_a_period() -> None:
+def test_probe_schedule_is_due_on_join_and_each_period() -> None:
     schedule = ProbeSchedule(60.0)
     first, second = worker("d0"), worker("p0")
     assert schedule.due([first], 1.0) == [(first.info.key, WorkerRole.DECODE)]
@@ -45,16 +45,16 @@ def test_each_worker_reads_as_it_joins_and_then_once_a_period() -> None:
     assert schedule.due([first, second], 61.5) == [(second.info.key, WorkerRole.PREFILL)], "and is another now"
 
 
-def test_the_loss_is_a_mean_of_what_was_read() -> None:
+def test_loss_of_scores_is_their_mean() -> None:
     assert loss_of(ScoredPrompt(logprobs=array("f", [-1.0, -2.0, -6.0]))) == 3.0
 
 
-async def test_every_worker_of_both_pools_reads_it_and_is_told_apart() -> None:
+async def test_quality_probe_reports_each_worker() -> None:
     decode, reads = FakeWorker("d0"), FakeWorker("p0", role=WorkerRole.PREFILL)
     async with cluster(decode, reads) as router:
         probe, registry = probe_of(router)
         await probe.probe_due()
-        assert (told(registry, "d0", "decode"), told(registry, "p0", "prefill")) == (10.0, 10.0)
+        assert (exported_loss(registry, "d0", "decode"), exported_loss(registry, "p0", "prefill")) == (10.0, 10.0)
         for one in (decode, reads):
             order = one.reads.get_nowait().order
             assert (list(order.prompt_token_ids), order.hash_root, order.num_top) == (list(TEXT), ROOT, 0)
@@ -65,24 +65,24 @@ async def test_every_worker_of_both_pools_reads_it_and_is_told_apart() -> None:
         router.assert_idle()
 
 
-async def test_a_worker_that_refuses_is_not_stood_in_for_and_one_that_left_is_forgotten() -> None:
+async def test_quality_probe_skips_refusing_and_departed_workers() -> None:
     decode, reads = FakeWorker("d0"), FakeWorker("p0", role=WorkerRole.PREFILL)
     decode.read_script = lambda reading: reading.refuse("Overloaded")
     async with cluster(decode, reads) as router:
         probe, registry = probe_of(router)
         await probe.probe_due()
-        assert (told(registry, "d0", "decode"), told(registry, "p0", "prefill")) == (None, 10.0)
+        assert (exported_loss(registry, "d0", "decode"), exported_loss(registry, "p0", "prefill")) == (None, 10.0)
         assert reads.reads.qsize() == 1
         await reads.crash()
         await router.registry.until_live(1)
         await probe.probe_due()
-        assert told(registry, "p0", "prefill") is None
+        assert exported_loss(registry, "p0", "prefill") is None
 
 
 @pytest.mark.parametrize(
     "sick", [lambda reading: reading.refuse("Overloaded"), lambda reading: reading.give(scale=float("nan"))]
 )
-async def test_what_a_worker_was_is_not_told_of_one_that_reads_no_more(sick: Callable[[ReadAttempt], None]) -> None:
+async def test_quality_probe_failure_removes_earlier_loss(sick: Callable[[ReadAttempt], None]) -> None:
     decode = FakeWorker("d0")
     async with cluster(decode) as router:
         later_s = 0.0
@@ -97,14 +97,14 @@ async def test_what_a_worker_was_is_not_told_of_one_that_reads_no_more(sick: Cal
         registry = CollectorRegistry()
         registry.register(probe)
         await probe.probe_due()
-        assert told(registry, "d0", "decode") == 10.0
+        assert exported_loss(registry, "d0", "decode") == 10.0
         later_s = 61.0
         decode.read_script = sick
         await probe.probe_due()
-        assert told(registry, "d0", "decode") is None
+        assert exported_loss(registry, "d0", "decode") is None
 
 
-async def test_it_asks_by_itself_while_entered_and_takes_no_place_when_left() -> None:
+async def test_quality_probe_runs_only_while_entered() -> None:
     decode = FakeWorker("d0")
     asked = asyncio.Event()
 
@@ -119,7 +119,7 @@ async def test_it_asks_by_itself_while_entered_and_takes_no_place_when_left() ->
         router.assert_idle()
 
 
-def test_it_is_off_unless_asked_for_and_its_text_is_long_enough_to_say_something() -> None:
+def test_quality_probe_is_off_by_default() -> None:
     assert load(None).router.quality.period_s is None
     with pytest.raises(ConfigError, match=r"router\.quality\.text"):
         load(None, {"router.quality.text": "short"})

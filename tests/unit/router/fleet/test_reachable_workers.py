@@ -63,7 +63,7 @@ def reached_workers(registry, canary, published):
     )
 
 
-async def test_a_decode_worker_that_joins_is_reached_when_it_has_given_a_token(monkeypatch):
+async def test_joining_decode_worker_is_reachable_after_a_token(monkeypatch):
     monkeypatch.setattr(reachable_workers, "_AGAIN_S", 0.0)
     old, new = worker("d0"), worker("d1")
     registry, canary, published = Registry(old), Canary(), asyncio.Queue()
@@ -82,7 +82,7 @@ async def test_a_decode_worker_that_joins_is_reached_when_it_has_given_a_token(m
     assert registry.watchers == []
 
 
-async def test_a_question_that_fails_in_a_way_that_nobody_foresaw_is_asked_again(monkeypatch, caplog):
+async def test_unexpected_canary_error_is_retried(monkeypatch, caplog):
     monkeypatch.setattr(reachable_workers, "_AGAIN_S", 0.0)
 
     class Broken(Canary):
@@ -102,7 +102,7 @@ async def test_a_question_that_fails_in_a_way_that_nobody_foresaw_is_asked_again
     assert "the canary for d1 failed" in caplog.text
 
 
-async def test_a_token_of_anybodys_request_is_proof_where_there_is_no_room_for_the_question(monkeypatch):
+async def test_token_of_any_request_proves_full_worker(monkeypatch):
     monkeypatch.setattr(reachable_workers, "_AGAIN_S", 0.0)
     new, registry, canary, published = worker("d1"), Registry(), Canary(), asyncio.Queue()
     async with reached_workers(registry, canary, published):
@@ -113,7 +113,7 @@ async def test_a_token_of_anybodys_request_is_proof_where_there_is_no_room_for_t
             pass
 
 
-async def test_one_that_leaves_unproven_is_asked_no_more(monkeypatch):
+async def test_departed_worker_is_not_probed_again(monkeypatch):
     monkeypatch.setattr(reachable_workers, "_AGAIN_S", 0.0)
     registry, canary, published = Registry(), Canary(), asyncio.Queue()
     async with reached_workers(registry, canary, published) as watching:
@@ -150,7 +150,7 @@ async def test_stated_workers_are_those_of_the_file_and_what_makes_no_sense_chan
     await asyncio.to_thread(ConfiguredWorkers(None, apply).read)
 
 
-async def test_who_watches_a_directory_late_sees_the_newest():
+async def test_late_directory_watcher_sees_newest_state():
     directory = ChangingDirectory(NOBODY)
     newest = stated_addresses(prefill=[], decode=["a:1"])
     directory.replace(newest)

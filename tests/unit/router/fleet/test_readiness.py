@@ -20,7 +20,7 @@ def _shown(metrics: RouterMetrics, name: str, role: str) -> float | None:
     return metrics.registry.get_sample_value(name, {"role": role})
 
 
-def test_who_was_told_to_go_is_not_lost() -> None:
+def test_drained_worker_does_not_count_as_lost() -> None:
     registry, metrics = WorkerRegistry(prefix_map=PrefixMap(), clock=lambda: 0.0), RouterMetrics("m")
     ReadinessCheck(registry, metrics, lambda _: True)
     assert _shown(metrics, "tandem_workers_lost_total", "decode") == 0
@@ -35,7 +35,7 @@ def test_who_was_told_to_go_is_not_lost() -> None:
     assert _shown(metrics, "tandem_workers_lost_total", "prefill") == 0
 
 
-async def test_a_pool_that_is_not_meant_to_be_is_told_apart(tmp_path: Path) -> None:
+async def test_unconfigured_pool_differs_from_lost_pool(tmp_path: Path) -> None:
     path, metrics = tmp_path / "cluster.yaml", RouterMetrics("m")
     path.write_text("prefill: {replicas: 2}\n")
     pools = ConfiguredPoolSizes(path, load(path), metrics.stated_workers)

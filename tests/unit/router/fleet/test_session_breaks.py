@@ -31,7 +31,7 @@ async def _begin(submission: Submission) -> None:
 
 
 @pytest.mark.parametrize("count", [1, 3])
-async def test_a_stream_goes_on_where_it_was_when_all_sessions_broke_and_are_back(count: int) -> None:
+async def test_stream_continues_after_all_sessions_reconnect(count: int) -> None:
     workers = [FakeWorker(f"d{i}", script=_begin, incarnation=10 + i) for i in range(count)]
     async with cluster(*workers) as router, asyncio.timeout(WAIT_S):
         async with aclosing(router.generate(routed())) as stream:
@@ -43,7 +43,7 @@ async def test_a_stream_goes_on_where_it_was_when_all_sessions_broke_and_are_bac
         router.assert_idle()
 
 
-async def test_a_worker_is_back_before_its_stream_knows_that_it_was_away() -> None:
+async def test_worker_reconnecting_at_once_keeps_its_stream() -> None:
     worker, reader = FakeWorker("d0", script=_begin), SlowReader()
     async with cluster(worker) as router, asyncio.timeout(WAIT_S):
         stream = asyncio.create_task(router.dispatcher.run(routed(), reader))
@@ -57,7 +57,7 @@ async def test_a_worker_is_back_before_its_stream_knows_that_it_was_away() -> No
         router.assert_idle()
 
 
-async def test_a_worker_that_failed_may_be_asked_in_its_next_session() -> None:
+async def test_failed_worker_may_be_tried_in_next_session() -> None:
     attempts, held = [], asyncio.Event()
 
     async def fail_hold_answer(submission: Submission) -> None:
@@ -81,7 +81,7 @@ async def test_a_worker_that_failed_may_be_asked_in_its_next_session() -> None:
         router.assert_idle()
 
 
-async def test_a_prefill_workers_new_session_begins_with_empty_books() -> None:
+async def test_prefill_workers_new_session_starts_without_load() -> None:
     decode, prefill = FakeWorker("d0", script=hold), FakeWorker("p0", role=WorkerRole.PREFILL)
     async with cluster(decode, prefill) as router:
         answer = asyncio.create_task(collect(router.generate(routed(LONG_PROMPT))))
@@ -94,7 +94,7 @@ async def test_a_prefill_workers_new_session_begins_with_empty_books() -> None:
         assert [share.process.worker_id for share in router.registry.in_flight()] == ["d0"]
 
 
-async def test_a_session_that_breaks_again_and_again_condemns_no_request() -> None:
+async def test_repeated_session_breaks_condemn_no_request() -> None:
     worker = FakeWorker("d0", script=hold, incarnation=10)
     async with cluster(worker) as router, asyncio.timeout(WAIT_S):
         asking = asyncio.create_task(collect(router.generate(routed())))

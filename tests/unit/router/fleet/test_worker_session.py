@@ -46,7 +46,7 @@ def _events(first: int, *changes: tuple[int, bool], cleared: bool = False) -> pb
     return pb.WorkerMessage(kv_events=pb.KVEvents(first_sequence=first, cleared=cleared, events=events))
 
 
-async def test_hello_tells_who_is_there() -> None:
+async def test_hello_registers_the_worker() -> None:
     async with cluster(FakeWorker("d0"), FakeWorker("p0", role=WorkerRole.PREFILL)) as router:
         status = router.registry.status()
         assert status.ready
@@ -89,7 +89,7 @@ async def test_missed_events_make_a_worker_approximate_until_its_snapshot() -> N
         assert prefix_map.longest_prefix(_NAMES) == {"d0": 2}
 
 
-async def test_a_worker_whose_events_were_missed_is_asked_for_all_of_them() -> None:
+async def test_missed_events_request_a_snapshot() -> None:
     worker, d0 = FakeWorker("d0"), WorkerId("d0")
     worker.first_messages = [_events(1, (0, True), (1, True), cleared=True)]
     registry = WatchedRegistry(PrefixMap(silence_s=0.0))
@@ -182,7 +182,7 @@ async def test_worker_of_another_model_is_kept_out(caplog: pytest.LogCaptureFixt
         assert [w.info.key.worker_id for w in registry.snapshots()] == ["d0"]
 
 
-async def test_a_router_serves_one_model_also_when_all_its_workers_have_left(caplog: pytest.LogCaptureFixture) -> None:
+async def test_router_without_workers_keeps_its_model(caplog: pytest.LogCaptureFixture) -> None:
     ours, other = FakeWorker("d0"), FakeWorker("d0", model_fingerprint="model-b", incarnation=2)
     renamed = FakeWorker("d0", incarnation=3)
     renamed.hello.model_name = "another name"
@@ -203,7 +203,7 @@ async def test_second_worker_of_the_same_id_is_kept_out(caplog: pytest.LogCaptur
     async with one, two, fleet_of(one, registry=registry):
         await registry.until_live(1)
         async with fleet_of(two, registry=registry):
-            await _until_logged(caplog, "worker id d0 is taken")
+            await _until_logged(caplog, "worker id d0 is in use")
         assert registry.snapshots()[0].info.key.incarnation == 1
         async with asyncio.timeout(10.0):
             while not one.num_superseded:  # noqa: ASYNC110 - a fake worker wakes nobody
@@ -211,7 +211,7 @@ async def test_second_worker_of_the_same_id_is_kept_out(caplog: pytest.LogCaptur
     assert two.num_superseded == 0, "this session might be the second one to the same worker, whose first one lives"
 
 
-async def test_wrong_role_and_wrong_secret_are_refused(caplog: pytest.LogCaptureFixture) -> None:
+async def test_session_with_wrong_role_or_secret_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     registry, worker = WatchedRegistry(), FakeWorker("d0")
     async with worker:
         worker.role = WorkerRole.PREFILL
@@ -252,7 +252,7 @@ class _EndingCall:
         ([], "WARNING", "worker d0 left: the worker closed the session without announcing a drain"),
     ],
 )
-async def test_the_end_of_a_session_is_logged_with_what_the_worker_said_of_it(
+async def test_session_end_is_logged_with_workers_reason(
     messages: list[pb.WorkerMessage], level: str, text: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -263,7 +263,7 @@ async def test_the_end_of_a_session_is_logged_with_what_the_worker_said_of_it(
     assert left == [(level, text)]
 
 
-async def test_nonsense_ends_the_session_and_it_comes_again() -> None:
+async def test_malformed_message_ends_session_and_reconnects() -> None:
     worker = FakeWorker("d0")
     async with cluster(worker) as router:
         left = router.registry.num_left
@@ -346,7 +346,7 @@ def test_backoff_grows_to_its_bound_and_is_never_in_step() -> None:
     assert len(set(waits)) == len(waits)
 
 
-async def test_a_directory_tells_what_is_stated_and_each_change_of_it() -> None:
+async def test_directory_reports_stated_addresses_and_changes() -> None:
     stated = stated_addresses(prefill=["a:1"], decode=["b:2", "[::1]:3"])
     assert {(a.role.value, a.address) for a in stated} == {("prefill", "a:1"), ("decode", "b:2"), ("decode", "[::1]:3")}
     directory = ChangingDirectory(stated)
@@ -360,12 +360,12 @@ async def test_a_directory_tells_what_is_stated_and_each_change_of_it() -> None:
 
 
 @pytest.mark.parametrize("address", ["", "host", "host:", ":1", "host:0", "host:65536", "host:-1", "host:x"])
-def test_what_is_no_address_is_refused(address: str) -> None:
+def test_malformed_worker_address_is_refused(address: str) -> None:
     with pytest.raises(ConfigError, match=r"decode\.addresses"):
         stated_addresses(prefill=[], decode=[address])
 
 
-def test_an_address_twice_is_refused() -> None:
+def test_duplicate_worker_address_is_refused() -> None:
     with pytest.raises(ConfigError, match="twice"):
         stated_addresses(prefill=["a:1"], decode=["a:1"])
 

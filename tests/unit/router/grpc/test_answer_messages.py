@@ -25,14 +25,14 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture
-def parts(tokenizer: Tokenizer) -> fakes.Doors:
-    made = fakes.make_doors(tokenizer)
+def parts(tokenizer: Tokenizer) -> fakes.Servers:
+    made = fakes.make_servers(tokenizer)
     made.generator = Various()
     made.generator.tokenizer = tokenizer
     return made
 
 
-async def ask(parts: fakes.Doors, body: dict[str, Any]) -> list[pb.GenerateResponse]:
+async def ask(parts: fakes.Servers, body: dict[str, Any]) -> list[pb.GenerateResponse]:
     return await answers_of(service_of(parts), in_grpcs_words(body))
 
 
@@ -44,7 +44,7 @@ def texts_of(answers: list[pb.GenerateResponse]) -> dict[int, str]:
     return texts
 
 
-async def test_the_likeliest_are_told(parts: fakes.Doors) -> None:
+async def test_grpc_best_of_returns_likeliest_choices(parts: fakes.Servers) -> None:
     answers = await ask(parts, PLAIN | {"n": 3, "best_of": 5, "prompt_logprobs": 0, "prompt": [5, 6, 7]})
     assert texts_of(answers) == {0: TEXTS[1], 1: TEXTS[3], 2: TEXTS[2]}
     assert [place.token_id for place in answers[0].prompt_logprobs] == [6, 7]
@@ -55,8 +55,8 @@ async def test_the_likeliest_are_told(parts: fakes.Doors) -> None:
     assert sum(len(answer.logprobs) for answer in shown) == len(parts.tokenizer.encode(TEXTS[1]))
 
 
-async def test_an_answer_is_told_in_messages_that_clients_take(
-    parts: fakes.Doors, monkeypatch: pytest.MonkeyPatch
+async def test_grpc_large_answer_is_split_into_small_messages(
+    parts: fakes.Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.grpc.answer_messages._VALUES_PER_MESSAGE", 2)
     answers = await ask(parts, PLAIN | {"n": 2, "best_of": 3, "logprobs": 0})
@@ -67,7 +67,7 @@ async def test_an_answer_is_told_in_messages_that_clients_take(
     assert [answer.choice_index for answer in answers if answer.finish_reason] == [0, 1]
 
 
-async def test_a_vote(parts: fakes.Doors) -> None:
+async def test_grpc_vote_returns_winner(parts: fakes.Servers) -> None:
     answers = await ask(parts, HELLO | {"n": 5, "vote": True, "vote_pattern": "[0-9]"})
     assert texts_of(answers) == {0: TEXTS[0]}
     assert (answers[-1].vote.answer, answers[-1].vote.votes, answers[-1].vote.of) == ("5", 2, 5)
@@ -76,7 +76,7 @@ async def test_a_vote(parts: fakes.Doors) -> None:
     assert refused.value.param == "vote_pattern"
 
 
-async def test_beams(parts: fakes.Doors) -> None:
+async def test_grpc_beam_search_returns_best_beams(parts: fakes.Servers) -> None:
     asked = {"n": 2, "best_of": 4, "use_beam_search": True, "length_penalty": 0.5, "early_stopping": "never"}
     answers = await ask(parts, PLAIN | asked)
     (routed,) = parts.generator.requests
@@ -86,9 +86,9 @@ async def test_beams(parts: fakes.Doors) -> None:
     assert texts_of(answers) == {0: TEXTS[0], 1: TEXTS[1]}
 
 
-async def test_what_is_told_at_the_end_is_bounded_as_over_http(tokenizer: Tokenizer) -> None:
+async def test_grpc_unstreamed_answer_has_http_bounds(tokenizer: Tokenizer) -> None:
     config = fakes.RouterConfig(max_answer_values=64)
-    bounded = fakes.make_doors(tokenizer, config)
+    bounded = fakes.make_servers(tokenizer, config)
     bounded.say("hello")
     for more in ({"best_of": 2}, {"n": 2, "vote": True}, {"n": 2, "use_beam_search": True}):
         with pytest.raises(InvalidRequest) as refused:
@@ -115,7 +115,7 @@ async def test_marks_are_kept(tokenizer: Tokenizer) -> None:
     assert world.parts.generator.requests[1].pins[0].ttl_s == 300.0
 
 
-async def test_a_conversation_begins_with_a_name(tokenizer: Tokenizer) -> None:
+async def test_grpc_conversation_with_named_cache_uses_it(tokenizer: Tokenizer) -> None:
     world = World(tokenizer)
     named = NamedCacheService.from_frontend(world.parts.frontend)
     assert named is not None
@@ -162,7 +162,9 @@ def unknown_in(message: Any) -> None:
         (HELLO, lambda r: setattr(r, "length_penalty", float("nan")), "length_penalty"),
     ],
 )
-async def test_what_is_refused(parts: fakes.Doors, body: dict[str, Any], change: Any, param: str) -> None:
+async def test_grpc_invalid_selection_is_refused(
+    parts: fakes.Servers, body: dict[str, Any], change: Any, param: str
+) -> None:
     asked = in_grpcs_words(body)
     change(asked)
     with pytest.raises(InvalidRequest) as refused:
@@ -171,13 +173,13 @@ async def test_what_is_refused(parts: fakes.Doors, body: dict[str, Any], change:
     assert not parts.generator.requests
 
 
-async def test_a_mark_and_a_name_exclude_each_other(parts: fakes.Doors) -> None:
+async def test_grpc_breakpoint_with_named_cache_is_refused(parts: fakes.Servers) -> None:
     asked = chat_of(*["a"] * 5)
     for turn in asked.chat.messages:
         turn.cache_control.SetInParent()
     with pytest.raises(InvalidRequest, match="at most 4"):
         await answers_of(service_of(parts), asked)
     asked.cached_content = "cachedContents/x"
-    with pytest.raises(InvalidRequest, match="not together") as refused:
+    with pytest.raises(InvalidRequest, match="cannot be combined") as refused:
         await answers_of(service_of(parts), asked)
     assert refused.value.param == "cache_control"

@@ -1,4 +1,4 @@
-"""The gRPC door under more calls than it takes, and before who has no key: nobody hears less than a reason."""
+"""The gRPC server under more calls than it takes, and before who has no key: nobody hears less than a reason."""
 
 import asyncio
 from collections import Counter
@@ -39,8 +39,8 @@ def tokenizer() -> Any:
 @asynccontextmanager
 async def opened(server: grpc.aio.Server) -> AsyncIterator[grpc.aio.Channel]:
     async with (
-        GrpcServer(server, host="127.0.0.1", port=0, grace_s=0.0) as door,
-        grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel,
+        GrpcServer(server, host="127.0.0.1", port=0, grace_s=0.0) as grpc_server,
+        grpc.aio.insecure_channel(f"127.0.0.1:{grpc_server.port}") as channel,
         asyncio.timeout(WAIT_S),
     ):
         yield channel
@@ -55,21 +55,21 @@ async def outcome(call: Any) -> str:
 
 
 @pytest.mark.parametrize("most_streams", [None, BURST // 4])
-async def test_a_burst_on_one_channel_is_answered(
+async def test_grpc_burst_on_one_channel_is_answered(
     tokenizer: Any, most_streams: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Beyond what may be sent at a time a client keeps the rest, and loses none."""
     if most_streams is not None:
         monkeypatch.setattr(server_module, "_STREAMS", most_streams)
-    parts = fakes.make_doors(tokenizer)
+    parts = fakes.make_servers(tokenizer)
     async with opened(build_server(parts.frontend, parts.generator, parts.config, parts.metrics)) as channel:
         stub = InferenceStub(channel)
         calls = [outcome(stub.ListModels(pb.ListModelsRequest())) for _ in range(BURST)]
         assert Counter(await asyncio.gather(*calls)) == {"OK": BURST}
 
 
-async def test_more_calls_than_there_may_be_are_told_when_to_come_back(tokenizer: Any) -> None:
-    parts = fakes.make_doors(tokenizer)
+async def test_grpc_calls_beyond_bound_get_retry_after(tokenizer: Any) -> None:
+    parts = fakes.make_servers(tokenizer)
     parts.say("hello", hang_after=0)
     keys = ApiKeyStore()
     server = grpc.aio.server(interceptors=(StatusInterceptor(parts.metrics, keys, most_calls=20),))
@@ -78,7 +78,7 @@ async def test_more_calls_than_there_may_be_are_told_when_to_come_back(tokenizer
         stub = InferenceStub(channel)
         hanging = [stub.Generate(pb.GenerateRequest(prompt="a"), timeout=WAIT_S) for _ in range(20)]
         reading = [asyncio.create_task(outcome(anext(aiter(call)))) for call in hanging]
-        while parts.generator.open_streams < 20:  # noqa: ASYNC110  # the door's own affair
+        while parts.generator.open_streams < 20:  # noqa: ASYNC110  # the server's own affair
             await asyncio.sleep(0.01)
         for _ in range(3):
             error = await refused(stub.ListModels(pb.ListModelsRequest()))
@@ -99,8 +99,8 @@ def reflected(channel: grpc.aio.Channel, metadata: Any) -> Any:
 
 
 @pytest.mark.parametrize("metadata", [(), (("authorization", "Bearer wrong"),)])
-async def test_without_a_key_not_even_what_there_is_is_told(tokenizer: Any, metadata: Any) -> None:
-    parts = fakes.make_doors(tokenizer, RouterConfig(api_keys=("key-a",)))
+async def test_grpc_reflection_without_key_is_refused(tokenizer: Any, metadata: Any) -> None:
+    parts = fakes.make_servers(tokenizer, RouterConfig(api_keys=("key-a",)))
     async with opened(build_server(parts.frontend, parts.generator, parts.config, parts.metrics)) as channel:
         assert (await refused(reflected(channel, metadata))).code() is grpc.StatusCode.UNAUTHENTICATED
         (answer,) = [one async for one in reflected(channel, WITH_KEY)]
@@ -116,8 +116,8 @@ async def test_without_a_key_not_even_what_there_is_is_told(tokenizer: Any, meta
     assert "Secret" not in counted(parts.metrics)
 
 
-async def test_where_there_are_no_keys_everybody_is_told(tokenizer: Any) -> None:
-    parts = fakes.make_doors(tokenizer)
+async def test_grpc_reflection_without_configured_keys_is_open(tokenizer: Any) -> None:
+    parts = fakes.make_servers(tokenizer)
     async with opened(build_server(parts.frontend, parts.generator, parts.config, parts.metrics)) as channel:
         assert [one async for one in reflected(channel, ())]
         unknown = channel.unary_unary(f"/{SERVICE_NAME}/Secret")(b"")

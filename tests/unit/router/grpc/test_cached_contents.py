@@ -1,4 +1,4 @@
-"""Named caches over gRPC, with the client: made, found, used, prolonged and deleted, at either door."""
+"""Named caches over gRPC, with the client: made, found, used, prolonged and deleted, at either server."""
 
 from collections.abc import AsyncIterator
 
@@ -37,7 +37,7 @@ async def client(world: World) -> AsyncIterator[AsyncClient]:
         yield client
 
 
-async def test_one_is_made_used_prolonged_and_deleted(world: World, client: AsyncClient) -> None:
+async def test_grpc_cached_content_is_created_used_prolonged_and_deleted(world: World, client: AsyncClient) -> None:
     made = await client.create_cached(TALK, ttl_s=300.0, display_name="fox")
     assert (made.display_name, made.created_s, made.expires_s) == ("fox", world.unix_s, world.unix_s + 300.0)
     assert await client.get_cached(made.name) == made
@@ -57,7 +57,7 @@ async def test_one_is_made_used_prolonged_and_deleted(world: World, client: Asyn
     assert await client.list_cached() == []
 
 
-async def test_the_doors_share_them(world: World, client: AsyncClient) -> None:
+async def test_cached_content_is_shared_by_http_and_grpc(world: World, client: AsyncClient) -> None:
     made = await client.create_cached(TALK)
     async with client_of(world.parts) as http:
         found = (await http.get(f"/v1beta/{made.name}")).json()
@@ -68,7 +68,7 @@ async def test_the_doors_share_them(world: World, client: AsyncClient) -> None:
         await client.get_cached(made.name)
 
 
-def test_the_client_for_threads_has_the_same() -> None:
+def test_cached_content_works_with_sync_client() -> None:
     calls = {name for name in dir(Client) if name.endswith("_cached")}
     assert calls == {name for name in dir(AsyncClient) if name.endswith("_cached")}
     assert len(calls) == 5
@@ -99,7 +99,7 @@ def test_the_client_for_threads_has_the_same() -> None:
         ),
     ],
 )
-async def test_what_is_refused(
+async def test_grpc_cached_content_invalid_request_is_refused(
     world: World, request_: pb.CreateCachedContentRequest, kind: type[InvalidRequest], param: str
 ) -> None:
     with pytest.raises(kind) as refused:
@@ -108,7 +108,7 @@ async def test_what_is_refused(
     assert not world.parts.generator.requests
 
 
-async def test_other_refusals(world: World, tokenizer: Tokenizer) -> None:
+async def test_grpc_cached_content_unknown_name_is_refused(world: World, tokenizer: Tokenizer) -> None:
     service = service_of(world.parts)
     made = await service.CreateCachedContent(pb.CreateCachedContentRequest(chat=BEGINNING), Call())
     with pytest.raises(InvalidRequest, match="nothing else can be changed"):
@@ -118,7 +118,7 @@ async def test_other_refusals(world: World, tokenizer: Tokenizer) -> None:
     world.keeper.says = PinOutcome.NO_ROOM
     with pytest.raises(Exception, match="no_room"):
         await service.CreateCachedContent(pb.CreateCachedContentRequest(chat=BEGINNING), Call())
-    nothing = service_of(fakes.make_doors(tokenizer))
+    nothing = service_of(fakes.make_servers(tokenizer))
     with pytest.raises(InvalidRequest) as refused:
         await nothing.ListCachedContents(pb.ListCachedContentsRequest(), Call())
     assert refused.value.param == "cached_content"

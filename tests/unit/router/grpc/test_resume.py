@@ -25,17 +25,17 @@ def tokenizer() -> Tokenizer:
 
 
 @asynccontextmanager
-async def door_of(parts: fakes.Doors) -> AsyncIterator[InferenceStub]:
+async def door_of(parts: fakes.Servers) -> AsyncIterator[InferenceStub]:
     server = build_server(parts.frontend, parts.generator, parts.config, parts.metrics)
     async with (
-        GrpcServer(server, host="127.0.0.1", port=0, grace_s=0.0) as door,
-        grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel,
+        GrpcServer(server, host="127.0.0.1", port=0, grace_s=0.0) as grpc_server,
+        grpc.aio.insecure_channel(f"127.0.0.1:{grpc_server.port}") as channel,
     ):
         yield InferenceStub(channel)
 
 
-def router(tokenizer: Tokenizer, *, seed: int = 99, **script: Any) -> fakes.Doors:
-    parts = fakes.make_doors(tokenizer, mint_seed=lambda: seed)
+def router(tokenizer: Tokenizer, *, seed: int = 99, **script: Any) -> fakes.Servers:
+    parts = fakes.make_servers(tokenizer, mint_seed=lambda: seed)
     parts.say(TEXT, cached_tokens=7, **script)
     return parts
 
@@ -62,7 +62,7 @@ REQUESTS = [asking(), asking(n=3), asking(stop=["over"], n=2), pb.GenerateReques
 
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=["chat", "choices", "stop", "prompt"])
-async def test_every_place_to_break_at(tokenizer: Tokenizer, request_: pb.GenerateRequest) -> None:
+async def test_grpc_stream_broken_anywhere_is_resumed(tokenizer: Tokenizer, request_: pb.GenerateRequest) -> None:
     asked = pb.GenerateRequest(stream_ids=True)
     asked.MergeFrom(request_)
     first = router(tokenizer, per_delta=3, logprobs=True)
@@ -82,7 +82,7 @@ async def test_every_place_to_break_at(tokenizer: Tokenizer, request_: pb.Genera
     assert {(routed.sampling.seed, routed.resumptions) for routed in other.generator.requests} == {(99, 1)}
 
 
-async def test_a_stream_may_break_again_and_again(tokenizer: Tokenizer) -> None:
+async def test_grpc_stream_broken_repeatedly_is_resumed(tokenizer: Tokenizer) -> None:
     async with door_of(router(tokenizer)) as stub:
         whole = [answer async for answer in stub.Generate(asking(n=2))]
         has: list[pb.GenerateResponse] = []
@@ -95,12 +95,12 @@ async def test_a_stream_may_break_again_and_again(tokenizer: Tokenizer) -> None:
         assert shown(has) == shown(whole)
 
 
-async def test_ids_come_only_to_those_who_ask(tokenizer: Tokenizer) -> None:
+async def test_grpc_stream_ids_are_sent_on_request_only(tokenizer: Tokenizer) -> None:
     async with door_of(router(tokenizer)) as stub:
         assert not [answer.stream_id async for answer in stub.Generate(asking()) if answer.stream_id]
 
 
-async def test_an_id_is_of_one_request_of_this_cluster(tokenizer: Tokenizer) -> None:
+async def test_grpc_stream_id_of_other_request_is_refused(tokenizer: Tokenizer) -> None:
     parts = router(tokenizer)
     async with door_of(parts) as stub:
         whole = [answer async for answer in stub.Generate(asking(stream_ids=True))]

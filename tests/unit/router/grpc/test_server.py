@@ -1,4 +1,4 @@
-"""The gRPC door over real sockets: the same text as HTTP, status codes, cancellation, health, reflection."""
+"""The gRPC server over real sockets: the same text as HTTP, status codes, cancellation, health, reflection."""
 
 import asyncio
 import json
@@ -28,20 +28,20 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture
-def parts(tokenizer: Tokenizer) -> fakes.Doors:
-    return fakes.make_doors(tokenizer, RouterConfig(max_body_bytes=1 << 16))
+def parts(tokenizer: Tokenizer) -> fakes.Servers:
+    return fakes.make_servers(tokenizer, RouterConfig(max_body_bytes=1 << 16))
 
 
 @pytest.fixture
-async def door(parts: fakes.Doors) -> AsyncIterator[GrpcServer]:
+async def grpc_server(parts: fakes.Servers) -> AsyncIterator[GrpcServer]:
     server = build_server(parts.frontend, parts.generator, parts.config, parts.metrics)
-    async with GrpcServer(server, host="127.0.0.1", port=0, grace_s=0.0) as door:
-        yield door
+    async with GrpcServer(server, host="127.0.0.1", port=0, grace_s=0.0) as grpc_server:
+        yield grpc_server
 
 
 @pytest.fixture
-async def channel(door: GrpcServer) -> AsyncIterator[grpc.aio.Channel]:
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel:
+async def channel(grpc_server: GrpcServer) -> AsyncIterator[grpc.aio.Channel]:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{grpc_server.port}") as channel:
         yield channel
 
 
@@ -50,7 +50,7 @@ def stub(channel: grpc.aio.Channel) -> InferenceStub:
     return InferenceStub(channel)
 
 
-async def test_the_times_come_behind_the_answer(parts: fakes.Doors, stub: InferenceStub) -> None:
+async def test_grpc_trailers_have_timing(parts: fakes.Servers, stub: InferenceStub) -> None:
     parts.say("hello")
     call = stub.Generate(pb.GenerateRequest(chat=HELLO))
     usage = [answer async for answer in call][-1].usage
@@ -61,7 +61,7 @@ async def test_the_times_come_behind_the_answer(parts: fakes.Doors, stub: Infere
     assert (usage.times.cached.prefill_pool, usage.times.cached.fetched, usage.times.cached.host) == (4, 2, 1)
 
 
-async def test_generate(parts: fakes.Doors, stub: InferenceStub) -> None:
+async def test_grpc_generate_streams_text(parts: fakes.Servers, stub: InferenceStub) -> None:
     ids = parts.say("hello wörld 😀 STOP", logprobs=True)
     sampling = common_pb2.SamplingParams(temperature=0.0, seed=4, num_logprobs=2)
     request = pb.GenerateRequest(chat=HELLO, sampling=sampling, n=2, priority=-1, cache_salt="s")
@@ -81,7 +81,7 @@ async def test_generate(parts: fakes.Doors, stub: InferenceStub) -> None:
     assert usage.prompt_tokens == len(routed.prompt_token_ids)
 
 
-async def test_absent_fields_are_not_zero(parts: fakes.Doors, stub: InferenceStub) -> None:
+async def test_absent_fields_are_not_zero(parts: fakes.Servers, stub: InferenceStub) -> None:
     parts.say("hello")
     inputs = (
         pb.GenerateRequest(prompt="hello"),
@@ -93,13 +93,13 @@ async def test_absent_fields_are_not_zero(parts: fakes.Doors, stub: InferenceStu
         assert (routed.sampling.max_tokens, routed.sampling.temperature, routed.sampling.seed) == (16, 1.0, 99)
 
 
-async def test_stop_strings(parts: fakes.Doors, stub: InferenceStub) -> None:
+async def test_stop_strings(parts: fakes.Servers, stub: InferenceStub) -> None:
     parts.say("hello STOP here")
     request = pb.GenerateRequest(prompt="a", stop=["STOP"])
     assert "".join([a.text async for a in stub.Generate(request)]) == "hello "
 
 
-async def test_texts(parts: fakes.Doors, stub: InferenceStub) -> None:
+async def test_grpc_generated_text_equals_http(parts: fakes.Servers, stub: InferenceStub) -> None:
     answer = await stub.Tokenize(pb.TokenizeRequest(text="hello 😀"))
     assert list(answer.token_ids) == parts.tokenizer.encode("hello 😀")
     assert answer.max_model_len == fakes.CONTEXT
@@ -127,8 +127,8 @@ async def test_texts(parts: fakes.Doors, stub: InferenceStub) -> None:
         ),
     ],
 )
-async def test_bad_requests(
-    stub: InferenceStub, parts: fakes.Doors, make: Callable[[], pb.GenerateRequest], param: str
+async def test_grpc_invalid_requests_are_refused(
+    stub: InferenceStub, parts: fakes.Servers, make: Callable[[], pb.GenerateRequest], param: str
 ) -> None:
     error = await refused(stub.Generate(make()))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -136,7 +136,9 @@ async def test_bad_requests(
     assert not parts.generator.requests
 
 
-async def test_status_codes(stub: InferenceStub, parts: fakes.Doors, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_grpc_errors_have_status_codes(
+    stub: InferenceStub, parts: fakes.Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert (
         await refused(stub.Generate(pb.GenerateRequest(model="gpt-4", prompt="a")))
     ).code() is grpc.StatusCode.NOT_FOUND
@@ -158,7 +160,7 @@ async def test_status_codes(stub: InferenceStub, parts: fakes.Doors, monkeypatch
     assert 'tandem_grpc_requests_total{code="NOT_FOUND",method="Generate"} 1.0' in page
 
 
-async def test_cancel_and_deadline_close_the_request(stub: InferenceStub, parts: fakes.Doors) -> None:
+async def test_cancel_and_deadline_close_the_request(stub: InferenceStub, parts: fakes.Servers) -> None:
     parts.say("hello world", hang_after=2)
     call = stub.Generate(pb.GenerateRequest(prompt="a"))
     assert (await call.read()).text
@@ -175,13 +177,13 @@ async def test_cancel_and_deadline_close_the_request(stub: InferenceStub, parts:
     assert parts.generator.requests[1].deadline_s < 1000.0 + 0.3 + 0.1
 
 
-async def test_keys(tokenizer: Tokenizer) -> None:
-    parts = fakes.make_doors(tokenizer, RouterConfig(api_keys=(SecretStr("key-a"),)))
+async def test_grpc_without_key_is_unauthenticated(tokenizer: Tokenizer) -> None:
+    parts = fakes.make_servers(tokenizer, RouterConfig(api_keys=(SecretStr("key-a"),)))
     parts.say("hello")
     server = build_server(parts.frontend, parts.generator, parts.config, parts.metrics)
     async with (
-        GrpcServer(server, host="127.0.0.1", port=0, grace_s=0.0) as door,
-        grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel,
+        GrpcServer(server, host="127.0.0.1", port=0, grace_s=0.0) as grpc_server,
+        grpc.aio.insecure_channel(f"127.0.0.1:{grpc_server.port}") as channel,
     ):
         stub = InferenceStub(channel)
         for call in (stub.Generate(pb.GenerateRequest(prompt="a")), stub.ListModels(pb.ListModelsRequest())):
@@ -190,11 +192,11 @@ async def test_keys(tokenizer: Tokenizer) -> None:
         assert (await stub.ListModels(pb.ListModelsRequest(), metadata=metadata)).models
 
 
-async def test_health_and_reflection(door: GrpcServer, channel: grpc.aio.Channel) -> None:
+async def test_health_and_reflection(grpc_server: GrpcServer, channel: grpc.aio.Channel) -> None:
     health = health_pb2_grpc.HealthStub(channel)
     request = health_pb2.HealthCheckRequest(service=SERVICE_NAME)
     assert (await health.Check(request)).status == health_pb2.HealthCheckResponse.NOT_SERVING
-    await door.set_serving(True)
+    await grpc_server.set_serving(True)
     assert (await health.Check(request)).status == health_pb2.HealthCheckResponse.SERVING
     reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
     call = reflection.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
@@ -202,8 +204,8 @@ async def test_health_and_reflection(door: GrpcServer, channel: grpc.aio.Channel
     assert SERVICE_NAME in {service.name for service in answer.list_services_response.service}
 
 
-async def test_a_taken_port_is_an_error(door: GrpcServer, parts: fakes.Doors) -> None:
+async def test_grpc_server_on_port_in_use_raises(grpc_server: GrpcServer, parts: fakes.Servers) -> None:
     server = build_server(parts.frontend, parts.generator, parts.config, parts.metrics)
     with pytest.raises(OSError, match="cannot listen"):
-        async with GrpcServer(server, host="127.0.0.1", port=door.port):
+        async with GrpcServer(server, host="127.0.0.1", port=grpc_server.port):
             pass

@@ -57,7 +57,7 @@ def message_timeout_s() -> float:
 @pytest.fixture
 async def channel(tokenizer: Any, message_timeout_s: float) -> AsyncIterator[grpc.aio.Channel]:
     config = RouterConfig(api_keys=(ApiKey(key=SecretStr(KEY)),))
-    parts = fakes.make_doors(tokenizer, config)
+    parts = fakes.make_servers(tokenizer, config)
     parts.say("hello")
     keys = AccessControl(config).keys
     interceptor = StatusInterceptor(parts.metrics, keys, message_timeout_s=message_timeout_s)
@@ -65,8 +65,8 @@ async def channel(tokenizer: Any, message_timeout_s: float) -> AsyncIterator[grp
     service = InferenceService(parts.frontend, parts.generator, keys, parts.metrics)
     add_InferenceServicer_to_server(service, server)
     async with (
-        GrpcServer(server, host="127.0.0.1", port=0, grace_s=0.0) as door,
-        grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel,
+        GrpcServer(server, host="127.0.0.1", port=0, grace_s=0.0) as grpc_server,
+        grpc.aio.insecure_channel(f"127.0.0.1:{grpc_server.port}") as channel,
     ):
         yield channel
 
@@ -81,7 +81,7 @@ async def refusal(call: Any) -> tuple[grpc.StatusCode, str]:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("messages", [(), (b"\xff" * 50,), (b"\x12\x04\xff\xfe\xfd\xfc",)])
-async def test_what_is_no_message_is_refused_and_leaves_no_trace(
+async def test_grpc_malformed_bytes_are_refused_without_stack_trace(
     channel: grpc.aio.Channel, caplog: pytest.LogCaptureFixture, method: str, messages: tuple[bytes, ...]
 ) -> None:
     call = await Calls(channel, KEY).sent(method, messages)
@@ -90,19 +90,19 @@ async def test_what_is_no_message_is_refused_and_leaves_no_trace(
 
 
 @pytest.mark.parametrize("method", METHODS)
-async def test_who_has_no_key_is_told_so_before_anything_is_sent(channel: grpc.aio.Channel, method: str) -> None:
+async def test_grpc_missing_key_is_refused_before_message(channel: grpc.aio.Channel, method: str) -> None:
     call = Calls(channel, None).begin(method)
     assert await refusal(call) == (grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED")
 
 
 @pytest.mark.parametrize("message_timeout_s", [0.05])
-async def test_a_message_that_does_not_come_is_not_waited_for(channel: grpc.aio.Channel) -> None:
+async def test_grpc_missing_message_times_out(channel: grpc.aio.Channel) -> None:
     for method in METHODS:
         call = Calls(channel, KEY).begin(method)
         assert await refusal(call) == (grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED")
 
 
-async def test_the_first_message_is_the_call(channel: grpc.aio.Channel) -> None:
+async def test_grpc_first_message_is_the_request(channel: grpc.aio.Channel) -> None:
     asked = pb.TokenizeRequest(text="hello").SerializeToString()
     async with asyncio.timeout(60):
         while (call := await both_sent(channel, [asked, b"\xff" * 50])) is None:

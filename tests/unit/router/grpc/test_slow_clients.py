@@ -27,8 +27,8 @@ _NARROW = (("grpc.http2.lookahead_bytes", 1024), ("grpc.http2.bdp_probe", 0))
 
 
 @asynccontextmanager
-async def door(
-    parts: fakes.Doors, generator: Generator, *, write_timeout_s: float = WAIT_S
+async def grpc_server(
+    parts: fakes.Servers, generator: Generator, *, write_timeout_s: float = WAIT_S
 ) -> AsyncIterator[InferenceStub]:
     server = build_server(parts.frontend, generator, parts.config, parts.metrics, write_timeout_s=write_timeout_s)
     async with (
@@ -49,10 +49,10 @@ async def _rest(call: grpc.aio.UnaryStreamCall) -> grpc.aio.AioRpcError:
     pytest.fail("the call went well")
 
 
-async def test_a_client_that_reads_nothing_is_given_up() -> None:
-    parts = fakes.make_doors(fakes.make_tokenizer())
+async def test_grpc_client_reading_nothing_is_given_up() -> None:
+    parts = fakes.make_servers(fakes.make_tokenizer())
     parts.say("hello world " * 20_000, per_delta=64)
-    async with door(parts, parts.generator, write_timeout_s=0.05) as stub:
+    async with grpc_server(parts, parts.generator, write_timeout_s=0.05) as stub:
         call = stub.Generate(pb.GenerateRequest(prompt="a", n=4))
         await parts.generator.closed.wait()
         assert parts.generator.open_streams == 0
@@ -61,11 +61,11 @@ async def test_a_client_that_reads_nothing_is_given_up() -> None:
         assert "did not read" in error.details()
 
 
-async def test_one_that_leaves_with_its_answer_unread_is_no_error_of_ours(caplog: pytest.LogCaptureFixture) -> None:
+async def test_grpc_client_leaving_unread_answer_is_cancelled(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "router.grpc.call_guard")
-    parts = fakes.make_doors(fakes.make_tokenizer())
+    parts = fakes.make_servers(fakes.make_tokenizer())
     parts.say("hello world " * 20_000, per_delta=64)
-    async with door(parts, parts.generator, write_timeout_s=0.05) as stub:
+    async with grpc_server(parts, parts.generator, write_timeout_s=0.05) as stub:
         call = stub.Generate(pb.GenerateRequest(prompt="a", n=4))
         await parts.generator.closed.wait()
         call.cancel()
@@ -74,9 +74,9 @@ async def test_one_that_leaves_with_its_answer_unread_is_no_error_of_ours(caplog
     assert {(record.levelname, record.name) for record in caplog.records} == {("DEBUG", "router.grpc.call_guard")}
 
 
-async def test_the_deadline_ends_a_request_whose_client_reads_nothing() -> None:
+async def test_grpc_deadline_ends_unread_request() -> None:
     """Both of two places are held by clients that do not read; at the deadline a third one has its turn."""
-    parts = fakes.make_doors(fakes.make_tokenizer(), RouterConfig(request_timeout_s=1.0))
+    parts = fakes.make_servers(fakes.make_tokenizer(), RouterConfig(request_timeout_s=1.0))
     parts.frontend.clock = asyncio.get_running_loop().time
 
     async def flood(submission: Submission) -> None:
@@ -84,7 +84,7 @@ async def test_the_deadline_ends_a_request_whose_client_reads_nothing() -> None:
             submission.give([5] * 8, first_index=start)
 
     worker = FakeWorker("d0", script=flood)
-    async with cluster(worker) as core, door(parts, core.dispatcher) as stub:
+    async with cluster(worker) as core, grpc_server(parts, core.dispatcher) as stub:
         sampling = common_pb2.SamplingParams(max_tokens=450, ignore_eos=True)
         calls = [stub.Generate(pb.GenerateRequest(prompt="a", n=8, sampling=sampling)) for _ in range(2)]
         submissions = [await worker.submissions.get() for _ in range(16)]
@@ -95,10 +95,10 @@ async def test_the_deadline_ends_a_request_whose_client_reads_nothing() -> None:
             assert (await _rest(call)).code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
-async def test_a_client_that_reads_slowly_gets_all_of_it() -> None:
-    parts = fakes.make_doors(fakes.make_tokenizer())
+async def test_grpc_slow_client_gets_whole_answer() -> None:
+    parts = fakes.make_servers(fakes.make_tokenizer())
     ids = parts.say("hello world " * 500)
-    async with door(parts, parts.generator) as stub:
+    async with grpc_server(parts, parts.generator) as stub:
         got: list[int] = []
         call = stub.Generate(pb.GenerateRequest(prompt="a"))
         while (answer := await call.read()) is not grpc.aio.EOF:
@@ -109,7 +109,7 @@ async def test_a_client_that_reads_slowly_gets_all_of_it() -> None:
 
 async def test_connections_are_bounded_and_silent_ones_are_closed() -> None:
     config = RouterConfig(connections=ConnectionsConfig(head_timeout_s=0.5))
-    parts = fakes.make_doors(fakes.make_tokenizer(), config)
+    parts = fakes.make_servers(fakes.make_tokenizer(), config)
     parts.say("hello")
     server = build_server(parts.frontend, parts.generator, parts.config, parts.metrics, max_connections=4)
     async with GrpcServer(server, host="127.0.0.1", port=0, grace_s=0.0) as rpc, asyncio.timeout(WAIT_S):
@@ -127,6 +127,6 @@ async def test_connections_are_bounded_and_silent_ones_are_closed() -> None:
 
 
 async def _closed(reader: asyncio.StreamReader) -> None:
-    """Return when the door has closed it, whatever it says before."""
+    """Return when the server has closed it, whatever it says before."""
     with contextlib.suppress(ConnectionError):
         await reader.read()

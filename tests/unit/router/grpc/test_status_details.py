@@ -16,21 +16,21 @@ from tests.support.router.servers.grpc_client import HELLO, details_of, refused
 
 
 @pytest.fixture(scope="module")
-def parts() -> fakes.Doors:
-    return fakes.make_doors(fakes.make_tokenizer())
+def parts() -> fakes.Servers:
+    return fakes.make_servers(fakes.make_tokenizer())
 
 
 @pytest.fixture
-async def stub(parts: fakes.Doors) -> AsyncIterator[InferenceStub]:
+async def stub(parts: fakes.Servers) -> AsyncIterator[InferenceStub]:
     server = build_server(parts.frontend, parts.generator, parts.config, parts.metrics)
     async with (
-        GrpcServer(server, host="127.0.0.1", port=0, grace_s=0.0) as door,
-        grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel,
+        GrpcServer(server, host="127.0.0.1", port=0, grace_s=0.0) as grpc_server,
+        grpc.aio.insecure_channel(f"127.0.0.1:{grpc_server.port}") as channel,
     ):
         yield InferenceStub(channel)
 
 
-async def test_a_wrong_field_is_named(stub: InferenceStub) -> None:
+async def test_grpc_status_names_invalid_field(stub: InferenceStub) -> None:
     request = pb.GenerateRequest(chat=HELLO, n=0)
     error = await refused(stub.Generate(request))
     status, found = details_of(error)
@@ -42,8 +42,8 @@ async def test_a_wrong_field_is_named(stub: InferenceStub) -> None:
 
 
 @pytest.mark.parametrize("error", [Overloaded("full", retry_after_s=2.25), Unavailable("nobody", retry_after_s=0.5)])
-async def test_the_time_to_come_back_is_told(
-    parts: fakes.Doors, stub: InferenceStub, error: Overloaded | Unavailable
+async def test_grpc_status_has_retry_delay(
+    parts: fakes.Servers, stub: InferenceStub, error: Overloaded | Unavailable
 ) -> None:
     parts.generator.script = fakes.Script(error=error)
     told = await refused(stub.Generate(pb.GenerateRequest(chat=HELLO)))
@@ -53,7 +53,7 @@ async def test_the_time_to_come_back_is_told(
     assert BadRequest not in found
 
 
-async def test_the_kind_of_a_refusal_is_its_own(parts: fakes.Doors, stub: InferenceStub) -> None:
+async def test_grpc_status_has_error_reason(parts: fakes.Servers, stub: InferenceStub) -> None:
     long = pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=[5] * fakes.CONTEXT))
     _, found = details_of(await refused(stub.Generate(long)))
     assert found[ErrorInfo].reason == "CONTEXT_LENGTH_EXCEEDED"
@@ -71,7 +71,7 @@ async def test_other_models_and_absent_ones(stub: InferenceStub) -> None:
 
 
 async def test_tokens_as_bytes_and_conversations_without_a_turn_to_come(
-    parts: fakes.Doors, stub: InferenceStub
+    parts: fakes.Servers, stub: InferenceStub
 ) -> None:
     told = await stub.Tokenize(pb.TokenizeRequest(text="hello 漢", return_token_bytes=True))
     assert b"".join(told.token_bytes).decode().strip() == "hello 漢"
@@ -82,7 +82,7 @@ async def test_tokens_as_bytes_and_conversations_without_a_turn_to_come(
     assert model.created_s == parts.frontend.model.created_s
 
 
-async def test_fields_that_http_has_are_honoured(parts: fakes.Doors, stub: InferenceStub) -> None:
+async def test_fields_that_http_has_are_honoured(parts: fakes.Servers, stub: InferenceStub) -> None:
     parts.say("hello world STOP")
     request = pb.GenerateRequest(
         prompt="a b c",
@@ -102,7 +102,7 @@ async def test_fields_that_http_has_are_honoured(parts: fakes.Doors, stub: Infer
     assert fox in routed.sampling.bad_words
 
 
-def test_the_options_that_keep_connections_alive_bear_the_names_that_grpc_reads() -> None:
+def test_grpc_keepalive_options_have_known_names() -> None:
     """A misspelt one is ignored in silence."""
     kept = dict(SERVER_OPTIONS)
     assert kept["grpc.http2.max_ping_strikes"] == 0

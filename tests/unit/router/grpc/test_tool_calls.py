@@ -23,8 +23,8 @@ def tokenizer() -> Tokenizer:
     return fakes.make_tokenizer()
 
 
-def parts_of(tokenizer: Tokenizer, *, seed: int = 99, **script: Any) -> fakes.Doors:
-    parts = fakes.make_doors(tokenizer, mint_seed=lambda: seed, grammars=fakes.AnyGrammar(), context=4096)
+def parts_of(tokenizer: Tokenizer, *, seed: int = 99, **script: Any) -> fakes.Servers:
+    parts = fakes.make_servers(tokenizer, mint_seed=lambda: seed, grammars=fakes.AnyGrammar(), context=4096)
     parts.say(CALLS, **script)
     return parts
 
@@ -47,7 +47,7 @@ def put_together(answers: list[pb.GenerateResponse]) -> dict[int, dict[str, Any]
     return choices
 
 
-async def test_the_calls_that_http_shows(tokenizer: Tokenizer) -> None:
+async def test_grpc_tool_calls_equal_http(tokenizer: Tokenizer) -> None:
     parts = parts_of(tokenizer)
     async with client_of(parts) as client:
         message = (await client.post(CHAT, json=TOOLS)).json()["choices"][0]["message"]
@@ -64,7 +64,7 @@ async def test_the_calls_that_http_shows(tokenizer: Tokenizer) -> None:
     assert set(over_grpc) == {over_http}
 
 
-async def test_a_stream_goes_on_in_the_middle_of_a_call(tokenizer: Tokenizer) -> None:
+async def test_grpc_stream_resumes_inside_a_call(tokenizer: Tokenizer) -> None:
     asked = in_grpcs_words(TOOLS | {"n": 2, "stream": True})
     whole = await answers_of(service_of(parts_of(tokenizer, per_delta=2)), asked)
     assert put_together(whole)[1]["calls"]
@@ -82,7 +82,7 @@ async def test_a_stream_goes_on_in_the_middle_of_a_call(tokenizer: Tokenizer) ->
         ("no call", FinishReason.STOP, common_pb2.FINISH_REASON_STOP),
     ],
 )
-async def test_only_whole_calls_are_a_reason(
+async def test_grpc_finish_reason_needs_complete_calls(
     tokenizer: Tokenizer, text: str, reason: FinishReason, finish: int
 ) -> None:
     parts = parts_of(tokenizer)
@@ -90,7 +90,7 @@ async def test_only_whole_calls_are_a_reason(
     assert put_together(await answers_of(service_of(parts), in_grpcs_words(TOOLS)))[0]["finish"] == finish
 
 
-async def test_one_call_or_none_where_that_is_asked_for(tokenizer: Tokenizer) -> None:
+async def test_grpc_tool_choice_bounds_calls(tokenizer: Tokenizer) -> None:
     service = service_of(parts_of(tokenizer))
     for body, names in (({"parallel_tool_calls": False}, ["weather"]), ({"tool_choice": "none"}, [])):
         has = put_together(await answers_of(service, in_grpcs_words(TOOLS | body)))[0]
@@ -107,7 +107,7 @@ async def test_one_call_or_none_where_that_is_asked_for(tokenizer: Tokenizer) ->
         {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}},
     ],
 )
-async def test_a_choice_makes_the_grammar_that_it_makes_over_http(tokenizer: Tokenizer, choice: Any) -> None:
+async def test_grpc_tool_choice_grammar_equals_http(tokenizer: Tokenizer, choice: Any) -> None:
     parts = parts_of(tokenizer)
     strict = {"type": "function", "function": WEATHER["function"] | {"strict": True}}  # type: ignore[operator]
     body = HELLO | {"tools": [strict, CLOCK], "tool_choice": choice}
@@ -118,7 +118,7 @@ async def test_a_choice_makes_the_grammar_that_it_makes_over_http(tokenizer: Tok
     assert over_grpc == over_http is not None
 
 
-async def test_a_conversation_with_calls(tokenizer: Tokenizer) -> None:
+async def test_grpc_conversation_with_calls_is_rendered(tokenizer: Tokenizer) -> None:
     parts = parts_of(tokenizer)
     call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "<|end|>"}'}}
     messages = [
@@ -146,8 +146,8 @@ class _NoMetadata:
         return ()
 
 
-async def test_variables_of_the_template() -> None:
-    parts = fakes.make_doors(fakes.make_tokenizer(VARIABLE_TEMPLATE))
+async def test_grpc_template_variables_are_passed() -> None:
+    parts = fakes.make_servers(fakes.make_tokenizer(VARIABLE_TEMPLATE))
     parts.say("hello")
     kwargs = {"think": True, "level": 7}
     await answers_of(service_of(parts), in_grpcs_words(HELLO | {"chat_template_kwargs": kwargs}))

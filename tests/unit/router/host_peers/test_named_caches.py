@@ -1,4 +1,4 @@
-"""Named caches of router processes that share a host's doors: made in one, found, prolonged and deleted in any."""
+"""Named caches of router processes that share a host's servers: made in one, found, prolonged and deleted in any."""
 
 import asyncio
 from contextlib import AsyncExitStack
@@ -69,17 +69,17 @@ def processes(clock: list[float]) -> list[Process]:
     return [Process(clock) for _ in range(3)]
 
 
-def tell(news: NamedCacheUpdate, *hearers: Process) -> None:
+def apply_to(news: NamedCacheUpdate, *hearers: Process) -> None:
     for hearer in hearers:
         hearer.names.apply(_decoded(_encoded(news)))
 
 
-def test_where_it_is_kept_is_told_with_it(processes: list[Process], clock: list[float]) -> None:
+def test_named_cache_update_carries_pin_location(processes: list[Process], clock: list[float]) -> None:
     one, other, _ = processes
     cache = one.make("a")
     adopted = one.pins.adopt(PinKey("t", "a"), _record(ends_s=100.0))
     assert adopted
-    tell(one.names.update_for("t", "a"), other)
+    apply_to(one.names.update_for("t", "a"), other)
     assert other.caches.get("t", "a") == cache
     record = other.pins.find("t", "a")
     assert record is not None
@@ -90,11 +90,11 @@ def test_where_it_is_kept_is_told_with_it(processes: list[Process], clock: list[
 
     clock[0] = 50.0
     other.caches.prolong("t", "a", 1e9 + 200.0)
-    tell(other.names.update_for("t", "a"), one)
+    apply_to(other.names.update_for("t", "a"), one)
     assert one.caches.get("t", "a").expires_s == 1e9 + 200.0
     assert one.pins.find("t", "a").ends_s == 200.0  # type: ignore[union-attr]
     other.caches.remove("t", "a")
-    tell(other.names.update_for("t", "a"), one)
+    apply_to(other.names.update_for("t", "a"), one)
     assert one.ended == [PinKey("t", "a")]
     with pytest.raises(CacheNotFound):
         one.caches.get("t", "a")
@@ -104,14 +104,14 @@ def _record(ends_s: float) -> PinRecord:
     return PinRecord(worker=WORKER, ends_s=ends_s, num_tokens=32, last_block=BlockHash(b"x" * 16))
 
 
-def test_the_order_in_which_news_come_does_not_matter(clock: list[float]) -> None:
+def test_named_cache_updates_in_any_order_agree(clock: list[float]) -> None:
     for seed in range(200):
         rng, processes = Random(seed), [Process(clock) for _ in range(3)]
         news: list[NamedCacheUpdate] = []
         for name in "abc":
             processes[0].make(name)
             news.append(processes[0].names.update_for("t", name))
-            tell(news[-1], *processes[1:])
+            apply_to(news[-1], *processes[1:])
             for _ in range(rng.randrange(4)):
                 writer = rng.choice(processes)
                 if writer.caches.find("t", name) is not None:
@@ -123,13 +123,13 @@ def test_the_order_in_which_news_come_does_not_matter(clock: list[float]) -> Non
                 news.append(writer.names.update_for("t", name))
         for hearer in processes:
             for one in rng.sample(news, len(news)) + rng.choices(news, k=3):
-                tell(one, hearer)
+                apply_to(one, hearer)
         shown = [{cache.name: cache.expires_s for cache in one.caches.all("t")} for one in processes]
         assert shown[0] == shown[1] == shown[2]
         assert set(shown[0]) == set("abc") - {one.name for one in news if one.cache is None}
 
 
-def test_what_was_removed_is_forgotten_in_time(processes: list[Process], clock: list[float]) -> None:
+def test_named_cache_removal_is_eventually_forgotten(processes: list[Process], clock: list[float]) -> None:
     one = processes[0]
     one.make("a")
     one.caches.remove("t", "a")
@@ -140,7 +140,7 @@ def test_what_was_removed_is_forgotten_in_time(processes: list[Process], clock: 
     assert one.caches.all_entries() == [("t", "b", None)]
 
 
-async def test_told_to_all_before_the_client_is_answered(processes: list[Process], tmp_path: Path) -> None:
+async def test_named_cache_change_reaches_all_before_answer(processes: list[Process], tmp_path: Path) -> None:
     async with AsyncExitStack() as stack:
 
         async def begin(index: int) -> NamedCacheExchange:
@@ -165,7 +165,7 @@ async def test_told_to_all_before_the_client_is_answered(processes: list[Process
         assert processes[1].caches.find("t", "a") is None
 
 
-async def test_one_that_hangs_is_told_again(
+async def test_named_cache_update_to_hanging_process_is_resent(
     processes: list[Process], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("router.host_peers.named_caches.ANSWER_S", 0.05)
@@ -196,7 +196,7 @@ async def test_one_that_hangs_is_told_again(
         assert not first._unsent, "nobody is there any more"
 
 
-async def test_nonsense_changes_nothing(processes: list[Process], tmp_path: Path) -> None:
+async def test_named_cache_malformed_update_changes_nothing(processes: list[Process], tmp_path: Path) -> None:
     async with NamedCacheExchange(tmp_path, index=0, names=processes[0].names):
         for frame in (b"{}", b"[", b'{"tenant": "t", "name": "a", "cache": {}, "pin": null}'):
             reader, writer = await asyncio.open_unix_connection(tmp_path / "named-0.sock")

@@ -206,7 +206,7 @@ def test_stopped_process_that_holds_the_lock_is_waited_for_once(
         limiter.settle(limiter.admit("", 1.0), 1.0)
         peers.call(0, "hold_lock")
         peers.signal(0, signal.SIGSTOP)
-        monkeypatch.setattr("router.host_peers.rate_limits._LONGEST_LOCK_S", 0.05)
+        monkeypatch.setattr("router.host_peers.account_file._LONGEST_LOCK_S", 0.05)
         with caplog.at_level(logging.ERROR):
             limiter.admit("", 1.0)
             with pytest.raises(Overloaded):
@@ -296,7 +296,7 @@ def test_account_that_cannot_be_opened_leaves_no_descriptor_behind(
     with RateLimitFile(tmp_path, router=Incarnation(1)):
         pass
     before = os.listdir("/proc/self/fd")
-    monkeypatch.setattr("router.host_peers.rate_limits._MAX_COLUMNS", 0)
+    monkeypatch.setattr("router.host_peers.account_file._MAX_COLUMNS", 0)
     with pytest.raises(OSError, match="more than 0 router processes"), RateLimitFile(tmp_path, router=Incarnation(2)):
         pass
     assert os.listdir("/proc/self/fd") == before
@@ -308,3 +308,71 @@ def test_account_that_was_closed_still_ends_requests(tmp_path: Path) -> None:
         grant = limiter.admit("", 1.0)
     limiter.settle(grant, 1.0)
     assert limiter.num_inflight("") == 0
+
+
+FILE = "rate-limits-1"
+
+
+def test_file_that_is_removed_in_use_is_made_again_with_all_that_was_used(peers: Peers) -> None:
+    peers.start(2, requests_per_minute=10, concurrent_requests=4)
+    assert [peers.call(index, "admit", count) for index, count in ((0, 2), (1, 1))] == [2, 1]
+    for _ in range(3):
+        (peers.folder / FILE).unlink()
+        # The first that notices makes another, the next one joins it: neither begins anew.
+        peers.call(1, "end", 1)
+        assert [peers.call(1, "admit"), peers.call(0, "admit"), peers.call(1, "admit", 2)] == [1, 1, 0]
+        peers.call(0, "end", 1)
+        assert (peers.folder / FILE).exists()
+    peers.call(0, "end", 2)
+    peers.call(1, "end", 1)
+    # Three at first, and twice two a round.
+    assert [peers.call(index, "admit_and_end", 10) for index in (1, 0)] == [1, 0]
+
+
+def test_file_that_another_process_has_replaced_is_joined(peers: Peers) -> None:
+    peers.start(2, requests_per_minute=6, concurrent_requests=3)
+    assert [peers.call(index, "admit") for index in (0, 1)] == [1, 1]
+    (peers.folder / FILE).unlink()
+    peers.start(1, requests_per_minute=6, concurrent_requests=3)
+    assert peers.call(2, "admit") == 1
+    assert [peers.call(index, "admit", 3) for index in (0, 1, 2)] == [1, 0, 0]
+    for index, count in ((0, 2), (1, 1), (2, 1)):
+        peers.call(index, "end", count)
+    # Four, less the one that the newcomer let in before anybody told it of the former two.
+    assert sum(peers.call(index, "admit_and_end", 6) for index in (0, 1, 2)) == 3
+    assert [peers.call(index, "admit_and_end", 1) for index in (0, 1, 2)] == [0, 0, 0]
+
+
+def test_file_that_cannot_be_made_again_stays_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("router.host_peers.rate_limits._AGAIN_S", 0.0)
+    with RateLimitFile(tmp_path, router=Incarnation(1)) as file:
+        limiter = limiter_over(file, {"default": {"concurrent_requests": 2}}, lambda: NOW_S)
+        grants = [limiter.admit("", 1.0)]
+        num_open = len(os.listdir("/proc/self/fd"))
+        (tmp_path / FILE).unlink()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "posix_fallocate", full)
+            grants.append(limiter.admit("", 1.0))
+            with pytest.raises(Overloaded):
+                limiter.admit("", 1.0)
+        assert f"No space left on device: '{tmp_path / FILE}'" in caplog.text
+        with pytest.raises(Overloaded):
+            limiter.admit("", 1.0)
+        assert "was removed while in use" in caplog.text
+        assert len(os.listdir("/proc/self/fd")) == num_open
+        for grant in grants:
+            limiter.settle(grant, 1.0)
+        assert file.routers() == {1}
+        assert limiter.admit("", 1.0)
+
+
+def test_file_in_use_never_looks_unused(tmp_path: Path) -> None:
+    with RateLimitFile(tmp_path, router=Incarnation(1)) as file:
+        os.utime(tmp_path / FILE, (0, 0))
+        limiter_over(file, {"default": {"concurrent_requests": 2}}, lambda: NOW_S).admit("", 1.0)
+        assert (tmp_path / FILE).stat().st_mtime > 1e9

@@ -1,4 +1,4 @@
-"""docs/use/fields.md says of every field what becomes of it, and the doors do so."""
+"""docs/use/fields.md says of every field what becomes of it, and the servers do so."""
 
 import re
 from pathlib import Path
@@ -28,7 +28,7 @@ def columns(route: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("route", BODIES)
-def test_every_field_stands_in_the_table_as_it_is_taken(route: str) -> None:
+def test_fields_page_lists_every_field(route: str) -> None:
     body, told = BODIES[route], columns(route)
     served = set(body.model_fields)
     refused = set(asks_for_nothing(body))

@@ -15,7 +15,7 @@ def samples(registry: CollectorRegistry) -> list[str]:
 
 
 @pytest.mark.parametrize("finer", [(), (0.001, 0.25, 0.5, 3e9)])
-def test_a_histogram_is_the_librarys(finer: tuple[float, ...]) -> None:
+def test_local_histogram_renders_like_the_library(finer: tuple[float, ...]) -> None:
     bounds = (0.015625, 0.5, 1.0, 500000.0, 2e7)
     ours, theirs = CollectorRegistry(), CollectorRegistry()
     plain = LocalHistogram("tandem_x", "some", bounds, LABELS, finer=finer)
@@ -30,7 +30,7 @@ def test_a_histogram_is_the_librarys(finer: tuple[float, ...]) -> None:
     assert plain.counts[plain.bounds.index(0.5)] == (3 if finer else 6)
 
 
-def test_totals() -> None:
+def test_local_counter_renders_like_the_library() -> None:
     registry = CollectorRegistry()
     count = SingleValue("tandem_c", "some", CounterMetricFamily, LABELS)
     level = SingleValue("tandem_g", "some", GaugeMetricFamily, LABELS)
@@ -44,7 +44,7 @@ def test_totals() -> None:
     assert registry.get_sample_value("tandem_g", LABELS) == 1
 
 
-def test_totals_by_label_are_the_librarys() -> None:
+def test_labelled_counter_renders_like_the_library() -> None:
     ours, theirs = CollectorRegistry(), CollectorRegistry()
     plain = LabelledCounter("tandem_c", "some", ("a", "b"))
     ours.register(plain)
@@ -57,7 +57,7 @@ def test_totals_by_label_are_the_librarys() -> None:
     assert samples(ours) == samples(theirs)
 
 
-def test_totals_by_label_are_added_up() -> None:
+def test_labelled_counter_sum_adds_all_labels() -> None:
     counts = LabelledCounter("tandem_t", "some", ("code",))
     counts.inc("a", amount=2)
     counts.inc("b")

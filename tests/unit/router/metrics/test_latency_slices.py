@@ -41,7 +41,7 @@ def shown(
     return registry.get_sample_value
 
 
-def test_the_first_token_is_split_into_phases_that_leave_nothing_counted_twice() -> None:
+def test_ttft_phases_do_not_overlap() -> None:
     value = shown()
     phases = {
         name: value("tandem_ttft_phase_seconds_sum", {"phase": name})
@@ -51,7 +51,7 @@ def test_the_first_token_is_split_into_phases_that_leave_nothing_counted_twice()
     assert phases == {"preprocess": 0.25, "queue": 0.75, "prefill": 1.0, "first_decode": 0.5, "serialize": 0.125}
 
 
-def test_a_request_is_counted_under_its_kind() -> None:
+def test_latency_slices_label_kind_of_request() -> None:
     value = shown()
     kind = {"pool": "prefill", "prompt": "2k", "guided": "yes"}
     assert value("tandem_slice_ttft_seconds_sum", kind | {"cached": "some"}) == 2.0
@@ -66,7 +66,7 @@ def test_a_request_is_counted_under_its_kind() -> None:
 @pytest.mark.parametrize(
     ("read_by", "pool"), [(WorkerRole.PREFILL, "prefill"), (WorkerRole.DECODE, "decode"), (None, "unknown")]
 )
-def test_the_pool_is_the_one_that_read_the_prompt_whatever_was_fetched(read_by: WorkerRole | None, pool: str) -> None:
+def test_latency_slices_pool_is_the_computing_one(read_by: WorkerRole | None, pool: str) -> None:
     value = shown(read_by=read_by)  # a prefix was fetched first, which is told as transfer
     kind = {"prompt": "2k", "guided": "yes"}
     found = {
@@ -77,14 +77,14 @@ def test_the_pool_is_the_one_that_read_the_prompt_whatever_was_fetched(read_by: 
     assert value("tandem_slice_time_per_output_token_seconds_count", kind | {"pool": pool, "output": "128"}) == 1
 
 
-def test_a_request_that_was_given_up_counts_for_its_tenant_alone() -> None:
+def test_latency_slices_cancelled_request_counts_for_tenant_only() -> None:
     value = shown(finishes=False)
     assert value("tandem_tenant_ttft_seconds_count", {"tenant": "a"}) == 1
     assert value("tandem_slice_ttft_seconds_count", {"pool": "prefill"}) is None
     assert value("tandem_prompt_tokens_by_source_total", {"source": "computed"}) == 0
 
 
-def test_structures_that_were_cut_are_counted_apart() -> None:
+def test_structured_answers_truncated_are_counted() -> None:
     def ended(*, structured: bool, reason: FinishReason) -> tuple[float, float]:
         value = shown(traits=RequestTraits(prompt_tokens=600, structured=structured), reason=reason)
         name = "tandem_structured_answers_total"
@@ -95,12 +95,12 @@ def test_structures_that_were_cut_are_counted_apart() -> None:
     assert ended(structured=False, reason=FinishReason.LENGTH) == (0, 0)
 
 
-def test_tenants_beyond_the_bound_are_one() -> None:
+def test_tenant_labels_beyond_bound_share_other() -> None:
     labels = TenantLabels(most=2)
     assert [labels.label_for(tenant) for tenant in ("a", "b", "c", "a", "d")] == ["a", "b", "other", "a", "other"]
 
 
-def test_no_two_tenants_have_one_label() -> None:
+def test_tenant_labels_are_unique() -> None:
     labels, digest = TenantLabels(), "0123456789abcdef0123456789abcdef"
     keys = ApiKeyStore([ApiKey(key="nobodys-own"), ApiKey(key="another", tenant=digest)])
     labels.is_nameless = keys.is_nameless
@@ -117,7 +117,7 @@ def test_no_two_tenants_have_one_label() -> None:
     assert keys.is_nameless(nameless)  # its last requests end after it is taken away
 
 
-def test_buckets_end_where_they_say() -> None:
+def test_length_buckets_have_inclusive_ends() -> None:
     assert [length_bucket(n) for n in (1, 128, 129, 2048, 131072, 131073)] == [
         "128",
         "128",

@@ -36,7 +36,7 @@ def value(text: bytes, name: str, **labels: str) -> float:
     return samples(text)[name, tuple(sorted(labels.items()))]
 
 
-def test_counts_add_up_and_what_is_known_of_workers_does_not() -> None:
+def test_merge_adds_counts_but_not_worker_reports() -> None:
     text = merge([counted(2, ttft_s=0.03).render(), counted(5, ttft_s=3.0).render()])
     assert value(text, "vllm:request_success_total", **MODEL, finished_reason="stop") == 7
     assert value(text, "vllm:num_requests_running", **MODEL) == 7
@@ -46,19 +46,19 @@ def test_counts_add_up_and_what_is_known_of_workers_does_not() -> None:
     assert value(text, "tandem_workers", role="decode", state="live") == 2
 
 
-def test_workers_own_totals_are_not_multiplied() -> None:
+def test_merge_worker_totals_take_the_greatest() -> None:
     lines = b'# TYPE tandem_worker_fetched_tokens_total counter\ntandem_worker_fetched_tokens_total{worker="d"} %d\n'
     assert value(merge([lines % 40, lines % 42]), "tandem_worker_fetched_tokens_total", worker="d") == 42
     lines = b'# TYPE vllm:num_preemptions_total counter\nvllm:num_preemptions_total{engine="d"} %d\n'
     assert value(merge([lines % 3, lines % 3]), "vllm:num_preemptions_total", engine="d") == 3
 
 
-def test_a_process_that_has_lost_redis_is_not_hidden_by_the_others() -> None:
+def test_merge_redis_up_takes_the_least() -> None:
     lines = b'# TYPE tandem_redis_up gauge\ntandem_redis_up{use="poll"} %d\n'
     assert value(merge([lines % 1, lines % 0, lines % 1]), "tandem_redis_up", use="poll") == 0
 
 
-def test_one_process_alone_reads_as_before() -> None:
+def test_merge_single_process_is_unchanged() -> None:
     text = counted(3, ttft_s=0.5).render()
     assert merge([text]) == text
 
@@ -74,7 +74,9 @@ def test_one_process_alone_reads_as_before() -> None:
         b"\xff",
     ],
 )
-async def test_what_cannot_be_read_is_left_out(tmp_path: Path, text: bytes, caplog: pytest.LogCaptureFixture) -> None:
+async def test_merge_malformed_exposition_is_left_out(
+    tmp_path: Path, text: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     with pytest.raises(ValueError, match=r"requests|answers|utf-8|convert"):
         merge([counted(1, ttft_s=0.5).render(), text])
     own = counted(4, ttft_s=0.1).render()
@@ -83,15 +85,15 @@ async def test_what_cannot_be_read_is_left_out(tmp_path: Path, text: bytes, capl
         HostPeerExchange(tmp_path, index=1, render=lambda: text),
     ):
         assert await one.figures() == own
-    assert "metrics of another router process cannot be read" in caplog.text
+    assert "cannot parse the metrics of another router process" in caplog.text
 
 
-def test_labels_may_hold_what_separates_words() -> None:
+def test_merge_labels_with_separators_are_kept() -> None:
     text = b'# TYPE a_total counter\na_total{tenant="x} 7 {y=\\"z\\""} 2.0\n'
     assert merge([text, text]) == text.replace(b" 2.0", b" 4.0")
 
 
-async def test_whoever_is_asked_tells_of_all(tmp_path: Path) -> None:
+async def test_scrape_of_any_process_covers_all(tmp_path: Path) -> None:
     rendered = [counted(number, ttft_s=0.1).render() for number in (1, 2, 3)]
     (tmp_path / "router-9.sock").touch()  # of one that has died
     async with (
@@ -106,7 +108,7 @@ async def test_whoever_is_asked_tells_of_all(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["router-9.sock"]
 
 
-async def test_one_that_does_not_answer_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_scrape_skips_silent_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.host_peers.exchange.ANSWER_S", 0.05)
     left = asyncio.Event()
 

@@ -103,7 +103,7 @@ def test_figures_to_scale_by_tell_the_pools_apart(bottleneck: str) -> None:
     assert shown == {bottleneck: (18.0, 2000.0), other: (0.0, 20.0)}
 
 
-def test_one_request() -> None:
+def test_router_metrics_one_request_is_observed() -> None:
     metrics, clock = RouterMetrics("m"), Clock()
     with RequestMeter(metrics, clock, prompt_tokens=10, choices=1) as meter:
         assert value(metrics, "vllm:num_requests_waiting") == 1
@@ -141,7 +141,7 @@ def test_one_request() -> None:
     assert value(metrics, "vllm:request_success_total", **length) == 1
 
 
-def test_the_oldest_request_is_shown_until_it_ends() -> None:
+def test_oldest_request_gauge_follows_unfinished_requests() -> None:
     metrics, clock = RouterMetrics("m"), Clock()
     with RequestMeter(metrics, clock, prompt_tokens=1, choices=1, arrived_s=-1.0):
         clock.now = 2.0
@@ -162,7 +162,7 @@ def test_failures_leave_no_gauge_behind() -> None:
     assert genai(metrics, "time_to_first_token_seconds_count") is None
 
 
-def test_dispatch_reports() -> None:
+def test_router_metrics_count_dispatch_events() -> None:
     metrics = RouterMetrics("m")
     metrics.retried(RetryReason.REFUSED.value)
     metrics.workers("decode", "healthy", 2)

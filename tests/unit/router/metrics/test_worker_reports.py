@@ -31,7 +31,7 @@ def value(metrics: RouterMetrics, name: str, **labels: str) -> float | None:
 ENDED = {"direction": "received", "kind": "handoff", "transport": "tcp", "outcome": "committed"}
 
 
-def test_what_a_worker_counted_is_shown() -> None:
+def test_transfer_metrics_export_worker_totals() -> None:
     metrics = RouterMetrics("m")
     metrics.worker_loads([worker("d", load=load_from_pb(reported(num_bytes=100)))])
     shown = {
@@ -60,7 +60,7 @@ def test_what_a_worker_counted_is_shown() -> None:
     assert all(f"# HELP {name} " in text for name in (*shown, *side))
 
 
-def test_the_first_failure_is_a_step_from_zero() -> None:
+def test_transfer_metrics_failures_start_at_zero() -> None:
     metrics = RouterMetrics("m")
     metrics.worker_loads([worker("d", load=load_from_pb(reported(num_bytes=100)))])
     total = "tandem_worker_transfers_total"
@@ -75,7 +75,7 @@ def test_the_first_failure_is_a_step_from_zero() -> None:
     assert [value(metrics, total, **ENDED | {"outcome": one}) for one in ("failed", "expired")] == [3, 0]
 
 
-def test_totals_grow_with_a_workers_life_and_begin_again_with_the_next() -> None:
+def test_transfer_metrics_restart_resets_totals() -> None:
     metrics = RouterMetrics("m")
     bytes_total = "tandem_worker_transfer_bytes_total"
     first = worker("d", load=load_from_pb(reported(num_bytes=100)))
@@ -92,7 +92,7 @@ def test_totals_grow_with_a_workers_life_and_begin_again_with_the_next() -> None
     assert value(metrics, bytes_total, **ENDED) == 20, "its own, which Prometheus takes for a reset"
 
 
-def test_a_peers_made_up_words_become_no_labels() -> None:
+def test_transfer_metrics_unknown_outcome_is_not_a_label() -> None:
     metrics = RouterMetrics("m")
     made_up = reported(num_bytes=1, transport="carrier pigeon", outcome="eaten")
     made_up.transfers.sent.ended.extend(made_up.transfers.received.ended[:1] * 10_000)
@@ -108,7 +108,7 @@ def test_a_peers_made_up_words_become_no_labels() -> None:
     assert value(metrics, "tandem_worker_transfers_total", **none) == 3
 
 
-def test_what_was_inherited_is_shown_by_what_became_of_it() -> None:
+def test_transfer_metrics_migrated_blocks_by_outcome() -> None:
     told = [
         pb.InheritedBlocks(outcome="moved", blocks=5, num_bytes=500),
         pb.InheritedBlocks(outcome="made up", blocks=2, num_bytes=200),

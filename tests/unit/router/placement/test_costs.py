@@ -71,7 +71,7 @@ def placed(workers: list[WorkerSnapshot], asked: Asked, model: CostModel, seed: 
     return place(wanted, view, model, Random(seed))
 
 
-def test_columns_cost_what_plain_python_costs() -> None:
+def test_placement_columns_equal_scalar_costs() -> None:
     rng, num_placed = Random(11), 0
     for _ in range(400):
         workers = cluster_at_random(rng)
@@ -100,7 +100,7 @@ def test_columns_cost_what_plain_python_costs() -> None:
     assert num_placed > 200
 
 
-def test_who_may_not_be_chosen_never_is() -> None:
+def test_placement_excluded_workers_are_never_chosen() -> None:
     rng, num_pairs = Random(12), 0
     for seed in range(400):
         workers = cluster_at_random(rng)
@@ -119,7 +119,7 @@ def test_who_may_not_be_chosen_never_is() -> None:
     assert num_pairs > 40
 
 
-def test_the_threshold_is_where_the_choice_turns() -> None:
+def test_local_threshold_is_where_choice_changes() -> None:
     """For every decode worker: it computes the prompt itself just when the uncached part is within its threshold."""
     rng, turns = Random(13), Counter[bool]()
     for _ in range(400):
@@ -136,7 +136,7 @@ def test_the_threshold_is_where_the_choice_turns() -> None:
     assert min(turns[True], turns[False]) > 50
 
 
-def test_thresholds() -> None:
+def test_local_threshold_respects_bounds() -> None:
     here = {"queue_ms": 10.0, "token_ms": 0.4, "link_ms": 0.1, "floor_tokens": 64}
     assert local_threshold(**here, handoff_ms=40.0) == pytest.approx(100.0)
     assert local_threshold(**here, handoff_ms=20.0) == 64.0
@@ -147,14 +147,14 @@ def test_thresholds() -> None:
     assert local_threshold(**{**here, "link_ms": 0.5}, handoff_ms=9.0) == 64.0
 
 
-def test_streams_are_what_speaks_for_a_handoff() -> None:
+def test_placement_streams_favour_handoff() -> None:
     """The same prompt is computed by a decode worker with nothing to delay while the prefill pool is busy."""
     busy = worker("p0", backlog=400)
     assert placed([worker("d0"), busy], Asked(300, {}), EXACT).reason is PlacementReason.LOCAL_CHEAPER
     assert placed([worker("d0", active=8), busy], Asked(300, {}), EXACT).reason is PlacementReason.DISAGGREGATED
 
 
-def test_what_the_cached_prefix_had_to_say() -> None:
+def test_placement_affinity_describes_prefix_influence() -> None:
     decode, busy = worker("d0", active=9), worker("p1", backlog=3_000)
     assert placed([decode, worker("p0")], Asked(500, {}), EXACT).affinity is Affinity.COLD
     assert placed([decode, worker("p0"), worker("p1")], Asked(500, {"p1": 480}), EXACT).affinity is Affinity.PREFIX
@@ -163,7 +163,7 @@ def test_what_the_cached_prefix_had_to_say() -> None:
     assert placed([decode, worker("p0"), closed], Asked(500, {"p1": 480}), EXACT).affinity is Affinity.COLD
 
 
-def test_a_copy_is_made_by_whoever_waits_least() -> None:
+def test_placement_replica_goes_to_shortest_queue() -> None:
     decode, holder = worker("d0", active=9), worker("p1", backlog=100)
     workers = [decode, worker("p0"), worker("p2", backlog=50), holder]
     wanted = Asked(1000, {"p1": 960})
@@ -176,7 +176,7 @@ def test_a_copy_is_made_by_whoever_waits_least() -> None:
     assert placed(idle, replace(wanted, replicate_tokens=960), EXACT).affinity is Affinity.PREFIX
 
 
-def test_what_another_has_is_computed_again_the_less_the_more_are_waiting() -> None:
+def test_placement_recomputes_less_under_load() -> None:
     """The same queue ahead: with few requests about it is not worth waiting for, with many it is."""
     decode, holder = worker("d0", active=30), worker("p1", backlog=500)
     wanted = Asked(600, {"p1": 480})

@@ -66,7 +66,7 @@ class Placed:
         self.placer.release(assignment)
 
 
-def test_newest_first_and_no_more_than_are_kept() -> None:
+def test_decision_log_keeps_bounded_newest_first() -> None:
     placed = Placed("d0", "p0", kept=3)
     for number in range(5):
         placed.place(f"r{number}-0")
@@ -76,7 +76,7 @@ def test_newest_first_and_no_more_than_are_kept() -> None:
     assert nothing.described("", limit=5) == []
 
 
-def test_by_request_or_by_choice() -> None:
+def test_decision_log_filters_by_request_or_choice() -> None:
     placed = Placed("d0", "p0", kept=9)
     for request_id in ("r-1-0", "r-1-1", "r-2-0"):
         placed.place(request_id)
@@ -86,7 +86,7 @@ def test_by_request_or_by_choice() -> None:
     assert shown("", limit=9, request_id="r") == []
 
 
-def test_predicted_and_actual() -> None:
+def test_decision_compares_predicted_and_actual_tokens() -> None:
     metrics = RouterMetrics("m")
     placed = Placed("d0", "p0", kept=9, metrics=metrics)
     placed.place("a-0", cached=0)
@@ -108,7 +108,7 @@ def test_predicted_and_actual() -> None:
     assert metrics.registry.get_sample_value("tandem_placement_seconds_count") == 3
 
 
-def test_a_decision_says_why() -> None:
+def test_decision_describes_its_reason() -> None:
     placed = Placed("d0", "d1", "p0", "p1")
     busy = WorkerLoad(num_free_blocks=1000, prefill_tokens_per_s=1_000.0, backlog_tokens=700)
     placed.registry.load_changed(worker("p1").info.key, busy)
@@ -128,7 +128,7 @@ def test_a_decision_says_why() -> None:
     assert one["predicted_ms"] == one["candidates"][0]["total_ms"]
 
 
-def test_a_failed_handoff_is_told_and_not_compared() -> None:
+def test_decision_of_failed_handoff_is_logged_not_compared() -> None:
     metrics = RouterMetrics("m")
     placed = Placed("d0", "p0", "p1", metrics=metrics)
     assignment = placed.placer.assign(num_tokens=481, names=NAMES)
@@ -144,7 +144,7 @@ def test_a_failed_handoff_is_told_and_not_compared() -> None:
     assert metrics.registry.get_sample_value("tandem_placement_cached_tokens_total", labels) is None
 
 
-def test_of_many_candidates_the_best_are_shown() -> None:
+def test_decision_shows_best_candidates() -> None:
     placed = Placed(*(f"d{i}" for i in range(20)), *(f"p{i}" for i in range(40)))
     placed.place("r-0")
     (one,) = placed.decisions.described("", limit=1)
@@ -154,16 +154,16 @@ def test_of_many_candidates_the_best_are_shown() -> None:
 
 
 async def ask(config: RouterConfig, decisions: DecisionLog | None, query: str, key: str = "") -> httpx.Response:
-    parts = fakes.make_doors(fakes.make_tokenizer())
+    parts = fakes.make_servers(fakes.make_tokenizer())
     app = create_app(
         parts.frontend, parts.generator, parts.ready, config, parts.metrics, OptionalRoutes(decisions=decisions)
     )
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
         return await client.get(f"/debug/decisions{query}", headers={"Authorization": f"Bearer {key}"} if key else {})
 
 
-async def test_the_page() -> None:
+async def test_decisions_page_lists_decisions() -> None:
     placed = Placed("d0", "p0", kept=50)
     for number in range(30):
         placed.place(f"r{number}-0")
@@ -184,13 +184,13 @@ async def test_the_page() -> None:
     [("?limit=0", "limit"), ("?limit=x", "limit"), ("?limit=1001", "limit"), ("?limit=²", "limit"),
      ("?limit=-1", "limit"), ("?request_id=" + "r" * 300, "request_id"), ("?color=red", "color")],
 )  # fmt: skip
-async def test_the_page_refuses_what_it_does_not_know(query: str, param: str) -> None:
+async def test_decisions_page_unknown_parameter_is_refused(query: str, param: str) -> None:
     answer = await ask(RouterConfig(), DecisionLog(5, clock=Clock()), query)
     assert answer.status_code == 400
     assert error_of(answer)["param"] == param
 
 
-async def test_a_key_is_shown_its_own_tenants_decisions_alone() -> None:
+async def test_decisions_page_shows_own_tenant_only() -> None:
     placed = Placed("d0", kept=9)
     for request_id, tenant in (("r1-0", "one"), ("r2-0", "two"), ("r3-0", "one"), ("r4-0", "")):
         placed.place(request_id, tenant=tenant)
@@ -202,7 +202,7 @@ async def test_a_key_is_shown_its_own_tenants_decisions_alone() -> None:
     assert of_another["data"] == []
 
 
-async def test_the_page_asks_for_a_key_as_the_others_do_and_may_be_absent() -> None:
+async def test_decisions_page_requires_key_and_may_be_absent() -> None:
     config = RouterConfig(api_keys=(SecretStr("k1"),))
     log = DecisionLog(5, clock=Clock())
     assert (await ask(config, log, "")).status_code == 401
@@ -210,7 +210,7 @@ async def test_the_page_asks_for_a_key_as_the_others_do_and_may_be_absent() -> N
     assert (await ask(config, None, "", key="k1")).status_code == 404
 
 
-async def test_between_two_of_many_who_look_everybody_else_has_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_decisions_page_yields_between_callers(monkeypatch: pytest.MonkeyPatch) -> None:
     """A page takes milliseconds; fifty in one turn of the loop would hold up every stream for a second."""
     log, turns, shown_at = DecisionLog(4, clock=Clock()), 0, list[int]()
     monkeypatch.setattr(log, "described", lambda *_, **__: shown_at.append(turns) or [])

@@ -30,7 +30,7 @@ def named(*workers: WorkerSnapshot, confirmed: dict[str, int] | None = None, **m
     return None if holder is None else (holder.worker_id, holder.num_tokens)
 
 
-def test_the_longest_prefix_that_is_worth_asking_for() -> None:
+def test_prefix_holder_is_longest_worthwhile_prefix() -> None:
     workers = [lending("p0"), lending("d0"), lending("d1", active=1)]
     assert named(*workers, d0=128, d1=256) == ("d1", 256)
     assert named(*workers, d0=256, d1=256) == ("d0", 256)
@@ -38,14 +38,14 @@ def test_the_longest_prefix_that_is_worth_asking_for() -> None:
     assert named(*workers, p0=256 - MIN_GAIN_TOKENS + 1, d0=256) is None
 
 
-def test_what_is_only_expected_is_not_held() -> None:
+def test_prefix_holder_ignores_expected_blocks() -> None:
     workers = [lending("p0"), lending("d0"), lending("d1")]
     assert named(*workers, d0=256, d1=128, confirmed={"d0": 0}) == ("d1", 128)
     assert named(*workers, d0=256, d1=128, confirmed={"d0": 64, "d1": 0}) == ("d0", 64)
     assert named(*workers, d0=256, confirmed={"d0": MIN_GAIN_TOKENS - 1}) is None
 
 
-def test_few_are_asked_what_of_it_is_confirmed() -> None:
+def test_prefix_holder_checks_few_workers() -> None:
     asked: list[str] = []
 
     def known(worker_id: WorkerId, num_tokens: int) -> int:
@@ -61,13 +61,13 @@ def test_few_are_asked_what_of_it_is_confirmed() -> None:
     assert asked == ["d2", "d1"]
 
 
-def test_a_draining_worker_lends_where_no_other_does() -> None:
+def test_prefix_holder_draining_worker_is_last_choice() -> None:
     leaving, staying = replace(lending("d0"), draining=True), lending("d1", active=5)
     assert named(lending("p0"), leaving, staying, d0=256, d1=256) == ("d1", 256)
     assert named(lending("p0"), leaving, staying, d0=256, d1=128) == ("d0", 256)
 
 
-def test_the_map_tells_what_was_confirmed() -> None:
+def test_prefix_map_counts_confirmed_blocks() -> None:
     names = [BlockHash(i.to_bytes(16, "big")) for i in range(8)]
     prefix_map, one, two = PrefixMap(), WorkerId("d0"), WorkerId("d1")
     prefix_map.add_worker(one, capacity=100)
@@ -100,7 +100,7 @@ class Counted(Sequence[BlockHash]):
 
 
 @pytest.mark.parametrize("per_block", [1, 4])
-def test_what_is_confirmed_of_a_long_prompt_is_found_without_walking_it(per_block: int) -> None:
+def test_prefix_map_confirmed_count_is_fast_for_long_prompts(per_block: int) -> None:
     names = [BlockHash(i.to_bytes(16, "big")) for i in range(8000)]
     prefix_map, worker_id = PrefixMap(), WorkerId("d0")
     prefix_map.add_worker(worker_id, capacity=10_000, names_per_block=per_block)
@@ -114,7 +114,7 @@ def test_what_is_confirmed_of_a_long_prompt_is_found_without_walking_it(per_bloc
 
 
 @given(st.data())
-def test_what_is_confirmed_ends_before_the_first_that_is_only_expected(data: st.DataObject) -> None:
+def test_prefix_map_confirmed_count_ends_at_first_expected(data: st.DataObject) -> None:
     """Whatever was evicted in between, and however much is expected of other prompts."""
     per_block = data.draw(st.sampled_from([1, 2]))
     names = [BlockHash(i.to_bytes(16, "big")) for i in range(16)]

@@ -25,7 +25,7 @@ def ask(hot: HotPrefixes, *, for_s: float, per_s: float, work_ms: float, from_s:
     return from_s + for_s
 
 
-def test_a_copy_is_wanted_when_its_holder_would_have_no_time_for_anything_else() -> None:
+def test_replication_busy_holder_wants_a_copy() -> None:
     for per_s, wanted in ((4.0, 0), (6.0, 1024)):
         hot = HotPrefixes(POLICY)
         now_s = ask(hot, for_s=60.0, per_s=per_s, work_ms=100.0)
@@ -37,13 +37,13 @@ def test_a_copy_is_wanted_when_its_holder_would_have_no_time_for_anything_else()
 
 
 @pytest.mark.parametrize(("num_holders", "wanted"), [(1, 1024), (2, 1024), (3, 1024), (4, 0), (5, 0)])
-def test_the_more_work_the_more_copies(num_holders: int, wanted: int) -> None:
+def test_replication_more_demand_wants_more_copies(num_holders: int, wanted: int) -> None:
     hot = HotPrefixes(POLICY)
     now_s = ask(hot, for_s=60.0, per_s=18.0, work_ms=100.0)
     assert hot.wanted_tokens(NAMES, lambda _: num_holders, now_s) == wanted
 
 
-def test_what_was_wanted_stays_wanted_until_clearly_too_much() -> None:
+def test_replication_copies_have_hysteresis() -> None:
     """Between the two bounds nothing changes, whichever way demand came there."""
     hot = HotPrefixes(POLICY)
     now_s = ask(hot, for_s=60.0, per_s=6.0, work_ms=100.0)
@@ -56,7 +56,7 @@ def test_what_was_wanted_stays_wanted_until_clearly_too_much() -> None:
     assert not hot.wanted_tokens(NAMES, lambda _: 1, now_s)
 
 
-def test_one_copy_at_a_time() -> None:
+def test_replication_makes_one_copy_at_a_time() -> None:
     hot = HotPrefixes(POLICY)
     now_s = ask(hot, for_s=60.0, per_s=18.0, work_ms=100.0)
     hot.copied(NAMES, 1024, 0, now_s)
@@ -64,7 +64,7 @@ def test_one_copy_at_a_time() -> None:
     assert hot.wanted_tokens(NAMES, lambda _: 1, now_s + 1.0) == 1024
 
 
-def test_copies_have_a_budget() -> None:
+def test_replication_budget_bounds_copies() -> None:
     hot = HotPrefixes(ReplicationPolicy(settle_s=0.0, half_life_s=5.0, burst_tokens=2_000, budget_share=0.1))
     now_s = ask(hot, for_s=60.0, per_s=18.0, work_ms=100.0)
     hot.copied(NAMES, 1024, 0, now_s)
@@ -77,7 +77,7 @@ def test_copies_have_a_budget() -> None:
     assert hot.wanted_tokens(NAMES, lambda _: 1, now_s) == 512
 
 
-def test_only_so_many_prefixes_are_followed() -> None:
+def test_replication_followed_prefixes_are_bounded() -> None:
     hot, rng = HotPrefixes(ReplicationPolicy(most_prefixes=50)), Random(1)
     for _ in range(300):
         hot.on_placed([BlockHash(rng.randbytes(16)) for _ in range(40)], work_ms=1.0, tokens=10, now_s=0.0)
@@ -138,7 +138,7 @@ def holders_after(policy: ReplicationPolicy) -> tuple[int, int, float]:
     return sum(blocks == 1024 for blocks in matched.values()), replicas, sorted(waits[300:])[270]
 
 
-def test_a_hot_prefix_gets_its_copies_by_requests_that_are_sent_elsewhere() -> None:
+def test_replication_sends_requests_to_new_holder() -> None:
     holders, copies, wait_s = holders_after(ReplicationPolicy(burst_tokens=100_000))
     assert (holders, copies) == (2, 1)
     holders, copies, alone_s = holders_after(ReplicationPolicy(burst_tokens=0, budget_share=0.0))

@@ -65,7 +65,7 @@ def test_threshold_counts_only_what_is_not_cached() -> None:
     assert (placement.cached_tokens, placement.uncached_tokens) == (448, 52)
 
 
-def test_without_prefill_workers_the_decode_worker_computes() -> None:
+def test_placement_without_prefill_workers_is_local() -> None:
     placement = place(demand(500), [worker("d0")], MODEL, Random(0))
     assert placement.reason is PlacementReason.NO_PREFILL_WORKER
     assert placement.computing.info.key.worker_id == "d0"
@@ -83,7 +83,7 @@ def test_hot_prefix_spreads_when_its_queue_costs_more_than_computing() -> None:
     assert chosen(demand(500, p1=320), worker("d0"), cold, hot) == ("d0", "p0")
 
 
-def test_one_hot_worker_does_not_end_affinity_elsewhere() -> None:
+def test_placement_hot_worker_keeps_affinity_of_others() -> None:
     workers = [worker("d0"), worker("p0", backlog=10_000), worker("p1"), worker("p2")]
     assert chosen(demand(500, p0=480, p1=320), *workers) == ("d0", "p1")
 
@@ -193,13 +193,13 @@ def test_draining_and_excluded_workers_get_nothing() -> None:
         place(demand(500, decode), [decode, replace(worker("d1"), draining=True)], MODEL, Random(0))
 
 
-def test_a_restarted_worker_is_not_the_excluded_one() -> None:
+def test_placement_restarted_worker_is_not_excluded() -> None:
     old = worker("d0")
     new = replace(old, info=replace(old.info, key=WorkerKey(WorkerId("d0"), Incarnation(2))))
     assert chosen(demand(10, old), new) == ("d0", None)
 
 
-def test_no_workers_at_all() -> None:
+def test_placement_without_workers_raises() -> None:
     with pytest.raises(NoDecodeWorker):
         place(demand(), [worker("p0")], MODEL, Random(0))
 
@@ -228,7 +228,7 @@ def test_ties_are_broken_by_the_given_randomness() -> None:
     assert chosen(demand(500), *workers, seed=7) == chosen(demand(500), *workers, seed=7)
 
 
-def test_whole_prompt_cached_still_computes_its_last_token() -> None:
+def test_placement_cached_prompt_computes_last_token() -> None:
     placement = place(demand(512, d0=512), [worker("d0")], MODEL, Random(0))
     assert (placement.cached_tokens, placement.uncached_tokens) == (496, 16)
 
@@ -262,7 +262,7 @@ _LOADS = st.builds(
     tokens=st.integers(1, 4_000),
     seed=st.integers(0, 99),
 )
-def test_no_pair_would_have_been_cheaper(
+def test_placement_finds_cheapest_pair(
     decoders: list[tuple[WorkerLoad, int, int]],
     prefillers: list[tuple[WorkerLoad, int, int]],
     tokens: int,

@@ -1,4 +1,4 @@
-"""The end of a router: new requests are refused at both doors while accepted ones end, within one bound."""
+"""The end of a router: new requests are refused at both servers while accepted ones end, within one bound."""
 
 import asyncio
 import json
@@ -26,14 +26,14 @@ from tests.support.router.servers import fakes
 
 BODY = {"prompt": "a", "max_tokens": 4}
 _JSON = json.dumps(BODY).encode()
-REQUEST = b"POST /v1/completions HTTP/1.1\r\nHost: r\r\nContent-Type: application/json\r\n"
+REQUEST = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 REQUEST += b"Content-Length: %d\r\n\r\n%b" % (len(_JSON), _JSON)
 WAIT_S = 20.0
 
 
 @dataclass
 class _Router:
-    """Both doors over a real dispatcher."""
+    """Both servers over a real dispatcher."""
 
     core: Cluster
     queue: AdmissionQueue
@@ -51,7 +51,7 @@ class _Router:
 
 @asynccontextmanager
 async def _router(worker: FakeWorker) -> AsyncIterator[_Router]:
-    parts = fakes.make_doors(fakes.make_tokenizer())
+    parts = fakes.make_servers(fakes.make_tokenizer())
     # Deadlines are on dispatch's clock.
     parts.frontend.clock = asyncio.get_running_loop().time
     async with gated(worker, running=100) as (queue, core):
@@ -66,7 +66,7 @@ async def _router(worker: FakeWorker) -> AsyncIterator[_Router]:
             yield _Router(core, queue, http, rpc, client, InferenceStub(channel))
 
 
-async def test_draining_doors_refuse_at_once_and_finish_what_runs() -> None:
+async def test_drain_refuses_new_and_finishes_running_requests() -> None:
     worker = FakeWorker("d0", script=hold)
     async with _router(worker) as router:
         call = router.stub.Generate(pb.GenerateRequest(prompt="a"))
@@ -89,14 +89,14 @@ async def test_draining_doors_refuse_at_once_and_finish_what_runs() -> None:
             await router.ask()
 
 
-async def test_both_doors_share_one_bound() -> None:
+async def test_drain_both_servers_share_one_bound() -> None:
     worker = FakeWorker("d0", script=hold)
     async with _router(worker) as router:
         reading = asyncio.create_task(router.stub.Generate(pb.GenerateRequest(prompt="a")).read())
         asking = asyncio.create_task(router.ask())
         for _ in range(2):
             await worker.submissions.get()
-        # Either door alone would wait for a minute.
+        # Either server alone would wait for a minute.
         await router.drain(0.1)
         with pytest.raises(grpc.aio.AioRpcError):
             await reading
@@ -106,7 +106,7 @@ async def test_both_doors_share_one_bound() -> None:
         assert refused.json()["error"]["code"] == "unavailable"
 
 
-async def test_a_router_that_is_not_alone_leaves_what_is_new_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_drain_with_siblings_leaves_new_connections_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """And serves who is connected, whether it has asked before or not."""
     monkeypatch.setattr(router_drain, "_HAND_OVER_S", 60.0)
     worker = FakeWorker("d0")
@@ -137,7 +137,7 @@ async def _answer(submission: Submission) -> None:
     submission.give_all()
 
 
-async def test_who_was_in_the_queue_of_a_port_that_is_left_is_served() -> None:
+async def test_drain_serves_queued_connections() -> None:
     worker = FakeWorker("d0")
     async with _router(worker) as router:
         unseen = [socket.create_connection(("127.0.0.1", router.http.port)) for _ in range(20)]
@@ -150,7 +150,7 @@ async def test_who_was_in_the_queue_of_a_port_that_is_left_is_served() -> None:
 
 
 async def _answered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
-    """All that the door says to a request until it closes."""
+    """All that the server says to a request until it closes."""
     writer.write(REQUEST)
     answer = await reader.read()
     writer.close()

@@ -1,6 +1,7 @@
-"""Doors that go from one router to the next, by real sockets."""
+"""Servers that go from one router to the next, by real sockets."""
 
 import asyncio
+import os
 import socket
 from pathlib import Path
 
@@ -27,25 +28,25 @@ def config(tmp_path):
 
 
 @pytest.fixture
-def door():
+def server():
     with socket.create_server(("127.0.0.1", 0)) as listening:
         yield listening
 
 
-def hands_over(config, door, *, on_handed_over, reached=frozenset, succeeds=False):
-    return ListenerHandover(config, lambda: door, reached=reached, on_handed_over=on_handed_over, succeeds=succeeds)
+def hands_over(config, server, *, on_handed_over, reached=frozenset, succeeds=False):
+    return ListenerHandover(config, lambda: server, reached=reached, on_handed_over=on_handed_over, succeeds=succeeds)
 
 
 async def find(config):
     return await asyncio.to_thread(RunningRouter.connect, config)
 
 
-async def test_a_successor_gets_the_very_socket_and_relieves(config, door):
+async def test_handover_successor_gets_socket_and_confirms(config, server):
     relieved = asyncio.Event()
-    async with hands_over(config, door, on_handed_over=relieved.set) as handing:
+    async with hands_over(config, server, on_handed_over=relieved.set) as handing:
         found = await find(config)
-        assert found.http.getsockname() == door.getsockname()
-        client = socket.create_connection(door.getsockname())
+        assert found.http.getsockname() == server.getsockname()
+        client = socket.create_connection(server.getsockname())
         found.http.settimeout(5.0)
         accepted, _ = found.http.accept()  # what came to the one is there for the other
         assert not handing.is_handed_over
@@ -57,8 +58,8 @@ async def test_a_successor_gets_the_very_socket_and_relieves(config, door):
         found.close()
 
 
-async def test_one_that_dies_before_it_serves_changes_nothing(config, door):
-    async with hands_over(config, door, on_handed_over=lambda: pytest.fail("relieved")) as handing:
+async def test_handover_successor_dying_early_changes_nothing(config, server):
+    async with hands_over(config, server, on_handed_over=lambda: pytest.fail("relieved")) as handing:
         for _ in range(2):
             found = await find(config)
             found.http.close()
@@ -66,10 +67,10 @@ async def test_one_that_dies_before_it_serves_changes_nothing(config, door):
         assert not handing.is_handed_over
 
 
-async def test_nobody_is_found_where_nobody_is_or_other_doors_are(config, door, monkeypatch):
+async def test_handover_without_matching_router_finds_none(config, server, monkeypatch):
     assert await find(config) is None
-    async with hands_over(config, door, on_handed_over=lambda: None):
-        with pytest.raises(ConfigError, match="listens at other addresses"):
+    async with hands_over(config, server, on_handed_over=lambda: None):
+        with pytest.raises(ConfigError, match="listens on other addresses"):
             await find(config.model_copy(update={"grpc_port": 9}))
     assert await find(config) is None, "it has left nothing"
     monkeypatch.setattr(listener_handover, "_ANSWER_S", 0.05)
@@ -87,11 +88,11 @@ def unnamed(tmp_path, monkeypatch):
     return RouterConfig(host="127.0.0.1", port=8123, grpc_port=8124)
 
 
-async def test_routers_at_one_port_of_two_addresses_leave_each_other_alone(unnamed, door, caplog):
-    async with hands_over(unnamed, door, on_handed_over=lambda: pytest.fail("relieved")):
+async def test_handover_same_port_other_address_is_ignored(unnamed, server, caplog):
+    async with hands_over(unnamed, server, on_handed_over=lambda: pytest.fail("relieved")):
         other = unnamed.model_copy(update={"host": "127.0.0.2"})
         assert await find(other) is None
-        async with hands_over(other, door, on_handed_over=lambda: None):
+        async with hands_over(other, server, on_handed_over=lambda: None):
             assert "another router answers at" in caplog.text
         found = await find(unnamed)
         assert found is not None, "the second one took nothing along"
@@ -100,7 +101,17 @@ async def test_routers_at_one_port_of_two_addresses_leave_each_other_alone(unnam
     assert list((runtime_folder()).iterdir()) == []
 
 
-async def test_a_successor_that_cannot_be_accepted_once_is_accepted_later(config, door, monkeypatch):
+async def test_router_that_starts_removes_sockets_of_killed_ones(unnamed, server):
+    runtime_folder().mkdir(mode=0o700)
+    dead = runtime_folder() / "router-8999.sock"
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind(str(dead))
+    os.utime(dead, (0, 0))
+    async with hands_over(unnamed, server, on_handed_over=lambda: None):
+        assert [path.name for path in runtime_folder().iterdir()] == ["router-8123.sock"]
+
+
+async def test_handover_accepts_again_after_descriptor_shortage(config, server, monkeypatch):
     loop, refused = asyncio.get_running_loop(), asyncio.Event()
     real = loop.sock_accept
 
@@ -112,7 +123,7 @@ async def test_a_successor_that_cannot_be_accepted_once_is_accepted_later(config
 
     monkeypatch.setattr(loop, "sock_accept", accept)
     monkeypatch.setattr(listener_handover, "_AGAIN_S", 0.0)
-    async with hands_over(config, door, on_handed_over=lambda: pytest.fail("relieved")):
+    async with hands_over(config, server, on_handed_over=lambda: pytest.fail("relieved")):
         found = await find(config)
         assert refused.is_set()
         assert found is not None
@@ -139,18 +150,18 @@ class Sessions:
         )
 
 
-async def test_a_successor_opens_the_doors_when_it_has_every_worker_of_its_predecessor(config, door, monkeypatch):
+async def test_handover_successor_waits_for_predecessors_workers(config, server, monkeypatch):
     """Not with the first that answers: all load of the router would fall on that one."""
     alone = Sessions()
     alone.join("a")
     assert await alone.wait(None)
     reached, asked = {"a:1", "b:1"}, asyncio.Event()
 
-    def told():
+    def reached_workers():
         asked.set()
         return frozenset(reached)
 
-    async with hands_over(config, door, reached=told, on_handed_over=lambda: None):
+    async with hands_over(config, server, reached=reached_workers, on_handed_over=lambda: None):
         found, sessions = await find(config), Sessions()
         waits = sessions.wait(found)
         sessions.join("a")
@@ -171,14 +182,14 @@ async def test_a_successor_opens_the_doors_when_it_has_every_worker_of_its_prede
         found.close()
 
 
-async def test_a_successor_does_not_wait_for_ever_and_not_once_it_is_told_to_stop(config, door, monkeypatch, caplog):
+async def test_handover_wait_for_workers_is_bounded_and_stoppable(config, server, monkeypatch, caplog):
     asked = asyncio.Event()
 
-    def told():
+    def reached_workers():
         asked.set()
         return frozenset({"a:1", "b:1"})
 
-    async with hands_over(config, door, reached=told, on_handed_over=lambda: None):
+    async with hands_over(config, server, reached=reached_workers, on_handed_over=lambda: None):
         found, sessions = await find(config), Sessions()
         sessions.join("a")
         waits = sessions.wait(found)
@@ -193,8 +204,8 @@ async def test_a_successor_does_not_wait_for_ever_and_not_once_it_is_told_to_sto
         found.close()
 
 
-async def test_a_predecessor_that_has_gone_is_waited_for_by_nobody(config, door):
-    async with hands_over(config, door, reached=lambda: frozenset({"b:1"}), on_handed_over=lambda: None):
+async def test_handover_ended_predecessor_is_not_waited_for(config, server):
+    async with hands_over(config, server, reached=lambda: frozenset({"b:1"}), on_handed_over=lambda: None):
         found, sessions = await find(config), Sessions()
     sessions.join("a")
     assert await sessions.wait(found)
@@ -213,9 +224,9 @@ class HandedOverBefore(ListenerHandover):
                 self._on_handed_over()
 
 
-async def test_a_predecessor_that_knows_no_questions_is_handed_over_all_the_same(config, door):
+async def test_handover_from_older_version_succeeds(config, server):
     relieved = asyncio.Event()
-    async with HandedOverBefore(config, lambda: door, reached=frozenset, on_handed_over=relieved.set):
+    async with HandedOverBefore(config, lambda: server, reached=frozenset, on_handed_over=relieved.set):
         found, sessions = await find(config), Sessions()
         sessions.join("a")
         assert await sessions.wait(found)
@@ -225,7 +236,7 @@ async def test_a_predecessor_that_knows_no_questions_is_handed_over_all_the_same
         found.close()
 
 
-async def test_a_predecessor_that_is_silent_for_a_while_is_asked_again(config, door, monkeypatch):
+async def test_handover_silent_predecessor_is_queried_again(config, server, monkeypatch):
     """Else the successor would take over at once, with the first worker that it has met."""
     monkeypatch.setattr(listener_handover, "_ANSWER_S", 0.05)
     monkeypatch.setattr(listener_handover, "_LOOK_S", 0.0)
@@ -239,7 +250,7 @@ async def test_a_predecessor_that_is_silent_for_a_while_is_asked_again(config, d
             await super()._offer(link)
 
     found = []
-    async with Silent(config, lambda: door, reached=lambda: frozenset({"a:1", "b:1"}), on_handed_over=lambda: None):
+    async with Silent(config, lambda: server, reached=lambda: frozenset({"a:1", "b:1"}), on_handed_over=lambda: None):
         found.append(await find(config))
         sessions.join("a")
         waits = sessions.wait(found[0])
@@ -254,10 +265,10 @@ async def test_a_predecessor_that_is_silent_for_a_while_is_asked_again(config, d
         found[0].close()
 
 
-async def test_who_takes_over_from_one_that_says_nothing_tells_so(config, door, monkeypatch, caplog):
+async def test_handover_from_silent_predecessor_is_logged(config, server, monkeypatch, caplog):
     monkeypatch.setattr(listener_handover, "_ANSWER_S", 0.05)
     monkeypatch.setattr(listener_handover, "_JOIN_S", 0.0)
-    async with hands_over(config, door, on_handed_over=lambda: None) as handing:
+    async with hands_over(config, server, on_handed_over=lambda: None) as handing:
         found, sessions = await find(config), Sessions()
         sessions.join("a")
         handing._accepting.cancel()
@@ -269,17 +280,19 @@ async def test_who_takes_over_from_one_that_says_nothing_tells_so(config, door, 
     assert "cannot confirm to the previous router that this one serves" in caplog.text
 
 
-async def test_of_two_successors_that_found_the_same_router_one_stays(config, door, monkeypatch):
+async def test_handover_of_two_successors_one_stays(config, server, monkeypatch):
     """Only the last one has the place; nobody has a link to the other to tell it."""
     monkeypatch.setattr(listener_handover, "_LOOK_S", 0.01)
     relieved = [asyncio.Event() for _ in range(2)]
-    async with hands_over(config, door, on_handed_over=relieved[0].set) as predecessor:
+    async with hands_over(config, server, on_handed_over=relieved[0].set) as predecessor:
         found = [await find(config) for _ in range(2)]
-        async with hands_over(config, door, on_handed_over=relieved[1].set, succeeds=True) as first:
+        async with hands_over(config, server, on_handed_over=relieved[1].set, succeeds=True) as first:
             found[0].confirm_serving()
             await relieved[0].wait()
             await predecessor.close()
-            async with hands_over(config, door, on_handed_over=lambda: pytest.fail("relieved"), succeeds=True) as last:
+            async with hands_over(
+                config, server, on_handed_over=lambda: pytest.fail("relieved"), succeeds=True
+            ) as last:
                 found[1].confirm_serving()
                 await relieved[1].wait()
                 await first.close()
@@ -292,10 +305,10 @@ async def test_of_two_successors_that_found_the_same_router_one_stays(config, do
         one.close()
 
 
-async def test_the_successors_own_socket_stays_when_the_predecessor_leaves(config, door):
-    first = hands_over(config, door, on_handed_over=lambda: None)
+async def test_handover_successors_unix_socket_survives_predecessor(config, server):
+    first = hands_over(config, server, on_handed_over=lambda: None)
     await first.__aenter__()
-    async with hands_over(config, door, on_handed_over=lambda: None, succeeds=True):
+    async with hands_over(config, server, on_handed_over=lambda: None, succeeds=True):
         await first.close()
         await first.__aexit__(None, None, None)
         found = await find(config)
@@ -304,15 +317,15 @@ async def test_the_successors_own_socket_stays_when_the_predecessor_leaves(confi
         found.close()
 
 
-async def test_where_others_can_enter_nobody_is_awaited(config, door, tmp_path, caplog):
+async def test_handover_in_shared_folder_is_disabled(config, server, tmp_path, caplog):
     tmp_path.chmod(0o755)
-    async with hands_over(config, door, on_handed_over=lambda: None):
-        assert "a successor will not find this router" in caplog.text
+    async with hands_over(config, server, on_handed_over=lambda: None):
+        assert "a successor cannot find this router" in caplog.text
         assert await find(config) is None
 
 
-async def test_whoever_could_be_somebody_else_is_not_believed(config, door, tmp_path):
-    async with hands_over(config, door, on_handed_over=lambda: pytest.fail("relieved")):
+async def test_handover_from_other_user_is_refused(config, server, tmp_path):
+    async with hands_over(config, server, on_handed_over=lambda: pytest.fail("relieved")):
         tmp_path.chmod(0o777)
         with pytest.raises(ConfigError, match="can be written to by others"):
             await find(config)
@@ -334,7 +347,7 @@ def accepted(listening):
         count += 1
 
 
-def test_the_kernel_brings_what_is_new_to_the_last_of_two_and_then_to_the_only_one():
+def test_port_steering_prefers_last_listener():
     first = socket.create_server(("127.0.0.1", 0), reuse_port=True)
     address = first.getsockname()
     with socket.create_server(address, reuse_port=True) as second:

@@ -31,7 +31,7 @@ async def storm(whole: WholeRouter, num_crowds: int) -> int:
     return unserved
 
 
-async def test_nothing_stays_behind_of_a_storm_of_aborts() -> None:
+async def test_abort_storm_leaves_no_state() -> None:
     whole = WholeRouter(3)
     unserved = await storm(whole, 8)
     assert unserved >= ABORTED * whole.num_requests
@@ -46,7 +46,7 @@ async def turns_of_a_crowd(whole: WholeRouter) -> int:
     return whole.num_turns
 
 
-async def test_after_a_storm_the_same_work_takes_no_longer() -> None:
+async def test_abort_storm_does_not_slow_later_work() -> None:
     """In turns of the event loop, which are the only time here. There is nothing to wait for but the storm's end."""
     calm, stormy = WholeRouter(3), WholeRouter(3)
     before = await turns_of_a_crowd(calm)
@@ -56,7 +56,7 @@ async def test_after_a_storm_the_same_work_takes_no_longer() -> None:
 
 
 @pytest.mark.parametrize("outcome", ["aborted", "refused for room"])
-async def test_a_probe_that_is_taken_back_closes_no_worker_for_good(outcome: str) -> None:
+async def test_abort_storm_cancelled_probe_leaves_breaker_usable(outcome: str) -> None:
     """The one request that a half-open breaker lets through says nothing: the next one is let through at once."""
     whole = WholeRouter(3, num_decode=1, num_prefill=0)
     whole.draw = lambda: Fate.BROKEN
@@ -138,7 +138,7 @@ def served_afterwards(*, stormy: bool) -> int:
     return sum(begins_s <= at_s < begins_s + WATCHED_S for at_s in world.first_tokens_s)
 
 
-def test_five_seconds_after_a_storm_as_much_is_served_as_without() -> None:
+def test_abort_storm_throughput_recovers_in_five_seconds() -> None:
     calm = served_afterwards(stormy=False)
     assert calm > 0.8 * RATE * WATCHED_S, "the load that is compared is served"
     assert served_afterwards(stormy=True) >= 0.95 * calm

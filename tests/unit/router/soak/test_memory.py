@@ -93,12 +93,12 @@ async def test_memory_does_not_grow_with_the_requests_that_were_served(num_reque
     assert await soak.go_on(200) > 50
 
 
-class Door:
-    """The HTTP door in front of all that, asked as a server asks an application."""
+class ServerUnderTest:
+    """The HTTP server in front of all that, asked as a server asks an application."""
 
     def __init__(self, soak: Soak) -> None:
         self._whole, self._rng = soak.whole, Random(7)
-        self._parts = fakes.make_doors(fakes.make_tokenizer(), clock=soak.whole.clock)
+        self._parts = fakes.make_servers(fakes.make_tokenizer(), clock=soak.whole.clock)
         parts, whole = self._parts, soak.whole
         self.app = create_app(
             parts.frontend,
@@ -151,19 +151,19 @@ class Door:
 
 @pytest.mark.parametrize("num_requests", [800, pytest.param(30_000, marks=pytest.mark.slow)])
 @pytest.mark.turn(1)
-async def test_nor_at_the_door(num_requests: int) -> None:
+async def test_memory_of_http_server_does_not_grow(num_requests: int) -> None:
     soak = Soak(2)
-    door = Door(soak)
-    meter = Meter(soak.roots | {"app": door.app, "frontend": door._parts.frontend})
+    server = ServerUnderTest(soak)
+    meter = Meter(soak.roots | {"app": server.app, "frontend": server._parts.frontend})
     for number in range(-2, NUM_SAMPLES):
         for _ in range(num_requests // NUM_SAMPLES // CROWD):
-            await door.crowd(CROWD)
+            await server.crowd(CROWD)
             soak.whole.now_s += 2.0
             soak.whole.metrics.render()
         soak.whole.assert_nothing_is_left()
         if number >= 0:
             meter.sample(number * (num_requests // NUM_SAMPLES))
-    assert {200, 400, 404, 405} <= door.statuses.keys()
+    assert {200, 400, 404, 405} <= server.statuses.keys()
     assert not meter.grown(num_requests // 20)
     assert meter.objects_per_request() * num_requests < MOST_OBJECTS_MORE, meter.samples
 
@@ -181,7 +181,7 @@ def forgetting_nothing(*_: object, **__: object) -> None:
     ],
 )
 @pytest.mark.in_turns
-async def test_whoever_forgets_nothing_is_found(
+async def test_memory_meter_finds_a_leak(
     owner: type, forgets: str, keeper: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, forgets, forgetting_nothing)

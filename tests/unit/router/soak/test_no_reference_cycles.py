@@ -42,8 +42,8 @@ def collecting() -> Iterator[Counter[str]]:
 
 
 @asynccontextmanager
-async def connected(door: HttpServer) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
+async def connected(listener: HttpServer) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
     try:
         yield reader, writer
     finally:
@@ -53,29 +53,31 @@ async def connected(door: HttpServer) -> AsyncIterator[tuple[asyncio.StreamReade
 
 @pytest.mark.parametrize("body", [b'{"prompt": "a", "stream": true}', b'{"prompt": "a"}', b'{"prompt": "a", "n": 0}'])
 async def test_answers_and_refusals(body: bytes) -> None:
-    parts = fakes.make_doors(fakes.make_tokenizer())
+    parts = fakes.make_servers(fakes.make_tokenizer())
     parts.say("hello world")
     app = create_app(parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics)
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: r\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body)
-    async with HttpServer(app, host="127.0.0.1", port=0) as door, asyncio.timeout(WAIT_S):
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(
+        body
+    )
+    async with HttpServer(app, host="127.0.0.1", port=0) as listener, asyncio.timeout(WAIT_S):
         with collecting() as found:
             for _ in range(NUM_REQUESTS):
-                async with connected(door) as (reader, writer):
+                async with connected(listener) as (reader, writer):
                     writer.write(head + body)
                     assert await reader.read()
     assert not found
 
 
 async def test_clients_that_leave() -> None:
-    parts = fakes.make_doors(fakes.make_tokenizer())
+    parts = fakes.make_servers(fakes.make_tokenizer())
     parts.say("hello world", hang_after=1)
     app = create_app(parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics)
     body = b'{"prompt": "a", "stream": true}'
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: r\r\nContent-Length: %d\r\n\r\n" % len(body)
-    async with HttpServer(app, host="127.0.0.1", port=0) as door, asyncio.timeout(WAIT_S):
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body)
+    async with HttpServer(app, host="127.0.0.1", port=0) as listener, asyncio.timeout(WAIT_S):
         with collecting() as found:
             for _ in range(NUM_REQUESTS):
-                async with connected(door) as (reader, writer):
+                async with connected(listener) as (reader, writer):
                     writer.write(head + body)
                     assert await reader.readuntil(b"data: ")
                     parts.generator.closed.clear()

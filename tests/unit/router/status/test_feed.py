@@ -34,7 +34,7 @@ def moved(num_bytes: int) -> TransferReport:
     return TransferReport(sides=(side,), **counts, **held)
 
 
-async def test_pools_and_workers_are_shown_as_they_say() -> None:
+async def test_status_shows_reported_pools_and_workers() -> None:
     whole = WholeRouter(1, num_decode=11)
     feed = feed_of(whole)
     worker = whole.workers[0]
@@ -78,7 +78,7 @@ async def test_handoffs_are_in_flight_until_their_first_token() -> None:
     assert (await status_of(feed))["handoffs"] == {"in_flight": 0, "shown": []}
 
 
-async def test_no_handoff_is_left_over_whatever_becomes_of_the_requests() -> None:
+async def test_status_handoffs_end_with_their_requests() -> None:
     whole = WholeRouter(3)
     rng = Random(3)
     whole.draw = lambda: rng.choice(list(Fate))
@@ -131,7 +131,7 @@ async def test_hot_prefixes_are_names_and_counts() -> None:
     assert prefix["holders"]
 
 
-async def test_a_tenant_sees_its_own_decisions_and_nobody_elses() -> None:
+async def test_status_shows_own_tenants_decisions_only() -> None:
     whole = WholeRouter(7)
     feed = feed_of(whole)
     await whole.crowd(30, lambda: 10_000)
@@ -146,7 +146,7 @@ async def test_a_tenant_sees_its_own_decisions_and_nobody_elses() -> None:
     assert (await status_of(feed, "nobody"))["decisions"] == []
 
 
-async def test_one_status_is_made_for_all_listeners(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_status_is_built_once_for_all_listeners(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.status.feed.TURN_S", 0.001)
     whole, made = WholeRouter(8), 0
 
@@ -167,7 +167,7 @@ async def test_one_status_is_made_for_all_listeners(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("broken", ["totals", "part_of"])
-async def test_one_status_that_cannot_be_made_ends_nothing(
+async def test_status_failing_once_keeps_feed_running(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, broken: str
 ) -> None:
     monkeypatch.setattr(feed_module, "TURN_S", 0.01)
@@ -185,10 +185,10 @@ async def test_one_status_that_cannot_be_made_ends_nothing(
         with feed.listening("") as listener:
             async with asyncio.timeout(30.0):
                 assert await listener.next()
-    assert len([record for record in caplog.records if "cannot make the status" in record.message]) == 1
+    assert len([record for record in caplog.records if "cannot build the status" in record.message]) == 1
 
 
-async def test_who_reads_slowly_has_the_newest() -> None:
+async def test_status_slow_listener_gets_newest() -> None:
     whole = WholeRouter(9)
     feed = feed_of(whole)
     with feed.listening("a") as listener:
@@ -214,7 +214,7 @@ async def test_listeners_are_bounded_and_sent_away_at_the_end() -> None:
         raise AssertionError("one more")
 
 
-async def test_one_tenant_does_not_keep_others_from_listening() -> None:
+async def test_status_listeners_of_one_tenant_make_way() -> None:
     feed = StatusFeed(sources_of(WholeRouter(8)), most_listeners=3)
     with ExitStack() as stack:
         greedy = [stack.enter_context(feed.listening(TENANTS[0])) for _ in range(3)]
@@ -233,7 +233,7 @@ async def test_one_tenant_does_not_keep_others_from_listening() -> None:
 
 
 @pytest.mark.parametrize("told", [b"[]", b"3", b'{"format": 99}', b'{"format": 1}', b"not json", b'{"format": 1, "a":'])
-async def test_another_process_that_makes_no_sense_is_left_out(told: bytes) -> None:
+async def test_status_malformed_part_is_left_out(told: bytes) -> None:
     async def others() -> list[bytes]:
         return [told]
 
@@ -242,7 +242,7 @@ async def test_another_process_that_makes_no_sense_is_left_out(told: bytes) -> N
     assert len(status["pools"][1]["workers"]) == 3
 
 
-async def test_no_prompt_and_no_token_is_in_it() -> None:
+async def test_status_contains_no_prompts_or_tokens() -> None:
     whole = WholeRouter(12)
     feed = feed_of(whole)
     marks = [770_001 + i for i in range(300)]

@@ -31,7 +31,7 @@ KEYS = [
 ]
 
 
-def test_nothing_is_forgotten_where_two_are_added() -> None:
+def test_spent_addition_covers_all_fields() -> None:
     assert asdict(SPENT.plus(SPENT)) == {name: 2 * value for name, value in asdict(SPENT).items()}
     assert all(asdict(SPENT).values())
 
@@ -46,11 +46,11 @@ def test_nothing_is_forgotten_where_two_are_added() -> None:
         ({"prefill_second": 0.1, "decode_second": 0.01, "kv_gib_second": 0.001}, 0.05 + 0.02 + 0.003),
     ],
 )
-def test_amounts(prices: dict[str, float], amount: float) -> None:
+def test_price_table_amounts_are_exact(prices: dict[str, float], amount: float) -> None:
     assert PriceTable(PriceConfig(**prices)).amount(SPENT) == pytest.approx(amount, rel=1e-12)
 
 
-def test_fractions() -> None:
+def test_spent_fractions_are_computed() -> None:
     assert (SPENT.retry_amplification, SPENT.hit_fraction) == (1.5, 0.4)
     assert (Spent().retry_amplification, Spent().hit_fraction) == (1.0, 0.0)
 
@@ -65,7 +65,7 @@ def test_tenants_beyond_the_bound_are_counted_together() -> None:
     assert [one["requests"] for one in book.object(book.render(), only="other")["data"]] == [0]
 
 
-def test_several_processes_books_are_one() -> None:
+def test_usage_of_processes_is_merged() -> None:
     books = [TenantUsage(since_s=since_s) for since_s in (30.0, 20.0)]
     books[0].add("a", SPENT)
     for book in books:
@@ -87,8 +87,8 @@ async def usage(client: httpx.AsyncClient, key: str | None) -> dict:
     return answer.json()
 
 
-async def test_a_key_sees_its_own_tenant_and_an_operator_all() -> None:
-    parts = fakes.make_doors(fakes.make_tokenizer(), RouterConfig(api_keys=KEYS))
+async def test_usage_shows_own_tenant_or_all_to_operator() -> None:
+    parts = fakes.make_servers(fakes.make_tokenizer(), RouterConfig(api_keys=KEYS))
     ids = parts.say("hello")
     async with client_of(parts) as client:
         for key in ("one", "one", "two"):
@@ -116,8 +116,8 @@ async def test_a_key_sees_its_own_tenant_and_an_operator_all() -> None:
         assert (await client.get("/v1/usage")).status_code == 401
 
 
-async def test_without_keys_there_is_one_tenant_and_who_asked_in_vain_spent_nothing() -> None:
-    parts = fakes.make_doors(fakes.make_tokenizer())
+async def test_usage_without_keys_has_one_tenant() -> None:
+    parts = fakes.make_servers(fakes.make_tokenizer())
     async with client_of(parts) as client:
         assert (await client.post(CHAT, json=HELLO | {"n": 0})).status_code == 400
         assert (await usage(client, None))["data"] == []
@@ -128,7 +128,7 @@ async def test_without_keys_there_is_one_tenant_and_who_asked_in_vain_spent_noth
 
 async def test_usage_names_tenants_as_metrics_do() -> None:
     keys = [{"key": "nameless"}, {"key": "named", "tenant": "acme"}, {"key": "boss", "operator": True}]
-    parts = fakes.make_doors(fakes.make_tokenizer(), RouterConfig(api_keys=keys))
+    parts = fakes.make_servers(fakes.make_tokenizer(), RouterConfig(api_keys=keys))
     parts.say("hello")
     async with client_of(parts) as client:
         for key in ("nameless", "named"):

@@ -21,9 +21,9 @@ TRIMS = TEMPLATE.replace("m.content", "m.content | trim")
 DROPS = TEMPLATE.replace("m.content", "m.role")
 
 
-def parts_of(source: str) -> fakes.Doors:
+def parts_of(source: str) -> fakes.Servers:
     template = ChatTemplate(source, {"bos_token": "<|bos|>"})
-    parts = fakes.make_doors(Tokenizer(fakes.byte_level_spec(), template))
+    parts = fakes.make_servers(Tokenizer(fakes.byte_level_spec(), template))
     parts.say("hello")
     return parts
 
@@ -37,7 +37,7 @@ async def prompt(source: str, body: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("effort", ["none", "low", "xhigh"])
-async def test_how_long_to_think(effort: str) -> None:
+async def test_template_effort_is_passed_or_refused(effort: str) -> None:
     assert (await prompt(EFFORT, {"reasoning_effort": effort})).startswith(f"[{effort}]")
     parts = parts_of(EFFORT)
     async with client_of(parts) as client:
@@ -46,7 +46,7 @@ async def test_how_long_to_think(effort: str) -> None:
     assert parts.tokenizer.decode(parts.generator.requests[0].prompt_token_ids).startswith(f"[{effort}]")
 
 
-async def test_a_template_that_only_knows_whether_to_think_takes_none() -> None:
+async def test_template_without_effort_accepts_none() -> None:
     assert (await prompt(THINKS, {"reasoning_effort": "none"})).startswith("[no]")
     assert not (await prompt(THINKS, {"reasoning_effort": None})).startswith("[no]")
 
@@ -62,7 +62,7 @@ async def test_variables_reach_the_template_as_text() -> None:
 
 
 @pytest.mark.parametrize("source", [TEMPLATE, TRIMS])
-async def test_an_answer_goes_on_with_the_last_message(source: str) -> None:
+async def test_template_continue_final_message_cuts_after_it(source: str) -> None:
     messages = [*HELLO["messages"], {"role": "assistant", "content": "the quick "}]
     text = await prompt(source, {"messages": messages, "continue_final_message": True, "add_generation_prompt": False})
     assert text.endswith("<|user|>the quick ")
@@ -97,7 +97,7 @@ CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{
         (DROPS, {"messages": [ASSISTANT], "continue_final_message": True}, "continue_final_message"),
     ],
 )  # fmt: skip
-async def test_what_is_refused(source: str, change: dict[str, Any], param: str) -> None:
+async def test_template_invalid_options_are_refused(source: str, change: dict[str, Any], param: str) -> None:
     parts = parts_of(source)
     async with client_of(parts) as client:
         answer = await client.post(CHAT, json=HELLO | change)

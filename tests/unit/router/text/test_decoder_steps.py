@@ -221,5 +221,5 @@ def test_bytes_of_a_token_are_its_text_among_others(name: str, token: str, expec
 
 
 def test_decoder_of_a_step_that_nobody_knows_is_refused() -> None:
-    with pytest.raises(ConfigError, match="decoder Magic is not known"):
+    with pytest.raises(ConfigError, match="unknown decoder Magic"):
         DecoderChain({"type": "Sequence", "decoders": [{"type": "Fuse"}, {"type": "Magic"}]})

@@ -38,7 +38,7 @@ def read(pieces: Sequence[str], *, is_open: bool, marks: ThinkingMarks = THINK) 
 
 
 @given(TEXTS, st.booleans(), st.data())
-def test_it_depends_on_the_text_alone(text: str, is_open: bool, data: st.DataObject) -> None:
+def test_reasoning_parser_any_split_agrees(text: str, is_open: bool, data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     pieces = [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     expected = whole(text, is_open=is_open)
@@ -59,7 +59,7 @@ def test_tokens_up_to_the_end_of_thinking(text: str, is_open: bool) -> None:
 
 
 @pytest.mark.parametrize("marks", FAMILIES.values(), ids=FAMILIES)
-def test_every_family(marks: ThinkingMarks) -> None:
+def test_reasoning_marks_of_every_family_are_parsed(marks: ThinkingMarks) -> None:
     text = f"\n{marks.begin}\nLet me see.\n{marks.end}\n\nIt is 4."
     assert read(list(text), is_open=False, marks=marks) == ("Let me see.", "It is 4.")
     assert marks_of(f"{{{{ x }}}}{marks.end}") == marks
@@ -76,11 +76,11 @@ def test_white_space_without_end_is_looked_at_once() -> None:
     assert read([*pieces, "a"], is_open=False) == ("", f"{''.join(pieces)}a")
 
 
-def test_a_model_that_is_told_not_to_think() -> None:
+def test_reasoning_parser_closed_reasoning_is_answer() -> None:
     assert read(["<think>\n\n</think>\n\n", "hello"], is_open=False) == ("", "hello")
 
 
-def test_the_family_is_the_templates_or_the_operators() -> None:
+def test_reasoning_family_comes_from_template_or_setting() -> None:
     assert marks_of("{{ messages }}") is None
     assert marks_of("{{ messages }}", "think") == THINK
     assert marks_of(f"{{{{ x }}}}{THINK.end}", "none") is None

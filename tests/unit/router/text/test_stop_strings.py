@@ -32,7 +32,7 @@ def test_cut_anywhere_the_result_is_the_same(stops: list[str], parts: list[str],
 
 
 @given(stops=st.lists(_AB, min_size=1, max_size=4), text=st.text(alphabet="abc", max_size=30))
-def test_no_more_is_held_than_may_still_match(stops: list[str], text: str) -> None:
+def test_stop_matcher_holds_only_possible_matches(stops: list[str], text: str) -> None:
     matcher = StopMatcher(StopStrings(stops), include_match=False)
     shown = matcher.feed(text)
     if matcher.match is None:
@@ -48,6 +48,6 @@ def test_held_text_is_emitted_as_soon_as_it_cannot_match() -> None:
 
 
 @pytest.mark.parametrize("stops", [[""], ["x" * (MAX_STOP_CHARS + 1)], ["x"] * (MAX_STOP_STRINGS + 1)])
-def test_bounds(stops: list[str]) -> None:
+def test_stop_strings_beyond_bounds_are_refused(stops: list[str]) -> None:
     with pytest.raises(InvalidRequest, match="stop"):
         StopStrings(stops)

@@ -66,7 +66,7 @@ def test_template_still_sees_what_the_client_wrote(tokenizer: Tokenizer) -> None
     assert thinking.decode(chat(thinking, "<think>so</think> yes ")) == "yes"
 
 
-def test_not_only_ordinary_text_is_refused(tokenizer: Tokenizer) -> None:
+def test_tokenizer_invalid_unicode_or_nul_is_refused(tokenizer: Tokenizer) -> None:
     for text in ("a\0b", "a\ud800b"):
         with pytest.raises(InvalidRequest):
             tokenizer.encode(text)
@@ -74,7 +74,7 @@ def test_not_only_ordinary_text_is_refused(tokenizer: Tokenizer) -> None:
             chat(tokenizer, text)
 
 
-def test_no_template_is_said() -> None:
+def test_tokenizer_without_template_refuses_conversations() -> None:
     with pytest.raises(InvalidRequest, match="no chat template"):
         chat(fakes.make_tokenizer(None), "hello")
 
@@ -89,21 +89,21 @@ def test_load_reads_both_places_of_a_template(tmp_path: Path) -> None:
     assert not Tokenizer.load(tmp_path).has_chat_template
 
 
-def test_built_in_model() -> None:
+def test_tokenizer_of_built_in_model_loads() -> None:
     tokenizer = Tokenizer.load(Path(__file__).parents[4] / "engine" / "builtin_model")
     ids = chat(tokenizer, "Hello <|end|>, 漢字 😀")
     assert "Hello <|end|>, 漢字 😀" in tokenizer.decode(ids)
     assert sum(i in tokenizer.special_ids for i in ids) == 4
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model_embeds_is_refused(tokenizer: Tokenizer) -> None:
+def test_tokenizer_larger_than_vocabulary_is_refused(tokenizer: Tokenizer) -> None:
     tokenizer.check_fits(tokenizer.size)
-    with pytest.raises(ConfigError, match=f"the tokenizer has {tokenizer.size} tokens, the model embeds"):
+    with pytest.raises(ConfigError, match=f"the tokenizer has {tokenizer.size} tokens, but the model's vocabulary has"):
         tokenizer.check_fits(tokenizer.size - 1)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", json.dumps({"model": {"type": "BPE"}})])
-def test_bad_tokenizer_file_is_a_config_error(tmp_path: Path, content: str) -> None:
+def test_tokenizer_malformed_file_is_config_error(tmp_path: Path, content: str) -> None:
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(ConfigError, match=r"tokenizer\.json"):
         Tokenizer.load(tmp_path)
@@ -128,7 +128,7 @@ def test_hostile_template_is_refused_at_start(source: str) -> None:
         check_template(source, {})
 
 
-def test_render_budgets() -> None:
+def test_template_beyond_budget_is_refused() -> None:
     loop = ChatTemplate("{% for a in messages %}{% for b in messages %}{% endfor %}{% endfor %}", {})
     many = [Message(role="user", content="x")] * 1000
     with pytest.raises(InvalidRequest, match="loop steps"):

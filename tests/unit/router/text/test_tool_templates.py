@@ -56,12 +56,12 @@ TALK = [
         (MISTRAL, ToolForm()),
     ],
 )
-def test_the_form_is_found_out_by_trying(source: str, form: ToolForm | None) -> None:
+def test_tool_form_is_detected_by_rendering(source: str, form: ToolForm | None) -> None:
     assert check_template(source, {}) == form
 
 
 @pytest.mark.parametrize("source", [OBJECTS, TEXTS, fakes.TEMPLATE])
-def test_what_a_client_wrote_of_tools_is_text(tmp_path: Path, source: str) -> None:
+def test_tool_texts_of_client_stay_text(tmp_path: Path, source: str) -> None:
     fakes.write_model(tmp_path, source)
     tokenizer = Tokenizer.load(tmp_path)
     ids = tokenizer.encode_chat(TALK, tools=[TOOL], add_generation_prompt=True, max_chars=1 << 20)
@@ -84,7 +84,7 @@ def test_what_a_client_wrote_of_tools_is_text(tmp_path: Path, source: str) -> No
         ("[func_name1(params_name1=params_value1)]", "PythonicCalls"),
     ],
 )
-def test_the_family_is_known_by_the_template(signs: str, name: str) -> None:
+def test_tool_family_is_detected_from_template(signs: str, name: str) -> None:
     parser = tooling(f"{{# {signs} #}}", None).calling(ToolUse(tools=(TOOL,))).new_parser()
     assert type(parser).__name__ == name
 
@@ -93,7 +93,7 @@ def tooling(source: str, forced: str | None, form: ToolForm | None = ToolForm())
     return ToolCallSupport(Tokenizer(fakes.byte_level_spec(), ChatTemplate(source, {}, form=form)), forced)
 
 
-def test_an_unknown_way_of_writing_is_refused_unless_it_is_stated() -> None:
+def test_tool_family_unknown_is_refused_unless_configured() -> None:
     use = ToolUse(tools=(TOOL,))
     with pytest.raises(InvalidRequest, match=r"router\.tool_parser"):
         tooling("{{ tools }}", None).calling(use)
@@ -103,7 +103,7 @@ def test_an_unknown_way_of_writing_is_refused_unless_it_is_stated() -> None:
     assert stated.has_short_ids
 
 
-def test_a_template_that_knows_no_tools_is_told_in_words_and_read_likewise() -> None:
+def test_tool_conversation_in_plain_words_parses_back() -> None:
     parser = tooling("{{ 1 }}", None, form=None).calling(ToolUse(tools=(TOOL,))).new_parser()
     assert parser.feed('<tool_call>{"name": "weather"}</tool_call>')
 

@@ -32,7 +32,7 @@ POSITIONS = st.builds(
 
 
 @given(st.lists(POSITIONS, min_size=1, max_size=MAX_CHOICES), st.booleans(), st.integers(0, 254))
-def test_what_is_written_is_read(choices: list[ChoicePosition], usage_sent: bool, resumptions: int) -> None:
+def test_stream_id_round_trips(choices: list[ChoicePosition], usage_sent: bool, resumptions: int) -> None:
     head = replace(HEAD, resumptions=resumptions)
     text = IDS.write(head, choices, usage_sent=usage_sent).decode()
     assert IDS.read(text) == StreamPosition(head=head, choices=tuple(choices), usage_sent=usage_sent)
@@ -40,7 +40,7 @@ def test_what_is_written_is_read(choices: list[ChoicePosition], usage_sent: bool
     assert "\n" not in text
 
 
-def test_one_changed_bit_is_refused() -> None:
+def test_stream_id_with_changed_bit_is_refused() -> None:
     data = base64.urlsafe_b64decode(IDS.write(HEAD, [ChoicePosition(num_tokens=7)]))
     for bit in range(8 * len(data)):
         changed = bytearray(data)
@@ -50,7 +50,7 @@ def test_one_changed_bit_is_refused() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "x", "=", "é", "A" * 7, "A" * 4096, "\0", "-" * 80])
-def test_what_is_no_id_is_refused(text: str) -> None:
+def test_stream_id_malformed_is_refused(text: str) -> None:
     with pytest.raises(InvalidRequest, match="Last-Event-ID"):
         IDS.read(text)
 
@@ -60,25 +60,25 @@ def test_another_clusters_id_is_refused() -> None:
         StreamIds(b"another secret", most_s=MOST_S).read(IDS.write(HEAD, [ChoicePosition()]).decode())
 
 
-def test_a_stream_does_not_change_hands_for_ever() -> None:
+def test_stream_id_resumptions_are_bounded() -> None:
     with pytest.raises(InvalidRequest, match="255 times"):
         IDS.read(IDS.write(replace(HEAD, resumptions=255), [ChoicePosition()]).decode())
 
 
 @pytest.mark.parametrize(("age_s", "left"), [(-30.0, MOST_S), (0.0, MOST_S), (101.0, 500.0), (600.5, 0.5)])
-def test_an_id_tells_how_long_its_stream_has_lasted(age_s: float, left: float) -> None:
+def test_stream_id_has_age_of_stream(age_s: float, left: float) -> None:
     ids = StreamIds(SECRET, most_s=MOST_S, wall_clock=lambda: HEAD.created_s + age_s)
     assert MOST_S - ids.read(ids.write(HEAD, [ChoicePosition()]).decode()).age_s == pytest.approx(left)
 
 
 @pytest.mark.parametrize("age_s", [601.0, 1e6])
-def test_an_id_is_no_older_than_its_request_could_be(age_s: float) -> None:
+def test_stream_id_expired_is_refused(age_s: float) -> None:
     ids = StreamIds(SECRET, most_s=MOST_S, wall_clock=lambda: HEAD.created_s + age_s)
     with pytest.raises(InvalidRequest, match="began more than 600 s ago"):
         ids.read(ids.write(HEAD, [ChoicePosition()]).decode())
 
 
-def test_a_digest_tells_requests_apart() -> None:
+def test_request_digest_differs_between_requests() -> None:
     parts = ((1, 2), "a", None, True)
     others = [((1,), 2, "a", None, True), ((1, 2), "a"), ((1, 2), 2, "a"), ((2, 1), *parts[1:]), ((1, 258), *parts[1:])]
     assert request_digest(*parts) == request_digest([1, 2], *parts[1:])

@@ -34,14 +34,14 @@ def chosen(leaving: WorkerSnapshot, *workers: WorkerSnapshot) -> str | None:
     return None if target is None else target.info.key.worker_id
 
 
-def test_the_one_with_most_room_then_least_to_do_then_by_name() -> None:
+def test_migration_target_has_most_room_then_least_load() -> None:
     assert chosen(made("d0"), made("d1", free=50), made("d2", free=60)) == "d2"
     assert chosen(made("d0"), made("d1", free=50), made("d2", free=30, block_size=32)) == "d2", "in tokens"
     assert chosen(made("d0"), made("d1", active=3), made("d2", active=2)) == "d2"
     assert chosen(made("d0"), made("d2"), made("d1")) == "d1"
 
 
-def test_its_own_pool_comes_first() -> None:
+def test_migration_target_prefers_same_pool() -> None:
     assert chosen(made("p0"), made("d1", free=500), made("p1", free=5)) == "p1"
     assert chosen(made("p0"), made("d1", free=500)) == "d1"
 
@@ -56,17 +56,17 @@ def test_its_own_pool_comes_first() -> None:
         made("d1", block_size=8),
     ],
 )
-def test_who_cannot_be_the_target(unfit: WorkerSnapshot) -> None:
+def test_migration_target_excludes_unable_workers(unfit: WorkerSnapshot) -> None:
     leaving = made("d0", transports=frozenset({"shm"}))
     assert chosen(leaving, unfit) is None
     assert chosen(leaving) is None
 
 
-def test_a_worker_that_lends_to_nobody_has_no_target() -> None:
+def test_migration_of_worker_without_handoff_has_no_target() -> None:
     assert chosen(worker("d0"), made("d1")) is None
 
 
-def test_no_more_is_named_than_has_room() -> None:
+def test_migration_plan_is_bounded_by_targets_room() -> None:
     leaving = made("d0", block_size=16)
     share = plan_migration(CHAINS, leaving, made("d1", free=7, block_size=32))
     assert share is not None
@@ -109,7 +109,7 @@ class World:
     def whom(self, target: str) -> list[str]:
         return [share.holder.worker_id for share, _, _ in self.ports[key(target)].migrated]
 
-    def asked(self) -> list[str]:
+    def fetch_orders(self) -> list[str]:
         return [name.worker_id for name, port in self.ports.items() if port.migrated]
 
 
@@ -117,10 +117,10 @@ def key(name: str) -> WorkerKey:
     return WorkerKey(WorkerId(name), Incarnation(1))
 
 
-def test_a_migration_from_the_offer_to_its_end() -> None:
+def test_migration_runs_from_offer_to_end() -> None:
     world = World(made("d0", rate=10.0), made("d1"), made("d2", free=10, rate=30.0))
     world.offer_cache("d0")
-    assert world.asked() == ["d1"]
+    assert world.fetch_orders() == ["d1"]
     [(share, within_s, rate)] = world.ports[key("d1")].migrated
     assert (share.holder.worker_id, share.chains, within_s, rate) == ("d0", CHAINS, 5.0, 30.0)
     world.migrations.migration_ended(key("d2"), key("d0"))  # it was not asked
@@ -131,14 +131,14 @@ def test_a_migration_from_the_offer_to_its_end() -> None:
     assert not len(world.migrations)
 
 
-def test_without_a_target_the_leaver_is_let_go_at_once() -> None:
+def test_migration_without_target_ends_at_once() -> None:
     world = World(made("d0"))
     world.offer_cache("d0")
     assert world.ports[key("d0")].num_ended == 1
     assert not len(world.migrations)
 
 
-def test_a_target_that_dies_has_a_target_while_there_is_time() -> None:
+def test_migration_lost_target_is_replaced_in_time() -> None:
     world = World(made("d0"), made("d1"), made("d2", free=10), made("d3", free=5))
     world.offer_cache("d0")
     world.now_s += 2.0
@@ -152,7 +152,7 @@ def test_a_target_that_dies_has_a_target_while_there_is_time() -> None:
     assert not len(world.migrations)
 
 
-def test_a_leaver_that_dies_leaves_nothing_behind() -> None:
+def test_migration_of_lost_worker_is_forgotten() -> None:
     world = World(made("d0"), made("d1"))
     world.offer_cache("d0")
     world.leave("d0")
@@ -161,23 +161,23 @@ def test_a_leaver_that_dies_leaves_nothing_behind() -> None:
     assert not len(world.migrations)
 
 
-def test_two_that_leave_are_no_targets_of_each_other() -> None:
+def test_migration_leaving_workers_are_no_targets() -> None:
     world = World(made("d0"), made("d1"))
     world.offer_cache("d0")
     world.offer_cache("d1")
-    assert world.asked() == ["d1"], "who leaves later is asked before that is known"
+    assert world.fetch_orders() == ["d1"], "who leaves later is asked before that is known"
     assert world.ports[key("d1")].num_ended == 1
     world.migrations.migration_ended(key("d1"), key("d0"))
     assert world.ports[key("d0")].num_ended == 1, "nobody else is there"
     assert not len(world.migrations)
 
 
-def test_a_target_that_is_told_to_go_has_a_target_while_there_is_time() -> None:
+def test_migration_draining_target_is_replaced_in_time() -> None:
     world = World(made("d0"), made("d1"), made("d2", free=50), made("d3", free=5))
     world.offer_cache("d0")
     world.now_s += 1.0
     world.offer_cache("d1")
-    assert world.asked() == ["d1", "d2"]
+    assert world.fetch_orders() == ["d1", "d2"]
     world.migrations.migration_ended(key("d1"), key("d0"))
     assert world.whom("d2") == ["d1", "d0"]
     assert not world.ports[key("d0")].num_ended
@@ -187,19 +187,19 @@ def test_a_target_that_is_told_to_go_has_a_target_while_there_is_time() -> None:
     world.migrations.migration_ended(key("d2"), key("d0"))
     world.migrations.migration_ended(key("d2"), key("d1"))
     assert [world.ports[key(name)].num_ended for name in ("d0", "d1")] == [1, 1]
-    assert world.asked() == ["d1", "d2"]
+    assert world.fetch_orders() == ["d1", "d2"]
     assert not len(world.migrations)
 
 
-def test_who_does_not_drain_offers_nothing() -> None:
+def test_migration_offer_of_serving_worker_is_ignored() -> None:
     world = World(made("d0"), made("d1"))
     for _ in range(3):
         world.migrations.cache_offered(key("d0"), CacheOffer(chains=CHAINS, lends_s=5.0))
-    assert not world.asked()
+    assert not world.fetch_orders()
     assert not len(world.migrations)
 
 
-def test_a_worker_that_offers_its_cache_again_makes_no_more_work() -> None:
+def test_migration_second_offer_is_ignored() -> None:
     """Neither while a migration is under way nor afterwards, until it has gone and come back."""
     world = World(made("d0"), made("d1"))
     for _ in range(3):

@@ -35,7 +35,7 @@ def world() -> World:
     return World()
 
 
-def test_one_that_was_named_lately_is_expected_until_it_has_been_for_long(world: World) -> None:
+def test_expected_worker_named_recently_is_due_for_a_while(world: World) -> None:
     assert world.due_s() == 60.0
     world.now_s += 59.0
     world.expected.named({HERE})
@@ -44,7 +44,7 @@ def test_one_that_was_named_lately_is_expected_until_it_has_been_for_long(world:
     assert world.due_s() == 0.0
 
 
-def test_one_that_is_here_is_not_expected_and_is_as_soon_as_it_has_gone(world: World) -> None:
+def test_expected_worker_connected_is_not_due_until_it_leaves(world: World) -> None:
     key = world.joins(1)
     assert world.due_s(serving=1) == 0.0
     world.now_s += 1000.0
@@ -57,14 +57,14 @@ def test_one_that_is_here_is_not_expected_and_is_as_soon_as_it_has_gone(world: W
     assert world.due_s(serving=1) == 0.0
 
 
-def test_nobody_is_expected_whom_nobody_names(world: World) -> None:
+def test_expected_worker_without_address_is_not_due(world: World) -> None:
     key = world.joins(1)
     world.expected.named(())
     world.expected.left(key, in_order=False)
     assert world.due_s() == 0.0
 
 
-def test_the_last_one_is_replaced_when_it_was_told_to_go(world: World) -> None:
+def test_expected_worker_after_last_drain_is_due(world: World) -> None:
     key = world.joins(1)
     world.expected.named(())
     assert world.due_s(leaving=1) == math.inf
@@ -74,7 +74,7 @@ def test_the_last_one_is_replaced_when_it_was_told_to_go(world: World) -> None:
     assert (world.due_s(), world.due_s(serving=1)) == (40.0, 0.0)
 
 
-def test_who_is_turned_away_each_time_is_not_expected_for_ever(world: World) -> None:
+def test_expected_worker_always_rejected_is_not_due_for_ever(world: World) -> None:
     for incarnation in range(3):
         key = WorkerKey(WorkerId("of another model"), Incarnation(incarnation))
         world.expected.found(HERE, key)
@@ -82,7 +82,7 @@ def test_who_is_turned_away_each_time_is_not_expected_for_ever(world: World) -> 
     assert world.due_s() == 0.0
 
 
-def test_addresses_are_told_apart(world: World) -> None:
+def test_expected_workers_track_addresses_separately(world: World) -> None:
     world.joins(1)
     world.now_s += 50.0
     world.expected.named({HERE, THERE})
@@ -92,7 +92,7 @@ def test_addresses_are_told_apart(world: World) -> None:
     assert world.due_s(serving=2) == 0.0
 
 
-def test_a_worker_that_is_expected_is_waited_for() -> None:
+def test_request_waits_for_expected_worker() -> None:
     desk = Desk()
     desk.workers, desk.is_due = [], True
     first, second = desk.ask(), desk.ask(within_s=3.0)
@@ -108,7 +108,7 @@ def test_a_worker_that_is_expected_is_waited_for() -> None:
     assert desk.turns() == [first]
 
 
-def test_it_is_waited_for_no_longer_than_anybody_waits_nor_when_it_is_not_expected_any_more() -> None:
+def test_request_wait_for_expected_worker_is_bounded() -> None:
     desk = Desk()
     desk.workers, desk.is_due = [], True
     first = desk.ask()
@@ -119,13 +119,13 @@ def test_it_is_waited_for_no_longer_than_anybody_waits_nor_when_it_is_not_expect
     ((entry, error),) = desk.admission.hopeless()
     assert entry is first
     assert isinstance(error, Unavailable)
-    assert error.message == "no decode worker takes requests: the wait would be longer than 10 s"
+    assert error.message == "no decode worker accepts requests: the wait would be longer than 10 s"
     assert desk.turns() == []
     desk.is_due = False
     assert desk.turns() == [second], "dispatch says what is wrong"
 
 
-def test_a_time_without_workers_says_nothing_of_how_fast_the_queue_drains() -> None:
+def test_drain_rate_is_not_learned_without_workers() -> None:
     desk = Desk()
     desk.workers, desk.is_due = [], True
     desk.ask()

@@ -36,7 +36,7 @@ def followed(at: int = 10) -> LogPositions:
     return view
 
 
-def test_a_worker_is_followed_from_its_state() -> None:
+def test_log_positions_follow_from_loaded_state() -> None:
     view = LogPositions()
     view.follow(ME)
     assert view.due(0.0) == [(ME, Reload.START)]
@@ -50,7 +50,7 @@ def test_a_worker_is_followed_from_its_state() -> None:
     assert view.positions() == {ME: "10-0"}
 
 
-def test_what_continues_is_applied_and_what_is_known_is_not() -> None:
+def test_log_positions_apply_new_and_ignore_known_entries() -> None:
     view = followed()
     verdict, change = view.entry(ME, "12-0", changes(10, 3, 4))
     assert verdict is LogEntryAction.APPLY
@@ -64,7 +64,7 @@ def test_what_continues_is_applied_and_what_is_known_is_not() -> None:
     assert view.positions() == {ME: "14-0"}
 
 
-def test_a_gap_means_the_state_again() -> None:
+def test_log_positions_gap_reloads_the_state() -> None:
     view = followed()
     assert view.entry(ME, "13-0", changes(12, 3)) == (LogEntryAction.RELOAD, None)
     assert view.due(RETRY_S) == [(ME, Reload.GAP)]
@@ -73,14 +73,14 @@ def test_a_gap_means_the_state_again() -> None:
     assert view.positions() == {ME: "14-0"}
 
 
-def test_what_cannot_be_believed_is_passed_over() -> None:
+def test_log_positions_unauthentic_entry_is_ignored() -> None:
     view = followed()
     assert view.entry(ME, "99999-7", None) == (LogEntryAction.IGNORE, None)
     assert view.positions() == {ME: "99999-7"}, "it is not read again"
     assert view.entry(ME, "11-0", changes(10, 3))[0] is LogEntryAction.APPLY
 
 
-def test_a_head_that_stays_ahead_means_the_state_again() -> None:
+def test_log_positions_head_staying_ahead_reloads_the_state() -> None:
     view = followed()
     assert view.head(ME, head(10)) is LogEntryAction.IGNORE
     assert view.head(ME, head(12)) is LogEntryAction.IGNORE, "its entry may be on the way"
@@ -91,7 +91,7 @@ def test_a_head_that_stays_ahead_means_the_state_again() -> None:
     assert followed().head(ME, head(3)) is LogEntryAction.IGNORE, "an older backup: the worker will see to it"
 
 
-def test_a_log_that_cannot_be_read_is_left_alone_for_a_while() -> None:
+def test_log_positions_unreadable_log_is_retried_later() -> None:
     view = followed()
     view.set_aside(ME, 5.0)
     assert view.positions() == {}
@@ -99,7 +99,7 @@ def test_a_log_that_cannot_be_read_is_left_alone_for_a_while() -> None:
     assert view.due(5.0 + RETRY_S) == [(ME, Reload.GAP)]
 
 
-def test_a_restarted_worker_is_another_and_one_that_left_is_nobody() -> None:
+def test_log_positions_restarted_worker_is_followed_anew() -> None:
     view = followed()
     reborn = WorkerKey(ME.worker_id, Incarnation(6))
     view.drop(ME)
@@ -115,7 +115,7 @@ def test_a_restarted_worker_is_another_and_one_that_left_is_nobody() -> None:
 
 @pytest.mark.parametrize("count", [0, 1, MAX_CHANGES, MAX_CHANGES + 1, 3 * MAX_CHANGES + 5])
 @pytest.mark.parametrize("sequence", [0, 7, 10**9])
-def test_a_state_comes_in_pieces_that_the_map_takes_for_one(count: int, sequence: int) -> None:
+def test_log_positions_state_pieces_make_one_snapshot(count: int, sequence: int) -> None:
     view, prefix_map = LogPositions(), PrefixMap()
     view.follow(ME)
     prefix_map.add_worker(ME.worker_id, capacity=10**6)

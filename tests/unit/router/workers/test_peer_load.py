@@ -32,11 +32,11 @@ def load(router: Incarnation, sequence: int, *shares: Share) -> RouterLoad:
     return RouterLoad(router=router, sequence=sequence, shares=shares)
 
 
-def test_what_a_peer_sent_since_a_report_counts_until_a_newer_one_is_here() -> None:
+def test_peer_load_since_report_counts_until_newer_report() -> None:
     peers = PeerLoads(lease_s=3.0)
     assert peers.at(ME, 4) is NO_PEERS
-    peers.heard(load(A, 1, share(5, 100, 2, 40, 1)), 0.0)
-    peers.heard(load(B, 1, share(6, 30, 1, 30, 1)), 0.0)
+    peers.update(load(A, 1, share(5, 100, 2, 40, 1)), 0.0)
+    peers.update(load(B, 1, share(6, 30, 1, 30, 1)), 0.0)
     everything = PeerShare(backlog_tokens=130, num_requests=3, backlog_since=70, num_since=2)
     assert peers.at(ME, 4) == everything
     assert peers.at(ME, 5) == everything
@@ -45,12 +45,12 @@ def test_what_a_peer_sent_since_a_report_counts_until_a_newer_one_is_here() -> N
     assert peers.at(WorkerKey(ME.worker_id, Incarnation(2)), 5) is NO_PEERS, "a restarted worker has none of it"
 
 
-def test_a_load_that_is_not_renewed_lapses_also_when_redis_shows_it_for_ever() -> None:
+def test_peer_load_unrenewed_lapses() -> None:
     peers = PeerLoads(lease_s=3.0)
-    assert peers.heard(load(A, 7, share(1, 10, 1)), 0.0)
+    assert peers.update(load(A, 7, share(1, 10, 1)), 0.0)
     for now_s in (1.0, 2.0, 2.9):
-        assert not peers.heard(load(A, 7, share(1, 10, 1)), now_s), "the same again"
-        assert not peers.heard(load(A, 6, share(1, 99, 1)), now_s), "an older one, put back"
+        assert not peers.update(load(A, 7, share(1, 10, 1)), now_s), "the same again"
+        assert not peers.update(load(A, 6, share(1, 99, 1)), now_s), "an older one, put back"
         assert not peers.expire(now_s)
     assert peers.at(ME, 1).backlog_tokens == 10
     assert peers.expire(3.0)
@@ -58,34 +58,34 @@ def test_a_load_that_is_not_renewed_lapses_also_when_redis_shows_it_for_ever() -
     assert len(peers) == 0
 
 
-def test_an_old_load_that_is_put_back_counts_no_more() -> None:
+def test_peer_load_replayed_old_load_is_ignored() -> None:
     peers = PeerLoads(lease_s=3.0)
-    peers.heard(load(A, 6, share(1, 10, 1)), 0.0)
-    peers.heard(load(A, 7, share(1, 20, 1)), 0.0)
-    peers.heard(load(B, 3, share(1, 30, 1)), 0.0)
+    peers.update(load(A, 6, share(1, 10, 1)), 0.0)
+    peers.update(load(A, 7, share(1, 20, 1)), 0.0)
+    peers.update(load(B, 3, share(1, 30, 1)), 0.0)
     peers.gone(B)
     assert peers.expire(3.0)
     for sequence in (5, 6, 7):
-        assert not peers.heard(load(A, sequence, share(1, 70_000, 30)), 4.0), "it lapsed"
-    assert not peers.heard(load(B, 3, share(1, 70_000, 30)), 4.0), "it left"
+        assert not peers.update(load(A, sequence, share(1, 70_000, 30)), 4.0), "it lapsed"
+    assert not peers.update(load(B, 3, share(1, 70_000, 30)), 4.0), "it left"
     assert peers.at(ME, 1) is NO_PEERS
-    assert peers.heard(load(A, 8, share(1, 40, 1)), 5.0), "it was away only"
+    assert peers.update(load(A, 8, share(1, 40, 1)), 5.0), "it was away only"
     assert peers.at(ME, 1).backlog_tokens == 40
 
 
-def test_not_every_router_there_ever_was_is_remembered() -> None:
+def test_peer_load_remembered_routers_are_bounded() -> None:
     peers = PeerLoads(lease_s=3.0)
-    peers.heard(load(Incarnation(1), 1), 0.0)
+    peers.update(load(Incarnation(1), 1), 0.0)
     for number in range(2, MAX_REMEMBERED + 2):
-        peers.heard(load(Incarnation(number), 1), 0.0)
-        peers.heard(load(Incarnation(1), number), 0.0)
-    assert not peers.heard(load(Incarnation(1), 1), 0.0), "one that is heard of again and again is"
+        peers.update(load(Incarnation(number), 1), 0.0)
+        peers.update(load(Incarnation(1), number), 0.0)
+    assert not peers.update(load(Incarnation(1), 1), 0.0), "one that is heard of again and again is"
     assert len(peers._sequences) == MAX_REMEMBERED
 
 
-def test_a_router_that_left_counts_no_more() -> None:
+def test_peer_load_of_departed_router_is_removed() -> None:
     peers = PeerLoads(lease_s=3.0)
-    peers.heard(load(A, 1, share(1, 10, 1)), 0.0)
+    peers.update(load(A, 1, share(1, 10, 1)), 0.0)
     assert peers.routers == {A}
     assert peers.gone(A)
     assert not peers.gone(A)
@@ -99,20 +99,20 @@ def registry_with(peers: PeerLoads) -> WorkerRegistry:
     return registry
 
 
-def test_the_registry_counts_a_request_once_whoever_tells_of_it() -> None:
+def test_registry_counts_each_request_once() -> None:
     peers = PeerLoads(lease_s=3.0)
     registry = registry_with(peers)
     key = registry.snapshots()[0].info.key
     registry.load_changed(key, WorkerLoad(report_number=1))
     registry.assign(key, 100)
-    peers.heard(load(A, 1, share(1, 50, 1, 50, 1, key)), 0.0)
+    peers.update(load(A, 1, share(1, 50, 1, 50, 1, key)), 0.0)
     registry.peers_changed()
     (seen,) = registry.snapshots()
     assert (seen.backlog_tokens, seen.num_active) == (150, 2), "ours and theirs, of which no report knows"
     registry.load_changed(key, WorkerLoad(report_number=2, num_running=2, backlog_tokens=150))
     (seen,) = registry.snapshots()
     assert (seen.backlog_tokens, seen.num_active) == (150, 2), "the report has both: theirs is not added"
-    peers.heard(load(A, 2, share(2, 70, 2, 20, 1, key)), 0.0)
+    peers.update(load(A, 2, share(2, 70, 2, 20, 1, key)), 0.0)
     registry.peers_changed()
     (seen,) = registry.snapshots()
     assert (seen.backlog_tokens, seen.num_active) == (170, 3)
@@ -122,7 +122,7 @@ def test_the_registry_counts_a_request_once_whoever_tells_of_it() -> None:
     assert (seen.backlog_tokens, seen.num_active) == (150, 2), "what is left of a dead router, the worker tells"
 
 
-def test_a_router_tells_what_it_has_under_way_and_nothing_of_idle_workers() -> None:
+def test_registry_in_flight_leaves_out_idle_workers() -> None:
     registry = registry_with(PeerLoads(lease_s=3.0))
     key = registry.snapshots()[0].info.key
     assert registry.in_flight() == ()
@@ -135,7 +135,7 @@ def test_a_router_tells_what_it_has_under_way_and_nothing_of_idle_workers() -> N
     assert registry.in_flight() == ()
 
 
-def test_several_routers_never_count_a_request_twice_nor_miss_one_for_long() -> None:
+def test_registries_of_several_routers_converge() -> None:
     """A worker, three routers, reports and loads that come when they like: never more than is there and was there."""
     for seed in range(40):
         rng = Random(seed)
@@ -161,7 +161,7 @@ def test_several_routers_never_count_a_request_twice_nor_miss_one_for_long() -> 
                     registry.load_changed(key, told)
                 for i, registry in routers.items():
                     for j in routers.keys() - {i}:
-                        peers[j].heard(load(Incarnation(i + 1), step + 1, *registry.in_flight()), 0.0)
+                        peers[j].update(load(Incarnation(i + 1), step + 1, *registry.in_flight()), 0.0)
                 for registry in routers.values():
                     registry.peers_changed()
                 for registry in routers.values():

@@ -24,7 +24,7 @@ def names(number: int) -> list[RequestId]:
     return [RequestId(f"i{i}") for i in range(number)]
 
 
-def test_two_lonely_losses_in_a_row_condemn() -> None:
+def test_poison_two_isolated_losses_condemn() -> None:
     book = PoisonRequestTracker()
     book.placed(P, (A,))
     assert not book.lost(P, A, 0.0)
@@ -33,7 +33,7 @@ def test_two_lonely_losses_in_a_row_condemn() -> None:
     assert book.check([])
 
 
-def test_a_token_in_between_acquits() -> None:
+def test_poison_token_between_losses_acquits() -> None:
     book = PoisonRequestTracker()
     for number in range(5):
         worker = key("w", number)
@@ -42,7 +42,7 @@ def test_a_token_in_between_acquits() -> None:
         assert not book.lost(P, worker, float(number))
 
 
-def test_what_has_run_once_is_believed_longer() -> None:
+def test_poison_choice_with_token_needs_one_more_loss() -> None:
     book = PoisonRequestTracker()
     for number, condemned in enumerate((False, False, True)):
         worker = key("w", number)
@@ -54,7 +54,7 @@ def test_what_has_run_once_is_believed_longer() -> None:
         assert book.lost(P, worker, float(number)) is condemned
 
 
-def test_innocents_that_shared_the_worker_go_alone_and_are_acquitted() -> None:
+def test_poison_bystanders_run_alone_and_are_acquitted() -> None:
     book = PoisonRequestTracker()
     others = names(3)
     for one in (P, *others):
@@ -81,7 +81,7 @@ def test_innocents_that_shared_the_worker_go_alone_and_are_acquitted() -> None:
     assert book.check([])
 
 
-def test_a_second_loss_in_company_condemns_nobody() -> None:
+def test_poison_second_shared_loss_condemns_none() -> None:
     book = PoisonRequestTracker()
     stream, other = names(2)
     book.placed(stream, (A,))
@@ -92,7 +92,7 @@ def test_a_second_loss_in_company_condemns_nobody() -> None:
     assert not book.lost(other, B, 1.0)
 
 
-def test_other_deaths_call_for_one_more() -> None:
+def test_poison_unrelated_death_requires_one_more_loss() -> None:
     book = PoisonRequestTracker()
     book.placed(RequestId("x"), (C,))
     book.lost(RequestId("x"), C, 0.0)
@@ -126,7 +126,7 @@ def test_established_streams_go_on_anywhere_at_once() -> None:
     assert book.must_wait(streams[1], lambda: [C], 1.0)
 
 
-def test_a_crowd_is_not_suspected_at_first() -> None:
+def test_poison_many_choices_are_not_isolated() -> None:
     book = PoisonRequestTracker()
     crowd = names(MAX_SUSPECTS + 1)
     for one in crowd:
@@ -151,7 +151,7 @@ def test_waiting_for_a_worker_of_ones_own_has_an_end_and_keeps_others_away() -> 
     assert not book.must_wait(P, lambda: [B], 0.1)
 
 
-def test_a_prompt_that_ends_whoever_computes_it() -> None:
+def test_poison_prompt_is_condemned_after_two_workers() -> None:
     book = PoisonRequestTracker()
     book.placed(P, (A, B))
     assert not book.lost(P, B, 0.0)
@@ -159,7 +159,7 @@ def test_a_prompt_that_ends_whoever_computes_it() -> None:
     assert book.lost(P, C, 1.0)
 
 
-def test_the_like_is_refused_for_a_while() -> None:
+def test_poison_equal_request_is_refused_for_a_while() -> None:
     book, asked = PoisonRequestTracker(remembered_s=60.0), []
 
     def is_condemned(num_tokens: int, digest: bytes, now_s: float) -> bool:
@@ -178,7 +178,7 @@ def test_the_like_is_refused_for_a_while() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_campaign_of_kills_condemns_nobody(seed: int) -> None:
+def test_poison_random_kills_condemn_none(seed: int) -> None:
     """Random kills under 32 streams, each with a token in nine of ten attempts before the next kill."""
     rng, book, numbers = Random(seed), PoisonRequestTracker(), count()
     live = [key(f"w{i}") for i in range(4)]
@@ -215,7 +215,7 @@ def test_hedging_learns_a_quantile_and_keeps_its_budget() -> None:
     assert (hedging.num_started, hedging.num_won) == (8, 1)
 
 
-def test_a_worker_that_comes_back_soon_did_not_die() -> None:
+def test_poison_quick_reconnect_is_no_loss() -> None:
     book = PoisonRequestTracker(return_s=2.0)
     for now_s in (0.0, 1.0, 2.0):
         book.placed(P, (A,))
@@ -227,7 +227,7 @@ def test_a_worker_that_comes_back_soon_did_not_die() -> None:
     assert book.check([])
 
 
-def test_nothing_is_begun_for_it_while_a_worker_may_come_back() -> None:
+def test_poison_choice_in_doubt_waits() -> None:
     for comes_back in (True, False):
         book = PoisonRequestTracker(return_s=2.0)
         for worker, now_s in ((A, 0.0), (B, 1.0)):
@@ -241,7 +241,7 @@ def test_nothing_is_begun_for_it_while_a_worker_may_come_back() -> None:
         assert book.condemns(P, 3.0) is not comes_back
 
 
-def test_one_that_was_away_for_long_was_frozen() -> None:
+def test_poison_late_reconnect_counts_as_loss() -> None:
     book = PoisonRequestTracker(return_s=2.0)
     for now_s in (0.0, 10.0):
         book.placed(P, (A,))

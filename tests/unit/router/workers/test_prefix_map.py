@@ -116,7 +116,7 @@ def test_expectations_are_confirmed_revoked_or_lapse(two: PrefixMap) -> None:
     assert two.longest_prefix(NAMES) == {A: 1}
 
 
-def test_a_prompt_that_is_given_up_leaves_what_others_expect(two: PrefixMap) -> None:
+def test_prefix_map_revoke_keeps_others_expectations(two: PrefixMap) -> None:
     for length in (4, 6, 2):
         two.expect(A, NAMES[:length], now_s=0.0)
     two.revoke(A, NAMES[:4])
@@ -162,7 +162,7 @@ def test_dropping_a_worker_leaves_the_others(two: PrefixMap) -> None:
     assert two.is_approximate(A)
 
 
-def test_a_hundred_workers_fit() -> None:
+def test_prefix_map_holds_a_hundred_workers() -> None:
     prefix_map = PrefixMap()
     workers = [WorkerId(str(i)) for i in range(100)]
     for index, worker in enumerate(workers):
@@ -295,7 +295,7 @@ def test_use_keeps_what_is_used_as_the_workers_own_lru_does() -> None:
     assert prefix_map.longest_prefix(names_of(2, 3)) == {A: 2}
 
 
-def test_what_was_expected_and_never_told_of_makes_a_worker_approximate() -> None:
+def test_prefix_map_silent_worker_becomes_approximate() -> None:
     prefix_map = PrefixMap(expectation_s=30.0, silence_s=10.0)
     prefix_map.add_worker(A, capacity=8)
     prefix_map.apply(A, _snapshot(0))
@@ -325,7 +325,7 @@ def test_what_was_expected_and_never_told_of_makes_a_worker_approximate() -> Non
     assert prefix_map.num_confirmed(A, NAMES[:1]) == 1
 
 
-def test_any_event_ends_the_suspicion() -> None:
+def test_prefix_map_any_event_ends_silence() -> None:
     prefix_map = PrefixMap(silence_s=10.0)
     prefix_map.add_worker(A, capacity=8)
     prefix_map.apply(A, _snapshot(0))
@@ -339,7 +339,7 @@ def test_any_event_ends_the_suspicion() -> None:
     assert not prefix_map.lacks_snapshot(A, 1e6)
 
 
-def test_after_a_gap_a_snapshot_is_asked_for_when_none_comes() -> None:
+def test_prefix_map_gap_requests_a_snapshot() -> None:
     prefix_map = PrefixMap(silence_s=10.0)
     prefix_map.add_worker(A, capacity=8)
     prefix_map.apply(A, _snapshot(0))

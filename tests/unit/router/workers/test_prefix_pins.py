@@ -42,11 +42,11 @@ class World:
     def use(self, worker: WorkerKey, name: str = "x", *, num_tokens: int = 50, ttl_s: float = 300.0) -> None:
         self.pins.used("t", [PinRequest(name=name, num_tokens=num_tokens, ttl_s=ttl_s)], worker, NAMES)
 
-    def told(self, worker: WorkerKey, outcome: PinOutcome) -> None:
+    def report_outcome(self, worker: WorkerKey, outcome: PinOutcome) -> None:
         self.pins.on_outcome(worker, PinTold(key=PinKey("t", "x"), outcome=outcome, num_tokens=48))
 
 
-def test_a_pin_is_of_the_whole_blocks_of_whoever_computed_the_prompt() -> None:
+def test_pin_covers_whole_blocks_of_computing_worker() -> None:
     world = World()
     world.use(P0)
     assert world.ports[P0].pins == [PinOrder(key=PinKey("t", "x"), last_block=NAMES[2], ttl_s=300.0)]
@@ -55,7 +55,7 @@ def test_a_pin_is_of_the_whole_blocks_of_whoever_computed_the_prompt() -> None:
     assert larger.ports[P0].pins[0].last_block == NAMES[1]
 
 
-def test_what_fills_no_block_is_not_pinned() -> None:
+def test_pin_of_less_than_a_block_is_not_made() -> None:
     world = World()
     world.use(P0, num_tokens=15)
     assert world.ports[P0].pins == []
@@ -63,11 +63,11 @@ def test_what_fills_no_block_is_not_pinned() -> None:
 
 
 @pytest.mark.parametrize("said", [None, PinOutcome.HELD])
-def test_a_use_elsewhere_renews_it_where_it_is(said: PinOutcome | None) -> None:
+def test_pin_used_elsewhere_is_renewed_in_place(said: PinOutcome | None) -> None:
     world = World()
     world.use(P0)
     if said is not None:
-        world.told(P0, said)
+        world.report_outcome(P0, said)
     world.now_s += 200.0
     world.use(P1)
     assert [len(world.ports[key].pins) for key in (P0, P1)] == [2, 0]
@@ -75,10 +75,10 @@ def test_a_use_elsewhere_renews_it_where_it_is(said: PinOutcome | None) -> None:
 
 
 @pytest.mark.parametrize("said", [PinOutcome.GAVE_WAY, PinOutcome.NOT_HERE, PinOutcome.NO_ROOM])
-def test_what_a_worker_does_not_hold_is_made_anew_at_the_next_use(said: PinOutcome) -> None:
+def test_pin_refused_by_worker_is_made_anew_on_use(said: PinOutcome) -> None:
     world = World()
     world.use(P0)
-    world.told(P0, said)
+    world.report_outcome(P0, said)
     record = world.pins.find("t", "x")
     assert record is not None
     assert record.outcome is said
@@ -86,7 +86,7 @@ def test_what_a_worker_does_not_hold_is_made_anew_at_the_next_use(said: PinOutco
     assert [len(world.ports[key].pins) for key in (P0, P1)] == [1, 1]
 
 
-def test_a_pin_moves_when_its_worker_leaves_and_is_forgotten_when_it_is_gone() -> None:
+def test_pin_of_leaving_worker_moves_on_use() -> None:
     world = World()
     world.use(P0)
     world.leaving.add(P0)
@@ -99,16 +99,16 @@ def test_a_pin_moves_when_its_worker_leaves_and_is_forgotten_when_it_is_gone() -
     assert len(world.pins) == 0
 
 
-def test_nobody_else_says_what_became_of_a_pin() -> None:
+def test_pin_report_of_other_worker_is_ignored() -> None:
     world = World()
     world.use(P0)
-    world.told(P1, PinOutcome.GAVE_WAY)
+    world.report_outcome(P1, PinOutcome.GAVE_WAY)
     record = world.pins.find("t", "x")
     assert record is not None
     assert record.outcome is None
 
 
-def test_time_ends_a_pin_here_as_there() -> None:
+def test_pin_expires_by_clock() -> None:
     world = World()
     world.use(P0, ttl_s=10.0)
     world.now_s += 10.0
@@ -118,7 +118,7 @@ def test_time_ends_a_pin_here_as_there() -> None:
     assert len(world.ports[P1].pins) == 1
 
 
-def test_a_wish_that_ends_at_a_time_is_not_prolonged_by_use() -> None:
+def test_pin_with_fixed_end_is_not_prolonged_by_use() -> None:
     world = World()
     wish = PinRequest(name="n", num_tokens=16, find_end_s=lambda: 1100.0)
     world.pins.used("t", [wish], P0, NAMES)
@@ -130,13 +130,13 @@ def test_a_wish_that_ends_at_a_time_is_not_prolonged_by_use() -> None:
     assert len(world.ports[P0].pins) == 2
 
 
-def test_what_is_not_wanted_any_more_once_it_is_computed_is_not_made() -> None:
+def test_pin_withdrawn_before_computed_is_not_made() -> None:
     world = World()
     world.pins.used("t", [PinRequest(name="n", num_tokens=16, find_end_s=lambda: None)], P0, NAMES)
     assert (world.ports[P0].pins, len(world.pins)) == ([], 0)
 
 
-def test_a_pin_is_taken_back_where_it_is() -> None:
+def test_pin_release_unpins_at_its_worker() -> None:
     world = World()
     world.use(P0)
     world.pins.release("t", "x")
@@ -145,14 +145,14 @@ def test_a_pin_is_taken_back_where_it_is() -> None:
     assert len(world.pins) == 0
 
 
-def test_tenants_do_not_see_each_others() -> None:
+def test_pins_are_private_to_tenants() -> None:
     world = World()
     world.use(P0)
     assert list(world.pins.of_tenant("u")) == []
     assert world.pins.find("u", "x") is None
 
 
-def test_the_books_are_bounded_by_forgetting_what_is_over_and_then_what_was_used_longest_ago() -> None:
+def test_pin_registry_full_evicts_expired_then_lru() -> None:
     world = World(max_pins=3)
     world.use(P0, "short", ttl_s=1.0)
     for name in ("a", "b"):
@@ -165,7 +165,7 @@ def test_the_books_are_bounded_by_forgetting_what_is_over_and_then_what_was_used
     assert [name for name, _, _ in world.pins.of_tenant("t")] == ["d", "a", "c"]
 
 
-def test_a_wish_without_a_name_is_known_by_its_prefix_whatever_the_workers_block_size() -> None:
+def test_pin_without_name_is_named_by_prefix() -> None:
     for block_size in (16, 32):
         world = World(block_size=block_size)
         world.use(P0, "", num_tokens=50)
@@ -173,7 +173,7 @@ def test_a_wish_without_a_name_is_known_by_its_prefix_whatever_the_workers_block
         assert [name for name, _, _ in world.pins.of_tenant("t")] == ["300s:01", "300s:02"]
 
 
-def test_whoever_asks_for_very_many_pins_forgets_its_own() -> None:
+def test_pin_registry_full_evicts_from_largest_tenant() -> None:
     world = World(max_pins=8)
     world.use(P0, "mine")
     for number in range(50):

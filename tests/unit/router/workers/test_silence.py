@@ -3,20 +3,20 @@
 from router.workers.silence import SilenceWatch
 
 
-def test_silence_is_seen_within_a_look() -> None:
+def test_silence_is_detected_within_a_period() -> None:
     watch = SilenceWatch(silence_s=1.5, period_s=0.2, now_s=10.0)
     asked = [10.0 + 0.2 * look for look in range(1, 20)]
     assert next(now_s for now_s in asked if watch.is_silent(now_s)) <= 11.7
 
 
-def test_words_put_it_off() -> None:
+def test_silence_ends_with_a_message() -> None:
     watch = SilenceWatch(silence_s=1.0, period_s=0.2, now_s=0.0)
     for look in range(1, 100):
-        watch.heard(0.2 * look - 0.1)
+        watch.on_message(0.2 * look - 0.1)
         assert not watch.is_silent(0.2 * look)
 
 
-def test_time_that_this_process_slept_is_not_counted() -> None:
+def test_silence_excludes_own_stalls() -> None:
     watch = SilenceWatch(silence_s=1.0, period_s=0.2, now_s=0.0)
     assert not watch.is_silent(30.0)
     asked = [30.0 + 0.2 * look for look in range(1, 20)]

@@ -27,7 +27,7 @@ def seen(registry: WorkerRegistry, now_s: float) -> dict[WorkerKey, WorkerSnapsh
     return {
         info.key: replace(pool.snapshot(row, now_s), answered_s=0.0)
         for pool in (view.decode, view.prefill)
-        for row, info in enumerate(pool.roster.infos)
+        for row, info in enumerate(pool.members.infos)
     }
 
 
@@ -48,7 +48,7 @@ def random_load(rng: Random) -> WorkerLoad:
     )
 
 
-def test_whatever_the_registry_is_told_the_view_says_the_same() -> None:
+def test_cluster_view_equals_registry_after_any_events() -> None:
     rng, clock = Random(5), Clock()
     registry = WorkerRegistry(prefix_map=PrefixMap(), clock=clock)
     sent: list[Booking] = []
@@ -86,21 +86,21 @@ def test_whatever_the_registry_is_told_the_view_says_the_same() -> None:
             incomplete = {
                 name
                 for index, name in enumerate(("prefill_ms", "step_ms", "link_ms"))
-                if any(rates(pool, row)[index] == 0.0 for row in range(len(pool.roster)))
+                if any(rates(pool, row)[index] == 0.0 for row in range(len(pool.members)))
             }
             assert pool.unmeasured == incomplete
-            loads = pool.loads[: len(pool.roster)]
+            loads = pool.loads[: len(pool.members)]
             assert (pool.attention is not None) == any(load.context_tokens for load in loads)
 
 
-def test_a_view_cannot_be_written() -> None:
+def test_cluster_view_is_read_only() -> None:
     registry = WorkerRegistry(prefix_map=PrefixMap(), clock=Clock())
     registry.joined(worker("d0").info, port())
     with pytest.raises(ValueError, match="read-only"):
         registry.view().decode.backlog[0] = 1.0
 
 
-def test_load_that_other_routers_tell_of_counts_until_they_tell_otherwise() -> None:
+def test_record_peer_load_counts_until_replaced() -> None:
     registry, key = WorkerRegistry(prefix_map=PrefixMap(), clock=Clock()), worker("d0").info.key
     registry.joined(worker("d0").info, port())
     registry.assign(key, 100)

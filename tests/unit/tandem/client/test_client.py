@@ -37,18 +37,18 @@ TEXT = "hello wörld 😀"
 
 
 @pytest.fixture
-def parts() -> fakes.Doors:
-    return fakes.make_doors(fakes.make_tokenizer())
+def parts() -> fakes.Servers:
+    return fakes.make_servers(fakes.make_tokenizer())
 
 
 @asynccontextmanager
-async def door_of(parts: fakes.Doors) -> AsyncIterator[str]:
+async def door_of(parts: fakes.Servers) -> AsyncIterator[str]:
     server = build_server(parts.frontend, parts.generator, parts.config, parts.metrics)
     async with GrpcServer(server, host="127.0.0.1", port=0, grace_s=0.0) as door:
         yield f"127.0.0.1:{door.port}"
 
 
-async def test_whole_answers(parts: fakes.Doors) -> None:
+async def test_whole_answers(parts: fakes.Servers) -> None:
     ids = parts.say(TEXT, logprobs=True)
     async with door_of(parts) as address, AsyncClient(address) as client:
         asked = Options(max_tokens=40, n=2, num_logprobs=1, seed=4, logit_bias={5: 1.5}, stop=["nothing"], priority=-1)
@@ -71,7 +71,7 @@ async def test_whole_answers(parts: fakes.Doors) -> None:
 
 
 @pytest.fixture
-def thread_of_a_door(parts: fakes.Doors) -> Iterator[str]:
+def thread_of_a_door(parts: fakes.Servers) -> Iterator[str]:
     """The door on a loop of its own: a client for threads would stop this one."""
     loop, told, over = asyncio.new_event_loop(), threading.Event(), asyncio.Event()
     addresses: list[str] = []
@@ -91,7 +91,7 @@ def thread_of_a_door(parts: fakes.Doors) -> Iterator[str]:
     loop.close()
 
 
-def test_the_client_for_threads(parts: fakes.Doors, thread_of_a_door: str) -> None:
+def test_the_client_for_threads(parts: fakes.Servers, thread_of_a_door: str) -> None:
     ids = parts.say(TEXT)
     with Client(thread_of_a_door) as client:
         pieces = list(client.stream("a"))
@@ -121,7 +121,7 @@ def test_the_client_for_threads(parts: fakes.Doors, thread_of_a_door: str) -> No
     ],
 )
 async def test_errors_have_a_type_and_a_field(
-    parts: fakes.Doors, options: Options, kind: type[Exception], param: str
+    parts: fakes.Servers, options: Options, kind: type[Exception], param: str
 ) -> None:
     async with door_of(parts) as address, AsyncClient(address) as client:
         with pytest.raises(kind) as caught:
@@ -129,7 +129,7 @@ async def test_errors_have_a_type_and_a_field(
         assert caught.value.param == param  # type: ignore[attr-defined]
 
 
-async def test_refusals_of_the_server_are_not_asked_for_again(parts: fakes.Doors) -> None:
+async def test_refusals_of_the_server_are_not_asked_for_again(parts: fakes.Servers) -> None:
     async with door_of(parts) as address, AsyncClient(address) as client:
         for error in (Overloaded("full", retry_after_s=2.25), Unavailable("nobody is here", retry_after_s=0.5)):
             parts.generator.requests.clear()
@@ -142,8 +142,8 @@ async def test_refusals_of_the_server_are_not_asked_for_again(parts: fakes.Doors
             await client.generate([5] * fakes.CONTEXT)
 
 
-async def test_keys(parts: fakes.Doors) -> None:
-    guarded = fakes.make_doors(fakes.make_tokenizer(), RouterConfig(api_keys=["key-a"]))
+async def test_keys(parts: fakes.Servers) -> None:
+    guarded = fakes.make_servers(fakes.make_tokenizer(), RouterConfig(api_keys=["key-a"]))
     guarded.say(TEXT)
     async with door_of(guarded) as address:
         async with AsyncClient(address, api_key="key-a") as client:
@@ -153,7 +153,7 @@ async def test_keys(parts: fakes.Doors) -> None:
                 await client.models()
 
 
-async def test_certificates(parts: fakes.Doors) -> None:
+async def test_certificates(parts: fakes.Servers) -> None:
     parts.say(TEXT)
     authority = trustme.CA()
     ours, theirs = authority.issue_cert("router.example"), authority.issue_cert("client.example")
@@ -178,9 +178,9 @@ async def test_certificates(parts: fakes.Doors) -> None:
         await server.stop(0.0)
 
 
-async def test_a_stream_goes_on_at_the_next_router(parts: fakes.Doors) -> None:
+async def test_a_stream_goes_on_at_the_next_router(parts: fakes.Servers) -> None:
     """The first one dies when three tokens are out."""
-    first, other = parts, fakes.make_doors(fakes.make_tokenizer(), mint_seed=lambda: 1)
+    first, other = parts, fakes.make_servers(fakes.make_tokenizer(), mint_seed=lambda: 1)
     ids = first.say(TEXT, hang_after=3)
     other.say(TEXT)
     server = build_server(first.frontend, first.generator, first.config, first.metrics)
@@ -196,7 +196,7 @@ async def test_a_stream_goes_on_at_the_next_router(parts: fakes.Doors) -> None:
     assert other.generator.requests[0].sampling.seed == first.generator.requests[0].sampling.seed
 
 
-async def test_what_does_no_harm_twice_is_asked_of_the_next_router(parts: fakes.Doors, thread_of_a_door: str) -> None:
+async def test_what_does_no_harm_twice_is_asked_of_the_next_router(parts: fakes.Servers, thread_of_a_door: str) -> None:
     async with door_of(parts) as gone:
         pass
     addresses = [gone, thread_of_a_door]
@@ -214,7 +214,7 @@ async def test_what_does_no_harm_twice_is_asked_of_the_next_router(parts: fakes.
 
 
 @pytest.mark.slow
-async def test_a_router_that_takes_connections_and_says_nothing_is_left(parts: fakes.Doors) -> None:
+async def test_a_router_that_takes_connections_and_says_nothing_is_left(parts: fakes.Servers) -> None:
     """Within the answer's own time."""
     parts.say(TEXT)
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -223,7 +223,7 @@ async def test_a_router_that_takes_connections_and_says_nothing_is_left(parts: f
             assert (await client.chat(HELLO, Options(timeout_s=15.0))).text == TEXT
 
 
-async def test_the_time_of_a_call_is_its_own(parts: fakes.Doors) -> None:
+async def test_the_time_of_a_call_is_its_own(parts: fakes.Servers) -> None:
     parts.say(TEXT, hang_after=1)
     async with door_of(parts) as address, AsyncClient(address) as client:
         with pytest.raises(DeadlineExceeded):

@@ -25,11 +25,11 @@ __all__ = ["thread_of_a_door"]
 
 
 @pytest.fixture
-def parts() -> fakes.Doors:
-    return fakes.make_doors(fakes.make_tokenizer(), grammars=fakes.AnyGrammar(), context=4096)
+def parts() -> fakes.Servers:
+    return fakes.make_servers(fakes.make_tokenizer(), grammars=fakes.AnyGrammar(), context=4096)
 
 
-def test_calls_and_how_a_conversation_goes_on_with_them(parts: fakes.Doors, thread_of_a_door: str) -> None:
+def test_calls_and_how_a_conversation_goes_on_with_them(parts: fakes.Servers, thread_of_a_door: str) -> None:
     parts.say(CALLS)
     with Client(thread_of_a_door) as client:
         options = Options(tools=TOOLS, n=2)
@@ -61,7 +61,7 @@ def test_calls_and_how_a_conversation_goes_on_with_them(parts: fakes.Doors, thre
         (ToolChoice(mode="required", allowed=["weather"]), ["weather"]),
     ],
 )
-async def test_choices_among_tools(parts: fakes.Doors, choice: ToolChoice, names: list[str]) -> None:
+async def test_choices_among_tools(parts: fakes.Servers, choice: ToolChoice, names: list[str]) -> None:
     parts.say(CALLS)
     async with door_of(parts) as address, AsyncClient(address) as client:
         await client.chat(HELLO, Options(tools=TOOLS, tool_choice=choice))
@@ -69,7 +69,7 @@ async def test_choices_among_tools(parts: fakes.Doors, choice: ToolChoice, names
     assert [tool.name for tool in TOOLS if tool.name in grammar] == names
 
 
-async def test_log_probabilities_of_a_prompt(parts: fakes.Doors) -> None:
+async def test_log_probabilities_of_a_prompt(parts: fakes.Servers) -> None:
     parts.say("hello")
     async with door_of(parts) as address, AsyncClient(address) as client:
         answer = await client.generate([10, 11, 12], Options(prompt_logprobs=2))
@@ -83,7 +83,7 @@ async def test_log_probabilities_of_a_prompt(parts: fakes.Doors) -> None:
         assert [len(piece.prompt_logprobs) for piece in pieces] == [1, 0]
 
 
-async def test_what_is_told_at_the_end(parts: fakes.Doors) -> None:
+async def test_what_is_told_at_the_end(parts: fakes.Servers) -> None:
     parts.say("it is 5", logprobs=True)
     async with door_of(parts) as address, AsyncClient(address) as client:
         answer = await client.generate("a", Options(n=3, vote=True, vote_pattern="[0-9]"))
@@ -131,7 +131,7 @@ async def test_everything_has_its_field() -> None:
         (Options(cached_content="cachedContents/x"), "cached_content"),
     ],
 )
-async def test_errors_name_the_field(parts: fakes.Doors, options: Options, param: str) -> None:
+async def test_errors_name_the_field(parts: fakes.Servers, options: Options, param: str) -> None:
     async with door_of(parts) as address, AsyncClient(address) as client:
         with pytest.raises(InvalidRequest) as caught:
             await client.chat(HELLO, options)
@@ -152,7 +152,7 @@ def test_what_has_no_ids_is_not_asked_for_twice(more: dict[str, Any]) -> None:
 
 async def test_thinking_stands_apart() -> None:
     template = "{% for m in messages %}[{{ m.reasoning_content }}]{{ m.content }}{% endfor %}<think>\n{# </think> #}"
-    parts = fakes.make_doors(fakes.make_tokenizer(template))
+    parts = fakes.make_servers(fakes.make_tokenizer(template))
     count = len(parts.say("so\n</think>\n\nfour")) - len(parts.tokenizer.encode("\n\nfour")) - 1
     async with door_of(parts) as address, AsyncClient(address) as client:
         answer = await client.chat(HELLO)
@@ -161,5 +161,5 @@ async def test_thinking_stands_apart() -> None:
         assert answer.usage.reasoning_tokens == count
         await client.chat([*HELLO, choice.turn(), *HELLO])
         assert "[so]four" in parts.tokenizer.decode(parts.generator.requests[-1].prompt_token_ids)
-        with pytest.raises(InvalidRequest, match="reasoning_content stands in an assistant's message"):
+        with pytest.raises(InvalidRequest, match="reasoning_content is allowed only in an assistant message"):
             await client.chat([Turn(role="user", content="a", reasoning_content="b")])

@@ -23,6 +23,12 @@ from worker.sessions import LOAD_PERIOD_S
     [
         ("routr: {}", "routr"),
         ("\n".join(f"s{index}: 1" for index in range(40)), "s15: unknown setting; and 24 more"),
+        ("router: {allowed_origins: ['*']}", "router.allowed_origins"),
+        ("router: {allowed_origins: ['null']}", "router.allowed_origins"),
+        ("router: {allowed_origins: [chat.example.com]}", "router.allowed_origins"),
+        ("router: {allowed_origins: ['https://chat.example.com/']}", "router.allowed_origins"),
+        ("router: {allowed_origins: ['https://me@chat.example.com']}", "router.allowed_origins"),
+        ("router: {allowed_origins: ['https://chat.example.com:port']}", "router.allowed_origins"),
         ("router: {port: -1}", "router.port"),
         ("router: {port: 8299, grpc_port: 8299}", "8299"),
         ("router: {port: 1}\nrouter: {port: 2}", "stands twice"),
@@ -301,3 +307,10 @@ def test_dump_for_processes_leaves_out_default_nulls_and_keeps_stated_ones(tmp_p
     path = tmp_path / "cluster.yaml"
     path.write_text(dump_for_processes(config))
     assert load(path) == config
+
+
+def test_allowed_origins_are_read_as_browsers_write_them() -> None:
+    given = ("HTTPS://Chat.Example.com:443", "http://localhost:3000", "http://[::1]:80", "https://a.example:80")
+    config = ClusterConfig.model_validate({"router": {"allowed_origins": given}})
+    written = ("https://chat.example.com", "http://localhost:3000", "http://[::1]", "https://a.example:80")
+    assert config.router.allowed_origins == written

@@ -68,7 +68,7 @@ def test_the_pool_holds_the_largest_job() -> None:
 def test_a_model_with_too_short_a_context_is_refused(tmp_path: Path) -> None:
     write_model(tmp_path, SHAPES["tiny"])
     given = parsed("--model", str(tmp_path), "--full")
-    with pytest.raises(CannotMeasure, match="holds 1024 tokens"):
+    with pytest.raises(CannotMeasure, match="has a context of 1024 tokens"):
         make_subject(given, Scale.from_options(given), lambda _: None)
 
 

@@ -1,4 +1,4 @@
-"""Rounds: who runs when, what is compared with what, and what is left out for want of time."""
+"""Rounds: who runs when, what is compared with what, and what is skipped for want of time."""
 
 import pytest
 
@@ -50,7 +50,7 @@ def plan(*cells: Cell, num_rounds: int = 1, notes: list[str] | None = None) -> P
     return Plan(cells=cells, num_rounds=num_rounds, vocab_size=512, bandwidth=lambda: 1e9, note=note)
 
 
-async def test_everybody_gets_the_same_job_and_the_order_turns() -> None:
+async def test_rounds_every_engine_gets_the_same_job_in_rotating_order() -> None:
     engines = [FakeEngine(name, 1.0) for name in ("tandem", "a", "b")]
     done = await run_rounds(plan(ONE, num_rounds=3), engines, TimeBox(None))
     order = [seen.contestant for seen in done]
@@ -66,14 +66,14 @@ async def test_newcomers_only_go_to_engines_that_take_them() -> None:
     assert len(engines[0].jobs[0].newcomers) > 1
 
 
-async def test_what_does_not_fit_is_left_out_and_said() -> None:
+async def test_rounds_job_beyond_the_time_is_skipped_and_noted() -> None:
     notes: list[str] = []
     clock = iter([0.0, *[5.0] * 20])
     done = await run_rounds(
         plan(ONE, FOUR, notes=notes), [FakeEngine("tandem", 2.0)], TimeBox(10.0, lambda: next(clock))
     )
     assert [seen.cell for seen in done] == [ONE]
-    assert any("c4.p8: left out" in text for text in notes)
+    assert any("c4.p8: skipped" in text for text in notes)
 
 
 def test_a_guess_grows_with_the_work() -> None:

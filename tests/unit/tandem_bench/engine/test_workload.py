@@ -16,7 +16,7 @@ def seen(*rows: tuple[float, ...]) -> Outcome:
     return Outcome(job=JOB, arrivals_s=rows)
 
 
-def test_prefill_lasts_until_everybody_has_a_token_and_decode_is_what_comes_after() -> None:
+def test_outcome_prefill_ends_with_the_last_first_token() -> None:
     done = seen((1.0, 1.5, 4.0), (2.0, 3.0, 4.0))
     assert done.prefill_s == 2.0
     assert done.prefill_tokens_per_s == 8 / 2.0
@@ -39,7 +39,7 @@ def test_one_token_each_has_no_decode() -> None:
 
 @pytest.mark.parametrize("rows", [((1.0, 2.0, 3.0),), ((1.0, 2.0), (1.0, 2.0, 3.0))])
 def test_missing_tokens_are_refused(rows: tuple[tuple[float, ...], ...]) -> None:
-    with pytest.raises(ValueError, match="asked for"):
+    with pytest.raises(ValueError, match="requested for"):
         seen(*rows)
 
 

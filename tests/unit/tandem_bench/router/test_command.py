@@ -24,7 +24,7 @@ def test_the_least_of_several_rounds() -> None:
 
 def test_placement_is_measured_over_a_cluster_of_both_pools() -> None:
     view = registry(Random(0), num_each=3).view()
-    assert (len(view.decode.roster), len(view.prefill.roster)) == (3, 3)
+    assert (len(view.decode.members), len(view.prefill.members)) == (3, 3)
     assert not view.decode.unmeasured
     assert placement._choice_us(3, 1) > 0.0
     assert placement._whole_us(3, 1) > 0.0

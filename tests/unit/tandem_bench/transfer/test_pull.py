@@ -31,5 +31,5 @@ def test_medians_are_compared_length_by_length() -> None:
 
 
 def test_a_turn_that_brought_nothing_is_no_comparison() -> None:
-    with pytest.raises(CannotMeasure, match="computed, not brought"):
+    with pytest.raises(CannotMeasure, match="computed, not fetched"):
         pull_rows("shm", [turn(512, pulled_tokens=0, pulled_s=0.5, computed_s=0.5)])

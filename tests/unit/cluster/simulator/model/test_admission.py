@@ -7,7 +7,7 @@ import pytest
 from cluster.simulator.model.faults import FaultSpec, draw_faults
 from cluster.simulator.model.report import Slo, report_on
 from cluster.simulator.model.request import SimRequest
-from cluster.simulator.model.settings import open_door
+from cluster.simulator.model.settings import unlimited_admission
 from cluster.simulator.model.simulation import Choosing, Simulation
 from cluster.simulator.studies.capacity import what_breaks
 from router.admission.cluster_capacity import CapacityPolicy, Shortage
@@ -25,16 +25,16 @@ def simulated(policy: AdmissionPolicy | None, *, sizes: tuple[int, int] = (1, 1)
 
 
 @pytest.mark.parametrize("sizes", [(1, 1), (0, 1)], ids=["disaggregated", "colocated"])
-def test_who_finds_no_room_waits_here_and_has_a_turn(sizes: tuple[int, int]) -> None:
+def test_simulated_admission_without_room_queues_and_runs_later(sizes: tuple[int, int]) -> None:
     simulation = simulated(AdmissionPolicy(room=CapacityPolicy(max_running_per_worker=4)), sizes=sizes)
-    counts = simulation.router.gate.admission.counts
+    counts = simulation.router.admission.fair.counts
     assert len(simulation.router.outcomes.finished) == counts.num_turns == 60
     assert counts.waited_s > 1.0
-    assert simulation.router.gate.admission.num_inflight == 0
+    assert simulation.router.admission.fair.num_inflight == 0
     audit(simulation)
 
 
-def test_whoever_has_its_turn_because_a_decode_worker_reads_it_is_read_there() -> None:
+def test_simulated_admission_local_prefill_turn_runs_on_the_decode_worker() -> None:
     """As behind a real gate: others wait for the prefill pool."""
     pools = cluster(1, 4, num_blocks=1000)
     spec = replace(pools, admission=AdmissionPolicy(room=CapacityPolicy(worker_backlog_s=0.05)))
@@ -57,13 +57,13 @@ def test_whoever_has_its_turn_because_a_decode_worker_reads_it_is_read_there() -
 def test_a_long_wait_is_refused_by_its_prediction() -> None:
     policy = AdmissionPolicy(max_queue_s=0.2, room=CapacityPolicy(max_running_per_worker=2, worker_backlog_s=0.05))
     simulation = simulated(policy)
-    outcomes, counts = simulation.router.outcomes, simulation.router.gate.admission.counts
+    outcomes, counts = simulation.router.outcomes, simulation.router.admission.fair.counts
     assert 0 < outcomes.num_rejected == counts.rejections[Rejection.QUEUE_TIME] + counts.rejections[Rejection.HOPELESS]
     assert len(outcomes.finished) + outcomes.num_rejected == 60
     audit(simulation)
 
 
-def test_who_is_refused_counts_as_one_without_a_first_token_in_time() -> None:
+def test_report_rejected_request_counts_as_a_missed_first_token() -> None:
     policy = AdmissionPolicy(max_queue_s=0.2, room=CapacityPolicy(max_running_per_worker=2, worker_backlog_s=0.05))
     simulation = simulated(policy)
     report = report_on(simulation, Slo(ttft_s=1e3, itl_s=1e3), policy="tandem", seed=1)
@@ -73,19 +73,19 @@ def test_who_is_refused_counts_as_one_without_a_first_token_in_time() -> None:
     assert what_breaks(report) == "TTFT"
 
 
-def test_a_full_line_turns_the_next_one_away() -> None:
+def test_simulated_admission_full_queue_rejects_the_next() -> None:
     simulation = simulated(AdmissionPolicy(max_requests=3, room=CapacityPolicy(max_running_per_worker=2)))
-    counts = simulation.router.gate.admission.counts
+    counts = simulation.router.admission.fair.counts
     assert 0 < simulation.router.outcomes.num_rejected == counts.rejections[Rejection.QUEUE_FULL]
 
 
-def test_before_an_open_door_nobody_waits_where_nobody_decodes() -> None:
-    simulation = simulated(open_door(), sizes=(2, 0))
-    counts = simulation.router.gate.admission.counts
+def test_simulated_admission_unlimited_without_decode_queues_nothing() -> None:
+    simulation = simulated(unlimited_admission(), sizes=(2, 0))
+    counts = simulation.router.admission.fair.counts
     assert (counts.num_turns, counts.waited_s, simulation.router.outcomes.num_rejected) == (60, 0.0, 0)
 
 
-def test_those_that_wait_outlive_the_worker() -> None:
+def test_simulated_admission_queued_requests_outlive_a_worker() -> None:
     spec = replace(cluster(0, 2), admission=AdmissionPolicy(room=CapacityPolicy(max_running_per_worker=4)))
     trace = load(rate=60.0)
     simulation = Simulation(spec, trace, Choosing(), seed=1)
@@ -98,7 +98,7 @@ def test_those_that_wait_outlive_the_worker() -> None:
 
 
 @pytest.mark.parametrize("bottleneck", ["prefill", "decode"])
-def test_who_waits_is_known_to_wait_for_the_pool_that_is_full(bottleneck: Bottleneck) -> None:
+def test_simulated_admission_reports_the_full_pool_it_waits_for(bottleneck: Bottleneck) -> None:
     seen: dict[Shortage, int] = {}
     at_the_queue(bottleneck, lambda simulation: seen.update(held(simulation)))
     assert seen.keys() == {Shortage(bottleneck)}

@@ -39,7 +39,7 @@ def audit(simulation: Simulation) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("sizes", [(2, 2), (0, 3), (3, 0)], ids=["disaggregated", "colocated", "prefill only"])
-def test_everybody_is_answered_and_everything_given_back(policy: str, sizes: tuple[int, int]) -> None:
+def test_simulation_every_policy_answers_all_and_frees_all_blocks(policy: str, sizes: tuple[int, int]) -> None:
     simulation = simulated(cluster(*sizes), policy=policy)
     outcomes = simulation.router.outcomes
     assert len(outcomes.finished) == 60
@@ -99,7 +99,7 @@ def test_kv_that_the_decode_worker_holds_does_not_travel() -> None:
     assert 0 < simulation.workers.handoffs.num_kv_bytes < most
 
 
-def test_a_snapshot_tells_what_the_events_told() -> None:
+def test_simulation_snapshot_equals_applied_events() -> None:
     simulation = simulated(cluster())
     settle(simulation)
     for key, worker in simulation.workers.live.items():

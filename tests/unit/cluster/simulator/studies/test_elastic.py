@@ -81,7 +81,7 @@ def test_machine_time_counts_from_the_order_to_the_end_of_the_drain() -> None:
     assert recalled.machine_hours == pytest.approx((4 * trace.span_s + 1.0) / 3600.0)
 
 
-def test_who_does_not_finish_in_time_goes_on_elsewhere() -> None:
+def test_fleet_worker_beyond_its_drain_moves_requests_elsewhere() -> None:
     trace = load(requests=30, rate=20.0, output=200.0)
     orders = {1.5: [action(STOP, DECODE)]}
     timing = FleetTiming(start_s=2.0, flip_s=0.5, drain_s=0.25)
@@ -104,7 +104,7 @@ def test_one_that_does_not_serve_yet_changes_pools_where_no_other_can() -> None:
     assert result.report.num_finished == 60
 
 
-def test_nobody_can_be_taken_from_an_empty_pool() -> None:
+def test_fleet_stop_in_empty_pool_is_refused() -> None:
     script = Script({0.5: [action(STOP, PREFILL), action(STOP, PREFILL)]})
     with pytest.raises(InvariantError, match="no prefill worker"):
         run_elastic(elastic(load()), script, Sizes(prefill=1, decode=2))
@@ -220,7 +220,7 @@ def test_a_dry_run_says_what_it_would_do_and_why() -> None:
     options = AutoscaleOptions(is_dry_run=True, timing=TIMING, period_s=2.0, first=Sizes(prefill=1, decode=1))
     told = autoscale_day(LOAD, options)
     assert "start decode: decode needs" in told
-    assert "requests/s forecast ask for" in told
+    assert "requests/s forecast require" in told
     assert "machine-hours" in told
     figures = json.loads(autoscale_day(replace(LOAD, as_json=True), options))
     assert figures["report"]["num_finished"] == 60

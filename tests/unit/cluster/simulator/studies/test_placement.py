@@ -24,7 +24,7 @@ def test_ours_finds_nearly_all_that_one_shared_cache_would(result: PlacementResu
     assert result.share_of_ideal(of(result, "random")) < 0.8
 
 
-def test_nobody_queues_longer_than_under_least_backlog(result: PlacementResult) -> None:
+def test_placement_no_policy_queues_longer_than_least_backlog(result: PlacementResult) -> None:
     assert of(result, "tandem").queue_ms.p99 <= of(result, "least_load").queue_ms.p99
 
 

@@ -21,18 +21,18 @@ def started(cached: int, **times: float) -> AttemptStarted:
     return AttemptStarted(cached_tokens=cached, times=PhaseTimes(cached=found, **times))
 
 
-def test_a_failover_costs_its_prompt_again_and_the_wait_between() -> None:
+def test_attempt_ledger_failover_counts_prompt_twice() -> None:
     clock = Clock()
     ledger = AttemptLedger(prompt_length=PROMPT, clock=clock, arrived_s=49.0)
     ledger.begin(0, kv_bytes_per_token=10)
     clock.now_s = 52.0
-    ledger.heard(started(40, prefill_s=1.5, prefill_queue_s=0.5, kv_byte_s=7.0))
+    ledger.on_started(started(40, prefill_s=1.5, prefill_queue_s=0.5, kv_byte_s=7.0))
     clock.now_s = 56.0
     ledger.ended(8)
     clock.now_s = 57.0
     ledger.begin(8)
     clock.now_s = 58.0
-    ledger.heard(started(96, prefill_s=1.0))
+    ledger.on_started(started(96, prefill_s=1.0))
     clock.now_s = 60.0
     ledger.ended(20, PhaseTimes(prefill_s=1.0, decode_s=2.0, kv_byte_s=3.0))
     total = ledger.total()
@@ -44,7 +44,7 @@ def test_a_failover_costs_its_prompt_again_and_the_wait_between() -> None:
     assert ledger.computed_tokens == (60 + 8) + (PROMPT + 8 - 96) + 12
 
 
-def test_a_refused_attempt_is_a_wait() -> None:
+def test_attempt_ledger_refused_attempt_counts_as_waiting() -> None:
     clock = Clock()
     ledger = AttemptLedger(prompt_length=PROMPT, clock=clock)
     ledger.begin(0)
@@ -57,7 +57,7 @@ def test_a_refused_attempt_is_a_wait() -> None:
     assert ledger.computed_tokens == 0
 
 
-def test_of_an_attempt_that_was_never_heard_of_nothing_is_known() -> None:
+def test_attempt_ledger_silent_attempt_has_no_phases() -> None:
     clock = Clock()
     ledger = AttemptLedger(prompt_length=PROMPT, clock=clock)
     ledger.begin(0, kv_bytes_per_token=10)

@@ -54,7 +54,7 @@ def ids(found: BeamSearch) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_as_many_beams_as_there_are_answers_find_the_best_of_all(seed: int) -> None:
+def test_beam_search_of_full_width_finds_best_answers(seed: int) -> None:
     toy, length = Toy(seed, 4), 4
     answers = {}
     for size in range(1, length + 1):
@@ -84,7 +84,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("early_stopping", "length_penalty", "num_beams", "ends"), CASES)
-def test_what_transformers_finds(model, early_stopping, length_penalty: float, num_beams: int, ends) -> None:
+def test_beam_search_equals_transformers(model, early_stopping, length_penalty: float, num_beams: int, ends) -> None:
     """With ends so likely that searches are over early as well as late."""
     for seed in range(2):
         prompt = [random.Random(seed).randrange(3, VOCAB) for _ in range(9)]

@@ -62,7 +62,7 @@ def _ids(tokens: object) -> list[int]:
     return [t.token_id for t in tokens]  # type: ignore[attr-defined]
 
 
-def test_each_token_is_accepted_once() -> None:
+def test_progress_repeated_tokens_are_accepted_once() -> None:
     progress = _progress()
     assert _ids(progress.accept(_arrived(0, 5, 6))) == [5, 6]
     assert _ids(progress.accept(_arrived(0, 5, 6))) == []
@@ -72,7 +72,7 @@ def test_each_token_is_accepted_once() -> None:
     assert progress.token_ids == [5, 6, 7]
 
 
-def test_only_an_attempt_that_was_not_refused_was_taken() -> None:
+def test_progress_refused_attempt_was_not_taken() -> None:
     progress, budget = _progress(), RetryBudget()
     assert not progress.was_taken
     progress.begin_attempt()
@@ -113,7 +113,7 @@ def test_failures_in_a_row_are_bounded_and_progress_forgives() -> None:
         (DeadlineExceeded("x"), False),
     ],
 )
-def test_only_what_another_worker_may_answer_differently_is_retried(error: ServingError, retried: bool) -> None:
+def test_progress_final_errors_are_not_retried(error: ServingError, retried: bool) -> None:
     assert _progress().may_retry(RetryReason.REFUSED, error, RetryBudget()) is retried
 
 
@@ -147,7 +147,7 @@ def test_cached_count_is_the_first_attempts_and_never_beyond_the_prompt() -> Non
     assert (finish.cached_tokens, finish.times) == (4, PhaseTimes(prefill_s=2.0, decode_s=1.0))
 
 
-def test_an_end_of_the_routers_own_has_what_it_saw() -> None:
+def test_progress_finished_by_router_has_known_figures() -> None:
     now_s = 10.0
     progress = _progress(lambda: now_s)
     now_s = 10.5
@@ -169,7 +169,7 @@ def test_lost_end_of_a_full_output_is_known() -> None:
     assert progress.is_complete
 
 
-def test_client_is_told_the_workers_words_or_a_plain_sentence() -> None:
+def test_final_error_is_workers_own_or_generic() -> None:
     assert final_error(None, retry_after_s=1.5).retry_after_s == 1.5
     assert final_error(Unavailable("x"), retry_after_s=1.5).retry_after_s == 1.5
     assert final_error(Overloaded("x", retry_after_s=9.0), retry_after_s=1.5).retry_after_s == 9.0
@@ -254,7 +254,7 @@ def test_abandoned_prompt_is_not_expected_any_more(registry: WorkerRegistry) -> 
     assert set(_books(registry).values()) == {(0, 0)}
 
 
-def test_rerouting_moves_the_books(registry: WorkerRegistry) -> None:
+def test_rerouted_prefill_moves_its_booking(registry: WorkerRegistry) -> None:
     placer = _placer(registry)
     assignment = placer.assign(num_tokens=320, names=_names(20))
     failed = assignment.computing
@@ -270,7 +270,7 @@ def test_rerouting_moves_the_books(registry: WorkerRegistry) -> None:
     assert set(_books(registry).values()) == {(0, 0)}
 
 
-def test_books_of_a_dead_worker_do_not_touch_its_successor(registry: WorkerRegistry) -> None:
+def test_booking_of_dead_worker_leaves_its_successor_alone(registry: WorkerRegistry) -> None:
     placer = _placer(registry)
     assignment = placer.assign(num_tokens=320, names=_names(20))
     info = worker("d0").info
@@ -280,7 +280,7 @@ def test_books_of_a_dead_worker_do_not_touch_its_successor(registry: WorkerRegis
     assert _books(registry)["d0"] == (0, 0)
 
 
-def test_a_process_that_is_back_has_nothing_of_what_was_sent_in_its_former_session(registry: WorkerRegistry) -> None:
+def test_record_of_new_session_starts_empty(registry: WorkerRegistry) -> None:
     placer = _placer(registry)
     lost, kept = (placer.assign(num_tokens=320, names=_names(20)) for _ in range(2))
     for snapshot in registry.snapshots():
@@ -318,14 +318,14 @@ def test_penalty_runs_out(registry: WorkerRegistry) -> None:
     assert next(w for w in registry.snapshots() if w.info.key == key).penalty_ms == pytest.approx(2000.0)
 
 
-def test_a_worker_that_is_long_in_one_step_is_left_alone_meanwhile(registry: WorkerRegistry) -> None:
+def test_registry_worker_in_long_step_is_penalised(registry: WorkerRegistry) -> None:
     key = worker("d0").info.key
     for step_age_s, penalty_ms in ((1.9, 0.0), (2.0, 2000.0)):
         registry.load_changed(key, WorkerLoad(num_running=1, step_age_s=step_age_s))
         assert next(w for w in registry.snapshots() if w.info.key == key).penalty_ms == pytest.approx(penalty_ms)
 
 
-def test_only_a_worker_that_did_not_say_so_leaves_with_a_warning(
+def test_registry_worker_lost_without_drain_is_warned_of(
     registry: WorkerRegistry, caplog: pytest.LogCaptureFixture
 ) -> None:
     keys = [worker(name).info.key for name in ("d0", "p0")]
@@ -335,7 +335,7 @@ def test_only_a_worker_that_did_not_say_so_leaves_with_a_warning(
     assert [record.args[0] for record in caplog.records if record.levelname == "WARNING" and record.args] == ["p0"]
 
 
-def test_no_other_model_may_come_even_when_all_have_left(registry: WorkerRegistry) -> None:
+def test_registry_other_model_is_rejected_when_empty(registry: WorkerRegistry) -> None:
     ours, other = worker("d9").info, replace(worker("d9").info, model_name="other")
     for snapshot in [None, *registry.snapshots()]:
         if snapshot is not None:
@@ -347,7 +347,7 @@ def test_no_other_model_may_come_even_when_all_have_left(registry: WorkerRegistr
     assert registry.status().model_name == ours.model_name
 
 
-def test_workers_word_of_a_grammar_is_said_of_the_clients_field() -> None:
+def test_grammar_error_of_worker_names_clients_field() -> None:
     error = InvalidRequest("grammar: it takes too much")
     told = in_clients_field(error, "response_format")
     assert (type(told), told.message, told.param) == (

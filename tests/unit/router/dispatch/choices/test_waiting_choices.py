@@ -52,7 +52,7 @@ async def _until_it_waits(router: Cluster) -> None:
 
 
 @pytest.mark.parametrize("code", ["Unavailable", "Overloaded"])
-async def test_a_full_pool_is_waited_for_and_costs_no_attempts(code: str) -> None:
+async def test_full_pool_is_waited_for_without_costing_attempts(code: str) -> None:
     pool = _Pool(code=code)
     async with cluster(FakeWorker("d0", script=pool)) as router:
         client = asyncio.create_task(collect(router.generate(routed())))
@@ -62,7 +62,7 @@ async def test_a_full_pool_is_waited_for_and_costs_no_attempts(code: str) -> Non
         router.assert_idle()
 
 
-async def test_more_refusals_than_attempts() -> None:
+async def test_full_refusals_beyond_max_attempts_keep_waiting() -> None:
     pools = [_Pool(), _Pool()]
     async with cluster(*(FakeWorker(f"d{i}", script=pool) for i, pool in enumerate(pools))) as router:
         client = asyncio.create_task(collect(router.generate(routed())))
@@ -73,7 +73,7 @@ async def test_more_refusals_than_attempts() -> None:
         router.assert_idle()
 
 
-async def test_a_load_report_that_shows_room_ends_the_wait() -> None:
+async def test_load_report_with_room_ends_the_wait() -> None:
     pool = _Pool(retry_after_s=3600.0)
     full = FakeWorker("d0", script=pool)
     async with cluster(full) as router:
@@ -97,7 +97,7 @@ async def test_waiting_ends_with_the_deadline() -> None:
         router.assert_idle()
 
 
-async def test_those_that_wait_count_as_in_flight() -> None:
+async def test_waiting_choices_count_as_in_flight() -> None:
     pool = _Pool(retry_after_s=3600.0)
     async with cluster(FakeWorker("d0", script=pool)) as router:
         client = asyncio.create_task(collect(router.generate(routed())))
@@ -106,7 +106,7 @@ async def test_those_that_wait_count_as_in_flight() -> None:
         client.cancel()
 
 
-async def test_a_new_worker_ends_the_wait_too() -> None:
+async def test_joining_worker_ends_the_wait() -> None:
     pool = _Pool(retry_after_s=3600.0)
     full = FakeWorker("d0", script=pool)
     async with cluster(full) as router:
@@ -118,7 +118,7 @@ async def test_a_new_worker_ends_the_wait_too() -> None:
             assert (await client)[0] == expected_tokens(PROMPT, count=8, seed=3)
 
 
-async def test_the_successor_of_the_last_worker_is_waited_for_and_not_the_worker_itself() -> None:
+async def test_successor_of_last_worker_is_waited_for() -> None:
     async def draining(submission: Submission) -> None:
         leaving.send(pb.WorkerMessage(draining=pb.Draining(reason="SIGTERM")))
         submission.refuse("Unavailable", "this worker is draining", retry_after_s=1.0)
@@ -135,14 +135,14 @@ async def test_the_successor_of_the_last_worker_is_waited_for_and_not_the_worker
         router.assert_idle()
 
 
-async def test_one_that_does_not_come_in_time_is_waited_for_no_longer() -> None:
+async def test_expected_worker_not_joining_ends_the_wait() -> None:
     async def draining(submission: Submission) -> None:
         leaving.send(pb.WorkerMessage(draining=pb.Draining(reason="SIGTERM")))
         submission.refuse("Unavailable", "this worker is draining", retry_after_s=1.0)
 
     leaving = FakeWorker("d0", script=draining)
     async with cluster(leaving, settings=DispatchSettings(max_queue_s=0.05)) as router:
-        with pytest.raises(Unavailable, match="the one that was expected has not come") as caught:
+        with pytest.raises(Unavailable, match="the expected one has not joined") as caught:
             await collect(router.generate(routed()))
         assert caught.value.retry_after_s == 1.0
         assert leaving.submissions.qsize() == 1

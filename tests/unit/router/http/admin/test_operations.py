@@ -27,7 +27,7 @@ class Reader:
         return str(told).encode()
 
 
-async def test_fifty_who_ask_at_once_are_told_of_one_reading():
+async def test_shared_scrape_concurrent_callers_share_one_reading():
     reader = Reader()
     reader.may_end.set()
     shared = SharedScrape(reader.read)
@@ -35,7 +35,7 @@ async def test_fifty_who_ask_at_once_are_told_of_one_reading():
     assert reader.num == 1
 
 
-async def test_who_asks_while_it_is_read_has_part_in_the_next_reading_and_may_leave():
+async def test_shared_scrape_during_reading_shares_the_next():
     reader = Reader()
     shared = SharedScrape(reader.read)
     first = asyncio.create_task(shared())
@@ -52,7 +52,7 @@ async def test_who_asks_while_it_is_read_has_part_in_the_next_reading_and_may_le
 
 
 async def test_scrapes_that_come_at_once_are_answered_with_one_reading():
-    parts, readings = fakes.make_doors(fakes.make_tokenizer()), []
+    parts, readings = fakes.make_servers(fakes.make_tokenizer()), []
 
     async def read():
         readings.append(1)

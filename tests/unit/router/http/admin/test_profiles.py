@@ -75,12 +75,12 @@ async def serving(worker: Worker | None) -> AsyncIterator[Mapping[WorkerKey, str
 
 
 @asynccontextmanager
-async def door(tokenizer, addresses, **bounds) -> AsyncIterator[httpx.AsyncClient]:
-    parts = fakes.make_doors(tokenizer, config=KEYED)
+async def http_server(tokenizer, addresses, **bounds) -> AsyncIterator[httpx.AsyncClient]:
+    parts = fakes.make_servers(tokenizer, config=KEYED)
     profiles = Profiles(ProfilingConfig(enabled=True, **bounds), lambda: addresses, AUTH.client_metadata())
     extras = OptionalRoutes(profiles=ProfileRoutes(profiles))
     app = create_app(parts.frontend, parts.generator, parts.ready, KEYED, parts.metrics, extras)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
         yield client
 
 
@@ -109,8 +109,8 @@ async def hangs_up(client: httpx.AsyncClient, path: str, query: str, leaves: asy
     return sent[0]
 
 
-async def test_operators_alone_may_look(tokenizer):
-    async with door(tokenizer, {}) as client:
+async def test_profiles_require_operator_key(tokenizer):
+    async with http_server(tokenizer, {}) as client:
         for path in (ROUTER, WORKER):
             assert (await client.post(path)).status_code == 401
             refused = await client.post(path, headers={"Authorization": "Bearer key-of-a-tenant"})
@@ -118,10 +118,10 @@ async def test_operators_alone_may_look(tokenizer):
             assert "operator" in refused.json()["error"]["message"]
 
 
-async def test_off_there_is_nothing_and_the_setting_is_named(tokenizer):
-    parts = fakes.make_doors(tokenizer, config=KEYED)
+async def test_profiles_disabled_name_the_setting(tokenizer):
+    parts = fakes.make_servers(tokenizer, config=KEYED)
     app = create_app(parts.frontend, parts.generator, parts.ready, KEYED, parts.metrics)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
         answer = await client.post(ROUTER, headers=OPERATOR)
     assert answer.status_code == 404
     assert "profiling.enabled" in answer.json()["error"]["message"]
@@ -135,8 +135,8 @@ async def test_off_there_is_nothing_and_the_setting_is_named(tokenizer):
         ("collapsed", "text/plain", b""),
     ],
 )
-async def test_a_router_shows_itself(tokenizer, shape, media_type, begins):
-    async with door(tokenizer, {}) as client:
+async def test_router_profile_is_returned(tokenizer, shape, media_type, begins):
+    async with http_server(tokenizer, {}) as client:
         answer = await client.post(ROUTER, params={"seconds": 0.05, "format": shape}, headers=OPERATOR)
     assert answer.status_code == 200, answer.text
     assert answer.headers["content-type"].startswith(media_type)
@@ -144,7 +144,7 @@ async def test_a_router_shows_itself(tokenizer, shape, media_type, begins):
     assert b"event loop" in answer.content
 
 
-async def test_a_flame_graph_is_not_drawn_on_the_event_loop(tokenizer, monkeypatch):
+async def test_flame_graph_is_drawn_off_the_event_loop(tokenizer, monkeypatch):
     drew = []
 
     def draw(tally, *, title):
@@ -152,7 +152,7 @@ async def test_a_flame_graph_is_not_drawn_on_the_event_loop(tokenizer, monkeypat
         return title
 
     monkeypatch.setattr("router.http.admin.profiles.flame_svg", draw)
-    async with door(tokenizer, {}) as client:
+    async with http_server(tokenizer, {}) as client:
         answer = await client.post(ROUTER, params={"seconds": 0.01, "format": "svg"}, headers=OPERATOR)
     assert answer.text.startswith("router, 0.01 s")
     assert drew
@@ -162,7 +162,7 @@ async def test_a_flame_graph_is_not_drawn_on_the_event_loop(tokenizer, monkeypat
 @pytest.mark.parametrize(
     ("path", "query"), [(ROUTER, "seconds=60"), (WORKER, "worker=decode-0&seconds=60")], ids=["router", "worker"]
 )
-async def test_who_hangs_up_ends_what_was_asked_for(tokenizer, monkeypatch, path, query):
+async def test_profile_of_departed_client_is_cancelled(tokenizer, monkeypatch, path, query):
     worker, sampling, stopped = Worker(), asyncio.Event(), threading.Event()
 
     class Sampler:
@@ -179,7 +179,7 @@ async def test_who_hangs_up_ends_what_was_asked_for(tokenizer, monkeypatch, path
             stopped.set()
 
     monkeypatch.setattr("router.fleet.profiles.StackSampler", Sampler)
-    async with serving(worker) as addresses, door(tokenizer, addresses) as client:
+    async with serving(worker) as addresses, http_server(tokenizer, addresses) as client:
         leaves = asyncio.Event()
         looking = asyncio.create_task(hangs_up(client, path, query, leaves))
         await (sampling if path == ROUTER else worker.was_asked).wait()
@@ -203,24 +203,24 @@ async def test_who_hangs_up_ends_what_was_asked_for(tokenizer, monkeypatch, path
         (ROUTER, {"seconds": "soon"}, "seconds"),
         (ROUTER, {"format": "pdf"}, "format"),
         (ROUTER, {"steps": "3"}, "parameter"),
-        (WORKER, {}, "which worker"),
+        (WORKER, {}, "worker is required"),
         (WORKER, {"worker": "decode-9"}, "live workers: decode-0"),
         (WORKER, {"worker": "decode-0", "steps": "201"}, "profiling.max_steps"),
         (WORKER, {"worker": "decode-0", "steps": "1.5"}, "integer"),
     ],
 )
-async def test_what_is_out_of_bounds_is_refused_by_name(tokenizer, path, asked, says):
+async def test_profile_out_of_bounds_is_refused_by_name(tokenizer, path, asked, says):
     addresses = {WorkerKey(WorkerId("decode-0"), Incarnation(1)): "127.0.0.1:1"}
-    async with door(tokenizer, addresses) as client:
+    async with http_server(tokenizer, addresses) as client:
         answer = await client.post(path, params=asked, headers=OPERATOR)
     assert answer.status_code == 400
     assert says in answer.json()["error"]["message"]
 
 
-async def test_a_workers_trace_is_passed_on_and_only_one_at_a_time(tokenizer):
+async def test_worker_trace_is_returned_one_at_a_time(tokenizer):
     worker = Worker()
     asked = {"worker": "decode-0", "steps": "7", "seconds": "2.5"}
-    async with serving(worker) as addresses, door(tokenizer, addresses) as client:
+    async with serving(worker) as addresses, http_server(tokenizer, addresses) as client:
         first = asyncio.create_task(client.post(WORKER, params=asked, headers=OPERATOR))
         await worker.was_asked.wait()
         for path, more in ((WORKER, asked), (ROUTER, {"seconds": "0.01"})):
@@ -238,24 +238,24 @@ async def test_a_workers_trace_is_passed_on_and_only_one_at_a_time(tokenizer):
     ("code", "status", "says"),
     [(grpc.StatusCode.RESOURCE_EXHAUSTED, 429, "because"), (grpc.StatusCode.OUT_OF_RANGE, 503, "because")],
 )
-async def test_a_workers_refusal_is_told(tokenizer, code, status, says):
+async def test_worker_trace_refusal_is_reported(tokenizer, code, status, says):
     worker = Worker()
     worker.refuses = code
     worker.go_on.set()
-    async with serving(worker) as addresses, door(tokenizer, addresses) as client:
+    async with serving(worker) as addresses, http_server(tokenizer, addresses) as client:
         answer = await client.post(WORKER, params={"worker": "decode-0"}, headers=OPERATOR)
     assert answer.status_code == status
     assert says in answer.json()["error"]["message"]
 
 
-async def test_a_worker_that_serves_none_is_told_apart(tokenizer):
-    async with serving(None) as addresses, door(tokenizer, addresses) as client:
+async def test_worker_without_profiling_is_reported(tokenizer):
+    async with serving(None) as addresses, http_server(tokenizer, addresses) as client:
         answer = await client.post(WORKER, params={"worker": "decode-0"}, headers=OPERATOR)
     assert answer.status_code == 503
     assert "profiling.enabled is off there" in answer.json()["error"]["message"]
 
 
-async def test_more_than_the_bound_is_not_kept(tokenizer):
+async def test_worker_trace_beyond_bound_is_refused(tokenizer):
     worker = Worker()
     worker.go_on.set()
     large = b"x" * 2048
@@ -264,7 +264,7 @@ async def test_more_than_the_bound_is_not_kept(tokenizer):
         yield pb.TracePart(content=large, num_steps=1)
 
     worker.Trace = trace
-    async with serving(worker) as addresses, door(tokenizer, addresses, max_bytes=1024) as client:
+    async with serving(worker) as addresses, http_server(tokenizer, addresses, max_bytes=1024) as client:
         answer = await client.post(WORKER, params={"worker": "decode-0"}, headers=OPERATOR)
     assert answer.status_code == 503
     assert "profiling.max_bytes" in answer.json()["error"]["message"]

@@ -31,28 +31,28 @@ def tokenizer() -> Tokenizer:
 
 
 class World:
-    """A door with a status, and a client of it."""
+    """A server with a status, and a client of it."""
 
-    def __init__(self, whole: WholeRouter, feed: StatusFeed, client: httpx.AsyncClient, door: HttpServer) -> None:
+    def __init__(self, whole: WholeRouter, feed: StatusFeed, client: httpx.AsyncClient, listener: HttpServer) -> None:
         self.whole = whole
         self.feed = feed
         self.client = client
-        self.door = door
+        self.listener = listener
 
 
 @asynccontextmanager
 async def world(tokenizer: Tokenizer, config: RouterConfig | None = None, most: int = 4) -> AsyncIterator[World]:
     whole = WholeRouter(1)
-    parts = fakes.make_doors(tokenizer, config)
+    parts = fakes.make_servers(tokenizer, config)
     async with StatusFeed(sources_of(whole), most_listeners=most) as feed:
         app = create_app(
             parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics, OptionalRoutes(status=feed)
         )
         async with (
-            HttpServer(app, host="127.0.0.1", port=0, grace_s=1.0) as door,
-            httpx.AsyncClient(base_url=f"http://127.0.0.1:{door.port}", timeout=WAIT_S, trust_env=False) as client,
+            HttpServer(app, host="127.0.0.1", port=0, grace_s=1.0) as listener,
+            httpx.AsyncClient(base_url=f"http://127.0.0.1:{listener.port}", timeout=WAIT_S, trust_env=False) as client,
         ):
-            yield World(whole, feed, client, door)
+            yield World(whole, feed, client, listener)
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -66,7 +66,7 @@ async def next_status(lines: AsyncIterator[str]) -> dict[str, Any]:
     raise AssertionError("the stream ended")
 
 
-async def test_a_snapshot_and_events_say_the_same(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_status_snapshot_equals_events(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.status.feed.TURN_S", 0.01)
     async with world(tokenizer) as w, w.client.stream("GET", "/status/events") as stream:
         assert stream.status_code == 200
@@ -84,7 +84,7 @@ async def test_a_snapshot_and_events_say_the_same(tokenizer: Tokenizer, monkeypa
                 pass
 
 
-async def test_a_listener_that_leaves_makes_room(tokenizer: Tokenizer) -> None:
+async def test_departed_status_listener_frees_its_slot(tokenizer: Tokenizer) -> None:
     async with world(tokenizer, most=1) as w:
         async with w.client.stream("GET", "/status/events") as stream:
             await next_status(stream.aiter_lines())
@@ -93,13 +93,13 @@ async def test_a_listener_that_leaves_makes_room(tokenizer: Tokenizer) -> None:
             assert refused.headers["retry-after"] == "10"
             assert (await w.client.get("/status/snapshot")).status_code == 200
         async with asyncio.timeout(WAIT_S):
-            while w.feed.num_listeners:  # noqa: ASYNC110 - the door hears of it by itself
+            while w.feed.num_listeners:  # noqa: ASYNC110 - the server hears of it by itself
                 await asyncio.sleep(0.01)
         async with w.client.stream("GET", "/status/events") as stream:
             assert stream.status_code == 200
 
 
-async def test_a_drain_sends_listeners_away(tokenizer: Tokenizer) -> None:
+async def test_drain_disconnects_status_listeners(tokenizer: Tokenizer) -> None:
     async with world(tokenizer) as w, w.client.stream("GET", "/status/events") as stream:
         lines = stream.aiter_lines()
         await next_status(lines)
@@ -109,9 +109,7 @@ async def test_a_drain_sends_listeners_away(tokenizer: Tokenizer) -> None:
         assert (await w.client.get("/status/snapshot")).status_code == 503
 
 
-async def test_a_stream_ends_so_that_its_key_is_shown_again(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_status_stream_is_bounded_in_events(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.status.feed.TURN_S", 0.01)
     monkeypatch.setattr("router.http.admin.status.MOST_EVENTS", 3)
     async with world(tokenizer) as w:
@@ -120,14 +118,14 @@ async def test_a_stream_ends_so_that_its_key_is_shown_again(
         assert w.feed.num_listeners == 0
 
 
-async def test_a_reader_that_takes_nothing_is_dropped(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_status_client_reading_nothing_is_dropped(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.http.app.STATUS_WRITE_TIMEOUT_S", 0.1)
     async with world(tokenizer) as w:
-        reader, writer = await asyncio.open_connection("127.0.0.1", w.door.port, limit=1024)
-        writer.write(b"GET /status/events HTTP/1.1\r\nHost: r\r\n\r\n")
+        reader, writer = await asyncio.open_connection("127.0.0.1", w.listener.port, limit=1024)
+        writer.write(b"GET /status/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
         await writer.drain()
         async with asyncio.timeout(WAIT_S):
-            while not w.feed.num_listeners:  # noqa: ASYNC110 - the door hears of it by itself
+            while not w.feed.num_listeners:  # noqa: ASYNC110 - the server hears of it by itself
                 await asyncio.sleep(0.01)
             while w.feed.num_listeners:
                 for listener in tuple(w.feed._listeners):
@@ -138,7 +136,7 @@ async def test_a_reader_that_takes_nothing_is_dropped(tokenizer: Tokenizer, monk
 
 
 @pytest.mark.parametrize("path", ["/status/snapshot", "/status/events"])
-async def test_where_there_are_keys_one_is_needed_and_never_in_the_address(tokenizer: Tokenizer, path: str) -> None:
+async def test_status_requires_key_in_header(tokenizer: Tokenizer, path: str) -> None:
     async with world(tokenizer, KEYED) as w:
         for headers in ({}, bearer("key-c"), {"Authorization": "key-a"}):
             answer = await w.client.get(path, headers=headers)
@@ -154,7 +152,7 @@ async def test_where_there_are_keys_one_is_needed_and_never_in_the_address(token
             assert stream.status_code == 200
 
 
-async def test_the_page_says_nothing_and_lets_nothing_in(tokenizer: Tokenizer) -> None:
+async def test_status_page_has_no_data_and_strict_policy(tokenizer: Tokenizer) -> None:
     async with world(tokenizer, KEYED) as w:
         page = await w.client.get("/")
         assert page.status_code == 200
@@ -191,9 +189,9 @@ async def test_docs_page_needs_no_other_host_and_runs_under_the_policy(tokenizer
         assert "innerHTML" not in script
 
 
-async def test_a_door_without_a_status_has_no_page(tokenizer: Tokenizer) -> None:
-    parts = fakes.make_doors(tokenizer)
+async def test_app_without_status_has_no_page(tokenizer: Tokenizer) -> None:
+    parts = fakes.make_servers(tokenizer)
     app = create_app(parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
         for path in ("/", "/docs", "/status/snapshot", "/status/events"):
             assert (await client.get(path)).status_code == 404

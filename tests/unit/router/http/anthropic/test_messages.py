@@ -1,4 +1,4 @@
-"""Anthropic's Messages API at the HTTP door, in process: shapes, marks, refusals."""
+"""Anthropic's Messages API at the HTTP server, in process: shapes, marks, refusals."""
 
 import json
 from collections.abc import AsyncIterator, Sequence
@@ -34,12 +34,12 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture
-def parts(tokenizer: Tokenizer) -> fakes.Doors:
-    return fakes.make_doors(tokenizer)
+def parts(tokenizer: Tokenizer) -> fakes.Servers:
+    return fakes.make_servers(tokenizer)
 
 
 @pytest.fixture
-async def client(parts: fakes.Doors) -> AsyncIterator[httpx.AsyncClient]:
+async def client(parts: fakes.Servers) -> AsyncIterator[httpx.AsyncClient]:
     async with client_of(parts) as client:
         yield client
 
@@ -68,7 +68,7 @@ def usage(prompt: int, output: int, *, read: int = 7, created: int = 0, long: in
     }
 
 
-async def test_a_message(parts: fakes.Doors, client: httpx.AsyncClient) -> None:
+async def test_anthropic_message_is_answered(parts: fakes.Servers, client: httpx.AsyncClient) -> None:
     ids = parts.say("hello wörld 😀")
     answer = await client.post(MESSAGES, json=HELLO | {"temperature": 0.5, "top_k": 3, "top_p": 0.9})
     body = answer.json()
@@ -88,7 +88,7 @@ async def test_a_message(parts: fakes.Doors, client: httpx.AsyncClient) -> None:
     assert (sampling.max_tokens, sampling.temperature, sampling.top_k, sampling.top_p) == (64, 0.5, 3, 0.9)
 
 
-async def test_a_stream(parts: fakes.Doors, client: httpx.AsyncClient) -> None:
+async def test_anthropic_stream_has_typed_events(parts: fakes.Servers, client: httpx.AsyncClient) -> None:
     ids = parts.say("hello 😀")
     answer = await client.post(MESSAGES, json=HELLO | {"stream": True})
     assert answer.headers["content-type"].startswith("text/event-stream")
@@ -112,7 +112,7 @@ async def test_a_stream(parts: fakes.Doors, client: httpx.AsyncClient) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_why_it_ended(parts: fakes.Doors, client: httpx.AsyncClient, stream: bool) -> None:
+async def test_anthropic_stop_reason_is_mapped(parts: fakes.Servers, client: httpx.AsyncClient, stream: bool) -> None:
     parts.say("a stop string STOP here", reason=FinishReason.LENGTH)
     ends = []
     for stops in ({}, {"stop_sequences": ["STOP"]}):
@@ -122,7 +122,7 @@ async def test_why_it_ended(parts: fakes.Doors, client: httpx.AsyncClient, strea
     assert ends == [("max_tokens", None), ("stop_sequence", "STOP")]
 
 
-async def test_blocks_and_turns_are_joined_as_one_conversation(parts: fakes.Doors, client: httpx.AsyncClient) -> None:
+async def test_anthropic_blocks_and_turns_are_joined(parts: fakes.Servers, client: httpx.AsyncClient) -> None:
     parts.say("ok")
     turns = [
         {"role": "user", "content": [block("hello"), block("world")]},
@@ -138,7 +138,7 @@ async def test_blocks_and_turns_are_joined_as_one_conversation(parts: fakes.Door
     assert count.json() == {"input_tokens": len(parts.generator.requests[0].prompt_token_ids)}
 
 
-async def test_what_is_marked_is_wished_for_and_counted(parts: fakes.Doors, client: httpx.AsyncClient) -> None:
+async def test_anthropic_breakpoint_is_pinned_and_counted(parts: fakes.Servers, client: httpx.AsyncClient) -> None:
     ids = parts.say("ok")
     system = [block(LONG), block(LONG, cache_control=KEPT), block("and this changes")]
     answer = await client.post(MESSAGES, json=HELLO | {"system": system})
@@ -157,7 +157,9 @@ async def test_what_is_marked_is_wished_for_and_counted(parts: fakes.Doors, clie
     assert answer.json()["usage"] == usage(prompt, len(ids), created=pin.num_tokens - 7)
 
 
-async def test_marks_of_both_lives_are_counted_apart(parts: fakes.Doors, client: httpx.AsyncClient) -> None:
+async def test_anthropic_breakpoints_of_both_ttls_are_counted_apart(
+    parts: fakes.Servers, client: httpx.AsyncClient
+) -> None:
     ids = parts.say("ok", cached_tokens=16)
     turns = [{"role": "user", "content": [block(LONG, cache_control=KEPT), block("now")]}]
     system = [block(LONG, cache_control=KEPT | {"ttl": "1h"})]
@@ -169,7 +171,9 @@ async def test_marks_of_both_lives_are_counted_apart(parts: fakes.Doors, client:
     assert answer.json()["usage"] == expected
 
 
-async def test_a_mark_on_the_whole_conversation(parts: fakes.Doors, client: httpx.AsyncClient) -> None:
+async def test_anthropic_breakpoint_on_body_covers_conversation(
+    parts: fakes.Servers, client: httpx.AsyncClient
+) -> None:
     parts.say("ok")
     turns = [{"role": "user", "content": LONG}]
     await client.post(MESSAGES, json=HELLO | {"messages": turns, "cache_control": KEPT})
@@ -178,7 +182,9 @@ async def test_a_mark_on_the_whole_conversation(parts: fakes.Doors, client: http
     assert len(request.prompt_token_ids) - 16 < pin.num_tokens + 2 <= len(request.prompt_token_ids)
 
 
-async def test_a_mark_that_covers_no_block_is_no_wish(parts: fakes.Doors, client: httpx.AsyncClient) -> None:
+async def test_anthropic_breakpoint_covering_no_block_is_ignored(
+    parts: fakes.Servers, client: httpx.AsyncClient
+) -> None:
     parts.say("ok")
     turns = [{"role": "user", "content": [block("fox", cache_control=KEPT)]}]
     answer = await client.post(MESSAGES, json=HELLO | {"messages": turns})
@@ -204,11 +210,11 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "system", "content": "x"}]}, "role"),
         ({"messages": [{"role": "user", "content": [IMAGE]}]}, "'image' is not supported"),
-        ({"messages": [{"role": "user", "content": [USED]}]}, "assistant's turn"),
-        ({"messages": [{"role": "assistant", "content": [RESULT]}]}, "user's turn"),
+        ({"messages": [{"role": "user", "content": [USED]}]}, "assistant turn"),
+        ({"messages": [{"role": "assistant", "content": [RESULT]}]}, "user turn"),
         ({"messages": [{"role": "user", "content": [RESULT | {"content": [IMAGE]}]}]}, "'image' is not supported"),
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools"),
-        ({"tools": [TOOL, TOOL]}, "twice"),
+        ({"tools": [TOOL, TOOL]}, "not unique"),
         ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "other"}}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "any", "name": "weather"}}, "tool_choice"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
@@ -225,8 +231,8 @@ IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png"
         ({"container": "x"}, "container"),
     ],
 )
-async def test_what_is_not_honoured_is_refused(
-    parts: fakes.Doors, client: httpx.AsyncClient, change: dict[str, Any], words: str
+async def test_anthropic_unsupported_fields_are_refused(
+    parts: fakes.Servers, client: httpx.AsyncClient, change: dict[str, Any], words: str
 ) -> None:
     answer = await client.post(MESSAGES, json={k: v for k, v in (HELLO | change).items() if v is not None})
     body = answer.json()
@@ -237,7 +243,7 @@ async def test_what_is_not_honoured_is_refused(
     assert not parts.generator.requests
 
 
-async def test_other_errors_have_the_same_form(parts: fakes.Doors, client: httpx.AsyncClient) -> None:
+async def test_anthropic_errors_have_its_format(parts: fakes.Servers, client: httpx.AsyncClient) -> None:
     wrong = await client.post(MESSAGES, json=HELLO | {"model": "other"})
     assert (wrong.status_code, wrong.json()["error"]["type"]) == (404, "not_found_error")
     old = await client.post(MESSAGES, json=HELLO, headers={"anthropic-version": "2023-01-01"})
@@ -250,15 +256,15 @@ async def test_other_errors_have_the_same_form(parts: fakes.Doors, client: httpx
     assert (unparsed.status_code, unparsed.json()["type"]) == (400, "error")
 
 
-async def test_an_error_after_the_first_token_is_an_event(parts: fakes.Doors, client: httpx.AsyncClient) -> None:
+async def test_anthropic_error_after_first_token_is_an_event(parts: fakes.Servers, client: httpx.AsyncClient) -> None:
     parts.say("hello world", error=InternalError("broken"), error_after=2)
     told = events((await client.post(MESSAGES, json=HELLO | {"stream": True})).text)
     assert told[-1] == {"type": "error", "error": {"type": "api_error", "message": "broken"}}
 
 
-async def test_either_header_proves_who_asks(tokenizer: Tokenizer) -> None:
+async def test_anthropic_key_in_either_header_is_accepted(tokenizer: Tokenizer) -> None:
     keys = (ApiKey(key=SecretStr("secret-of-a"), tenant="a"),)
-    parts = fakes.make_doors(tokenizer, RouterConfig(api_keys=keys, max_body_bytes=1 << 20))
+    parts = fakes.make_servers(tokenizer, RouterConfig(api_keys=keys, max_body_bytes=1 << 20))
     parts.say("ok")
     async with client_of(parts) as client:
         statuses = [
@@ -281,7 +287,7 @@ async def test_tenants_share_blocks_only_where_it_is_configured(tokenizer: Token
     keys = tuple(ApiKey(key=SecretStr(f"secret-of-{name}"), tenant=name) for name in "ab")
     roots = []
     for cache in ({}, {"shared_by_tenants": True}):
-        parts = fakes.make_doors(tokenizer, RouterConfig(api_keys=keys, prompt_cache=cache, max_body_bytes=1 << 20))
+        parts = fakes.make_servers(tokenizer, RouterConfig(api_keys=keys, prompt_cache=cache, max_body_bytes=1 << 20))
         parts.say("ok")
         async with client_of(parts) as client:
             for name in "ab":
@@ -294,7 +300,7 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "fox"}}\n</tool_c
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_call_is_a_block_of_its_own(parts: fakes.Doors, client: httpx.AsyncClient, stream: bool) -> None:
+async def test_anthropic_tool_call_is_own_block(parts: fakes.Servers, client: httpx.AsyncClient, stream: bool) -> None:
     parts.say(f"hello {CALL}")
     answer = await client.post(MESSAGES, json=HELLO | {"tools": [TOOL], "stream": stream})
     assert answer.status_code == 200, answer.text
@@ -320,8 +326,8 @@ async def test_a_call_is_a_block_of_its_own(parts: fakes.Doors, client: httpx.As
     assert ending["stop_reason"] == "tool_use"
 
 
-async def test_calls_and_what_they_returned_are_shown_to_the_model(tokenizer: Tokenizer) -> None:
-    parts = fakes.make_doors(tokenizer, context=1024)
+async def test_anthropic_calls_and_results_reach_the_template(tokenizer: Tokenizer) -> None:
+    parts = fakes.make_servers(tokenizer, context=1024)
     parts.say("ok")
     failed = RESULT | {"is_error": True, "content": [block("no"), block("city")]}
     turns = [
@@ -348,7 +354,7 @@ async def test_calls_and_what_they_returned_are_shown_to_the_model(tokenizer: To
     assert counted.json()["input_tokens"] == len(request.prompt_token_ids)
 
 
-async def test_an_assistants_turn_at_the_end_is_gone_on_with(parts: fakes.Doors, client: httpx.AsyncClient) -> None:
+async def test_anthropic_final_assistant_turn_is_continued(parts: fakes.Servers, client: httpx.AsyncClient) -> None:
     parts.say("ok")
     turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "the quick"}]
     answer = await client.post(MESSAGES, json=HELLO | {"messages": turns})
@@ -357,7 +363,7 @@ async def test_an_assistants_turn_at_the_end_is_gone_on_with(parts: fakes.Doors,
     assert text.endswith("<|assistant|>the quick")
 
 
-def test_a_turn_of_very_many_blocks_is_put_together_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_anthropic_turn_of_many_blocks_takes_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Anew after each block it takes minutes of the event loop."""
     joins: list[int] = []
 
@@ -374,7 +380,7 @@ def test_a_turn_of_very_many_blocks_is_put_together_once(monkeypatch: pytest.Mon
     assert joins == [603]
 
 
-async def test_unknown_routes_of_anthropic_answer_in_its_shape(client: httpx.AsyncClient) -> None:
+async def test_anthropic_unknown_route_error_has_its_format(client: httpx.AsyncClient) -> None:
     """By their path, or by the header that Anthropic's clients always send."""
     anthropics = {"anthropic-version": "2023-06-01"}
     for path, headers in (("/v1/messages/batches", {}), ("/v1/messages/", {}), ("/v1/complete", anthropics)):

@@ -33,14 +33,16 @@ async def test_large_bodies_leave_the_event_loop(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("values", [b"{},", b"1,", b'"",', b'"\\"",', b"[],"])
-async def test_too_many_values_are_refused_unread(values: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_json_body_with_too_many_values_is_refused_unparsed(
+    values: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(strict_json, "_parse_fast", lambda _: pytest.fail("was parsed"))
     with pytest.raises(RequestTooLarge, match="values"):
         await _read(b'{"a": [' + values * BOUNDS.max_values + b"1]}")
 
 
 @pytest.mark.parametrize("text", [b"a,", b"\\\\,", b'\\",', b"[1,", b"{},"])
-def test_commas_of_texts_are_no_values(text: bytes) -> None:
+def test_json_body_commas_in_strings_do_not_count(text: bytes) -> None:
     check_num_values(b'{"prompt": "' + text * BOUNDS.max_values + b'"}', BOUNDS.max_values)
 
 

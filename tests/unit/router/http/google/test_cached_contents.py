@@ -1,4 +1,4 @@
-"""Named caches at the HTTP door, in process: made, found, used, prolonged, deleted, bounded, each tenant's own."""
+"""Named caches at the HTTP server, in process: made, found, used, prolonged, deleted, bounded, each tenant's own."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -52,7 +52,7 @@ async def made(client: httpx.AsyncClient, body: dict[str, Any] | None = None, **
     return answer.json()
 
 
-async def test_one_is_made_kept_looked_at_and_deleted(world: World, client: httpx.AsyncClient) -> None:
+async def test_cached_content_is_created_read_and_deleted(world: World, client: httpx.AsyncClient) -> None:
     cache = await made(client, ttl="300s", displayName="fox")
     (order,) = world.keeper.orders
     request = world.parts.generator.requests[0]
@@ -75,9 +75,7 @@ async def test_one_is_made_kept_looked_at_and_deleted(world: World, client: http
     assert (gone.status_code, gone.json()["error"]["status"]) == (404, "NOT_FOUND")
 
 
-async def test_a_chat_under_way_when_it_is_deleted_does_not_keep_it_again(
-    world: World, client: httpx.AsyncClient
-) -> None:
+async def test_cached_content_deleted_during_chat_stays_deleted(world: World, client: httpx.AsyncClient) -> None:
     cache = await made(client)
     world.parts.generator.meanwhile = lambda: client.delete(f"/v1beta/{cache['name']}")  # type: ignore[attr-defined]
     answer = await client.post(CHAT, json=ASK | {"cached_content": cache["name"]})
@@ -86,9 +84,7 @@ async def test_a_chat_under_way_when_it_is_deleted_does_not_keep_it_again(
     assert [key.name for key in world.keeper.unpinned] == [cache["name"]]
 
 
-async def test_a_chat_under_way_when_its_end_is_brought_forward_does_not_put_it_off(
-    world: World, client: httpx.AsyncClient
-) -> None:
+async def test_cached_content_shortened_during_chat_stays_shortened(world: World, client: httpx.AsyncClient) -> None:
     cache = await made(client, ttl="300s")
     sooner = {"ttl": "20s"}
     world.parts.generator.meanwhile = lambda: client.patch(f"/v1beta/{cache['name']}", json=sooner)  # type: ignore[attr-defined]
@@ -96,9 +92,7 @@ async def test_a_chat_under_way_when_its_end_is_brought_forward_does_not_put_it_
     assert [order.ttl_s for order in world.keeper.orders] == [300.0, 20.0, 20.0]
 
 
-async def test_a_chat_begins_with_it_and_keeps_it_where_it_is_until_its_own_end(
-    world: World, client: httpx.AsyncClient
-) -> None:
+async def test_cached_content_used_by_chat_keeps_worker_and_expiry(world: World, client: httpx.AsyncClient) -> None:
     body = content(ttl="300s") | {"systemInstruction": {"parts": [{"text": "lazy dog"}]}}
     body["contents"].append({"role": "model", "parts": [{"text": "ok"}]})
     cache = await made(client, body)
@@ -116,7 +110,7 @@ async def test_a_chat_begins_with_it_and_keeps_it_where_it_is_until_its_own_end(
     assert again.status_code == 404
 
 
-async def test_it_ends_by_time_and_is_prolonged_by_patch(world: World, client: httpx.AsyncClient) -> None:
+async def test_cached_content_expires_unless_prolonged(world: World, client: httpx.AsyncClient) -> None:
     cache = await made(client, ttl="10s")
     patched = await client.patch(f"/v1beta/{cache['name']}?updateMask=ttl", json={"ttl": "60.5s"})
     assert patched.json()["expireTime"] == "2023-11-14T22:14:20.500000Z"
@@ -133,7 +127,7 @@ async def test_it_ends_by_time_and_is_prolonged_by_patch(world: World, client: h
     assert (await client.get(PATH)).json() == {"cachedContents": []}
 
 
-async def test_they_are_listed_page_by_page_and_bounded(world: World, client: httpx.AsyncClient) -> None:
+async def test_cached_contents_are_listed_by_page_and_bounded(world: World, client: httpx.AsyncClient) -> None:
     names = [(await made(client))["name"] for _ in range(3)]
     full = await client.post(PATH, json=content())
     assert (full.status_code, full.json()["error"]["status"]) == (429, "RESOURCE_EXHAUSTED")
@@ -143,7 +137,7 @@ async def test_they_are_listed_page_by_page_and_bounded(world: World, client: ht
     assert "nextPageToken" not in rest
 
 
-async def test_what_no_worker_keeps_is_not_made(world: World, client: httpx.AsyncClient) -> None:
+async def test_cached_content_no_worker_keeps_is_not_created(world: World, client: httpx.AsyncClient) -> None:
     world.keeper.says = PinOutcome.NO_ROOM
     refused = await client.post(PATH, json=content())
     assert (refused.status_code, refused.json()["error"]["status"]) == (429, "RESOURCE_EXHAUSTED")
@@ -172,7 +166,7 @@ async def test_what_no_worker_keeps_is_not_made(world: World, client: httpx.Asyn
         ({"displayName": "x" * 129}, "displayName"),
     ],
 )
-async def test_what_makes_no_sense_is_refused(
+async def test_cached_content_invalid_body_is_refused(
     world: World, client: httpx.AsyncClient, change: dict[str, Any], words: str
 ) -> None:
     answer = await client.post(PATH, json=content() | change)
@@ -181,7 +175,7 @@ async def test_what_makes_no_sense_is_refused(
     assert not world.parts.generator.requests
 
 
-async def test_other_refusals(world: World, client: httpx.AsyncClient) -> None:
+async def test_cached_content_unknown_name_is_refused(world: World, client: httpx.AsyncClient) -> None:
     cache = await made(client, {"model": fakes.MODEL, "systemInstruction": {"parts": [{"text": LONG}]}})
     name = cache["name"]
     assert (await client.post(PATH, json=content() | {"model": "models/other"})).status_code == 404
@@ -195,7 +189,7 @@ async def test_other_refusals(world: World, client: httpx.AsyncClient) -> None:
     assert (await client.put(f"/v1beta/{name}", json={})).status_code == 405
 
 
-async def test_a_client_that_leaves_while_its_worker_answers_leaves_nothing(world: World) -> None:
+async def test_cached_content_of_departed_client_is_removed(world: World) -> None:
     """Both in one turn of the loop: the session that brings the word must live, and no pin stay that has no name."""
     world.keeper.says = None
     named = NamedCacheService.from_frontend(world.parts.frontend)
@@ -213,14 +207,14 @@ async def test_a_client_that_leaves_while_its_worker_answers_leaves_nothing(worl
         await computed.wait()
     (order,) = world.keeper.orders
     task.cancel()
-    world.keeper.tell(order.key, PinOutcome.HELD)
+    world.keeper.report_outcome(order.key, PinOutcome.HELD)
     with pytest.raises(asyncio.CancelledError):
         await task
     assert world.keeper.unpinned == [order.key]
     assert not named.caches.all("")
 
 
-async def test_each_tenant_has_its_own(tokenizer: Tokenizer) -> None:
+async def test_cached_content_is_private_to_tenant(tokenizer: Tokenizer) -> None:
     keys = tuple(ApiKey(key=SecretStr(f"secret-of-{name}"), tenant=name) for name in "ab")
     world = World(tokenizer, RouterConfig(api_keys=keys, max_body_bytes=1 << 20))
     async with client_of(world.parts) as client:
@@ -235,15 +229,15 @@ async def test_each_tenant_has_its_own(tokenizer: Tokenizer) -> None:
     assert [[pin["name"] for pin in pins] for pins in shown] == [[cache["name"]], []]
 
 
-async def test_where_nothing_is_kept_by_name_it_is_said(tokenizer: Tokenizer) -> None:
-    parts = fakes.make_doors(tokenizer)
+async def test_cached_content_disabled_is_reported(tokenizer: Tokenizer) -> None:
+    parts = fakes.make_servers(tokenizer)
     async with client_of(parts) as client:
         assert (await client.post(PATH, json=content())).status_code == 404
         refused = await client.post(CHAT, json=ASK | {"cached_content": "cachedContents/x"})
     assert error_of(refused)["param"] == "cached_content"
 
 
-async def test_answers_are_as_described(client: httpx.AsyncClient) -> None:
+async def test_cached_content_answers_match_openapi(client: httpx.AsyncClient) -> None:
     described = await Described.by(client)
     await made(client, displayName="fox")
     cache = (await made(client))["name"].removeprefix("cachedContents/")

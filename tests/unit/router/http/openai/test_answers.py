@@ -1,4 +1,4 @@
-"""The HTTP door in process: the shapes of its answers."""
+"""The HTTP server in process: the shapes of its answers."""
 
 from collections.abc import AsyncIterator
 
@@ -17,17 +17,17 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture
-def parts(tokenizer: Tokenizer) -> fakes.Doors:
-    return fakes.make_doors(tokenizer)
+def parts(tokenizer: Tokenizer) -> fakes.Servers:
+    return fakes.make_servers(tokenizer)
 
 
 @pytest.fixture
-async def client(parts: fakes.Doors) -> AsyncIterator[httpx.AsyncClient]:
+async def client(parts: fakes.Servers) -> AsyncIterator[httpx.AsyncClient]:
     async with client_of(parts) as client:
         yield client
 
 
-async def test_chat(parts: fakes.Doors, client: httpx.AsyncClient) -> None:
+async def test_chat_unstreamed_answer_is_whole(parts: fakes.Servers, client: httpx.AsyncClient) -> None:
     ids = parts.say("hello wörld 😀")
     answer = await client.post(CHAT, json=HELLO, headers={"X-Tandem-Timing": "1"})
     body = answer.json()
@@ -62,14 +62,14 @@ async def test_chat(parts: fakes.Doors, client: httpx.AsyncClient) -> None:
     assert (queue, total) == ("queue;dur=250.000", "total;dur=0.000")
 
 
-async def test_who_does_not_ask_is_told_no_times(parts: fakes.Doors, client: httpx.AsyncClient) -> None:
+async def test_timing_is_sent_on_request_only(parts: fakes.Servers, client: httpx.AsyncClient) -> None:
     parts.say("hello")
     answer = await client.post(CHAT, json=HELLO)
     assert "timing" not in answer.json()
     assert "server-timing" not in answer.headers
 
 
-async def test_chat_stream(parts: fakes.Doors, client: httpx.AsyncClient) -> None:
+async def test_chat_stream_joins_to_whole_answer(parts: fakes.Servers, client: httpx.AsyncClient) -> None:
     ids = parts.say("hello 😀")
     options = {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True}
     answer = await client.post(CHAT, json=HELLO | options, headers={"X-Tandem-Timing": "1"})
@@ -89,7 +89,7 @@ async def test_chat_stream(parts: fakes.Doors, client: httpx.AsyncClient) -> Non
     assert chunks[-1]["timing"]["cached_tokens"] == 7
 
 
-async def test_continuous_usage_and_timing_without_usage(parts: fakes.Doors, client: httpx.AsyncClient) -> None:
+async def test_continuous_usage_and_timing_without_usage(parts: fakes.Servers, client: httpx.AsyncClient) -> None:
     ids = parts.say("hello world")
     options = {"stream": True, "stream_options": {"continuous_usage_stats": True}}
     chunks = events((await client.post(CHAT, json=HELLO | options, headers={"X-Tandem-Timing": "1"})).text)
@@ -98,7 +98,7 @@ async def test_continuous_usage_and_timing_without_usage(parts: fakes.Doors, cli
     assert chunks[-1]["choices"]
 
 
-async def test_choices_interleave(parts: fakes.Doors, client: httpx.AsyncClient) -> None:
+async def test_chat_stream_choices_interleave(parts: fakes.Servers, client: httpx.AsyncClient) -> None:
     ids = parts.say("hello world")
     body = (await client.post(CHAT, json=HELLO | {"n": 3})).json()
     assert [c["message"]["content"] for c in body["choices"]] == ["hello world"] * 3
@@ -108,7 +108,7 @@ async def test_choices_interleave(parts: fakes.Doors, client: httpx.AsyncClient)
     assert sum(c["choices"][0]["finish_reason"] == "stop" for c in chunks) == 3
 
 
-async def test_chat_logprobs(parts: fakes.Doors, client: httpx.AsyncClient) -> None:
+async def test_chat_logprobs(parts: fakes.Servers, client: httpx.AsyncClient) -> None:
     ids = parts.say("hello", logprobs=True)
     body = (await client.post(CHAT, json=HELLO | {"logprobs": True, "top_logprobs": 2})).json()
     content = body["choices"][0]["logprobs"]["content"]
@@ -118,7 +118,7 @@ async def test_chat_logprobs(parts: fakes.Doors, client: httpx.AsyncClient) -> N
     assert parts.generator.requests[0].sampling.num_logprobs == 2
 
 
-async def test_stop_string(parts: fakes.Doors, client: httpx.AsyncClient) -> None:
+async def test_stop_string(parts: fakes.Servers, client: httpx.AsyncClient) -> None:
     parts.say("hello world STOP here", reason=FinishReason.LENGTH)
     request = HELLO | {"stop": ["STOP", "never"]}
     body = (await client.post(CHAT, json=request)).json()
@@ -133,14 +133,14 @@ async def test_stop_string(parts: fakes.Doors, client: httpx.AsyncClient) -> Non
     assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == "hello world "
 
 
-async def test_stop_string_waits_for_min_tokens(parts: fakes.Doors, client: httpx.AsyncClient) -> None:
+async def test_stop_string_waits_for_min_tokens(parts: fakes.Servers, client: httpx.AsyncClient) -> None:
     parts.say("ababab")
     count = len(parts.tokenizer.encode("ab"))
     body = (await client.post(CHAT, json=HELLO | {"stop": "ab", "min_tokens": count})).json()
     assert body["choices"][0]["message"]["content"] == "ab"
 
 
-async def test_completions_shapes(parts: fakes.Doors, client: httpx.AsyncClient) -> None:
+async def test_completions_shapes(parts: fakes.Servers, client: httpx.AsyncClient) -> None:
     ids = parts.say("hello world", logprobs=True)
     for prompt, count in (("a", 1), (["a", "b"], 2), ([5, 6], 1), ([[5], [6, 7]], 2)):
         body = (
@@ -156,7 +156,7 @@ async def test_completions_shapes(parts: fakes.Doors, client: httpx.AsyncClient)
     assert logprobs["text_offset"][1] == len(logprobs["tokens"][0])
 
 
-async def test_completions_stream_of_several_prompts(parts: fakes.Doors, client: httpx.AsyncClient) -> None:
+async def test_completions_stream_of_several_prompts(parts: fakes.Servers, client: httpx.AsyncClient) -> None:
     ids = parts.say("hello 漢字 world")
     request = {
         "prompt": ["one", [5, 6]][0:1] * 3,
@@ -174,7 +174,7 @@ async def test_completions_stream_of_several_prompts(parts: fakes.Doors, client:
     assert parts.generator.open_streams == 0
 
 
-async def test_echo_of_token_ids_and_stop_token_text(parts: fakes.Doors, client: httpx.AsyncClient) -> None:
+async def test_echo_of_token_ids_and_stop_token_text(parts: fakes.Servers, client: httpx.AsyncClient) -> None:
     ids = parts.say("hello world")
     request = {"prompt": parts.tokenizer.encode("fox"), "echo": True, "stop_token_ids": [ids[-2]]}
     parts.generator.script.tokens = ids[:-1]
@@ -184,7 +184,7 @@ async def test_echo_of_token_ids_and_stop_token_text(parts: fakes.Doors, client:
     assert body["choices"][0]["stop_reason"] == ids[-2]
 
 
-async def test_models_and_texts(client: httpx.AsyncClient, parts: fakes.Doors) -> None:
+async def test_models_and_texts(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     card = (await client.get("/v1/models")).json()["data"][0]
     assert (card["id"], card["max_model_len"]) == (fakes.MODEL, fakes.CONTEXT)
     assert (await client.get(f"/v1/models/{fakes.MODEL}")).json() == card
@@ -199,7 +199,7 @@ async def test_models_and_texts(client: httpx.AsyncClient, parts: fakes.Doors) -
     assert error_of(await client.post("/detokenize", json={"tokens": [-1]}))["param"] == "tokens"
 
 
-async def test_probes(client: httpx.AsyncClient, parts: fakes.Doors) -> None:
+async def test_health_and_readyz_answer(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     assert (await client.get("/health")).status_code == 200
     assert (await client.get("/readyz")).status_code == 200
     parts.ready.reason = "no decode worker"
@@ -212,15 +212,15 @@ async def test_probes(client: httpx.AsyncClient, parts: fakes.Doors) -> None:
 @pytest.mark.parametrize(
     ("asked", "along"), [({}, False), ({"stream": True}, True), ({"stop": ["wörld"]}, True), ({"n": 2}, False)]
 )
-async def test_whole_answers_are_read_at_their_end_unless_their_text_may_end_them(
-    parts: fakes.Doors, client: httpx.AsyncClient, asked: dict[str, object], along: bool
+async def test_unstreamed_answer_reads_along_only_for_stop_strings(
+    parts: fakes.Servers, client: httpx.AsyncClient, asked: dict[str, object], along: bool
 ) -> None:
     parts.say("hello wörld")
     assert (await client.post(CHAT, json=HELLO | asked)).status_code == 200
     assert parts.generator.requests[0].reads_along is along
 
 
-async def test_log_probabilities_name_tokens_by_their_ids(parts: fakes.Doors, client: httpx.AsyncClient) -> None:
+async def test_log_probabilities_name_tokens_by_their_ids(parts: fakes.Servers, client: httpx.AsyncClient) -> None:
     ids = parts.say("hello 😀", logprobs=True)
     named = [f"token_id:{token}" for token in ids]
     by_id = {"return_tokens_as_token_ids": True}

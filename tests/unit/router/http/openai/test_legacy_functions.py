@@ -25,17 +25,17 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture
-def parts(tokenizer: Tokenizer) -> fakes.Doors:
-    return fakes.make_doors(tokenizer, grammars=fakes.AnyGrammar(), context=4096)
+def parts(tokenizer: Tokenizer) -> fakes.Servers:
+    return fakes.make_servers(tokenizer, grammars=fakes.AnyGrammar(), context=4096)
 
 
 @pytest.fixture
-async def client(parts: fakes.Doors) -> AsyncIterator[httpx.AsyncClient]:
+async def client(parts: fakes.Servers) -> AsyncIterator[httpx.AsyncClient]:
     async with client_of(parts) as client:
         yield client
 
 
-async def test_a_call_whole(client: httpx.AsyncClient, parts: fakes.Doors) -> None:
+async def test_function_call_unstreamed_is_returned(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     parts.say(ONE)
     (choice,) = (await client.post(CHAT, json=ASKED)).json()["choices"]
     assert choice["finish_reason"] == "function_call"
@@ -46,7 +46,7 @@ async def test_a_call_whole(client: httpx.AsyncClient, parts: fakes.Doors) -> No
 
 
 @pytest.mark.parametrize("per_delta", [1, 3, 1000])
-async def test_one_call_streamed(client: httpx.AsyncClient, parts: fakes.Doors, per_delta: int) -> None:
+async def test_function_call_is_streamed(client: httpx.AsyncClient, parts: fakes.Servers, per_delta: int) -> None:
     parts.say(TWO, per_delta=per_delta)
     chunks = events((await client.post(CHAT, json=ASKED | {"stream": True})).text)
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks]
@@ -58,7 +58,7 @@ async def test_one_call_streamed(client: httpx.AsyncClient, parts: fakes.Doors, 
     assert chunks[-1]["choices"][0]["finish_reason"] == "function_call"
 
 
-async def test_a_call_that_is_cut_short_ended_for_that_reason(client: httpx.AsyncClient, parts: fakes.Doors) -> None:
+async def test_function_call_cut_short_finishes_with_length(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     parts.say(ONE[:50], reason=FinishReason.LENGTH)
     assert (await client.post(CHAT, json=ASKED)).json()["choices"][0]["finish_reason"] == "length"
 
@@ -67,8 +67,8 @@ async def test_a_call_that_is_cut_short_ended_for_that_reason(client: httpx.Asyn
     ("call", "is_forced", "is_told"),
     [("auto", False, True), ("none", False, False), ({"name": "weather"}, True, True), (None, False, True)],
 )
-async def test_the_choice(
-    client: httpx.AsyncClient, parts: fakes.Doors, call: Any, is_forced: bool, is_told: bool
+async def test_function_call_choice_is_honoured(
+    client: httpx.AsyncClient, parts: fakes.Servers, call: Any, is_forced: bool, is_told: bool
 ) -> None:
     parts.say("hello")
     answer = await client.post(CHAT, json=ASKED | {"function_call": call})
@@ -79,9 +79,7 @@ async def test_the_choice(
     assert answer.json()["choices"][0]["message"] == {"role": "assistant", "content": "hello", "refusal": None}
 
 
-async def test_what_was_called_and_returned_is_the_same_prompt_in_both_forms(
-    client: httpx.AsyncClient, parts: fakes.Doors
-) -> None:
+async def test_function_messages_render_like_tool_messages(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     parts.say("hello")
     call = {"name": "weather", "arguments": ARGUMENTS}
     older = [
@@ -117,8 +115,8 @@ async def test_what_was_called_and_returned_is_the_same_prompt_in_both_forms(
         ({"messages": [{"role": "assistant", "function_call": {"name": "f", "arguments": "no"}}]}, "messages"),
     ],
 )  # fmt: skip
-async def test_what_is_refused(
-    client: httpx.AsyncClient, parts: fakes.Doors, change: dict[str, Any], param: str
+async def test_functions_invalid_request_is_refused(
+    client: httpx.AsyncClient, parts: fakes.Servers, change: dict[str, Any], param: str
 ) -> None:
     parts.say("hello")
     answer = await client.post(CHAT, json=HELLO | change)

@@ -1,4 +1,4 @@
-"""How the doors show log probabilities of prompts, and what they take of them."""
+"""How the servers show log probabilities of prompts, and what they take of them."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -24,14 +24,14 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture
-def parts(tokenizer: Tokenizer) -> fakes.Doors:
-    made = fakes.make_doors(tokenizer, RouterConfig(max_answer_values=2000))
+def parts(tokenizer: Tokenizer) -> fakes.Servers:
+    made = fakes.make_servers(tokenizer, RouterConfig(max_answer_values=2000))
     made.say("hello", logprobs=True)
     return made
 
 
 @pytest.fixture
-async def client(parts: fakes.Doors) -> AsyncIterator[httpx.AsyncClient]:
+async def client(parts: fakes.Servers) -> AsyncIterator[httpx.AsyncClient]:
     async with client_of(parts) as client:
         yield client
 
@@ -44,7 +44,7 @@ async def ask(client: httpx.AsyncClient, route: str, **body: Any) -> dict[str, A
 
 @pytest.mark.parametrize("slice_values", [1, 7, 2048])
 async def test_prompt_logprobs_are_the_tokens_own_and_the_most_likely(
-    client: httpx.AsyncClient, parts: fakes.Doors, slice_values: int, monkeypatch: pytest.MonkeyPatch
+    client: httpx.AsyncClient, parts: fakes.Servers, slice_values: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prompt_logprobs, "SLICE_VALUES", slice_values)
     answer = await ask(client, PLAIN, prompt=[[9, 1, 7], [5]], prompt_logprobs=2, n=2)
@@ -65,7 +65,7 @@ async def test_prompt_logprobs_are_the_tokens_own_and_the_most_likely(
     assert {choice["text"] for choice in answer["choices"]} == {"hello"}
 
 
-async def test_a_chat_has_them_beside_its_choices(client: httpx.AsyncClient, parts: fakes.Doors) -> None:
+async def test_chat_prompt_logprobs_are_beside_choices(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     answer = await ask(client, CHAT, **HELLO, prompt_logprobs=0, n=2)
     prompt = parts.generator.requests[0].prompt_token_ids
     told = answer["prompt_logprobs"]
@@ -75,8 +75,8 @@ async def test_a_chat_has_them_beside_its_choices(client: httpx.AsyncClient, par
 
 
 @pytest.mark.parametrize("slice_values", [1, 5, 2048])
-async def test_an_echoed_prompt_brings_its_log_probabilities(
-    client: httpx.AsyncClient, parts: fakes.Doors, slice_values: int, monkeypatch: pytest.MonkeyPatch
+async def test_echoed_prompt_has_logprobs(
+    client: httpx.AsyncClient, parts: fakes.Servers, slice_values: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prompt_logprobs, "SLICE_VALUES", slice_values)
     ids = parts.say("hello", logprobs=True)
@@ -95,7 +95,7 @@ async def test_an_echoed_prompt_brings_its_log_probabilities(
     assert answer["usage"]["completion_tokens"] == len(ids)
 
 
-async def test_without_an_answer_only_the_prompt_is_shown(client: httpx.AsyncClient, parts: fakes.Doors) -> None:
+async def test_echo_without_answer_shows_prompt_only(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     answer = await ask(client, PLAIN, prompt=[[9, 8], [7]], echo=True, logprobs=0, max_tokens=0)
     assert [choice["logprobs"]["token_logprobs"] for choice in answer["choices"]] == [[None, -8.0], [None]]
     assert [choice["logprobs"]["top_logprobs"] for choice in answer["choices"]] == [[None, {}], [None]]
@@ -113,8 +113,8 @@ async def test_without_an_answer_only_the_prompt_is_shown(client: httpx.AsyncCli
     ("fewer", "param"),
     [({"prompt_logprobs": 5, "prompt": [5] * 300}, "prompt"), ({"echo": True, "logprobs": 3, "n": 2}, "prompt")],
 )
-async def test_what_is_told_of_prompts_is_bounded(
-    client: httpx.AsyncClient, parts: fakes.Doors, fewer: dict[str, Any], param: str
+async def test_prompt_logprobs_beyond_bound_are_refused(
+    client: httpx.AsyncClient, parts: fakes.Servers, fewer: dict[str, Any], param: str
 ) -> None:
     body = {"prompt": [[5] * 110, [6] * 110], "max_tokens": 1} | fewer
     refused = await client.post(PLAIN, json=body)
@@ -123,13 +123,13 @@ async def test_what_is_told_of_prompts_is_bounded(
     assert not parts.generator.requests
 
 
-async def test_the_same_over_grpc(parts: fakes.Doors) -> None:
+async def test_prompt_logprobs_over_grpc_equal_http(parts: fakes.Servers) -> None:
     ids = parts.say("hello")
     server = build_server(parts.frontend, parts.generator, parts.config, parts.metrics)
     prompt = pb.TokenIds(ids=[9, 8, 7])
     async with (
-        GrpcServer(server, host="127.0.0.1", port=0, grace_s=0.0) as door,
-        grpc.aio.insecure_channel(f"127.0.0.1:{door.port}") as channel,
+        GrpcServer(server, host="127.0.0.1", port=0, grace_s=0.0) as grpc_server,
+        grpc.aio.insecure_channel(f"127.0.0.1:{grpc_server.port}") as channel,
     ):
         stub = InferenceStub(channel)
         answers = [one async for one in stub.Generate(pb.GenerateRequest(prompt_token_ids=prompt, prompt_logprobs=1))]

@@ -1,4 +1,4 @@
-"""A model that thinks before it answers, at every door: what it thinks stands apart, and is counted."""
+"""A model that thinks before it answers, at every server: what it thinks stands apart, and is counted."""
 
 import json
 from collections.abc import AsyncIterator
@@ -29,23 +29,23 @@ CALL = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
 WORDS = {"model": fakes.MODEL, "max_tokens": 200, "messages": [{"role": "user", "content": "what is two and two"}]}
 
 
-def parts_of(template: str, config: RouterConfig | None = None) -> fakes.Doors:
+def parts_of(template: str, config: RouterConfig | None = None) -> fakes.Servers:
     tokenizer = Tokenizer(fakes.byte_level_spec(), ChatTemplate(template, {}))
-    return fakes.make_doors(tokenizer, config, context=2048, grammars=fakes.AnyGrammar())
+    return fakes.make_servers(tokenizer, config, context=2048, grammars=fakes.AnyGrammar())
 
 
 @pytest.fixture
-def parts() -> fakes.Doors:
+def parts() -> fakes.Servers:
     return parts_of(OPENS)
 
 
 @pytest.fixture
-async def client(parts: fakes.Doors) -> AsyncIterator[httpx.AsyncClient]:
+async def client(parts: fakes.Servers) -> AsyncIterator[httpx.AsyncClient]:
     async with client_of(parts) as client:
         yield client
 
 
-def says(parts: fakes.Doors, *, is_open: bool, answer: str = ANSWER, **script: Any) -> int:
+def says(parts: fakes.Servers, *, is_open: bool, answer: str = ANSWER, **script: Any) -> int:
     """Has it think and answer; returns how many tokens it thinks."""
     text = f"{'' if is_open else '<think>'}\n{THOUGHT}\n</think>\n\n{answer}"
     ids = parts.say(text, **script)
@@ -56,7 +56,7 @@ def says(parts: fakes.Doors, *, is_open: bool, answer: str = ANSWER, **script: A
 
 
 @pytest.mark.parametrize("template", [OPENS, WRITES], ids=["the template begins", "the model begins"])
-async def test_chat(template: str) -> None:
+async def test_chat_separates_reasoning(template: str) -> None:
     parts = parts_of(template)
     count = says(parts, is_open=template == OPENS)
     async with client_of(parts) as client:
@@ -78,7 +78,7 @@ async def test_chat(template: str) -> None:
             assert chunks[-1]["usage"]["completion_tokens_details"] == {"reasoning_tokens": count}
 
 
-async def test_calls_come_after_thinking(client: httpx.AsyncClient, parts: fakes.Doors) -> None:
+async def test_calls_come_after_thinking(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     says(parts, is_open=True, answer=CALL)
     tools = [{"type": "function", "function": CLOCK}]
     choice = (await client.post(CHAT, json=HELLO | {"tools": tools})).json()["choices"][0]
@@ -91,7 +91,7 @@ JSON = {"response_format": {"type": "json_object"}}
 NO_THOUGHT = {"chat_template_kwargs": {"enable_thinking": False}}
 
 
-def lead_of(parts: fakes.Doors) -> str:
+def lead_of(parts: fakes.Servers) -> str:
     """What the last request's answer must begin with."""
     (first, *_) = json.loads(parts.generator.requests[-1].sampling.grammar or "")["grammars"]
     return str(first["lark_grammar"] or "")
@@ -108,8 +108,8 @@ def lead_of(parts: fakes.Doors) -> str:
     ],
     ids=["json", "required", "named", "strict", "json or calls"],
 )
-async def test_a_structure_stands_behind_the_thinking(
-    client: httpx.AsyncClient, parts: fakes.Doors, asked: dict[str, Any], answer: str
+async def test_structured_output_follows_reasoning(
+    client: httpx.AsyncClient, parts: fakes.Servers, asked: dict[str, Any], answer: str
 ) -> None:
     count = says(parts, is_open=True, answer=answer)
     body = (await client.post(CHAT, json=HELLO | asked)).json()
@@ -125,7 +125,7 @@ async def test_a_structure_stands_behind_the_thinking(
     assert message["content"] == (None if answer == CALL else answer)
 
 
-async def test_a_model_that_begins_to_think_itself_need_not() -> None:
+async def test_reasoning_begun_by_model_is_optional() -> None:
     parts = parts_of(WRITES)
     parts.say('{"a":4}')
     async with client_of(parts) as client:
@@ -135,7 +135,7 @@ async def test_a_model_that_begins_to_think_itself_need_not() -> None:
 
 
 @pytest.mark.parametrize(("asked", "answer"), [({}, ANSWER), ({"tools": [TOOL], "tool_choice": "required"}, CALL)])
-async def test_grpc_tells_it_apart_too(parts: fakes.Doors, asked: dict[str, Any], answer: str) -> None:
+async def test_grpc_separates_reasoning(parts: fakes.Servers, asked: dict[str, Any], answer: str) -> None:
     count = says(parts, is_open=True, answer=answer, per_delta=2)
     turns = [*HELLO["messages"], {"role": "assistant", "content": "b", "reasoning_content": "c"}, *HELLO["messages"]]
     request = in_grpcs_words(HELLO | asked | {"messages": turns, "stream": True})
@@ -152,7 +152,7 @@ async def test_grpc_tells_it_apart_too(parts: fakes.Doors, asked: dict[str, Any]
         assert "".join(call.name for one in told for call in one.tool_calls) == ("clock" if answer == CALL else "")
 
 
-async def test_an_answer_that_is_cut_while_it_thinks(client: httpx.AsyncClient, parts: fakes.Doors) -> None:
+async def test_answer_cut_during_reasoning_has_no_content(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     ids = parts.tokenizer.encode("Let me")
     parts.generator.script = fakes.Script(tokens=ids, reason=FinishReason.LENGTH)
     body = (await client.post(CHAT, json=HELLO)).json()
@@ -165,7 +165,7 @@ def deltas_of(told: list[dict[str, str]]) -> list[dict[str, Any]]:
     return [json.loads(event["data"])["choices"][0]["delta"] for event in told]
 
 
-async def test_a_stream_goes_on_where_it_broke(client: httpx.AsyncClient, parts: fakes.Doors) -> None:
+async def test_reasoning_stream_resumes_where_it_broke(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     says(parts, is_open=True)
     headers = {"X-Tandem-Stream-Ids": "1"}
     full = list(events_of((await client.post(CHAT, json=HELLO | {"stream": True}, headers=headers)).text))[:-1]
@@ -176,7 +176,7 @@ async def test_a_stream_goes_on_where_it_broke(client: httpx.AsyncClient, parts:
             assert "".join(delta.get(name) or "" for delta in told) == expected
 
 
-async def test_responses(client: httpx.AsyncClient, parts: fakes.Doors) -> None:
+async def test_responses_separate_reasoning(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     count = says(parts, is_open=True)
     described = await Described.by(client)
     whole = await client.post("/v1/responses", json={"input": "a"})
@@ -196,7 +196,7 @@ async def test_responses(client: httpx.AsyncClient, parts: fakes.Doors) -> None:
     assert f"[{THOUGHT}]{ANSWER}" in prompt
 
 
-async def test_log_probabilities_are_those_of_the_answer(client: httpx.AsyncClient, parts: fakes.Doors) -> None:
+async def test_log_probabilities_are_those_of_the_answer(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     says(parts, is_open=True, logprobs=True)
     body = {"input": "a", "include": ["message.output_text.logprobs"]}
     told = await client.post("/v1/responses", json=body | {"stream": True})
@@ -207,7 +207,7 @@ async def test_log_probabilities_are_those_of_the_answer(client: httpx.AsyncClie
     assert last["output"][1]["content"][0]["logprobs"] == shown
 
 
-async def test_messages(client: httpx.AsyncClient, parts: fakes.Doors) -> None:
+async def test_anthropic_messages_separate_reasoning(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     says(parts, is_open=True)
     described = await Described.by(client)
     whole = await client.post("/v1/messages", json=WORDS)
@@ -225,7 +225,7 @@ async def test_messages(client: httpx.AsyncClient, parts: fakes.Doors) -> None:
     assert f"[{THOUGHT}]{ANSWER}" in parts.tokenizer.decode(parts.generator.requests[-1].prompt_token_ids)
 
 
-async def test_who_wants_no_thinking_gets_none(client: httpx.AsyncClient, parts: fakes.Doors) -> None:
+async def test_reasoning_turned_off_is_absent(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     parts.say(ANSWER)
     for path, body in (
         ("/v1/messages", WORDS | {"thinking": {"type": "disabled"}}),
@@ -239,7 +239,7 @@ async def test_who_wants_no_thinking_gets_none(client: httpx.AsyncClient, parts:
         assert prompt.endswith("<think>\n\n</think>\n\n")
 
 
-async def test_a_model_that_always_thinks_says_so() -> None:
+async def test_reasoning_that_cannot_be_turned_off_is_refused() -> None:
     async with client_of(parts_of(WRITES)) as client:
         answer = await client.post("/v1/messages", json=WORDS | {"thinking": {"type": "disabled"}})
         assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
@@ -249,7 +249,7 @@ async def test_a_model_that_always_thinks_says_so() -> None:
         assert (await client.post("/v1/messages", json=WORDS | {"thinking": budget})).status_code == 400
 
 
-async def test_without_a_family_all_is_answer() -> None:
+async def test_answer_without_reasoning_family_is_all_content() -> None:
     text = f"<think>{THOUGHT}</think>{ANSWER}"
     for template, config in ((fakes.TEMPLATE, None), (OPENS, RouterConfig(reasoning_parser="none"))):
         parts = parts_of(template, config)
@@ -260,13 +260,13 @@ async def test_without_a_family_all_is_answer() -> None:
         assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
 
 
-async def test_plain_prompts_are_shown_as_they_are(client: httpx.AsyncClient, parts: fakes.Doors) -> None:
+async def test_plain_prompts_are_shown_as_they_are(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     says(parts, is_open=False)
     text = (await client.post(PLAIN, json={"prompt": "a"})).json()["choices"][0]["text"]
     assert text.startswith("<think>")
 
 
-async def test_a_vote_compares_answers_alone(client: httpx.AsyncClient, parts: fakes.Doors) -> None:
+async def test_vote_ignores_reasoning(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     says(parts, is_open=True)
     (choice,) = (await client.post(CHAT, json=HELLO | {"n": 3, "vote": True})).json()["choices"]
     assert choice["vote"] == {"answer": ANSWER, "votes": 3, "of": 3}

@@ -1,4 +1,4 @@
-"""The HTTP door in process: what it refuses, and how errors look."""
+"""The HTTP server in process: what it refuses, and how errors look."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -24,12 +24,12 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture
-def parts(tokenizer: Tokenizer) -> fakes.Doors:
-    return fakes.make_doors(tokenizer)
+def parts(tokenizer: Tokenizer) -> fakes.Servers:
+    return fakes.make_servers(tokenizer)
 
 
 @pytest.fixture
-async def client(parts: fakes.Doors) -> AsyncIterator[httpx.AsyncClient]:
+async def client(parts: fakes.Servers) -> AsyncIterator[httpx.AsyncClient]:
     async with client_of(parts) as client:
         yield client
 
@@ -125,7 +125,7 @@ async def client(parts: fakes.Doors) -> AsyncIterator[httpx.AsyncClient]:
     ],
 )
 async def test_refused_fields(
-    client: httpx.AsyncClient, parts: fakes.Doors, change: dict[str, Any], param: str
+    client: httpx.AsyncClient, parts: fakes.Servers, change: dict[str, Any], param: str
 ) -> None:
     parts.say("hello")
     answer = await client.post(CHAT, json=HELLO | change)
@@ -151,7 +151,7 @@ async def test_refused_fields(
         (RESPONSES, {"input": "a", "tools": [{"type": "web_search"}]}, "a tool of type 'web_search' is not"),
     ],
 )
-async def test_what_is_said_to_be_wrong_is_what_was_meant(
+async def test_refusal_names_the_intended_union_branch(
     client: httpx.AsyncClient, path: str, change: dict[str, Any], words: str
 ) -> None:
     answer = await client.post(path, json=(HELLO if path == CHAT else {}) | change)
@@ -168,14 +168,14 @@ async def test_what_is_said_to_be_wrong_is_what_was_meant(
         ({"prompt": "a", "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     ],
 )
-async def test_what_would_do_nothing_to_tokenize_is_refused(
+async def test_tokenize_options_without_effect_are_refused(
     client: httpx.AsyncClient, body: dict[str, Any], param: str
 ) -> None:
     answer = await client.post("/tokenize", json=body)
     assert (answer.status_code, error_of(answer)["param"]) == (400, param)
 
 
-async def test_fields_that_ask_for_nothing(client: httpx.AsyncClient, parts: fakes.Doors) -> None:
+async def test_fields_without_effect_are_accepted(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     parts.say("hello")
     notes = {
         "user": "u", "metadata": {"a": "b"}, "store": False, "parallel_tool_calls": True, "tools": [],
@@ -189,7 +189,7 @@ async def test_fields_that_ask_for_nothing(client: httpx.AsyncClient, parts: fak
     assert (await client.post(CHAT, json=body)).status_code == 200
 
 
-async def test_sampling_fields_reach_dispatch(client: httpx.AsyncClient, parts: fakes.Doors) -> None:
+async def test_sampling_fields_reach_dispatch(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     parts.say("hello")
     given = {
         "temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "presence_penalty": 0.2, "frequency_penalty": 0.3,
@@ -212,13 +212,13 @@ async def test_sampling_fields_reach_dispatch(client: httpx.AsyncClient, parts: 
     assert (request.sampling.logit_bias, request.sampling.stop_token_ids, request.priority) == ({7: -1.0}, (4,), 3)
 
 
-async def test_number_that_json_lacks_is_refused_in_those_words(client: httpx.AsyncClient) -> None:
+async def test_json_nan_or_infinity_is_refused(client: httpx.AsyncClient) -> None:
     for constant in ("NaN", "Infinity", "-Infinity"):
         body = f'{{"user": "NaN", "temperature": {constant}, "logit_bias": {{}}}}'
         answer = await client.post(CHAT, content=body, headers={"content-type": "application/json"})
         assert answer.status_code == 400
         assert error_of(answer)["message"] == (
-            f"the body is not valid JSON: {constant} is no number in JSON; send a finite one, or null"
+            f"the body is not valid JSON: {constant} is not a JSON number; send a finite number or null"
         )
     cut = await client.post(CHAT, content=b'{"user": "NaN", "seed": ', headers={"content-type": "application/json"})
     assert "NaN" not in error_of(cut)["message"]
@@ -242,14 +242,14 @@ async def test_number_that_json_lacks_is_refused_in_those_words(client: httpx.As
         b"{" + b",".join(b'"k%d": 1' % i for i in range(50_000)) + b"}",
     ],
 )
-async def test_bad_json(client: httpx.AsyncClient, body: bytes) -> None:
+async def test_malformed_json_is_refused(client: httpx.AsyncClient, body: bytes) -> None:
     for route in (CHAT, PLAIN, "/tokenize", "/detokenize"):
         answer = await client.post(route, content=body)
         assert answer.status_code == 400
         assert error_of(answer)["type"] == "BadRequestError"
 
 
-async def test_too_large(client: httpx.AsyncClient, parts: fakes.Doors) -> None:
+async def test_body_beyond_bound_is_413(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     answer = await client.post(CHAT, content=b" " * (parts.config.max_body_bytes + 1))
     assert answer.status_code == 413
     assert error_of(answer)["code"] == "request_too_large"
@@ -261,7 +261,7 @@ async def test_too_large(client: httpx.AsyncClient, parts: fakes.Doors) -> None:
     assert (await client.post(CHAT, content=endless())).status_code == 413
 
 
-async def test_unknown_routes_and_methods(client: httpx.AsyncClient) -> None:
+async def test_unknown_route_or_method_is_refused(client: httpx.AsyncClient) -> None:
     assert error_of(await client.get("/nowhere"))["code"] == "route_not_found"
     answer = await client.get(CHAT)
     assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
@@ -281,7 +281,7 @@ async def test_context_and_model_errors(client: httpx.AsyncClient) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_errors_before_the_first_token_keep_their_status(
-    client: httpx.AsyncClient, parts: fakes.Doors, stream: bool
+    client: httpx.AsyncClient, parts: fakes.Servers, stream: bool
 ) -> None:
     for error, status, retry in ((Overloaded("full", retry_after_s=2.5), 429, "3"), (Unavailable("none"), 503, "1")):
         parts.generator.script = fakes.Script(error=error)
@@ -291,9 +291,7 @@ async def test_errors_before_the_first_token_keep_their_status(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_time_that_ran_out_is_a_gateways_timeout(
-    client: httpx.AsyncClient, parts: fakes.Doors, stream: bool
-) -> None:
+async def test_deadline_exceeded_is_504(client: httpx.AsyncClient, parts: fakes.Servers, stream: bool) -> None:
     parts.generator.script = fakes.Script(error=DeadlineExceeded("the request's time ran out in the queue"))
     answer = await client.post(CHAT, json=HELLO | {"stream": stream, "priority": 4})
     assert answer.status_code == 504
@@ -303,7 +301,7 @@ async def test_time_that_ran_out_is_a_gateways_timeout(
     assert (request.priority, request.deadline_s) == (4, 1000.0 + parts.config.request_timeout_s)
 
 
-async def test_error_after_the_first_token_is_an_event(client: httpx.AsyncClient, parts: fakes.Doors) -> None:
+async def test_error_after_the_first_token_is_an_event(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     parts.say("hello world", error=InternalError("worker lost"), error_after=2)
     answer = await client.post(CHAT, json=HELLO | {"stream": True})
     assert answer.status_code == 200
@@ -311,8 +309,8 @@ async def test_error_after_the_first_token_is_an_event(client: httpx.AsyncClient
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_bug_shows_nothing_of_itself(
-    client: httpx.AsyncClient, parts: fakes.Doors, stream: bool, monkeypatch: pytest.MonkeyPatch
+async def test_unexpected_error_hides_its_details(
+    client: httpx.AsyncClient, parts: fakes.Servers, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(_request: object) -> None:
         raise ZeroDivisionError("secret detail")
@@ -328,12 +326,12 @@ async def test_a_bug_shows_nothing_of_itself(
     }
 
 
-async def test_a_choice_that_failed_is_no_answer(client: httpx.AsyncClient, parts: fakes.Doors) -> None:
+async def test_failed_choice_fails_the_answer(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     parts.say("hello", reason=FinishReason.ERROR)
     assert (await client.post(CHAT, json=HELLO)).status_code == 500
 
 
-async def test_request_ids(client: httpx.AsyncClient, parts: fakes.Doors) -> None:
+async def test_request_ids(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     parts.say("hello")
     made = await client.post(CHAT, json=HELLO)
     given = await client.post(CHAT, json=HELLO | {"request_id": "mine-2"}, headers={"X-Request-Id": "mine-1"})
@@ -349,8 +347,8 @@ async def test_request_ids(client: httpx.AsyncClient, parts: fakes.Doors) -> Non
     assert (await client.post(CHAT, json=HELLO, headers=many)).status_code == 431
 
 
-async def test_keys(tokenizer: Tokenizer) -> None:
-    parts = fakes.make_doors(tokenizer, RouterConfig(api_keys=(SecretStr("key-a"), SecretStr("key-b"))))
+async def test_missing_key_is_401(tokenizer: Tokenizer) -> None:
+    parts = fakes.make_servers(tokenizer, RouterConfig(api_keys=(SecretStr("key-a"), SecretStr("key-b"))))
     parts.say("hello")
     async with client_of(parts) as client:
         for headers in (
@@ -373,7 +371,7 @@ async def test_keys(tokenizer: Tokenizer) -> None:
     assert first == third != second
 
 
-async def test_metrics_page(client: httpx.AsyncClient, parts: fakes.Doors) -> None:
+async def test_metrics_page(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     ids = parts.say("hello world")
     await client.post(CHAT, json=HELLO)
     await client.get("/secret-path")
@@ -390,8 +388,8 @@ async def test_metrics_page(client: httpx.AsyncClient, parts: fakes.Doors) -> No
 @pytest.mark.parametrize(
     ("keep", "kept"), [(3, [3, 4, 5]), (5, [1, 2, 3, 4, 5]), (9, [1, 2, 3, 4, 5]), (-1, [1, 2, 3, 4, 5])]
 )
-async def test_only_the_last_tokens_of_a_prompt_are_kept(
-    client: httpx.AsyncClient, parts: fakes.Doors, keep: int, kept: list[int]
+async def test_truncate_prompt_tokens_keeps_last_tokens(
+    client: httpx.AsyncClient, parts: fakes.Servers, keep: int, kept: list[int]
 ) -> None:
     parts.say("hello")
     body = {"prompt": [1, 2, 3, 4, 5], "truncate_prompt_tokens": keep}
@@ -399,8 +397,8 @@ async def test_only_the_last_tokens_of_a_prompt_are_kept(
     assert list(parts.generator.requests[0].prompt_token_ids) == kept
 
 
-async def test_a_prompt_longer_than_the_context_is_cut_when_asked(
-    client: httpx.AsyncClient, parts: fakes.Doors
+async def test_truncate_prompt_tokens_shortens_prompt_beyond_context(
+    client: httpx.AsyncClient, parts: fakes.Servers
 ) -> None:
     parts.say("hello")
     text = "x" * (2 * fakes.CONTEXT)

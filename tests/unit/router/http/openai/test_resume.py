@@ -25,10 +25,10 @@ def tokenizer() -> Tokenizer:
 
 
 class Router:
-    """One router's door, which another router of the cluster may share the secret with."""
+    """One router's server, which another router of the cluster may share the secret with."""
 
     def __init__(self, tokenizer: Tokenizer, seed: int = 99, **script: Any) -> None:
-        self.parts = fakes.make_doors(tokenizer, mint_seed=lambda: seed)
+        self.parts = fakes.make_servers(tokenizer, mint_seed=lambda: seed)
         self.parts.say(TEXT, cached_tokens=7, **script)
         self._app = app_of(self.parts)
 
@@ -76,7 +76,9 @@ BODIES = [
 
 @pytest.mark.parametrize(("path", "body"), BODIES)
 @pytest.mark.parametrize("per_delta", [1, 3])
-async def test_every_place_to_break_at(tokenizer: Tokenizer, path: str, body: dict[str, Any], per_delta: int) -> None:
+async def test_stream_broken_anywhere_is_resumed(
+    tokenizer: Tokenizer, path: str, body: dict[str, Any], per_delta: int
+) -> None:
     logprobs = "logprobs" in body
     whole = await Router(tokenizer, per_delta=per_delta, logprobs=logprobs).events(path, body, ASK)
     # Batched otherwise, and the seed that it mints itself would be another.
@@ -98,7 +100,7 @@ async def test_every_place_to_break_at(tokenizer: Tokenizer, path: str, body: di
             assert request.resumptions == 1
 
 
-async def test_a_stream_may_break_again_and_again(tokenizer: Tokenizer) -> None:
+async def test_stream_broken_repeatedly_is_resumed(tokenizer: Tokenizer) -> None:
     body, has, headers = HELLO | {"n": 2}, [], ASK
     whole = await Router(tokenizer).events(CHAT, body, ASK)
     for round_ in range(1, 200):
@@ -118,13 +120,13 @@ async def test_a_stream_may_break_again_and_again(tokenizer: Tokenizer) -> None:
     assert shown(has) == shown(whole)
 
 
-async def test_ids_come_only_to_those_who_ask(tokenizer: Tokenizer) -> None:
+async def test_stream_ids_are_sent_on_request_only(tokenizer: Tokenizer) -> None:
     assert all("id" not in event for event in await Router(tokenizer).events(CHAT, HELLO, {}))
     several = {"prompt": ["a", "b"], "max_tokens": 4}
     assert all("id" not in event for event in await Router(tokenizer).events(PLAIN, several, ASK))
 
 
-async def test_nothing_is_generated_for_whoever_has_everything(tokenizer: Tokenizer) -> None:
+async def test_complete_stream_resumed_generates_nothing(tokenizer: Tokenizer) -> None:
     body = HELLO | {"stream_options": {"include_usage": True}}
     whole = await Router(tokenizer).events(CHAT, body, ASK)
     other = Router(tokenizer)
@@ -142,7 +144,7 @@ async def test_nothing_is_generated_for_whoever_has_everything(tokenizer: Tokeni
         (HELLO | {"n": 2}, {}),
     ],
 )
-async def test_an_id_is_of_one_request_only(
+async def test_stream_id_of_other_request_is_refused(
     tokenizer: Tokenizer, body: dict[str, Any], headers: dict[str, str]
 ) -> None:
     router = Router(tokenizer)
@@ -154,7 +156,7 @@ async def test_an_id_is_of_one_request_only(
     assert error_of(refused)["param"] == "Last-Event-ID"
 
 
-async def test_a_continued_stream_has_the_time_that_is_left_of_its_own(tokenizer: Tokenizer) -> None:
+async def test_resumed_stream_keeps_original_deadline(tokenizer: Tokenizer) -> None:
     router = Router(tokenizer)
     whole = await router.events(CHAT, HELLO, ASK)
     ids, bound_s = router.parts.frontend.stream_ids, router.parts.config.request_timeout_s
@@ -173,7 +175,7 @@ async def test_a_continued_stream_has_the_time_that_is_left_of_its_own(tokenizer
     assert len(router.parts.generator.requests) == 2
 
 
-async def test_a_made_up_id_is_refused(tokenizer: Tokenizer) -> None:
+async def test_forged_stream_id_is_refused(tokenizer: Tokenizer) -> None:
     router = Router(tokenizer)
     async with client_of(router.parts) as client:
         refused: httpx.Response = await client.post(
@@ -185,18 +187,16 @@ async def test_a_made_up_id_is_refused(tokenizer: Tokenizer) -> None:
     assert not router.parts.generator.requests
 
 
-async def test_a_client_that_has_gone_on_elsewhere_before_its_first_event_is_told_so(
-    tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_stream_taken_before_first_event_is_409(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
     """Over a real socket: uvicorn answers 500 in plain text, and logs an error, when nobody else answers."""
-    parts = fakes.make_doors(tokenizer)
+    parts = fakes.make_servers(tokenizer)
     parts.generator.script = fakes.Script(error=StreamTaken("the client has taken this stream elsewhere"))
     app = create_app(parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics)
     async with (
-        HttpServer(app, host="127.0.0.1", port=0, grace_s=1.0) as door,
+        HttpServer(app, host="127.0.0.1", port=0, grace_s=1.0) as listener,
         httpx.AsyncClient(trust_env=False) as client,
     ):
-        answer = await client.post(f"http://127.0.0.1:{door.port}{CHAT}", json=HELLO | {"stream": True})
+        answer = await client.post(f"http://127.0.0.1:{listener.port}{CHAT}", json=HELLO | {"stream": True})
     assert answer.status_code == 409
     error = error_of(answer)
     assert (error["code"], error["type"]) == ("stream_taken", "ConflictError")

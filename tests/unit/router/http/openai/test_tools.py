@@ -24,12 +24,12 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture
-def parts(tokenizer: Tokenizer) -> fakes.Doors:
-    return fakes.make_doors(tokenizer, grammars=fakes.AnyGrammar(), context=4096)
+def parts(tokenizer: Tokenizer) -> fakes.Servers:
+    return fakes.make_servers(tokenizer, grammars=fakes.AnyGrammar(), context=4096)
 
 
 @pytest.fixture
-async def client(parts: fakes.Doors) -> AsyncIterator[httpx.AsyncClient]:
+async def client(parts: fakes.Servers) -> AsyncIterator[httpx.AsyncClient]:
     async with client_of(parts) as client:
         yield client
 
@@ -74,7 +74,7 @@ def without_ids(choices: dict[int, dict[str, Any]]) -> list[Any]:
     ]
 
 
-async def test_calls_whole_and_streamed(client: httpx.AsyncClient, parts: fakes.Doors) -> None:
+async def test_calls_whole_and_streamed(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     parts.say(CALLS)
     expected = ("I look.", [("weather", {"city": "Köln 😀"}), ("clock", {})], "tool_calls")
     whole = (await client.post(CHAT, json=TOOLS | {"n": 2})).json()
@@ -87,14 +87,14 @@ async def test_calls_whole_and_streamed(client: httpx.AsyncClient, parts: fakes.
         assert len(set(ids)) == 4
 
 
-async def test_an_answer_of_calls_has_no_content(client: httpx.AsyncClient, parts: fakes.Doors) -> None:
+async def test_answer_of_calls_has_null_content(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     parts.say(CALLS.removeprefix("I look."))
     message = (await client.post(CHAT, json=TOOLS)).json()["choices"][0]["message"]
     assert message["content"] is None
     assert [set(call) for call in message["tool_calls"]] == [{"id", "type", "function"}] * 2
 
 
-async def test_without_calls_it_is_an_answer_like_any_other(client: httpx.AsyncClient, parts: fakes.Doors) -> None:
+async def test_tools_answer_without_calls_is_plain_text(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     parts.say("hello world <tool_")
     choice = (await client.post(CHAT, json=TOOLS)).json()["choices"][0]
     assert choice["message"] == {"role": "assistant", "content": "hello world <tool_", "refusal": None}
@@ -105,14 +105,12 @@ async def test_without_calls_it_is_an_answer_like_any_other(client: httpx.AsyncC
     ("body", "per_delta"),
     [({}, 1), ({}, 4), ({"n": 2, "return_token_ids": True}, 4), ({"logprobs": True}, 4), ({"stop": ["</tool"]}, 1)],
 )
-async def test_a_stream_goes_on_in_the_middle_of_a_call(
-    tokenizer: Tokenizer, body: dict[str, Any], per_delta: int
-) -> None:
+async def test_tools_stream_resumes_inside_a_call(tokenizer: Tokenizer, body: dict[str, Any], per_delta: int) -> None:
     """On another router, which gets its tokens in other batches: the same calls with the same ids, nothing twice."""
     asked = TOOLS | body | {"stream": True}
 
     async def get(seed: int, per_delta: int, headers: dict[str, str]) -> list[dict[str, str]]:
-        parts = fakes.make_doors(tokenizer, mint_seed=lambda: seed, context=4096)
+        parts = fakes.make_servers(tokenizer, mint_seed=lambda: seed, context=4096)
         parts.say(CALLS, per_delta=per_delta, logprobs="logprobs" in body)
         async with client_of(parts) as client:
             text = (await client.post(CHAT, json=asked, headers=headers)).text
@@ -130,7 +128,7 @@ async def test_a_stream_goes_on_in_the_middle_of_a_call(
             assert shown(whole[: place + 1] + rest) == shown(whole)
 
 
-async def test_an_id_is_of_the_tools_that_it_came_with(client: httpx.AsyncClient, parts: fakes.Doors) -> None:
+async def test_tools_stream_id_with_other_tools_is_refused(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     parts.say(CALLS)
     asked = TOOLS | {"stream": True, "seed": 5}
     first = (await client.post(CHAT, json=asked, headers=ASK)).text
@@ -149,8 +147,8 @@ async def test_an_id_is_of_the_tools_that_it_came_with(client: httpx.AsyncClient
         (CALLS, FinishReason.STOP, {"stop": ["</tool"]}, "tool_calls"),
     ],
 )
-async def test_how_it_ended(
-    client: httpx.AsyncClient, parts: fakes.Doors, text: str, reason: FinishReason, more: dict[str, Any], finish: str
+async def test_tools_finish_reason_is_reported(
+    client: httpx.AsyncClient, parts: fakes.Servers, text: str, reason: FinishReason, more: dict[str, Any], finish: str
 ) -> None:
     """A call that was cut is shown as far as it came; only whole ones are a reason of their own."""
     parts.say(text, reason=reason)
@@ -160,7 +158,7 @@ async def test_how_it_ended(
     assert [call["arguments"] for call in whole[0]["calls"]] == [call["arguments"] for call in streamed[0]["calls"]]
 
 
-async def test_one_call_when_one_is_asked_for(client: httpx.AsyncClient, parts: fakes.Doors) -> None:
+async def test_parallel_tool_calls_false_yields_one_call(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     parts.say(CALLS)
     for choices in (
         of_whole((await client.post(CHAT, json=TOOLS | {"parallel_tool_calls": False})).json()),
@@ -171,7 +169,7 @@ async def test_one_call_when_one_is_asked_for(client: httpx.AsyncClient, parts: 
         assert [call["name"] for call in choices[0]["calls"]] == ["weather"]
 
 
-async def test_none_neither_shows_tools_nor_looks_for_calls(client: httpx.AsyncClient, parts: fakes.Doors) -> None:
+async def test_tool_choice_none_hides_tools(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     parts.say(CALLS)
     answer = (await client.post(CHAT, json=TOOLS | {"tool_choice": "none"})).json()
     assert answer["choices"][0]["message"]["content"] == CALLS
@@ -188,8 +186,8 @@ async def test_none_neither_shows_tools_nor_looks_for_calls(client: httpx.AsyncC
         ({"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [NAMED]}}, ["weather"]),
     ],
 )
-async def test_a_choice_is_kept_by_a_grammar(
-    client: httpx.AsyncClient, parts: fakes.Doors, choice: Any, names: list[str]
+async def test_tool_choice_makes_a_grammar(
+    client: httpx.AsyncClient, parts: fakes.Servers, choice: Any, names: list[str]
 ) -> None:
     parts.say(CALLS)
     await client.post(CHAT, json=TOOLS | {"tool_choice": choice})
@@ -199,7 +197,7 @@ async def test_a_choice_is_kept_by_a_grammar(
 
 
 async def test_strict_asks_for_a_grammar_that_leaves_room_for_text(
-    client: httpx.AsyncClient, parts: fakes.Doors
+    client: httpx.AsyncClient, parts: fakes.Servers
 ) -> None:
     parts.say(CALLS)
     await client.post(CHAT, json=TOOLS)
@@ -211,9 +209,7 @@ async def test_strict_asks_for_a_grammar_that_leaves_room_for_text(
     assert "lazy" in kept
 
 
-async def test_a_conversation_with_calls_reaches_a_template_that_knows_none(
-    client: httpx.AsyncClient, parts: fakes.Doors
-) -> None:
+async def test_tool_conversation_is_rendered_by_plain_template(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     parts.say("hello")
     call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "<|end|>"}'}}
     messages = [
@@ -298,8 +294,8 @@ def called(arguments: Any = "{}", **more: Any) -> dict[str, Any]:
         ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "a b"}]}, "messages"),
     ],
 )  # fmt: skip
-async def test_what_is_refused(
-    client: httpx.AsyncClient, parts: fakes.Doors, change: dict[str, Any], param: str
+async def test_tools_invalid_request_is_refused(
+    client: httpx.AsyncClient, parts: fakes.Servers, change: dict[str, Any], param: str
 ) -> None:
     parts.say("hello")
     answer = await client.post(CHAT, json=HELLO | change)

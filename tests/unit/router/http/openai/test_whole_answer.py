@@ -30,8 +30,8 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture
-def small(tokenizer: Tokenizer) -> fakes.Doors:
-    parts = fakes.make_doors(tokenizer, RouterConfig(max_answer_values=10_000))
+def small(tokenizer: Tokenizer) -> fakes.Servers:
+    parts = fakes.make_servers(tokenizer, RouterConfig(max_answer_values=10_000))
     parts.say("hello")
     return parts
 
@@ -40,9 +40,7 @@ LARGE: dict[str, Any] = {"prompt": ["a", "b"], "n": 4, "max_tokens": 100, "logpr
 
 
 @pytest.mark.parametrize("fewer", [{"prompt": "a"}, {"n": 2}, {"max_tokens": 59}, {"logprobs": 10}, {"stream": True}])
-async def test_what_is_in_memory_at_once_is_bounded_by_all_its_factors(
-    small: fakes.Doors, fewer: dict[str, Any]
-) -> None:
+async def test_unstreamed_answer_beyond_memory_bound_is_refused(small: fakes.Servers, fewer: dict[str, Any]) -> None:
     async with client_of(small) as client:
         refused = await client.post(PLAIN, json=LARGE)
         assert refused.status_code == 400
@@ -54,7 +52,7 @@ async def test_what_is_in_memory_at_once_is_bounded_by_all_its_factors(
         assert (await client.post(PLAIN, json=LARGE | fewer)).status_code == 200
 
 
-async def test_who_states_no_length_gets_what_the_bound_leaves(small: fakes.Doors) -> None:
+async def test_unstreamed_answer_without_length_is_bounded(small: fakes.Servers) -> None:
     async with client_of(small) as client:
         body = HELLO | {"n": 16, "logprobs": True, "top_logprobs": 20}
         assert (await client.post(CHAT, json=body)).status_code == 200
@@ -66,7 +64,7 @@ async def test_who_states_no_length_gets_what_the_bound_leaves(small: fakes.Door
 
 async def test_length_that_the_model_states_is_cut_to_what_the_bound_leaves(tokenizer: Tokenizer) -> None:
     defaults = GenerationDefaults(max_tokens=100)
-    parts = fakes.make_doors(tokenizer, RouterConfig(max_answer_values=10_000), defaults=defaults)
+    parts = fakes.make_servers(tokenizer, RouterConfig(max_answer_values=10_000), defaults=defaults)
     parts.say("hello")
     async with client_of(parts) as client:
         answer = await client.post(CHAT, json=HELLO | {"n": 16, "logprobs": True, "top_logprobs": 20})
@@ -74,8 +72,8 @@ async def test_length_that_the_model_states_is_cut_to_what_the_bound_leaves(toke
     assert parts.generator.requests[0].sampling.max_tokens == 10_000 // (16 * 21)
 
 
-async def test_the_default_bound_takes_a_whole_context(tokenizer: Tokenizer) -> None:
-    frontend = fakes.make_doors(tokenizer).frontend
+async def test_default_memory_bound_allows_whole_context(tokenizer: Tokenizer) -> None:
+    frontend = fakes.make_servers(tokenizer).frontend
     sampling = SamplingParams(num_logprobs=20)
     fields = ClientRequest(sampling=sampling, num_choices=16, max_tokens=fakes.CONTEXT - 1, reads_along=False)
     (one,) = await frontend.prepare_prompts([(5,)], fields)
@@ -98,7 +96,7 @@ def choice_of(count: int, alternatives: int) -> TextDelta:
 @pytest.mark.parametrize("shape", [ChatAnswer, CompletionAnswer])
 @pytest.mark.parametrize(("count", "alternatives"), [(1000, 20), (5000, 0), (1, 20)])
 async def test_log_probabilities_are_shown_in_slices_that_leave_turns_to_others(
-    small: fakes.Doors, shape: type[ChatAnswer | CompletionAnswer], count: int, alternatives: int
+    small: fakes.Servers, shape: type[ChatAnswer | CompletionAnswer], count: int, alternatives: int
 ) -> None:
     prepared = await small.frontend.prepare_prompts(["a"], ClientRequest())
     choice = choice_of(count, alternatives)
@@ -128,11 +126,9 @@ async def test_log_probabilities_are_shown_in_slices_that_leave_turns_to_others(
     assert turns >= len(sizes)
 
 
-async def test_a_large_whole_answer_is_what_its_stream_is(
-    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_large_unstreamed_answer_equals_stream(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also beyond what one slice, one part of its text and one piece of its body hold."""
-    parts = fakes.make_doors(tokenizer)
+    parts = fakes.make_servers(tokenizer)
     monkeypatch.setattr(whole_answer, "_PIECE_BYTES", 10_000)
     parts.say("hello wörld 😀 " * 500, per_delta=7, logprobs=True)
     asked = {"prompt": "a", "logprobs": 2, "return_token_ids": True}
@@ -148,9 +144,9 @@ async def test_a_large_whole_answer_is_what_its_stream_is(
     assert whole["finish_reason"] == "stop"
 
 
-async def test_the_text_of_a_long_answer_is_made_while_it_comes(tokenizer: Tokenizer) -> None:
+async def test_long_answer_is_detokenized_on_arrival(tokenizer: Tokenizer) -> None:
     """No turn of the loop makes the text of all of it."""
-    parts = fakes.make_doors(tokenizer)
+    parts = fakes.make_servers(tokenizer)
     parts.say("hello " * 3000, per_delta=32)
     prepared = await parts.frontend.prepare_prompts(["a"], ClientRequest(reads_along=False))
     parts_shown: list[TextDelta] = []

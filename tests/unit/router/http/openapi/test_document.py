@@ -1,4 +1,4 @@
-"""The OpenAPI document says what the door does: all routes, bodies as they are validated, answers as they come."""
+"""The OpenAPI document says what the server does: all routes, bodies as they are validated, answers as they come."""
 
 import json
 import re
@@ -23,12 +23,12 @@ RESPONSES = "/v1/responses"
 
 
 @pytest.fixture
-def parts() -> fakes.Doors:
-    return fakes.make_doors(fakes.make_tokenizer())
+def parts() -> fakes.Servers:
+    return fakes.make_servers(fakes.make_tokenizer())
 
 
 @pytest_asyncio.fixture
-async def client(parts: fakes.Doors) -> AsyncIterator[httpx.AsyncClient]:
+async def client(parts: fakes.Servers) -> AsyncIterator[httpx.AsyncClient]:
     async with client_of(parts) as made:
         yield made
 
@@ -40,7 +40,7 @@ WORDS = {"model": fakes.MODEL, "max_tokens": 20, "messages": [{"role": "user", "
 BY_NAME = {"name": "clock", "input_schema": {"type": "object"}}
 
 
-async def test_every_answer_is_as_described(client: httpx.AsyncClient, parts: fakes.Doors) -> None:
+async def test_openapi_answers_match_schemas(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     described = await Described.by(client)
     parts.say("hello", logprobs=True)
     for method, path, shown, body in (
@@ -78,8 +78,8 @@ async def test_every_answer_is_as_described(client: httpx.AsyncClient, parts: fa
         ("/v1/messages", WORDS | {"tools": [BY_NAME]}),
     ],
 )
-async def test_every_event_is_as_described(
-    client: httpx.AsyncClient, parts: fakes.Doors, path: str, body: dict[str, Any]
+async def test_openapi_events_match_schemas(
+    client: httpx.AsyncClient, parts: fakes.Servers, path: str, body: dict[str, Any]
 ) -> None:
     described = await Described.by(client)
     headers = {"X-Tandem-Timing": "1"} | ({} if path == RESPONSES else {"X-Tandem-Stream-Ids": "1"})
@@ -94,7 +94,7 @@ async def test_every_event_is_as_described(
         described.check("POST", path, answer)
 
 
-def test_what_is_no_event_of_a_stream_is_not_as_described() -> None:
+def test_openapi_event_schema_rejects_other_events() -> None:
     """The comparison itself sees what is wrong."""
     number = {"type": "string", "contentSchema": {"type": "integer"}}
     schema = {"type": "object", "required": ["data"], "properties": {"data": number}}
@@ -117,6 +117,21 @@ def test_what_is_no_event_of_a_stream_is_not_as_described() -> None:
         (CHAT, HELLO | {"temperature": 2.5}, False),
         (CHAT, HELLO | {"top_p": 0}, False),
         (CHAT, HELLO | {"seed": 2**63}, False),
+        (CHAT, HELLO | {"max_tokens": 0}, False),
+        (CHAT, HELLO | {"max_tokens": 1}, True),
+        (CHAT, HELLO | {"max_tokens": 2**31}, False),
+        (CHAT, HELLO | {"max_tokens": 0, "prompt_logprobs": 0}, True),
+        (CHAT, HELLO | {"max_tokens": 0, "prompt_logprobs": None}, False),
+        (CHAT, HELLO | {"max_completion_tokens": 0}, False),
+        (CHAT, HELLO | {"max_completion_tokens": 0, "prompt_logprobs": 1}, True),
+        (CHAT, HELLO | {"min_tokens": -1}, False),
+        (PLAIN, {"prompt": "a", "max_tokens": 0}, False),
+        (PLAIN, {"prompt": "a", "max_tokens": 0, "echo": False}, False),
+        (PLAIN, {"prompt": "a b", "max_tokens": 0, "echo": True}, True),
+        (PLAIN, {"prompt": "a b", "max_tokens": 0, "prompt_logprobs": 1}, True),
+        (RESPONSES, {"input": "a", "max_output_tokens": 0}, False),
+        (RESPONSES, {"input": "a", "max_output_tokens": 1}, True),
+        ("/v1/messages", WORDS | {"max_tokens": 0}, False),
         (CHAT, HELLO | {"stop": ["a"] * 17}, False),
         (PLAIN, {"prompt": [10_000]}, False),
         (PLAIN, {"prompt": "a", "logit_bias": {str(i): 1 for i in range(1025)}}, False),
@@ -134,8 +149,8 @@ def test_what_is_no_event_of_a_stream_is_not_as_described() -> None:
         ("/detokenize", {"tokens": []}, True),
     ],
 )
-async def test_a_body_fits_the_document_if_and_only_if_it_is_taken(
-    client: httpx.AsyncClient, parts: fakes.Doors, path: str, body: dict[str, Any], fits: bool
+async def test_openapi_body_schema_accepts_exactly_valid_bodies(
+    client: httpx.AsyncClient, parts: fakes.Servers, path: str, body: dict[str, Any], fits: bool
 ) -> None:
     described = await Described.by(client)
     parts.say("hello")
@@ -144,8 +159,8 @@ async def test_a_body_fits_the_document_if_and_only_if_it_is_taken(
 
 
 @pytest.mark.parametrize("keys", [(), ("a-key",)])
-async def test_it_says_where_a_key_is_asked_for(keys: tuple[str, ...]) -> None:
-    parts = fakes.make_doors(fakes.make_tokenizer(), RouterConfig(api_keys=keys))
+async def test_openapi_document_marks_routes_that_require_keys(keys: tuple[str, ...]) -> None:
+    parts = fakes.make_servers(fakes.make_tokenizer(), RouterConfig(api_keys=keys))
     async with client_of(parts) as client:
         document = (await Described.by(client)).document
         for path, operations in document["paths"].items():
@@ -154,13 +169,21 @@ async def test_it_says_where_a_key_is_asked_for(keys: tuple[str, ...]) -> None:
                 assert (answer.status_code == 401) == bool(operation["security"]), path
 
 
-async def test_document_has_every_route_and_nothing_that_it_does_not_say() -> None:
+async def test_document_has_every_route_of_the_api_first_and_no_page() -> None:
     app = whole_app()
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://r") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
         document = (await Described.by(client)).document
     paths = document["paths"]
     found = {(method.upper(), path) for path, operations in paths.items() for method in operations}
-    assert found == {(method, route.path_format) for route in routes_of(app) for method in route.methods}
+    routes = {(method, route.path_format) for route in routes_of(app) for method in route.methods}
+    pages = {path for _, path in routes - found}
+    assert found < routes
+    assert {"/", "/docs", "/status/app.js", "/status/icon.svg"} <= pages
+    assert all(path in ("/", "/docs") or path.startswith("/status/") for path in pages)
+    assert {("GET", "/status/snapshot"), ("GET", "/status/events"), ("GET", "/openapi.json")} <= found
+    assert [path.startswith(("/v1/", "/v1beta/")) for path in paths] == sorted(
+        (path.startswith(("/v1/", "/v1beta/")) for path in paths), reverse=True
+    )
     operations = [operation for one in paths.values() for operation in one.values()]
     ids = [operation["operationId"] for operation in operations]
     assert len(ids) == len(set(ids))
@@ -173,7 +196,7 @@ async def test_document_has_every_route_and_nothing_that_it_does_not_say() -> No
 async def test_document_describes_the_bodies_that_routes_are_validated_with() -> None:
     """Of each body the very class that its route's dependency validates with."""
     app = whole_app()
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://r") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
         described = await Described.by(client)
     bodies = 0
     for route in routes_of(app):

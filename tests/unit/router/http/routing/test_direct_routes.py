@@ -30,7 +30,7 @@ BOUNDS = BodyBounds.for_model(1 << 16, 512)
 
 async def answers() -> list[tuple[int, dict[str, str], str]]:
     """Of good and bad requests to each direct route, with what is new in each left out."""
-    parts = fakes.make_doors(fakes.make_tokenizer(), KEYED)
+    parts = fakes.make_servers(fakes.make_tokenizer(), KEYED)
     parts.say("hello")
     found = []
     async with client_of(parts) as client:
@@ -111,6 +111,6 @@ async def test_path_reaches_fastapi_as_it_was_sent() -> None:
 
     app = DirectRoutes(FastAPI(openapi_url=None), AccessGuard(ApiKeyStore(), RouterConfig()), BOUNDS, [])
     app._api = api  # type: ignore[assignment]
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://r") as client:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
         await client.get("/v1/models/a%2Fb%20c?d=e")
     assert seen == ["/v1/models/a%2Fb%20c"]

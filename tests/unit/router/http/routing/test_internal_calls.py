@@ -17,7 +17,7 @@ class Echoed(StrictBody):
     stream: Any = None
 
 
-async def test_a_request_that_the_router_fails_at_is_an_answer_of_its_batch() -> None:
+async def test_internal_call_unexpected_error_is_500_answer() -> None:
     """Else its batch is begun again and again until its day is over."""
 
     async def broken(_request: Request, _body: Echoed) -> Response:

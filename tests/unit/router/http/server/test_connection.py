@@ -1,4 +1,4 @@
-"""The HTTP door's bounds on connections, over real sockets: silent ones, slow ones, too many of them."""
+"""The HTTP server's bounds on connections, over real sockets: silent ones, slow ones, too many of them."""
 
 import asyncio
 import socket
@@ -37,7 +37,7 @@ class Client:
         return head + await self.reader.readexactly(int(length.removeprefix(b"content-length: ")))
 
     async def drip(self, data: bytes) -> None:
-        """One byte after the other, until the door closes the connection."""
+        """One byte after the other, until the server closes the connection."""
         closing = asyncio.create_task(self.reader.read(1))
         for byte in data:
             self.writer.write(bytes([byte]))
@@ -45,11 +45,11 @@ class Client:
             if done:
                 break
         else:
-            pytest.fail("the door took all of it")
+            pytest.fail("the server took all of it")
         await self.closed(closing)
 
     async def closed(self, reading: asyncio.Task[bytes] | None = None) -> None:
-        """Return when the door has closed it."""
+        """Return when the server has closed it."""
         try:
             rest = await (reading or self.reader.read())
         except ConnectionError:
@@ -58,7 +58,7 @@ class Client:
 
 
 class Opened:
-    """An open door, and who is connected to it."""
+    """An open server, and who is connected to it."""
 
     def __init__(self, http: HttpServer) -> None:
         self.http = http
@@ -71,7 +71,7 @@ class Opened:
 
 
 @asynccontextmanager
-async def door(app: ASGIApp = hello, *, most: int = 100, **timeouts: float) -> AsyncIterator[Opened]:
+async def listener(app: ASGIApp = hello, *, most: int = 100, **timeouts: float) -> AsyncIterator[Opened]:
     bounds = {"head_timeout_s": LONG_S, "keep_alive_s": LONG_S, "write_timeout_s": LONG_S} | timeouts
     limits = ConnectionLimits(most=most, **bounds)
     async with HttpServer(app, host="127.0.0.1", port=0, grace_s=1.0, limits=limits) as http, asyncio.timeout(WAIT_S):
@@ -84,37 +84,37 @@ async def door(app: ASGIApp = hello, *, most: int = 100, **timeouts: float) -> A
 
 
 @pytest.mark.parametrize("begun", [b"", b"POST / HTTP/1.1\r\nHost: r\r\nX-A: "])
-async def test_a_connection_that_never_asks_is_closed(begun: bytes) -> None:
-    async with door(head_timeout_s=0.1) as opened:
+async def test_connection_without_request_is_closed(begun: bytes) -> None:
+    async with listener(head_timeout_s=0.1) as opened:
         client = await opened.connect()
         client.writer.write(begun)
         await client.closed()
         assert opened.http.num_connections == 0
 
 
-async def test_a_head_that_drips_is_cut_off() -> None:
-    async with door(head_timeout_s=0.1) as opened:
+async def test_connection_dripping_head_is_cut_off() -> None:
+    async with listener(head_timeout_s=0.1) as opened:
         await (await opened.connect()).drip(b"GET / HTTP/1.1\r\nX-A: " + b"a" * 5000)
 
 
 @pytest.mark.parametrize("next_bytes", [b"GET /" + b"a" * 5000, b"\r\n" * 2500])
-async def test_a_next_head_that_drips_is_cut_off(next_bytes: bytes) -> None:
-    async with door(head_timeout_s=0.1, keep_alive_s=0.1) as opened:
+async def test_connection_dripping_next_head_is_cut_off(next_bytes: bytes) -> None:
+    async with listener(head_timeout_s=0.1, keep_alive_s=0.1) as opened:
         client = await opened.connect()
         assert (await client.ask()).endswith(b"hello")
         await client.drip(next_bytes)
 
 
-async def test_a_body_that_drips_behind_its_answer_is_cut_off() -> None:
-    async with door(head_timeout_s=0.1) as opened:
+async def test_connection_dripping_body_after_answer_is_cut_off() -> None:
+    async with listener(head_timeout_s=0.1) as opened:
         client = await opened.connect()
         client.writer.write(b"POST / HTTP/1.1\r\nHost: r\r\nContent-Length: 6000\r\n\r\n")
         await client.reader.readuntil(b"hello")
         await client.drip(b"a" * 5000)
 
 
-async def test_a_connection_that_asks_nothing_more_is_closed() -> None:
-    async with door(keep_alive_s=0.1) as opened:
+async def test_connection_idle_after_answer_is_closed() -> None:
+    async with listener(keep_alive_s=0.1) as opened:
         client = await opened.connect()
         for _ in range(3):
             assert (await client.ask()).endswith(b"hello")
@@ -122,14 +122,14 @@ async def test_a_connection_that_asks_nothing_more_is_closed() -> None:
         assert opened.http.num_connections == 0
 
 
-async def test_a_slow_answer_is_waited_for() -> None:
+async def test_connection_with_slow_answer_stays_open() -> None:
     go = asyncio.Event()
 
     async def slow(scope: Scope, receive: Receive, send: Send) -> None:
         await go.wait()
         await hello(scope, receive, send)
 
-    async with door(slow, head_timeout_s=0.1, keep_alive_s=0.1, write_timeout_s=0.1) as opened:
+    async with listener(slow, head_timeout_s=0.1, keep_alive_s=0.1, write_timeout_s=0.1) as opened:
         silent = await opened.connect()
         asking = asyncio.create_task((await opened.connect()).ask())
         await silent.closed()
@@ -139,8 +139,8 @@ async def test_a_slow_answer_is_waited_for() -> None:
         assert (await asking).endswith(b"hello")
 
 
-async def test_more_silent_connections_than_there_is_room_for_shut_nobody_out() -> None:
-    async with door(most=8) as opened, httpx.AsyncClient(trust_env=False) as client:
+async def test_connections_silent_beyond_bound_make_way() -> None:
+    async with listener(most=8) as opened, httpx.AsyncClient(trust_env=False) as client:
         kept = await opened.connect()
         await kept.ask()
         silent = [await opened.connect() for _ in range(40)]
@@ -152,7 +152,7 @@ async def test_more_silent_connections_than_there_is_room_for_shut_nobody_out() 
         await kept.closed()
 
 
-async def test_those_that_ask_are_not_closed_for_others() -> None:
+async def test_connections_with_requests_are_not_closed_for_others() -> None:
     go = asyncio.Event()
 
     async def slow(scope: Scope, receive: Receive, send: Send) -> None:
@@ -161,7 +161,7 @@ async def test_those_that_ask_are_not_closed_for_others() -> None:
         await hello(scope, receive, send)
 
     asked = asyncio.Semaphore(0)
-    async with door(slow, most=2) as opened:
+    async with listener(slow, most=2) as opened:
         asking = [asyncio.create_task((await opened.connect()).ask()) for _ in range(2)]
         for _ in asking:
             await asked.acquire()
@@ -176,9 +176,7 @@ async def test_those_that_ask_are_not_closed_for_others() -> None:
 @pytest.mark.parametrize(
     ("size", "num_asked", "headers"), [(8 << 20, 1, {}), (8 << 20, 1, {"Connection": "close"}), (200_000, 60, {})]
 )
-async def test_whole_answers_that_are_never_read_are_given_up(
-    size: int, num_asked: int, headers: dict[str, str]
-) -> None:
+async def test_connection_with_unread_answer_is_given_up(size: int, num_asked: int, headers: dict[str, str]) -> None:
     """Nothing of them stays in memory for a client that does not read."""
     asked = asyncio.Event()
 
@@ -186,7 +184,7 @@ async def test_whole_answers_that_are_never_read_are_given_up(
         asked.set()
         await Response(b"x" * size, headers=headers)(scope, receive, send)
 
-    async with door(large, write_timeout_s=0.1) as opened:
+    async with listener(large, write_timeout_s=0.1) as opened:
         with socket.socket() as client:
             client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             client.setblocking(False)
@@ -198,8 +196,8 @@ async def test_whole_answers_that_are_never_read_are_given_up(
                 await asyncio.sleep(0.01)
 
 
-async def test_too_many_requests_sent_ahead_are_cut_off() -> None:
-    async with door() as opened:
+async def test_connection_pipelining_beyond_bound_is_cut_off() -> None:
+    async with listener() as opened:
         client = await opened.connect()
         client.writer.write(ASK * 60)
         for _ in range(60):

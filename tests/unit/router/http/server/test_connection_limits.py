@@ -18,7 +18,7 @@ def books() -> ConnectionTable[str]:
     return ConnectionTable(LIMITS)
 
 
-def test_a_connection_that_says_nothing_has_the_time_of_a_head(books: ConnectionTable[str]) -> None:
+def test_connection_table_silent_connection_has_head_timeout(books: ConnectionTable[str]) -> None:
     assert books.opened("a", 0.0) is None
     assert books.opened("b", 5.0) is None
     assert books.overdue(9.9, nothing_waits) == []
@@ -28,14 +28,14 @@ def test_a_connection_that_says_nothing_has_the_time_of_a_head(books: Connection
     assert books.overdue(1000.0, nothing_waits) == []
 
 
-def test_a_request_under_way_has_no_bound_here(books: ConnectionTable[str]) -> None:
+def test_connection_table_running_request_is_not_overdue(books: ConnectionTable[str]) -> None:
     books.opened("a", 0.0)
     books.head_complete("a")
     assert list(books.asking) == ["a"]
     assert books.overdue(1000.0, nothing_waits) == []
 
 
-def test_each_next_head_has_its_own_time_and_bytes_do_not_prolong_it(books: ConnectionTable[str]) -> None:
+def test_connection_table_next_head_has_own_timeout(books: ConnectionTable[str]) -> None:
     books.opened("a", 0.0)
     books.head_complete("a")
     books.answered("a", 100.0, is_sending=False)
@@ -45,7 +45,7 @@ def test_each_next_head_has_its_own_time_and_bytes_do_not_prolong_it(books: Conn
     assert books.overdue(160.0, nothing_waits) == ["a"]
 
 
-def test_one_that_asks_nothing_more_is_kept_for_a_while(books: ConnectionTable[str]) -> None:
+def test_connection_table_idle_connection_has_keepalive_timeout(books: ConnectionTable[str]) -> None:
     books.opened("a", 0.0)
     books.head_complete("a")
     books.answered("a", 100.0, is_sending=False)
@@ -53,7 +53,7 @@ def test_one_that_asks_nothing_more_is_kept_for_a_while(books: ConnectionTable[s
     assert books.overdue(160.0, nothing_waits) == ["a"]
 
 
-def test_what_still_comes_of_an_answered_request_has_the_time_of_a_head(books: ConnectionTable[str]) -> None:
+def test_connection_table_body_after_answer_has_head_timeout(books: ConnectionTable[str]) -> None:
     books.opened("a", 0.0)
     books.head_complete("a")
     books.answered("a", 100.0, is_sending=True)
@@ -61,7 +61,7 @@ def test_what_still_comes_of_an_answered_request_has_the_time_of_a_head(books: C
     assert books.overdue(110.0, nothing_waits) == ["a"]
 
 
-def test_the_idlest_makes_way(books: ConnectionTable[str]) -> None:
+def test_connection_table_full_closes_idlest(books: ConnectionTable[str]) -> None:
     books.opened("asks", 0.0)
     books.head_complete("asks")
     books.opened("answered", 1.0)
@@ -74,7 +74,7 @@ def test_the_idlest_makes_way(books: ConnectionTable[str]) -> None:
     assert len(books) == LIMITS.most
 
 
-def test_nobody_who_asks_makes_way(books: ConnectionTable[str]) -> None:
+def test_connection_table_full_of_requests_refuses_new_one(books: ConnectionTable[str]) -> None:
     for name in ("a", "b", "c"):
         books.opened(name, 0.0)
         books.head_complete(name)
@@ -85,7 +85,7 @@ def test_nobody_who_asks_makes_way(books: ConnectionTable[str]) -> None:
     assert books.opened("e", 3.0) == "b"
 
 
-def test_a_reader_is_given_up_when_it_takes_nothing_and_not_while_it_takes_something(
+def test_connection_table_client_without_progress_is_overdue(
     books: ConnectionTable[str],
 ) -> None:
     left = {"never": 1000, "slow": 1000, "quick": 1000}
@@ -103,7 +103,7 @@ def test_a_reader_is_given_up_when_it_takes_nothing_and_not_while_it_takes_somet
     assert books.overdue(1000.0, left.__getitem__) == []
 
 
-def test_more_that_is_written_is_nothing_that_is_taken(books: ConnectionTable[str]) -> None:
+def test_connection_table_further_writes_are_no_progress(books: ConnectionTable[str]) -> None:
     books.opened("a", 0.0)
     books.head_complete("a")
     books.unread("a", 0.0, 10)
@@ -112,7 +112,7 @@ def test_more_that_is_written_is_nothing_that_is_taken(books: ConnectionTable[st
     assert books.overdue(30.0, lambda _: 600) == ["a"]
 
 
-def test_closed_ones_are_forgotten(books: ConnectionTable[str]) -> None:
+def test_connection_table_closed_connection_is_forgotten(books: ConnectionTable[str]) -> None:
     for name in ("a", "b", "c"):
         books.opened(name, 0.0)
         books.unread(name, 0.0, 5)
@@ -134,10 +134,12 @@ def test_closed_ones_are_forgotten(books: ConnectionTable[str]) -> None:
         ({}, 256, ConnectionBounds(http=144, grpc=48)),
     ],
 )
-def test_what_clients_have_of_the_open_files(stated: dict[str, int], max_files: int, bounds: ConnectionBounds) -> None:
+def test_connection_bounds_default_to_share_of_open_files(
+    stated: dict[str, int], max_files: int, bounds: ConnectionBounds
+) -> None:
     assert connection_bounds(ConnectionsConfig(**stated), max_files) == bounds
 
 
-def test_more_than_the_open_files_is_refused_by_name() -> None:
+def test_connection_bounds_beyond_open_files_are_config_error() -> None:
     with pytest.raises(ConfigError, match=r"router\.connections: 700 over HTTP and 100 over gRPC"):
         connection_bounds(ConnectionsConfig(max_http=700, max_grpc=100), 1024)

@@ -41,13 +41,16 @@ async def too_large(scope: Scope, receive: Receive, send: Send) -> None:
 @asynccontextmanager
 async def listening(app: ASGIApp = show_headers, *, head_timeout_s: float = LONG_S) -> AsyncIterator[HttpServer]:
     limits = ConnectionLimits(most=100, head_timeout_s=head_timeout_s, keep_alive_s=LONG_S, write_timeout_s=LONG_S)
-    async with HttpServer(app, host="127.0.0.1", port=0, grace_s=1.0, limits=limits) as door, asyncio.timeout(WAIT_S):
-        yield door
+    async with (
+        HttpServer(app, host="127.0.0.1", port=0, grace_s=1.0, limits=limits) as listener,
+        asyncio.timeout(WAIT_S),
+    ):
+        yield listener
 
 
-async def answer_to(door: HttpServer, sent: bytes) -> bytes:
-    """All that is answered until the door says its end."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
+async def answer_to(listener: HttpServer, sent: bytes) -> bytes:
+    """All that is answered until the server says its end."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
     writer.write(sent)
     answer = await reader.read()
     writer.close()
@@ -74,9 +77,9 @@ def poured(port: int, begin: bytes, pieces: Iterator[bytes]) -> tuple[bytes, int
     return bytes(answer), num_sent
 
 
-async def ended(door: HttpServer) -> None:
+async def ended(listener: HttpServer) -> None:
     """Every connection has."""
-    while door.num_connections:  # noqa: ASYNC110  # uvicorn tells nobody
+    while listener.num_connections:  # noqa: ASYNC110  # uvicorn tells nobody
         await asyncio.sleep(0.01)
 
 
@@ -95,9 +98,9 @@ def endlessly() -> Iterator[bytes]:
     ],
     ids=["value", "name", "trailer", "extension"],
 )
-async def test_a_header_without_end_ends_at_its_bound(begin: bytes) -> None:
-    async with listening() as door:
-        reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
+async def test_head_beyond_bound_is_431(begin: bytes) -> None:
+    async with listening() as listener:
+        reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
         answering = asyncio.create_task(reader.readuntil(b"}}"))
         writer.write(begin)
         num_sent = 0
@@ -110,16 +113,16 @@ async def test_a_header_without_end_ends_at_its_bound(begin: bytes) -> None:
         assert b'"code":"head_too_large"' in answer
         assert num_sent <= 2 << 20
         writer.close()
-        _, num_taken = await asyncio.to_thread(poured, door.port, begin, endlessly())
+        _, num_taken = await asyncio.to_thread(poured, listener.port, begin, endlessly())
         assert num_taken <= MOST_TAKEN
         assert b'"size":1' in await answer_to(
-            door, CHUNKED.replace(b"Host", b"Connection: close\r\nHost") + b"1\r\na\r\n0\r\n\r\n"
+            listener, CHUNKED.replace(b"Host", b"Connection: close\r\nHost") + b"1\r\na\r\n0\r\n\r\n"
         )
 
 
-async def test_a_target_without_end_is_refused() -> None:
-    async with listening() as door:
-        assert (await answer_to(door, b"GET /" + b"x" * 20_000)).startswith(b"HTTP/1.1 414 ")
+async def test_target_beyond_bound_is_refused() -> None:
+    async with listening() as listener:
+        assert (await answer_to(listener, b"GET /" + b"x" * 20_000)).startswith(b"HTTP/1.1 414 ")
 
 
 @pytest.mark.parametrize(
@@ -138,9 +141,9 @@ async def test_a_target_without_end_is_refused() -> None:
         (b"GET / HTTP/1.1\r\nHost: r/metrics\r\n", b"Host"),
     ],
 )
-async def test_a_head_that_can_be_read_in_two_ways_is_refused(head: bytes, named: bytes) -> None:
-    async with listening() as door:
-        answer = await answer_to(door, head + b"\r\n1\r\na\r\n0\r\n\r\n" + ASK)
+async def test_ambiguous_head_is_refused(head: bytes, named: bytes) -> None:
+    async with listening() as listener:
+        answer = await answer_to(listener, head + b"\r\n1\r\na\r\n0\r\n\r\n" + ASK)
     assert answer.startswith(b"HTTP/1.1 400 Bad Request\r\n")
     assert named in answer
     assert answer.count(b"HTTP/1.1 ") == 1, "what is behind it is nobody's request"
@@ -149,12 +152,12 @@ async def test_a_head_that_can_be_read_in_two_ways_is_refused(head: bytes, named
 async def test_connection_requests_that_are_none_are_logged_once_in_a_while_with_their_number(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with listening() as door:
+    async with listening() as listener:
         for _ in range(20):
-            assert (await answer_to(door, b"x\r\n\r\n")).startswith(b"HTTP/1.1 400 ")
+            assert (await answer_to(listener, b"x\r\n\r\n")).startswith(b"HTTP/1.1 400 ")
         assert len(caplog.records) == 1
         monkeypatch.setattr(connection, "_WARN_EVERY_S", 0.0)
-        await answer_to(door, b"x\r\n\r\n")
+        await answer_to(listener, b"x\r\n\r\n")
     assert len(caplog.records) == 2
     assert "; 19 more were refused" in caplog.text
 
@@ -163,8 +166,8 @@ async def test_connection_upgrade_that_is_not_served_is_answered_and_not_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     offer = b"Connection: Upgrade, close\r\nUpgrade: websocket\r\n\r\n"
-    async with listening() as door:
-        assert (await answer_to(door, ASK.removesuffix(b"\r\n") + offer)).startswith(b"HTTP/1.1 200 ")
+    async with listening() as listener:
+        assert (await answer_to(listener, ASK.removesuffix(b"\r\n") + offer)).startswith(b"HTTP/1.1 200 ")
     assert not caplog.records
 
 
@@ -178,19 +181,19 @@ async def test_connection_upgrade_that_is_not_served_is_answered_and_not_logged(
         b"GET / HTTP/1.1\r\nHost: llm_1.example.com:8000 \r\nConnection: close\r\n",
     ],
 )
-async def test_one_host_or_an_old_client_is_answered(head: bytes) -> None:
-    async with listening() as door:
-        assert (await answer_to(door, head + b"\r\n")).startswith(b"HTTP/1.1 200 ")
+async def test_valid_host_or_http_1_0_is_answered(head: bytes) -> None:
+    async with listening() as listener:
+        assert (await answer_to(listener, head + b"\r\n")).startswith(b"HTTP/1.1 200 ")
 
 
-async def test_what_stands_behind_a_chunked_body_is_no_header() -> None:
-    async with listening() as door:
+async def test_trailers_of_chunked_body_are_ignored() -> None:
+    async with listening() as listener:
         sent = CHUNKED.replace(b"chunked", b"Chunked\r\nConnection: close")
-        answer = await answer_to(door, sent + b"1\r\na\r\n0\r\nAuthorization: Bearer key\r\nX-A: b\r\n\r\n")
+        answer = await answer_to(listener, sent + b"1\r\na\r\n0\r\nAuthorization: Bearer key\r\nX-A: b\r\n\r\n")
     assert answer.endswith(b'{"size":1,"headers":["connection","host","transfer-encoding"]}')
 
 
-async def test_a_bad_request_behind_a_stream_says_nothing_into_it() -> None:
+async def test_malformed_request_after_stream_does_not_disturb_it() -> None:
     began = asyncio.Event()
 
     async def stream(scope: Scope, receive: Receive, send: Send) -> None:
@@ -200,8 +203,8 @@ async def test_a_bad_request_behind_a_stream_says_nothing_into_it() -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    async with listening(stream) as door:
-        reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
+    async with listening(stream) as listener:
+        reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
         writer.write(ASK)
         await began.wait()
         writer.write(b"GET / HTTP/1.1\r\n\r\n")
@@ -212,45 +215,45 @@ async def test_a_bad_request_behind_a_stream_says_nothing_into_it() -> None:
 
 
 @pytest.mark.parametrize("length", [b"Content-Length: %d" % (32 << 20), b"Transfer-Encoding: chunked"])
-async def test_a_refusal_reaches_a_client_that_sends_all_before_it_reads(length: bytes) -> None:
-    async with listening(too_large) as door:
+async def test_refusal_reaches_client_still_sending(length: bytes) -> None:
+    async with listening(too_large) as listener:
         begin = b"POST / HTTP/1.1\r\nHost: r\r\n" + length + b"\r\n\r\n"
         chunk = PIECE if length.startswith(b"Content") else b"%x\r\n%b\r\n" % (len(PIECE), PIECE)
-        answer, num_sent = await asyncio.to_thread(poured, door.port, begin, iter([chunk] * 512))
+        answer, num_sent = await asyncio.to_thread(poured, listener.port, begin, iter([chunk] * 512))
     assert num_sent == 512 * len(chunk), "a reset, which takes the answer from many a client"
     assert answer.startswith(b"HTTP/1.1 413 ")
     assert b"connection: close" in answer.lower()
     assert b'"code":"request_too_large"' in answer
 
 
-async def test_what_is_sent_behind_a_refusal_is_read_on_for_so_many_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_connection_after_refusal_reads_bounded_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "_MOST_BEHIND_BODY", 1 << 20)
-    async with listening(too_large) as door:
-        _, num_taken = await asyncio.to_thread(poured, door.port, CHUNKED + b"ffffffffff\r\n", endlessly())
+    async with listening(too_large) as listener:
+        _, num_taken = await asyncio.to_thread(poured, listener.port, CHUNKED + b"ffffffffff\r\n", endlessly())
         assert num_taken <= MOST_TAKEN
-        await ended(door)
+        await ended(listener)
 
 
-async def test_what_is_sent_behind_a_refusal_is_read_on_for_so_long() -> None:
-    async with listening(too_large, head_timeout_s=0.1) as door:
-        reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
+async def test_connection_after_refusal_reads_bounded_time() -> None:
+    async with listening(too_large, head_timeout_s=0.1) as listener:
+        reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
         writer.write(b"POST / HTTP/1.1\r\nHost: r\r\nContent-Length: 100\r\n\r\n")
         assert (await reader.read()).startswith(b"HTTP/1.1 413 ")
         # Neither the rest nor an end comes.
-        await ended(door)
+        await ended(listener)
         writer.close()
 
 
-async def test_an_answer_that_breaks_off_ends_its_connection_though_its_client_sends() -> None:
+async def test_aborted_answer_closes_connection_of_sending_client() -> None:
     async def broken(scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         raise ZeroDivisionError
 
-    async with listening(broken, head_timeout_s=0.1) as door:
-        reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
+    async with listening(broken, head_timeout_s=0.1) as listener:
+        reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
         writer.write(b"POST / HTTP/1.1\r\nHost: r\r\nContent-Length: 100\r\n\r\n")
         assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
-        await ended(door)
+        await ended(listener)
         writer.close()
 
 
@@ -262,6 +265,6 @@ async def test_requests_behind_the_last_answer_get_none() -> None:
         num_asked += 1
         await Response("hello", headers={"Connection": "close"})(scope, receive, send)
 
-    async with listening(last) as door:
-        answer = await answer_to(door, ASK * 3)
+    async with listening(last) as listener:
+        answer = await answer_to(listener, ASK * 3)
     assert answer.count(b"HTTP/1.1 200 ") == num_asked == 1

@@ -1,4 +1,4 @@
-"""The HTTP door over real sockets: the official client, leaving clients, hostile bytes."""
+"""The HTTP server over real sockets: the official client, leaving clients, hostile bytes."""
 
 import asyncio
 import socket
@@ -15,7 +15,7 @@ from router.http.server.http_server import HttpServer
 from router.text.tokenizer import Tokenizer
 from tests.support.router.servers import fakes
 
-CHAT = b"POST /v1/chat/completions HTTP/1.1\r\nHost: r\r\n"
+CHAT = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
 WAIT_S = 20.0
 
 
@@ -25,27 +25,27 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture
-def parts(tokenizer: Tokenizer) -> fakes.Doors:
-    return fakes.make_doors(tokenizer)
+def parts(tokenizer: Tokenizer) -> fakes.Servers:
+    return fakes.make_servers(tokenizer)
 
 
 @pytest.fixture
-async def door(parts: fakes.Doors) -> AsyncIterator[HttpServer]:
+async def listener(parts: fakes.Servers) -> AsyncIterator[HttpServer]:
     app = create_app(parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics)
-    async with HttpServer(app, host="127.0.0.1", port=0, grace_s=1.0) as door:
-        yield door
+    async with HttpServer(app, host="127.0.0.1", port=0, grace_s=1.0) as listener:
+        yield listener
 
 
 @pytest.fixture
-async def client(door: HttpServer) -> AsyncIterator[openai.AsyncOpenAI]:
-    url = f"http://127.0.0.1:{door.port}/v1"
+async def client(listener: HttpServer) -> AsyncIterator[openai.AsyncOpenAI]:
+    url = f"http://127.0.0.1:{listener.port}/v1"
     async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
         yield client
 
 
-async def raw(door: HttpServer, *parts: bytes) -> bytes:
-    """What the door answers to these bytes before it closes or falls silent."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
+async def raw(listener: HttpServer, *parts: bytes) -> bytes:
+    """What the server answers to these bytes before it closes or falls silent."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
     try:
         for part in parts:
             writer.write(part)
@@ -58,7 +58,7 @@ async def raw(door: HttpServer, *parts: bytes) -> bytes:
         writer.close()
 
 
-async def test_official_client_chat(client: openai.AsyncOpenAI, parts: fakes.Doors) -> None:
+async def test_official_client_chat(client: openai.AsyncOpenAI, parts: fakes.Servers) -> None:
     ids = parts.say("hello wörld 😀 漢字")
     stream = await client.chat.completions.create(
         model=fakes.MODEL,
@@ -80,7 +80,7 @@ async def test_official_client_chat(client: openai.AsyncOpenAI, parts: fakes.Doo
     assert whole.choices[0].message.content == text
 
 
-async def test_official_client_completions(client: openai.AsyncOpenAI, parts: fakes.Doors) -> None:
+async def test_official_client_completions(client: openai.AsyncOpenAI, parts: fakes.Servers) -> None:
     parts.say("hello world")
     stream = await client.completions.create(model=fakes.MODEL, prompt=["a", "b"], stream=True)
     texts = ["", ""]
@@ -98,10 +98,12 @@ async def test_official_client_completions(client: openai.AsyncOpenAI, parts: fa
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("hang_after", [0, 2])
-async def test_leaving_client_cancels(door: HttpServer, parts: fakes.Doors, stream: bool, hang_after: int) -> None:
+async def test_leaving_client_cancels(
+    listener: HttpServer, parts: fakes.Servers, stream: bool, hang_after: int
+) -> None:
     parts.say("hello world", hang_after=hang_after)
     body = b'{"messages": [{"role": "user", "content": "x"}], "stream": %s}' % (b"true" if stream else b"false")
-    _reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
+    _reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
     writer.write(CHAT + b"Content-Length: %d\r\n\r\n" % len(body) + body)
     await writer.drain()
     async with asyncio.timeout(WAIT_S):
@@ -111,9 +113,9 @@ async def test_leaving_client_cancels(door: HttpServer, parts: fakes.Doors, stre
     assert parts.generator.open_streams == 0
 
 
-async def test_endless_body_is_answered_while_it_comes(door: HttpServer) -> None:
+async def test_endless_body_is_answered_while_it_comes(listener: HttpServer) -> None:
     chunk = b"10000\r\n" + b" " * 65536 + b"\r\n"
-    answer = await raw(door, CHAT + b"Transfer-Encoding: chunked\r\n\r\n", *[chunk] * 17)
+    answer = await raw(listener, CHAT + b"Transfer-Encoding: chunked\r\n\r\n", *[chunk] * 17)
     assert answer.startswith(b"HTTP/1.1 413 ")
     assert b"request_too_large" in answer
 
@@ -128,11 +130,11 @@ async def test_endless_body_is_answered_while_it_comes(door: HttpServer) -> None
         (400, [b"GET /health HTTP/1.1\r\nX-Request-Id: a\r\nBad Header\r\n\r\n"]),
     ],
 )
-async def test_hostile_heads_are_cut_off(door: HttpServer, head: list[bytes], status: int) -> None:
-    answer = await raw(door, *head)
+async def test_hostile_heads_are_cut_off(listener: HttpServer, head: list[bytes], status: int) -> None:
+    answer = await raw(listener, *head)
     assert answer.startswith(b"HTTP/1.1 %d " % status)
     async with httpx.AsyncClient(trust_env=False) as client:
-        assert (await client.get(f"http://127.0.0.1:{door.port}/health")).status_code == 200
+        assert (await client.get(f"http://127.0.0.1:{listener.port}/health")).status_code == 200
 
 
 async def test_reader_that_never_reads_is_given_up() -> None:
@@ -149,41 +151,41 @@ async def test_reader_that_never_reads_is_given_up() -> None:
     async def app(scope, receive, send) -> None:
         await SseResponse(endless, write_timeout_s=0.05)(scope, receive, send)
 
-    async with HttpServer(app, host="127.0.0.1", port=0, grace_s=1.0) as door:
-        _reader, writer = await asyncio.open_connection("127.0.0.1", door.port, limit=1)
-        writer.write(b"GET / HTTP/1.1\r\nHost: r\r\n\r\n")
+    async with HttpServer(app, host="127.0.0.1", port=0, grace_s=1.0) as listener:
+        _reader, writer = await asyncio.open_connection("127.0.0.1", listener.port, limit=1)
+        writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
         async with asyncio.timeout(WAIT_S):
             await closed.wait()
         writer.transport.abort()
 
 
-async def test_a_taken_port_is_an_error(door: HttpServer) -> None:
+async def test_http_server_on_port_in_use_raises(listener: HttpServer) -> None:
     with pytest.raises(OSError, match="in use"):
-        async with HttpServer(None, host="127.0.0.1", port=door.port):
+        async with HttpServer(None, host="127.0.0.1", port=listener.port):
             pass
 
 
-async def test_a_body_that_stops_coming(door: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_stalled_body_times_out(listener: HttpServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(json_body, "BODY_TIMEOUT_S", 0.05)
-    answer = await raw(door, CHAT + b"Content-Length: 100\r\n\r\n{")
+    answer = await raw(listener, CHAT + b"Content-Length: 100\r\n\r\n{")
     assert answer.startswith(b"HTTP/1.1 408 ")
     assert b"connection: close" in answer.lower()
 
 
-async def test_closing_lets_running_streams_end(parts: fakes.Doors) -> None:
+async def test_closing_lets_running_streams_end(parts: fakes.Servers) -> None:
     parts.say("hello world")
     app = create_app(parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics)
     async with httpx.AsyncClient(trust_env=False) as client:
-        async with HttpServer(app, host="127.0.0.1", port=0, grace_s=5.0) as door:
-            url = f"http://127.0.0.1:{door.port}/v1/completions"
+        async with HttpServer(app, host="127.0.0.1", port=0, grace_s=5.0) as listener:
+            url = f"http://127.0.0.1:{listener.port}/v1/completions"
             answer = asyncio.create_task(client.post(url, json={"prompt": "a"}))
             await parts.generator.began.wait()
         assert (await answer).json()["choices"][0]["text"] == "hello world"
     with socket.socket() as probe:
-        assert probe.connect_ex(("127.0.0.1", door.port)) != 0
+        assert probe.connect_ex(("127.0.0.1", listener.port)) != 0
 
 
-async def test_a_client_that_sent_the_next_request_ahead_and_leaves() -> None:
+async def test_pipelining_client_leaving_cancels() -> None:
     began, ended = asyncio.Event(), asyncio.Event()
 
     async def run(events: EventStream) -> None:
@@ -196,9 +198,9 @@ async def test_a_client_that_sent_the_next_request_ahead_and_leaves() -> None:
         finally:
             ended.set()
 
-    async with HttpServer(SseResponse(run), host="127.0.0.1", port=0, grace_s=1.0) as door, asyncio.timeout(WAIT_S):
-        reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
-        writer.write(b"GET / HTTP/1.1\r\nHost: r\r\n\r\n" * 2)
+    async with HttpServer(SseResponse(run), host="127.0.0.1", port=0, grace_s=1.0) as listener, asyncio.timeout(WAIT_S):
+        reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
+        writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2)
         await began.wait()
         await reader.read(10)
         writer.close()
@@ -206,15 +208,15 @@ async def test_a_client_that_sent_the_next_request_ahead_and_leaves() -> None:
 
 
 @pytest.mark.parametrize(
-    "ahead", [b"GET /health HTTP/1.1\r\nHost: r\r\n\r\n", CHAT + b"Content-Length: 300000\r\n\r\n"]
+    "ahead", [b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n", CHAT + b"Content-Length: 300000\r\n\r\n"]
 )
-async def test_a_client_that_sends_the_next_request_later_and_leaves_a_whole_answer(
-    door: HttpServer, parts: fakes.Doors, ahead: bytes
+async def test_client_leaving_unstreamed_answer_cancels(
+    listener: HttpServer, parts: fakes.Servers, ahead: bytes
 ) -> None:
     """Nothing is written meanwhile, and nothing is read any more behind the next request."""
     parts.say("hello world", hang_after=0)
     body = b'{"messages": [{"role": "user", "content": "x"}]}'
-    _reader, writer = await asyncio.open_connection("127.0.0.1", door.port)
+    _reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
     writer.write(CHAT + b"Content-Length: %d\r\n\r\n" % len(body) + body)
     async with asyncio.timeout(WAIT_S):
         await parts.generator.began.wait()

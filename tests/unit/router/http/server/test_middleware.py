@@ -26,7 +26,7 @@ def counted(metrics: RouterMetrics) -> list[str]:
     return [one.labels["status"] for found in metrics.registry.collect() for one in found.samples if one.name == name]
 
 
-async def test_an_answer_counts_under_its_status_and_its_lines_bear_its_id() -> None:
+async def test_middleware_answer_is_counted_and_logged_with_id() -> None:
     seen: list[tuple[str, int]] = []
 
     async def answer(_scope: Any, _receive: Any, send: Any) -> None:
@@ -39,7 +39,7 @@ async def test_an_answer_counts_under_its_status_and_its_lines_bear_its_id() -> 
 
 
 @pytest.mark.parametrize(("error", "status"), [(None, "499"), (RuntimeError("a bug"), "500")])
-async def test_a_client_that_left_is_not_counted_as_our_fault(error: Exception | None, status: str) -> None:
+async def test_middleware_departed_client_counts_as_499(error: Exception | None, status: str) -> None:
     async def leave(*_: Any) -> None:
         if error is not None:
             raise error
@@ -54,7 +54,7 @@ async def test_a_client_that_left_is_not_counted_as_our_fault(error: Exception |
 
 
 @pytest.mark.parametrize(("begun", "status"), [(False, "503"), (True, "200")])
-async def test_whoever_is_still_unanswered_when_the_door_ends_is_told_so(begun: bool, status: str) -> None:
+async def test_middleware_unanswered_request_at_shutdown_is_503(begun: bool, status: str) -> None:
     async def is_ended(_scope: Any, _receive: Any, send: Any) -> None:
         if begun:
             await send({"type": "http.response.start", "status": 200, "headers": []})

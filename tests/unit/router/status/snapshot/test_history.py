@@ -28,7 +28,7 @@ def totals(tokens: float, spread: tuple[int, ...] = ()) -> CounterTotals:
     return CounterTotals(numbers={"tokens": tokens}, spreads={"ttft": spread or (0, 0, 0)})
 
 
-def test_what_grew_belongs_to_the_step_in_which_it_was_seen() -> None:
+def test_history_increment_belongs_to_its_step() -> None:
     world = World()
     world.take(101.0, 10)
     world.take(104.0, 15, 1, 0, 0)
@@ -38,13 +38,13 @@ def test_what_grew_belongs_to_the_step_in_which_it_was_seen() -> None:
     assert [step.spreads["ttft"] for step in world.history.steps()] == [{0: 1}, {2: 4}]
 
 
-def test_what_was_there_before_it_began_is_not_in_it() -> None:
+def test_history_excludes_initial_totals() -> None:
     world = World()
     world.take(101.0, 7)
     assert world.history.steps() == []
 
 
-def test_a_total_that_fell_began_anew() -> None:
+def test_history_fallen_total_counts_as_reset() -> None:
     world = World()
     world.take(101.0, 10)
     world.take(102.0, 4)
@@ -61,7 +61,7 @@ def test_old_steps_are_forgotten_and_gaps_take_no_room() -> None:
     assert list(world.tokens()) == []
 
 
-def test_a_step_survives_the_way_to_another_process() -> None:
+def test_history_step_survives_serialization() -> None:
     world = World()
     world.take(101.0, 9, 0, 3, 1)
     (step,) = world.history.steps()

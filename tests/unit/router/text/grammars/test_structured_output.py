@@ -30,12 +30,12 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture
-def parts(tokenizer: Tokenizer) -> fakes.Doors:
-    return fakes.make_doors(tokenizer, grammars=Echo())
+def parts(tokenizer: Tokenizer) -> fakes.Servers:
+    return fakes.make_servers(tokenizer, grammars=Echo())
 
 
 @pytest.fixture
-async def client(parts: fakes.Doors) -> AsyncIterator[httpx.AsyncClient]:
+async def client(parts: fakes.Servers) -> AsyncIterator[httpx.AsyncClient]:
     async with client_of(parts) as client:
         yield client
 
@@ -61,8 +61,8 @@ SCHEMA = {"type": "integer"}
         ({"guided_grammar": 'start: "a"'}, Shape.GRAMMAR, 'start: "a"'),
     ],
 )  # fmt: skip
-async def test_every_way_reaches_the_workers(
-    client: httpx.AsyncClient, parts: fakes.Doors, field: dict[str, Any], shape: Shape, value: object
+async def test_structured_output_every_form_reaches_workers(
+    client: httpx.AsyncClient, parts: fakes.Servers, field: dict[str, Any], shape: Shape, value: object
 ) -> None:
     parts.say("hello")
     expected = StructuredOutput(shape=shape, value=value, param="x").grammar() + " as checked"
@@ -96,7 +96,7 @@ async def test_schema_closes_where_it_is_strict_or_the_operator_says_so(
     tokenizer: Tokenizer, field: dict[str, Any], is_set: bool, expected: dict[str, Any]
 ) -> None:
     config = RouterConfig(grammars=GrammarsConfig(disable_additional_properties=is_set))
-    parts = fakes.make_doors(tokenizer, config, grammars=Echo())
+    parts = fakes.make_servers(tokenizer, config, grammars=Echo())
     grammar = StructuredOutput(shape=Shape.JSON_SCHEMA, value=expected, param="x").grammar() + " as checked"
     async with client_of(parts) as client:
         for path, body in ((CHAT, HELLO), (PLAIN, {"prompt": "x"})):
@@ -131,8 +131,8 @@ async def test_schema_closes_where_it_is_strict_or_the_operator_says_so(
         ({"guided_regex": "a", "min_tokens": 2}, "min_tokens"),
     ],
 )
-async def test_what_cannot_be_kept_is_refused_by_name(
-    client: httpx.AsyncClient, parts: fakes.Doors, change: dict[str, Any], param: str
+async def test_structured_output_unsupported_is_refused_by_field(
+    client: httpx.AsyncClient, parts: fakes.Servers, change: dict[str, Any], param: str
 ) -> None:
     answer = await client.post(CHAT, json=HELLO | change)
     assert answer.status_code == 400
@@ -140,8 +140,8 @@ async def test_what_cannot_be_kept_is_refused_by_name(
     assert not parts.generator.requests
 
 
-async def test_a_router_that_can_judge_no_grammar_promises_none(tokenizer: Tokenizer) -> None:
-    parts = fakes.make_doors(tokenizer)
+async def test_structured_output_without_checker_is_refused(tokenizer: Tokenizer) -> None:
+    parts = fakes.make_servers(tokenizer)
     async with client_of(parts) as client:
         answer = await client.post(CHAT, json=HELLO | {"guided_regex": "a"})
     assert (answer.status_code, error_of(answer)["param"]) == (400, "guided_regex")

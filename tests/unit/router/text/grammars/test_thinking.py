@@ -95,7 +95,7 @@ def grammar_of(shape: Shape, value: Any) -> str:
     ],
     ids=lambda value: value.value if isinstance(value, Shape) else "",
 )
-def test_a_structure_stands_behind_the_thinking(follower: Follower, shape: Shape, value: Any) -> None:
+def test_grammar_with_thinking_allows_structure_after_it(follower: Follower, shape: Shape, value: Any) -> None:
     grammar, thought = grammar_of(shape, value), "so </thi {4} <tool_call> 😀\n"
     opened, begins = (with_thinking(grammar, THINK, follower.marks, is_open=is_open) for is_open in (True, False))
     for gap in ("", "\n\n"):
@@ -107,7 +107,7 @@ def test_a_structure_stands_behind_the_thinking(follower: Follower, shape: Shape
         assert not follower.takes(begins, f"<think>{wrong}")
 
 
-def test_what_is_drawn_is_read_as_thinking_and_an_answer(follower: Follower) -> None:
+def test_grammar_with_thinking_samples_parse_back(follower: Follower) -> None:
     rng = random.Random(1)
     ends = [*follower.tokenizer.encode("yes"), *follower.library.encode("</think>").ids]
     for is_open in (True, False):
@@ -142,7 +142,7 @@ def test_strict_calls_beside_text_come_behind_the_thinking(follower: Follower) -
         ("<think>\n\n</think>\n\n", True, (False, False)),
     ],
 )
-def test_where_a_prompt_leaves_room_for_thinking(
+def test_thinking_support_detects_open_reasoning(
     follower: Follower, tail: str, begins_turn: bool, kinds: tuple[bool, bool]
 ) -> None:
     thinking = ThinkingSupport(follower.tokenizer)
@@ -156,6 +156,6 @@ def test_where_a_prompt_leaves_room_for_thinking(
 
 
 @pytest.mark.parametrize("grammar", ["[]", "{}", '{"grammars": []}', '{"grammars": [1]}'])
-def test_a_grammar_of_another_form_is_refused(grammar: str) -> None:
+def test_grammar_with_thinking_other_form_is_refused(grammar: str) -> None:
     with pytest.raises(InvalidRequest):
         with_thinking(grammar, THINK, {}, is_open=True)

@@ -161,7 +161,7 @@ def test_calls_or_an_answer_of_a_schema(tokens: Any) -> None:
         assert (follow.try_consume_tokens(ids) == len(ids)) is is_taken
 
 
-def test_a_keyword_that_cannot_be_kept_is_an_error_not_left_out(tokens: Any) -> None:
+def test_call_grammar_unsupported_keyword_is_an_error(tokens: Any) -> None:
     tool = ToolDefinition(
         name="f",
         parameters={"properties": {"x": {"type": "array", "uniqueItems": True}}, "x-guidance": {"lenient": True}},

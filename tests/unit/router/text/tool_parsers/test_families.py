@@ -128,7 +128,7 @@ V31 = (
         ),
     ],
 )
-def test_calls_are_found(family: str, text: str, expected: Found) -> None:
+def test_tool_parser_finds_calls_of_every_family(family: str, text: str, expected: Found) -> None:
     assert read(family, text) == expected
     for _name, arguments in expected[1]:
         assert isinstance(json.loads(arguments), dict)
@@ -162,7 +162,7 @@ def test_calls_are_found(family: str, text: str, expected: Found) -> None:
         ("pythonic", "[clock(a=1e999)]"),
     ],
 )
-def test_what_is_no_call_is_text_as_it_stands(family: str, text: str) -> None:
+def test_tool_parser_text_without_call_is_unchanged(family: str, text: str) -> None:
     assert read(family, text) == (text, [])
 
 
@@ -229,6 +229,6 @@ def test_half_a_character_can_be_sent(family: str, text: str) -> None:
     assert json.loads(arguments) == {"at": "\ud83d"}
 
 
-def test_a_number_that_json_cannot_say_stays_text() -> None:
+def test_tool_parser_unrepresentable_number_stays_text() -> None:
     text = "<function=clock>\n<parameter=at>\n1e999\n</parameter>\n</function>"
     assert read("qwen3_coder", text)[1] == [("clock", '{"at": "1e999"}')]

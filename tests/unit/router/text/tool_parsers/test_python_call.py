@@ -40,7 +40,7 @@ def as_python_reads(text: str) -> tuple[str, str] | None:
 @given(
     st.dictionaries(st.sampled_from(["city", "days", "_x", "größe"]), VALUES, max_size=4), st.sampled_from(["", " "])
 )
-def test_what_python_writes_is_read_as_python_reads_it(arguments: dict[str, object], space: str) -> None:
+def test_python_call_repr_of_values_is_parsed(arguments: dict[str, object], space: str) -> None:
     text = f"f{space}({space}" + ", ".join(f"{k}{space}={space}{v!r}" for k, v in arguments.items()) + f"{space})"
     assert read_call(text) == ("f", json.dumps(arguments, ensure_ascii=False))
 
@@ -85,7 +85,7 @@ PIECES = st.sampled_from(
 @example("1__0")
 @example("012")
 @example("1e999")
-def test_what_is_read_is_what_python_reads(value: str) -> None:
+def test_python_call_agrees_with_ast(value: str) -> None:
     text = f"f(a={value})"
     found = read_call(text)
     if found is not None:
@@ -106,7 +106,7 @@ def test_what_is_read_is_what_python_reads(value: str) -> None:
         ("f(a=0x1f, b=1_000, c=.5, d=5.)", {"a": 31, "b": 1000, "c": 0.5, "d": 5.0}),
     ],
 )
-def test_calls(text: str, arguments: dict[str, object]) -> None:
+def test_python_call_valid_calls_are_parsed(text: str, arguments: dict[str, object]) -> None:
     assert read_call(text) == ("f", json.dumps(arguments, ensure_ascii=False)) == as_python_reads(text)
 
 
@@ -118,11 +118,11 @@ def test_calls(text: str, arguments: dict[str, object]) -> None:
         *("f(a=1e999)", "f(a='\\N{no such}')"),
     ],
 )
-def test_anything_else_is_no_call(text: str) -> None:
+def test_python_call_other_text_is_rejected(text: str) -> None:
     assert read_call(text) is None
 
 
-def test_bounds() -> None:
+def test_python_call_beyond_bounds_is_rejected() -> None:
     """Each is reached by a call that is right, and passed by one more."""
 
     def nested(depth: int) -> str:
@@ -167,12 +167,12 @@ def test_bounds() -> None:
         *("=", "\n", "1,", "'',"),
     ],
 )
-def test_nothing_that_repeats_is_dear(what: str) -> None:
+def test_python_call_repetition_takes_linear_time(what: str) -> None:
     """Python's own parser looks for the end of some of these with its C stack, or for a tenth of a second."""
     text = "f(a=" + (what * MAX_CALL_CHARS)[: MAX_CALL_CHARS - 5] + ")"
     found = read_call(text)
     assert found is None
 
 
-def test_an_argument_may_be_called_what_is_a_word_of_pythons():
+def test_python_call_keyword_as_argument_name_is_allowed():
     assert read_call('travel(from="Oslo", to="Bergen")') == ("travel", '{"from": "Oslo", "to": "Bergen"}')

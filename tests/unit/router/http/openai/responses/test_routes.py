@@ -31,21 +31,23 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture
-def parts(tokenizer: Tokenizer) -> fakes.Doors:
-    return fakes.make_doors(tokenizer, grammars=fakes.AnyGrammar(), context=4096)
+def parts(tokenizer: Tokenizer) -> fakes.Servers:
+    return fakes.make_servers(tokenizer, grammars=fakes.AnyGrammar(), context=4096)
 
 
 @pytest.fixture
-async def client(parts: fakes.Doors) -> AsyncIterator[httpx.AsyncClient]:
+async def client(parts: fakes.Servers) -> AsyncIterator[httpx.AsyncClient]:
     async with client_of(parts) as client:
         yield client
 
 
 @pytest.fixture
-async def sdk(parts: fakes.Doors) -> AsyncIterator[openai.AsyncOpenAI]:
+async def sdk(parts: fakes.Servers) -> AsyncIterator[openai.AsyncOpenAI]:
     app = create_app(parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics)
     http = openai.DefaultAsyncHttpxClient(transport=_transport(app))
-    async with openai.AsyncOpenAI(base_url="http://router/v1", api_key="none", http_client=http, max_retries=0) as made:
+    async with openai.AsyncOpenAI(
+        base_url="http://localhost/v1", api_key="none", http_client=http, max_retries=0
+    ) as made:
         yield made
 
 
@@ -55,7 +57,9 @@ def _transport(app: Any) -> Any:
     return library.ASGITransport(app, raise_app_exceptions=False)
 
 
-async def test_a_text(client: httpx.AsyncClient, sdk: openai.AsyncOpenAI, parts: fakes.Doors) -> None:
+async def test_responses_text_is_answered(
+    client: httpx.AsyncClient, sdk: openai.AsyncOpenAI, parts: fakes.Servers
+) -> None:
     ids = parts.say("hello wörld 😀")
     answer = await sdk.responses.create(model=fakes.MODEL, input="hello", metadata={"a": "b"}, temperature=0.5)
     assert (answer.status, answer.output_text, answer.store) == ("completed", "hello wörld 😀", False)
@@ -68,7 +72,7 @@ async def test_a_text(client: httpx.AsyncClient, sdk: openai.AsyncOpenAI, parts:
     assert (await client.post(PATH, json=HELLO, headers={"X-Tandem-Timing": "1"})).json()["timing"]["decode_s"] == 1.0
 
 
-async def test_what_is_said_becomes_the_same_prompt_as_in_chat(client: httpx.AsyncClient, parts: fakes.Doors) -> None:
+async def test_responses_prompt_equals_chat(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     parts.say("hello")
     items = [
         {"role": "user", "content": "hello"},
@@ -95,7 +99,7 @@ async def test_what_is_said_becomes_the_same_prompt_as_in_chat(client: httpx.Asy
     assert first.prompt_token_ids == second.prompt_token_ids
 
 
-async def test_calls_whole_and_streamed_are_the_same(sdk: openai.AsyncOpenAI, parts: fakes.Doors) -> None:
+async def test_calls_whole_and_streamed_are_the_same(sdk: openai.AsyncOpenAI, parts: fakes.Servers) -> None:
     parts.say(CALLS)
     whole = await sdk.responses.create(model=fakes.MODEL, input="hello", tools=TOOLS)  # type: ignore[arg-type]
     expected = [("message", "I look."), ("function_call", {"city": "Köln 😀"}), ("function_call", {})]
@@ -130,7 +134,7 @@ async def read(client: httpx.AsyncClient, body: dict[str, Any]) -> list[dict[str
     return events
 
 
-async def test_events_come_in_order_and_are_numbered(client: httpx.AsyncClient, parts: fakes.Doors) -> None:
+async def test_events_come_in_order_and_are_numbered(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     parts.say(CALLS)
     events = await read(client, {"tools": TOOLS})
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
@@ -155,7 +159,7 @@ async def test_events_come_in_order_and_are_numbered(client: httpx.AsyncClient, 
     assert events[0]["response"]["status"] == "in_progress"
 
 
-async def test_an_answer_that_was_cut_is_incomplete(client: httpx.AsyncClient, parts: fakes.Doors) -> None:
+async def test_responses_truncated_answer_is_incomplete(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     parts.say(CALLS[:60], reason=FinishReason.LENGTH)
     whole = (await client.post(PATH, json=HELLO | {"tools": TOOLS})).json()
     events = await read(client, {"tools": TOOLS})
@@ -165,14 +169,14 @@ async def test_an_answer_that_was_cut_is_incomplete(client: httpx.AsyncClient, p
     assert events[-1]["type"] == "response.incomplete"
 
 
-async def test_an_answer_of_nothing_is_an_empty_message(client: httpx.AsyncClient, parts: fakes.Doors) -> None:
+async def test_responses_empty_answer_is_empty_message(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     parts.generator.script = fakes.Script(tokens=[fakes.END])
     final = (await client.post(PATH, json=HELLO)).json()
     assert [item["content"][0]["text"] for item in final["output"]] == [""]
     assert (await read(client, {}))[-1]["response"]["output"][0]["content"][0]["text"] == ""
 
 
-async def test_a_stream_that_fails_says_so_in_its_own_form(client: httpx.AsyncClient, parts: fakes.Doors) -> None:
+async def test_responses_failing_stream_ends_in_failed_event(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     parts.say("hello world", error=InternalError("worker lost"), error_after=2)
     last = (await read(client, {}))[-1]
     assert (last["type"], last["response"]["status"]) == ("response.failed", "failed")
@@ -194,8 +198,8 @@ async def test_a_stream_that_fails_says_so_in_its_own_form(client: httpx.AsyncCl
         ),
     ],
 )
-async def test_a_format_is_kept_by_a_grammar(
-    client: httpx.AsyncClient, parts: fakes.Doors, text: dict[str, Any], part: str
+async def test_responses_format_makes_a_grammar(
+    client: httpx.AsyncClient, parts: fakes.Servers, text: dict[str, Any], part: str
 ) -> None:
     parts.say("5")
     answer = await client.post(PATH, json=HELLO | {"text": text})
@@ -246,8 +250,8 @@ async def test_a_format_is_kept_by_a_grammar(
         ({"other": 1}, "other"),
     ],
 )
-async def test_what_is_refused(
-    client: httpx.AsyncClient, parts: fakes.Doors, change: dict[str, Any], param: str
+async def test_responses_invalid_request_is_refused(
+    client: httpx.AsyncClient, parts: fakes.Servers, change: dict[str, Any], param: str
 ) -> None:
     parts.say("hello")
     answer = await client.post(PATH, json=HELLO | change)
@@ -255,7 +259,7 @@ async def test_what_is_refused(
     assert not parts.generator.requests
 
 
-async def test_streams_are_not_continued_here(client: httpx.AsyncClient) -> None:
+async def test_responses_stream_cannot_be_resumed(client: httpx.AsyncClient) -> None:
     for header, value in (("Last-Event-ID", "x"), ("X-Tandem-Stream-Ids", "1")):
         answer = await client.post(PATH, json=HELLO | {"stream": True}, headers={header: value})
         assert (answer.status_code, error_of(answer)["param"]) == (400, header)
@@ -264,7 +268,7 @@ async def test_streams_are_not_continued_here(client: httpx.AsyncClient) -> None
 LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
 
 
-async def test_log_probabilities_of_the_text(client: httpx.AsyncClient, parts: fakes.Doors) -> None:
+async def test_log_probabilities_of_the_text(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     ids = parts.say("hello 😀", logprobs=True)
     whole = (await client.post(PATH, json=HELLO | LOGPROBS)).json()
     assert (parts.generator.requests[-1].sampling.num_logprobs, whole["top_logprobs"]) == (2, 2)
@@ -285,7 +289,7 @@ async def test_log_probabilities_of_the_text(client: httpx.AsyncClient, parts: f
 
 @pytest.mark.parametrize(("told", "is_strict"), [(None, True), (True, True), (False, False)])
 async def test_functions_are_strict_unless_they_say_otherwise(
-    client: httpx.AsyncClient, parts: fakes.Doors, told: bool | None, is_strict: bool
+    client: httpx.AsyncClient, parts: fakes.Servers, told: bool | None, is_strict: bool
 ) -> None:
     parts.say("hello")
     tools = [tool | ({} if told is None else {"strict": told}) for tool in TOOLS]
@@ -295,8 +299,8 @@ async def test_functions_are_strict_unless_they_say_otherwise(
     assert (parts.generator.requests[-1].sampling.grammar is not None) == is_strict
 
 
-async def test_who_does_not_ask_for_strict_is_not_refused_for_it(tokenizer: Tokenizer) -> None:
-    parts = fakes.make_doors(tokenizer, context=4096)  # where no grammar can be kept
+async def test_responses_without_strict_fall_back_to_open_schema(tokenizer: Tokenizer) -> None:
+    parts = fakes.make_servers(tokenizer, context=4096)  # where no grammar can be kept
     parts.say("hello")
     async with client_of(parts) as client:
         answer = await client.post(PATH, json=HELLO | {"tools": TOOLS})
