@@ -28,8 +28,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@# For one transport more; where it cannot be had its tests say so.
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt nixl || true
 	@# Where there is no compiler the engine says so at start and runs on torch's own operators.
-	@$(BIN)/python -m engine.kernels.cpu || true
-	@$(BIN)/python -m kv_transfer || true
+	@{ $(BIN)/python -m kv_transfer || true; } & { $(BIN)/python -m engine.kernels.cpu || true; }; wait
 	@touch $@
 
 .PHONY: setup
@@ -59,12 +58,11 @@ fmt: setup ## Format and fix what can be fixed
 
 .PHONY: lint
 lint: setup ## Style, types, import contracts, generated stubs and pages
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
-	$(BIN)/mypy
-	$(BIN)/lint-imports --no-logo
-	$(BIN)/python -m tests.stubs
-	$(BIN)/python -m cluster.reference --check
+	@# Types take as long as all the rest, on one core: both at once.
+	@$(BIN)/mypy & types=$$!; rest=0; \
+	  { $(BIN)/ruff format --check . && $(BIN)/ruff check . && $(BIN)/lint-imports --no-logo \
+	    && $(BIN)/python -m tests.stubs && $(BIN)/python -m cluster.reference --check; } || rest=$$?; \
+	  wait $$types && exit $$rest
 
 .PHONY: browser
 browser: ## A Chromium for the tests of the status page (skipped when there is one; else 40 s with apt-get, as root)
@@ -90,15 +88,20 @@ test: setup browser promtool ## All tests but the long proofs; failures are run 
 
 COMPONENTS := tandem engine worker kv router cluster bench
 .PHONY: $(COMPONENTS:%=test-%)
-$(COMPONENTS:%=test-%): test-%: setup  # the unit tests of one component
-	@OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist worksteal -m "$* and not slow and not gpu and not alone" tests/unit $(ARGS)
+$(COMPONENTS:%=test-%): test-%: setup  # the unit tests of one component, without the long ones that take turns
+	@OMP_NUM_THREADS=1 TEST_TURN=none $(BIN)/pytest -q -n 2 --dist worksteal -m "$* and not slow and not gpu and not alone" tests/unit $(ARGS)
 
 .PHONY: flaky
 flaky: setup ## Run the tests of a folder twenty times next to two busy loops: make flaky ARGS=tests/unit/router
 	@$(BIN)/python -m tests.suite.flaky $(ARGS)
 
 .PHONY: check
-check: lint test ## What CI runs
+check: ## What CI runs
+	@# Chromium and promtool are installed while Python's packages are and the code is read.
+	@log=$$(mktemp); $(MAKE) --no-print-directory browser promtool >$$log 2>&1 & tools=$$!; rest=0; \
+	  $(MAKE) --no-print-directory lint || rest=$$?; \
+	  wait $$tools || rest=$$?; cat $$log; rm -f $$log; exit $$rest
+	@$(MAKE) --no-print-directory test
 
 .PHONY: nightly
 nightly: setup browser promtool ## The full counts of the long proofs, in parts, with logs: make nightly ARGS="router kv"

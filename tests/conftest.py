@@ -33,8 +33,12 @@ settings.load_profile("untimed")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Whether nothing in a file can be chosen, as `make test` chooses twice: to import all takes a while."""
+    """Whether nothing in a file or folder can be chosen, as `make test` chooses twice and `make test-router` one
+    component: to import all takes a while."""
     chosen = config.getoption("markexpr")
+    component = chosen.partition(" and ")[0] if " or " not in chosen else ""
+    if collection_path.parent == _TESTS / "unit" and component in COMPONENTS.values():
+        return COMPONENTS.get(collection_path.name) != component or None
     if collection_path.suffix != ".py" or "alone" not in chosen:
         return None
     if not _is_shared(collection_path):

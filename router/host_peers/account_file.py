@@ -37,7 +37,7 @@ _COLUMNS_AT: Final = _BUCKETS_AT + _BUCKETS.size
 _RECORD_BYTES: Final = _COLUMNS_AT + _MAX_COLUMNS * _NUM_INFLIGHT.size
 _FILE_BYTES: Final = _RECORDS_AT + _MAX_RECORDS * _RECORD_BYTES
 _CHUNK_BYTES: Final = 1 << 16
-"""Disk is claimed so much at a time: memory that is mapped to a file on a full disk kills the process that writes to it."""
+"""Disk is claimed so much at a time: to write to memory mapped to a file on a full disk kills the process."""
 _ENDED: Final = 1 << 63
 """Set in the incarnation of a process that has died, once its requests were dropped."""
 _SPINS: Final = 50

@@ -159,8 +159,8 @@ async def test_playground_on_a_phone_stands_above_the_decisions_and_is_found_by_
 @pytest.mark.parametrize(
     ("size", "scheme"),
     [
-        (DESK, "light"),
-        (PHONE, "dark"),
+        pytest.param(DESK, "light", marks=pytest.mark.turn(0)),
+        pytest.param(PHONE, "dark", marks=pytest.mark.turn(1)),
         pytest.param(DESK, "dark", marks=pytest.mark.slow),
         pytest.param(PHONE, "light", marks=pytest.mark.slow),
     ],

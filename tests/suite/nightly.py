@@ -25,7 +25,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "engine": ("tests/unit/engine", "tests/unit/worker", "tests/unit/prefill_worker", "tests/unit/decode_worker"),
     "engine-whole": ("tests/integration/engine",),
     "kv": ("tests/unit/kv_transfer", "tests/integration/handoff", "tests/proofs"),
-    "router": ("tests/unit/router", "tests/integration/redis", "tests/integration/test_sibling_limits.py"),
+    "router": ("tests/unit/router", "tests/integration/redis"),
     "cluster": (
         *("tests/unit/cluster", "tests/unit/tandem", "tests/unit/tandem_bench", "tests/unit/monitoring"),
         *("tests/unit/docs", "tests/unit/suite", "tests/unit/support", "tests/unit/training", "tests/chart"),

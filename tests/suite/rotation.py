@@ -2,8 +2,9 @@
 
 A test with parameters that is marked `in_turns` has its cases dealt out among the turns, in their order.
 
-The turn changes with the day, so that a run can be repeated; `TANDEM_TURN=n` chooses one, `TANDEM_TURN=all` runs all,
-`TANDEM_TURN=none` leaves all of them to the nightly, which sets it.
+The turn changes with the day, so that a run can be repeated; `TEST_TURN=n` chooses one, `TEST_TURN=all` runs all,
+`TEST_TURN=none` leaves all of them to the nightly, which sets it. (Every cluster that a test starts reads
+variables that begin with `TANDEM_` as settings: this one must not.)
 """
 
 import collections
@@ -15,14 +16,14 @@ from collections.abc import Iterable, Mapping
 import pytest
 
 TURNS = 3
-VARIABLE = "TANDEM_TURN"
+VARIABLE = "TEST_TURN"
 
 
 def chosen_turns(environ: Mapping[str, str], today: datetime.date) -> frozenset[int]:
     """The turns that run now.
 
     Raises:
-        pytest.UsageError: TANDEM_TURN is neither a turn nor `all` nor `none`.
+        pytest.UsageError: TEST_TURN is neither a turn nor `all` nor `none`.
     """
     value = environ.get(VARIABLE, "")
     if value == "all":
@@ -40,7 +41,7 @@ def leave_to_nightly(items: Iterable[pytest.Item]) -> None:
     """Mark as slow whatever has another turn than today's.
 
     Raises:
-        pytest.UsageError: a test names a turn that there is not, or TANDEM_TURN does.
+        pytest.UsageError: a test names a turn that there is not, or TEST_TURN does.
     """
     chosen = chosen_turns(os.environ, datetime.datetime.now(tz=datetime.UTC).date())
     num_cases: collections.Counter[str] = collections.Counter()

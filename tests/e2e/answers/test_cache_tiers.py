@@ -29,7 +29,9 @@ async def ask_all(cluster):
     return said, [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
 
 
-@pytest.mark.parametrize("replicas", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "replicas", [pytest.param(0, marks=pytest.mark.turn(1)), pytest.param(1, marks=pytest.mark.slow)]
+)
 async def test_disk_tier_survives_cluster_restart(hatchery, tmp_path, replicas):
     settings = SMALL | {"engine__disk_cache_path": str(tmp_path), "prefill__replicas": replicas}
     async with running(command=hatchery.command, **settings) as first:

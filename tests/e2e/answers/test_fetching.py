@@ -20,7 +20,9 @@ def fetched(cluster) -> list[tuple[str, int, int, str]]:
     return [(m[1], int(m[2]), int(m[3]), m[4]) for m in found if m]
 
 
-@pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "transport", [pytest.param("shm", marks=pytest.mark.turn(2)), pytest.param("tcp", marks=pytest.mark.slow)]
+)
 async def test_prefill_worker_fetches_prefix_from_decode_worker(hatchery, oracle, transport):
     async with running(command=hatchery.command, transfer__transport=transport, **SLOW) as cluster:
         await cluster.tokens(oracle.story(1, 300), MAX_TOKENS)  # its rates are measured
@@ -39,6 +41,7 @@ async def test_prefill_worker_fetches_prefix_from_decode_worker(hatchery, oracle
         await cluster.until_idle()
 
 
+@pytest.mark.turn(0)
 async def test_fetch_from_lost_or_evicted_holder_recomputes(hatchery, oracle):
     two = {"decode__replicas": 2, "prefill__replicas": 2}
     async with running(command=hatchery.command, **two, **SLOW) as cluster:

@@ -96,6 +96,7 @@ def ways(*names: str):
 
 
 @ways("both")
+@pytest.mark.turn(2)
 async def test_workers_of_two_nodes_say_what_transformers_says(cluster, oracle):
     made, nodes = cluster
     asked = [(prompt, oracle.tokens(prompt, MAX_TOKENS)) for prompt in prompts(oracle, 6, seed=5)]

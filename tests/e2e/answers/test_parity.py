@@ -23,13 +23,18 @@ LONG_WAYS = {
     "colocated-16": {"prefill__replicas": 0, "engine__prefill_chunk_tokens": 16},
     "colocated-512": {"prefill__replicas": 0, "engine__prefill_chunk_tokens": 512},
 }
+TURNS = {"colocated-64": 0, "shm-16": 1}
+"""The others, one of each transport, are in every run."""
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 @pytest_asyncio.fixture(
     loop_scope="module",
     scope="module",
-    params=[*WAYS, *(pytest.param(name, marks=pytest.mark.slow) for name in LONG_WAYS)],
+    params=[
+        *(pytest.param(name, marks=pytest.mark.turn(TURNS[name]) if name in TURNS else ()) for name in WAYS),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in LONG_WAYS),
+    ],
 )
 async def cluster(request, hatchery):
     async with running(command=hatchery.command, **(WAYS | LONG_WAYS)[request.param]) as made:

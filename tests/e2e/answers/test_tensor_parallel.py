@@ -39,13 +39,15 @@ LONG_WAYS = {
         **CHUNKED,
     },
 }
+TURNS = {"colocated-4": 2, "tcp-1-2": 1}
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 def ways(*names: str):
-    """These in CI, all others by night."""
+    """These in CI, some in turns, all others by night."""
+    often = [pytest.param(name, marks=pytest.mark.turn(TURNS[name]) if name in TURNS else ()) for name in names]
     others = [pytest.param(name, marks=pytest.mark.slow) for name in WAYS | LONG_WAYS if name not in names]
-    return pytest.mark.parametrize("cluster", [*names, *others], indirect=True, scope="module")
+    return pytest.mark.parametrize("cluster", [*often, *others], indirect=True, scope="module")
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")

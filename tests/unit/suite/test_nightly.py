@@ -23,6 +23,10 @@ def test_parts_hold_every_test_file_once() -> None:
     assert {str(path): parts for path in files if len(parts := parts_of(path)) != 1} == {}
 
 
+def test_parts_name_what_there_is() -> None:
+    assert [folder for part in nightly.PARTS.values() for folder in part if not (nightly.ROOT / folder).exists()] == []
+
+
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow: long\n    gpu: none here\n")

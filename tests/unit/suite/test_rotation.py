@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tandem.config.cluster import load
 from tests.suite import rotation
 from tests.suite.run import ROOT
 
@@ -26,8 +27,15 @@ def test_turn_that_the_environment_names_is_chosen(value: str, turns: set[int]) 
 
 @pytest.mark.parametrize("value", [str(rotation.TURNS), "-1", "first"])
 def test_turn_that_there_is_not_is_refused(value: str) -> None:
-    with pytest.raises(pytest.UsageError, match="TANDEM_TURN must be a turn from 0 to 2, all or none"):
+    with pytest.raises(pytest.UsageError, match="TEST_TURN must be a turn from 0 to 2, all or none"):
         rotation.chosen_turns({rotation.VARIABLE: value}, DAY)
+
+
+def test_chosen_turn_is_no_setting_of_clusters_that_tests_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(rotation.VARIABLE, raising=False)
+    without = load(None)
+    monkeypatch.setenv(rotation.VARIABLE, "none")
+    assert load(None).model_dump(exclude={"secret"}) == without.model_dump(exclude={"secret"})
 
 
 @pytest.mark.parametrize(

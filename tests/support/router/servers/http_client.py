@@ -15,8 +15,13 @@ PLAIN = "/v1/completions"
 HELLO: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}]}
 
 
-def client_of(parts: fakes.Servers) -> httpx.AsyncClient:
-    app = create_app(parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics)
+def app_of(parts: fakes.Servers) -> ASGIApp:
+    return create_app(parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics)
+
+
+def client_of(served: fakes.Servers | ASGIApp) -> httpx.AsyncClient:
+    """A client of an application, or of one made for these parts: many tests that share one save its making."""
+    app = app_of(served) if isinstance(served, fakes.Servers) else served
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     return httpx.AsyncClient(transport=transport, base_url="http://localhost")
 

@@ -53,6 +53,7 @@ def test_cpu_tiles_prompt_in_any_chunks_gives_same_output(case, monkeypatch):
     assert set(tiled) == expected
 
 
+@pytest.mark.in_turns
 def test_cpu_tiles_many_decoding_rows_give_same_output(case):
     """As recorded programs, too."""
     _, model = case

@@ -48,6 +48,7 @@ def test_logits_are_transformers(case):
         assert (ours - expected).abs().max() < 1e-4
 
 
+@pytest.mark.in_turns
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_tokens_are_torchs_in_any_company(case, deterministic):
     """Greedy and drawn, in mixed batches of chunks and single rows."""

@@ -13,7 +13,7 @@ from router.http.server.http_server import HttpServer
 from router.text.tokenizer import Tokenizer
 from tandem.errors import StreamTaken
 from tests.support.router.servers import fakes
-from tests.support.router.servers.http_client import CHAT, HELLO, PLAIN, client_of, error_of
+from tests.support.router.servers.http_client import CHAT, HELLO, PLAIN, app_of, client_of, error_of
 
 TEXT = "the quick brown fox 漢字 😀 jumps over"
 ASK = {"X-Tandem-Stream-Ids": "1"}
@@ -30,10 +30,11 @@ class Router:
     def __init__(self, tokenizer: Tokenizer, seed: int = 99, **script: Any) -> None:
         self.parts = fakes.make_servers(tokenizer, mint_seed=lambda: seed)
         self.parts.say(TEXT, cached_tokens=7, **script)
+        self._app = app_of(self.parts)
 
     async def events(self, path: str, body: dict[str, Any], headers: dict[str, str]) -> list[dict[str, Any]]:
         """Events as {"id", "data"}; [DONE] stands last."""
-        async with client_of(self.parts) as client:
+        async with client_of(self._app) as client:
             response = await client.post(path, json=body | {"stream": True}, headers=headers)
         assert response.status_code == 200, response.text
         return [
@@ -80,11 +81,12 @@ async def test_stream_broken_anywhere_is_resumed(
 ) -> None:
     logprobs = "logprobs" in body
     whole = await Router(tokenizer, per_delta=per_delta, logprobs=logprobs).events(path, body, ASK)
+    # Batched otherwise, and the seed that it mints itself would be another.
+    other = Router(tokenizer, seed=1, per_delta=2, logprobs=logprobs)
     for place, event in enumerate(whole[:-1]):
         if "id" not in event:
             continue
-        # Batched otherwise, and the seed that it mints itself would be another.
-        other = Router(tokenizer, seed=1, per_delta=2, logprobs=logprobs)
+        other.parts.generator.requests.clear()
         rest = await other.events(path, body, {"Last-Event-ID": event["id"]})
         assert shown(whole[: place + 1] + rest) == shown(whole)
         usages = [json.loads(e["data"]).get("usage") for e in whole[: place + 1] + rest if e["data"] != "[DONE]"]
