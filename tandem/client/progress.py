@@ -17,12 +17,14 @@ LONGEST_WAIT_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Again:
+    """A retry: after `wait_s` seconds, and at the next router or the same one."""
+
     wait_s: float
     next_router: bool
 
 
 class StreamProgress:
-    """What came of one call."""
+    """How far one call has come, over all its attempts."""
 
     def __init__(self, request: pb.GenerateRequest, *, max_reconnects: int, rng: Random) -> None:
         self._request = request
@@ -31,6 +33,7 @@ class StreamProgress:
         self._num_failed = 0
         self._has_begun = False
         self.is_over = False
+        """The last message has come: a connection that breaks now breaks nothing."""
 
     def request(self) -> pb.GenerateRequest:
         """The request for the next attempt."""
