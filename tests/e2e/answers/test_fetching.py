@@ -41,7 +41,7 @@ async def test_prefill_worker_fetches_prefix_from_decode_worker(hatchery, oracle
         await cluster.until_idle()
 
 
-@pytest.mark.turn(0)
+@pytest.mark.turn(2)
 async def test_fetch_from_lost_or_evicted_holder_recomputes(hatchery, oracle):
     two = {"decode__replicas": 2, "prefill__replicas": 2}
     async with running(command=hatchery.command, **two, **SLOW) as cluster:

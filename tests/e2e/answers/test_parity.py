@@ -23,7 +23,7 @@ LONG_WAYS = {
     "colocated-16": {"prefill__replicas": 0, "engine__prefill_chunk_tokens": 16},
     "colocated-512": {"prefill__replicas": 0, "engine__prefill_chunk_tokens": 512},
 }
-TURNS = {"colocated-64": 0, "shm-16": 1}
+TURNS = {"colocated-64": 0, "shm-16": 2}
 """The others, one of each transport, are in every run."""
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
