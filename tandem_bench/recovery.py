@@ -20,7 +20,7 @@ from rich.console import Console
 
 from cluster.processes.local_cluster import LocalCluster
 from cluster.supervisor.process_view import ProcessView, SilentWatcher
-from cluster.supervisor.supervisor import Policy, ProcessState, Role
+from cluster.supervisor.supervisor import ProcessState, RestartPolicy, Role
 from tandem.client.aio import AsyncClient
 from tandem.client.options import Options
 from tandem.config.cluster import load
@@ -83,7 +83,7 @@ async def measure(options: argparse.Namespace, rows: list[Row], *, out: Console,
     """Add the figures to `rows` case by case. Raises CannotMeasure when a stream does not resume."""
     config = load(None, {**_CONFIG, "standby_workers": options.standby})
     moments = _Moments()
-    policy = Policy(stable_s=1.0, max_rapid_deaths=1000)
+    policy = RestartPolicy(stable_s=1.0, max_rapid_deaths=1000)
     try:
         async with LocalCluster(config, watcher=moments, policy=policy) as cluster:
             for case, victims in _VICTIMS.items():

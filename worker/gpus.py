@@ -1,4 +1,4 @@
-"""Assigns a worker's GPUs: those that its parent process passed on, else those of the configuration."""
+"""Selects the GPUs that were chosen for this worker: by its parent process, else by `tandem.config.gpu_placement`."""
 
 import logging
 import os

@@ -122,7 +122,7 @@ class WorkerSessions(WorkerServicer):
 
     async def _port_for(self, hello: pb.RouterHello, context: Any) -> SessionPort:
         try:
-            version = SPOKEN.common(VersionRange.from_hello(hello.protocol_version, hello.newest_version))
+            version = SPOKEN.negotiate(VersionRange.from_hello(hello.protocol_version, hello.newest_version))
         except NoCommonVersion as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
             raise

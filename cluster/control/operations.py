@@ -16,7 +16,7 @@ from cluster.supervisor.rollout import (
     Rollout,
     Step,
     flip_steps,
-    restart_steps,
+    replacement_steps,
     scale_steps,
     sizes_of,
 )
@@ -65,7 +65,7 @@ def plan_change(
     first = workers if request.in_place else full
     names = request.names or ()
     roles = [Role(name) for name in request.roles] or ([] if names else [*_WORKERS, Role.ROUTER])
-    steps = restart_steps(members, roles, names, in_place=first)
+    steps = replacement_steps(members, roles, names, in_place=first)
     given_up = (members[step.retire] for step in steps if step.retire is not None)
     back = Counter(member.role for member in given_up if member.state is ProcessState.ABANDONED)
     sizes = {role: size + back[role] for role, size in have.items()}

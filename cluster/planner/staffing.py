@@ -1,4 +1,6 @@
-"""How many workers a load requires, by queueing formulas in place of simulation, in microseconds.
+"""Queueing formulas: workers that a steady load requires. `cluster.planner.planner` decides how many there will be.
+
+They stand in for simulation and take microseconds.
 
 Prefill is a queue with several servers. The share of prompts that wait longer than the objective allows is taken from
 Erlang's C for the probability of waiting at all, and an exponential tail scaled by the variability of the times between

@@ -19,7 +19,7 @@ from cluster.processes.supervised import SupervisedProcesses
 from cluster.supervisor.exceptions import ChangeFailed, ClusterFailed, StoppedEarly
 from cluster.supervisor.process_view import ProcessView, SilentWatcher, Watcher
 from cluster.supervisor.rollout import Member, Rollout, RolloutState
-from cluster.supervisor.supervisor import Phase, Policy, ProcessState, Role, Supervisor
+from cluster.supervisor.supervisor import Phase, ProcessState, RestartPolicy, Role, Supervisor
 from tandem.config.cluster import ClusterConfig
 from tandem.rpc.hosts import join
 
@@ -32,7 +32,7 @@ class LocalCluster:
         config: ClusterConfig,
         *,
         watcher: Watcher | None = None,
-        policy: Policy | None = None,
+        policy: RestartPolicy | None = None,
         command: Command = module_command,
         routers_only: bool = False,
         launcher: Launcher | None = None,
@@ -44,7 +44,7 @@ class LocalCluster:
         self.shared = SharedConfig(self._launcher, config)
         self.routers_only = routers_only
         plans = (plan_routers if routers_only else plan_processes)(self.config)
-        self._supervisor = Supervisor(list(plans), policy or Policy())
+        self._supervisor = Supervisor(list(plans), policy or RestartPolicy())
         self._processes = SupervisedProcesses(
             self._supervisor,
             self._launcher,

@@ -1,4 +1,4 @@
-"""Assigns this machine's GPUs to the workers of `tandem up`, and passes them on the command line."""
+"""Passes each worker of `tandem up` the GPUs that `tandem.config.gpu_placement` chose, on the command line."""
 
 from collections.abc import Sequence
 

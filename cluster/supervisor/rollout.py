@@ -285,7 +285,7 @@ def missing_contacts(name: str, replaced: str | None, members: Members) -> str |
     return f"{name} cannot reach {', '.join(sorted(missed))}" if missed else None
 
 
-def restart_steps(
+def replacement_steps(
     members: Members, roles: Sequence[Role], names: Sequence[str] = (), *, in_place: Container[str] = ()
 ) -> list[Step]:
     """Restart every process of these roles, then those named, one by one, each after its successor has started unless
@@ -307,7 +307,7 @@ def scale_steps(members: Members, sizes: Mapping[Role, int]) -> list[Step]:
         steps += [Step(add=role)] * (size - have[role])
     for role, size in sizes.items():
         given_up = [name for name, m in members.items() if m.role is role and m.state is ProcessState.ABANDONED]
-        steps += [Step(retire=name) for name in given_up + _leaving(members, role, have[role] - size)]
+        steps += [Step(retire=name) for name in given_up + choose_leaving(members, role, have[role] - size)]
     return steps
 
 
@@ -317,7 +317,7 @@ def flip_steps(members: Members, to: Role) -> list[Step]:
     have = sizes_of(members)[other]
     if have < (2 if other is Role.DECODE else 1):
         raise ChangeRefused(f"no {other.value} worker can be spared")
-    (name,) = _leaving(members, other, 1)
+    (name,) = choose_leaving(members, other, 1)
     return [Step(add=to, retire=name)]
 
 
@@ -326,7 +326,7 @@ def sizes_of(members: Members) -> Counter[Role]:
     return Counter(member.role for member in members.values() if member.state not in _COUNT_NOT)
 
 
-def _leaving(members: Members, role: Role, count: int) -> list[str]:
+def choose_leaving(members: Members, role: Role, count: int) -> list[str]:
     """Return the processes to retire: first those that do not serve, then the newest."""
     found = [(name, m) for name, m in members.items() if m.role is role and m.state not in _COUNT_NOT]
     found.sort(key=lambda one: (one[1].serves, -one[1].index))

@@ -112,8 +112,8 @@ class ProcessPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Policy:
-    """Time limits of the supervisor in seconds, and the number of deaths it accepts."""
+class RestartPolicy:
+    """When a process that died is restarted, and when it is given up: time limits in seconds, number of deaths."""
 
     start_timeout_s: float = 900.0
     """Time limit of a start: a large model on a slow disk takes minutes to load."""
@@ -194,7 +194,7 @@ class Supervisor:
     """Supervises one cluster's processes. Every method returns the actions to carry out, in order."""
 
     plans: Sequence[ProcessPlan]
-    policy: Policy = field(default_factory=Policy)
+    policy: RestartPolicy = field(default_factory=RestartPolicy)
     phase: Phase = Phase.STARTING
     failure: str | None = None
     """Reason why the cluster ended by itself; None while it runs and after a requested stop."""

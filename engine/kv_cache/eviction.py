@@ -7,7 +7,8 @@
   caching algorithms", 1997) where a block's worth grows with the requests that shared it and falls with its distance
   from the root, since a deep block helps only those whose whole beginning is equal.
 
-A policy sees parked entries only, those without references; `engine.kv_cache.prefix_index` owns the entries.
+A policy sees parked entries only, those without references; `engine.kv_cache.prefix_index` owns the entries. The tiers
+below the pool evict the least recently used: `engine.kv_cache.tiers.cache`, `engine.kv_cache.tiers.disk_index`.
 """
 
 import heapq

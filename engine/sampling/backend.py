@@ -113,7 +113,9 @@ class SamplingKernels(Protocol):
         ...
 
     def forbid_(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
-        """Ban, in place, what is not set in `bits`, int32 `[num_guided, (vocab_size + 31) // 32]`, lowest bit first.
+        """Mask, in place, the logits of tokens whose bits are not set.
+
+        `bits`: int32 `[num_guided, (vocab_size + 31) // 32]`, lowest bit first.
 
         `rows`: int64 `[num_guided]`, ascending, which of the logits' rows. All are on the logits' device.
         """

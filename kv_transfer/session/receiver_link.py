@@ -183,14 +183,14 @@ class ReceiverLink:
         chosen = [offer.name for offer in body.transports if offer.name in offered]
         if len(chosen) != 1:
             raise LinkBroken("no transport in common")
-        self._outbox.dialect = handoff_dialect(SPOKEN.common(body.versions))
+        self._outbox.dialect = handoff_dialect(SPOKEN.negotiate(body.versions))
         self.peer, self.transport = answer.incarnation, chosen[0]
 
 
 def refuses(*, source: Hello, destination: Hello) -> str | None:
     """Why the two workers must not be paired, naming the field; None when they may."""
     try:
-        source.versions.common(destination.versions)
+        source.versions.negotiate(destination.versions)
     except NoCommonVersion:
         return f"protocol_version: {source.versions} at the source, {destination.versions} at the destination"
     return agree(source.layout, destination.layout)

@@ -97,7 +97,7 @@ class SenderLink:
         mine = make_hello(self._local, ())
         if refusal := refuses(source=mine, destination=theirs):
             return self._refuse(refusal)
-        self._outbox.dialect = handoff_dialect(SPOKEN.common(theirs.versions))
+        self._outbox.dialect = handoff_dialect(SPOKEN.negotiate(theirs.versions))
         reasons = []
         for sender, offer in candidates(theirs.transports, self._senders):
             try:

@@ -242,13 +242,13 @@ class FairAdmission:
                 self._counters.activate(ticket.tenant, waiting, credit=forecast.credit(ticket, room))
             entry.is_local = room.reads_itself(ticket.num_tokens) is not None
             return []
-        evicted = [self._evict(victim, room) for victim in self._limits.victims(ticket, room)]
+        evicted = [self._displace(victim, room) for victim in self._limits.victims(ticket, room)]
         self._queue.push(ticket, credit=forecast.credit(ticket, room))
         self._entries[ticket] = entry
         entry.waiting = True
         return evicted
 
-    def _evict(self, victim: Ticket, room: ClusterCapacity) -> tuple[AdmissionEntry, ServingError]:
+    def _displace(self, victim: Ticket, room: ClusterCapacity) -> tuple[AdmissionEntry, ServingError]:
         entry = self._entries[victim]
         self.end(entry)
         return entry, self._limits.queue_full(victim, room)

@@ -1,7 +1,8 @@
 """Bounds on requests being prepared, running and waiting, and the refusals of requests beyond them. Pure.
 
 429 when the queue is full, and when too many prompts wait for the tokenizer; 503 when a request would come too late or
-the router is draining. Each refusal says when to retry. A tenant's own limits are in `router.admission.rate_limits`.
+the router is draining. Each refusal says when to retry. A tenant's own limits are in `router.admission.rate_limits`,
+a worker's own queue limit in `engine.scheduler.scheduler`.
 """
 
 from collections.abc import Callable, Iterator

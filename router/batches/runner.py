@@ -234,7 +234,7 @@ class _Progress:
             for number in range(len(self._lines)):
                 if number in self._results.done:
                     continue
-                if (end := await self._turn()) is not None:
+                if (end := await self._wait_for_idle_room()) is not None:
                     return await self._cut(end)
                 if self._is_broken:
                     break
@@ -257,7 +257,7 @@ class _Progress:
             self._is_broken = True
             _log.error("batch %s: a result is missing: %s", self._batch.id, error)
 
-    async def _turn(self) -> BatchStatus | None:
+    async def _wait_for_idle_room(self) -> BatchStatus | None:
         """Wait until one more request may start; return a status if the batch has ended instead."""
         runner = self._runner
         while (end := runner.end_of(self._batch)) is None:

@@ -94,7 +94,7 @@ def hello_from_pb(message: pb.WorkerMessage) -> WorkerInfo:
         raise ProtocolError(f"expected hello, got {message.WhichOneof('kind')}")
     hello = message.hello
     try:
-        version = SPOKEN.common(VersionRange.from_hello(hello.protocol_version, hello.newest_version))
+        version = SPOKEN.negotiate(VersionRange.from_hello(hello.protocol_version, hello.newest_version))
     except NoCommonVersion as error:
         raise ProtocolError(str(error)) from None
     role = _ROLES.get(hello.role)

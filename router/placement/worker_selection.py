@@ -1,4 +1,6 @@
-"""Selects the workers that prefill and decode a prompt: filters, then one cost in milliseconds, then a pick. Pure.
+"""Selects the workers that prefill and decode a prompt, and whether prefill is local or remote. Pure.
+
+Filters first, then one cost in milliseconds, then a pick.
 
 The cost of a pair is predicted from measured rates. The worker that computes the prompt has its queue and the uncached
 suffix to compute; a hand-off has its fixed cost and the KV bytes that the decode worker lacks, at the rate at which
@@ -241,6 +243,7 @@ def prefers_local_prefill(
     """Whether each decode worker computes the prompt itself (local prefill), or a prefill worker does (disaggregated).
 
     The cheaper of both, within the bounds on uncached tokens; local if the demand or the lack of a partner requires it.
+    The demand does where admission let it in as local, the prefill pool being full (`ClusterCapacity.reads_itself`).
     """
     local: Bools = local_ms <= remote_ms
     if model.max_local_prefill_tokens is not None:

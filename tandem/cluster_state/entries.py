@@ -1,4 +1,7 @@
-"""Encodes and authenticates the cluster state that workers and routers publish in Redis.
+"""Encodes and authenticates what is kept in Redis: the cluster state that workers and routers publish.
+
+Workers publish their registration, a log of their cache's changes and snapshots of it; routers their load and their
+tenants' usage.
 
 A value is an HMAC-SHA-256 tag and a protobuf message (tandem/v1/cluster_state.proto). The key is derived from the
 cluster's secret; the tag covers the kind of entry, the cluster's name and the whole message, which has the worker's id,

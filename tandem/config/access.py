@@ -97,7 +97,7 @@ class RouterAccess(Section):
     audit_log: AuditConfig | None = None
 
     @model_validator(mode="after")
-    def _locked(self) -> Self:
+    def _refuse_open_beyond_loopback(self) -> Self:
         if self.api_keys and self.api_keys_file is not None:
             raise ValueError("api_keys and api_keys_file are both set: set only one of them")
         if not (self.is_local or self.allow_open or self.asks_who):

@@ -25,8 +25,8 @@ class VersionRange:
         """The range of a HELLO; `newest` is 0 when it states a single version."""
         return cls(oldest, newest or oldest)
 
-    def common(self, peer: "VersionRange") -> int:
-        """The newest version of both. Raises NoCommonVersion."""
+    def negotiate(self, peer: "VersionRange") -> int:
+        """Choose the newest version that both sides know. Raises NoCommonVersion."""
         version = min(self.newest, peer.newest)
         if version < max(self.oldest, peer.oldest):
             raise NoCommonVersion(f"protocol version {peer}, not {self}")

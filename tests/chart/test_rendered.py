@@ -123,7 +123,7 @@ def test_the_planner_is_asked_for_what_its_command_takes(release: Rendered) -> N
     # The command itself reads them all, and gets as far as an address that is none.
     told = CliRunner().invoke(app, [*container["command"][1:], *asked, "--url=ftp://x"])
     assert isinstance(told.exception, ConfigError)
-    assert "no router's address" in str(told.exception)
+    assert "is not a router URL" in str(told.exception)
     # Who is sized by it has no number of its own, unless it only looks.
     for one in release.of("StatefulSet"):
         assert ("replicas" in one["spec"]) == release.values["planner"]["dryRun"]

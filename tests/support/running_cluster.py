@@ -15,7 +15,7 @@ from cluster.processes.effective_config import module_command
 from cluster.processes.launcher import Command
 from cluster.processes.local_cluster import LocalCluster
 from cluster.supervisor.process_view import SilentWatcher
-from cluster.supervisor.supervisor import Policy
+from cluster.supervisor.supervisor import RestartPolicy
 from tandem.config.cluster import load
 
 WAIT_S = 60.0
@@ -196,7 +196,7 @@ _SETTINGS = {
 async def running(
     *,
     command: Command = module_command,
-    policy: Policy | None = None,
+    policy: RestartPolicy | None = None,
     believes: ssl.SSLContext | None = None,
     **overrides: Any,
 ) -> AsyncIterator[RunningCluster]:

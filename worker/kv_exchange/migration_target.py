@@ -14,7 +14,7 @@ from typing import Any
 from engine.scheduler.scheduler import Scheduler
 from tandem.errors import InvalidRequest
 from tandem.v1 import session_pb2 as pb
-from worker.decisions.migration_plan import FetchPlan, plan_fetch
+from worker.decisions.migration_fetch import FetchPlan, plan_fetch
 from worker.engine_host import EngineHost
 from worker.kv_exchange.fetch import Declined
 from worker.kv_exchange.fetcher import Fetcher

@@ -1,8 +1,8 @@
 """Named beginnings of conversations (`cachedContents`): their owners, expiry, and number. Pure.
 
-A pin of the same name keeps the prompt's blocks; this is what a later request needs to begin with them again. Processes
-that share a host's ports publish their changes to each other (`router.api.request.shared_named_caches`): the later of
-two changes wins, and what was removed does not come back.
+A pin of the same name keeps the prompt's blocks, for as long as `engine.kv_cache.pins` decides; this is what a later
+request needs to begin with them again. Processes that share a host's ports publish their changes to each other
+(`router.api.request.shared_named_caches`): the later of two changes wins, and what was removed does not come back.
 """
 
 from collections.abc import Awaitable, Callable

@@ -1,4 +1,4 @@
-"""Parses and checks prompt logprobs options, for HTTP and gRPC alike."""
+"""Prompt logprobs options: parses and checks them, for HTTP and gRPC alike."""
 
 from collections.abc import Sequence
 

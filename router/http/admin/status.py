@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from router.http.body.answer_object import AnswerObject, AnyObject, Count
-from router.http.body.sse import EventStream, SseResponse
+from router.http.body.sse import EventStream, SseResponse, frame
 from router.http.openapi.event_streams import openai_events
 from router.http.routing.access import AccessGuard, ClientAccess, OperatorPage, PageAccess
 from router.status.feed import StatusFeed
@@ -114,7 +114,7 @@ class StatusRoutes:
             status: bytes | None = await self._feed.snapshot(tenant)
             left = MOST_EVENTS
             while status is not None and left:
-                events.write(b"data: " + status + b"\n\n")
+                events.write(frame(status))
                 await events.ready()
                 status, left = await listener.next(), left - 1
 

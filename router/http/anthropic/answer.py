@@ -8,7 +8,7 @@ from router.api.answer.call_reader import CALLED, AnswerParser, CallPiece, Piece
 from router.api.answer.choice_text import TextDelta
 from router.api.request.client_request import PreparedRequest
 from router.http.body.error_formats import anthropic_error
-from router.http.body.sse import EventStream
+from router.http.body.sse import EventStream, event
 from tandem.errors import ServingError
 from tandem.values.outputs import FinishReason
 
@@ -17,15 +17,14 @@ _NO_THOUGHT = {"type": "thinking", "thinking": "", "signature": ""}
 """Reasoning is unsigned: its content is not verified when it comes back."""
 
 
-def event(content: dict[str, Any]) -> bytes:
+def typed_event(content: dict[str, Any]) -> bytes:
     """Format one event; its type is in the event line and in the data."""
-    kind: str = content["type"]
-    return b"event: " + kind.encode() + b"\ndata: " + orjson.dumps(content) + b"\n\n"
+    return event(content, kind=content["type"])
 
 
 def error_event(error: ServingError) -> bytes:
     """Format the event that ends a stream after an error."""
-    return event(anthropic_error(error))
+    return typed_event(anthropic_error(error))
 
 
 class MessagesUsage:
@@ -131,7 +130,7 @@ class MessageStream:
     def _opening(self) -> list[bytes]:
         message: dict[str, Any] = _head(self._prepared, self._model)
         message |= {"content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage.shown()}
-        return [event({"type": "message_start", "message": message}), event({"type": "ping"})]
+        return [typed_event({"type": "message_start", "message": message}), typed_event({"type": "ping"})]
 
     def _piece(self, piece: Piece) -> list[bytes]:
         if not isinstance(piece, CallPiece):
@@ -151,20 +150,20 @@ class MessageStream:
         ended = self._end_block()
         self._index += 1
         self._kind = block["type"]
-        return [*ended, event({"type": "content_block_start", "index": self._index, "content_block": block})]
+        return [*ended, typed_event({"type": "content_block_start", "index": self._index, "content_block": block})]
 
     def _end_block(self) -> list[bytes]:
-        return [] if self._index < 0 else [event({"type": "content_block_stop", "index": self._index})]
+        return [] if self._index < 0 else [typed_event({"type": "content_block_stop", "index": self._index})]
 
     def _delta(self, delta: dict[str, Any]) -> bytes:
-        return event({"type": "content_block_delta", "index": self._index, "delta": delta})
+        return typed_event({"type": "content_block_delta", "index": self._index, "delta": delta})
 
     def _closing(self, delta: TextDelta) -> list[bytes]:
         return [
             *([] if self._index >= 0 else self._block(_NO_TEXT)),
             *self._end_block(),
-            event({"type": "message_delta", "delta": _ending(self._reader, delta), "usage": self._usage.shown()}),
-            event({"type": "message_stop"}),
+            typed_event({"type": "message_delta", "delta": _ending(self._reader, delta), "usage": self._usage.shown()}),
+            typed_event({"type": "message_stop"}),
         ]
 
 

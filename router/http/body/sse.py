@@ -18,11 +18,17 @@ DONE = b"data: [DONE]\n\n"
 _log = logging.getLogger(__name__)
 
 
-def event(content: dict[str, Any], event_id: bytes | None = None) -> bytes:
-    """Format one event. orjson writes infinities and NaN as null."""
-    if event_id is not None:
-        return b"id: " + event_id + b"\ndata: " + orjson.dumps(content) + b"\n\n"
-    return b"data: " + orjson.dumps(content) + b"\n\n"
+def event(content: dict[str, Any], *, event_id: bytes | None = None, kind: str | None = None) -> bytes:
+    """Format one event, with its `id:` and `event:` lines where given. orjson writes infinities and NaN as null."""
+    return frame(orjson.dumps(content), event_id=event_id, kind=kind)
+
+
+def frame(data: bytes, *, event_id: bytes | None = None, kind: str | None = None) -> bytes:
+    """Frame one line of data as a server-sent event."""
+    head = b"" if event_id is None else b"id: " + event_id + b"\n"
+    if kind is not None:
+        head += b"event: " + kind.encode() + b"\n"
+    return head + b"data: " + data + b"\n\n"
 
 
 class EventStream:

@@ -64,7 +64,7 @@ class SseAnswerStream:
         events = [] if self._opened else self._opening()
         self._opened = True
         self._cursor.moved(delta)
-        events += [event(chunk | self._fields, self._id_of(chunk)) for chunk in chunks]
+        events += [event(chunk | self._fields, event_id=self._id_of(chunk)) for chunk in chunks]
         if self._extras.include_usage and self._usage.complete:
             events.append(self._usage_event())
         return bool(events) and self._events.write(b"".join(events))
@@ -73,7 +73,7 @@ class SseAnswerStream:
         timing = {"timing": timing_object(self._usage)} if self._extras.timing else {}
         ending = self._answer.ending()
         content = ending | {"usage": usage_object(self._usage)} | timing
-        return event(content, self._id_of(ending))
+        return event(content, event_id=self._id_of(ending))
 
     def _id_of(self, chunk: dict[str, Any]) -> bytes | None:
         choices = chunk["choices"]
@@ -83,7 +83,7 @@ class SseAnswerStream:
     def _opening(self) -> list[bytes]:
         """Only the last event has an id: a client that lacks any of them starts again."""
         chunks = self._answer.opening()
-        return [event(c | self._fields, self._id_of(c) if c is chunks[-1] else None) for c in chunks]
+        return [event(c | self._fields, event_id=self._id_of(c) if c is chunks[-1] else None) for c in chunks]
 
     def _cut(self, index: int) -> "_TextEvent":
         around = self._text_events[index] = _TextEvent.cut(self._answer, index, self._fields)

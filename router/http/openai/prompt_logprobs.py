@@ -1,4 +1,4 @@
-"""Formats log probabilities of prompts: vLLM's `prompt_logprobs`, and OpenAI's for an echoed prompt.
+"""Prompt logprobs in answers: formats vLLM's `prompt_logprobs`, and OpenAI's for an echoed prompt.
 
 Built slice by slice, as JSON, so that concurrent streams are not delayed.
 """

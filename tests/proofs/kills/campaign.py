@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cluster.supervisor.supervisor import Policy
+from cluster.supervisor.supervisor import RestartPolicy
 from kv_transfer.protocol.leases import LeaseClock
 from tests.proofs.kills.clients import Clients, Prompt
 from tests.support.running_cluster import RunningCluster
 
-PATIENT = Policy(max_rapid_deaths=1_000_000, max_backoff_s=0.05, backoff_s=0.05)
+PATIENT = RestartPolicy(max_rapid_deaths=1_000_000, max_backoff_s=0.05, backoff_s=0.05)
 """A supervisor that restarts whatever dies, at once and for ever."""
 SHAPE: dict[str, Any] = {
     "prefill__replicas": 2,

@@ -22,7 +22,7 @@ from router.api.request.client_request import PreparedRequest
 from router.http.body.client_link import WhileConnected
 from router.http.body.errors import error_object
 from router.http.body.json_body import JsonBody
-from router.http.body.sse import EventStream, SseResponse
+from router.http.body.sse import EventStream, SseResponse, event
 from router.http.openai.generation import IDS_HEADER, TIMING_HEADER, trace_and_time
 from router.http.openai.logprobs import Logprobs
 from router.http.openai.prompt_logprobs import SLICE_VALUES
@@ -292,8 +292,7 @@ class _ResponseStream:
     def _written(self, events_made: Iterable[ResponseEvent]) -> bytes:
         lines = []
         for one in events_made:
-            content = orjson.dumps(one | {"sequence_number": self._number})
-            lines.append(b"event: " + one["type"].encode() + b"\ndata: " + content + b"\n\n")
+            lines.append(event(one | {"sequence_number": self._number}, kind=one["type"]))
             self._number += 1
         return b"".join(lines)
 

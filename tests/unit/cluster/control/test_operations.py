@@ -14,13 +14,13 @@ from cluster.processes.local_cluster import LocalCluster
 from cluster.supervisor.exceptions import ChangeFailed, ClusterFailed
 from cluster.supervisor.process_view import SilentWatcher
 from cluster.supervisor.rollout import ChangeRefused, Rollout, Step
-from cluster.supervisor.supervisor import Policy, ProcessState
+from cluster.supervisor.supervisor import ProcessState, RestartPolicy
 from tandem.config.cluster import load
 from tandem.rpc.hosts import hold
 from tests.support.cluster.fake_cluster import fake_command, fake_config
 from tests.unit.worker.test_gpus import FakeHost
 
-POLICY = Policy(stop_early_s=0.5, backoff_s=0.01, max_rapid_deaths=2, start_timeout_s=30)
+POLICY = RestartPolicy(stop_early_s=0.5, backoff_s=0.01, max_rapid_deaths=2, start_timeout_s=30)
 
 
 @pytest.fixture

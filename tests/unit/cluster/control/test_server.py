@@ -25,7 +25,7 @@ from cluster.control.wire import (
     parse_request,
 )
 from cluster.processes.local_cluster import LocalCluster
-from cluster.supervisor.supervisor import Policy, ProcessState
+from cluster.supervisor.supervisor import ProcessState, RestartPolicy
 from tandem.config.cluster import load
 from tandem.errors import ConfigError
 from tandem.process.runtime_folder import runtime_folder
@@ -41,7 +41,7 @@ def folder(tmp_path):
 
 def make(folder, modes=None, **counts):
     config = fake_config(**counts).model_copy(update={"control_socket": str(folder / "c.sock")})
-    policy = Policy(stop_early_s=0.5, start_timeout_s=30)
+    policy = RestartPolicy(stop_early_s=0.5, start_timeout_s=30)
     return LocalCluster(config, command=fake_command(folder / "journal", modes), policy=policy)
 
 

@@ -16,11 +16,11 @@ from cluster.cli.up import run_with
 from cluster.processes.local_cluster import LocalCluster
 from cluster.supervisor.exceptions import ClusterFailed, StoppedEarly
 from cluster.supervisor.process_view import SilentWatcher
-from cluster.supervisor.supervisor import Policy, ProcessState, Role
+from cluster.supervisor.supervisor import ProcessState, RestartPolicy, Role
 from tests.support.cluster.fake_cluster import fake_command, fake_config
 
 ROOT = Path(__file__).resolve().parents[4]
-POLICY = Policy(stop_early_s=0.5, backoff_s=0.01, max_rapid_deaths=2, start_timeout_s=30)
+POLICY = RestartPolicy(stop_early_s=0.5, backoff_s=0.01, max_rapid_deaths=2, start_timeout_s=30)
 
 
 class Recorder(SilentWatcher):
@@ -126,7 +126,7 @@ async def test_a_bad_ready_line_is_a_failed_start(journal):
 
 
 async def test_a_start_that_hangs_is_ended(journal):
-    policy = Policy(start_timeout_s=0.5, stop_early_s=0.5)
+    policy = RestartPolicy(start_timeout_s=0.5, stop_early_s=0.5)
     with pytest.raises(ClusterFailed, match="was ended by SIGKILL before it was ready"):
         async with make(journal, {"prefill-0": "slow"}, policy=policy):
             pytest.fail("entered")

@@ -8,12 +8,12 @@ import pytest
 
 from cluster.processes.local_cluster import LocalCluster
 from cluster.supervisor.process_view import SilentWatcher
-from cluster.supervisor.supervisor import Policy, ProcessState
+from cluster.supervisor.supervisor import ProcessState, RestartPolicy
 from tests.support.cluster.clock_that_jumps import ClockThatJumps
 from tests.support.cluster.fake_cluster import fake_config
 
 WAIT_S = 20.0
-POLICY = Policy(start_timeout_s=60, max_rapid_deaths=2)
+POLICY = RestartPolicy(start_timeout_s=60, max_rapid_deaths=2)
 
 
 class Played:

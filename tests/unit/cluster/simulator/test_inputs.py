@@ -198,7 +198,7 @@ def test_the_plan_is_as_small_as_can_be_and_says_why(tmp_path: Path) -> None:
     assert lines[-1].startswith("cheapest: ")
     assert f"{best['gpus']} GPU" in lines[-1]
     assert sum(p["design"] in line for line in lines[4 : 4 + len(plans)] for p in plans) == len(plans)
-    with pytest.raises(ConfigError, match="--worker is"):
+    with pytest.raises(ConfigError, match="--worker must be"):
         plan_cluster(PlanOptions(load=load, workers=("gpus=1",)))
 
 

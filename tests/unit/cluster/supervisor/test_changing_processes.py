@@ -7,10 +7,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.supervisor.supervisor import Gone, Launch, Phase, Policy, ProcessPlan, ProcessState, Role, Send, Supervisor
+from cluster.supervisor.supervisor import (
+    Gone,
+    Launch,
+    Phase,
+    ProcessPlan,
+    ProcessState,
+    RestartPolicy,
+    Role,
+    Send,
+    Supervisor,
+)
 from tandem.errors import InvariantError
 
-POLICY = Policy(start_timeout_s=60, stop_early_s=5, stable_s=30, backoff_s=1, max_backoff_s=5, max_rapid_deaths=2)
+POLICY = RestartPolicy(
+    start_timeout_s=60, stop_early_s=5, stable_s=30, backoff_s=1, max_backoff_s=5, max_rapid_deaths=2
+)
 FIRST = ("prefill-0", "decode-0", "router-0")
 KINDS = ("add", "add", "retire", "ready", "exit", "no room", "room", "tick", "tick")
 NAMES = (*FIRST, "prefill-1", "decode-1", "router-1")

@@ -19,7 +19,7 @@ from cluster.supervisor.rollout import (
     RolloutState,
     flip_steps,
     missing_contacts,
-    restart_steps,
+    replacement_steps,
     scale_steps,
     sizes_of,
 )
@@ -183,7 +183,7 @@ ROLES = st.lists(st.sampled_from(list(Role)), min_size=1, max_size=3, unique=Tru
 def test_a_restart_never_serves_with_fewer_and_what_fails_leaves_the_old_one(members, fates, roles):
     before = dict(members)
     world = World(dict(members), list(fates))
-    rollout = Rollout(restart_steps(members, roles), known_s=KNOWN_S)
+    rollout = Rollout(replacement_steps(members, roles), known_s=KNOWN_S)
     world.run(rollout)
     assert all(world.fewest[role] >= count for role, count in serving(before).items())
     assert len(world.retired) == len(set(world.retired)), "nobody twice"
@@ -201,11 +201,11 @@ def test_a_restart_never_serves_with_fewer_and_what_fails_leaves_the_old_one(mem
 
 def test_restart_by_name_replaces_each_named_process_once():
     members = cluster(2, 3, 1)
-    assert [step.retire for step in restart_steps(members, [], ["decode-2", "decode-0", "decode-2"])] == [
+    assert [step.retire for step in replacement_steps(members, [], ["decode-2", "decode-0", "decode-2"])] == [
         "decode-2",
         "decode-0",
     ]
-    both = restart_steps(members, [Role.PREFILL], ["prefill-1", "decode-1"], in_place={"decode-1"})
+    both = replacement_steps(members, [Role.PREFILL], ["prefill-1", "decode-1"], in_place={"decode-1"})
     assert [(step.add, step.retire, step.in_place) for step in both] == [
         (Role.PREFILL, "prefill-0", False),
         (Role.PREFILL, "prefill-1", False),
@@ -215,7 +215,7 @@ def test_restart_by_name_replaces_each_named_process_once():
     with pytest.raises(
         ChangeRefused, match=r"unknown process decode-1; the processes are: decode-0, decode-2, prefill-0"
     ):
-        restart_steps(members, [], ["decode-1"])
+        replacement_steps(members, [], ["decode-1"])
 
 
 def test_one_that_was_given_up_and_is_replaced_by_name_counts_again():
@@ -233,7 +233,7 @@ def unmoved(members):
 def test_a_restart_in_place_takes_no_room_and_misses_one_at_a_time(members, fates, roles):
     before, workers = dict(members), {n for n, m in members.items() if m.role is not Role.ROUTER}
     world = World(dict(members), list(fates), revives=True)
-    rollout = Rollout(restart_steps(members, roles, in_place=workers), known_s=KNOWN_S)
+    rollout = Rollout(replacement_steps(members, roles, in_place=workers), known_s=KNOWN_S)
     world.run(rollout)
     for role in WORKERS:
         assert world.most[role] <= max(alive(before)[role], sum(m.role is role for m in before.values()))
@@ -252,7 +252,7 @@ def test_rollout_aborted_change_keeps_capacity_and_full_members(members, fates, 
     before = dict(members)
     world = World(dict(members), list(fates), abort_at=float(abort_at))
     workers = {n for n, m in members.items() if m.role is not Role.ROUTER}
-    rollout = Rollout(restart_steps(members, roles, in_place=workers if in_place else ()), known_s=KNOWN_S)
+    rollout = Rollout(replacement_steps(members, roles, in_place=workers if in_place else ()), known_s=KNOWN_S)
     world.run(rollout)
     if rollout.failure != "taken back":
         return
@@ -308,7 +308,7 @@ def test_a_flip_moves_one_worker_and_never_takes_the_last_decoder(members, fates
 
 def test_the_old_one_waits_until_every_router_has_an_answer_from_the_new_one():
     members = cluster(routers=2)
-    rollout = Rollout(restart_steps(members, [Role.DECODE]), known_s=KNOWN_S)
+    rollout = Rollout(replacement_steps(members, [Role.DECODE]), known_s=KNOWN_S)
     assert [type(order) for order in rollout.advance(members, 0.0)] == [Progress, Add]
     rollout.started("decode-1")
     members["decode-1"] = member(Role.DECODE, 1)
@@ -322,7 +322,7 @@ def test_the_old_one_waits_until_every_router_has_an_answer_from_the_new_one():
 
 def test_rollout_unreachable_process_is_removed_and_the_old_one_stays():
     members = cluster()
-    rollout = Rollout(restart_steps(members, [Role.DECODE]), known_s=KNOWN_S)
+    rollout = Rollout(replacement_steps(members, [Role.DECODE]), known_s=KNOWN_S)
     rollout.advance(members, 0.0)
     rollout.started("decode-1")
     members["decode-1"] = member(Role.DECODE, 1)

@@ -11,16 +11,18 @@ from cluster.supervisor.supervisor import (
     Launch,
     Note,
     Phase,
-    Policy,
     ProcessPlan,
     ProcessState,
+    RestartPolicy,
     Role,
     Send,
     Supervisor,
 )
 from tandem.errors import InvariantError
 
-POLICY = Policy(start_timeout_s=60, stop_early_s=5, stable_s=30, backoff_s=1, max_backoff_s=5, max_rapid_deaths=3)
+POLICY = RestartPolicy(
+    start_timeout_s=60, stop_early_s=5, stable_s=30, backoff_s=1, max_backoff_s=5, max_rapid_deaths=3
+)
 NAMES = ("prefill-0", "decode-0", "decode-1", "router")
 
 
@@ -308,7 +310,7 @@ def pair(silence_s=4.0):
             ProcessPlan(name="decode-0", role=Role.DECODE),
             *(ProcessPlan(name=f"router-{i}", role=Role.ROUTER, index=i, count=2, beats=True) for i in range(2)),
         ],
-        Policy(silence_s=silence_s),
+        RestartPolicy(silence_s=silence_s),
     )
     supervisor.start(0)
     for name in ("decode-0", "router-0", "router-1"):

@@ -314,7 +314,7 @@ async def test_batch_routes_without_folder_are_absent(parts: fakes.Servers) -> N
         for path in ("/v1/files", "/v1/batches", "/v1/batches/batch_1/cancel"):
             answer = await client.post(path, headers={"Authorization": "Bearer one"})
             assert answer.status_code == 404
-            assert "router.batches.path turns it on" in answer.json()["error"]["message"]
+            assert "setting router.batches.path enables it" in answer.json()["error"]["message"]
             assert (await client.post(path)).status_code == 401
         answer = await client.post("/v1/filesystems", headers={"Authorization": "Bearer one"})
         assert answer.json()["error"]["message"] == "no route POST /v1/filesystems"

@@ -110,7 +110,7 @@ def test_store_database_of_a_newer_version_is_refused(store: BatchStore, tmp_pat
     other = sqlite3.connect(tmp_path / "batches.sqlite3")
     other.execute("PRAGMA user_version = 2")
     other.close()
-    with pytest.raises(ConfigError, match=r"router\.batches\.path: .* version 2, at most 1"):
+    with pytest.raises(ConfigError, match=r"router\.batches\.path: .* version 2, but at most 1 is supported"):
         BatchStore(tmp_path, max_tenant_bytes=1, keep_s=1.0).open()
 
 

@@ -46,10 +46,10 @@ def test_version_range_common_is_newest_of_both() -> None:
     spoken = {(4, 6): 5, (5, 9): 5, (1, 3): 3, (4, 4): 4, (3, 5): 5, (1, 9): 5}
     for (oldest, newest), version in spoken.items():
         there = VersionRange(oldest, newest)
-        assert here.common(there) == there.common(here) == version
+        assert here.negotiate(there) == there.negotiate(here) == version
     for there in (VersionRange(6, 7), VersionRange(1, 2), VersionRange(0, 0), VersionRange(5, 4)):
         with pytest.raises(NoCommonVersion, match=f"^protocol version {there}, not 3 to 5$"):
-            here.common(there)
+            here.negotiate(there)
 
 
 def test_version_range_from_single_number() -> None:

@@ -58,8 +58,8 @@ def test_renamed_definitions_differ_in_nothing_but_names() -> None:
 
 
 def test_this_version_speaks_that_of_the_version_before() -> None:
-    assert session_versions.SPOKEN.common(release.spoken().session) == release.spoken().session.newest
-    assert handoff_versions.SPOKEN.common(release.spoken().handoff) == release.spoken().handoff.newest
+    assert session_versions.SPOKEN.negotiate(release.spoken().session) == release.spoken().session.newest
+    assert handoff_versions.SPOKEN.negotiate(release.spoken().handoff) == release.spoken().handoff.newest
 
 
 def new_kinds(old: FileDescriptorSet, new: FileDescriptorSet, message: str) -> set[str]:
