@@ -90,12 +90,12 @@ async def test_ray_writes_no_secret_down(nodes, upped):
 
 
 @pytest.mark.parametrize(
-    ("token", "told"), [("wrong" * 8, "refuses this token"), (None, "no Ray token")], ids=["wrong", "none"]
+    ("token", "message"), [("wrong" * 8, "rejected the token"), (None, "no Ray token")], ids=["wrong", "none"]
 )
-async def test_whoever_has_not_the_token_is_told_so(nodes, tmp_path, token, told):
+async def test_up_on_ray_without_its_token_is_refused(nodes, tmp_path, token, message):
     environment = nodes.environment | {"HOME": str(tmp_path), "RAY_AUTH_TOKEN": token or ""}
     process = await tandem(environment, "up", "--ray", nodes.address, "--port", "0", "--grpc-port", "0")
     out, _ = await process.communicate()
     assert process.returncode == 2, out.decode()
     assert out.decode().startswith("error: "), out.decode()
-    assert told in out.decode()
+    assert message in out.decode()
