@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import httpx
+import pytest
 import yaml
 
 from cluster.processes.effective_config import PortDrawer
@@ -31,6 +32,7 @@ async def until(client: httpx.AsyncClient, path: str, status: int) -> None:
         await asyncio.sleep(0.1)
 
 
+@pytest.mark.turn(1)
 async def test_router_with_every_engine_dead_answers_503_and_stays_ready_for_its_service(tmp_path: Path) -> None:
     with PortDrawer() as ports:
         http, grpc = (ports.draw("127.0.0.1", "router.host") for _ in range(2))

@@ -4,6 +4,7 @@ import asyncio
 import os
 
 import psutil
+import pytest
 
 from tests.support.running_cluster import WAIT_S, running
 
@@ -31,6 +32,7 @@ async def one_standby(other_than: int | None = None) -> int:
     return pids[0]
 
 
+@pytest.mark.turn(0)
 async def test_worker_that_dies_in_a_stream_is_replaced_by_the_standby() -> None:
     async with running(standby_workers=1, prefill__replicas=0, decode__replicas=1) as cluster:
         expected = await cluster.tokens(PROMPT, MAX_TOKENS)

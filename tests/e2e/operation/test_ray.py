@@ -81,6 +81,7 @@ async def test_workers_change_pools_and_leave_and_no_request_fails(nodes, upped,
     await says_the_same(cluster, answers, "changed")
 
 
+@pytest.mark.turn(0)
 async def test_ray_writes_no_secret_down(nodes, upped):
     """Of a cluster whose actors have been started, signalled and lost by now."""
     written = {path: path.read_bytes() for path in nodes.session.rglob("*") if path.is_file()}
