@@ -125,12 +125,13 @@ async def otlp_http_receiver() -> AsyncIterator[OtlpHttpReceiver]:
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
             is_otlp = (self.path, self.headers["content-type"]) == ("/v1/traces", "application/x-protobuf")
+            if is_otlp:
+                # Before the answer: who has it may look at once.
+                receiver.metadata.append({name.lower(): value for name, value in self.headers.items()})
+                receiver.spans.extend(received_in(pb.ExportTraceServiceRequest.FromString(body)))
             self.send_response(200 if is_otlp else 404)
             self.send_header("content-length", "0")
             self.end_headers()
-            if is_otlp:
-                receiver.metadata.append({name.lower(): value for name, value in self.headers.items()})
-                receiver.spans.extend(received_in(pb.ExportTraceServiceRequest.FromString(body)))
 
         def log_message(self, *_: Any) -> None:
             """Keep tests' output to the tests."""
