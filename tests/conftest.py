@@ -14,6 +14,12 @@ _SHARED = (
     *(_TESTS / f"integration/engine/test_{name}.py" for name in _ONE_PROCESS),
 )
 """Of one process, or of few that wait for each other."""
+_COMPUTE = (
+    *(_TESTS / f"unit/engine/{name}" for name in ("backends", "kernels", "model", "runner", "sampling", "scheduler")),
+    *(_TESTS / f"unit/{name}" for name in ("kv_transfer/layout", "kv_transfer/protocol", "cluster/simulator")),
+    *(_TESTS / f"integration/engine/test_{name}.py" for name in ("storms", "determinism")),
+)
+"""Of those, tests that compute and wait for nothing: they run at the lowest priority, beside those of clusters."""
 
 COMPONENTS = {
     "tandem": "tandem",
@@ -43,6 +49,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return None
     if not _is_shared(collection_path):
         return "not alone" in chosen or None
+    if "compute" in chosen:
+        return ("not compute" in chosen) == _is_compute(collection_path) or None
     return ("not alone" not in chosen and "mark.alone" not in collection_path.read_text(encoding="utf-8")) or None
 
 
@@ -53,6 +61,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if not _is_shared(item.path):
             item.add_marker(pytest.mark.alone)
+        elif _is_compute(item.path):
+            item.add_marker(pytest.mark.compute)
         folder = item.path.relative_to(_TESTS).parts
         if folder[0] == "unit" and folder[1] in COMPONENTS:
             item.add_marker(COMPONENTS[folder[1]])
@@ -60,3 +70,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def _is_shared(path: Path) -> bool:
     return any(map(path.is_relative_to, _SHARED))
+
+
+def _is_compute(path: Path) -> bool:
+    return any(map(path.is_relative_to, _COMPUTE))

@@ -1,8 +1,9 @@
 """`python -m tests.suite.run [PYTEST_ARGS]`: the whole test suite, as `make test` runs it.
 
-Tests of one process share the processors, two at a time; then those that start clusters run alone. What failed, if it
-is little, is run once more by itself: what passes then is printed as FLAKY with both outcomes and appended to
-`tests/unsteady.yaml`, to be committed with the cause once it is mended.
+Tests of one process share the processors, two at a time. Then those that start clusters run one after the other, and
+beside them, at the lowest priority, those that only compute: clusters mostly wait. What failed, if it is little, is run
+once more by itself: what passes then is printed as FLAKY with both outcomes and appended to `tests/unsteady.yaml`, to
+be committed with the cause once it is mended.
 """
 
 import collections
@@ -13,8 +14,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from tests.suite import unsteady
 from tests.suite.unsteady import Unsteady
@@ -33,13 +36,21 @@ class Phase:
     name: str
     args: tuple[str, ...]
     env: tuple[tuple[str, str], ...] = ()
+    beside: bool = False
+    """Runs beside the next phase that does not, at the lowest priority; its output is printed after that one's."""
 
 
 PHASES = (
     Phase(
         name="shared",
-        args=("-n", "2", "--dist", "worksteal", "-m", f"{QUICK} and not alone"),
+        args=("-n", "2", "--dist", "worksteal", "-m", f"{QUICK} and not alone and not compute"),
         env=(("OMP_NUM_THREADS", "1"),),
+    ),
+    Phase(
+        name="compute",
+        args=("-m", f"{QUICK} and compute and not alone"),
+        env=(("OMP_NUM_THREADS", "1"),),
+        beside=True,
     ),
     Phase(name="alone", args=("-m", f"{QUICK} and alone")),
 )
@@ -76,13 +87,43 @@ class PhaseResult:
         )
 
 
-def run_pytest(phase: Phase, args: Sequence[str], root: Path = ROOT) -> PhaseResult:
-    """Run pytest as a process of its own; its output goes where ours does."""
+def run_phases(phases: Sequence[Phase], args: Sequence[str], root: Path) -> list[PhaseResult]:
+    """Run all phases, in their order but for those that run beside the next one."""
+    results: list[PhaseResult] = []
+    beside: list[Future[tuple[PhaseResult, str]]] = []
+    with ThreadPoolExecutor() as pool:
+        for phase in phases:
+            if phase.beside:
+                beside.append(pool.submit(_run_quietly, phase, [*phase.args, *args], root))
+                continue
+            results.append(run_pytest(phase, [*phase.args, *args], root))
+            for quiet in beside:
+                result, output = quiet.result()
+                print(output, end="", flush=True)
+                results.append(result)
+            beside.clear()
+    return results
+
+
+def _run_quietly(phase: Phase, args: Sequence[str], root: Path) -> tuple[PhaseResult, str]:
+    """Run pytest at the lowest priority, and return what it printed."""
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
+        result = run_pytest(phase, args, root, before=("nice", "-n", "19"), stdout=output)
+        output.seek(0)
+        return result, output.read()
+
+
+def run_pytest(
+    phase: Phase, args: Sequence[str], root: Path = ROOT, *, before: Sequence[str] = (), stdout: IO[str] | None = None
+) -> PhaseResult:
+    """Run pytest as a process of its own. `before`: of its command line. `stdout`: where ours goes when absent."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "outcomes.jsonl"
         path.touch()
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.suite.outcomes", f"--outcomes={path}", *args]
-        done = subprocess.run(command, cwd=root, env={**os.environ, **dict(phase.env)}, check=False)
+        command = [*before, sys.executable, "-m", "pytest", "-q", "-p", "tests.suite.outcomes", f"--outcomes={path}"]
+        env = {**os.environ, **dict(phase.env)}
+        errors = None if stdout is None else subprocess.STDOUT
+        done = subprocess.run([*command, *args], cwd=root, env=env, check=False, stdout=stdout, stderr=errors)
         lines = path.read_text(encoding="utf-8").splitlines()
     return PhaseResult(phase=phase, exit_code=done.returncode, outcomes=[Outcome(**json.loads(line)) for line in lines])
 
@@ -134,7 +175,7 @@ def print_slowest(outcomes: Iterable[Outcome]) -> None:
 
 def main(args: Sequence[str], phases: Sequence[Phase] = PHASES, root: Path = ROOT) -> int:
     """Run the suite with further arguments for pytest; 0 when it is green, 5 when they chose no test."""
-    results = [run_pytest(phase, [*phase.args, *args], root) for phase in phases]
+    results = run_phases(phases, args, root)
     if all(r.exit_code == _NO_TESTS for r in results):
         return _NO_TESTS
     outcomes = [o for r in results for o in r.outcomes]

@@ -104,3 +104,19 @@ def test_list_with_an_unknown_field_is_refused_by_its_entry() -> None:
 
 def test_repositorys_own_list_can_be_read() -> None:
     unsteady.parse((run.ROOT / run.UNSTEADY_LIST).read_text(encoding="utf-8"))
+
+
+def test_suite_phase_beside_another_is_counted_and_printed_after_it(
+    root: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (root / "test_it.py").write_text("def test_first():\n    pass\n\n\ndef test_second():\n    assert 1 == 2\n")
+    quiet = ("-p", "no:cacheprovider", "-k")
+    phases = (
+        run.Phase(name="low", args=(*quiet, "second"), beside=True),
+        run.Phase(name="high", args=(*quiet, "first")),
+    )
+    assert run.main([], phases, root) == 1
+    printed = capfd.readouterr().out
+    assert "failed twice: call: assert 1 == 2" in printed
+    assert "1 passed, 1 failed, 0 skipped" in printed
+    assert printed.index("1 passed, 1 deselected") < printed.index("1 failed, 1 deselected")
