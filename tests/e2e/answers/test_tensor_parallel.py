@@ -39,7 +39,7 @@ LONG_WAYS = {
         **CHUNKED,
     },
 }
-TURNS = {"colocated-4": 2, "tcp-1-2": 2}
+TURNS = {"colocated-4": 0, "shm-2": 1, "tcp-1-2": 2}
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
