@@ -1,7 +1,7 @@
 """Index of full blocks by content, with the order in which to evict them.
 
 One physical block per name. An entry is *parked* while its block has no reference: it is a cache entry, and a policy
-(`engine.eviction`) orders the parked ones for eviction. Three facts hold together (`check_invariants`):
+(`engine.kv_cache.eviction`) orders the parked ones for eviction. Three facts hold together (`check_invariants`):
 
 1. an entry's parent is a chain's root or an entry;
 2. a referenced entry's parent is referenced (a table holds all its blocks, and always the canonical ones);

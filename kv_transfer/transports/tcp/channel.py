@@ -1,4 +1,4 @@
-"""What frames travel through: a socket that is never waited for inside a call. Plain here, in TLS in tcp_tls.py.
+"""What frames travel through: a socket that is never waited for inside a call. Plain here, in TLS in tls.py.
 
 A channel is read on one thread and written on one thread, which may be two. `hang_up` may come from any.
 """

@@ -164,7 +164,7 @@ def hold_no_words(spans: list[Received]) -> bool:
     return all(len(text) < 100 for text in texts)
 
 
-@pytest.mark.turn(2)
+@pytest.mark.turn(1)
 async def test_one_request_is_one_trace_over_both_pools_and_so_is_a_fetch(oracle):
     trace = [f"{number:032x}" for number in range(1, 8)]
     async with otlp_receiver() as receiver:
