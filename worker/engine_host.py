@@ -188,8 +188,8 @@ class EngineHost:
                 self._load = await self.call(lambda scheduler: scheduler.load())
         return load_to_pb(
             self._load,
-            prefill_tokens_per_s=self.rates.prefill_tokens_per_s,
-            decode_step_s=self.rates.decode_step_s,
+            prefill_tokens_per_s=self.rates.settled_prefill_tokens_per_s,
+            decode_step_s=self.rates.settled_decode_step_s,
             kv_bytes_per_s=self.kv_bytes_per_s,
             step_age_s=self._stall_watch.age_s,
             work=work_to_pb(self._work, self.parts, resident_bytes=resident_bytes()),

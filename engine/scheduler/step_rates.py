@@ -1,29 +1,54 @@
 """This worker's prefill and decode rates, measured from its own steps, from which routers predict waiting times."""
 
+from statistics import median_high, median_low
+
 from engine.types.step_output import StepTimings
 
 _WEIGHT = 0.2
 MIN_PREFILL_TOKENS = 64
 """Minimum step size to learn from: smaller steps are dominated by their fixed cost."""
+NUM_FIRST = 3
+"""Measurements that a rate needs before routers are told of it.
+
+One alone may be of a step during which another program had the processor. A router that believed it would give an idle
+cluster's prompts to the worker's peers, for as long as their queues are short, and so the worker would never measure
+again.
+"""
 
 
 class RateMeter:
-    """Exponentially weighted means; 0 before the first measurement. Pure."""
+    """The median of the first measurements, then an exponentially weighted mean; 0 before the first one. Pure."""
 
-    __slots__ = ("decode_step_s", "prefill_tokens_per_s")
+    __slots__ = ("_decode_steps_s", "_prefill_rates", "decode_step_s", "prefill_tokens_per_s")
 
     def __init__(self) -> None:
         self.prefill_tokens_per_s = 0.0
         self.decode_step_s = 0.0
+        self._prefill_rates: list[float] = []
+        self._decode_steps_s: list[float] = []
+
+    @property
+    def settled_prefill_tokens_per_s(self) -> float:
+        """The prefill rate once `NUM_FIRST` steps have been measured, 0 before."""
+        return self.prefill_tokens_per_s if len(self._prefill_rates) == NUM_FIRST else 0.0
+
+    @property
+    def settled_decode_step_s(self) -> float:
+        """The decode step once `NUM_FIRST` of them have been measured, 0 before."""
+        return self.decode_step_s if len(self._decode_steps_s) == NUM_FIRST else 0.0
 
     def observe(self, timings: StepTimings) -> None:
         """Update the rates from one step: a prefill when most of its rows are prompt tokens, else a decode step."""
         if timings.num_tokens == timings.num_requests:
-            self.decode_step_s = _blend(self.decode_step_s, timings.step_s)
+            if len(self._decode_steps_s) < NUM_FIRST:
+                self._decode_steps_s.append(timings.step_s)
+                self.decode_step_s = median_low(self._decode_steps_s)
+            else:
+                self.decode_step_s += _WEIGHT * (timings.step_s - self.decode_step_s)
         elif timings.num_tokens - timings.num_requests >= MIN_PREFILL_TOKENS and timings.execute_s > 0.0:
             rate = timings.num_tokens / timings.execute_s
-            self.prefill_tokens_per_s = _blend(self.prefill_tokens_per_s, rate)
-
-
-def _blend(mean: float, value: float) -> float:
-    return value if mean == 0.0 else mean + _WEIGHT * (value - mean)
+            if len(self._prefill_rates) < NUM_FIRST:
+                self._prefill_rates.append(rate)
+                self.prefill_tokens_per_s = median_high(self._prefill_rates)
+            else:
+                self.prefill_tokens_per_s += _WEIGHT * (rate - self.prefill_tokens_per_s)

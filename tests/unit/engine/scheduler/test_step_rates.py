@@ -1,0 +1,44 @@
+"""Rates that a worker measures from its own steps."""
+
+import pytest
+
+from engine.scheduler.step_rates import MIN_PREFILL_TOKENS, NUM_FIRST, RateMeter
+from engine.types.step_output import StepTimings
+
+
+def prefill(seconds: float, num_tokens: int = 100) -> StepTimings:
+    return StepTimings(schedule_s=0.0, execute_s=seconds, commit_s=0.0, num_tokens=num_tokens, num_requests=1)
+
+
+def decode(seconds: float) -> StepTimings:
+    return StepTimings(schedule_s=0.0, execute_s=seconds, commit_s=0.0, num_tokens=4, num_requests=4)
+
+
+def test_one_disturbed_first_step_is_neither_reported_nor_decisive() -> None:
+    meter = RateMeter()
+    meter.observe(prefill(2.0))  # another program had the processor
+    meter.observe(decode(0.5))
+    assert (meter.prefill_tokens_per_s, meter.decode_step_s) == (50.0, 0.5)
+    for _ in range(NUM_FIRST - 1):
+        assert meter.settled_prefill_tokens_per_s == meter.settled_decode_step_s == 0.0
+        meter.observe(prefill(0.01))
+        meter.observe(decode(0.002))
+    assert meter.settled_prefill_tokens_per_s == meter.prefill_tokens_per_s == pytest.approx(10_000.0)
+    assert meter.settled_decode_step_s == meter.decode_step_s == pytest.approx(0.002)
+
+
+def test_later_steps_count_a_fifth_each() -> None:
+    meter = RateMeter()
+    for _ in range(NUM_FIRST):
+        meter.observe(prefill(0.1))
+        meter.observe(decode(0.01))
+    meter.observe(prefill(0.05))
+    meter.observe(decode(0.02))
+    assert meter.settled_prefill_tokens_per_s == pytest.approx(1_200.0)
+    assert meter.settled_decode_step_s == pytest.approx(0.012)
+
+
+def test_small_steps_say_nothing_of_the_prefill_rate() -> None:
+    meter = RateMeter()
+    meter.observe(prefill(0.1, num_tokens=MIN_PREFILL_TOKENS))  # one of them is not a prompt's
+    assert meter.prefill_tokens_per_s == 0.0
