@@ -259,12 +259,13 @@ def test_packing_holds_little_more_than_the_weight(library):
 
 
 @pytest.mark.skipif(not onednn_bf16(), reason="oneDNN has no bf16 here")
+@pytest.mark.parametrize("num_rows", [1, 5, 200, 256, 600])
 @pytest.mark.parametrize("epilogue", list(Epilogue))
-def test_onednn_has_the_same_face(epilogue):
+def test_onednn_has_the_same_face(epilogue, num_rows):
     weight, bias = (torch.randn(96, 64) / 8).bfloat16(), torch.randn(96).bfloat16()
     linear = OneDnnLinear(weight, bias, epilogue=epilogue)
-    x = torch.randn(5, 64).bfloat16()
-    old = torch.randn(5, linear.columns).to(linear.out_dtype)
+    x = torch.randn(num_rows, 64).bfloat16()
+    old = torch.randn(num_rows, linear.columns).to(linear.out_dtype)
     out = old.clone()
     linear(x, out)
     reference = expected(Arithmetic.BF16, x, weight, bias, epilogue, old)
