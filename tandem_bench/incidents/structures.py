@@ -62,11 +62,11 @@ async def _client(http: httpx.AsyncClient, body: dict[str, Any], tally: _Tally, 
             answer = await http.post("/v1/completions", json=body | {"seed": seed})
             if answer.status_code != httpx.codes.OK:
                 raise RequestFailed(answer.text)
-            body = answer.json()
+            completion = answer.json()
             tally.tries += 1
-            tally.tokens += body["usage"]["completion_tokens"]
+            tally.tokens += completion["usage"]["completion_tokens"]
             with suppress(ValueError):
-                json.loads(body["choices"][0]["text"])
+                json.loads(completion["choices"][0]["text"])
                 tally.whole += 1
                 break
         else:
