@@ -163,8 +163,8 @@ def with_sizes(config: ClusterConfig, sizes: Mapping[str, int]) -> ClusterConfig
     return config.model_copy(update=update)
 
 
-def with_watching(config: ClusterConfig, fresh: ClusterConfig) -> ClusterConfig:
-    """Apply the settings of `fresh` that may change while processes run: logging and trace sampling."""
+def with_live_settings(config: ClusterConfig, fresh: ClusterConfig) -> ClusterConfig:
+    """Apply the settings of `fresh` that SIGHUP has running processes read again: logging and trace sampling."""
     telemetry = config.telemetry.model_copy(update={"sample_ratio": fresh.telemetry.sample_ratio})
     logs = {"log_level": fresh.log_level, "log_format": fresh.log_format}
     return config.model_copy(update={**logs, "telemetry": telemetry})

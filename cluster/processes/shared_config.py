@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from cluster.processes.effective_config import with_addresses, with_sizes, with_watching
+from cluster.processes.effective_config import with_addresses, with_sizes, with_live_settings
 from cluster.processes.launcher import Launcher
 from cluster.supervisor.exceptions import ChangeFailed
 from cluster.supervisor.supervisor import Role
@@ -34,7 +34,7 @@ class SharedConfig:
 
     def watch_as(self, fresh: ClusterConfig) -> None:
         """Apply the settings of `fresh` that need no restart, effective from the next SIGHUP. Raises OSError."""
-        self._write(with_watching(self.config, fresh))
+        self._write(with_live_settings(self.config, fresh))
 
     def _write(self, config: ClusterConfig) -> None:
         self._launcher.configure(config)
