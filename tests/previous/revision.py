@@ -10,14 +10,24 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 DEFAULTS_INSIDE = "defaults.yaml"
 """Beside the code: every setting that the version knows."""
-_PACKAGES = ("tandem", "engine", "kv_transfer", "fabric", "router", "prefill_worker", "decode_worker")
+_PACKAGES = frozenset(
+    {"tandem", "engine", "kv_transfer", "fabric", "router", "worker", "prefill_worker", "decode_worker"}
+)
+"""What processes of any revision run; not every revision has all of them."""
 _LEFT_OUT = (":!engine/builtin_model", ":!*.pyi")
-_DEFAULTS = "from tandem.config.cluster import ClusterConfig, dump; print(dump(ClusterConfig()))"
+_DEFAULTS = """
+try:
+    from tandem.config.cluster import ClusterConfig, dump
+except ImportError:  # before tandem.config became a package
+    from tandem.config import ClusterConfig, dump
+print(dump(ClusterConfig()))
+"""
 
 
 def unpack(revision: str, folder: Path) -> None:
     """What processes of it run, without the model. A clone that lacks it (a shallow one) says so through git."""
-    extract(revision, folder, *_PACKAGES, "--", *_LEFT_OUT)
+    there = git("ls-tree", "--name-only", revision).decode().split()
+    extract(revision, folder, *sorted(_PACKAGES.intersection(there)), "--", *_LEFT_OUT)
     (folder / DEFAULTS_INSIDE).write_bytes(python(folder, "-c", _DEFAULTS))
 
 
