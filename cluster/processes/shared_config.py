@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from cluster.processes.effective_config import with_addresses, with_sizes, with_live_settings
+from cluster.processes.effective_config import with_addresses, with_live_settings, with_sizes
 from cluster.processes.launcher import Launcher
 from cluster.supervisor.exceptions import ChangeFailed
 from cluster.supervisor.supervisor import Role

@@ -90,7 +90,9 @@ def _batching() -> Incident:
         phases=(
             Phase(
                 name="whole prompts in one step",
-                setup=Setup(mode=COLOCATED, prefill_chunk_tokens=2048, engine={"max_step_s": None}),
+                setup=Setup(
+                    mode=COLOCATED, prefill_chunk_tokens=2048, engine={"max_step_s": None, "max_batched_tokens": 6400}
+                ),
                 load=chats_and_documents,
                 is_trouble=True,
             ),

@@ -74,13 +74,13 @@ async def chats_and_documents(url: str, seconds: float) -> Mapping[str, float]:
 
 
 async def short_and_long(url: str, seconds: float) -> Mapping[str, float]:
-    """Run two clients with short questions and one with long prompts; the latencies of both are reported separately."""
+    """Run two clients with short questions and four with long prompts; latencies of both are reported separately."""
     async with Client(url) as client, asyncio.TaskGroup() as tasks:
         short = tasks.create_task(
             keep_asking(client, new_prompts("short", 40), max_tokens=16, streams=2, seconds=seconds)
         )
         long = tasks.create_task(
-            keep_asking(client, new_prompts("long", 1900), max_tokens=4, streams=1, seconds=seconds)
+            keep_asking(client, new_prompts("long", 1900), max_tokens=4, streams=4, seconds=seconds)
         )
     return {**seen(short.result(), "short: "), **seen(long.result(), "long: ")}
 
