@@ -8,7 +8,7 @@ import pytest
 from tests.support.running_cluster import running
 
 MAX_TOKENS = 24
-ANSWER = 240
+ANSWER = 640
 SLOW = {"engine__prefill_chunk_tokens": 80, "engine__max_batched_tokens": 96}
 """Computing is dear: whatever is held somewhere is worth fetching."""
 CAME = re.compile(r"^(\S+): .*fetch/\S+: fetched (\d+) of (\d+) tokens from (\S+) in")

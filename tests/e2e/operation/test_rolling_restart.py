@@ -29,8 +29,9 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PROMPTS = 6
 ANSWER = 48
-LONG_ANSWER = 1000
-LONG_TRIES = 3
+LONG_ANSWER = 1900
+LONG_STREAMS = 4
+LONG_TRIES = 5
 SHORT_DRAIN_S = 0.5
 ROUNDS = 3
 
@@ -302,7 +303,7 @@ async def test_a_stream_that_outlives_its_router_goes_on_at_the_successor(cluste
     async with standing_alone(cluster, tmp_path) as lone:
         await lone.start(SHORT_DRAIN_S)
         streams = LongStreams(lone.http_url, oracle.story(9740, 100))
-        reading = asyncio.create_task(streams.read())
+        reading = asyncio.gather(*(streams.read() for _ in range(LONG_STREAMS)))
         for _ in range(LONG_TRIES):
             await lone.start(SHORT_DRAIN_S)
             if streams.num_broken:

@@ -171,7 +171,7 @@ async def test_one_request_is_one_trace_over_both_pools_and_so_is_a_fetch(oracle
         endpoint = {"telemetry__otlp_endpoint": f"http://127.0.0.1:{receiver.port}"}
         async with running(**endpoint, telemetry__otlp_headers={"X-Key": "k"}, **TWO_TO_ONE) as cluster:
             first = oracle.story(1, 300)
-            said = await ask(cluster, first, 240, trace[0])
+            said = await ask(cluster, first, 640, trace[0])
             spans = await complete(receiver, trace[0], HANDED_OVER)
             check_tree(spans, HANDED_OVER)
             received, sent = spans["tandem.handoff", "decode"], spans["tandem.send", "prefill"]
@@ -181,7 +181,7 @@ async def test_one_request_is_one_trace_over_both_pools_and_so_is_a_fetch(oracle
             await check_figures(cluster, received, "received", "handoff", 0.0)
             await check_figures(cluster, sent, "sent", "handoff", 0.0)
             root = spans["text_completion tandem-tiny", "router"].attributes
-            assert (root["gen_ai.usage.input_tokens"], root["gen_ai.usage.output_tokens"]) == (300, 240)
+            assert (root["gen_ai.usage.input_tokens"], root["gen_ai.usage.output_tokens"]) == (300, 640)
             assert root["gen_ai.response.finish_reasons"] == ["length"]
 
             second = [*first, *said, *oracle.story(100, 150)]
