@@ -86,7 +86,7 @@ async def test_a_download_that_breaks_is_gone_on_with_and_then_begun_anew(tmp_pa
         )
         said, troubles = await fetching.communicate()
     assert fetching.returncode == 0, troubles.decode()
-    assert b"; again in " in said, "the client's own tries did not suffice"
+    assert b"; retrying in " in said, "the client's own tries did not suffice"
     assert {name: (into / name).read_bytes() for name in FILES} == FILES
     assert len(Hub.begins) == CLIENTS_OWN_TRIES + 3
     own_tries, later = Hub.begins[1:CLIENTS_OWN_TRIES], Hub.begins[CLIENTS_OWN_TRIES:]

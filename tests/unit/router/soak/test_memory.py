@@ -67,19 +67,19 @@ class Soak:
             one.name = f"{one.name[0]}{self._num_names + 100}"
         one.join()
 
-    async def measured(self, num_requests: int, *, warm_up: int = 800) -> Meter:
+    async def measured(self, num_requests: int, *, warm_up: int = 800, num_samples: int = NUM_SAMPLES) -> Meter:
         """Once every log of the last so many is full; each sample with empty caches."""
         for _ in range(600):
             self.restart_one()
         await self.go_on(warm_up)
         meter = Meter(self.roots)
-        for number in range(NUM_SAMPLES):
-            await self.go_on(num_requests // NUM_SAMPLES)
+        for number in range(num_samples):
+            await self.go_on(num_requests // num_samples)
             self.whole.assert_nothing_is_left()
             for one in self.whole.workers:
                 one.leave(told=False)
                 one.join()
-            meter.sample(number * (num_requests // NUM_SAMPLES))
+            meter.sample(number * (num_requests // num_samples))
         return meter
 
 
@@ -87,7 +87,8 @@ class Soak:
 @pytest.mark.turn(2)
 async def test_memory_does_not_grow_with_the_requests_that_were_served(num_requests: int) -> None:
     soak = Soak(1)
-    meter = await soak.measured(num_requests)
+    # One sample may be off by 2,000 objects, as full as the logs happen to be: the slope needs many.
+    meter = await soak.measured(num_requests, num_samples=max(NUM_SAMPLES, num_requests // 2_500))
     assert not meter.grown(num_requests // 20), "no container has an entry for every twentieth request"
     assert meter.objects_per_request() * num_requests < MOST_OBJECTS_MORE, meter.samples
     assert await soak.go_on(200) > 50
