@@ -6,7 +6,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from training import stories
+from tandem_bench import stories
 
 MIN_TOKENS = 80
 MAX_TOKENS = 700

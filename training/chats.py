@@ -8,7 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
-from training import stories, words
+from tandem_bench import stories
+from tandem_bench import story_words as words
 
 SYSTEM_PROMPTS = (
     "You are a helpful assistant.",

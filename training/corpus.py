@@ -13,7 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from training import chats, needles, stories, words
+from tandem_bench import stories
+from tandem_bench import story_words as words
+from training import chats, needles
 from training.needles import Shape
 from training.tokenizer import ASSISTANT_ID, BOS, BOS_ID, END, END_ID, PAD_ID, SPECIAL_TOKENS, USER_ID, render
 

@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from training import chats, needles, stories
+from tandem_bench import stories
+from training import chats, needles
 from training.chats import Chat
 from training.corpus import split_text
 from training.tokenizer import BOS, END, messages

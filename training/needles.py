@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from random import Random
 
-from training import stories, words
+from tandem_bench import stories
+from tandem_bench import story_words as words
 from training.chats import Chat, Turn, invented_word, maybe_system
 
 Count = Callable[[list[str]], list[int]]

@@ -56,6 +56,29 @@ def pure_contracts() -> list[dict[str, object]]:
     return [c for c in linter["contracts"] if c["id"].startswith("pure-")]
 
 
+def test_what_is_in_the_wheel_imports_nothing_that_is_not() -> None:
+    setup = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]
+    shipped = {name for name in PACKAGES if f"{name}*" in setup["include"]}
+    left_out = set(PACKAGES) - shipped
+    assert left_out == {"training", "tests"}
+    found = [
+        (str(path.relative_to(ROOT)), name)
+        for path in sources()
+        if path.relative_to(ROOT).parts[0] in shipped
+        for node in ast.walk(tree(path))
+        for name in imported(node)
+        if name.partition(".")[0] in left_out
+    ]
+    assert not found
+
+
+def imported(node: ast.AST) -> list[str]:
+    """Modules that a statement imports by their whole names."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [node.module] if isinstance(node, ast.ImportFrom) and node.module and not node.level else []
+
+
 def test_there_is_something_to_check() -> None:
     assert len(sources()) > 150
 

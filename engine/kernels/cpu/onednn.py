@@ -43,7 +43,7 @@ class OneDnnLinear:
             raise ValueError(f"rows of {self.depth} to {self.columns}, not {tuple(x.shape)} to {tuple(out.shape)}")
         if x.dtype is not self.dtype or out.dtype is not self.out_dtype:
             raise ValueError(f"{self.dtype} to {self.out_dtype}, not {x.dtype} to {out.dtype}")
-        for rows, results in zip(x.split(_ROW_COUNTS[-1]), out.split(_ROW_COUNTS[-1]), strict=True):
+        for rows, results in zip(torch.split(x, _ROW_COUNTS[-1]), torch.split(out, _ROW_COUNTS[-1]), strict=True):
             self._multiply(rows, results)
 
     def _multiply(self, x: Tensor, out: Tensor) -> None:

@@ -14,11 +14,11 @@ import typer.main
 from cluster import kv_arithmetic, measure_profile
 from cluster.cli.main import app
 from tandem_bench import __main__ as bench
-from tandem_bench import quality
 from tandem_bench.incidents import __main__ as incidents
 from tandem_bench.incidents.__main__ import panel_of
 from tandem_bench.incidents.known import INCIDENTS
 from tests.support.monitoring_files import DASHBOARDS, ROOT, alarms
+from training import quality
 
 PAGES = {name: (ROOT / "docs/operate" / name).read_text() for name in ("runbook.md", "capacity.md", "walkthroughs.md")}
 BOARDS = {
@@ -65,7 +65,7 @@ def parsers() -> dict[str, Callable[[], argparse.ArgumentParser]]:
     """Of modules that are run as commands."""
     return {
         "tandem_bench.incidents": incidents.parser,
-        "tandem_bench.quality": quality.parser,
+        "training.quality": quality.parser,
         "cluster.kv_arithmetic": kv_arithmetic.parser,
         "cluster.measure_profile": measure_profile.parser,
     }

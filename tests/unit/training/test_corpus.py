@@ -11,7 +11,8 @@ import torch
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from training import chats, needles, stories
+from tandem_bench import stories
+from training import chats, needles
 from training.checkpoint import Progress, export, load_checkpoint, save_checkpoint
 from training.corpus import Corpus, Mix, split_text, target_weights, tokenizer_texts
 from training.initialize import initialize

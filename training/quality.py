@@ -1,6 +1,6 @@
 """The cost of lower precision: the built-in model's quality gates through our engine, in every way it can compute.
 
-`python -m tandem_bench.quality` prints perplexity, needles and JSON objects (training/evaluate.py) for each setting,
+`python -m training.quality` prints perplexity, needles and JSON objects (training/evaluate.py) for each setting,
 and for transformers in float32. A prompt runs as in a worker: in chunks, over the paged cache.
 """
 
@@ -106,7 +106,7 @@ def rows(
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
-        prog="python -m tandem_bench.quality", description="Measure the cost of lower precision."
+        prog="python -m training.quality", description="Measure the cost of lower precision."
     )
     every = (TRANSFORMERS, *SETTINGS)
     made.add_argument("--settings", nargs="+", choices=every, default=list(every))

@@ -7,7 +7,7 @@ takes attention over the text and not only the previous word.
 from dataclasses import dataclass
 from random import Random
 
-from training import words
+from tandem_bench import story_words as words
 
 _OPENINGS = (
     "Once upon a time there was {a_hero} named {name}.",

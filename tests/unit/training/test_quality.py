@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tandem.model_path import BUILTIN, model_directory
-from tandem_bench import quality
-from tandem_bench.quality import SETTINGS, EngineForward
+from training import quality
+from training.quality import SETTINGS, EngineForward
 
 FOLDER = model_directory(BUILTIN)
 IDS = [random.Random(11).randrange(300, 2000) for _ in range(quality._CHUNK + 70)]
