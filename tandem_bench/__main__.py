@@ -5,6 +5,7 @@ import asyncio
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 
 from rich.console import Console
@@ -111,8 +112,14 @@ async def _spine(options: argparse.Namespace, rows: list[Row], err: Console) -> 
     from tandem_bench.spine.measure import Scale, measure
 
     scale = Scale.quick() if options.quick else Scale.full() if options.full else Scale()
+    parts = options.only or (QUICK_PARTS if options.quick else PARTS)
+    if "gates" in parts and find_spec("training") is None:
+        if options.only:
+            raise CannotMeasure("gates: they are in `training`, which only a clone of the repository has")
+        err.print("[dim]gates: left out; they are in `training`, which only a clone of the repository has[/dim]")
+        parts = [part for part in parts if part != "gates"]
     try:
-        async for part in measure(scale, options.only or (QUICK_PARTS if options.quick else PARTS), err):
+        async for part in measure(scale, parts, err):
             rows += part
     finally:
         report.print_table(_out(), rows)

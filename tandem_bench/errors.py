@@ -1,6 +1,7 @@
 """Reasons why a benchmark ends without its figures."""
 
 from importlib import import_module
+from pathlib import Path
 
 
 class CannotMeasure(Exception):
@@ -21,6 +22,12 @@ class RequestFailed(CannotMeasure):
 
 class EvaluationFailed(CannotMeasure):
     """The model's evaluation ended with an error; the message has its last output."""
+
+
+def require_clone(path: Path, purpose: str) -> None:
+    """Raise CannotMeasure if `path`, which only a clone of the repository has, is missing."""
+    if not path.exists():
+        raise CannotMeasure(f"{purpose} needs a clone of the repository: there is no {path}")
 
 
 def require_extra(module: str, purpose: str) -> None:

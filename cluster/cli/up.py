@@ -198,7 +198,7 @@ class _Rereads:
         try:
             if isinstance(fresh, Exception):
                 raise fresh
-            self._cluster.shared.watch_as(fresh)
+            self._cluster.shared.apply_live_settings(fresh)
         except (ConfigError, OSError) as error:
             with suppress(OSError):
                 self._console.print(Text(f"{error}; the configuration is unchanged", style="bold red"))

@@ -32,7 +32,7 @@ class SharedConfig:
         self._write(named)
         return True
 
-    def watch_as(self, fresh: ClusterConfig) -> None:
+    def apply_live_settings(self, fresh: ClusterConfig) -> None:
         """Apply the settings of `fresh` that need no restart, effective from the next SIGHUP. Raises OSError."""
         self._write(with_live_settings(self.config, fresh))
 

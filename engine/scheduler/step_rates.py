@@ -12,12 +12,16 @@ NUM_FIRST = 3
 
 One alone may be of a step during which another program had the processor. A router that believed it would give an idle
 cluster's prompts to the worker's peers, for as long as their queues are short, and so the worker would never measure
-again.
+again. Until then routers use the mean of its pool, or a prior, and no worker fetches a cache at its rate.
 """
 
 
 class RateMeter:
-    """The median of the first measurements, then an exponentially weighted mean; 0 before the first one. Pure."""
+    """The median of the first measurements, then an exponentially weighted mean; 0 before the first one. Pure.
+
+    Both means are of rates, tokens or steps a second: one step that was held up, for however long, lowers a rate by a
+    fifth at most, while a mean of times would take in the whole delay.
+    """
 
     __slots__ = ("_decode_steps_s", "_prefill_rates", "decode_step_s", "prefill_tokens_per_s")
 
@@ -40,11 +44,13 @@ class RateMeter:
     def observe(self, timings: StepTimings) -> None:
         """Update the rates from one step: a prefill when most of its rows are prompt tokens, else a decode step."""
         if timings.num_tokens == timings.num_requests:
+            if timings.step_s <= 0.0:
+                return
             if len(self._decode_steps_s) < NUM_FIRST:
                 self._decode_steps_s.append(timings.step_s)
                 self.decode_step_s = median_low(self._decode_steps_s)
             else:
-                self.decode_step_s += _WEIGHT * (timings.step_s - self.decode_step_s)
+                self.decode_step_s /= 1.0 - _WEIGHT + _WEIGHT * self.decode_step_s / timings.step_s
         elif timings.num_tokens - timings.num_requests >= MIN_PREFILL_TOKENS and timings.execute_s > 0.0:
             rate = timings.num_tokens / timings.execute_s
             if len(self._prefill_rates) < NUM_FIRST:

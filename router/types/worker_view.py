@@ -183,7 +183,7 @@ class EngineWorkReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLoad:
-    """A worker's latest load report. A rate of 0 was not measured yet."""
+    """A worker's latest load report. A rate of 0 was not measured often enough yet."""
 
     num_running: int = 0
     num_waiting: int = 0

@@ -91,14 +91,16 @@ def _batching() -> Incident:
             Phase(
                 name="whole prompts in one step",
                 setup=Setup(
-                    mode=COLOCATED, prefill_chunk_tokens=2048, engine={"max_step_s": None, "max_batched_tokens": 6400}
+                    mode=COLOCATED,
+                    prefill_chunk_tokens=12_800,
+                    engine={"max_step_s": None, "max_batched_tokens": 12_800},
                 ),
                 load=chats_and_documents,
                 is_trouble=True,
             ),
             Phase(
-                name="max_step_s 0.1",
-                setup=Setup(mode=COLOCATED, prefill_chunk_tokens=512, engine={"max_step_s": 0.1}),
+                name="max_step_s 0.05",
+                setup=Setup(mode=COLOCATED, prefill_chunk_tokens=512, engine={"max_step_s": 0.05}),
                 load=chats_and_documents,
             ),
             Phase(name="a prefill pool", setup=Setup(mode="shm"), load=chats_and_documents),

@@ -62,13 +62,13 @@ async def long_contexts(url: str, seconds: float) -> Mapping[str, float]:
 
 
 async def chats_and_documents(url: str, seconds: float) -> Mapping[str, float]:
-    """Run four chats that stream, and three clients that send a document and request one line."""
+    """Run four chats that stream, and six clients that send a document and request one line."""
     async with Client(url) as client, asyncio.TaskGroup() as tasks:
         chats = tasks.create_task(
             keep_asking(client, new_prompts("chats", 32), max_tokens=200, streams=4, seconds=seconds)
         )
         documents = tasks.create_task(
-            keep_asking(client, new_prompts("documents", 2000), max_tokens=8, streams=3, seconds=seconds)
+            keep_asking(client, new_prompts("documents", 2000), max_tokens=8, streams=6, seconds=seconds)
         )
     return {**seen(chats.result(), "chats: "), "documents: answers": float(len(documents.result()))}
 

@@ -14,7 +14,7 @@ import httpx
 import yaml
 
 from tandem_bench.clusters import free_ports
-from tandem_bench.errors import CannotMeasure
+from tandem_bench.errors import CannotMeasure, require_clone
 
 RULES = Path(__file__).parents[2] / "helm/tandem/rules"
 _START_S = 30.0
@@ -61,7 +61,8 @@ class Watch:
 
 @asynccontextmanager
 async def watching() -> AsyncIterator[Watch]:
-    """Run a Prometheus with our rules that scrapes every second. Raises CannotMeasure if it is not installed."""
+    """Run a Prometheus with our rules that scrapes every second. Raises CannotMeasure if it, or they, are missing."""
+    require_clone(RULES, "an incident with its alerts")
     program = shutil.which("prometheus")
     if program is None:
         raise CannotMeasure("prometheus is not installed (Debian: apt-get install prometheus)")

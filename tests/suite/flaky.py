@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 
+from tests.suite import rotation
 from tests.suite.run import QUICK, Phase, run_pytest
 
 _BUSY_LOOP = "while True: pass"
@@ -34,7 +35,7 @@ def main() -> int:
     parser.add_argument("--times", type=int, default=20)
     parser.add_argument("--load", type=int, default=2, help="busy loops beside the tests")
     options = parser.parse_args()
-    phase = Phase(name="flaky", args=())
+    phase = Phase(name="flaky", args=(), env=((rotation.VARIABLE, "all"),))  # what takes turns would be skipped
     failures: collections.Counter[str] = collections.Counter()
     reasons: dict[str, str] = {}
     broken = 0

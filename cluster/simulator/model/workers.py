@@ -233,8 +233,8 @@ class SimWorkers:
             num_reserved=load.num_reservations,
             backlog_tokens=load.num_backlog_tokens,
             num_free_blocks=max(0, load.num_blocks - load.num_used_blocks - load.num_promised_blocks),
-            prefill_tokens_per_s=worker.rates.prefill_tokens_per_s,
-            decode_step_s=worker.rates.decode_step_s,
+            prefill_tokens_per_s=worker.rates.settled_prefill_tokens_per_s,
+            decode_step_s=worker.rates.settled_decode_step_s,
             kv_bytes_per_s=self._network.link_bytes_per_s,
         )
         self._events.in_background(self._network.hop_s, partial(self._registry.load_changed, worker.info.key, report))

@@ -38,8 +38,9 @@ DATES = jsonschema.FormatChecker([])
 @DATES.checks("date", raises=ValueError)
 def _is_date(text: str) -> bool:
     """As RFC 3339 has it: unlike Python's dates, they may be of the year 0, which is a leap year."""
-    year, rest = text[:4], text[4:]
-    return bool(re.fullmatch(r"-\d\d-\d\d", rest) and datetime.date.fromisoformat(f"{int(year) or 2000:04}{rest}"))
+    if not re.fullmatch(r"\d{4}-\d\d-\d\d", text, re.ASCII):
+        return False
+    return bool(datetime.date.fromisoformat(text.replace("0000-", "2000-", 1)))
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")

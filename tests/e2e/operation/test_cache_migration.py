@@ -13,7 +13,7 @@ from tests.proofs.kills.campaign import PATIENT, WITHIN, Workers
 from tests.support.running_cluster import running
 
 MAX_TOKENS = 24
-ANSWER = 160
+ANSWER = 480
 SLOW = {"engine__prefill_chunk_tokens": 80, "engine__max_batched_tokens": 96}
 """Computing is dear: whatever is held somewhere is worth fetching."""
 MIGRATED = re.compile(r"^(\S+): .*cache migrated from (\S+) in \S+ s: (.*) blocks")

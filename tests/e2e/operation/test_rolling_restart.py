@@ -315,7 +315,7 @@ async def test_a_stream_that_outlives_its_router_goes_on_at_the_successor(cluste
 
 
 class LongStreams:
-    """One long stream after another, each with ids: what breaks is asked for again from where it broke."""
+    """Long streams, each with ids: what breaks is asked for again from where it broke."""
 
     def __init__(self, url, prompt):
         self.prompt = prompt

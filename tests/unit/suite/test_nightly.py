@@ -5,15 +5,15 @@ from pathlib import Path
 import pytest
 
 from tests.suite import nightly
+from tests.suite.run import ROOT
+from tests.suite.unsteady import Unsteady, render
 
-TESTS = nightly.ROOT / "tests"
+TESTS = ROOT / "tests"
 
 
 def parts_of(path: Path) -> list[str]:
     return [
-        part
-        for part, folders in nightly.PARTS.items()
-        if any(path.is_relative_to(nightly.ROOT / folder) for folder in folders)
+        part for part, folders in nightly.PARTS.items() if any(path.is_relative_to(ROOT / folder) for folder in folders)
     ]
 
 
@@ -24,13 +24,15 @@ def test_parts_hold_every_test_file_once() -> None:
 
 
 def test_parts_name_what_there_is() -> None:
-    assert [folder for part in nightly.PARTS.values() for folder in part if not (nightly.ROOT / folder).exists()] == []
+    assert [folder for part in nightly.PARTS.values() for folder in part if not (ROOT / folder).exists()] == []
 
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow: long\n    gpu: none here\n")
-    monkeypatch.setenv("PYTHONPATH", str(nightly.ROOT))
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/unsteady.yaml").touch()
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     monkeypatch.setattr(nightly, "PARTS", {"one": ("test_one.py",), "two": ("test_two.py",)})
     return tmp_path
 
@@ -54,8 +56,32 @@ def test_part_that_fails_is_red(root: Path) -> None:
     write(root / "test_one.py", "pass")
     write(root / "test_two.py", "raise AssertionError")
     assert nightly.run_part("one", root, root=root).is_green()
-    assert not nightly.run_part("two", root, root=root).is_green()
+    result = nightly.run_part("two", root, root=root)
+    assert not result.is_green()
+    assert not result.flaky
     assert not nightly.summary(root)[1]
+
+
+STEADY_THE_SECOND_TIME = """import pathlib
+    seen = pathlib.Path(__file__).with_suffix(".seen")
+    was_seen, _ = seen.exists(), seen.touch()
+    assert was_seen"""
+
+
+def test_part_whose_failure_passes_alone_is_green_and_names_it(root: Path) -> None:
+    write(root / "test_one.py", STEADY_THE_SECOND_TIME)
+    result = nightly.run_part("one", root, root=root)
+    assert result.is_green()
+    assert result.flaky == ["test_one.py::test_it"]
+    assert "FLAKY test_one.py::test_it" in nightly.summary(root)[0][0]
+    assert "1 failed" in (root / "one.log").read_text()
+
+
+def test_part_with_an_unsteady_test_that_was_not_mended_is_red(root: Path) -> None:
+    write(root / "test_one.py", STEADY_THE_SECOND_TIME)
+    entry = Unsteady(test="test_one.py::test_it", seen="2026-11-24", failure="then as well")
+    (root / "tests/unsteady.yaml").write_text(render(entry))
+    assert not nightly.run_part("one", root, root=root).is_green()
 
 
 def test_part_that_takes_longer_than_its_limit_is_red(root: Path) -> None:

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.kernels.cpu.build import KernelsUnavailable
 from engine.kernels.cpu.gemm import Arithmetic, Epilogue, PackedLinear, supports
@@ -259,10 +260,11 @@ def test_packing_holds_little_more_than_the_weight(library):
 
 
 @pytest.mark.skipif(not onednn_bf16(), reason="oneDNN has no bf16 here")
-@pytest.mark.parametrize("num_rows", [1, 5, 200, 256, 600])
+@pytest.mark.parametrize("num_rows", [1, 5, 200, 256, 257, 600])
+@pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize("epilogue", list(Epilogue))
-def test_onednn_has_the_same_face(epilogue, num_rows):
-    weight, bias = (torch.randn(96, 64) / 8).bfloat16(), torch.randn(96).bfloat16()
+def test_onednn_has_the_same_face(epilogue, num_rows, has_bias):
+    weight, bias = (torch.randn(96, 64) / 8).bfloat16(), torch.randn(96).bfloat16() if has_bias else None
     linear = OneDnnLinear(weight, bias, epilogue=epilogue)
     x = torch.randn(num_rows, 64).bfloat16()
     old = torch.randn(num_rows, linear.columns).to(linear.out_dtype)
@@ -272,6 +274,29 @@ def test_onednn_has_the_same_face(epilogue, num_rows):
     assert (out.double() - reference).abs().max() <= 2e-2 * (1 + reference.abs().max())
     with pytest.raises(ValueError, match="rows of 64"):
         linear(x[:, :32], out)
+
+
+@pytest.mark.skipif(not onednn_bf16(), reason="oneDNN has no bf16 here")
+def test_onednn_is_given_batches_of_few_sizes_into_rows_of_any_stride():
+    """It keeps a compiled kernel for every size."""
+    weight = (torch.randn(96, 64) / 8).bfloat16()
+    linear = OneDnnLinear(weight)
+    multiply, sizes = torch.ops.mkldnn._linear_pointwise, set()
+
+    class Watched(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is multiply.default:
+                sizes.add(len(args[0]))
+            return func(*args, **(kwargs or {}))
+
+    with Watched():
+        for num_rows in range(520):
+            x, out = torch.randn(num_rows, 64).bfloat16(), torch.zeros(num_rows, 112).bfloat16()
+            linear(x, out[:, :96])
+            assert torch.allclose(out[:, :96].float(), x.float() @ weight.float().T, atol=0.1)
+            assert not out[:, 96:].any()
+    assert 10 < len(sizes) <= 16
+    assert max(sizes) == 256
 
 
 def test_measuring_yields_figures(library):

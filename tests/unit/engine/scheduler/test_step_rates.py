@@ -35,7 +35,18 @@ def test_later_steps_count_a_fifth_each() -> None:
     meter.observe(prefill(0.05))
     meter.observe(decode(0.02))
     assert meter.settled_prefill_tokens_per_s == pytest.approx(1_200.0)
-    assert meter.settled_decode_step_s == pytest.approx(0.012)
+    assert meter.settled_decode_step_s == pytest.approx(1 / 90.0)
+
+
+def test_one_step_that_is_held_up_changes_little() -> None:
+    meter = RateMeter()
+    for _ in range(NUM_FIRST):
+        meter.observe(prefill(0.1))
+        meter.observe(decode(0.01))
+    meter.observe(prefill(60.0))
+    meter.observe(decode(60.0))
+    assert meter.settled_prefill_tokens_per_s == pytest.approx(800.0, rel=1e-2)
+    assert meter.settled_decode_step_s == pytest.approx(0.0125, rel=1e-2)
 
 
 def test_small_steps_say_nothing_of_the_prefill_rate() -> None:
