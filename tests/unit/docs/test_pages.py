@@ -9,6 +9,7 @@ import pytest
 from cluster.reference import configuration, metrics
 from cluster.reference.__main__ import PAGES as GENERATED
 from cluster.reference.__main__ import main
+from tests.previous.revision import git
 
 ROOT = Path(__file__).parents[3]
 DOCS = ROOT / "docs"
@@ -131,6 +132,20 @@ def test_map_of_the_move_leads_to_modules_that_exist() -> None:
     now = re.findall(r"^\| `[^`]+` \| `([^`]+)` \|$", page, re.MULTILINE)
     assert len(now) > 700
     assert [path for path in now if not (ROOT / path).is_file()] == []
+
+
+@pytest.mark.slow  # a checkout without its history would not do
+def test_map_of_the_move_has_every_module_that_is_gone() -> None:
+    rows = re.findall(r"^\| `([^`]+)` \|", (DOCS / "extend/moved.md").read_text(encoding="utf-8"), re.MULTILINE)
+    before = git("ls-tree", "-r", "--name-only", "e0640af").decode().split()
+    gone = [
+        path
+        for path in before
+        if path.endswith(".py") and not path.startswith("tests/") and not path.endswith("__init__.py")
+        if "_pb2" not in path and not (ROOT / path).is_file()
+    ]
+    assert len(gone) > 700
+    assert sorted(set(gone).difference(rows)) == []
 
 
 def test_configuration_page_states_type_bounds_and_default() -> None:
