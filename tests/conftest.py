@@ -1,5 +1,7 @@
 """Which tests share the processors with others and which have them to themselves; which component each belongs to."""
 
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -74,3 +76,11 @@ def _is_shared(path: Path) -> bool:
 
 def _is_compute(path: Path) -> bool:
     return any(map(path.is_relative_to, _COMPUTE))
+
+
+@pytest.fixture
+def hangups_end_processes() -> Iterator[None]:
+    """SIGHUP has its default meaning for processes that the test starts, even below `nohup`."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)

@@ -36,7 +36,7 @@ async def one_standby(other_than: int | None = None) -> int:
 async def test_worker_that_dies_in_a_stream_is_replaced_by_the_standby() -> None:
     async with running(standby_workers=1, prefill__replicas=0, decode__replicas=1) as cluster:
         expected = await cluster.tokens(PROMPT, MAX_TOKENS)
-        waiting = await one_standby()
+        waiting, first = await one_standby(), cluster.pid("decode-0")
         killed = False
 
         def kill_once(_got) -> None:
@@ -47,6 +47,7 @@ async def test_worker_that_dies_in_a_stream_is_replaced_by_the_standby() -> None
 
         got = await cluster.stream(PROMPT, MAX_TOKENS, on_token=kill_once)
         assert got.token_ids == expected
+        await cluster.local.wait_ready("decode-0", after_pid=first)
         [worker] = cluster.local.workers
         assert worker.pid == waiting
         command = psutil.Process(waiting).cmdline()

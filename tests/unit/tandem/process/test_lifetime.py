@@ -14,6 +14,8 @@ from tandem.errors import ConfigError
 from tandem.process.hangup import on_hangup
 from tandem.process.lifetime import Lifetime, OneAtATime, router_main
 
+pytestmark = pytest.mark.usefixtures("hangups_end_processes")
+
 
 async def _fail_in_a_task_group(*_: object) -> None:
     async with asyncio.TaskGroup():
