@@ -11,12 +11,13 @@ from engine.kernels.cpu.gemm import Epilogue
 REORDERED_FOR_ROWS = 512
 """The batch that oneDNN lays weights out for; the layout serves every other batch as well (measured at 1 to 2048)."""
 
-_ROW_COUNTS = (1, 2, 4, 8, 16, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256)
-"""Numbers of rows that oneDNN is given: more are split, others are padded.
+_BLOCK = 512
+_ROW_COUNTS = (1, 2, 4, 8, *range(16, 128, 16), *range(128, 256, 32), *range(256, 512, 64), _BLOCK, 528, 544, 576)
+"""Numbers of rows that oneDNN is given: others are padded, and more are split into blocks.
 
 For every shape it compiles a kernel, and both it and torch's wrapper of it keep the last 1,024: batches of all sizes
-took 170 MB beside the memory budget of the built-in model. The price: a batch between two counts takes as long as one
-of the larger.
+took 170 MB beside the memory budget of the built-in model. Up to 64 rows that are left over join the last block: by
+themselves they would have all weights read once more.
 """
 
 
@@ -44,14 +45,20 @@ class OneDnnLinear:
             raise ValueError(f"rows of {self.depth} to {self.columns}, not {tuple(x.shape)} to {tuple(out.shape)}")
         if x.dtype is not self.dtype or out.dtype is not self.out_dtype:
             raise ValueError(f"{self.dtype} to {self.out_dtype}, not {x.dtype} to {out.dtype}")
-        for rows, results in zip(torch.split(x, _ROW_COUNTS[-1]), torch.split(out, _ROW_COUNTS[-1]), strict=True):
-            self._multiply(rows, results)
+        begin = 0
+        while len(x) - begin > _ROW_COUNTS[-1]:
+            self._multiply(x[begin : begin + _BLOCK], out[begin : begin + _BLOCK])
+            begin += _BLOCK
+        self._multiply(x[begin:], out[begin:])
 
     def _multiply(self, x: Tensor, out: Tensor) -> None:
         """As `__call__`, for at most as many rows as oneDNN is given."""
-        padding = _ROW_COUNTS[bisect_left(_ROW_COUNTS, len(x))] - len(x)
-        padded = F.pad(x, (0, 0, 0, padding)) if padding else x
-        product = torch.ops.mkldnn._linear_pointwise(padded, self._weight, self._bias, "none", [], "")[: len(x)]
+        num_rows = len(x)
+        if padding := _ROW_COUNTS[bisect_left(_ROW_COUNTS, num_rows)] - num_rows:
+            x = F.pad(x, (0, 0, 0, padding))
+        product = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+        if padding:
+            product = product[:num_rows]
         if self._epilogue is Epilogue.GATED:
             gate, value = product.chunk(2, dim=-1)
             torch.mul(F.silu(gate), value, out=out)
