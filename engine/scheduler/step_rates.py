@@ -5,6 +5,8 @@ from statistics import median_high, median_low
 from engine.types.step_output import StepTimings
 
 _WEIGHT = 0.2
+_MOST_TIMES = 2.0
+"""Times the mean that one measurement counts at most, and its share that it counts at least."""
 MIN_PREFILL_TOKENS = 64
 """Minimum step size to learn from: smaller steps are dominated by their fixed cost."""
 NUM_FIRST = 3
@@ -12,15 +14,15 @@ NUM_FIRST = 3
 
 One alone may be of a step during which another program had the processor. A router that believed it would give an idle
 cluster's prompts to the worker's peers, for as long as their queues are short, and so the worker would never measure
-again. Until then routers use the mean of its pool, or a prior, and no worker fetches a cache at its rate.
+again. Until then routers use the mean of its pool, or a prior; the worker itself decides by what it has measured.
 """
 
 
 class RateMeter:
     """The median of the first measurements, then an exponentially weighted mean; 0 before the first one. Pure.
 
-    Both means are of rates, tokens or steps a second: one step that was held up, for however long, lowers a rate by a
-    fifth at most, while a mean of times would take in the whole delay.
+    One step says little by itself, however far it is off: it may have been held up, or seem to have taken no time
+    because the end of the step before was noticed late.
     """
 
     __slots__ = ("_decode_steps_s", "_prefill_rates", "decode_step_s", "prefill_tokens_per_s")
@@ -50,11 +52,15 @@ class RateMeter:
                 self._decode_steps_s.append(timings.step_s)
                 self.decode_step_s = median_low(self._decode_steps_s)
             else:
-                self.decode_step_s /= 1.0 - _WEIGHT + _WEIGHT * self.decode_step_s / timings.step_s
+                self.decode_step_s = _blend(self.decode_step_s, timings.step_s)
         elif timings.num_tokens - timings.num_requests >= MIN_PREFILL_TOKENS and timings.execute_s > 0.0:
             rate = timings.num_tokens / timings.execute_s
             if len(self._prefill_rates) < NUM_FIRST:
                 self._prefill_rates.append(rate)
                 self.prefill_tokens_per_s = median_high(self._prefill_rates)
             else:
-                self.prefill_tokens_per_s += _WEIGHT * (rate - self.prefill_tokens_per_s)
+                self.prefill_tokens_per_s = _blend(self.prefill_tokens_per_s, rate)
+
+
+def _blend(mean: float, value: float) -> float:
+    return mean + _WEIGHT * (min(max(value, mean / _MOST_TIMES), mean * _MOST_TIMES) - mean)

@@ -70,15 +70,14 @@ def run_part(part: str, folder: Path, limit_s: float = LIMIT_S, root: Path = ROO
     began = time.monotonic()
     chosen = ["-m", _LONG, *PARTS[part]]
     exit_code = _run_pytest(chosen, log, outcomes, limit_s, root)
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     flaky: list[str] = []
     if exit_code == _TESTS_FAILED and (failed := _failed(outcomes)) and unsteady.too_many(failed) is None:
         exit_code = _run_pytest(failed, log, outcomes, limit_s - (time.monotonic() - began), root)
         known = unsteady.parse((root / UNSTEADY_LIST).read_text(encoding="utf-8"))
-        debts = {entry.test for entry in known if entry.mended is None}
         flaky = failed if exit_code == 0 else []
-        if debts.intersection(flaky):
+        if unsteady.debts(known).intersection(flaky):
             exit_code = _TESTS_FAILED
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     result = PartResult(
         part=part,
         exit_code=exit_code,

@@ -51,7 +51,12 @@ def too_many(failed: Sequence[str]) -> str | None:
 
 def verdict(unsteady: Sequence[Unsteady], known: Sequence[Unsteady]) -> list[str]:
     """Why a run whose failures all passed the second time is red all the same; empty where it is not."""
-    debts = {entry.test for entry in known if entry.mended is None}
+    owed = debts(known)
     return [
-        f"{entry.test} is on the list of unsteady tests and was not mended" for entry in unsteady if entry.test in debts
+        f"{entry.test} is on the list of unsteady tests and was not mended" for entry in unsteady if entry.test in owed
     ]
+
+
+def debts(known: Sequence[Unsteady]) -> set[str]:
+    """The tests on the list that were not mended."""
+    return {entry.test for entry in known if entry.mended is None}

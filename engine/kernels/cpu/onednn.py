@@ -16,8 +16,8 @@ _ROW_COUNTS = (1, 2, 4, 8, *range(16, 128, 16), *range(128, 256, 32), *range(256
 """Numbers of rows that oneDNN is given: others are padded, and more are split into blocks.
 
 For every shape it compiles a kernel, and both it and torch's wrapper of it keep the last 1,024: batches of all sizes
-took 170 MB beside the memory budget of the built-in model. Up to 64 rows that are left over join the last block: by
-themselves they would have all weights read once more.
+took about 170 MB beside the memory budget of the built-in model. A batch that is padded takes as long as one of that
+size. Up to 64 rows that are left over join the last block: by themselves they would have all weights read once more.
 """
 
 

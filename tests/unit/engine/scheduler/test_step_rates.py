@@ -27,26 +27,39 @@ def test_one_disturbed_first_step_is_neither_reported_nor_decisive() -> None:
     assert meter.settled_decode_step_s == meter.decode_step_s == pytest.approx(0.002)
 
 
+def settled() -> RateMeter:
+    """At 1,000 tokens a second, and 10 ms a decode step."""
+    meter = RateMeter()
+    for _ in range(NUM_FIRST):
+        meter.observe(prefill(0.1))
+        meter.observe(decode(0.01))
+    return meter
+
+
 def test_later_steps_count_a_fifth_each() -> None:
-    meter = RateMeter()
-    for _ in range(NUM_FIRST):
-        meter.observe(prefill(0.1))
-        meter.observe(decode(0.01))
-    meter.observe(prefill(0.05))
-    meter.observe(decode(0.02))
-    assert meter.settled_prefill_tokens_per_s == pytest.approx(1_200.0)
-    assert meter.settled_decode_step_s == pytest.approx(1 / 90.0)
+    meter = settled()
+    meter.observe(prefill(0.08))
+    meter.observe(decode(0.015))
+    assert meter.settled_prefill_tokens_per_s == pytest.approx(1_050.0)
+    assert meter.settled_decode_step_s == pytest.approx(0.011)
 
 
-def test_one_step_that_is_held_up_changes_little() -> None:
-    meter = RateMeter()
-    for _ in range(NUM_FIRST):
-        meter.observe(prefill(0.1))
-        meter.observe(decode(0.01))
-    meter.observe(prefill(60.0))
-    meter.observe(decode(60.0))
-    assert meter.settled_prefill_tokens_per_s == pytest.approx(800.0, rel=1e-2)
-    assert meter.settled_decode_step_s == pytest.approx(0.0125, rel=1e-2)
+@pytest.mark.parametrize(("seconds", "tokens_per_s", "step_s"), [(60.0, 900.0, 0.012), (1e-6, 1_200.0, 0.009)])
+def test_one_step_that_is_far_off_changes_little(seconds: float, tokens_per_s: float, step_s: float) -> None:
+    meter = settled()
+    meter.observe(prefill(seconds))
+    meter.observe(decode(seconds))
+    assert meter.settled_prefill_tokens_per_s == pytest.approx(tokens_per_s)
+    assert meter.settled_decode_step_s == pytest.approx(step_s)
+
+
+def test_rates_follow_a_machine_that_became_ten_times_slower() -> None:
+    meter = settled()
+    for _ in range(40):
+        meter.observe(prefill(1.0))
+        meter.observe(decode(0.1))
+    assert meter.settled_prefill_tokens_per_s == pytest.approx(100.0, rel=0.1)
+    assert meter.settled_decode_step_s == pytest.approx(0.1, rel=0.1)
 
 
 def test_small_steps_say_nothing_of_the_prefill_rate() -> None:
