@@ -32,7 +32,6 @@ class Beats:
         """Time of the next call of `is_silent`."""
 
     def heard(self, now: float) -> None:
-        """Record a heartbeat."""
         self._watch.on_message(now)
 
     def is_silent(self, now: float) -> bool:

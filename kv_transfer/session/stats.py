@@ -83,17 +83,14 @@ class TransferStats:
 
     @property
     def committed(self) -> int:
-        """Attempts that committed."""
         return self._num_ended(AttemptOutcome.COMMITTED)
 
     @property
     def failed(self) -> int:
-        """Attempts that failed."""
         return self._num_ended(AttemptOutcome.FAILED)
 
     @property
     def expired(self) -> int:
-        """Attempts that expired."""
         return self._num_ended(AttemptOutcome.EXPIRED)
 
     @property

@@ -41,7 +41,7 @@ class PendingHandoff:
 
 
 class PendingHandoffs:
-    """Hand-offs in progress."""
+    """Hand-offs that were placed and have not ended."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

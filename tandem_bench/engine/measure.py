@@ -47,7 +47,7 @@ _WORKER_EXTRA_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scale:
-    """Amount of measuring."""
+    """Which cells are measured, how often, and within what time."""
 
     cells: tuple[Cell, ...]
     prefill_cells: tuple[Cell, ...]

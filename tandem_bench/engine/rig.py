@@ -140,7 +140,6 @@ class _RunningJob:
         self._decode_steps_s: list[float] = []
 
     def begin(self, scheduler: Scheduler) -> None:
-        """Submit every prompt."""
         self._started_s = self._told_s = time.perf_counter()
         for request in self._requests:
             scheduler.add(request)

@@ -192,7 +192,7 @@ class OtherSite(http.server.BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *_: object) -> None:
-        """Keep still."""
+        """Write no access log to standard error."""
 
 
 _POST = """(url) => fetch(url, {method: "POST", mode: "no-cors", headers: {"Content-Type": "text/plain"},

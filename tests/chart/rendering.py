@@ -19,7 +19,7 @@ WORKLOADS = ("Deployment", "StatefulSet", "Pod")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendered:
-    """A release's objects."""
+    """Objects of a rendered release, with the values that made them."""
 
     objects: tuple[Object, ...]
     values: Mapping[str, Any]

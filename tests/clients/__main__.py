@@ -53,7 +53,7 @@ async def run(suite: Suite, python: Path | None) -> int:
 
 
 def main() -> int:
-    """The command."""
+    """Run the named suites and return 1 if one of them fails."""
     parser = argparse.ArgumentParser(prog="python -m tests.clients", description=__doc__)
     parser.add_argument("name", choices=[*SUITES, "all"])
     parser.add_argument("--python", type=Path, help="an interpreter that has the client, in place of an environment")

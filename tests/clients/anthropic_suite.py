@@ -71,7 +71,7 @@ def called(client: anthropic.Anthropic) -> None:
 
 
 def main() -> None:
-    """Everything in turn."""
+    """Run every check of this client, one after the other."""
     client = anthropic.Anthropic(base_url=URL, api_key=KEY, timeout=120)
     whole = client.messages.create(model=MODEL, messages=TALK, max_tokens=16, extra_body=GREEDY)
     text = whole.content[0].text

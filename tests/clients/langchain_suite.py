@@ -19,7 +19,7 @@ class Code(BaseModel, extra="forbid"):
 
 
 def main() -> None:
-    """Everything in turn."""
+    """Run every check of this client, one after the other."""
     model = ChatOpenAI(model="tandem-tiny", base_url=URL, api_key=KEY, temperature=0, max_tokens=64, timeout=120)
     text = model.invoke(QUESTION).content
     assert text.strip() == "4821", text

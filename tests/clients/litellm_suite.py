@@ -12,7 +12,7 @@ PLACE = {"api_base": URL, "api_key": KEY, "temperature": 0, "max_tokens": 16}
 
 
 def main() -> None:
-    """Everything in turn."""
+    """Run every check of this client, one after the other."""
     for model in ("openai/tandem-tiny", "hosted_vllm/tandem-tiny"):
         whole = litellm.completion(model=model, messages=TALK, **PLACE)
         text = whole.choices[0].message.content

@@ -97,7 +97,7 @@ async def evaluate(python: Path, folder: Path, name: str, model: str, arguments:
 
 
 def read_outcome(out: Path) -> Outcome:
-    """What lm-eval wrote."""
+    """Read the results and samples that lm-eval wrote to `out`."""
     (results,) = out.rglob("results_*.json")
     (samples,) = out.rglob("samples_*.jsonl")
     found = json.loads(results.read_text())["results"][TASK]

@@ -28,7 +28,7 @@ def refused(kind: type[Exception], ask) -> None:
 
 
 def main() -> None:
-    """Everything in turn."""
+    """Run every check of this client, one after the other."""
     client = openai.OpenAI(base_url=URL, api_key=KEY, timeout=120)
     assert [model.id for model in client.models.list()] == [MODEL]
     assert client.models.retrieve(MODEL).id == MODEL

@@ -32,7 +32,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suite:
-    """One client."""
+    """A third-party client: where it is installed, and the command that tests it."""
 
     environment: PeerEnvironment
     command: Callable[[Place], Sequence[str]]

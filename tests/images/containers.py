@@ -105,7 +105,7 @@ class Cluster:
             assert time.monotonic() < ends_s, f"{role} never got well"
 
     def ask(self) -> dict[str, Any]:
-        """A few tokens."""
+        """Return the response to a short completion."""
         body = json.dumps({"model": "tandem-tiny", "prompt": "Once upon a time", "max_tokens": 8}).encode()
         request = urllib.request.Request(
             f"http://127.0.0.1:{self.http}/v1/completions", body, {"Content-Type": "application/json"}

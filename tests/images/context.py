@@ -40,7 +40,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def gather(into: Path) -> Path:
-    """Copy it."""
+    """Copy the build context into a folder and return it."""
     for name in files():
         (into / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, into / name)

@@ -15,7 +15,7 @@ KNOWN = {"ARG", "FROM", "ENV", "WORKDIR", "COPY", "RUN", "LABEL", "USER", "EXPOS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """One instruction."""
+    """One instruction of a Dockerfile."""
 
     name: str
     words: tuple[str, ...]

@@ -72,7 +72,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
         self.close_connection = end < len(data)
 
     def log_message(self, *_: object) -> None:
-        """Nothing."""
+        """Write no access log to standard error."""
 
 
 async def test_a_download_that_breaks_is_gone_on_with_and_then_begun_anew(tmp_path: Path) -> None:

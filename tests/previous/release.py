@@ -64,7 +64,7 @@ def samples_read() -> dict[str, Any]:
 
 
 class Release:
-    """Its code, unpacked."""
+    """Unpacked code of the previous version."""
 
     def __init__(self, folder: Path, revision: str | None = None) -> None:
         """`folder`: an empty one, which is the code's from now on. `revision`: of this checkout's history, in place of

@@ -38,7 +38,6 @@ def extract(revision: str, folder: Path, *paths: str) -> None:
 
 
 def git(*arguments: str) -> bytes:
-    """What it prints."""
     return subprocess.run(["git", "-C", str(ROOT), *arguments], stdout=subprocess.PIPE, check=True).stdout
 
 

@@ -233,7 +233,7 @@ class FakeWorker(WorkerServicer):
         self._outgoing.put_nowait(message)
 
     def submission(self, request_id: str) -> Submission:
-        """A live attempt."""
+        """Return the submission of a request that has not ended."""
         found = self._live[request_id]
         assert isinstance(found, Submission)
         return found

@@ -43,7 +43,7 @@ def rules() -> Iterator[dict[str, Any]]:
 
 
 def alarms() -> dict[str, dict[str, Any]]:
-    """By name."""
+    """Return the alerting rules by name."""
     return {rule["alert"]: rule for rule in rules() if "alert" in rule}
 
 

@@ -71,7 +71,7 @@ class RedisServer:
         raise AssertionError("redis-server does not answer")
 
     def kill(self) -> None:
-        """At once."""
+        """Send SIGKILL, also while it hangs."""
         if self._process is not None:
             self._process.send_signal(signal.SIGCONT)
             self._process.kill()
@@ -84,12 +84,11 @@ class RedisServer:
         self._process.send_signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
-        """After `hang`."""
+        """Continue after `hang`."""
         assert self._process is not None
         self._process.send_signal(signal.SIGCONT)
 
     def do(self, *command: Any) -> Any:
-        """One command."""
         with self.client as client:
             return client.execute_command(*command)
 

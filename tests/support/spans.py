@@ -46,7 +46,7 @@ class KeptSpan:
 
 
 class Kept(SpanProcessor):
-    """Keeps everything."""
+    """A span processor that keeps every span in memory."""
 
     def __init__(self) -> None:
         self.spans: list[KeptSpan] = []

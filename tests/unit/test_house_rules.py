@@ -29,6 +29,8 @@ MAX_FILE_LINES = 700
 MAX_FUNCTION_LINES = 60
 MAX_CONSTRUCTOR_PARAMETERS = 9
 MAX_FOLDER_MODULES = 18
+MAX_SHORT_DOCSTRINGS = 50
+"""Docstrings of at most three words. Few of them say more than the name above them."""
 ROOMY_FOLDERS = ("engine/kernels", "tests/unit/engine/kernels", "tandem/v1")
 """Where one module is one kernel, or is generated."""
 IMPURE = frozenset({"torch", "triton", "grpc", "redis", "asyncio", "opentelemetry"})
@@ -158,6 +160,18 @@ def test_folders_stay_small() -> None:
         if count > MAX_FOLDER_MODULES and not folder.startswith(ROOMY_FOLDERS)
     }
     assert not crowded
+
+
+def test_few_docstrings_have_at_most_three_words() -> None:
+    short = [
+        f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}"
+        for path in sources()
+        for node in ast.walk(tree(path))
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+        and (text := ast.get_docstring(node)) is not None
+        and len(text.split()) <= 3
+    ]
+    assert len(short) < MAX_SHORT_DOCSTRINGS, short
 
 
 def test_packages_have_empty_init_files() -> None:

@@ -77,7 +77,7 @@ def _tree(call: Call, depth: int = 0) -> str:
 
 
 def main() -> int:
-    """Follow, print, judge."""
+    """Follow the requests, print their ways, and return 1 if one is too long."""
     parser = argparse.ArgumentParser(prog="python -m tests.walk", description=__doc__)
     parser.add_argument("--all", action="store_true", help="every call, those on the way marked with *")
     options = parser.parse_args()

@@ -100,7 +100,7 @@ class Walk:
 
 
 def walk(calls: Iterable[Call]) -> Walk:
-    """Count one way."""
+    """Count the stays and objects of one way."""
     found = Walk(stays=[], objects=Counter(), parts=Counter(), asides=Counter())
     for call in calls:
         _visit(call, None, found)

@@ -32,7 +32,7 @@ async def cluster():
 
 
 def rubbish():
-    """What strangers send."""
+    """Return what a stranger may send: noise, cut frames, absurd lengths."""
     draw = random.Random(1)
     header = struct.Struct("!4sBB2xQ16sIIIIIIQ")  # of kv_transfer's tcp frames
     return [

@@ -20,7 +20,7 @@ MIGRATED = re.compile(r"^(\S+): .*cache migrated from (\S+) in \S+ s: (.*) block
 
 
 def migrated(cluster) -> list[tuple[str, str, str]]:
-    """(target, whom, what)."""
+    """Return target, leaving worker and amount of every migration in the logs."""
     found = [MIGRATED.search(line) for line in cluster.logs.lines]
     return [(m[1], m[2], m[3]) for m in found if m]
 

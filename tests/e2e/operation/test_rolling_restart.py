@@ -153,7 +153,7 @@ def pids(cluster):
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def cluster(hatchery):
-    """One of each."""
+    """Run one prefill and one decode worker."""
     async with running(command=hatchery.command, transfer__succession_s=1.0) as made:
         yield made
 

@@ -76,7 +76,7 @@ async def make_named(cluster):
 
 
 async def ask(cluster, prompt, num_tokens=8):
-    """The tokens."""
+    """Return the token ids of a completion."""
     response = await post(cluster, prompt, num_tokens)
     assert response.status_code == 200, response.text
     return response.json()["choices"][0]["token_ids"]

@@ -29,7 +29,6 @@ NEVER_S = 600.0
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """See test_ranks."""
     monkeypatch.setattr(leading, "_EXIT_S", 120.0)
 
 

@@ -7,7 +7,7 @@ from tests.proofs.explore.worlds import DAILY, NIGHTLY
 
 
 def main(arguments: list[str]) -> None:
-    """Explore and print."""
+    """Explore the named worlds, or all of them, and print what was found."""
     worlds = NIGHTLY if "nightly" in arguments else DAILY
     names = set(arguments) - {"nightly"}
     if unknown := names - {world.name for world in worlds}:

@@ -40,7 +40,6 @@ class Lives:
 
     @property
     def num_moves(self) -> int:
-        """Edges."""
         return len(self.sources)
 
     def trace(self, node: int) -> list[str]:

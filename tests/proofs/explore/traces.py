@@ -1,4 +1,4 @@
-"""Moves in words."""
+"""Descriptions of moves, for counterexamples."""
 
 from tests.proofs.explore.model.environment import Environment, Move
 from tests.proofs.explore.model.life import DECODE, Write

@@ -12,7 +12,7 @@ TCP = False
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class World:
-    """One exploration."""
+    """A scope that is explored in full, and how its requests are placed."""
 
     name: str
     scope: Scope

@@ -54,7 +54,7 @@ class Tally:
         return self.transfers.total()
 
     def add(self, transport: str, seed: int, report: BatchReport) -> None:
-        """A batch."""
+        """Count what one batch reports."""
         for ended in report.ended:
             self.transfers[transport, ended.outcome] += 1
             for kind in {kind for kind, _place in ended.wounds}:
@@ -64,7 +64,7 @@ class Tally:
         self.violations += [f"{transport} {seed}: {violation}" for violation in report.violations]
 
     def merge(self, other: "Tally") -> None:
-        """Another campaign's."""
+        """Add the counts of another campaign."""
         self.transfers += other.transfers
         self.wounds += other.wounds
         self.violations += other.violations

@@ -41,7 +41,6 @@ class Ends:
         self._stack.close()
 
     def receiver(self, plan: BatchPlan, region: KVRegion, injector: Injector) -> Door:
-        """Raises OSError."""
         around = None
         if plan.transport != "memory":
             around = Surroundings(injector=injector, transport=plan.transport, long_stall_s=LONG_STALL_S)

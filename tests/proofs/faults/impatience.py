@@ -31,7 +31,7 @@ _LIMITS = (
 
 
 def settings(*, chunk_bytes: int, wire_dtype: str, write_window: int) -> TransferSettings:
-    """Of both hubs."""
+    """Return transfer settings, for both hubs, whose time limits are short."""
     return TransferSettings(
         lease_s=0.4,
         stall_s=0.6,

@@ -44,11 +44,9 @@ class FaultySender:
         self._inner = inner
 
     def reaches(self, offer: TransportOffer) -> bool:
-        """See KVSender."""
         return self._inner.reaches(offer)
 
     def connect(self, offer: TransportOffer, pairing: Pairing) -> "FaultyWriter":
-        """See KVSender."""
         return FaultyWriter(self._inner.connect(offer, pairing), self, pairing)
 
 
@@ -65,11 +63,9 @@ class FaultyWriter:
 
     @property
     def closed(self) -> bool:
-        """See PeerWriter."""
         return self._inner.closed
 
     def cancel(self, key: TransferKey) -> bool:
-        """See PeerWriter."""
         with self._lock:
             self._ended.add(key)
             late = [one for one in self._late if one.order.key == key]
@@ -90,7 +86,6 @@ class FaultyWriter:
             self._inner.close()
 
     def write(self, order: WriteOrder) -> "Future[WriteResult]":
-        """See PeerWriter."""
         hit = self._injector.due(order.key.transfer_id, Place.ORDERS)
         self._seen.append(order)
         if hit is None:

@@ -25,7 +25,7 @@ class Kind(StrEnum):
 
 
 class Place(StrEnum):
-    """Where."""
+    """Where in a hand-off a fault is injected."""
 
     TO_RECEIVER = "to receiver"
     """Bytes of a socket of the transport: frames, claims, headers."""
@@ -80,7 +80,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferPlan:
-    """One hand-off."""
+    """Shape of one hand-off and the faults that are injected into it."""
 
     name: str
     seed: int

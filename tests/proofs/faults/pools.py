@@ -28,7 +28,6 @@ class GuardedPool:
         self._bytes[...] = self._guard
 
     def take(self, count: int) -> tuple[BlockId, ...]:
-        """Raises Unavailable."""
         if count > len(self.free):
             raise Unavailable("pool is full", retry_after_s=0.02)
         self._rng.shuffle(self.free)

@@ -38,7 +38,6 @@ class FaultyChannel:
         return lambda **more: FaultyStream(begin(**more), self._talk)
 
     async def close(self) -> None:
-        """See grpc.aio.Channel."""
         await self._inner.close()
 
 

@@ -53,7 +53,6 @@ class Kill:
 
     @property
     def role(self) -> str:
-        """The victim's pool."""
         return self.victim.partition("-")[0]
 
     @property

@@ -73,7 +73,6 @@ class Nursery:
         self._selector.register(self._server, selectors.EVENT_READ, self._admit)
 
     def run(self) -> None:
-        """Until killed."""
         while True:
             self.look()
 
@@ -154,7 +153,7 @@ def _be(descriptors: list[int], role: str, watch_path: str, *arguments: str) -> 
 
 
 def main(path: str, kind: str) -> None:
-    """Serve until killed."""
+    """Fork workers on request until killed."""
     for name in _KINDS[kind]:
         importlib.import_module(name)
     if len(os.listdir("/proc/self/task")) > 1:

@@ -52,8 +52,6 @@ class Blow(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Struck:
-    """One blow."""
-
     blow: Blow
     victim: str
     at_s: float

@@ -95,7 +95,7 @@ def api_server(folder: Path) -> Iterator[ApiServer]:
         do_PATCH = do_GET
 
         def log_message(self, *_: object) -> None:
-            """Nothing."""
+            """Write no access log to standard error."""
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(files.cert, files.key)

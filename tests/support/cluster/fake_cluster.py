@@ -19,7 +19,7 @@ FAKE = Path(__file__).with_name("fake_process.py")
 
 
 def fake_config(*, prefill: int = 1, decode: int = 1, drain_s: float = 5.0) -> ClusterConfig:
-    """Free ports everywhere."""
+    """Return a configuration whose ports are all chosen by the system."""
     return ClusterConfig(
         router=RouterConfig(port=0, grpc_port=0),
         prefill=PoolConfig(replicas=prefill, drain_s=drain_s),

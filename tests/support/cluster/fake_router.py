@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 
 def event(value: object) -> bytes:
-    """One server-sent event."""
+    """Return one server-sent event."""
     text = value if isinstance(value, str) else json.dumps(value)
     return f"data: {text}\n\n".encode()
 

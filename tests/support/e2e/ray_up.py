@@ -41,7 +41,7 @@ class Upped:
         self._said = asyncio.Condition()
 
     async def listen(self) -> None:
-        """Until it ends."""
+        """Collect the lines of its output until it ends."""
         assert self.process.stdout is not None
         async for line in self.process.stdout:
             self.logs.lines.append(line.decode(errors="replace").rstrip())

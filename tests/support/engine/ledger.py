@@ -154,7 +154,6 @@ class LedgerRunner:
     traffic = Traffic()
 
     def move_now(self, offloads: Sequence[BlockOffload], loads: Sequence[BlockLoad]) -> None:
-        """Implements `engine.kv_cache.lower_tiers.BlockCopier`."""
         self.move(Batch(items=(), offloads=tuple(offloads), loads=tuple(loads)))
 
     def read(self, blocks: Sequence[BlockId], num_tokens: int) -> list[int]:

@@ -92,7 +92,7 @@ class LateRunner(ModelRunner):
 
     @torch.inference_mode()
     def run_next(self) -> None:
-        """The oldest step."""
+        """Compute the oldest launched step."""
         step = self.pending.popleft()
         with self._staging.step():
             logits, _ = self._compute(step.inputs)  # nobody asks for readings here

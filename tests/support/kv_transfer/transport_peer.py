@@ -68,7 +68,6 @@ def block_views(region: KVRegion, blocks: Sequence[int]) -> list[memoryview]:
 
 
 def blocks_of(numbers: Sequence[int]) -> tuple[BlockId, ...]:
-    """Numbers as blocks."""
     return tuple(BlockId(number) for number in numbers)
 
 

@@ -39,7 +39,7 @@ class Write:
 
 @dataclass(eq=False)
 class Process:
-    """One prefill worker."""
+    """One prefill worker of the simulated world."""
 
     world: "World"
     name: str

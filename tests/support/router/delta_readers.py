@@ -24,7 +24,7 @@ class SlowReader:
 
 
 class QuickReader:
-    """Always has room."""
+    """A reader that accepts every delta at once."""
 
     def __init__(self) -> None:
         self.taken: list[ChoiceDelta] = []

@@ -107,7 +107,7 @@ class World:
         heapq.heappush(self._events, (when_s, next(self._numbers), what))
 
     def ask(self, served: Served, *, priority: int = 0, within_s: float | None = None) -> None:
-        """Schedule an arrival."""
+        """Schedule the arrival of a request."""
 
         def arrive() -> None:
             wanted = AdmissionRequest(

@@ -126,10 +126,10 @@ class PortWorker:
             del self.live[request_id]
 
     def migrate(self, share: MigrationPlan, *, within_s: float, prefill_tokens_per_s: float) -> None:
-        """Nothing is offered."""
+        """Do nothing: this worker takes no cache over."""
 
     def end_migration(self) -> None:
-        """It goes anyway."""
+        """Do nothing: no migration has begun."""
 
     def pin(self, order: PinOrder) -> None:
         """Nobody asks for one."""

@@ -61,7 +61,7 @@ class FakeHub:
         self.cancelled.append(transfer_id)
 
     async def drain(self) -> None:
-        """Nothing is left."""
+        """Do nothing: there is nothing to wait for."""
 
 
 class Bench:

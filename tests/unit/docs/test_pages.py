@@ -24,7 +24,7 @@ _NOT_OURS = {"deploy/data", "deploy/secrets", "__init__.py"}
 
 
 def text_of(page: Path) -> str:
-    """Without fenced blocks."""
+    """Return a page's text without its fenced blocks."""
     return re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
 
 

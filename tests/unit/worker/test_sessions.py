@@ -171,7 +171,7 @@ async def test_session_queue_is_flushed_on_finish_not_on_close(end: str) -> None
 
 
 class Board:
-    """A publisher."""
+    """A publisher that must not be called."""
 
     def send_snapshot(self, next_event: int, stored: Any) -> None:
         raise AssertionError("of the sessions' making")
@@ -183,7 +183,7 @@ class Board:
 
 
 class Router(StuckRouter):
-    """Reads whatever comes."""
+    """A router that reads everything at once."""
 
     def __init__(self, *, reads_board: bool) -> None:
         self.written = []

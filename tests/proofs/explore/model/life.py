@@ -159,7 +159,6 @@ class Life:
         return at, epoch
 
     def put(self, slots: tuple[tuple[int, int], ...], content: tuple[int, ...]) -> None:
-        """Overwrite cells."""
         for (block, position), value in zip(slots, content, strict=True):
             owner, cells = self.blocks[block]
             self.blocks[block] = (owner, (*cells[:position], value, *cells[position + 1 :]))

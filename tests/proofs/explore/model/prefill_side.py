@@ -164,7 +164,6 @@ class PrefillSide:
         self.tell(life, at, attempt, ev.WriteFailed(seq=seq, rewrite=rewrite, reason="stopped"))
 
     def writes_quiet(self, life: Life, at: int, attempt: int) -> None:
-        """Answer to CancelWrites."""
         self.writing.stop_all(life, at, attempt)
         self.tell(life, at, attempt, ev.WritesQuiet())
 

@@ -68,12 +68,10 @@ class Scope:
 
     @property
     def num_units(self) -> int:
-        """Of the prompt."""
         return sum(self.steps)
 
     @property
     def num_cells(self) -> int:
-        """Of the prompt."""
         return self.num_units * self.num_layers
 
     @property

@@ -229,5 +229,5 @@ def flipped(rng: random.Random, data: bytes) -> bytes:
 
 
 def _some(rng: random.Random, most: int) -> int:
-    """Mostly few."""
+    """Return a random number up to `most`, small ones more often."""
     return max(1, min(most, int(most ** rng.random())))

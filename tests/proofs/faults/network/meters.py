@@ -50,7 +50,6 @@ class UnitMeter:
         self._waiting = b""
 
     def feed(self, data: bytes) -> Iterator[Part]:
-        """See Meter."""
         data, self._waiting = self._waiting + data, b""
         while data:
             if self._left:
@@ -71,7 +70,6 @@ class UnitMeter:
             yield Part(data=head, owner=self._owner, index=self._index, head=True)
 
     def rest(self) -> bytes:
-        """See Meter."""
         return self._waiting
 
 
@@ -83,12 +81,10 @@ class SealedMeter:
         self._index = -1
 
     def feed(self, data: bytes) -> Iterator[Part]:
-        """See Meter."""
         self._index += 1
         yield Part(data=data, owner=self._injector.alone(), index=self._index, head=True)
 
     def rest(self) -> bytes:
-        """See Meter."""
         return b""
 
 

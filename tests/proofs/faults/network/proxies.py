@@ -34,11 +34,9 @@ class Door:
         self._relay = None if around is None else self._relayed(around)
 
     def offer(self) -> TransportOffer:
-        """See KVReceiver."""
         return self._offer
 
     def open_grant(self, key: TransferKey, landing: Landing) -> bytes:
-        """See KVReceiver."""
         grant = self._inner.open_grant(key, landing)
         self._injector.granted(grant[:TOKEN_BYTES], key.transfer_id)
         with self._lock:
@@ -46,11 +44,9 @@ class Door:
         return grant
 
     def verify(self, key: TransferKey, cells: CellRange, checksum: int) -> bool:
-        """See KVReceiver."""
         return self._inner.verify(key, cells, checksum)
 
     def revoke(self, key: TransferKey) -> bool:
-        """See KVReceiver."""
         with self._lock:
             self._landings.pop(key, None)
             self._revoked.add(key)
@@ -60,7 +56,6 @@ class Door:
         return proven
 
     def listen_quiet(self, listener: QuietListener) -> None:
-        """See KVReceiver."""
 
         def hear(key: TransferKey) -> None:
             # A writer that gives a claim up by itself may claim again, until the grant has ended.
@@ -71,7 +66,6 @@ class Door:
         self._inner.listen_quiet(hear)
 
     def close(self) -> None:
-        """See KVReceiver."""
         self._inner.close()
         if self._relay is not None:
             self._relay.close()

@@ -79,7 +79,6 @@ class _Connection:
         ]
 
     def start(self) -> None:
-        """Carry bytes."""
         for thread in self._threads:
             thread.start()
 

@@ -17,7 +17,7 @@ WAIT_S = 20.0
 
 
 class Room:
-    """What admission says."""
+    """A stand-in for admission."""
 
     closed = False
 

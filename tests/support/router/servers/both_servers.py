@@ -79,7 +79,6 @@ async def answers_of(service: InferenceService, request: pb.GenerateRequest) -> 
 
 
 def in_grpcs_words(body: dict[str, Any]) -> pb.GenerateRequest:
-    """Raises Inexpressible."""
     request = pb.GenerateRequest()
     try:
         for name, value in body.items():
@@ -243,7 +242,7 @@ def _kept() -> CachedPrompts:
 
 
 class BothDoors:
-    """One router's."""
+    """HTTP and gRPC servers of one router."""
 
     def __init__(self) -> None:
         parts = fakes.make_servers(fakes.make_tokenizer(_TEMPLATE), RouterConfig(), grammars=fakes.AnyGrammar())

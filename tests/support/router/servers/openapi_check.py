@@ -9,7 +9,7 @@ from jsonschema import Draft202012Validator
 
 
 class Described:
-    """One router's document."""
+    """An OpenAPI document, and checks of responses against it."""
 
     def __init__(self, document: dict[str, Any]) -> None:
         self.document = document

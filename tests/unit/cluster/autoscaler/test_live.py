@@ -68,7 +68,7 @@ def door(**settings: Any) -> Iterator[Door]:
             self.wfile.write(text.encode())
 
         def log_message(self, *_: object) -> None:
-            """Nothing."""
+            """Write no access log to standard error."""
 
     with answering(Handler) as state.url:
         yield state

@@ -105,7 +105,7 @@ async def test_chat_client_given_authority_trusts_only_it(tmp_path: Path) -> Non
             self.wfile.write(body)
 
         def log_message(self, *_: object) -> None:
-            """Nothing."""
+            """Write no access log to standard error."""
 
     with answering(Models, context) as url:
         async with ChatClient(url, tls=client_tls(files.ca, None)) as client:

@@ -37,7 +37,7 @@ def door() -> Iterator[Door]:
             self.wfile.write(content)
 
         def log_message(self, *_: object) -> None:
-            """Nothing."""
+            """Write no access log to standard error."""
 
     with answering(Answering) as made.url:
         yield made

@@ -49,7 +49,7 @@ def seats(cluster):
 
 
 def stated(cluster):
-    """What routers read."""
+    """Return the addresses of both pools in the routers' file."""
     config = load(cluster.config_path)
     return sorted(config.prefill.addresses), sorted(config.decode.addresses)
 

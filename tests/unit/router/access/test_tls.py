@@ -85,7 +85,7 @@ def asking(port: int, context: ssl.SSLContext) -> httpx.AsyncClient:
 
 
 async def models(port: int, folder: Path, client: Path | None = None) -> list[str]:
-    """Asked over gRPC."""
+    """Return the models that are listed over gRPC."""
     own = () if client is None else ((client / "key.pem").read_bytes(), (client / "cert.pem").read_bytes())
     credentials = grpc.ssl_channel_credentials((folder / "ca.pem").read_bytes(), *own)
     # A channel of its own: gRPC would otherwise use another's connection.

@@ -72,7 +72,7 @@ class Worker:
         self.orders.append((order, deliver))
 
     def cancel(self, *_: object) -> None:
-        """Nothing runs."""
+        """Do nothing: no attempt is running."""
 
     def give(self, count: int, *, index: int = 0) -> None:
         """The next tokens of an order, as many as are left of it at most."""

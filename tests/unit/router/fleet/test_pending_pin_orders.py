@@ -60,7 +60,7 @@ class _Stuck:
         await asyncio.Event().wait()
 
     def cancel(self) -> None:
-        """See grpc.aio.Call."""
+        """Do nothing: the call is never answered."""
 
 
 async def test_renewals_to_a_worker_that_is_stuck_are_few_and_the_newest() -> None:

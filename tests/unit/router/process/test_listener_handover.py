@@ -82,7 +82,7 @@ async def test_handover_without_matching_router_finds_none(config, server, monke
 
 @pytest.fixture
 def unnamed(tmp_path, monkeypatch):
-    """No place stated."""
+    """Return a configuration that names no folder for the socket."""
     tmp_path.chmod(0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     return RouterConfig(host="127.0.0.1", port=8123, grpc_port=8124)

@@ -62,7 +62,7 @@ class _Refused(Exception):
 
 
 class _Router:
-    """Of another version."""
+    """A router that speaks another version."""
 
     def __init__(self, version: int) -> None:
         self._version = version

@@ -97,7 +97,7 @@ class Bench:
 
 
 class Hub:
-    """The lender's reports."""
+    """A hub that records what is lent."""
 
     def __init__(self, bench: Bench) -> None:
         self._bench = bench

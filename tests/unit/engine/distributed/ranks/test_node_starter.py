@@ -50,7 +50,6 @@ class Played:
             os.kill(os.getpid(), number)
 
     def send(self, signum: signal.Signals) -> None:
-        """End the ranks."""
         self.signals.append(signum)
         self._ending = threading.Thread(target=self._end.report, args=(RankLost("rank 2 has ended"),))
         self._ending.start()

@@ -24,7 +24,7 @@ async def hello(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 class Client:
-    """A raw connection."""
+    """A raw connection to the server."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader

@@ -78,7 +78,7 @@ def poured(port: int, begin: bytes, pieces: Iterator[bytes]) -> tuple[bytes, int
 
 
 async def ended(listener: HttpServer) -> None:
-    """Every connection has."""
+    """Wait until every connection has closed."""
     while listener.num_connections:  # noqa: ASYNC110  # uvicorn tells nobody
         await asyncio.sleep(0.01)
 
