@@ -106,8 +106,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="tests.browser.screenshots", description=__doc__)
     parser.add_argument("--folder", type=Path, help="write there, and the page at every width")
     parser.add_argument("--steps", type=int, default=NUM_STEPS, help="of five seconds, that the charts are to show")
-    told = parser.parse_args()
-    asyncio.run(take(told.folder or DOCS, num_steps=told.steps, every_width=told.folder is not None))
+    options = parser.parse_args()
+    asyncio.run(take(options.folder or DOCS, num_steps=options.steps, every_width=options.folder is not None))
 
 
 if __name__ == "__main__":

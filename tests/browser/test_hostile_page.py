@@ -1,4 +1,4 @@
-"""Names and answers that hold markup, keys, and a router that refuses: the page over a door in this process."""
+"""The status page under names and answers that hold markup, with API keys, and with a router that refuses requests."""
 
 import http.server
 import re
@@ -29,7 +29,7 @@ KEYED = RouterConfig(api_keys=(ApiKey(key=SecretStr("right-key"), tenant="a"),))
 
 @dataclass
 class Served:
-    """A door, what it answers, and what it shows."""
+    """A router's HTTP server in this process, with what it answers and the state that its page shows."""
 
     url: str
     whole: WholeRouter
@@ -86,11 +86,11 @@ async def test_the_browser_would_not_let_markup_in(browser):
         assert await seen.page.title() == "Tandem · tiny"
 
 
-async def test_a_key_is_asked_for_and_kept_out_of_sight(browser):
+async def test_page_with_keys_prompts_for_a_key_and_hides_it(browser):
     async with served(KEYED) as router, tab(browser, PHONE) as seen:
         router.parts.say("hello world")
-        asked: list[str] = []
-        seen.page.on("request", lambda request: asked.append(request.url))
+        requested_urls: list[str] = []
+        seen.page.on("request", lambda request: requested_urls.append(request.url))
         await seen.open(router.url)
         page = seen.page
         await expect(page.locator("#key-dialog")).to_be_visible()
@@ -108,11 +108,11 @@ async def test_a_key_is_asked_for_and_kept_out_of_sight(browser):
         kept = await page.evaluate(
             "JSON.stringify([{...localStorage}, {...sessionStorage}, document.cookie, location.href])"
         )
-        assert "right-key" not in kept + "".join(asked)
-        assert not any("?" in url for url in asked)
+        assert "right-key" not in kept + "".join(requested_urls)
+        assert not any("?" in url for url in requested_urls)
 
 
-async def test_without_workers_it_says_what_that_means(browser):
+async def test_page_without_workers_explains_itself(browser):
     async with served(num_prefill=0) as router, tab(browser) as seen:
         router.whole.readiness.drain()
         await seen.open(router.url)
@@ -124,12 +124,12 @@ async def test_without_workers_it_says_what_that_means(browser):
         await expect(page.locator("#handoff-list")).to_contain_text("No hand-off is in flight")
         assert await seen.violations() == []
         for worker in list(router.whole.workers):
-            worker.leave(told=False)
+            worker.leave(on_request=False)
         router.whole.now_s += 1.0
         await expect(page.locator("#pools")).to_contain_text("no request can be served")
 
 
-async def test_states_of_workers_have_words(browser):
+async def test_page_worker_states_are_labelled(browser):
     async with served() as router, tab(browser) as seen:
         stuck, draining = router.whole.workers[:2]
         router.whole.registry.load_changed(stuck.info.key, WorkerLoad(step_age_s=9.0))
@@ -142,7 +142,7 @@ async def test_states_of_workers_have_words(browser):
 
 
 @pytest.mark.slow
-async def test_too_many_pages_are_told_so(browser):
+async def test_page_beyond_the_stream_limit_shows_the_refusal(browser):
     async with served(most=1) as router, tab(browser) as first, tab(browser) as second:
         await first.open(router.url)
         await first.is_live()
@@ -205,7 +205,7 @@ async def test_page_of_another_site_does_not_reach_a_router_without_keys(browser
         completions = f"{router.url}v1/completions"
         with answering(OtherSite) as site:
             await seen.open(site)
-            # The page is never told more than that there was an answer.
+            # The page learns no more than that there was a response.
             assert await seen.page.evaluate(_POST, completions) == "opaque"
         assert router.parts.generator.requests == []
         rebound = await seen.page.goto(router.url.replace("127.0.0.1", "rebound.test"))

@@ -41,7 +41,7 @@ async def busy(cluster):
     await asyncio.gather(*clients, return_exceptions=True)
 
 
-async def test_a_question_is_asked_answered_and_timed(browser, busy):
+async def test_playground_question_is_answered_and_timed(browser, busy):
     async with tab(browser) as seen:
         await seen.open(busy.local.http_url)
         await seen.is_live()
@@ -53,9 +53,9 @@ async def test_a_question_is_asked_answered_and_timed(browser, busy):
         assert [phase.split("\n")[0] for phase in phases] == ["Queue", "Prefill", "KV transfer", "Decode"]
         assert all(re.search(r"\d (ms|s)$", phase) for phase in phases)
         assert await page.locator(".track > div:visible").count() >= 2
-        asked = {"model": "tandem-tiny", "temperature": 0, "max_tokens": 96}
+        settings = {"model": "tandem-tiny", "temperature": 0, "max_tokens": 96}
         messages = [{"role": "user", "content": f"{STORY}What did Lily do?"}]
-        response = await busy.http.post("/v1/chat/completions", json={**asked, "messages": messages})
+        response = await busy.http.post("/v1/chat/completions", json={**settings, "messages": messages})
         assert answer.strip() == response.json()["choices"][0]["message"]["content"].strip() != ""
         assert seen.messages == []
 
@@ -74,7 +74,7 @@ async def test_an_answer_can_be_stopped(browser, busy):
         await expect(page.locator("#send")).to_be_enabled()
 
 
-async def test_it_shows_the_cluster_as_it_is(browser, busy):
+async def test_page_shows_the_cluster(browser, busy):
     async with tab(browser) as seen:
         await seen.open(busy.local.http_url)
         page = seen.page
@@ -165,7 +165,7 @@ async def test_playground_on_a_phone_stands_above_the_decisions_and_is_found_by_
         pytest.param(PHONE, "light", marks=pytest.mark.slow),
     ],
 )
-async def test_everybody_can_read_it(browser, busy, size, scheme, tmp_path: Path):
+async def test_page_passes_accessibility_rules(browser, busy, size, scheme, tmp_path: Path):
     async with tab(browser, size, scheme) as seen:
         await seen.open(busy.local.http_url)
         await seen.is_live()

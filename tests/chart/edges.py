@@ -28,7 +28,7 @@ def allowed(release: Rendered) -> set[Edge]:
         if other in (ANYWHERE, OUTSIDE) or (other, one, *ports) in into:
             edges.add(Edge(one, other, *ports))
     edges |= {Edge(other, one, *ports) for one, other, *ports in into if other in (ANYWHERE, OUTSIDE)}
-    # A door that is open to everybody is open to our own pods too, as far as they may go out.
+    # A port that is open to everyone is open to our own pods too, as far as their egress rules allow.
     edges |= {
         Edge(one, other, *ports) for one, other, *ports in out if other in labels and (other, ANYWHERE, *ports) in into
     }
@@ -81,7 +81,7 @@ def needed(release: Rendered, config: ClusterConfig) -> set[Edge]:
     values = release.values
     pools = {"prefill": config.prefill, "decode": config.decode}
     workers = {name: pool.port for name, pool in pools.items() if pool.replicas}
-    doors = [config.router.port, config.router.grpc_port]
+    listening = [config.router.port, config.router.grpc_port]
     kv = (values["networkPolicy"]["kvPorts"]["first"], values["networkPolicy"]["kvPorts"]["last"])
     edges = {Edge("router", worker, (port, port)) for worker, port in workers.items()}
     for one in workers:
@@ -91,17 +91,17 @@ def needed(release: Rendered, config: ClusterConfig) -> set[Edge]:
         if pool.replicas and pool.nodes > 1:
             edges |= _group(name, values, (pool.rank_port, pool.rank_port), kv)
     clients = OUTSIDE if values["networkPolicy"]["clients"] else ANYWHERE
-    edges |= {Edge(clients, "router", (port, port)) for port in doors}
+    edges |= {Edge(clients, "router", (port, port)) for port in listening}
     for one in ("router", *workers):
         edges |= _shared(one, release, config)
     if values["planner"]["enabled"]:
         server = OUTSIDE if values["networkPolicy"]["apiServer"] else ANYWHERE
-        edges |= {Edge("planner", "router", (doors[0], doors[0])), *_dns("planner", values)}
+        edges |= {Edge("planner", "router", (listening[0], listening[0])), *_dns("planner", values)}
         edges |= {Edge("planner", server, (port, port)) for port in (443, 6443)}
         if values["monitoring"]["scrape"] != "none":
             edges.add(Edge(OUTSIDE, "planner", (9100, 9100)))
     if values["test"]["enabled"]:
-        edges |= {Edge("test", "router", (doors[0], doors[0])), *_dns("test", values)}
+        edges |= {Edge("test", "router", (listening[0], listening[0])), *_dns("test", values)}
     return edges
 
 

@@ -8,7 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from router.metrics.admission import AdmissionMetrics
 from router.metrics.router_metrics import RouterMetrics
 from router.types.worker_view import EngineStepTotals, EngineWorkReport
-from tests.support.router.admission_world import Desk
+from tests.support.router.admission_world import AdmissionBench
 from tests.support.router.overload_world import snapshot
 
 _STEPS = EngineStepTotals(steps=1, seconds=0.1, tokens=1, requests=1)
@@ -22,7 +22,7 @@ _SERIES = re.compile(r"\b(?:tandem_|vllm:)[a-z0-9_:]+")
 def emitted() -> frozenset[str]:
     """With one worker in sight."""
     metrics = RouterMetrics("m")
-    metrics.registry.register(AdmissionMetrics(Desk().admission, metrics.tenants))
+    metrics.registry.register(AdmissionMetrics(AdmissionBench().admission, metrics.tenants))
     metrics.worker_loads([snapshot(work=_WORK)])
     families = text_string_to_metric_families(metrics.render().decode())
     return frozenset(sample.name for family in families for sample in family.samples)

@@ -18,9 +18,9 @@ _EDGES, _PODS = checks.test_exactly_the_needed_edges_are_open, checks.test_every
 _OBJECTS = checks.test_every_object_is_one_that_kubernetes_takes
 _ENDS = checks.test_services_and_selectors_find_their_pods
 _SIZES = checks.test_memory_gpus_and_shared_memory_fit_the_ranks
-_PROMETHEUS = checks.test_what_is_asked_of_prometheus_is_emitted
+_PROMETHEUS = checks.test_rendered_queries_use_exported_metrics
 _RIGHTS = checks.test_the_planner_alone_has_rights_and_only_over_two_sizes
-_ASKED = checks.test_the_planner_is_asked_for_what_its_command_takes
+_ASKED = checks.test_planner_arguments_are_accepted_by_its_command
 _SECRETS = checks.test_no_secret_is_on_a_command_line
 _NAMES = checks.test_no_listener_is_given_two_routes_of_one_name
 SPOILT = [
@@ -81,8 +81,8 @@ def test_a_spoilt_chart_is_noticed(
             read_by(release, "router", tmp_path, monkeypatch)
         return
     needs = check.__code__.co_varnames[: check.__code__.co_argcount]
-    told: dict[str, Any] = {"release": release}
+    arguments: dict[str, Any] = {"release": release}
     if "config" in needs:
-        told["config"] = read_by(release, "router", tmp_path, monkeypatch)
+        arguments["config"] = read_by(release, "router", tmp_path, monkeypatch)
     with pytest.raises((AssertionError, KeyError)):
-        check(**told)
+        check(**arguments)

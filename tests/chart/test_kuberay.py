@@ -53,7 +53,7 @@ def settings(tmp_path):
 
 @pytest.mark.parametrize("version", KUBERNETES)
 def test_kubernetes_and_kuberay_take_it(version):
-    wrong = [told for one in OBJECTS.values() for told in mistakes(one, version)]
+    wrong = [mistake for one in OBJECTS.values() for mistake in mistakes(one, version)]
     for group in (HEAD, WORKERS):
         pod = {"apiVersion": "v1", "kind": "Pod", **copy.deepcopy(group["template"])}
         pod["metadata"]["name"] = "a-pod"
@@ -64,7 +64,7 @@ def test_kubernetes_and_kuberay_take_it(version):
 def test_a_field_that_does_not_exist_is_noticed():
     spoilt = copy.deepcopy(OBJECTS["RayJob"])
     spoilt["spec"]["rayClusterSpec"]["authOption"] = spoilt["spec"]["rayClusterSpec"].pop("authOptions")
-    assert any("authOption" in told for told in mistakes(spoilt, KUBERNETES[0]))
+    assert any("authOption" in mistake for mistake in mistakes(spoilt, KUBERNETES[0]))
 
 
 @GROUPS
@@ -83,13 +83,13 @@ def test_every_volume_is_mounted_and_every_mount_is_there(group):
 
 
 def test_the_command_is_one_of_ours_and_finds_its_file():
-    asked = options()
-    assert asked["ray"] == "auto"
+    given = options()
+    assert given["ray"] == "auto"
     mounts = HEAD["template"]["spec"]["containers"][0]["volumeMounts"]
-    assert str(asked["config"]) in [mount["mountPath"] for mount in mounts]
+    assert str(given["config"]) in [mount["mountPath"] for mount in mounts]
 
 
-def test_ray_asks_for_a_token():
+def test_ray_requires_a_token():
     assert RAY["authOptions"] == {"mode": "token"}
     assert tuple(map(int, RAY["rayVersion"].split("."))) >= (2, 52, 0)
 
@@ -110,7 +110,7 @@ def test_workers_fit_into_the_pods(tmp_path):
             assert placement.choose(f"{role.value}-{index}", role, bundle, nodes, 0.0) is not None
 
 
-def test_the_service_finds_the_doors(tmp_path):
+def test_kuberay_service_reaches_the_routers(tmp_path):
     config, service = settings(tmp_path), OBJECTS["Service"]["spec"]
     assert service["selector"].items() <= HEAD["template"]["metadata"]["labels"].items()
     assert not service["selector"].items() <= WORKERS["template"]["metadata"]["labels"].items()
@@ -139,13 +139,13 @@ def pages(page, port=0):
         yield server
 
 
-def test_the_head_is_ready_for_the_job_and_then_when_its_doors_are_open(tmp_path):
-    """KubeRay submits the job to ready pods only: with a probe that asks for the doors at once it never would."""
+def test_kuberay_head_is_ready_for_the_job_and_later_for_requests(tmp_path):
+    """KubeRay submits the job to ready pods only: with a probe that needs the routers it would never start."""
     probe = HEAD["template"]["spec"]["containers"][0]["readinessProbe"]["exec"]["command"]
     with PortDrawer() as ports:
-        door = ports.draw("127.0.0.1", "a test")
+        free_port = ports.draw("127.0.0.1", "a test")
     config, began = tmp_path / "cluster.yaml", tmp_path / "began"
-    config.write_text(f"router: {{port: {door}}}\n")
+    config.write_text(f"router: {{port: {free_port}}}\n")
     with pages("/api/healthz") as ray:
         script = probe[-1]
         for theirs, ours in (
@@ -164,7 +164,7 @@ def test_the_head_is_ready_for_the_job_and_then_when_its_doors_are_open(tmp_path
         entrypoint = shlex.split(JOB["entrypoint"])[-1].replace("/tmp/tandem-began", str(began))
         subprocess.run(["sh", "-c", entrypoint.split("&&")[0]], check=True)
         assert not is_ready(), "workers are loading"
-        with pages("/readyz", door) as routers:
+        with pages("/readyz", free_port) as routers:
             assert is_ready()
             routers.well = False
             assert not is_ready()
@@ -173,7 +173,7 @@ def test_the_head_is_ready_for_the_job_and_then_when_its_doors_are_open(tmp_path
 
 
 @GROUPS
-def test_ray_is_asked_how_it_is_without_what_the_image_has_not(group):
+def test_ray_probes_use_only_programs_in_the_image(group):
     one = group["template"]["spec"]["containers"][0]
     assert one["livenessProbe"]["httpGet"] == {"path": "/api/healthz", "port": 52365}
     assert "wget" not in yaml.safe_dump(one["readinessProbe"])
@@ -181,8 +181,8 @@ def test_ray_is_asked_how_it_is_without_what_the_image_has_not(group):
 
 def test_there_is_time_to_drain(tmp_path):
     config, spec = settings(tmp_path), HEAD["template"]["spec"]
-    told = {one["name"]: one.get("value") for one in spec["containers"][0]["env"]}
-    stop_s = float(told["RAY_JOB_STOP_WAIT_TIME_S"])
+    environment = {one["name"]: one.get("value") for one in spec["containers"][0]["env"]}
+    stop_s = float(environment["RAY_JOB_STOP_WAIT_TIME_S"])
     pools_s = max(config.prefill.drain_s, config.decode.drain_s) + STOP_MARGIN_S
     assert stop_s > config.decode.drain_s + STOP_MARGIN_S + pools_s, "routers first, then workers"
     assert spec["terminationGracePeriodSeconds"] > stop_s

@@ -138,6 +138,6 @@ def test_load_into_docker_desktop_has_nothing_to_do(tools: Path) -> None:
 
 @pytest.mark.parametrize("context", [None, "arn:aws:eks:production"])
 def test_load_into_another_cluster_names_the_registry(tools: Path, context: str | None) -> None:
-    code, calls, said = load(tools, context)
+    code, calls, output = load(tools, context)
     assert (code, calls) == (1, [])
-    assert "make image-push" in said
+    assert "make image-push" in output

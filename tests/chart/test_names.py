@@ -28,11 +28,11 @@ def test_names_that_look_like_numbers_are_names() -> None:
         "test": {"keySecret": key},
     }
     rendered = render(values)
-    assert [told for one in rendered.objects for told in mistakes(one, KUBERNETES[-1])] == []
+    assert [mistake for one in rendered.objects for mistake in mistakes(one, KUBERNETES[-1])] == []
     env = rendered.pod("decode")["spec"]["containers"][0]["env"]
     assert {"name": "123", "key": "1"} in [one.get("valueFrom", {}).get("secretKeyRef") for one in env]
     made = render({"redis": {"passwordKey": "3"}, "secrets": {"cluster": {"key": "1"}}})
-    assert [told for one in made.objects for told in mistakes(one, KUBERNETES[-1])] == []
+    assert [mistake for one in made.objects for mistake in mistakes(one, KUBERNETES[-1])] == []
 
 
 @pytest.mark.parametrize("mode", ["hpa", "keda"])
@@ -49,4 +49,4 @@ def test_releases_and_namespaces_may_be_called_by_numbers(mode: str) -> None:
         },
     }
     rendered = render(values, namespace="7", name="123")
-    assert [told for one in rendered.objects for told in mistakes(one, KUBERNETES[-1])] == []
+    assert [mistake for one in rendered.objects for mistake in mistakes(one, KUBERNETES[-1])] == []

@@ -70,8 +70,8 @@ def test_the_other_pods_command_follows_that_worker(
     revision = {"fieldRef": {"fieldPath": f"metadata.labels['{_LABEL}/template-revision-hash']"}}
     for container in (worker, node):
         assert {"name": "GROUP_REVISION", "valueFrom": revision} in container["env"]
-    told = environment(node) | {"NODE_INDEX": "1", "LWS_LEADER_ADDRESS": "chat-0.chat"}
-    arguments = [re.sub(r"\$\((\w+)\)", lambda found: told[found[1]], arg) for arg in node["args"]]
+    variables = environment(node) | {"NODE_INDEX": "1", "LWS_LEADER_ADDRESS": "chat-0.chat"}
+    arguments = [re.sub(r"\$\((\w+)\)", lambda found: variables[found[1]], arg) for arg in node["args"]]
     seen: list[NodeGroup] = []
     monkeypatch.setattr(
         "engine.distributed.ranks.node_starter.NodeStarter.run", lambda self: seen.append(self._group) or 0
@@ -85,7 +85,7 @@ def test_the_other_pods_command_follows_that_worker(
     assert seen == [replace(waits, host="chat-0.chat")]
 
 
-def test_pods_beside_the_first_reach_no_other_group(pool: tuple[Rendered, str, dict[str, Any]]) -> None:
+def test_node_group_pods_reach_no_other_group(pool: tuple[Rendered, str, dict[str, Any]]) -> None:
     release, role, one = pool
     name = one["metadata"]["name"]
     # Policies add up: what is open to all workers is open to first pods, so those alone may be of the pool's own.

@@ -24,13 +24,13 @@ PASSWORD = """with 'quotes', "more" and \\ and \\n $HOME `id` $(id) #"""
 def started(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
     [container] = containers(render(GOOD["defaults"]).pod("redis"))
     # As the kubelet puts variables into commands.
-    told = [word.replace("$(REDIS_PASSWORD)", PASSWORD) for word in (*container["command"], *container["args"])]
-    assert not [word for word in told if PASSWORD in word]
+    words = [word.replace("$(REDIS_PASSWORD)", PASSWORD) for word in (*container["command"], *container["args"])]
+    assert not [word for word in words if PASSWORD in word]
     port = free_port()
     here = {"6379": str(port), "/data": str(tmp_path)}
     (tmp_path / "redis-server").symlink_to(binary())
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "REDIS_PASSWORD": PASSWORD}
-    process = subprocess.Popen([here.get(word, word) for word in told], env=environment, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen([here.get(word, word) for word in words], env=environment, stdout=subprocess.DEVNULL)
     try:
         yield process, port
     finally:

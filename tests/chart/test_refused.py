@@ -22,8 +22,8 @@ VALUES = (CHART / "values.yaml").read_text(encoding="utf-8")
 
 @pytest.mark.parametrize("name", BAD)
 def test_a_wrong_value_is_named(name: str) -> None:
-    values, told = BAD[name]
-    with pytest.raises(helm.HelmError, match=re.escape(told)):
+    values, message = BAD[name]
+    with pytest.raises(helm.HelmError, match=re.escape(message)):
         render(values)
 
 
@@ -109,27 +109,27 @@ def test_rules_and_dashboards_of_the_chart_are_put_in_as_they_are(tmp_path: Path
     dashboard = release.named("ConfigMap", "-dashboard-overview")
     assert yaml.safe_load(dashboard["data"]["overview.json"]) == {"title": "{{ name }}", "uid": "a"}
     assert dashboard["metadata"]["labels"]["grafana_dashboard"] == "1"
-    assert [told for one in release.objects for told in mistakes(one, "1.33.0")] == []
+    assert [mistake for one in release.objects for mistake in mistakes(one, "1.33.0")] == []
 
 
 def test_dashboards_link_to_the_runbook_that_people_read() -> None:
     wiki = "https://wiki.example.com/tandem/runbook"
     release = render({"monitoring": {"dashboards": {"enabled": True}, "rules": {"runbookUrl": wiki}}})
-    boards = [
+    dashboards = [
         text
         for one in release.of("ConfigMap")
         if "-dashboard-" in one["metadata"]["name"]
         for text in one["data"].values()
     ]
-    assert len(boards) == 6
-    for board in map(json.loads, boards):
-        assert wiki in [link.get("url") for link in board["links"]]
-        links = [link["url"] for panel in board["panels"] for link in panel.get("links", ())]
+    assert len(dashboards) == 6
+    for page in map(json.loads, dashboards):
+        assert wiki in [link.get("url") for link in page["links"]]
+        links = [link["url"] for panel in page["panels"] for link in panel.get("links", ())]
         assert links
         assert all(link.startswith(f"{wiki}#tandem") for link in links)
 
 
-def test_alarms_lead_to_the_runbook_that_people_read() -> None:
+def test_alerts_link_to_the_runbook() -> None:
     wiki = "https://wiki.example.com/tandem/runbook"
     release = render({"monitoring": {"rules": {"enabled": True, "runbookUrl": wiki}}})
     groups = [group for one in release.of("PrometheusRule") for group in one["spec"]["groups"]]

@@ -56,15 +56,15 @@ class Release:
     def start(self, component: str) -> subprocess.Popen[bytes]:
         """Run a pod's main container."""
         [container] = containers(self._rendered.pod(component))
-        told = self._environment(container, _ADDRESSES[component])
+        variables = self._environment(container, _ADDRESSES[component])
         command = [
-            re.sub(r"\$\((\w+)\)", lambda found: told[found[1]], word).replace("/etc/tandem", str(self._etc))
+            re.sub(r"\$\((\w+)\)", lambda found: variables[found[1]], word).replace("/etc/tandem", str(self._etc))
             for word in (*container["command"], *container.get("args", ()))
         ]
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("TANDEM_")}
-        told = {name: value for name, value in told.items() if name not in _NOT_HERE}
+        variables = {name: value for name, value in variables.items() if name not in _NOT_HERE}
         ours = [sys.executable, "-m", "cluster.cli.main"] if command[0] == "tandem" else [sys.executable]
-        process = subprocess.Popen([*ours, *command[1:]], env=inherited | told, cwd=_ROOT)
+        process = subprocess.Popen([*ours, *command[1:]], env=inherited | variables, cwd=_ROOT)
         self._running[component] = process
         return process
 
@@ -118,10 +118,10 @@ def _write(path: Path, text: str) -> None:
 def _grpc_probe(address: str) -> bool:
     with grpc.insecure_channel(address) as channel:
         try:
-            told = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=3.0)
+            response = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=3.0)
         except grpc.RpcError:
             return False
-    return bool(told.status == health_pb2.HealthCheckResponse.SERVING)
+    return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
 
 
 def _http_probe(url: str) -> bool:

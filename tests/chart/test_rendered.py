@@ -69,15 +69,15 @@ def test_the_chart_lints_strictly(name: str) -> None:
 
 
 def test_every_object_is_one_that_kubernetes_takes(release: Rendered) -> None:
-    assert [told for version in KUBERNETES for one in release.objects for told in mistakes(one, version)] == []
+    assert [mistake for version in KUBERNETES for one in release.objects for mistake in mistakes(one, version)] == []
     names = [(one["kind"], one["metadata"]["name"]) for one in release.objects]
     assert len(names) == len(set(names))
     assert all("namespace" not in one["metadata"] for one in release.objects)
 
 
 def test_every_pod_is_restricted(release: Rendered) -> None:
-    assert [(name, told) for name, pod in release.pods() for told in lapses(pod)] == []
-    assert [(name, told) for name, pod in release.pods() for told in loose_ends(release, pod)] == []
+    assert [(name, problem) for name, pod in release.pods() for problem in lapses(pod)] == []
+    assert [(name, problem) for name, pod in release.pods() for problem in loose_ends(release, pod)] == []
     assert all(one["automountServiceAccountToken"] is False for one in release.of("ServiceAccount"))
     assert not {"ClusterRole", "ClusterRoleBinding"} & {one["kind"] for one in release.objects}
 
@@ -104,7 +104,7 @@ def test_the_planner_alone_has_rights_and_only_over_two_sizes(release: Rendered)
     assert binding["roleRef"]["name"] == role["metadata"]["name"]
 
 
-def test_the_planner_is_asked_for_what_its_command_takes(release: Rendered) -> None:
+def test_planner_arguments_are_accepted_by_its_command(release: Rendered) -> None:
     if not release.values["planner"]["enabled"]:
         assert [name for name, _ in release.pods() if name == "planner"] == []
         return
@@ -119,11 +119,11 @@ def test_the_planner_is_asked_for_what_its_command_takes(release: Rendered) -> N
         names = certificate["spec"]["dnsNames"]
         assert host in names or certificate["metadata"]["name"].endswith("-kv-tls")
     _assert_mounted(release.pod("planner"), [options.get("api-key-file"), options.get("ca"), str(ACCOUNT)])
-    asked = [arg for arg in container["args"] if not arg.startswith(("--api-key-file", "--ca", "--url"))]
+    arguments = [arg for arg in container["args"] if not arg.startswith(("--api-key-file", "--ca", "--url"))]
     # The command itself reads them all, and gets as far as an address that is none.
-    told = CliRunner().invoke(app, [*container["command"][1:], *asked, "--url=ftp://x"])
-    assert isinstance(told.exception, ConfigError)
-    assert "is not a router URL" in str(told.exception)
+    result = CliRunner().invoke(app, [*container["command"][1:], *arguments, "--url=ftp://x"])
+    assert isinstance(result.exception, ConfigError)
+    assert "is not a router URL" in str(result.exception)
     # Who is sized by it has no number of its own, unless it only looks.
     for one in release.of("StatefulSet"):
         assert ("replicas" in one["spec"]) == release.values["planner"]["dryRun"]
@@ -254,16 +254,16 @@ def test_each_process_reads_the_configuration_that_is_meant(
     roles = {component for component, _ in release.pods()} & {"router", "prefill", "decode"}
     assert {"router", "decode"} <= roles
     for role in roles:
-        told = read_by(release, role, tmp_path, monkeypatch)
-        assert cluster_secret(told) == b"7" * 20
-        assert told.redis.url is not None
-        assert told.router.host == release.values["router"]["listen"]
+        config = read_by(release, role, tmp_path, monkeypatch)
+        assert cluster_secret(config) == b"7" * 20
+        assert config.redis.url is not None
+        assert config.router.host == release.values["router"]["listen"]
         if role == "router":
             continue
-        pool = getattr(told, role)
+        pool = getattr(config, role)
         assert listen_address(pool, role, 1) == (f"[{POD_IP}]", release.values[role]["port"])
-        assert num_ranks(told, pool) == pool.ranks_per_node
-        assert told.engine.device == ("cuda" if release.values[role]["gpu"]["enabled"] else "cpu")
+        assert num_ranks(config, pool) == pool.ranks_per_node
+        assert config.engine.device == ("cuda" if release.values[role]["gpu"]["enabled"] else "cpu")
 
 
 def test_files_that_the_configuration_names_are_mounted(release: Rendered, config: ClusterConfig) -> None:
@@ -372,7 +372,7 @@ def _bytes(quantity: str) -> int:
     return int(number) * _MEMORY[unit]
 
 
-def test_what_is_asked_of_prometheus_is_emitted(release: Rendered) -> None:
+def test_rendered_queries_use_exported_metrics(release: Rendered) -> None:
     known = emitted()
     recorded = set()
     for rule in _rules(release):
@@ -381,13 +381,13 @@ def test_what_is_asked_of_prometheus_is_emitted(release: Rendered) -> None:
     for scaler in release.of("ScaledObject"):
         for trigger in scaler["spec"]["triggers"]:
             assert named_in(trigger["metadata"]["query"]) <= known
-    asked = {
+    queried = {
         metric["external"]["metric"]["name"]
         for scaler in release.of("HorizontalPodAutoscaler")
         for metric in scaler["spec"]["metrics"]
         if metric["type"] == "External"
     }
-    assert asked <= recorded
+    assert queried <= recorded
 
 
 def _rules(release: Rendered) -> Iterator[dict[str, Any]]:

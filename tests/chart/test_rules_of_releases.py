@@ -52,7 +52,7 @@ def test_a_release_without_a_planner_has_no_alarm_for_one() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("is_ours", [True, False])
 @pytest.mark.parametrize("path", RULE_TESTS, ids=[path.stem for path in RULE_TESTS])
-def test_alarms_are_told_of_our_release_alone(path: Path, tmp_path: Path, *, is_ours: bool) -> None:
+def test_alerts_cover_only_their_own_release(path: Path, tmp_path: Path, *, is_ours: bool) -> None:
     made = rule_objects(release_of(WATCHED))
     files = []
     for one in yaml.safe_load(path.read_text())["rule_files"]:

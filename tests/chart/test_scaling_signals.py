@@ -41,7 +41,7 @@ class Line(NamedTuple):
 
 
 CASES = [
-    # what is seen, and the requests and tokens that each pool is told
+    # what is measured, and the requests and tokens that are reported for each pool
     (Line(prefill=1, reserved=1, lacks={"prefill": 40}), (41, 0), (4100, 0)),
     (Line(prefill=8, lacks={"prefill": 10}), (18, 0), (1800, 0)),
     (Line(lacks={"decode": 40}), (0, 40), (0, 4000)),
@@ -82,10 +82,10 @@ def _told(text: str) -> dict[str, float]:
     return {name: value for name, value in seen.items() if name.startswith(_SIGNALS)}
 
 
-def _expected(name: str, told: tuple[float, float]) -> dict[str, Any]:
+def _expected(name: str, figures: tuple[float, float]) -> dict[str, Any]:
     samples = [
         {"labels": f'{name}{{namespace="{NAMESPACE}", pool="{pool}", release="{RELEASE}"}}', "value": value}
-        for pool, value in zip(("prefill", "decode"), told, strict=True)
+        for pool, value in zip(("prefill", "decode"), figures, strict=True)
     ]
     return {"expr": name, "eval_time": "30s", "exp_samples": samples}
 
@@ -117,11 +117,11 @@ def _check(tmp_path: Path, cases: Sequence[dict[str, Any]]) -> None:
     _promtool("test", "rules", str(tests))
 
 
-def test_each_pool_is_told_of_its_own_line(tmp_path: Path) -> None:
+def test_scaling_signals_cover_each_pools_own_queue(tmp_path: Path) -> None:
     _check(tmp_path, [_case(_series(line), requests, tokens) for line, requests, tokens in CASES])
 
 
-def test_that_no_router_is_seen_does_not_mean_that_nobody_waits(tmp_path: Path) -> None:
+def test_scaling_signals_without_routers_are_absent_rather_than_zero(tmp_path: Path) -> None:
     unseen = {name: value for name, value in _series(Line()).items() if _OURS not in name}
     silent = [{"expr": name, "eval_time": "30s", "exp_samples": []} for name in SIGNALS]
     _check(tmp_path, [_case(unseen, (0, 0), (0, 0)) | {"promql_expr_test": silent}])
@@ -155,7 +155,7 @@ def _worked(*workers: Work) -> dict[str, tuple[float, float]]:
 @pytest.mark.parametrize(
     ("workers", "use"),
     [
-        # A pool that is in full use holds, whatever the line is; none is ever told to grow by it.
+        # A pool in full use keeps its size, however long the queue is: this signal never makes a pool grow.
         ((Work("prefill-0", busy=1), Work("prefill-1", busy=0.5), Work("decode-0", used=990)), (1, 1)),
         # What wants half of two workers is carried by less of them; an idle one counts.
         ((Work("prefill-0", busy=0.6), Work("prefill-1"), Work("decode-0", used=300), Work("decode-1")), (0.4, 0.2)),
@@ -165,8 +165,8 @@ def _worked(*workers: Work) -> dict[str, tuple[float, float]]:
 )
 def test_a_pool_shrinks_to_what_is_in_use(workers: Sequence[Work], use: tuple[float, float], tmp_path: Path) -> None:
     series = [{"series": name, "values": f"{start}+{step}x40"} for name, (start, step) in _worked(*workers).items()]
-    asked = {**_expected("", use), "expr": "round(tandem_pool_use, 0.001)", "eval_time": "10m"}
-    _check(tmp_path, [{"interval": "15s", "input_series": series, "promql_expr_test": [asked]}])
+    query = {**_expected("", use), "expr": "round(tandem_pool_use, 0.001)", "eval_time": "10m"}
+    _check(tmp_path, [{"interval": "15s", "input_series": series, "promql_expr_test": [query]}])
 
 
 @pytest.mark.parametrize("bottleneck", ["prefill", "decode"])
@@ -176,16 +176,16 @@ def test_a_cluster_that_is_short_of_one_pool_asks_for_that_pool_alone(bottleneck
     at_the_queue(bottleneck, lambda simulation: shown.append(exposition(simulation)))
     seen = _told(shown[0])
 
-    def asked(metric: str, **labels: str) -> float:
+    def queried(metric: str, **labels: str) -> float:
         """A sum over what was shown, without the rules."""
         parts = [f'{name}="{value}"' for name, value in labels.items()]
         return sum(value for name, value in seen.items() if name.startswith(metric) and all(p in name for p in parts))
 
     requests, tokens = {}, {}
     for role in ("prefill", "decode"):
-        queued = [asked(f"tandem_queue_{what}") if role == bottleneck else 0.0 for what in ("requests", "tokens")]
-        requests[role] = queued[0] + asked("tandem_worker_requests", role=role, state="waiting")
-        tokens[role] = queued[1] + asked("tandem_worker_backlog_tokens", role=role)
+        queued = [queried(f"tandem_queue_{what}") if role == bottleneck else 0.0 for what in ("requests", "tokens")]
+        requests[role] = queued[0] + queried("tandem_worker_requests", role=role, state="waiting")
+        tokens[role] = queued[1] + queried("tandem_worker_backlog_tokens", role=role)
     _check(
         tmp_path,
         [_case(seen, (requests["prefill"], requests["decode"]), (tokens["prefill"], tokens["decode"]))],

@@ -1,4 +1,4 @@
-"""Run by an interpreter that has `anthropic`: what that package can ask of the door."""
+"""Requests of the `anthropic` package to the HTTP API, run by an interpreter that has that package."""
 
 import asyncio
 import os

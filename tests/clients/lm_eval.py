@@ -90,9 +90,9 @@ async def evaluate(python: Path, folder: Path, name: str, model: str, arguments:
     process = await asyncio.create_subprocess_exec(
         *command, env=os.environ | offline, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT
     )
-    said, _ = await process.communicate()
+    output, _ = await process.communicate()
     if process.returncode:
-        raise RuntimeError(f"{name} ended with {process.returncode}:\n{said.decode()[-3000:]}")
+        raise RuntimeError(f"{name} ended with {process.returncode}:\n{output.decode()[-3000:]}")
     return read_outcome(out)
 
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from cluster.processes.launcher import Command
-from tests.proofs.kills.nursery import nursery
+from tests.proofs.kills.fork_server import start_fork_servers
 from tests.support.oracle import Oracle
 
 
-class Hatchery(NamedTuple):
+class ForkServers(NamedTuple):
     """How workers start without the wait, and where they are watched (`tests.proofs.kills.watched`)."""
 
     folder: Path
@@ -19,11 +19,11 @@ class Hatchery(NamedTuple):
 
 
 @pytest.fixture(scope="session")
-def hatchery(tmp_path_factory):
+def fork_servers(tmp_path_factory):
     """For clusters whose workers' own start is not what is tested."""
     folder = tmp_path_factory.mktemp("w")
-    with nursery(folder) as command:
-        yield Hatchery(folder, command)
+    with start_fork_servers(folder) as command:
+        yield ForkServers(folder, command)
 
 
 @pytest.fixture(scope="session")

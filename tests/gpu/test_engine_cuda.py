@@ -76,12 +76,12 @@ def test_pipelined_tokens_are_the_same_with_graphs_and_without(model_path):
     )
     for pipelined, graphs in ((False, False), (True, False), (True, True)):
         with Serve(model, pipelined=pipelined, graphs=graphs, num_blocks=14, prefill_chunk_tokens=20) as serve:
-            told = serve.run(every_way_to_sample(random.Random(4), 14))
-        answers.append([(answer.ids, answer.reason) for answer in told])
+            finished = serve.run(every_way_to_sample(random.Random(4), 14))
+        answers.append([(answer.ids, answer.reason) for answer in finished])
     assert answers[0] == answers[1] == answers[2]
 
 
-def test_nan_on_the_device_is_told_without_being_asked_for(model_path):
+def test_nan_on_the_device_is_reported_with_the_tokens(model_path):
     model = load_model(
         model_path, backend=select_backend(BackendOptions(device=torch.device("cuda", 0), dtype="float32"))
     )

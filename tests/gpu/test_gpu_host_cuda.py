@@ -37,8 +37,8 @@ def test_the_gpu_that_is_put_first_is_cudas_first_and_none_is_hidden(which: str)
     shown = subprocess.run(  # this interpreter, no shell
         [sys.executable, "-c", _SHOW, str(own)], env=environment, capture_output=True, text=True, check=True
     )
-    told, seen = json.loads(shown.stdout)
-    assert tuple(told) == names
+    reported, seen = json.loads(shown.stdout)
+    assert tuple(reported) == names
     assert len(seen) == len(names)
     if len(names) > 1:  # a lone one may be a slice, which has a name of its own
         assert seen[0] == names[own].removeprefix("GPU-")

@@ -30,7 +30,7 @@ def test_moves_follow_the_stream(dtype: str) -> None:
         assert torch.equal(cache.blocks, before[:, [5, 0, 2, 5, 0, 1]])
 
 
-def test_copies_are_asked_for_while_the_device_is_busy() -> None:
+def test_copies_are_queued_while_the_device_is_busy() -> None:
     """The host goes on, and what it says next does not change what the device has yet to read."""
     cache = PagedKVCache(layout("bfloat16"), num_blocks=64, device="cuda")
     mover = BlockMover(cache)
@@ -48,7 +48,7 @@ def test_copies_are_asked_for_while_the_device_is_busy() -> None:
     assert torch.equal(cache.blocks[:, [32, 33, 48, 49]], before[:, [0, 1, 4, 5]])
 
 
-def test_a_preempted_request_says_the_same_when_its_kv_was_saved() -> None:
+def test_preempted_request_with_saved_kv_continues_identically() -> None:
     spec = replace(TIGHT, device="cuda", memory_bytes=2 << 30)
     undisturbed, num_saved, _ = generate(assemble(replace(spec, num_blocks=64)))
     assert num_saved == 0

@@ -13,14 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests.images.building import Image, build
-from tests.images.containers import Cluster, said
+from tests.images.containers import Cluster, output_of
 from tests.images.context import gather
 from tests.images.dockerfile import FOLDER
 from tests.images.layers import Layers, namespace
 
 
 def main() -> int:
-    """Have it done out of everybody's sight."""
+    """Build and run the images in a mount namespace of their own, so that nothing stays mounted."""
     if len(sys.argv) > 1:
         _build_and_run(Path(sys.argv[1]), machine=sys.argv[2])
         return 0
@@ -37,7 +37,7 @@ def _build_and_run(folder: Path, *, machine: str) -> None:
     context = gather(folder / "context")
     router = build(FOLDER / "router.Dockerfile", "router", context, layers)
     again = build(FOLDER / "router.Dockerfile", "router", context, layers)
-    # Whoever runs this has a torch for CPUs where pip looks.
+    # This machine has a torch for CPUs where pip looks.
     worker = build(FOLDER / "worker.Dockerfile", "cpu", context, layers, {"TORCH_INDEX": "configured"})
     _report("router: the same bytes twice", lambda: _is_same(router, again))
     for image in (router, worker):
@@ -48,19 +48,19 @@ def _build_and_run(folder: Path, *, machine: str) -> None:
 
 def _look(layers: Layers, router: Image, worker: Image) -> None:
     at = layers.show(router.layers, "look")
-    _report("router: version", lambda: said(at, router, "tandem", "version").strip())
+    _report("router: version", lambda: output_of(at, router, "tandem", "version").strip())
     _report("router: SBOM names what is installed", lambda: _bill(at, router))
-    checks = json.loads(said(at, router, "tandem", "doctor", "--router", "--json"))["checks"]
+    checks = json.loads(output_of(at, router, "tandem", "doctor", "--router", "--json"))["checks"]
     _report("router: doctor", lambda: ", ".join(f"{one['name']} {one['status']}" for one in checks))
-    assert "not installed" in said(at, router, "tandem", "version")
+    assert "not installed" in output_of(at, router, "tandem", "version")
     at = layers.show(worker.layers, "look")
-    _report("worker: version", lambda: said(at, worker, "tandem", "version").strip())
+    _report("worker: version", lambda: output_of(at, worker, "tandem", "version").strip())
     _report("worker: SBOM names what is installed", lambda: _bill(at, worker))
-    checks = json.loads(said(at, worker, "tandem", "doctor", "--json"))["checks"]
+    checks = json.loads(output_of(at, worker, "tandem", "doctor", "--json"))["checks"]
     _report("worker: doctor", lambda: ", ".join(f"{one['name']} {one['status']}" for one in checks))
     _report(
         "worker: CPU kernels",
-        lambda: said(at, worker, "env", "XDG_CACHE_HOME=/tmp", "python3", "-m", "engine.kernels.cpu"),
+        lambda: output_of(at, worker, "env", "XDG_CACHE_HOME=/tmp", "python3", "-m", "engine.kernels.cpu"),
     )
 
 
@@ -82,15 +82,15 @@ def _serve(layers: Layers, router: Image, worker: Image, folder: Path) -> None:
 
 
 def _bill(at: Path, image: Image) -> str:
-    told = json.loads((at / "opt/tandem/share/tandem/sbom.cdx.json").read_text())
-    named = {one["name"].lower().replace("_", "-").replace(".", "-"): one["version"] for one in told["components"]}
+    bill = json.loads((at / "opt/tandem/share/tandem/sbom.cdx.json").read_text())
+    named = {one["name"].lower().replace("_", "-").replace(".", "-"): one["version"] for one in bill["components"]}
     listing = "import importlib.metadata as m, json; print(json.dumps({d.name: d.version for d in m.distributions()}))"
-    there = json.loads(said(at, image, "python3", "-c", listing))
+    there = json.loads(output_of(at, image, "python3", "-c", listing))
     there = {name.lower().replace("_", "-").replace(".", "-"): version for name, version in there.items()}
     own = there.pop("tandem-serve")
-    assert told["metadata"]["component"]["version"] == own
+    assert bill["metadata"]["component"]["version"] == own
     assert named == there, set(named.items()) ^ set(there.items())
-    return f"{len(named)} packages, {told['bomFormat']} {told['specVersion']}"
+    return f"{len(named)} packages, {bill['bomFormat']} {bill['specVersion']}"
 
 
 def _is_same(one: Image, other: Image) -> str:

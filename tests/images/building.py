@@ -80,9 +80,9 @@ def _copy(source: Path, words: tuple[str, ...], stage: _Built) -> None:
         one = source / name.lstrip("/")
         is_whole = one.is_dir()
         (into if is_whole or to.endswith("/") or len(names) > 1 else into.parent).mkdir(parents=True, exist_ok=True)
-        told = f"{one}/." if is_whole else str(one)
+        origin = f"{one}/." if is_whole else str(one)
         subprocess.run(
-            ["cp", "--no-dereference", "--recursive", "--preserve=mode,timestamps,links", told, str(into)], check=True
+            ["cp", "--no-dereference", "--recursive", "--preserve=mode,timestamps,links", origin, str(into)], check=True
         )
 
 

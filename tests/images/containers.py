@@ -1,4 +1,4 @@
-"""What an image has to be able to do: run as whoever it is told, with nothing to write to, and serve."""
+"""Requirements of an image: run as any user, write to nothing of its own, and serve."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from tests.images.building import Image
 from tests.images.layers import Layers, start
 
 USER = 54321
-"""Nobody of the image's: no name, no home, and only the group that everybody of OpenShift's has."""
+"""A user unknown to the image: no name, no home, and only the group that OpenShift gives to all of them."""
 _CONFIG = "/etc/tandem/cluster"
 _START_S, _STOP_S = 300.0, 90.0
 
@@ -65,14 +65,14 @@ class Cluster:
         self._config = folder / "cluster"
         self._config.mkdir(mode=0o755)
         self.http = _free_port()
-        told = {
+        settings = {
             "secret": secrets.token_hex(16),
             "engine": {"device": "cpu", "memory_bytes": 2 << 30},
             "router": {"port": self.http, "grpc_port": _free_port()},
             "prefill": {"addresses": [f"127.0.0.1:{_free_port()}"]},
             "decode": {"addresses": [f"127.0.0.1:{_free_port()}"]},
         }
-        (self._config / "cluster.yaml").write_text(yaml.safe_dump(told))
+        (self._config / "cluster.yaml").write_text(yaml.safe_dump(settings))
         self._running: dict[str, Container] = {}
 
     def __enter__(self) -> "Cluster":
@@ -94,8 +94,8 @@ class Cluster:
 
     def is_healthy(self, role: str) -> bool:
         """The image's health check, or for a pool that of compose.yaml, in a container of its own."""
-        asked = ["python3", "-m", "cluster.probe", role, "--config", f"{_CONFIG}/cluster.yaml"]
-        with self.run(role, *(self._images[role].health[1:] if role == "router" else asked)) as container:
+        probe = ["python3", "-m", "cluster.probe", role, "--config", f"{_CONFIG}/cluster.yaml"]
+        with self.run(role, *(self._images[role].health[1:] if role == "router" else probe)) as container:
             return container.wait() == 0
 
     def wait_for(self, role: str) -> None:
@@ -120,7 +120,7 @@ class Cluster:
         return self._running.pop(role).stop()
 
 
-def said(root: Path, image: Image, *command: str) -> str:
+def output_of(root: Path, image: Image, *command: str) -> str:
     """The output of a command that must succeed, of an image whose files are at `root`; sees no configuration."""
     process = start(root, command, image.variables, folder=image.folder, user=USER, output=subprocess.PIPE)
     output, _ = process.communicate(timeout=_START_S)

@@ -24,8 +24,8 @@ OURS = {"router", "prefill-0", "decode-0", "decode-1"}
 def compose(folder: Path, *files: str) -> Any:
     """The whole of it, with defaults and anchors put in."""
     program = Path(sys.executable).with_name("docker-compose")
-    told = [word for file in files for word in ("--file", str(DEPLOY / file))]
-    command = [str(program), *told, "--env-file", str(folder / ".env"), "config", "--format", "json"]
+    options = [word for file in files for word in ("--file", str(DEPLOY / file))]
+    command = [str(program), *options, "--env-file", str(folder / ".env"), "config", "--format", "json"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env={"PATH": os.environ["PATH"]})
     assert done.returncode == 0, done.stderr
     assert not done.stderr
@@ -68,7 +68,7 @@ def test_every_container_is_locked_up(whole):
             assert service["healthcheck"]["test"], name
 
 
-def test_nobody_reaches_redis_or_a_worker_from_outside(whole):
+def test_compose_publishes_no_port_of_redis_or_workers(whole):
     inside = {name for name, network in whole["networks"].items() if network.get("internal")}
     for name in (OURS - {"router"}) | {"redis"}:
         assert set(whole["services"][name]["networks"]) <= inside, name
@@ -146,10 +146,10 @@ def test_prometheus_takes_its_configuration(tmp_path, made, whole):
     text = (DEPLOY / "config/prometheus.yaml").read_text()
     (tmp_path / "prometheus.yaml").write_text(text.replace("/run/secrets", str(made / "secrets")))
     shutil.copytree(ROOT / "helm/tandem/rules", tmp_path / "rules")
-    said = promtool("check", "config", tmp_path / "prometheus.yaml")
+    output = promtool("check", "config", tmp_path / "prometheus.yaml")
     every = {f"rules/{path.name}" for path in (ROOT / "helm/tandem/rules").glob("*.yaml")}
     assert set(yaml.safe_load(text)["rule_files"]) == every - {"rules/planner.yaml"}
-    assert said.count("rules found") == len(every) - 1
+    assert output.count("rules found") == len(every) - 1
     mounts = {one["target"]: one["source"] for one in whole["services"]["prometheus"]["volumes"]}
     assert Path(mounts["/etc/prometheus/rules"]) == ROOT / "helm/tandem/rules"
     hosts = {
@@ -162,7 +162,7 @@ def test_prometheus_takes_its_configuration(tmp_path, made, whole):
         assert set(whole["services"][host]["networks"]) & set(whole["services"]["prometheus"]["networks"]), host
 
 
-def test_grafana_finds_boards_and_prometheus(whole):
+def test_grafana_finds_dashboards_and_prometheus(whole):
     service = whole["services"]["grafana"]
     mounts = {one["target"]: Path(one["source"]) for one in service["volumes"]}
     provisioning = mounts[service["environment"]["GF_PATHS_PROVISIONING"]]
@@ -170,17 +170,17 @@ def test_grafana_finds_boards_and_prometheus(whole):
     assert source["url"] == "http://prometheus:9090"
     assert source["isDefault"] is True
     [provider] = yaml.safe_load((provisioning / "dashboards/tandem.yaml").read_text())["providers"]
-    boards = mounts[provider["options"]["path"]]
-    assert len(list(boards.glob("*.json"))) == 6
-    assert (boards / Path(service["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]).name).is_file()
+    dashboards = mounts[provider["options"]["path"]]
+    assert len(list(dashboards.glob("*.json"))) == 6
+    assert (dashboards / Path(service["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]).name).is_file()
 
 
 def test_traces_find_the_collector(whole, made, monkeypatch):
-    told = yaml.safe_load((DEPLOY / "config/collector.yaml").read_text())
-    for pipeline in told["service"]["pipelines"].values():
+    config = yaml.safe_load((DEPLOY / "config/collector.yaml").read_text())
+    for pipeline in config["service"]["pipelines"].values():
         for kind, used in pipeline.items():
-            assert set(used) <= set(told[kind]), kind
-    port = told["receivers"]["otlp"]["protocols"]["grpc"]["endpoint"].rpartition(":")[2]
+            assert set(used) <= set(config[kind]), kind
+    port = config["receivers"]["otlp"]["protocols"]["grpc"]["endpoint"].rpartition(":")[2]
     assert settings(made, monkeypatch, whole).telemetry.otlp_endpoint == f"http://collector:{port}"
     for name in OURS:
         assert "cluster" in whole["services"][name]["networks"]

@@ -71,8 +71,8 @@ class Composed:
 
     def start(self, name: str, *command: str) -> None:
         """As compose would; the router's command is its image's."""
-        told = self._services[name]
-        words = [self._here(word) for word in command or told["command"]]
+        service = self._services[name]
+        words = [self._here(word) for word in command or service["command"]]
         programs = {
             "tandem": [sys.executable, "-m", "cluster.cli.main"],
             "redis-server": [binary()],
@@ -127,8 +127,8 @@ class Composed:
             return json.load(answer)
 
     def _environment(self, name: str) -> dict[str, str]:
-        told = {key: self._here(value) for key, value in self._services[name].get("environment", {}).items()}
-        return {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": str(Path.home()), "PYTHONPATH": str(ROOT)} | told
+        variables = {key: self._here(value) for key, value in self._services[name].get("environment", {}).items()}
+        return {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": str(Path.home()), "PYTHONPATH": str(ROOT)} | variables
 
     def _here(self, text: str) -> str:
         for there, here in self._names.items():

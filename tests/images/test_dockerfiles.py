@@ -19,7 +19,7 @@ def _last(stages: list[Stage], name: str):
     return [step for stage in stages if (step := stage.last(name))][-1]
 
 
-def test_a_linter_has_nothing_to_say():
+def test_dockerfiles_pass_the_linter():
     linter = Path(sys.executable).with_name("hadolint")
     files = sorted(map(str, FOLDER.glob("*.Dockerfile")))
     done = subprocess.run(
@@ -30,7 +30,7 @@ def test_a_linter_has_nothing_to_say():
 
 
 @pytest.mark.parametrize(("file", "target"), TARGETS)
-def test_an_image_runs_as_nobody_in_particular(file, target):
+def test_image_user_is_unprivileged_and_arbitrary(file, target):
     stages = read(FOLDER / file)
     grown = lineage(stages, target)
     values = yaml.safe_load((ROOT / "helm/tandem/values.yaml").read_text())["securityContext"]
@@ -51,7 +51,7 @@ def test_an_image_runs_as_nobody_in_particular(file, target):
 
 
 @pytest.mark.parametrize(("file", "target"), TARGETS)
-def test_what_builds_stays_behind(file, target):
+def test_image_contains_no_build_tools(file, target):
     """The last stage copies from others and compiles nothing; it began at the base."""
     stages = read(FOLDER / file)
     first = lineage(stages, target)[0]
@@ -72,7 +72,7 @@ def _where_torch_is_said(index: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["/bin/sh", "-c", *step.words], env=variables, capture_output=True, text=True, check=False)
 
 
-def test_who_does_not_say_where_torch_is_learns_at_once_what_to_do():
+def test_build_without_torch_index_fails_at_once_with_a_hint():
     refused = _where_torch_is_said("")
     assert refused.returncode == 1
     for word in ("TORCH_INDEX is empty", "--build-arg TORCH_INDEX=ADDRESS", "compose", "TORCH_INDEX=configured"):
@@ -82,7 +82,7 @@ def test_who_does_not_say_where_torch_is_learns_at_once_what_to_do():
 
 
 @pytest.mark.parametrize("target", ["cpu", "cuda"])
-def test_nothing_is_fetched_before_that_is_said(target):
+def test_build_checks_torch_index_before_fetching(target):
     stages = read(FOLDER / "worker.Dockerfile")
     order = needed(stages, target)
     fetching = [name for name in order if any("tools/bin/pip" in " ".join(step.words) for step in stages[name].steps)]
@@ -93,7 +93,7 @@ def test_nothing_is_fetched_before_that_is_said(target):
     assert asks < next(i for i, step in enumerate(first) if step.name == "RUN")
 
 
-def test_a_builder_is_sent_what_wheels_are_made_of_and_no_more():
+def test_build_context_holds_only_the_wheels_sources():
     sent = context.files()
     assert {"pyproject.toml", "README.md", "LICENSE", "cluster/cli/main.py", "engine/kernels/cpu/csrc/simd.h"} <= set(
         sent

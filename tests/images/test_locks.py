@@ -39,7 +39,7 @@ def excluded(name: str) -> set[str]:
     return {canonicalize_name(line) for line in lines if line and not line.startswith("#")}
 
 
-def asked(*extras: str) -> list[Requirement]:
+def requirements(*extras: str) -> list[Requirement]:
     optional = _PROJECT["optional-dependencies"]
     texts = [*_PROJECT["dependencies"], *(text for extra in extras for text in optional[extra])]
     return [
@@ -51,11 +51,11 @@ def asked(*extras: str) -> list[Requirement]:
     ("lock", "without", "extras"),
     [("router", "router", ()), ("worker", "worker", ()), ("ray", "worker", ("ray",)), ("nixl", "worker", ("nixl",))],
 )
-def test_a_lock_has_what_is_asked_for(lock, without, extras):
+def test_lock_covers_all_requirements(lock, without, extras):
     there, absent = locked(lock), excluded(without)
     wrong = [
         str(requirement)
-        for requirement in asked(*IN_IMAGES, *extras)
+        for requirement in requirements(*IN_IMAGES, *extras)
         if (name := canonicalize_name(requirement.name)) not in absent
         and not (name in there and requirement.specifier.contains(_version(there[name]), prereleases=True))
     ]
@@ -105,14 +105,14 @@ def test_whatever_a_router_imports_is_locked_or_its_own():
 def test_a_wheel_has_all_that_is_no_python():
     """Kernels' sources, the built-in model, the page: what is not stated in package-data only checkouts would have."""
     data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
-    told = {
+    shipped = {
         path for package, patterns in data.items() for pattern in patterns for path in (ROOT / package).glob(pattern)
     }
     packages = ("tandem", "engine", "kv_transfer", "worker", "router", "prefill_worker", "decode_worker", "cluster")
     there = {path for package in packages for path in (ROOT / package).rglob("*") if path.is_file()}
     ours = {path for path in there if path.suffix not in (".py", ".pyi", ".pyc", ".md")}
     assert len(ours) > 40
-    assert not sorted(str(path.relative_to(ROOT)) for path in ours - told)
+    assert not sorted(str(path.relative_to(ROOT)) for path in ours - shipped)
 
 
 @functools.cache

@@ -32,10 +32,10 @@ class Hub(http.server.BaseHTTPRequestHandler):
         path = self.path.partition("?")[0]
         sizes = [(name, len(data)) for name, data in FILES.items()]
         if path.startswith("/api/models/org/m/tree/"):
-            self.tell([{"type": "file", "path": name, "size": size, "oid": "0" * 40} for name, size in sizes])
+            self.send([{"type": "file", "path": name, "size": size, "oid": "0" * 40} for name, size in sizes])
         elif path.startswith("/api/models/org/m"):
             files = [{"rfilename": name, "size": size} for name, size in sizes]
-            self.tell({"id": "org/m", "sha": COMMIT, "siblings": files})
+            self.send({"id": "org/m", "sha": COMMIT, "siblings": files})
         elif path.startswith(f"/org/m/resolve/{COMMIT}/"):
             self.give(path.rpartition("/")[2])
         else:
@@ -43,7 +43,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
-    def tell(self, value: object) -> None:
+    def send(self, value: object) -> None:
         data = json.dumps(value).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(data)))
@@ -51,13 +51,13 @@ class Hub(http.server.BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def give(self, name: str) -> None:
-        data, asked = FILES[name], re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
-        begin = int(asked[1]) if asked else 0
-        self.send_response(206 if asked else 200)
+        data, wanted = FILES[name], re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", ""))
+        begin = int(wanted[1]) if wanted else 0
+        self.send_response(206 if wanted else 200)
         self.send_header("ETag", f'"{hashlib.sha1(data).hexdigest()}"')
         self.send_header("X-Repo-Commit", COMMIT)
         self.send_header("Content-Length", str(len(data) - begin))
-        if asked:
+        if wanted:
             self.send_header("Content-Range", f"bytes {begin}-{len(data) - 1}/{len(data)}")
         self.end_headers()
         if self.command == "HEAD":
@@ -75,7 +75,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
         """Write no access log to standard error."""
 
 
-async def test_a_download_that_breaks_is_gone_on_with_and_then_begun_anew(tmp_path: Path) -> None:
+async def test_interrupted_download_resumes_and_then_restarts(tmp_path: Path) -> None:
     Hub.begins = []
     into = tmp_path / "m"
     with answering(Hub) as url:
@@ -84,9 +84,9 @@ async def test_a_download_that_breaks_is_gone_on_with_and_then_begun_anew(tmp_pa
         fetching = await asyncio.create_subprocess_exec(
             *command, env=os.environ | own, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
         )
-        said, troubles = await fetching.communicate()
+        output, troubles = await fetching.communicate()
     assert fetching.returncode == 0, troubles.decode()
-    assert b"; retrying in " in said, "the client's own tries did not suffice"
+    assert b"; retrying in " in output, "the client's own tries did not suffice"
     assert {name: (into / name).read_bytes() for name in FILES} == FILES
     assert len(Hub.begins) == CLIENTS_OWN_TRIES + 3
     own_tries, later = Hub.begins[1:CLIENTS_OWN_TRIES], Hub.begins[CLIENTS_OWN_TRIES:]

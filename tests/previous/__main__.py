@@ -26,15 +26,15 @@ def main(revision: str) -> None:
         unpack(commit, code)
         shutil.copytree(Path(__file__).with_name("samples"), code / release.SAMPLES_INSIDE)
         release.ARCHIVE.write_bytes(_packed(code))
-        told = {"commit": commit} | json.loads(python(code, "-m", release.SAMPLES_INSIDE, "write"))
-        release.SAMPLES.write_text(json.dumps(told, indent=0) + "\n")
+        samples = {"commit": commit} | json.loads(python(code, "-m", release.SAMPLES_INSIDE, "write"))
+        release.SAMPLES.write_text(json.dumps(samples, indent=0) + "\n")
     with tempfile.TemporaryDirectory() as folder:
         extract(commit, Path(folder), "proto")
         sources = sorted(str(path) for path in (Path(folder) / "proto/tandem/v1").glob("*.proto"))
         out = f"--descriptor_set_out={release.DESCRIPTORS}"
         command = [sys.executable, "-m", "grpc_tools.protoc", "-I", f"{folder}/proto", out, *sources]
         subprocess.run(command, check=True)
-    print(f"{commit[:12]} speaks {told['spoken']}; its code takes {release.ARCHIVE.stat().st_size} bytes")
+    print(f"{commit[:12]} speaks {samples['spoken']}; its code takes {release.ARCHIVE.stat().st_size} bytes")
 
 
 def _packed(code: Path) -> bytes:

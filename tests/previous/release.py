@@ -43,8 +43,8 @@ class Spoken:
 
 def spoken() -> Spoken:
     """As its HELLOs say."""
-    told = json.loads(SAMPLES.read_text())["spoken"]
-    return Spoken(session=VersionRange(*told["session"]), handoff=VersionRange(*told["handoff"]))
+    versions = json.loads(SAMPLES.read_text())["spoken"]
+    return Spoken(session=VersionRange(*versions["session"]), handoff=VersionRange(*versions["handoff"]))
 
 
 def descriptors() -> FileDescriptorSet:
@@ -78,12 +78,12 @@ class Release:
             unpack(revision, folder)
         (folder / "engine/builtin_model").symlink_to(model_directory(BUILTIN))
 
-    def says_of(self, said: Mapping[str, bytes]) -> dict[str, Any]:
+    def says_of(self, messages: Mapping[str, bytes]) -> dict[str, Any]:
         """What its code understands of samples."""
-        told = json.dumps({name: data.hex() for name, data in said.items()})
+        encoded = json.dumps({name: data.hex() for name, data in messages.items()})
         command = [sys.executable, "-P", "-m", SAMPLES_INSIDE, "read"]
         done = subprocess.run(
-            command, cwd=self.folder, env=self.environment(), input=told, capture_output=True, text=True, check=False
+            command, cwd=self.folder, env=self.environment(), input=encoded, capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stderr
         read: dict[str, Any] = json.loads(done.stdout)

@@ -1,6 +1,6 @@
 """Tests that fail and then pass: the list of them in `tests/unsteady.yaml`, and whether a run with such tests is red.
 
-An entry without `mended` is a debt. Whoever mends the test writes there the date and what was wrong.
+An entry without `mended` is a debt. The mend of a test adds there the date and what was wrong.
 """
 
 from collections.abc import Sequence

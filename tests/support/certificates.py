@@ -17,7 +17,7 @@ class Authority:
     def issue(
         self, directory: Path, *, not_after: datetime | None = None, name: str = "worker.tandem.internal"
     ) -> TlsFiles:
-        """A worker's files, or those of whoever has this name, in `directory`."""
+        """Write a worker's files, or those of a holder of this name, to `directory`."""
         issued = self._ca.issue_cert(name, not_after=not_after)
         files = TlsFiles(cert=directory / "cert.pem", key=directory / "key.pem", ca=directory / "ca.pem")
         files.cert.write_bytes(b"".join(blob.bytes() for blob in issued.cert_chain_pems))

@@ -18,7 +18,7 @@ _VARIABLES = {"__rate_interval": "1m", "__range": "1h", "namespace": ".*", "rele
 RULE_TESTS = sorted((ROOT / "tests/rules").glob("*.yaml"))
 
 
-class Said(NamedTuple):
+class UsedExpression(NamedTuple):
     """An expression, and where it is."""
 
     where: str
@@ -48,20 +48,20 @@ def alarms() -> dict[str, dict[str, Any]]:
 
 
 def panels() -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Every panel of every board that shows something."""
+    """Yield every panel of every dashboard that shows something."""
     for path in DASHBOARDS:
         for panel in json.loads(path.read_text())["panels"]:
             if panel["type"] != "row":
                 yield path, panel
 
 
-def expressions() -> Iterator[Said]:
+def expressions() -> Iterator[UsedExpression]:
     """Of all rules and panels; Grafana's own variables are replaced by what it would put there."""
     for rule in rules():
-        yield Said(rule.get("alert") or rule["record"], rule["expr"])
+        yield UsedExpression(rule.get("alert") or rule["record"], rule["expr"])
     for path, panel in panels():
         for target in panel["targets"]:
-            yield Said(f"{path.stem}: {panel['title']}", without_variables(target["expr"]))
+            yield UsedExpression(f"{path.stem}: {panel['title']}", without_variables(target["expr"]))
 
 
 def without_variables(expr: str) -> str:

@@ -1,4 +1,4 @@
-"""Workers that publish on a real board, and routers that read it: real sessions, real Redis, no model.
+"""Workers that publish to a real Redis, and routers that read it: real sessions, no model.
 
 A worker's cache is a bounded set of block names that its answers are true to: what it says was cached was there.
 """
@@ -209,7 +209,7 @@ class Router:
 async def router(
     number: int, settings: RedisSettings, *, live: int, limits: SharedRateLimits | None = None
 ) -> AsyncIterator[Router]:
-    """Finds the workers on the board; waits until `live` of them are here."""
+    """Finds the workers in Redis; waits until `live` of them are connected."""
     registry = WorkerRegistry(prefix_map=PrefixMap(), clock=time.monotonic)
     incarnation = Incarnation(1000 + number)
     limits = make_limits(RouterConfig(), SECRET, time.monotonic) if limits is None else limits

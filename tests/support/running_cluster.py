@@ -24,7 +24,7 @@ WAIT_S = 60.0
 
 @dataclass(slots=True)
 class Streamed:
-    """What a stream has told so far."""
+    """What a stream has received so far."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -54,7 +54,7 @@ class RunningCluster:
         self.logs = logs
 
     async def complete(self, prompt: Sequence[int], max_tokens: int, **more: Any) -> dict[str, Any]:
-        """The whole answer to one prompt of token ids, greedy unless told otherwise."""
+        """Return the whole response to one prompt of token ids, greedy by default."""
         response = await self.http.post("/v1/completions", json=body(prompt, max_tokens, **more))
         assert response.status_code == 200, response.text
         return response.json()

@@ -34,8 +34,8 @@ def mixing(expr: str) -> list[str]:
 def of_release(series: str, release: Release) -> str:
     """A series as a release's monitor labels it."""
     name, labels = _SERIES.fullmatch(series).groups()  # type: ignore[union-attr]
-    told = ", ".join(f'{label}="{value}"' for label, value in zip(GROUPING, release, strict=True))
-    return f"{name}{{{labels}, {told}}}" if labels else f"{name}{{{told}}}"
+    grouping = ", ".join(f'{label}="{value}"' for label, value in zip(GROUPING, release, strict=True))
+    return f"{name}{{{labels}, {grouping}}}" if labels else f"{name}{{{grouping}}}"
 
 
 def two_releases(
@@ -46,11 +46,11 @@ def two_releases(
     What is expected of an alarm is then expected for the sick release, with its labels, and nothing for the other.
     `is_heard`: whether the rules are to tell of the sick one at all.
     """
-    told = yaml.safe_load(path.read_text())
+    suite = yaml.safe_load(path.read_text())
     return {
         "rule_files": [str(file) for file in rule_files],
-        "evaluation_interval": told["evaluation_interval"],
-        "tests": [_with_another(case, sick, well, is_heard=is_heard) for case in told["tests"]],
+        "evaluation_interval": suite["evaluation_interval"],
+        "tests": [_with_another(case, sick, well, is_heard=is_heard) for case in suite["tests"]],
     }
 
 
@@ -60,17 +60,17 @@ def _with_another(case: dict[str, Any], sick: Release, well: Release, *, is_hear
     for one in case["input_series"]:
         series.append({"series": of_release(one["series"], sick), "values": one["values"]})
         series.append({"series": of_release(one["series"], well), "values": _unchanging(one["values"], num_samples)})
-    asked = [_by_release(one, sick if is_heard else None) for one in case["promql_expr_test"]]
-    return {**case, "input_series": series, "promql_expr_test": asked}
+    queries = [_by_release(one, sick if is_heard else None) for one in case["promql_expr_test"]]
+    return {**case, "input_series": series, "promql_expr_test": queries}
 
 
-def _by_release(asked: dict[str, Any], sick: Release | None) -> dict[str, Any]:
-    alerts = re.search(r"ALERTS\{.*?\}", asked["expr"]).group()  # type: ignore[union-attr]
-    [sample] = asked["exp_samples"]
+def _by_release(query: dict[str, Any], sick: Release | None) -> dict[str, Any]:
+    alerts = re.search(r"ALERTS\{.*?\}", query["expr"]).group()  # type: ignore[union-attr]
+    [sample] = query["exp_samples"]
     labels = of_release("", sick) if sick else ""
     expected = [{"labels": labels, "value": sample["value"]}] if sick and sample["value"] else []
     expr = f"count by ({', '.join(GROUPING)}) ({alerts})"
-    return {"expr": expr, "eval_time": asked["eval_time"], "exp_samples": expected}
+    return {"expr": expr, "eval_time": query["eval_time"], "exp_samples": expected}
 
 
 def _unchanging(values: str, num_samples: int) -> str:

@@ -231,7 +231,7 @@ def test_the_router_starts_without_torch_and_without_the_client_of_redis() -> No
 
 
 def test_gpu_code_imports_with_little_installed() -> None:
-    """A GPU machine need not have what only doors and tools use."""
+    """A GPU machine need not have what only routers and tools use."""
     absent = ("fastapi", "pydantic", "redis", "ray", "prometheus_client", "opentelemetry", "yaml", "uvloop")
     code = (
         f"import sys\nfor name in {absent!r}: sys.modules[name] = None\n"

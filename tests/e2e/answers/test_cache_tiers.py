@@ -25,24 +25,24 @@ def prompts():
 async def ask_all(cluster):
     """What is said, and how many prompt tokens were cached."""
     answers = [await cluster.complete(prompt, 4) for prompt in prompts()]
-    said = [answer["choices"][0]["token_ids"] for answer in answers]
-    return said, [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
+    token_ids = [answer["choices"][0]["token_ids"] for answer in answers]
+    return token_ids, [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
 
 
 @pytest.mark.parametrize(
     "replicas", [pytest.param(0, marks=pytest.mark.turn(1)), pytest.param(1, marks=pytest.mark.slow)]
 )
-async def test_disk_tier_survives_cluster_restart(hatchery, tmp_path, replicas):
+async def test_disk_tier_survives_cluster_restart(fork_servers, tmp_path, replicas):
     settings = SMALL | {"engine__disk_cache_path": str(tmp_path), "prefill__replicas": replicas}
-    async with running(command=hatchery.command, **settings) as first:
-        said, cached = await ask_all(first)
+    async with running(command=fork_servers.command, **settings) as first:
+        expected, cached = await ask_all(first)
         assert not any(cached)
         again, cached = await ask_all(first)
-        assert again == said
+        assert again == expected
         assert sum(cached) > 0, "the pool holds one prompt and a half"
-    async with running(command=hatchery.command, **settings) as second:
+    async with running(command=fork_servers.command, **settings) as second:
         again, cached = await ask_all(second)
-        assert again == said
+        assert again == expected
         assert sum(cached) > NUM_PROMPTS * LENGTH // 2, "what a slow disk was not ready to take is lost"
 
         async def counted():

@@ -24,9 +24,9 @@ QUESTION = f"The code of amber is 4821. {STORY}What is the code of amber?"
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def cluster(hatchery, tmp_path_factory):
+async def cluster(fork_servers, tmp_path_factory):
     batches = {"path": str(tmp_path_factory.mktemp("batches"))}
-    async with running(command=hatchery.command, router__batches=batches) as made:
+    async with running(command=fork_servers.command, router__batches=batches) as made:
         yield made
 
 
@@ -142,15 +142,15 @@ async def test_tandem_sync_client_answers(cluster, oracle):
     def ask():
         with Client(cluster.local.grpc_address) as own:
             answer = own.generate(prompt, Options(max_tokens=12, temperature=0.0, ignore_eos=True))
-            told = own.chat([Turn(role="user", content=QUESTION)], Options(temperature=0.0)).text
+            reply = own.chat([Turn(role="user", content=QUESTION)], Options(temperature=0.0)).text
             with pytest.raises(InvalidRequest) as wrong:
                 own.generate(prompt, Options(top_p=2.0))
-            return answer, told, own.detokenize(own.tokenize(QUESTION)), wrong.value.param
+            return answer, reply, own.detokenize(own.tokenize(QUESTION)), wrong.value.param
 
-    answer, told, text, param = await asyncio.to_thread(ask)
+    answer, reply, text, param = await asyncio.to_thread(ask)
     assert answer.choices[0].token_ids == oracle.tokens(prompt, 12)
     assert answer.timing["total_s"] > 0.0
-    assert (told.strip(), param) == ("4821", "top_p")
+    assert (reply.strip(), param) == ("4821", "top_p")
     assert text.endswith(QUESTION)
 
 
@@ -171,11 +171,11 @@ async def test_grpc_chat_tokenize_and_models(inference):
 async def test_batch_continues_after_router_is_killed(cluster, client, oracle):
     """By OpenAI's client: each request has one result, the one that it has alone."""
     prompts = {f"story-{i}": oracle.story(9700 + i, 60) for i in range(12)}
-    asked = [
+    requests = [
         {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": body(prompt, 40)}
         for name, prompt in prompts.items()
     ]
-    text = "\n".join(json.dumps(one) for one in asked).encode()
+    text = "\n".join(json.dumps(one) for one in requests).encode()
     file = await client.files.create(file=("stories.jsonl", text), purpose="batch")
     assert (await client.files.content(file.id)).read() == text
     batch = await client.batches.create(
@@ -197,9 +197,9 @@ async def test_batch_continues_after_router_is_killed(cluster, client, oracle):
     await cluster.until(has_ended)
     batch = await client.batches.retrieve(batch.id)
     assert (batch.request_counts.total, batch.request_counts.completed, batch.error_file_id) == (12, 12, None)
-    told = [json.loads(line) for line in (await client.files.content(batch.output_file_id)).text.splitlines()]
-    tokens = {one["custom_id"]: one["response"]["body"]["choices"][0]["token_ids"] for one in told}
-    assert len(told) == len(tokens)
+    results = [json.loads(line) for line in (await client.files.content(batch.output_file_id)).text.splitlines()]
+    tokens = {one["custom_id"]: one["response"]["body"]["choices"][0]["token_ids"] for one in results}
+    assert len(results) == len(tokens)
     assert tokens == {name: oracle.tokens(prompt, 40) for name, prompt in prompts.items()}
     assert [one.id async for one in client.batches.list()] == [batch.id]
     assert (await client.files.delete(file.id)).deleted

@@ -27,7 +27,7 @@ def model(tmp_path: Path) -> Path:
     return directory
 
 
-async def test_models_own_sampling_holds_on_every_wire_unless_stated_or_switched_off(hatchery, model, tmp_path):
+async def test_models_own_sampling_holds_on_every_wire_unless_stated_or_switched_off(fork_servers, model, tmp_path):
     batches = {"path": str(tmp_path / "batches")}
     named = {"model__path": str(model), "model__dtype": "float32"}
 
@@ -36,7 +36,7 @@ async def test_models_own_sampling_holds_on_every_wire_unless_stated_or_switched
         assert answer.status_code == 200, answer.text
         return answer.json()["choices"][0]["message"]["content"]
 
-    async with running(command=hatchery.command, **named, **ONE_WORKER, router__batches=batches) as cluster:
+    async with running(command=fork_servers.command, **named, **ONE_WORKER, router__batches=batches) as cluster:
         (card,) = (await cluster.http.get("/v1/models")).json()["data"]
         assert card["default_sampling_params"] == {"top_k": 1, "max_tokens": 12}
         greedy = await chat(temperature=0, top_k=0, max_tokens=12)
@@ -49,7 +49,7 @@ async def test_models_own_sampling_holds_on_every_wire_unless_stated_or_switched
         assert answer["output"][0]["content"][0]["text"] == greedy
         assert await _over_grpc(cluster.local.grpc_address) == greedy
         assert await _in_a_batch(cluster) == greedy
-    async with running(command=hatchery.command, **named, **ONE_WORKER, model__generation_config="none") as cluster:
+    async with running(command=fork_servers.command, **named, **ONE_WORKER, model__generation_config="none") as cluster:
         (card,) = (await cluster.http.get("/v1/models")).json()["data"]
         assert card["default_sampling_params"] == {}
         assert len({await chat(seed=seed, max_tokens=12) for seed in SEEDS}) > 1

@@ -98,14 +98,16 @@ def ways(*names: str):
 
 @ways("both")
 @pytest.mark.turn(2)
-async def test_workers_of_two_nodes_say_what_transformers_says(cluster, oracle):
+async def test_workers_over_two_nodes_answers_equal_transformers(cluster, oracle):
     made, nodes = cluster
-    asked = [(prompt, oracle.tokens(prompt, MAX_TOKENS)) for prompt in prompts(oracle, 6, seed=5)]
+    cases = [(prompt, oracle.tokens(prompt, MAX_TOKENS)) for prompt in prompts(oracle, 6, seed=5)]
     hands_off = made.local.config.prefill.replicas > 0
     before = await made.disaggregated()
     for salt in ("cold", "warm", "warm"):
-        answers = await asyncio.gather(*(made.tokens(p, MAX_TOKENS, cache_salt=salt) for p, _ in asked))
-        assert [i for i, (answer, (_, said)) in enumerate(zip(answers, asked, strict=True)) if answer != said] == []
+        answers = await asyncio.gather(*(made.tokens(p, MAX_TOKENS, cache_salt=salt) for p, _ in cases))
+        assert [
+            i for i, (answer, (_, expected)) in enumerate(zip(answers, cases, strict=True)) if answer != expected
+        ] == []
     assert (await made.disaggregated() - before > 0) == hands_off
     assert await made.figure("tandem_dispatch_retries_total") == 0, "a hand-off failed"
     per_node = [made.local.config.decode.ranks_per_node] if "decode-0" in nodes.starters else []
@@ -114,12 +116,12 @@ async def test_workers_of_two_nodes_say_what_transformers_says(cluster, oracle):
 
 
 @ways()
-async def test_streams_survive_the_death_of_a_rank_on_another_node(cluster, oracle):
+async def test_streams_after_death_of_a_remote_rank_continue(cluster, oracle):
     made, nodes = cluster
     name = "decode-0" if "decode-0" in nodes.starters else "prefill-0"
     leader, [follower, *_] = made.pid(name), nodes.ranks(name)
     prompt = oracle.story(91, 200)
-    said = oracle.tokens(prompt, 200)
+    expected = oracle.tokens(prompt, 200)
     killed = asyncio.Event()
 
     def kill(_got) -> None:
@@ -128,11 +130,11 @@ async def test_streams_survive_the_death_of_a_rank_on_another_node(cluster, orac
             os.kill(follower.pid, signal.SIGKILL)
 
     got = await asyncio.gather(*(made.stream(prompt, 200, on_token=kill, cache_salt=str(i)) for i in range(3)))
-    assert [one.token_ids for one in got] == [said] * 3
+    assert [one.token_ids for one in got] == [expected] * 3
     await made.comes_back(name, leader)
-    # Whoever notices first says so: who watches the rank, or the engine, whose step needed it.
+    # Either the process that watches the rank notices first, or the engine, whose step needed it.
     said_so = re.compile(rf"{name}: .*(this worker cannot go on without it|the engine failed: RankLost)")
     assert any(said_so.match(line) for line in made.logs.lines)
     assert follower.pid not in [child.pid for child in nodes.ranks(name)]
-    assert await made.tokens(prompt, MAX_TOKENS) == said[:MAX_TOKENS]
+    assert await made.tokens(prompt, MAX_TOKENS) == expected[:MAX_TOKENS]
     await made.until_idle()

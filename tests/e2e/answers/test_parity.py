@@ -36,50 +36,50 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
         *(pytest.param(name, marks=pytest.mark.slow) for name in LONG_WAYS),
     ],
 )
-async def cluster(request, hatchery):
-    async with running(command=hatchery.command, **(WAYS | LONG_WAYS)[request.param]) as made:
+async def cluster(request, fork_servers):
+    async with running(command=fork_servers.command, **(WAYS | LONG_WAYS)[request.param]) as made:
         yield made
 
 
 @pytest.fixture(scope="module", params=[12, pytest.param(40, marks=pytest.mark.slow)])
-def asked(request, oracle):
+def cases(request, oracle):
     """Prompts, and what `transformers` answers."""
     made = prompts(oracle, request.param)
     return [(prompt, oracle.tokens(prompt, MAX_TOKENS)) for prompt in made]
 
 
-async def test_cluster_answers_equal_transformers(cluster, asked):
+async def test_cluster_answers_equal_transformers(cluster, cases):
     """Each prompt alone, then again from the prefix caches, then 16 at a time without them."""
     has_prefill_pool = cluster.local.config.prefill.replicas > 0
     before = await cluster.disaggregated()
-    salt = f"alone of {len(asked)}"
-    cold = [await cluster.complete(prompt, MAX_TOKENS, cache_salt=salt) for prompt, _ in asked]
-    assert differing(asked, cold) == []
-    assert await cluster.disaggregated() - before == has_prefill_pool * len(asked)
-    assert all(cached(answer) < len(prompt) // 2 + 40 for (prompt, _), answer in zip(asked, cold, strict=True))
+    salt = f"alone of {len(cases)}"
+    cold = [await cluster.complete(prompt, MAX_TOKENS, cache_salt=salt) for prompt, _ in cases]
+    assert differing(cases, cold) == []
+    assert await cluster.disaggregated() - before == has_prefill_pool * len(cases)
+    assert all(cached(answer) < len(prompt) // 2 + 40 for (prompt, _), answer in zip(cases, cold, strict=True))
 
-    warm = [await cluster.complete(prompt, MAX_TOKENS, cache_salt=salt) for prompt, _ in asked]
-    assert differing(asked, warm) == []
-    assert [cached(answer) for answer in warm] == [(len(prompt) - 1) // 16 * 16 for prompt, _ in asked]
+    warm = [await cluster.complete(prompt, MAX_TOKENS, cache_salt=salt) for prompt, _ in cases]
+    assert differing(cases, warm) == []
+    assert [cached(answer) for answer in warm] == [(len(prompt) - 1) // 16 * 16 for prompt, _ in cases]
 
-    batch = (asked * (BATCH // len(asked) + 1))[: max(BATCH, len(asked))]
+    batch = (cases * (BATCH // len(cases) + 1))[: max(BATCH, len(cases))]
     limit = asyncio.Semaphore(BATCH)
 
     async def ask(index, prompt):
         async with limit:
-            return await cluster.complete(prompt, MAX_TOKENS, cache_salt=f"batch {len(asked)} {index}")
+            return await cluster.complete(prompt, MAX_TOKENS, cache_salt=f"batch {len(cases)} {index}")
 
     together = await asyncio.gather(*(ask(index, prompt) for index, (prompt, _) in enumerate(batch)))
     assert differing(batch, together) == []
     assert all(cached(answer) == 0 for answer in together)
-    assert await cluster.disaggregated() - before == has_prefill_pool * (len(asked) + len(batch))
+    assert await cluster.disaggregated() - before == has_prefill_pool * (len(cases) + len(batch))
     await cluster.until_idle()
 
 
-def differing(asked, answers):
+def differing(cases, answers):
     """Which prompts were answered otherwise."""
-    told = [answer["choices"][0]["token_ids"] for answer in answers]
-    return [i for i, ((_, expected), tokens) in enumerate(zip(asked, told, strict=True)) if tokens != expected]
+    answered = [answer["choices"][0]["token_ids"] for answer in answers]
+    return [i for i, ((_, expected), tokens) in enumerate(zip(cases, answered, strict=True)) if tokens != expected]
 
 
 def cached(answer):

@@ -15,8 +15,8 @@ BLOCKS = 96
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def cluster(hatchery):
-    async with running(command=hatchery.command, engine__num_blocks=BLOCKS) as made:
+async def cluster(fork_servers):
+    async with running(command=fork_servers.command, engine__num_blocks=BLOCKS) as made:
         yield made
 
 

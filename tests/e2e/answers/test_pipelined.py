@@ -82,7 +82,7 @@ async def inference(cluster):
 
 
 @pytest.fixture(scope="module")
-def asked(oracle):
+def cases(oracle):
     made = []
     for i, prompt in enumerate(prompts(oracle, 16, seed=11)):
         made.append((prompt[:330], random.Random(i).choice([1, 2, 40, 80]), drawn(i)))
@@ -97,12 +97,12 @@ def long(oracle):
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def alone(cluster, hatchery, asked):
+async def alone(cluster, fork_servers, cases):
     """One at a time, with room, each step waited for; over as many ranks, since their number changes the last bits."""
     size = cluster.local.config.decode.tensor_parallel_size
     plainly = {"prefill__replicas": 0, "decode__tensor_parallel_size": size, "engine__pipelined": "off"}
-    async with running(command=hatchery.command, **plainly) as plain:
-        return [shown(await plain.complete(prompt, count, **more)) for prompt, count, more in asked]
+    async with running(command=fork_servers.command, **plainly) as plain:
+        return [shown(await plain.complete(prompt, count, **more)) for prompt, count, more in cases]
 
 
 def shown(answer):
@@ -111,30 +111,32 @@ def shown(answer):
     return answer["choices"], usage
 
 
-async def together(cluster, asked, **more):
-    return await asyncio.gather(*(cluster.complete(prompt, count, **own, **more) for prompt, count, own in asked))
+async def together(cluster, cases, **more):
+    return await asyncio.gather(*(cluster.complete(prompt, count, **own, **more) for prompt, count, own in cases))
 
 
 @pytest.mark.slow
-async def test_greedy_streams_say_what_transformers_says(cluster, oracle):
+async def test_greedy_streams_equal_transformers(cluster, oracle):
     made = [(p, oracle.tokens(p, MAX_TOKENS)) for p in (prompt[:330] for prompt in prompts(oracle, 12, seed=5))]
     for salt in ("cold", "warm"):
-        told = await asyncio.gather(*(cluster.stream(p, MAX_TOKENS, cache_salt=salt) for p, _ in made))
-        assert [i for i, (one, (_, said)) in enumerate(zip(told, made, strict=True)) if one.token_ids != said] == []
+        answers = await asyncio.gather(*(cluster.stream(p, MAX_TOKENS, cache_salt=salt) for p, _ in made))
+        assert [
+            i for i, (one, (_, expected)) in enumerate(zip(answers, made, strict=True)) if one.token_ids != expected
+        ] == []
     await cluster.until_idle()
 
 
 @pytest.mark.turn(1)
-async def test_sampled_answers_do_not_depend_on_batch(cluster, asked, alone, long):
+async def test_sampled_answers_do_not_depend_on_batch(cluster, cases, alone, long):
     for salt in ("first", "again"):
         streams = asyncio.gather(*(cluster.tokens(prompt, LONG, cache_salt=salt) for prompt in long[0]))
-        told = await together(cluster, asked, cache_salt=salt)
+        answers = await together(cluster, cases, cache_salt=salt)
         assert await streams == long[1]
-        differing = [i for i, one in enumerate(told) if shown(one) != alone[i]]
-        assert differing == [], [(asked[i][1:], shown(told[i]), alone[i]) for i in differing[:1]]
+        differing = [i for i, one in enumerate(answers) if shown(one) != alone[i]]
+        assert differing == [], [(cases[i][1:], shown(answers[i]), alone[i]) for i in differing[:1]]
     await cluster.until_idle()
     # In a crowd so small a pool may have no room for two choices at once.
-    await cluster.complete(asked[0][0], 2, n=NUM_CHOICES, cache_salt="shared")
+    await cluster.complete(cases[0][0], 2, n=NUM_CHOICES, cache_salt="shared")
     await cluster.until_idle()
     lines, config = cluster.logs.lines, cluster.local.config
     assert not [line for line in lines if "the engine failed" in line]
@@ -146,7 +148,7 @@ async def test_sampled_answers_do_not_depend_on_batch(cluster, asked, alone, lon
 
 
 @pytest.mark.turn(2)
-async def test_nan_under_way_fails_one_stream_alone(cluster, oracle):
+async def test_nan_mid_stream_fails_that_stream_only(cluster, oracle):
     made = [oracle.story(600 + i, 90) for i in range(4)]
     expected = [oracle.tokens(prompt, 40) for prompt in made]
 
@@ -157,8 +159,8 @@ async def test_nan_under_way_fails_one_stream_alone(cluster, oracle):
         chunks = [json.loads(line.removeprefix("data: ")) for line in lines]
         return [token for chunk in chunks[:-1] for c in chunk["choices"] for token in c["token_ids"]], chunks[-1]
 
-    *told, (tokens, last) = await asyncio.gather(*(cluster.tokens(p, 40) for p in made), poisoned(made[0]))
-    assert told == expected
+    *answers, (tokens, last) = await asyncio.gather(*(cluster.tokens(p, 40) for p in made), poisoned(made[0]))
+    assert answers == expected
     # A stream that is continued elsewhere gets one more from the prefill worker, whose model is sound.
     assert 3 <= len(tokens) < 40
     assert last["error"]["code"], last
@@ -166,15 +168,15 @@ async def test_nan_under_way_fails_one_stream_alone(cluster, oracle):
     assert await cluster.tokens(made[0], 40) == expected[0]
 
 
-async def test_clients_that_leave_at_every_token(cluster, oracle):
+async def test_clients_leaving_at_any_token_disturb_no_other(cluster, oracle):
     """While others stream; some in the queue, some saved to host memory."""
     stays = [oracle.story(700 + i, 100) for i in range(3)]
     expected = [oracle.tokens(prompt, 150) for prompt in stays]
 
     async def leave(index):
         got = Streamed()
-        asked = [*stays[index % len(stays)][:80], *noise(index, 60)]
-        chunks = cluster.chunks(asked, 100, got, n=1 + index % 2)
+        prompt = [*stays[index % len(stays)][:80], *noise(index, 60)]
+        chunks = cluster.chunks(prompt, 100, got, n=1 + index % 2)
         async for _ in chunks:
             if len(got.token_ids) >= index:
                 break
@@ -182,8 +184,8 @@ async def test_clients_that_leave_at_every_token(cluster, oracle):
 
     streams = [asyncio.ensure_future(cluster.stream(prompt, 150)) for prompt in stays]
     await asyncio.gather(*(leave(index) for index in range(20)))
-    told = await asyncio.gather(*streams)
-    assert [one.token_ids for one in told] == expected
+    answers = await asyncio.gather(*streams)
+    assert [one.token_ids for one in answers] == expected
     await cluster.until_idle()
 
 
@@ -199,13 +201,13 @@ async def test_deadline_exceeded_leaves_nothing_behind(cluster, oracle, inferenc
             async for answer in inference.Generate(request, timeout=patience_s):
                 got += answer.token_ids
         except grpc.aio.AioRpcError as error:
-            # It may also have been in time; or was told at once that it could not be.
+            # It may also have been in time, or have been refused at once.
             assert error.code() in TOO_LATE  # noqa: PT017
         return got
 
-    told = await asyncio.gather(*(give_up(prompt, 0.02 * 2**i) for i, prompt in enumerate(made)))
-    expected = oracle.batch(made, max(map(len, told), default=1) or 1)
-    assert told == [said[: len(tokens)] for said, tokens in zip(expected, told, strict=True)]
+    answers = await asyncio.gather(*(give_up(prompt, 0.02 * 2**i) for i, prompt in enumerate(made)))
+    expected = oracle.batch(made, max(map(len, answers), default=1) or 1)
+    assert answers == [whole[: len(tokens)] for whole, tokens in zip(expected, answers, strict=True)]
     await cluster.until_idle()
 
 
@@ -215,8 +217,8 @@ async def test_decode_worker_leaving_mid_step_loses_no_stream(cluster, long, sig
     made, expected = long
     answers = asyncio.gather(*(cluster.stream(prompt, LONG, cache_salt=signum.name) for prompt in made))
     victim, pid = await cluster.kill_the_busiest(signum)
-    told = await answers
-    assert [one.token_ids for one in told] == expected
+    received = await answers
+    assert [one.token_ids for one in received] == expected
     await cluster.local.wait_ready(victim, after_pid=pid)
     await cluster.until_workers(len(cluster.local.workers))
     await cluster.until_idle()

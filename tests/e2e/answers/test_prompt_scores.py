@@ -1,4 +1,4 @@
-"""What clients are told of their prompts is what `transformers` says of them in fp32, wherever they are read."""
+"""Log probabilities of prompts equal those of `transformers` in fp32, over every API that returns them."""
 
 import asyncio
 
@@ -22,8 +22,8 @@ WAYS = {"pools": {"prefill__replicas": 1}, "decode-only": {"prefill__replicas": 
 @pytest_asyncio.fixture(
     loop_scope="module", scope="module", params=["pools", pytest.param("decode-only", marks=pytest.mark.slow)]
 )
-async def cluster(hatchery, request):
-    async with running(command=hatchery.command, engine__prefill_chunk_tokens=64, **WAYS[request.param]) as made:
+async def cluster(fork_servers, request):
+    async with running(command=fork_servers.command, engine__prefill_chunk_tokens=64, **WAYS[request.param]) as made:
         yield made
 
 
@@ -38,20 +38,20 @@ def own(logprobs, prompt):
     return logprobs.gather(-1, torch.tensor(prompt)[1:, None])[:, 0]
 
 
-async def test_echoed_log_probabilities_add_up_as_a_harness_adds_them(cluster, client, oracle):
+async def test_echoed_logprobs_add_up_to_transformers_sums(cluster, client, oracle):
     """Several prompts of token ids in one call, with an answer of one token or of none, twice: past the caches."""
-    asked = prompts(oracle, 6)
+    batch = prompts(oracle, 6)
     for max_tokens in (1, 0):
         answer = await client.completions.create(
-            model="tandem-tiny", prompt=asked, max_tokens=max_tokens, temperature=0, logprobs=1, echo=True, seed=1234
+            model="tandem-tiny", prompt=batch, max_tokens=max_tokens, temperature=0, logprobs=1, echo=True, seed=1234
         )
-        assert answer.usage.completion_tokens == max_tokens * len(asked)
+        assert answer.usage.completion_tokens == max_tokens * len(batch)
         assert answer.usage.prompt_tokens_details.cached_tokens == 0
-        for prompt, choice in zip(asked, answer.choices, strict=True):
-            told, expected = choice.logprobs, oracle.logprobs(prompt)
-            assert len(told.token_logprobs) == len(told.tokens) == len(prompt) + max_tokens
-            assert (told.token_logprobs[0], told.top_logprobs[0]) == (None, None)
-            mine = torch.tensor(told.token_logprobs[1 : len(prompt)])
+        for prompt, choice in zip(batch, answer.choices, strict=True):
+            found, expected = choice.logprobs, oracle.logprobs(prompt)
+            assert len(found.token_logprobs) == len(found.tokens) == len(prompt) + max_tokens
+            assert (found.token_logprobs[0], found.top_logprobs[0]) == (None, None)
+            mine = torch.tensor(found.token_logprobs[1 : len(prompt)])
             torch.testing.assert_close(mine, own(expected, prompt), atol=ABS, rtol=0)
             context = len(prompt) // 2
             assert float(mine[context - 1 :].sum()) == pytest.approx(
@@ -59,7 +59,7 @@ async def test_echoed_log_probabilities_add_up_as_a_harness_adds_them(cluster, c
             )
             greedy = [
                 value == max(top.values())
-                for value, top in zip(told.token_logprobs[1 : len(prompt)], told.top_logprobs[1:], strict=False)
+                for value, top in zip(found.token_logprobs[1 : len(prompt)], found.top_logprobs[1:], strict=False)
             ]
             assert greedy == (expected.argmax(-1) == torch.tensor(prompt)[1:]).tolist()
             assert choice.text.startswith(oracle.decode(prompt))
@@ -67,7 +67,7 @@ async def test_echoed_log_probabilities_add_up_as_a_harness_adds_them(cluster, c
     await cluster.until_idle()
 
 
-async def test_prompt_logprobs_come_beside_an_answer_that_is_none_the_worse_for_them(cluster, oracle):
+async def test_prompt_logprobs_do_not_change_the_answer(cluster, oracle):
     prompt = oracle.story(3, 200)
     plain = await cluster.complete(prompt, 12, cache_salt="plain")
     answer = await cluster.complete(prompt, 12, cache_salt="read", prompt_logprobs=4, n=2, seed=3)
@@ -75,10 +75,10 @@ async def test_prompt_logprobs_come_beside_an_answer_that_is_none_the_worse_for_
     top = expected.topk(4)
     for choice in answer["choices"]:
         assert choice["token_ids"] == plain["choices"][0]["token_ids"]
-        first, *told = choice["prompt_logprobs"]
+        first, *places = choice["prompt_logprobs"]
         assert first is None
-        assert len(told) == len(prompt) - 1
-        for i, place in enumerate(told):
+        assert len(places) == len(prompt) - 1
+        for i, place in enumerate(places):
             best = {str(token) for token in top.indices[i].tolist()}
             assert set(place) == best | {str(prompt[i + 1])}
             for token, entry in place.items():
@@ -89,14 +89,14 @@ async def test_prompt_logprobs_come_beside_an_answer_that_is_none_the_worse_for_
 
 
 async def test_chat_prompt_scores_follow_the_template(cluster, oracle):
-    asked = {"messages": [{"role": "user", "content": "Tell me of the fox."}], "max_tokens": 4, "temperature": 0}
+    request = {"messages": [{"role": "user", "content": "Tell me of the fox."}], "max_tokens": 4, "temperature": 0}
     response = await cluster.http.post(
-        "/v1/chat/completions", json=asked | {"prompt_logprobs": 0, "return_token_ids": True}
+        "/v1/chat/completions", json=request | {"prompt_logprobs": 0, "return_token_ids": True}
     )
     assert response.status_code == 200, response.text
-    told = response.json()
-    prompt = told["prompt_token_ids"]
-    scores = [next(iter(place.values()))["logprob"] for place in told["prompt_logprobs"][1:]]
+    content = response.json()
+    prompt = content["prompt_token_ids"]
+    scores = [next(iter(place.values()))["logprob"] for place in content["prompt_logprobs"][1:]]
     torch.testing.assert_close(torch.tensor(scores), own(oracle.logprobs(prompt), prompt), atol=ABS, rtol=0)
 
 
@@ -109,29 +109,29 @@ async def test_prompt_scores_over_grpc_equal_http(cluster, oracle):
     )
     async with grpc.aio.insecure_channel(cluster.local.grpc_address) as channel:
         answers = [answer async for answer in InferenceStub(channel).Generate(request)]
-    told = [place for answer in answers for place in answer.prompt_logprobs]
+    places = [place for answer in answers for place in answer.prompt_logprobs]
     expected = oracle.logprobs(prompt)
-    assert [place.token_id for place in told] == prompt[1:]
-    scores = torch.tensor([place.logprob for place in told])
+    assert [place.token_id for place in places] == prompt[1:]
+    scores = torch.tensor([place.logprob for place in places])
     torch.testing.assert_close(scores, own(expected, prompt), atol=ABS, rtol=0)
-    assert [[top.token_id for top in place.top] for place in told] == expected.topk(2).indices.tolist()
+    assert [[top.token_id for top in place.top] for place in places] == expected.topk(2).indices.tolist()
     assert [t for answer in answers for t in answer.token_ids] == oracle.tokens(prompt, 3)
 
 
-async def test_prompts_that_are_read_and_answers_that_stream_get_along(cluster, oracle):
-    """Many at once: everybody gets what each would get alone."""
-    asked = prompts(oracle, 9, seed=2)
-    expected = [oracle.tokens(prompt, 8) for prompt in asked]
+async def test_prompt_logprobs_next_to_streams_are_exact(cluster, oracle):
+    """Many at once: each gets what it would get alone."""
+    batch = prompts(oracle, 9, seed=2)
+    expected = [oracle.tokens(prompt, 8) for prompt in batch]
     read = [
         cluster.http.post("/v1/completions", json=body(prompt, 0, echo=True, logprobs=0, cache_salt=f"r{i}"))
-        for i, prompt in enumerate(asked)
+        for i, prompt in enumerate(batch)
     ]
-    streams = [cluster.stream(prompt, 8) for prompt in asked]
+    streams = [cluster.stream(prompt, 8) for prompt in batch]
     answers = await asyncio.gather(*read, *streams)
-    for prompt, response in zip(asked, answers[: len(asked)], strict=True):
+    for prompt, response in zip(batch, answers[: len(batch)], strict=True):
         scores = torch.tensor(response.json()["choices"][0]["logprobs"]["token_logprobs"][1:])
         torch.testing.assert_close(scores, own(oracle.logprobs(prompt), prompt), atol=ABS, rtol=0)
-    assert [stream.token_ids for stream in answers[len(asked) :]] == expected
+    assert [stream.token_ids for stream in answers[len(batch) :]] == expected
     await cluster.until_idle()
 
 
@@ -143,7 +143,7 @@ async def test_prompts_that_are_read_and_answers_that_stream_get_along(cluster, 
         (4, 2.0, "never", True),
     ],
 )
-async def test_beam_search_finds_what_transformers_finds(
+async def test_cluster_beam_search_equals_transformers(
     cluster, oracle, num_beams, length_penalty, early_stopping, ignore_eos
 ):
     for prompt in (oracle.encode("Once upon a time"), oracle.story(6, 150)):
@@ -159,22 +159,22 @@ async def test_beam_search_finds_what_transformers_finds(
             prompt, 24, num_beams, length_penalty, early_stopping, None if ignore_eos else oracle.end_id
         )
         assert [choice["token_ids"] for choice in choices] == expected
-        told = [
+        found = [
             sum(choice["logprobs"]["token_logprobs"]) / len(choice["token_ids"]) ** length_penalty for choice in choices
         ]
-        assert told == pytest.approx(scores, abs=1e-3)
+        assert found == pytest.approx(scores, abs=1e-3)
     await cluster.until_idle()
 
 
 async def test_embeddings_are_the_mean_of_the_last_hidden_states(cluster, client, oracle):
     """As floats and as base64, which the client asks for by itself; longer than a chunk and shorter."""
-    asked = [*prompts(oracle, 5, seed=4), [5], oracle.encode("A fox.")]
-    expected = torch.nn.functional.normalize(torch.stack([oracle.mean_state(prompt) for prompt in asked]), dim=-1)
+    batch = [*prompts(oracle, 5, seed=4), [5], oracle.encode("A fox.")]
+    expected = torch.nn.functional.normalize(torch.stack([oracle.mean_state(prompt) for prompt in batch]), dim=-1)
     for more in ({}, {"encoding_format": "float"}):
-        answer = await client.embeddings.create(model="tandem-tiny", input=asked, **more)
-        told = torch.tensor([one.embedding for one in answer.data])
-        torch.testing.assert_close(told, expected, atol=1e-5, rtol=0)
-        assert answer.usage.prompt_tokens == answer.usage.total_tokens == sum(map(len, asked))
+        answer = await client.embeddings.create(model="tandem-tiny", input=batch, **more)
+        embeddings = torch.tensor([one.embedding for one in answer.data])
+        torch.testing.assert_close(embeddings, expected, atol=1e-5, rtol=0)
+        assert answer.usage.prompt_tokens == answer.usage.total_tokens == sum(map(len, batch))
     text = "The little fox walked to the valley."
     answer = await client.embeddings.create(model="tandem-tiny", input=text)
     expected = torch.nn.functional.normalize(oracle.mean_state(oracle.encode(text)), dim=-1)

@@ -34,19 +34,19 @@ def expected(prompts, kv_dtype):
 @pytest.mark.parametrize(
     "way", ["int8-shm", *(pytest.param(name, marks=pytest.mark.slow) for name in WAYS if name != "int8-shm")]
 )
-async def test_hand_offs_keep_the_tokens(way, hatchery, oracle):
+async def test_quantised_handoff_answers_equal_transformers(way, fork_servers, oracle):
     settings = WAYS[way]
     lengths = random.Random(way)
     prompts = [make(i, lengths.randint(80, 400)) for i, make in enumerate([oracle.story, noise] * 4)]
     with torch.inference_mode():
-        asked = list(zip(prompts, expected(prompts, settings["engine__kv_dtype"]), strict=True))
-    async with running(command=hatchery.command, **settings) as cluster:
+        cases = list(zip(prompts, expected(prompts, settings["engine__kv_dtype"]), strict=True))
+    async with running(command=fork_servers.command, **settings) as cluster:
         cold = [await cluster.complete(prompt, MAX_TOKENS, cache_salt="a") for prompt in prompts]
-        assert differing(asked, cold) == []
+        assert differing(cases, cold) == []
         assert await cluster.disaggregated() == len(prompts)
         warm = [await cluster.complete(prompt, MAX_TOKENS, cache_salt="a") for prompt in prompts]
-        assert differing(asked, warm) == []
+        assert differing(cases, warm) == []
         assert [cached(answer) for answer in warm] == [(len(prompt) - 1) // 16 * 16 for prompt in prompts]
         together = await asyncio.gather(*(cluster.complete(prompt, MAX_TOKENS, cache_salt="b") for prompt in prompts))
-        assert differing(asked, together) == []
+        assert differing(cases, together) == []
         await cluster.until_idle()

@@ -44,8 +44,8 @@ def _is_date(text: str) -> bool:
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def cluster(hatchery):
-    async with running(command=hatchery.command, decode__replicas=2) as made:
+async def cluster(fork_servers):
+    async with running(command=fork_servers.command, decode__replicas=2) as made:
         yield made
 
 
@@ -104,7 +104,7 @@ async def test_structured_output_every_form_is_honoured(client, structure, patte
         assert choice.finish_reason == "stop"
 
 
-async def test_answer_whose_grammar_comes_to_take_too_much_ends_with_an_error_of_its_field(cluster, client):
+async def test_structured_answer_beyond_grammar_limits_fails_naming_its_field(cluster, client):
     ambiguous = {"structured_outputs": {"grammar": 'start: s "!"\ns: s s s | s s | "a"'}}
     ends = (await cluster.http.post("/tokenize", json={"prompt": "!", "add_special_tokens": False})).json()["tokens"]
     never_ends = dict.fromkeys(map(str, ends), -100)
@@ -146,21 +146,21 @@ async def test_grpc_promises_the_same(cluster):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 async def test_structured_stream_survives_worker_loss(cluster, client, temperature):
     schema = {"type": "array", "items": PERSON, "minItems": 30, "maxItems": 30}
-    asked = {"temperature": temperature, "seed": 11}
-    expected = await chat(client, as_schema(schema), **asked)
-    text, struck, finish = "", None, None
+    sampling = {"temperature": temperature, "seed": 11}
+    expected = await chat(client, as_schema(schema), **sampling)
+    text, killed, finish = "", None, None
     stream = await client.chat.completions.create(
-        model=MODEL, messages=[LONG], max_tokens=1400, stream=True, response_format=as_schema(schema), **asked
+        model=MODEL, messages=[LONG], max_tokens=1400, stream=True, response_format=as_schema(schema), **sampling
     )
     async for chunk in stream:
         text += chunk.choices[0].delta.content or ""
         finish = chunk.choices[0].finish_reason or finish
-        if len(text) > 60 and struck is None:
-            struck = await cluster.kill_the_busiest(signal.SIGKILL)
+        if len(text) > 60 and killed is None:
+            killed = await cluster.kill_the_busiest(signal.SIGKILL)
     assert text == expected.message.content
     assert finish == "stop"
     jsonschema.validate(json.loads(text), schema)
-    await cluster.comes_back(*struck)
+    await cluster.comes_back(*killed)
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ async def test_unsupported_structure_is_refused_without_side_effects(cluster, bo
 
 
 @pytest.mark.turn(0)
-async def test_hostile_patterns_harm_nobody(cluster):
+async def test_hostile_patterns_disturb_no_other_request(cluster):
     hostile = ["(a+)+b", "(a|a)*" * 50, "((a{1,200}){1,200}){1,200}", "(.*)" * 200, "[a-z]{1,100000}"]
     steady = asyncio.create_task(cluster.tokens([400] * 20, 200))
     for pattern in hostile:

@@ -58,12 +58,14 @@ async def cluster(request):
 
 @ways(*WAYS)
 async def test_tensor_parallel_cluster_answers_equal_transformers(cluster, oracle):
-    asked = [(prompt, oracle.tokens(prompt, MAX_TOKENS)) for prompt in prompts(oracle, 6, seed=3)]
+    cases = [(prompt, oracle.tokens(prompt, MAX_TOKENS)) for prompt in prompts(oracle, 6, seed=3)]
     hands_off = cluster.local.config.prefill.replicas > 0
     before = await cluster.disaggregated()
     for salt in ("cold", "warm", "warm"):
-        answers = await asyncio.gather(*(cluster.tokens(p, MAX_TOKENS, cache_salt=salt) for p, _ in asked))
-        assert [i for i, (answer, (_, said)) in enumerate(zip(answers, asked, strict=True)) if answer != said] == []
+        answers = await asyncio.gather(*(cluster.tokens(p, MAX_TOKENS, cache_salt=salt) for p, _ in cases))
+        assert [
+            i for i, (answer, (_, expected)) in enumerate(zip(answers, cases, strict=True)) if answer != expected
+        ] == []
     assert (await cluster.disaggregated() - before > 0) == hands_off
     assert await cluster.figure("tandem_dispatch_retries_total") == 0, "a hand-off failed"
     await cluster.until_idle()
@@ -89,8 +91,8 @@ async def test_worker_losing_a_rank_restarts(cluster, oracle, victim):
     assert await cluster.tokens(prompt, MAX_TOKENS) == oracle.tokens(prompt, MAX_TOKENS)
     if victim == "follower":
         rank = len(followers)
-        told = f"rank {rank} (pid {followers[-1].pid}) was ended by SIGKILL: this worker cannot go on without it"
-        assert any(line.startswith(name) and told in line for line in cluster.logs.lines)
+        message = f"rank {rank} (pid {followers[-1].pid}) was ended by SIGKILL: this worker cannot go on without it"
+        assert any(line.startswith(name) and message in line for line in cluster.logs.lines)
     await cluster.until_idle()
 
 

@@ -36,8 +36,8 @@ ASKED = [{"role": "user", "content": "What is the weather in the valley of the f
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def cluster(hatchery):
-    async with running(command=hatchery.command) as made:
+async def cluster(fork_servers):
+    async with running(command=fork_servers.command) as made:
         yield made
 
 
@@ -153,13 +153,13 @@ async def test_tool_call_survives_worker_loss():
     body = chat_fields("required", tools=[tool], temperature=1.0, seed=3, parallel_tool_calls=False)
     async with running(decode__replicas=2) as cluster, client_of(cluster) as client:
         whole = (await client.chat.completions.create(**body)).choices[0].message
-        text, struck = "", None
+        text, killed = "", None
         async for chunk in await client.chat.completions.create(**body, stream=True):
             for call in chunk.choices[0].delta.tool_calls or ():
                 text += call.function.arguments
-            if len(text) > 40 and struck is None:
-                struck = await cluster.kill_the_busiest(signal.SIGKILL)
-        assert struck is not None
+            if len(text) > 40 and killed is None:
+                killed = await cluster.kill_the_busiest(signal.SIGKILL)
+        assert killed is not None
         assert text == whole.tool_calls[0].function.arguments
         jsonschema.validate(json.loads(text), schema)
 
@@ -173,7 +173,7 @@ async def test_tool_result_yields_an_answer(client):
     assert answer.usage.completion_tokens <= 20
 
 
-async def test_strict_tools_and_a_format_beside_them(client):
+async def test_strict_tools_with_response_format_obey_both(client):
     """What the small model says of itself is text, in the format that was asked for."""
     strict = [{"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}]
     plain = await client.chat.completions.create(**chat_fields("auto", tools=strict, max_tokens=30))

@@ -25,14 +25,16 @@ WAYS = {
 @pytest.mark.parametrize(
     "way", ["16-to-32-shm", *(pytest.param(name, marks=pytest.mark.slow) for name in WAYS if name != "16-to-32-shm")]
 )
-async def test_blocks_of_another_size_keep_the_tokens(way, hatchery, oracle):
-    asked = [(prompt, oracle.tokens(prompt, MAX_TOKENS)) for prompt in prompts(oracle, 9, seed=5)]
-    async with running(command=hatchery.command, **WAYS[way]) as cluster:
+async def test_pools_of_unequal_block_sizes_answers_equal_transformers(way, fork_servers, oracle):
+    cases = [(prompt, oracle.tokens(prompt, MAX_TOKENS)) for prompt in prompts(oracle, 9, seed=5)]
+    async with running(command=fork_servers.command, **WAYS[way]) as cluster:
         for salt in ("cold", "warm", "warm"):
-            answers = await asyncio.gather(*(cluster.tokens(p, MAX_TOKENS, cache_salt=salt) for p, _ in asked))
-            assert [i for i, (answer, (_, said)) in enumerate(zip(answers, asked, strict=True)) if answer != said] == []
+            answers = await asyncio.gather(*(cluster.tokens(p, MAX_TOKENS, cache_salt=salt) for p, _ in cases))
+            assert [
+                i for i, (answer, (_, expected)) in enumerate(zip(answers, cases, strict=True)) if answer != expected
+            ] == []
         assert await cluster.disaggregated() > 0
-        prompt = max((prompt for prompt, _ in asked), key=len)
+        prompt = max((prompt for prompt, _ in cases), key=len)
         again = await cluster.complete(prompt, MAX_TOKENS, cache_salt="warm")
         # The router finds what is held whatever the size of the blocks that hold it.
         assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= len(prompt) - 64

@@ -17,10 +17,10 @@ ATTEMPTS = 20
 @pytest_asyncio.fixture(
     loop_scope="module", scope="module", params=["shm", pytest.param("tcp", marks=pytest.mark.slow)]
 )
-async def cluster(hatchery, request):
+async def cluster(fork_servers, request):
     """Small pools, so that requests also wait, are preempted and evict each other's cache; prompts take their time."""
     async with running(
-        command=hatchery.command,
+        command=fork_servers.command,
         engine__num_blocks=400,
         engine__prefill_chunk_tokens=16,
         transfer__transport=request.param,

@@ -43,8 +43,8 @@ BAD = {
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def cluster(hatchery):
-    async with running(command=hatchery.command, engine__num_blocks=NUM_BLOCKS) as made:
+async def cluster(fork_servers):
+    async with running(command=fork_servers.command, engine__num_blocks=NUM_BLOCKS) as made:
         yield made
 
 
@@ -78,18 +78,18 @@ async def test_bad_input_is_refused_without_disturbing_streams(cluster, oracle):
     stop.set()
     await pest
     assert count
-    for told in salted:
-        assert told.token_ids == expected
-        assert told.text == oracle.decode(expected)
-        assert told.finish_reason == "length"
+    for answer in salted:
+        assert answer.token_ids == expected
+        assert answer.text == oracle.decode(expected)
+        assert answer.finish_reason == "length"
     await cluster.until_idle()
 
 
 async def test_requests_beyond_kv_pool_wait(cluster, oracle):
     """24 blocks serve 12 requests of up to 14 blocks each: by waiting and preemption, with the same tokens."""
-    asked = [oracle.story(100 + i, 150) for i in range(12)]
-    told = await asyncio.gather(*(cluster.tokens(prompt, 64) for prompt in asked))
-    assert told == oracle.batch(asked, 64)
+    prompts = [oracle.story(100 + i, 150) for i in range(12)]
+    answers = await asyncio.gather(*(cluster.tokens(prompt, 64) for prompt in prompts))
+    assert answers == oracle.batch(prompts, 64)
     await cluster.until_idle()
 
 

@@ -23,16 +23,16 @@ MAX_BODY = 4 << 20
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def cluster(hatchery):
-    async with running(command=hatchery.command, router__max_body_bytes=MAX_BODY) as made:
+async def cluster(fork_servers):
+    async with running(command=fork_servers.command, router__max_body_bytes=MAX_BODY) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
 def expected(oracle):
     """Prompts, and what is said to them."""
-    asked = [oracle.story(7000 + index, 40) for index in range(NUM_STREAMS)]
-    return list(zip(asked, oracle.batch(asked, NUM_TOKENS), strict=True))
+    prompts = [oracle.story(7000 + index, 40) for index in range(NUM_STREAMS)]
+    return list(zip(prompts, oracle.batch(prompts, NUM_TOKENS), strict=True))
 
 
 async def beside_streams(cluster, oracle, expected, mischief):
@@ -40,9 +40,9 @@ async def beside_streams(cluster, oracle, expected, mischief):
     task = asyncio.ensure_future(mischief)
     try:
         while True:
-            told = await asyncio.gather(*(cluster.stream(prompt, NUM_TOKENS) for prompt, _ in expected))
-            assert [one.token_ids for one in told] == [ids for _, ids in expected]
-            assert [one.text for one in told] == [oracle.decode(ids) for _, ids in expected]
+            answers = await asyncio.gather(*(cluster.stream(prompt, NUM_TOKENS) for prompt, _ in expected))
+            assert [one.token_ids for one in answers] == [ids for _, ids in expected]
+            assert [one.text for one in answers] == [oracle.decode(ids) for _, ids in expected]
             if task.done():
                 break
         await task
@@ -95,25 +95,25 @@ def address(cluster):
 async def talk(cluster, data, *, reads=True):
     """Over a connection of its own; what comes back."""
     reader, writer = await asyncio.open_connection(*address(cluster))
-    told = b""
+    received = b""
     with suppress(OSError):
         writer.write(data)
         await writer.drain()
         if reads:
-            told = await reader.read()
+            received = await reader.read()
     writer.close()
-    return told
+    return received
 
 
 async def test_http_request_id_cannot_inject_headers(cluster):
     for forged in (b"a\r\nX-Forged: 1", b"a\nX-Forged: 1", b"a\rX-Forged: 1", b"a\r\n\r\nHTTP/1.1 200 OK"):
-        told = await talk(
+        response = await talk(
             cluster,
             b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nX-Request-Id: " + forged + b"\r\n\r\n",
         )
-        head = told.partition(b"\r\n\r\n")[0].lower()
+        head = response.partition(b"\r\n\r\n")[0].lower()
         assert b"x-forged" not in head
-        assert head.count(b"http/1.1 ") <= 1 or b"400" in told
+        assert head.count(b"http/1.1 ") <= 1 or b"400" in response
 
 
 async def test_http_client_leaving_at_any_byte_leaves_nothing(cluster, oracle, expected):

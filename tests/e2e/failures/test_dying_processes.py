@@ -48,13 +48,13 @@ async def stop_at_the_first_token(cluster, prompts, salt, signum):
     """Send the prompts, and a signal to the prefill worker when one is through: the others are on their way."""
     gone = asyncio.Event()
 
-    def strike(_):
+    def send_signal(_):
         if not gone.is_set():
             gone.set()
             cluster.local.kill("prefill-0", signum)
 
     streams = [
-        asyncio.ensure_future(cluster.stream(prompt, 24, on_token=strike, cache_salt=salt)) for prompt in prompts
+        asyncio.ensure_future(cluster.stream(prompt, 24, on_token=send_signal, cache_salt=salt)) for prompt in prompts
     ]
     await gone.wait()
     return streams
@@ -64,8 +64,8 @@ async def stop_at_the_first_token(cluster, prompts, salt, signum):
 async def test_prefill_worker_killed_mid_prefill_loses_no_request(cluster, oracle, long_prompts):
     prompts, expected = long_prompts
     before, pid, salt = await retries(cluster, "transfer_failed"), cluster.pid("prefill-0"), "killed"
-    told = await asyncio.gather(*await stop_at_the_first_token(cluster, prompts, salt, signal.SIGKILL))
-    assert [one.token_ids for one in told] == expected
+    answers = await asyncio.gather(*await stop_at_the_first_token(cluster, prompts, salt, signal.SIGKILL))
+    assert [one.token_ids for one in answers] == expected
     assert await retries(cluster, "transfer_failed") > before
     await cluster.comes_back("prefill-0", pid)
 
@@ -94,8 +94,8 @@ async def test_prefill_worker_drains_after_last_handoff(cluster, oracle, long_pr
     placed, late = await cluster.disaggregated(), oracle.story(9100, 200)
     assert await cluster.tokens(late, 24) == oracle.tokens(late, 24)
     assert await cluster.disaggregated() == placed, "it takes nothing new"
-    told = await asyncio.gather(*streams)
-    assert [one.token_ids for one in told] == expected
+    answers = await asyncio.gather(*streams)
+    assert [one.token_ids for one in answers] == expected
     await cluster.comes_back("prefill-0", pid)
     assert any("prefill-0: exited with code 0" in line for line in cluster.logs.lines[num_lines:])
     await cluster.until_idle()
@@ -125,10 +125,10 @@ async def test_decode_worker_leaving_mid_stream_loses_no_stream(cluster, oracle,
     ]
     await all_read.wait()
     victim, pid = await cluster.kill_the_busiest(signum)
-    told = await asyncio.gather(*streams)
-    assert [one.token_ids for one in told] == expected
-    assert [one.text for one in told] == [oracle.decode(tokens) for tokens in expected]
-    assert {one.usage["completion_tokens"] for one in told} == {ANSWER}
+    answers = await asyncio.gather(*streams)
+    assert [one.token_ids for one in answers] == expected
+    assert [one.text for one in answers] == [oracle.decode(tokens) for tokens in expected]
+    assert {one.usage["completion_tokens"] for one in answers} == {ANSWER}
     lost = await retries(cluster, "worker_lost") - before
     assert lost > 0 if signum is signal.SIGKILL else lost == 0, "a kill loses what runs there, a drain loses nothing"
     await cluster.comes_back(victim, pid)

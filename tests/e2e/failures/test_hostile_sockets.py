@@ -117,7 +117,7 @@ async def answers(call, message):
     raise grpc.aio.AioRpcError(code, await call.initial_metadata(), await call.trailing_metadata())
 
 
-async def test_orders_that_make_no_sense_are_refused_one_by_one(cluster, oracle):
+async def test_worker_invalid_orders_are_refused_one_by_one(cluster, oracle):
     """A peer of the cluster that sends rubbish harms only its own requests."""
     metadata = ClusterAuth(cluster.local.config.secret.get_secret_value().encode()).client_metadata()
     decode = cluster.local.workers[1]
@@ -153,7 +153,7 @@ async def test_orders_that_make_no_sense_are_refused_one_by_one(cluster, oracle)
     await cluster.until_idle()
 
 
-async def test_session_of_other_protocol_is_refused(cluster):
+async def test_session_of_other_protocol_version_is_refused(cluster):
     metadata = ClusterAuth(cluster.local.config.secret.get_secret_value().encode()).client_metadata()
     for message in (
         session.RouterMessage(hello=session.RouterHello(protocol_version=99, incarnation=1)),

@@ -24,9 +24,11 @@ def prompts(oracle):
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module", params=["shm", "tcp"])
-async def workers(request, hatchery):
-    async with running(command=hatchery.command, policy=PATIENT, transfer__transport=request.param, **SHAPE) as cluster:
-        yield Workers(cluster, hatchery.folder)
+async def workers(request, fork_servers):
+    async with running(
+        command=fork_servers.command, policy=PATIENT, transfer__transport=request.param, **SHAPE
+    ) as cluster:
+        yield Workers(cluster, fork_servers.folder)
 
 
 def transport(workers):
@@ -45,10 +47,10 @@ async def test_workers_killed_mid_transfer_corrupt_nothing(workers, prompts, num
 
 async def freeze_a_writer(workers, clients, prompts):
     """Stop a prefill worker with a transfer under way: its name, its state, and the requests that were asked."""
-    asked = []
+    requests = []
     for attempt in range(TRIES):
         long = sorted(prompts, key=lambda prompt: -len(prompt.token_ids))[:3]
-        asked += [
+        requests += [
             asyncio.ensure_future(clients.ask(prompt, MAX_TOKENS, f"frozen {id(clients)} {attempt} {i}"))
             for i, prompt in enumerate(long)
         ]
@@ -58,18 +60,18 @@ async def freeze_a_writer(workers, clients, prompts):
                 os.kill(frozen["pid"], signal.SIGSTOP)
                 await asyncio.sleep(0.1)  # what it has said is digested
                 if await held_for(workers, frozen, *WITHIN):
-                    return frozen, asked
+                    return frozen, requests
                 os.kill(frozen["pid"], signal.SIGCONT)
                 break
             await asyncio.sleep(0.01)
-        await asyncio.gather(*asked)
+        await asyncio.gather(*requests)
     raise AssertionError(f"{TRIES} times nothing was under way")
 
 
 async def held_for(workers, peer, *states):
     """Destinations that decode workers keep for a peer's attempts in one of these states."""
-    told = [await workers.look(name) for name in workers.names if name.startswith("decode")]
-    attempts = [a for one in told for a in one["attempts"] if a["peer"] == peer["incarnation"]]
+    reports = [await workers.look(name) for name in workers.names if name.startswith("decode")]
+    attempts = [a for one in reports for a in one["attempts"] if a["peer"] == peer["incarnation"]]
     return sum(a["blocks"] for a in attempts if a["state"] in states)
 
 
@@ -91,9 +93,9 @@ async def shown(workers):
 async def test_writer_frozen_mid_transfer_corrupts_nothing(workers, prompts, ending):
     clients, cluster = Clients(workers.cluster, prompts, seed=SEED), workers.cluster
     before, old_pid = await num_quarantines(workers), cluster.pid("prefill-0")
-    frozen, asked = await freeze_a_writer(workers, clients, prompts)
+    frozen, requests = await freeze_a_writer(workers, clients, prompts)
     try:
-        assert set(await asyncio.gather(*asked)) == {RIGHT}, "the answer goes on elsewhere"
+        assert set(await asyncio.gather(*requests)) == {RIGHT}, "the answer goes on elsewhere"
         if transport(workers) == "tcp":
             # The receiver takes payload in itself: revoking is proof, and nothing has to wait for the frozen peer.
             assert await num_quarantines(workers) == before
@@ -107,8 +109,8 @@ async def test_writer_frozen_mid_transfer_corrupts_nothing(workers, prompts, end
             held = await held_for(workers, frozen, "quarantined")
             # More than the whole pool is used meanwhile; nobody is given a block in quarantine.
             salts = (f"meanwhile {id(clients)} {i}" for i in count())
-            told = await asyncio.gather(*(clients.ask(p, MAX_TOKENS, next(salts)) for p in prompts * 2))
-            assert set(told) == {RIGHT}
+            outcomes = await asyncio.gather(*(clients.ask(p, MAX_TOKENS, next(salts)) for p in prompts * 2))
+            assert set(outcomes) == {RIGHT}
             assert await held_for(workers, frozen, "quarantined") == held > 0
             assert (await shown(workers))[1] == held
             for name in ("decode-0", "decode-1"):

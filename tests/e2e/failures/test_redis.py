@@ -9,7 +9,7 @@ from tandem.client.aio import AsyncClient
 from tandem.client.options import Options
 from tests.e2e.failures.test_router_takeover import second_router
 from tests.support.e2e.emitted import is_of_files, is_of_planner, unknown
-from tests.support.monitoring_files import Said, expressions
+from tests.support.monitoring_files import UsedExpression, expressions
 from tests.support.redis_server import RedisServer
 from tests.support.running_cluster import running
 
@@ -23,11 +23,11 @@ def server():
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def cluster(hatchery, server):
+async def cluster(fork_servers, server):
     board = {"redis__url": server.url, "redis__timeout_s": 0.3, "redis__lease_s": 1.0}
-    # So that it tells of all that boards show.
+    # So that it exports every metric that dashboards use.
     board |= {"engine__host_cache_bytes": 1 << 20, "router__quality__period_s": 3600.0}
-    async with running(command=hatchery.command, **board) as made:
+    async with running(command=fork_servers.command, **board) as made:
         yield made
 
 
@@ -53,12 +53,12 @@ async def until_written_again(router):
 
 async def test_routers_share_prefixes_through_redis_outages(cluster, server, oracle):
     async with second_router(cluster) as replica:
-        asked = [prompt(oracle, number) for number in range(4)]
-        expected = [oracle.tokens(ids, 6) for ids in asked]
-        assert await cluster.tokens(asked[0], 6) == expected[0]
+        prompts = [prompt(oracle, number) for number in range(4)]
+        expected = [oracle.tokens(ids, 6) for ids in prompts]
+        assert await cluster.tokens(prompts[0], 6) == expected[0]
         await until_known(replica, 10)
         assert await replica.figure("tandem_redis_followed_workers") == 2
-        again = await replica.complete(asked[0], 6)
+        again = await replica.complete(prompts[0], 6)
         assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 144
 
         async def has_peer():
@@ -66,10 +66,10 @@ async def test_routers_share_prefixes_through_redis_outages(cluster, server, ora
 
         await replica.until(has_peer)
         server.kill()
-        for router, ids, tokens in ((cluster, asked[1], expected[1]), (replica, asked[2], expected[2])):
+        for router, ids, tokens in ((cluster, prompts[1], expected[1]), (replica, prompts[2], expected[2])):
             assert await router.tokens(ids, 6) == tokens
         server.start()
-        assert await replica.tokens(asked[3], 6) == expected[3]
+        assert await replica.tokens(prompts[3], 6) == expected[3]
 
         async def all_up():
             ups = [await router.figures("tandem_redis_up") for router in (cluster, replica)]
@@ -121,8 +121,11 @@ async def test_dashboards_and_alerts_use_exported_metrics(cluster, oracle):
 
     await cluster.until(read_by_both)
     # What a planner tells is held against one that runs: test_autoscale.py; of files: test_access_files.py.
-    said = [one for one in expressions() if not is_of_planner(one) and not is_of_files(one)]
+    used = [one for one in expressions() if not is_of_planner(one) and not is_of_files(one)]
     exposition = (await cluster.http.get("/metrics")).text
-    assert unknown(said, exposition) == []
-    misspelt = [Said("x", one) for one in ("sum by (rle) (tandem_ready)", 'tandem_workers{role="cook"}', "tandem_redy")]
+    assert unknown(used, exposition) == []
+    misspelt = [
+        UsedExpression("x", one)
+        for one in ("sum by (rle) (tandem_ready)", 'tandem_workers{role="cook"}', "tandem_redy")
+    ]
     assert len(unknown(misspelt, exposition)) == len(misspelt)

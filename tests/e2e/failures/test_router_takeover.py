@@ -23,7 +23,7 @@ SEEN = 12
 
 @asynccontextmanager
 async def second_router(cluster, release=None):
-    """Another `python -m router` of the same YAML and workers, as a second replica is; of another version, if told."""
+    """Another `python -m router` of the same YAML and workers, as a second replica is; it may be of another version."""
     config = cluster.local.config_path
     prefix = () if release is None else release.prefix()
     config = config if release is None else release.config(config, "second-router")
@@ -53,8 +53,8 @@ async def second_router(cluster, release=None):
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def cluster(hatchery):
-    async with running(command=hatchery.command, decode__replicas=2) as made:
+async def cluster(fork_servers):
+    async with running(command=fork_servers.command, decode__replicas=2) as made:
         yield made
 
 
@@ -120,9 +120,9 @@ class OwnClient:
         self.has_some = asyncio.Event()
 
     async def read(self, *addresses):
-        asked = Options(max_tokens=ANSWER, temperature=0.0, ignore_eos=True)
+        options = Options(max_tokens=ANSWER, temperature=0.0, ignore_eos=True)
         async with AsyncClient(addresses) as client:
-            async for piece in client.stream(self.prompt, asked):
+            async for piece in client.stream(self.prompt, options):
                 self.token_ids += piece.token_ids
                 self.usage = piece.usage or self.usage
                 if len(self.token_ids) >= SEEN:
@@ -131,11 +131,11 @@ class OwnClient:
 
 @pytest.mark.turn(1)
 async def test_other_router_takes_over_streams(cluster, oracle):
-    asked = requests(oracle)
-    undisturbed = [Reader(one) for one in asked]
+    sent = requests(oracle)
+    undisturbed = [Reader(one) for one in sent]
     assert all(await asyncio.gather(*(reader.read(cluster.http) for reader in undisturbed)))
     async with second_router(cluster) as other:
-        readers, pid = [Reader(one) for one in asked], cluster.pid("router")
+        readers, pid = [Reader(one) for one in sent], cluster.pid("router")
         reading = [asyncio.ensure_future(reader.read(cluster.http)) for reader in readers]
         own = OwnClient(oracle.story(9250, 120))
         by_itself = asyncio.ensure_future(own.read(cluster.local.grpc_address, other.grpc_address))

@@ -32,14 +32,14 @@ def folder(tmp_path_factory):
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def cluster(folder, hatchery):
+async def cluster(folder, fork_servers):
     settings = {
         "router__processes": 2,
         "router__tls": {"cert": str(folder / "cert.pem"), "key": str(folder / "key.pem")},
         "router__api_keys_file": str(folder / "keys.yaml"),
         "router__audit_log": {"path": str(folder / "audit.jsonl")},
     }
-    async with running(command=hatchery.command, believes=trusting(folder), **settings) as made:
+    async with running(command=fork_servers.command, believes=trusting(folder), **settings) as made:
         yield made
 
 
@@ -85,7 +85,7 @@ async def test_keys_change_in_all_processes_and_a_stream_goes_on(cluster, folder
     assert await cluster.tokens(prompt, 8) == expected[:8]
 
 
-async def test_grpc_is_as_locked(cluster, folder):
+async def test_grpc_without_key_is_refused(cluster, folder):
     write_keys(folder, "second-key")
     credentials = grpc.ssl_channel_credentials((folder / "ca.pem").read_bytes())
     async with grpc.aio.secure_channel(cluster.local.grpc_address, credentials) as channel:
@@ -119,11 +119,11 @@ async def test_new_certificates_are_shown_by_all_processes(cluster, folder):
             await http.get("/health")
 
 
-async def test_alarms_of_files_name_what_a_router_that_follows_files_tells(cluster):
-    said = [one for one in expressions() if is_of_files(one)]
-    assert said
+async def test_alerts_on_files_use_metrics_of_a_router_with_files(cluster):
+    of_files = [one for one in expressions() if is_of_files(one)]
+    assert of_files
     answer = await cluster.http.get("/metrics", headers={"Authorization": "Bearer second-key"})
-    assert unknown(said, answer.text) == []
+    assert unknown(of_files, answer.text) == []
 
 
 async def test_audit_logs_of_both_versions_record_requests(cluster, folder):
@@ -131,9 +131,9 @@ async def test_audit_logs_of_both_versions_record_requests(cluster, folder):
     async with httpx.AsyncClient(
         base_url=cluster.local.http_url, verify=trusting(folder), timeout=WAIT_S, trust_env=False
     ) as http:
-        asked = body([300], 4) | {"prompt": secret}
+        request = body([300], 4) | {"prompt": secret}
         headers = {"Authorization": "Bearer second-key", "X-Request-Id": "the-last-one"}
-        assert (await http.post("/v1/completions", json=asked, headers=headers)).status_code == 200
+        assert (await http.post("/v1/completions", json=request, headers=headers)).status_code == 200
 
     async def written():
         return "the-last-one" in (folder / "audit.jsonl").read_text()

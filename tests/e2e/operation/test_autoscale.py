@@ -16,9 +16,9 @@ from cluster.planner.staffing import LatencyTargets, WorkerModel
 from cluster.planner.values import PlannerPolicy, Sizes
 from cluster.simulator.inputs.latency_files import load_latency
 from cluster.simulator.studies.worker_models import worker_with
+from tests.support.e2e.emitted import emitted_labels as metric_samples
 from tests.support.e2e.emitted import is_of_planner, unknown
-from tests.support.e2e.emitted import told as metric_samples
-from tests.support.monitoring_files import Said, expressions
+from tests.support.monitoring_files import UsedExpression, expressions
 from tests.support.promql import named
 from tests.support.running_cluster import WAIT_S, RunningCluster, running
 
@@ -52,12 +52,10 @@ class Clients:
 
 
 @pytest.mark.turn(1)
-async def test_a_worker_changes_pools_because_the_load_asks_for_it_and_no_request_fails(
-    hatchery, tmp_path: Path
-) -> None:
-    told: list[dict[str, Any]] = []
+async def test_planner_under_load_flips_a_worker_without_failing_requests(fork_servers, tmp_path: Path) -> None:
+    reports: list[dict[str, Any]] = []
     overrides = {
-        "command": hatchery.command,
+        "command": fork_servers.command,
         "prefill__replicas": AS_IT_WAS.prefill,
         "decode__replicas": AS_IT_WAS.decode,
         "control_socket": str(tmp_path / "control" / "c.sock"),
@@ -69,7 +67,7 @@ async def test_a_worker_changes_pools_because_the_load_asks_for_it_and_no_reques
         options = LiveOptions(
             urls=[cluster.local.http_url],
             worker=worker(),
-            # Whoever must wait at all is late, so prompts need a second reader; tokens may take their time.
+            # A request that must wait at all is late, so prompts need a second worker; tokens may take their time.
             targets=LatencyTargets(ttft_s=0.05, itl_s=2.0),
             policy=POLICY,
             period_s=0.5,
@@ -81,13 +79,13 @@ async def test_a_worker_changes_pools_because_the_load_asks_for_it_and_no_reques
             for number in range(CLIENTS):
                 group.create_task(clients.ask(number))
             # A dry run says it, and leaves everything as it is.
-            await LivePlanner(dry, live, lambda line: told.append(json.loads(line))).run(stop)
+            await LivePlanner(dry, live, lambda line: reports.append(json.loads(line))).run(stop)
             assert (await live.fleet()).sizes == AS_IT_WAS
-            assert told[-1]["actions"] == ["flip decode -> prefill"], told
-            told.clear()
-            planner = LivePlanner(options, live, lambda line: told.append(json.loads(line)))
+            assert reports[-1]["actions"] == ["flip decode -> prefill"], reports
+            reports.clear()
+            planner = LivePlanner(options, live, lambda line: reports.append(json.loads(line)))
             planning = group.create_task(planner.run(stop))
-            await cluster.until(lambda: _has(told, "done"))
+            await cluster.until(lambda: _has(reports, "done"))
             assert (await live.fleet()).sizes == AS_IT_SHOULD_BE
             after = clients.num_answers
             # And stays: both read prompts, and the planner is content.
@@ -96,27 +94,27 @@ async def test_a_worker_changes_pools_because_the_load_asks_for_it_and_no_reques
             stop.set()
             await planning
             clients.enough = True
-        assert [line["outcome"] for line in told].count("ordered") == 1
-        assert not [line for line in told if line["outcome"] in ("failed", "others")]
+        assert [line["outcome"] for line in reports].count("ordered") == 1
+        assert not [line for line in reports if line["outcome"] in ("failed", "others")]
         assert await cluster.figure("tandem_request_failures_total") == 0
-        assert_boards_and_alarms_name_what_is_told(planner, (await cluster.http.get("/metrics")).text)
+        assert_dashboards_and_alerts_use_exported_metrics(planner, (await cluster.http.get("/metrics")).text)
 
 
-def assert_boards_and_alarms_name_what_is_told(planner: LivePlanner, by_router: str) -> None:
-    """And all that a planner tells is on a board."""
+def assert_dashboards_and_alerts_use_exported_metrics(planner: LivePlanner, by_router: str) -> None:
+    """Dashboards and alerts use metrics that exist, and every planner metric is on a dashboard."""
     by_planner = generate_latest(planner.metrics.registry).decode()
     exposition = by_router + by_planner
-    said = [one for one in expressions() if is_of_planner(one)]
-    assert unknown(said, exposition) == []
+    used = [one for one in expressions() if is_of_planner(one)]
+    assert unknown(used, exposition) == []
     on_a_board = {
-        selector.name for one in said if one.where.startswith("planner: ") for selector in named(one.expr).selectors
+        selector.name for one in used if one.where.startswith("planner: ") for selector in named(one.expr).selectors
     }
     assert on_a_board >= {name for name in metric_samples(by_planner) if not name.endswith("_created")}
-    assert len(unknown([Said("x", 'tandem_planner_orders_total{outcome="late"}')], exposition)) == 1
+    assert len(unknown([UsedExpression("x", 'tandem_planner_orders_total{outcome="late"}')], exposition)) == 1
 
 
-async def _has(told: list[dict[str, Any]], outcome: str) -> bool:
-    return any(line["outcome"] == outcome for line in told)
+async def _has(reports: list[dict[str, Any]], outcome: str) -> bool:
+    return any(line["outcome"] == outcome for line in reports)
 
 
 async def _answered(clients: Clients, count: int) -> bool:

@@ -25,9 +25,9 @@ def base_model(tmp_path: Path) -> Path:
     return directory
 
 
-async def test_base_model_every_first_step_completes_text(hatchery, base_model):
+async def test_base_model_every_first_step_completes_text(fork_servers, base_model):
     workers = {"prefill__replicas": 0, "decode__replicas": 1}
-    async with running(command=hatchery.command, model__path=str(base_model), **workers) as cluster:
+    async with running(command=fork_servers.command, model__path=str(base_model), **workers) as cluster:
         processes = cluster.local.processes
         assert not banner.has_chat_template(processes)
         _, _, url, *_, body = shlex.split(banner.curl_line(cluster.local.config, "base", chats=False))

@@ -35,11 +35,11 @@ async def leave(cluster, name: str) -> None:
 
 @pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.slow)])
 @pytest.mark.turn(0)
-async def test_turn_two_finds_its_prefix_where_the_cache_went(oracle, hatchery, transport):
+async def test_second_turn_after_migration_finds_its_prefix(oracle, fork_servers, transport):
     sizes = {"prefill__replicas": 0, "decode__replicas": 2, "transfer__succession_s": 25.0}
-    async with running(command=hatchery.command, **sizes, transfer__transport=transport, **SLOW) as cluster:
+    async with running(command=fork_servers.command, **sizes, transfer__transport=transport, **SLOW) as cluster:
         prompts = [oracle.story(seed, 200) for seed in range(40, 44)]
-        said = await asyncio.gather(*(cluster.tokens(prompt, ANSWER) for prompt in prompts))  # on both workers
+        answers = await asyncio.gather(*(cluster.tokens(prompt, ANSWER) for prompt in prompts))  # on both workers
         await leave(cluster, "decode-0")
         [(who, whom, what)] = migrated(cluster)
         assert (who, whom) == ("decode-1", "decode-0"), what
@@ -48,17 +48,17 @@ async def test_turn_two_finds_its_prefix_where_the_cache_went(oracle, hatchery, 
         assert await cluster.figure("tandem_worker_inherited_bytes_total", worker=who, outcome="moved") > 0
         came = {"worker": who, "direction": "received", "kind": "fetch", "transport": transport}
         assert await cluster.figure("tandem_worker_transfer_bytes_total", outcome="committed", **came) > 0
-        for seed, (prompt, answer) in enumerate(zip(prompts, said, strict=True)):
+        for seed, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
             second = [*prompt, *answer, *oracle.story(140 + seed, 100)]
-            told = await cluster.complete(second, MAX_TOKENS)
-            assert told["choices"][0]["token_ids"] == oracle.tokens(second, MAX_TOKENS)
+            response = await cluster.complete(second, MAX_TOKENS)
+            assert response["choices"][0]["token_ids"] == oracle.tokens(second, MAX_TOKENS)
             held = (len(prompt) + ANSWER - 1) // 16 * 16
-            assert told["usage"]["prompt_tokens_details"]["cached_tokens"] == held
+            assert response["usage"]["prompt_tokens_details"]["cached_tokens"] == held
         await cluster.until_idle()
 
 
-async def test_the_last_worker_of_all_leaves_at_once(oracle, hatchery):
-    async with running(command=hatchery.command, prefill__replicas=0, transfer__succession_s=30.0) as cluster:
+async def test_last_worker_leaves_without_migration(oracle, fork_servers):
+    async with running(command=fork_servers.command, prefill__replicas=0, transfer__succession_s=30.0) as cluster:
         await cluster.tokens(oracle.story(50, 100), MAX_TOKENS)
         await leave(cluster, "decode-0")
         assert not migrated(cluster)
@@ -89,7 +89,7 @@ def fetches_with(attempts, incarnation: int) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["leaver", "target"])
-async def test_whoever_dies_in_the_middle_leaves_nothing_behind(oracle, hatchery, victim):
+async def test_worker_killed_mid_migration_leaves_nothing_behind(oracle, fork_servers, victim):
     """Killed while blocks move between the two; then what the target was to have another one has."""
     sizes = {
         "prefill__replicas": 0,
@@ -97,18 +97,18 @@ async def test_whoever_dies_in_the_middle_leaves_nothing_behind(oracle, hatchery
         "transfer__succession_s": 25.0,
         "transfer__transport": "tcp",
     }
-    async with running(command=hatchery.command, policy=PATIENT, **sizes, **SLOW) as cluster:
-        workers = Workers(cluster, hatchery.folder)
+    async with running(command=fork_servers.command, policy=PATIENT, **sizes, **SLOW) as cluster:
+        workers = Workers(cluster, fork_servers.folder)
         prompts = [oracle.story(seed, 200) for seed in range(60, 69)]
-        said = await asyncio.gather(*(cluster.tokens(prompt, ANSWER) for prompt in prompts))
+        first_answers = await asyncio.gather(*(cluster.tokens(prompt, ANSWER) for prompt in prompts))
         able = ["decode-0"] if victim == "leaver" else ["decode-1", "decode-2"]
         seen = {name: await workers.look(name, freeze=name in able) for name in workers.names}
         cluster.local.kill("decode-0", signal.SIGTERM)
         frozen = await first_frozen(cluster, {name: seen[name]["pid"] for name in able})
         others = [name for name in workers.names if name != frozen]
         await asyncio.sleep(0.1)  # what it has said is digested
-        told = {name: await workers.look(name) for name in others}
-        [peer] = [name for name in others if fetches_with(told[name]["attempts"], seen[frozen]["incarnation"])]
+        states = {name: await workers.look(name) for name in others}
+        [peer] = [name for name in others if fetches_with(states[name]["attempts"], seen[frozen]["incarnation"])]
         assert victim == "leaver" or peer == "decode-0"
         pids = {name: cluster.pid(name) for name in {frozen, "decode-0"}}
         os.kill(seen[frozen]["pid"], signal.SIGKILL)
@@ -128,7 +128,7 @@ async def test_whoever_dies_in_the_middle_leaves_nothing_behind(oracle, hatchery
             [(who, whom, what)] = migrated(cluster)
             assert (who, whom) == (({"decode-1", "decode-2"} - {frozen}).pop(), "decode-0")
             assert "moved" in what
-        second = [[*prompt, *answer, 7, 8, 9] for prompt, answer in zip(prompts, said, strict=True)]
+        second = [[*prompt, *answer, 7, 8, 9] for prompt, answer in zip(prompts, first_answers, strict=True)]
         answers = await asyncio.gather(*(cluster.tokens(prompt, MAX_TOKENS) for prompt in second))
         assert answers == [oracle.tokens(prompt, MAX_TOKENS) for prompt in second]
         await cluster.until_idle()

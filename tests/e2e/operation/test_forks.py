@@ -8,7 +8,7 @@ ASKED = {"prompt": "a", "max_tokens": 5, "structured_outputs": {"regex": "[a-z]+
 VOTE = {"prompt": "a", "max_tokens": 5, "n": 2, "vote": True, "vote_pattern": "[a-z]+"}
 
 
-async def test_router_starts_sandboxes_without_a_word_of_grpcs():
+async def test_router_forking_sandboxes_logs_no_grpc_warning():
     async with running(prefill__replicas=0, decode__replicas=1) as cluster:
         answers = await asyncio.gather(*(cluster.http.post("/v1/completions", json=body) for body in (ASKED, VOTE) * 4))
         assert [answer.status_code for answer in answers] == [200] * 8

@@ -1,4 +1,4 @@
-"""A lone router of an earlier revision hands its doors to today's, and gets them back: its real code, from git."""
+"""A lone router of an earlier revision hands its listeners to today's, and gets them back: its real code, from git."""
 
 import pytest
 
@@ -15,12 +15,12 @@ LAST_OF_ITS_KIND = {
 
 
 @pytest.mark.parametrize("revision", LAST_OF_ITS_KIND.values(), ids=LAST_OF_ITS_KIND)
-async def test_listeners_hand_over_between_revisions_under_load(hatchery, oracle, tmp_path, revision):
+async def test_listeners_hand_over_between_revisions_under_load(fork_servers, oracle, tmp_path, revision):
     code, place = tmp_path / "code", tmp_path / "place"
     code.mkdir()
     place.mkdir()
     earlier = Release(code, revision)
-    async with running(command=hatchery.command) as cluster, standing_alone(cluster, place) as lone:
+    async with running(command=fork_servers.command) as cluster, standing_alone(cluster, place) as lone:
         await lone.start(release=earlier)
         async with loaded(cluster, oracle, 9760, lone) as load:
             for release in (None, earlier):

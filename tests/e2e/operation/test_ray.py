@@ -14,7 +14,7 @@ from tests.support.e2e.ray_up import (
     SECRET,
     STREAMS,
     asked_all_the_while,
-    doors_of,
+    endpoints_of,
     lose_a_node,
     says_the_same,
     tandem,
@@ -38,7 +38,7 @@ async def upped(nodes, tmp_path_factory):
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def cluster(upped):
-    async with doors_of(upped) as made:
+    async with endpoints_of(upped) as made:
         yield made
 
 
@@ -49,7 +49,7 @@ def answers(oracle):
 
 
 @pytest.mark.turn(1)
-async def test_a_node_dies_under_streams_and_none_is_lost(nodes, upped, cluster, answers):
+async def test_ray_node_dying_under_streams_loses_none(nodes, upped, cluster, answers):
     print(f"\n{await lose_a_node(nodes.kill_one, upped, cluster, answers)}")
     await says_the_same(cluster, answers, "again")
     await cluster.until_idle()
@@ -85,8 +85,8 @@ async def test_workers_change_pools_and_leave_and_no_request_fails(nodes, upped,
 async def test_ray_writes_no_secret_down(nodes, upped):
     """Of a cluster whose actors have been started, signalled and lost by now."""
     written = {path: path.read_bytes() for path in nodes.session.rglob("*") if path.is_file()}
-    assert any(b"WorkerHost" in told for told in written.values()), "there is something to look at"
-    assert [path for path, told in written.items() if SECRET.encode() in told] == []
+    assert any(b"WorkerHost" in content for content in written.values()), "there is something to look at"
+    assert [path for path, content in written.items() if SECRET.encode() in content] == []
     assert not any(SECRET in line for line in upped.logs.lines)
 
 

@@ -14,7 +14,7 @@ from tests.support.e2e.ray_up import (
     STREAMS,
     Upped,
     asked_all_the_while,
-    doors_of,
+    endpoints_of,
     lose_a_node,
     says_the_same,
     tandem,
@@ -25,7 +25,7 @@ from tests.support.running_cluster import WAIT_S
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(1200)]
 JOIN_S, PAUSE_S, REPLACE_S = 10.0, 10.0, 30.0
 SILENCE_S = 8.0
-"""`ray.silence_s` unless told otherwise."""
+"""Default of `ray.silence_s`."""
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -42,7 +42,7 @@ async def upped(nodes, tmp_path_factory):
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def cluster(upped):
-    async with doors_of(upped) as made:
+    async with endpoints_of(upped) as made:
         yield made
 
 
@@ -79,8 +79,8 @@ async def test_everything_is_restarted_and_no_request_fails(nodes, upped, cluste
 
 
 async def test_the_planner_grows_the_pool_whose_requests_are_late(upped, cluster, answers):
-    """As a user starts it; it finds the control socket by the door's port and asks the routers."""
-    told = []
+    """Run the planner as a user does; it finds the control socket by the router's port and queries the routers."""
+    output = []
     planning = await tandem(
         upped.environment,
         *("autoscale", "--url", f"http://127.0.0.1:{upped.port}", "--json", "--period-s", "0.5", "--start-s", "1"),
@@ -89,8 +89,8 @@ async def test_the_planner_grows_the_pool_whose_requests_are_late(upped, cluster
 
     async def listen():
         async for line in planning.stdout:
-            told.append(line.decode())
-            if any(json.loads(one).get("outcome") == "done" for one in told[-1:] if one.startswith("{")):
+            output.append(line.decode())
+            if any(json.loads(one).get("outcome") == "done" for one in output[-1:] if one.startswith("{")):
                 return
 
     async with asked_all_the_while(cluster, answers, clients=4):
@@ -120,7 +120,7 @@ async def test_a_head_that_does_not_answer_holds_up_nothing_that_does_not_need_i
     await says_the_same(cluster, answers, "the head is back")
 
 
-async def test_a_cluster_waits_for_the_node_that_it_wants(nodes, tmp_path):
+async def test_ray_cluster_without_a_fitting_node_waits(nodes, tmp_path):
     config = tmp_path / "cluster.yaml"
     config.write_text("ray: {decode: {resources: {late: 1}}}\n")
     environment = nodes.environment | {"XDG_RUNTIME_DIR": str(tmp_path), "TANDEM_ENGINE__NUM_THREADS": "1"}
@@ -155,12 +155,12 @@ async def test_workers_do_not_outlive_the_command(nodes, tmp_path):
             await asyncio.sleep(0.05)
 
 
-async def test_a_node_of_which_nothing_is_heard_is_lost_and_its_workers_end_when_it_is_back(tmp_path, answers):
-    """Nobody is told of an end there: neither by a connection that is closed nor, for 15 s and more, by Ray."""
+async def test_ray_silent_node_is_lost_and_its_workers_end_on_return(tmp_path, answers):
+    """No process hears of an end there: neither by a closed connection nor, for 15 s and more, by Ray."""
     async with (
         ray_nodes(is_quick=False) as nodes,
         upped_on(nodes, tmp_path) as upped,
-        doors_of(upped) as cluster,
+        endpoints_of(upped) as cluster,
     ):
         stopped = {}
 

@@ -1,4 +1,4 @@
-"""Every process of a cluster is replaced while clients stream from it over both doors: none of them notices."""
+"""Every process of a cluster is replaced while clients stream over HTTP and gRPC: no stream is disturbed."""
 
 import asyncio
 import json
@@ -38,16 +38,16 @@ ROUNDS = 3
 
 @dataclass(slots=True)
 class Load:
-    """Clients that ask again and again. A stream that fails, or says anything else than `transformers`, is told."""
+    """Clients that send request after request. A stream that fails or differs from `transformers` is a failure."""
 
     cluster: object
-    doors: object
+    endpoints: object
     expected: dict
     ca: object = None
-    """Certificate of the authority of doors that speak TLS."""
+    """Certificate of the authority of endpoints that speak TLS."""
     over: bool = False
     answers: dict = field(default_factory=lambda: {"kept": 0, "fresh": 0, "grpc": 0, "eager": 0})
-    """`eager` speaks gRPC, too, and does not wait for a door that is not there."""
+    """`eager` speaks gRPC, too, and does not wait for an endpoint that is not there."""
     failures: list = field(default_factory=list)
     longest_pause_s: float = 0.0
     """Between two pieces of one stream."""
@@ -56,7 +56,9 @@ class Load:
         """One client, until it is over."""
         prompts = list(self.expected)
         async with (
-            httpx.AsyncClient(base_url=self.doors.http_url, timeout=WAIT_S, trust_env=False, **self._trust()) as http,
+            httpx.AsyncClient(
+                base_url=self.endpoints.http_url, timeout=WAIT_S, trust_env=False, **self._trust()
+            ) as http,
             self._channel() as channel,
         ):
             stub = InferenceStub(channel)
@@ -65,46 +67,48 @@ class Load:
                 prompt = prompts[number % len(prompts)]
                 try:
                     speaks_grpc = kind in ("grpc", "eager")
-                    said = await (self._call(stub, kind, prompt) if speaks_grpc else self._stream(http, kind, prompt))
+                    received = await (
+                        self._call(stub, kind, prompt) if speaks_grpc else self._stream(http, kind, prompt)
+                    )
                 except (httpx.HTTPError, grpc.aio.AioRpcError, AssertionError) as error:
                     self.failures.append((kind, repr(error)))
                 else:
                     self.answers[kind] += 1
-                    if said != self.expected[prompt]:
-                        self.failures.append((kind, f"{len(said)} tokens, other than expected"))
+                    if received != self.expected[prompt]:
+                        self.failures.append((kind, f"{len(received)} tokens, other than expected"))
 
     def _trust(self):
         return {} if self.ca is None else {"verify": ssl.create_default_context(cafile=self.ca)}
 
     def _channel(self):
         if self.ca is None:
-            return grpc.aio.insecure_channel(self.doors.grpc_address)
-        return grpc.aio.secure_channel(self.doors.grpc_address, grpc.ssl_channel_credentials(self.ca.read_bytes()))
+            return grpc.aio.insecure_channel(self.endpoints.grpc_address)
+        return grpc.aio.secure_channel(self.endpoints.grpc_address, grpc.ssl_channel_credentials(self.ca.read_bytes()))
 
     async def _stream(self, http, kind, prompt):
-        said, pieces_s = [], []
+        received, pieces_s = [], []
         headers = {"Connection": "close"} if kind == "fresh" else {}
-        asked = body(prompt, ANSWER) | {"stream": True}
-        async with http.stream("POST", "/v1/completions", json=asked, headers=headers) as response:
+        request = body(prompt, ANSWER) | {"stream": True}
+        async with http.stream("POST", "/v1/completions", json=request, headers=headers) as response:
             assert response.status_code == 200, await response.aread()
             async for line in response.aiter_lines():
                 if line.startswith("data: {"):
                     chunk = json.loads(line.removeprefix("data: "))
                     assert "error" not in chunk, chunk
-                    said += [token for choice in chunk["choices"] for token in choice.get("token_ids") or ()]
+                    received += [token for choice in chunk["choices"] for token in choice.get("token_ids") or ()]
                     pieces_s.append(time.monotonic())
         self._note(pieces_s)
-        return said
+        return received
 
     async def _call(self, stub, kind, prompt):
-        said, pieces_s = [], []
+        received, pieces_s = [], []
         greedy = common_pb2.SamplingParams(max_tokens=ANSWER, ignore_eos=True, temperature=0.0)
-        asked = pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=prompt), sampling=greedy)
-        async for piece in stub.Generate(asked, timeout=WAIT_S, wait_for_ready=kind == "grpc"):
-            said += piece.token_ids
+        request = pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=prompt), sampling=greedy)
+        async for piece in stub.Generate(request, timeout=WAIT_S, wait_for_ready=kind == "grpc"):
+            received += piece.token_ids
             pieces_s.append(time.monotonic())
         self._note(pieces_s)
-        return said
+        return received
 
     def _note(self, pieces_s):
         gaps = [later - earlier for earlier, later in pairwise(pieces_s)]
@@ -112,12 +116,14 @@ class Load:
 
 
 @asynccontextmanager
-async def loaded(cluster, oracle, first, doors=None):
-    """Clients of all kinds while the block runs: nothing of theirs fails, and each has had answers. `doors`: of another
-    router than the cluster's own."""
+async def loaded(cluster, oracle, first, endpoints=None):
+    """Run clients of all kinds meanwhile: nothing of theirs fails, and each has had answers.
+
+    `endpoints`: of another router than the cluster's own.
+    """
     prompts = [tuple(oracle.story(first + i, 80)) for i in range(PROMPTS)]
     expected = dict(zip(prompts, oracle.batch(prompts, ANSWER), strict=True))
-    load = Load(cluster, doors or cluster.local, expected, ca=getattr(doors, "ca", None))
+    load = Load(cluster, endpoints or cluster.local, expected, ca=getattr(endpoints, "ca", None))
     clients = [asyncio.create_task(load.ask(kind, number)) for number, kind in enumerate([*load.answers, "kept"])]
     try:
         yield load
@@ -152,14 +158,14 @@ def pids(cluster):
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def cluster(hatchery):
+async def cluster(fork_servers):
     """Run one prefill and one decode worker."""
-    async with running(command=hatchery.command, transfer__succession_s=1.0) as made:
+    async with running(command=fork_servers.command, transfer__succession_s=1.0) as made:
         yield made
 
 
 @pytest.mark.turn(2)
-async def test_one_of_each_is_replaced_under_load(cluster, oracle):
+async def test_restart_under_load_replaces_every_process(cluster, oracle):
     before = pids(cluster)
     async with loaded(cluster, oracle, 9700) as load:
         await roll(cluster, load, RestartRequest())
@@ -182,26 +188,26 @@ async def test_workers_are_replaced_in_place_under_load(cluster, oracle):
 
 
 @pytest.mark.slow
-async def test_a_stream_waits_while_the_only_decode_worker_is_replaced_in_place(hatchery, oracle):
+async def test_a_stream_waits_while_the_only_decode_worker_is_replaced_in_place(fork_servers, oracle):
     """What is new waits as well, in line."""
     settings = {"decode__drain_s": SHORT_DRAIN_S, "transfer__succession_s": 1.0}
-    prompt, said, had = oracle.story(9750, 100), [], []
-    async with running(command=hatchery.command, **settings) as cluster:
+    prompt, received, had = oracle.story(9750, 100), [], []
+    async with running(command=fork_servers.command, **settings) as cluster:
         begun, waited = asyncio.Event(), []
 
         async def read():
             async with httpx.AsyncClient(base_url=cluster.local.http_url, timeout=WAIT_S, trust_env=False) as http:
-                asked = body(prompt, LONG_ANSWER) | {"stream": True}
-                async with http.stream("POST", "/v1/completions", json=asked) as response:
+                request = body(prompt, LONG_ANSWER) | {"stream": True}
+                async with http.stream("POST", "/v1/completions", json=request) as response:
                     async for line in response.aiter_lines():
                         if line.startswith("data: {"):
                             choices = json.loads(line.removeprefix("data: "))["choices"]
-                            said.extend(token for choice in choices for token in choice.get("token_ids") or ())
+                            received.extend(token for choice in choices for token in choice.get("token_ids") or ())
                             begun.set()
 
         def tell(text):
             if text.startswith("starting a "):
-                had.append(len(said))
+                had.append(len(received))
                 waited.append(asyncio.create_task(ask_once(cluster, prompt)))
 
         reading = asyncio.create_task(read())
@@ -209,10 +215,10 @@ async def test_a_stream_waits_while_the_only_decode_worker_is_replaced_in_place(
         await carry_out(cluster.local, RestartRequest(roles=("decode",), in_place=True), tell)
         await reading
         assert 0 < had[0] < LONG_ANSWER, "the worker left in the middle"
-        assert said == oracle.tokens(prompt, LONG_ANSWER)
+        assert received == oracle.tokens(prompt, LONG_ANSWER)
         (response,) = await asyncio.gather(*waited)
         assert response.status_code == 200, response.text
-        assert response.json()["choices"][0]["token_ids"] == said[:ANSWER]
+        assert response.json()["choices"][0]["token_ids"] == received[:ANSWER]
         assert len(await cluster.tokens(prompt, ANSWER)) == ANSWER
 
 
@@ -335,9 +341,9 @@ class LongStreams:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-async def test_routers_that_share_a_port_are_replaced_again_and_again(hatchery, oracle):
+async def test_routers_that_share_a_port_are_replaced_again_and_again(fork_servers, oracle):
     settings = {"router__processes": 2, "decode__replicas": 2, "transfer__succession_s": 1.0}
-    async with running(command=hatchery.command, **settings) as cluster, loaded(cluster, oracle, 9720) as load:
+    async with running(command=fork_servers.command, **settings) as cluster, loaded(cluster, oracle, 9720) as load:
         for _ in range(ROUNDS):
             before = pids(cluster)
             await roll(cluster, load, RestartRequest())

@@ -52,22 +52,22 @@ async def of_named(cluster, method, name="", **more):
 
 async def looks_at(cluster, name=""):
     """Status and body, as so many connections see it."""
-    looks = await asyncio.gather(*(of_named(cluster, "GET", name) for _ in range(LOOKS)))
-    return [(look.status_code, look.json()) for look in looks]
+    responses = await asyncio.gather(*(of_named(cluster, "GET", name) for _ in range(LOOKS)))
+    return [(look.status_code, look.json()) for look in responses]
 
 
 async def chat_with(cluster, name):
     """The usage of a question behind a named cache."""
-    asked = {"messages": [{"role": "user", "content": "Who are you?"}], "max_tokens": 2, "cached_content": name}
+    request = {"messages": [{"role": "user", "content": "Who are you?"}], "max_tokens": 2, "cached_content": name}
     headers = {"Authorization": "Bearer key-of-all"}
     async with httpx.AsyncClient(base_url=cluster.local.http_url, timeout=WAIT_S, verify=False) as http:
-        response = await http.post("/v1/chat/completions", json=asked, headers=headers)
+        response = await http.post("/v1/chat/completions", json=request, headers=headers)
     assert response.status_code == 200, response.text
     return response.json()["usage"]
 
 
 async def make_named(cluster):
-    """As it is told to whoever made it."""
+    """Return the description of a named cache as its creator gets it."""
     rules = " ".join(f"Rule {i}: be kind to the fox number {i}." for i in range(8))
     body = {"model": "tandem-tiny", "systemInstruction": {"parts": [{"text": rules}]}, "ttl": "600s"}
     made = await of_named(cluster, "POST", json=body)
@@ -90,7 +90,7 @@ async def usage(cluster, key):
 
 
 async def figure(cluster, name, **labels):
-    """As whoever answers tells it."""
+    """Return a metric's value from whichever process answers."""
     async with httpx.AsyncClient(base_url=cluster.local.http_url, timeout=WAIT_S, trust_env=False) as http:
         text = (await http.get("/metrics")).text
     lines = [line for line in text.splitlines() if line.startswith(name)]
@@ -98,12 +98,12 @@ async def figure(cluster, name, **labels):
 
 
 @pytest.mark.turn(0)
-async def test_the_figures_are_those_of_all(cluster, oracle):
+async def test_router_processes_metrics_cover_all_processes(cluster, oracle):
     prompt = oracle.story(9500, 60)
     expected = oracle.tokens(prompt, 8)
     assert await asyncio.gather(*(ask(cluster, prompt) for _ in range(ASKED))) == [expected] * ASKED
-    told = [await figure(cluster, "vllm:request_success_total") for _ in range(6)]
-    assert told == [ASKED] * 6, "whichever process was asked"
+    totals = [await figure(cluster, "vllm:request_success_total") for _ in range(6)]
+    assert totals == [ASKED] * 6, "whichever process was asked"
     books = [await usage(cluster, "key-of-operator") for _ in range(6)]
     assert [book["total"]["requests"] for book in books] == [ASKED] * 6
     assert (await usage(cluster, "key-of-few"))["total"]["requests"] == 0
@@ -112,7 +112,7 @@ async def test_the_figures_are_those_of_all(cluster, oracle):
     assert {"router-0", "router-1", "router-2"} <= names
 
 
-async def test_the_status_is_that_of_all(cluster, oracle):
+async def test_router_processes_status_covers_all_processes(cluster, oracle):
     async def status(key="key-of-all"):
         headers = {"Authorization": f"Bearer {key}"}
         async with httpx.AsyncClient(base_url=cluster.local.http_url, timeout=WAIT_S, trust_env=False) as http:
@@ -121,10 +121,10 @@ async def test_the_status_is_that_of_all(cluster, oracle):
     prompt = oracle.story(9503, 60)
     await asyncio.gather(*(ask(cluster, prompt) for _ in range(ASKED)))
     for _ in range(4):  # whichever process is asked
-        told = await status()
-        assert told["processes"] == NUM_PROCESSES
-        assert [len(pool["workers"]) for pool in told["pools"]] == [1, 1]
-        assert {len(decision["request_id"]) > 30 for decision in told["decisions"]} == {True}
+        answer = await status()
+        assert answer["processes"] == NUM_PROCESSES
+        assert [len(pool["workers"]) for pool in answer["pools"]] == [1, 1]
+        assert {len(decision["request_id"]) > 30 for decision in answer["decisions"]} == {True}
     assert (await status("key-of-few"))["decisions"] == []
     # A whole step of the history has to pass: all that was read, by whichever process, is in the curves then.
     async with asyncio.timeout(WAIT_S):
@@ -132,7 +132,7 @@ async def test_the_status_is_that_of_all(cluster, oracle):
             await asyncio.sleep(0.2)
 
 
-async def test_a_named_cache_is_everybodys(cluster):
+async def test_named_cache_is_shared_by_router_processes(cluster):
     cache = await make_named(cluster)
     name, num_tokens = cache["name"], cache["usageMetadata"]["totalTokenCount"]
     assert await looks_at(cluster, name) == [(200, cache)] * LOOKS
@@ -142,7 +142,7 @@ async def test_a_named_cache_is_everybodys(cluster):
     async def one_pin():
         return await cluster.figure("tandem_worker_pinned_prefixes") == 1
 
-    await cluster.until(one_pin)  # told with the worker's next load report; whichever process renews it, it is one
+    await cluster.until(one_pin)  # reported with the worker's next load; whichever process renews it, it is one
     patched = (await of_named(cluster, "PATCH", name, json={"ttl": "1200s"})).json()
     assert patched["expireTime"] > cache["expireTime"]
     assert await looks_at(cluster) == [(200, {"cachedContents": [patched]})] * LOOKS
@@ -150,7 +150,7 @@ async def test_a_named_cache_is_everybodys(cluster):
     assert {status for status, _ in await looks_at(cluster, name)} == {404}
 
 
-async def test_one_of_them_dies_and_comes_back(cluster, oracle):
+async def test_router_process_killed_is_restarted(cluster, oracle):
     cache = await make_named(cluster)
     prompt, pid = oracle.story(9501, 60), cluster.pid("router-1")
     expected = oracle.tokens(prompt, 8)
@@ -163,7 +163,7 @@ async def test_one_of_them_dies_and_comes_back(cluster, oracle):
     assert await looks_at(cluster, cache["name"]) == [(200, cache)] * LOOKS, "it has learned what the others have"
 
 
-async def test_one_of_them_that_hangs_is_noticed_and_replaced(cluster, oracle):
+async def test_router_process_that_hangs_is_replaced(cluster, oracle):
     prompt, pid = oracle.story(9502, 60), cluster.pid("router-2")
     cluster.local.kill("router-2", signal.SIGSTOP)
     await cluster.local.wait_ready("router-2", after_pid=pid)
@@ -171,7 +171,7 @@ async def test_one_of_them_that_hangs_is_noticed_and_replaced(cluster, oracle):
     assert await asyncio.gather(*(ask(cluster, prompt) for _ in range(ASKED))) == [oracle.tokens(prompt, 8)] * ASKED
 
 
-async def test_requests_per_minute_asked_of_all_processes_lets_exactly_that_many_through(cluster):
+async def test_requests_per_minute_over_all_processes_are_exact(cluster):
     began_s = time.monotonic()
     answers = [await post(cluster, (300, 301), 1, key="key-of-few") for _ in range(IN_A_ROW)]
     served = [answer.status_code for answer in answers].count(200)
@@ -181,17 +181,17 @@ async def test_requests_per_minute_asked_of_all_processes_lets_exactly_that_many
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("num_tokens", [4, 40])
-async def test_one_request_at_a_time_is_never_refused_whichever_process_answers(cluster, num_tokens, stream):
+async def test_sequential_requests_are_never_refused_by_any_process(cluster, num_tokens, stream):
     answers = [await post(cluster, (300, 301), num_tokens, key="key-of-one", stream=stream) for _ in range(IN_A_ROW)]
     assert [answer.status_code for answer in answers] == [200] * IN_A_ROW
     assert not stream or all(answer.text.endswith("data: [DONE]\n\n") for answer in answers)
 
 
-async def test_second_request_at_a_time_is_refused_whichever_process_is_asked(cluster):
-    headers, asked = {"Authorization": "Bearer key-of-one"}, body((300, 301), LONG, stream=True)
+async def test_second_concurrent_request_is_refused_by_any_process(cluster):
+    headers, request = {"Authorization": "Bearer key-of-one"}, body((300, 301), LONG, stream=True)
     async with (
         httpx.AsyncClient(base_url=cluster.local.http_url, timeout=WAIT_S, trust_env=False) as http,
-        http.stream("POST", "/v1/completions", json=asked, headers=headers) as answer,
+        http.stream("POST", "/v1/completions", json=request, headers=headers) as answer,
     ):
         assert answer.status_code == 200
         others = await asyncio.gather(*(post(cluster, (300, 301), 1, key="key-of-one") for _ in range(LOOKS)))

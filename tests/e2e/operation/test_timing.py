@@ -1,4 +1,4 @@
-"""Where the time of real requests went: phases add up, sources are named, a failover is told, tenants' totals agree."""
+"""Timings of real requests: phases add up, sources are named, a failover is reported, tenants' totals agree."""
 
 import asyncio
 import json
@@ -27,8 +27,8 @@ ROUNDED_S = 1e-5
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def cluster(hatchery):
-    async with running(command=hatchery.command, **SETTINGS) as made:
+async def cluster(fork_servers):
+    async with running(command=fork_servers.command, **SETTINGS) as made:
         yield made
 
 
@@ -56,14 +56,14 @@ def check(timing, usage, took_s):
     assert cost["currency"] == "EUR"
 
 
-async def test_a_hand_off_and_its_repetition(cluster, oracle):
+async def test_timing_of_a_handoff_and_of_a_cached_prompt(cluster, oracle):
     prompt = oracle.story(9800, 200)
     before = await cluster.disaggregated()
     answer, took_s = await ask(cluster, prompt, 24)
-    told = answer.json()
+    response = answer.json()
     assert await cluster.disaggregated() == before + 1
-    timing = told["timing"]
-    check(timing, told["usage"], took_s)
+    timing = response["timing"]
+    check(timing, response["usage"], took_s)
     assert min(timing["prefill_s"], timing["transfer_s"], timing["decode_s"]) > 0.0
     assert (timing["retry_amplification"], timing["cached_tokens"]) == (1.0, 0)
     assert timing["cost"]["kv_byte_s"] > 0.0
@@ -71,25 +71,25 @@ async def test_a_hand_off_and_its_repetition(cluster, oracle):
     assert float(header["decode"]) == pytest.approx(1000 * timing["decode_s"], abs=0.01)
 
     answer, took_s = await ask(cluster, prompt, 24)
-    told = answer.json()
-    check(told["timing"], told["usage"], took_s)
-    assert told["timing"]["cached_tokens"] >= 160
-    pools = told["timing"]["cached_by_source"]
-    assert pools["prefill_pool"] + pools["decode_pool"] + pools["fetched"] == told["timing"]["cached_tokens"]
+    response = answer.json()
+    check(response["timing"], response["usage"], took_s)
+    assert response["timing"]["cached_tokens"] >= 160
+    pools = response["timing"]["cached_by_source"]
+    assert pools["prefill_pool"] + pools["decode_pool"] + pools["fetched"] == response["timing"]["cached_tokens"]
 
 
-async def test_several_choices_and_a_stop_string(cluster, oracle):
+async def test_timing_of_several_choices_with_a_stop_string(cluster, oracle):
     answer, took_s = await ask(cluster, oracle.story(9801, 120), 24, n=3, seed=1, temperature=1.0)
-    told = answer.json()
-    check(told["timing"], told["usage"], took_s)
-    first = told["choices"][0]["text"][5:9]
+    response = answer.json()
+    check(response["timing"], response["usage"], took_s)
+    first = response["choices"][0]["text"][5:9]
     answer, took_s = await ask(cluster, oracle.story(9801, 120), 24, n=3, seed=1, temperature=1.0, stop=[first])
-    told = answer.json()
-    assert "stop" in {choice["finish_reason"] for choice in told["choices"]}
-    check(told["timing"], told["usage"], took_s)
+    response = answer.json()
+    assert "stop" in {choice["finish_reason"] for choice in response["choices"]}
+    check(response["timing"], response["usage"], took_s)
 
 
-async def test_the_same_over_grpc(cluster, oracle):
+async def test_timing_over_grpc_equals_http(cluster, oracle):
     async with grpc.aio.insecure_channel(cluster.local.grpc_address) as channel:
         request = pb.GenerateRequest(
             prompt_token_ids=pb.TokenIds(ids=oracle.story(9802, 100)),
@@ -112,7 +112,7 @@ async def test_the_same_over_grpc(cluster, oracle):
     assert usage.times.kv_byte_s > 0.0
 
 
-async def test_the_totals_are_those_of_the_answers(cluster, oracle):
+async def test_timing_totals_equal_sums_over_answers(cluster, oracle):
     before = (await cluster.http.get("/v1/usage")).json()["total"]
     answers = [(await ask(cluster, oracle.story(9804 + i, 90), 5))[0].json() for i in range(3)]
     after = (await cluster.http.get("/v1/usage")).json()
@@ -129,7 +129,7 @@ async def test_the_totals_are_those_of_the_answers(cluster, oracle):
     )
 
 
-async def test_what_was_computed_twice_is_told(cluster, oracle):
+async def test_timing_after_a_failover_reports_recomputed_tokens(cluster, oracle):
     prompt, num_tokens = oracle.story(9803, 150), 900
     ask_it = body(prompt, num_tokens, stream=True, stream_options={"include_usage": True})
     victim, chunk = "", {}
@@ -150,7 +150,7 @@ async def test_what_was_computed_twice_is_told(cluster, oracle):
     assert 1.0 < timing["retry_amplification"] < 4.0
 
 
-async def test_a_look_inside_while_it_works(cluster, oracle, tmp_path):
+async def test_profile_of_a_busy_cluster_is_returned(cluster, oracle, tmp_path):
     """A trace of a worker's steps and the router's stacks, through the command, with a request under way."""
     stop = asyncio.Event()
 

@@ -83,9 +83,9 @@ async def ask(cluster: RunningCluster, prompt: list[int], max_tokens: int, trace
 async def ask_over_grpc(cluster: RunningCluster, prompt: list[int], trace_id: str) -> None:
     """A stream that is read to its end, as a part of a client's own trace."""
     metadata = tuple(traced(trace_id).items())
-    asked = pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=prompt), sampling=SamplingParams(max_tokens=6))
+    request = pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=prompt), sampling=SamplingParams(max_tokens=6))
     async with grpc.aio.insecure_channel(cluster.local.grpc_address) as channel:
-        assert [answer async for answer in InferenceStub(channel).Generate(asked, metadata=metadata, timeout=WAIT_S)]
+        assert [answer async for answer in InferenceStub(channel).Generate(request, metadata=metadata, timeout=WAIT_S)]
 
 
 async def check_failover(cluster: RunningCluster, receiver: OtlpReceiver, oracle, trace_id: str) -> None:
@@ -94,10 +94,10 @@ async def check_failover(cluster: RunningCluster, receiver: OtlpReceiver, oracle
     cluster.local.kill("prefill-1", signal.SIGKILL)
     await cluster.until_workers(2)
     cluster.local.kill("prefill-0", signal.SIGSTOP)
-    asked = asyncio.create_task(ask(cluster, prompt, 4, trace_id))
+    answer = asyncio.create_task(ask(cluster, prompt, 4, trace_id))
     await until_sent(cluster)
     cluster.local.kill("prefill-0", signal.SIGKILL)
-    assert await asked == oracle.tokens(prompt, 4)
+    assert await answer == oracle.tokens(prompt, 4)
     spans = await all_of(receiver, trace_id, len(FAILED_OVER))
     names = {span.span_id: span.name for span in spans}
     assert sorted((span.name, names.get(span.parent_id, "")) for span in spans) == FAILED_OVER
@@ -165,13 +165,13 @@ def hold_no_words(spans: list[Received]) -> bool:
 
 
 @pytest.mark.turn(1)
-async def test_one_request_is_one_trace_over_both_pools_and_so_is_a_fetch(oracle):
+async def test_trace_spans_both_pools_and_a_fetch(oracle):
     trace = [f"{number:032x}" for number in range(1, 8)]
     async with otlp_receiver() as receiver:
         endpoint = {"telemetry__otlp_endpoint": f"http://127.0.0.1:{receiver.port}"}
         async with running(**endpoint, telemetry__otlp_headers={"X-Key": "k"}, **TWO_TO_ONE) as cluster:
             first = oracle.story(1, 300)
-            said = await ask(cluster, first, 640, trace[0])
+            answer = await ask(cluster, first, 640, trace[0])
             spans = await complete(receiver, trace[0], HANDED_OVER)
             check_tree(spans, HANDED_OVER)
             received, sent = spans["tandem.handoff", "decode"], spans["tandem.send", "prefill"]
@@ -184,7 +184,7 @@ async def test_one_request_is_one_trace_over_both_pools_and_so_is_a_fetch(oracle
             assert (root["gen_ai.usage.input_tokens"], root["gen_ai.usage.output_tokens"]) == (300, 640)
             assert root["gen_ai.response.finish_reasons"] == ["length"]
 
-            second = [*first, *said, *oracle.story(100, 150)]
+            second = [*first, *answer, *oracle.story(100, 150)]
             assert await ask(cluster, second, 24, trace[1]) == oracle.tokens(second, 24)
             spans = await complete(receiver, trace[1], FETCHED)
             check_tree(spans, FETCHED)
@@ -199,7 +199,7 @@ async def test_one_request_is_one_trace_over_both_pools_and_so_is_a_fetch(oracle
 
             headers = {"traceparent": f"00-{trace[2]}-{CLIENT_SPAN}-00"}
             await cluster.http.post("/v1/completions", json=body(first, 2), headers=headers)
-            await cluster.tokens(first, 2)  # its trace begins at the door
+            await cluster.tokens(first, 2)  # its trace begins at the router
             await cluster.until_idle()
             await ask_over_grpc(cluster, oracle.story(200, 200), trace[3])
             check_tree(await complete(receiver, trace[3], HANDED_OVER), HANDED_OVER)

@@ -35,10 +35,10 @@ async def answered(oracle):
 
 
 @pytest.mark.parametrize("old", MIXTURES, ids=lambda old: "+".join(sorted(old)) or "none")
-async def test_every_mixture_serves(hatchery, release, answered, old):
-    async with running(command=release.among(old, hatchery.command)) as cluster:
-        told = await asyncio.gather(*(cluster.stream(prompt, ANSWER) for prompt, _ in answered))
-        assert [one.token_ids for one in told] == [tokens for _, tokens in answered]
+async def test_upgrade_every_mixture_of_versions_serves(fork_servers, release, answered, old):
+    async with running(command=release.among(old, fork_servers.command)) as cluster:
+        answers = await asyncio.gather(*(cluster.stream(prompt, ANSWER) for prompt, _ in answered))
+        assert [one.token_ids for one in answers] == [tokens for _, tokens in answered]
         assert await cluster.disaggregated() > 0
         if "router" not in old:
             found = await cluster.figures("tandem_worker_protocol_version")
@@ -51,7 +51,7 @@ class Load:
     """Clients that never stop asking; each asks any router that takes requests."""
 
     def __init__(self, answered) -> None:
-        self.doors: list[RunningCluster] = []
+        self.routers: list[RunningCluster] = []
         self.num_right = [0] * CLIENTS
         self._answered = answered
         self._salts = count()
@@ -60,8 +60,8 @@ class Load:
         draw = random.Random(client)
         while True:
             prompt, tokens = draw.choice(self._answered)
-            told = await draw.choice(self.doors).stream(prompt, ANSWER, cache_salt=f"salt {next(self._salts)}")
-            assert told.token_ids == tokens
+            answer = await draw.choice(self.routers).stream(prompt, ANSWER, cache_salt=f"salt {next(self._salts)}")
+            assert answer.token_ids == tokens
             self.num_right[client] += 1
 
     async def until_more(self):
@@ -71,36 +71,36 @@ class Load:
         async def all_had():
             return all(now >= then + 2 for now, then in zip(self.num_right, before, strict=True))
 
-        await self.doors[0].until(all_had)
+        await self.routers[0].until(all_had)
 
 
-async def test_an_upgrade_under_load_loses_nothing(hatchery, release, answered):
+async def test_an_upgrade_under_load_loses_nothing(fork_servers, release, answered):
     """One process after another, workers first; who leaves drains, a router once nobody is sent there any more."""
     old = {"router", "prefill-0", "prefill-1", "decode-0", "decode-1"}
 
     def command(plan, config_path, ready_fd):
-        return release.among(old, hatchery.command)(plan, config_path, ready_fd)
+        return release.among(old, fork_servers.command)(plan, config_path, ready_fd)
 
     with RedisServer() as server:
         pools = {"prefill__replicas": 2, "decode__replicas": 2}
         async with running(command=command, redis__url=server.url, **pools) as first, asyncio.TaskGroup() as clients:
             load = Load(answered)
             async with second_router(first, release) as second:
-                load.doors = [first, second]
+                load.routers = [first, second]
                 asking = [clients.create_task(load.ask_for_ever(client)) for client in range(CLIENTS)]
                 await load.until_more()
                 for name in sorted(old - {"router"}):
                     await replace(first, old, name)
-                    for router in load.doors:
+                    for router in load.routers:
                         await router.until_workers(4)  # who does not wait for that leaves a router without a worker
                     await load.until_more()
-                load.doors = [second]
+                load.routers = [second]
                 await replace(first, old, "router")
                 await first.until_workers(4)
-                load.doors = [first]
+                load.routers = [first]
                 await load.until_more()
             async with second_router(first) as second:
-                load.doors = [first, second]
+                load.routers = [first, second]
                 await load.until_more()
                 for router in (first, second):
                     figures = await router.figures("tandem_worker_protocol_version")
@@ -118,16 +118,16 @@ async def replace(cluster, old, name):
     await cluster.local.wait_ready(name, after_pid=pid)
 
 
-async def test_router_processes_of_both_versions_share_the_ports(hatchery, release, answered):
+async def test_router_processes_of_both_versions_share_the_ports(fork_servers, release, answered):
     """As after `pip install` under a running `tandem up`: a process that it starts again is of the new version."""
-    command = release.among({"router-0"}, hatchery.command)
+    command = release.among({"router-0"}, fork_servers.command)
     async with running(command=command, router__processes=2) as cluster:
         # A connection each, which either process may accept.
-        told = await asyncio.gather(*(cluster.stream(prompt, ANSWER) for prompt, _ in answered * 3))
-        assert [one.token_ids for one in told] == [tokens for _, tokens in answered * 3]
+        answers = await asyncio.gather(*(cluster.stream(prompt, ANSWER) for prompt, _ in answered * 3))
+        assert [one.token_ids for one in answers] == [tokens for _, tokens in answered * 3]
 
         async def both_counted():
-            return await cluster.figure("vllm:request_success_total") == len(told)
+            return await cluster.figure("vllm:request_success_total") == len(answers)
 
         await cluster.until(both_counted)
         snapshot = (await cluster.http.get("/status/snapshot")).json()

@@ -37,9 +37,9 @@ def server():
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def routers(hatchery, release, server):
+async def routers(fork_servers, release, server):
     """A router of each version, over the same workers and the same Redis; of the decode workers one is of each."""
-    command = release.among({"prefill-0", "decode-1"}, hatchery.command)
+    command = release.among({"prefill-0", "decode-1"}, fork_servers.command)
     async with (
         running(command=command, decode__replicas=2, redis__url=server.url, redis__lease_s=1.0) as this,
         second_router(this, release) as before,
@@ -47,7 +47,7 @@ async def routers(hatchery, release, server):
         yield this, before
 
 
-def asked(oracle, first):
+def requests_of(oracle, first):
     """Prompts long enough to be handed over between workers; every other request draws."""
     prompts = [oracle.story(first + i, 200) for i in range(STREAMS)]
     return [
@@ -67,7 +67,7 @@ async def undisturbed(router, requests, oracle):
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def answered(routers, oracle):
     """Requests and what is to be answered to them."""
-    requests = asked(oracle, 9600)
+    requests = requests_of(oracle, 9600)
     return requests, await undisturbed(routers[0], requests, oracle)
 
 
@@ -96,7 +96,7 @@ async def lost(routers):
 
 
 @pytest.mark.turn(0)
-async def test_one_cluster_of_two_versions(routers, answered, server):
+async def test_cluster_of_two_versions_serves(routers, answered, server):
     this, before = routers
     requests, expected = answered
     figures = await this.figures("tandem_worker_protocol_version")
@@ -116,8 +116,8 @@ async def test_one_cluster_of_two_versions(routers, answered, server):
     while left:
         # Salted, so that no worker is preferred for what it has cached.
         readers = [Reader(one | {"cache_salt": f"{next(salts)}"}) for one in requests * 2]
-        doors, num_lost = [router.http for router in routers for _ in requests], await lost(routers)
-        reading = [asyncio.ensure_future(reader.read(http)) for reader, http in zip(readers, doors, strict=True)]
+        clients, num_lost = [router.http for router in routers for _ in requests], await lost(routers)
+        reading = [asyncio.ensure_future(reader.read(http)) for reader, http in zip(readers, clients, strict=True)]
         await under_way(readers)
         pids = {name: this.pid(name) for name in sorted(left & where.of(readers))[:1]}
         for name in pids:
@@ -132,7 +132,7 @@ async def test_one_cluster_of_two_versions(routers, answered, server):
     assert not any([await router.figure("tandem_redis_bad_entries_total") for router in routers])
 
 
-async def test_a_router_of_the_other_version_takes_streams_over(routers, answered):
+async def test_router_of_the_other_version_takes_over_streams(routers, answered):
     this, before = routers
     requests, expected = answered
     readers = [Reader(one) for one in requests]

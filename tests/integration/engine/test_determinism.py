@@ -44,8 +44,8 @@ def workers(request, tmp_path_factory):
     geometry = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": CONTEXT}
     reference_model("Qwen3ForCausalLM", tie_word_embeddings=True, **geometry).save_pretrained(path)
     bounds = {"num_blocks": 80, "max_model_len": CONTEXT, "max_waiting_requests": 64, "max_batched_tokens": CONTEXT}
-    asked = spec(path, size, dtype=dtype, deterministic=True, kernels="auto", **bounds)
-    with worker(asked) as here, worker(asked) as there:
+    wanted = spec(path, size, dtype=dtype, deterministic=True, kernels="auto", **bounds)
+    with worker(wanted) as here, worker(wanted) as there:
         yield here, there
 
 
@@ -100,7 +100,7 @@ def test_a_requests_bits_depend_on_nothing_around_it(workers, params) -> None:
 
 @on_every_way
 @both_kinds
-def test_what_decoding_made_equals_what_is_recomputed(workers, params) -> None:
+def test_recomputed_kv_equals_decoded_kv(workers, params) -> None:
     """After a preemption, and continued on another worker, prompts cover what decoding computed token by token."""
     here, there = workers
     alone, _ = here.answer(here.request(PROMPT, params))
@@ -112,8 +112,8 @@ def test_what_decoding_made_equals_what_is_recomputed(workers, params) -> None:
     assert found == alone, "after a preemption"
 
     for count in (1, 8, OUTPUT - 1):
-        said = [token.token_id for token in alone.tokens[:count]]
-        resumed = there.request([*PROMPT, *said], params, num_prompt_tokens=len(PROMPT))
+        decoded = [token.token_id for token in alone.tokens[:count]]
+        resumed = there.request([*PROMPT, *decoded], params, num_prompt_tokens=len(PROMPT))
         found, seen = there.answer(resumed, prefill_chunk_tokens=CONTEXT)
         assert seen.num_computed == COMPUTED
         assert found.tokens == alone.tokens[count:], f"continued after {count} tokens"

@@ -53,7 +53,7 @@ def go_on(parts: EngineParts, num_computed_tokens: int) -> list[int]:
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_two_nodes_say_and_keep_what_one_does(size: int, tmp_path: Path) -> None:
+def test_two_nodes_compute_and_store_what_one_does(size: int, tmp_path: Path) -> None:
     given = group(size=size, tls=Authority().issue(tmp_path))
     greedy = SamplingParams(temperature=0.0)
     alone = assemble(spec(BUILTIN, size), pool=SharedPool)
@@ -71,10 +71,10 @@ def test_two_nodes_say_and_keep_what_one_does(size: int, tmp_path: Path) -> None
             mirror.bring(range(40))
             assert bytes(together.kv_memory()) == expected
             # The other way: what a peer has put here, in blocks that it was given, is there before a step reads it.
-            said = go_on(alone, 0)
+            tokens = go_on(alone, 0)
             together.kv_memory()[:] = alone.kv_memory()
             mirror.mark_received(range(8))
-            assert go_on(together, 36) == said
+            assert go_on(together, 36) == tokens
             assert len(ranks_of(starter)) == size // 2
         finally:
             together.ranks.close()
@@ -82,8 +82,8 @@ def test_two_nodes_say_and_keep_what_one_does(size: int, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_what_the_other_nodes_memory_cannot_hold_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Both are this machine; only rank 0 is told that there is more.
+def test_pool_beyond_a_remote_nodes_memory_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Both are this machine; only rank 0 knows of both.
     monkeypatch.setattr("engine.assembly.free_memory_bytes", lambda: 1 << 60)
     given = group()
     with another_node(given), pytest.raises(ConfigError, match=rf"are free at rank 1 \({re.escape(OTHER_HOST)}\)"):
@@ -91,34 +91,34 @@ def test_what_the_other_nodes_memory_cannot_hold_is_refused_by_its_name(monkeypa
 
 
 @pytest.mark.slow
-def test_a_node_that_freezes_is_noticed_though_no_kernel_tells() -> None:
+def test_frozen_node_is_detected_without_a_closed_connection() -> None:
     given = group()
     with another_node(given) as starter:
         leader = Leader(replace(setup(2), num_nodes=2), given)
         try:
-            told: queue.SimpleQueue[RankLost] = queue.SimpleQueue()
-            leader.watch(told.put)
+            losses: queue.SimpleQueue[RankLost] = queue.SimpleQueue()
+            leader.watch(losses.put)
             [rank] = ranks_of(starter)
             os.kill(rank.pid, signal.SIGSTOP)
             started = time.monotonic()
-            assert f"rank 1 at {OTHER_HOST}" in str(told.get(timeout=2 * SILENCE_S + WAIT_S))
+            assert f"rank 1 at {OTHER_HOST}" in str(losses.get(timeout=2 * SILENCE_S + WAIT_S))
             print(f"noticed after {time.monotonic() - started:.1f} s")
         finally:
             leader.close()
 
 
 @pytest.mark.slow
-def test_a_death_on_another_node_ends_the_group_and_the_node_comes_to_the_next() -> None:
+def test_rank_death_on_a_remote_node_ends_the_group_and_the_node_rejoins() -> None:
     given = group(size=4)
     with another_node(given) as starter:
         leader = Leader(replace(setup(4), num_nodes=2), given)
         try:
-            told: queue.SimpleQueue[RankLost] = queue.SimpleQueue()
-            leader.watch(told.put)
+            losses: queue.SimpleQueue[RankLost] = queue.SimpleQueue()
+            leader.watch(losses.put)
             before = ranks_of(starter)
             os.kill(before[1].pid, signal.SIGKILL)
             # Its neighbour ends with it, at once: either may be seen first.
-            assert f"at {OTHER_HOST}" in str(told.get(timeout=WAIT_S))
+            assert f"at {OTHER_HOST}" in str(losses.get(timeout=WAIT_S))
             with pytest.raises(RankLost):
                 leader.group.all_reduce_(torch.ones(4))
         finally:
@@ -131,15 +131,15 @@ def test_a_death_on_another_node_ends_the_group_and_the_node_comes_to_the_next()
 
 
 @pytest.mark.slow
-def test_a_node_that_knows_another_secret_says_so_and_knocks_on() -> None:
+def test_node_with_another_secret_logs_it_and_retries() -> None:
     given = group()
-    desk = HeartbeatServer(pytest.fail)
-    door = NodeListener(given, desk.serve)
+    heartbeats = HeartbeatServer(pytest.fail)
+    listener = NodeListener(given, heartbeats.serve)
     with another_node(replace(given, secret=b"another secret..")) as starter:
-        said = next(line for line in starter.stderr if "cannot reach rank 0" in line)
-        assert "does not know this cluster's secret" in said
-        assert ranks_of(starter), "whoever answered may not be there for long"
+        message = next(line for line in starter.stderr if "cannot reach rank 0" in line)
+        assert "does not know this cluster's secret" in message
+        assert ranks_of(starter), "the process that answered may end soon"
         starter.terminate()
         assert starter.wait(WAIT_S) == 0
-    door.close()
-    desk.close()
+    listener.close()
+    heartbeats.close()

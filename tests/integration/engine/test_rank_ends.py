@@ -96,7 +96,7 @@ def test_a_group_that_ends_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_rank_that_dies_while_it_starts_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed once it is alive but before it knows what to load; the leader, told nothing, waits for it to load."""
+    """Killed after it has started and before it knows what to load; the leader, not notified, waits for it to load."""
     meet = Leader._meet
 
     def kill_and_meet(self: Leader, given: RankSetup):
@@ -126,7 +126,7 @@ Leader(setup(3))
 """
 
 
-def test_nobody_survives_a_leader_killed_while_they_start() -> None:
+def test_ranks_of_a_leader_killed_at_start_end() -> None:
     """They may not even have come to ask for a signal at its death."""
     leader = subprocess.Popen(
         [sys.executable, "-c", STARTING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
@@ -156,7 +156,7 @@ print("lived on")
 """
 
 
-def test_who_holds_a_group_beyond_its_end_does_not_end_the_process() -> None:
+def test_reference_to_an_ended_group_does_not_end_the_process() -> None:
     """An exception on its way does. torch's store opens its file by name when it goes: what has its number by then."""
     done = subprocess.run([sys.executable, "-c", HELD], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (0, "lived on\n"), done.stderr

@@ -159,13 +159,13 @@ def compare_logprobs(ours, expected) -> None:
         assert [top.logprob for top in one.top_logprobs] == pytest.approx(values, abs=1e-4)
 
 
-def test_a_step_is_told_once_to_every_rank_whatever_is_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_is_sent_to_ranks_in_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
     parts = assemble(spec(BUILTIN, 2))
-    told: list[ChannelKind] = []
+    sent: list[ChannelKind] = []
     send = RankChannel.send
 
     def counted(self: RankChannel, kind: ChannelKind, payload: bytes = b"", *, fd: int | None = None) -> None:
-        told.append(kind)
+        sent.append(kind)
         send(self, kind, payload, fd=fd)
 
     steps = []
@@ -175,7 +175,7 @@ def test_a_step_is_told_once_to_every_rank_whatever_is_in_it(monkeypatch: pytest
     try:
         say(parts, ODD)
         assert len(steps) >= OUTPUT
-        assert told == [ChannelKind.STEP] * len(steps)
+        assert sent == [ChannelKind.STEP] * len(steps)
     finally:
         parts.ranks.close()
 
@@ -189,7 +189,7 @@ def children() -> list[psutil.Process]:
     [("Qwen3ForCausalLM", 2)]
     + [pytest.param(name, size, marks=pytest.mark.slow) for name in ARCHITECTURES for size in (2, 4)],
 )
-def test_processes_together_say_what_one_says(architecture: str, size: int, tmp_path: Path) -> None:
+def test_ranks_together_equal_one_process(architecture: str, size: int, tmp_path: Path) -> None:
     model = reference_model(architecture, num_attention_heads=8, num_key_value_heads=4, head_dim=8)
     model.save_pretrained(tmp_path)
     alone = assemble(spec(tmp_path, 1))
@@ -295,7 +295,7 @@ def serve_all(parts: EngineParts) -> list[list[int]]:
     return [list(request.token_ids[request.num_prompt_tokens :]) for request in requests]
 
 
-def test_a_part_that_is_wrong_is_refused_by_its_rank_and_nobody_is_left(tmp_path: Path) -> None:
+def test_invalid_shard_is_refused_by_its_rank_and_all_ranks_end(tmp_path: Path) -> None:
     reference_model("LlamaForCausalLM", num_attention_heads=8, num_key_value_heads=4).save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
@@ -319,12 +319,12 @@ def test_the_memory_is_divided_among_the_ranks() -> None:
 
 def test_a_killed_rank_ends_the_group_idle_or_not() -> None:
     parts = assemble(spec(BUILTIN, 2), pool=SharedPool)
-    told = queue.SimpleQueue()
-    parts.ranks.watch(lambda lost: told.put((lost, time.monotonic())))
+    losses = queue.SimpleQueue()
+    parts.ranks.watch(lambda lost: losses.put((lost, time.monotonic())))
     (pid,) = parts.ranks.pids.values()
     started = time.monotonic()
     os.kill(pid, signal.SIGKILL)
-    lost, ended = told.get(timeout=WAIT_S)
+    lost, ended = losses.get(timeout=WAIT_S)
     print(f"told after {(ended - started) * 1e3:.0f} ms")
     assert str(lost) == f"rank 1 (pid {pid}) was ended by SIGKILL"
     with pytest.raises(RankLost):
@@ -356,7 +356,7 @@ sys.stdin.read()
 """
 
 
-def test_nobody_survives_the_leader() -> None:
+def test_ranks_end_with_their_leader() -> None:
     leader = subprocess.Popen(
         [sys.executable, "-c", LEADER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
     )

@@ -12,7 +12,7 @@ from engine.model.loader import load_model
 from engine.types.request import FinishReason
 from tandem.errors import Unavailable
 from tests.support.engine.paged_harness import reference_model
-from tests.support.engine.storm import Rig, asks, nobody_says_anything_else, storm, told_alone
+from tests.support.engine.storm import Rig, assert_same_answers, random_requests, run_alone, storm
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ WAIT_S = 60.0
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("count", [6, pytest.param(300, marks=pytest.mark.slow)])
-def test_in_a_storm_everybody_says_what_they_say_alone(model, mode, count):
+def test_storm_answers_equal_undisturbed_ones(model, mode, count):
     seen = [storm(model, seed, **MODES[mode]) for seed in range(count)]
     assert sum(one.preemptions for one in seen)
     assert sum(one.copied for one in seen)
@@ -51,7 +51,7 @@ def test_in_a_storm_everybody_says_what_they_say_alone(model, mode, count):
     ("mode", "count"),
     [("ahead-offload", 2), ("late-offload", 2), *(pytest.param(mode, 300, marks=pytest.mark.slow) for mode in MODES)],
 )
-def test_in_a_storm_over_host_memory_and_disk_too(model, mode, count, tmp_path):
+def test_storm_over_host_memory_and_disk_answers_equal_undisturbed_ones(model, mode, count, tmp_path):
     """Each storm but the first finds files that another one has left."""
     host_hits = disk_hits = 0
     for seed in range(10 * count):
@@ -75,11 +75,11 @@ def client(rig, requests, draw):
 
 @pytest.mark.parametrize("count", [2, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("late", [False, True])
-def test_clients_on_threads_of_their_own_come_and_leave_at_any_moment(model, late, count):
+def test_storm_with_client_threads_answers_equal_undisturbed_ones(model, late, count):
     num_preemptions = 0
     for seed in range(count):
-        asked = asks(random.Random(seed), 16)
-        requests = [one for i, ask in enumerate(asked) for one in ask.requests(f"{i}", arrival_s=float(i))]
+        orders = random_requests(random.Random(seed), 16)
+        requests = [one for i, ask in enumerate(orders) for one in ask.requests(f"{i}", arrival_s=float(i))]
         rig = Rig(model, pipelined=True, late=late, **TIGHT)
         rig.engine.start()
         threads = [
@@ -88,29 +88,29 @@ def test_clients_on_threads_of_their_own_come_and_leave_at_any_moment(model, lat
         ]
         for thread in threads:
             thread.start()
-        assert {rig.ends.get(timeout=WAIT_S) for _ in requests} == rig.told.keys()
+        assert {rig.ends.get(timeout=WAIT_S) for _ in requests} == rig.received.keys()
         for thread in threads:
             thread.join(WAIT_S)
         assert rig.engine.stop(WAIT_S)
         rig.finish()
         num_preemptions += rig.num_preemptions  # who meets whom is up to the threads: in some storms nobody has to go
         assert rig.num_ahead
-        nobody_says_anything_else(rig, told_alone(model, asked))
+        assert_same_answers(rig, run_alone(model, orders))
     assert num_preemptions
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_an_engine_that_is_stopped_with_a_step_under_way_tells_it_first(model, late):
-    asked = asks(random.Random(3), 8)
+def test_engine_stopped_mid_step_reports_the_step_first(model, late):
+    orders = random_requests(random.Random(3), 8)
     rig = Rig(model, pipelined=True, late=late, **TIGHT)
     rig.engine.start()
-    for i, ask in enumerate(asked):
+    for i, ask in enumerate(orders):
         for request in ask.requests(f"{i}", arrival_s=float(i)):
             rig.engine.call(lambda _, request=request: rig.add(request)).result(WAIT_S)
     rig.ends.get(timeout=WAIT_S)
     assert rig.engine.stop(WAIT_S)
     rig.scheduler.check_invariants()
     assert not any(request.num_in_flight_tokens for request in rig.scheduler._table.requests.values())
-    nobody_says_anything_else(rig, told_alone(model, asked))
+    assert_same_answers(rig, run_alone(model, orders))
     with pytest.raises(Unavailable):
         rig.engine.call(lambda _: None).result(WAIT_S)

@@ -45,7 +45,7 @@ async def test_a_cancel_stops_the_prefill_by_itself(transport: str, gate_after: 
         assert not owner.quarantined
 
 
-async def test_a_full_pool_of_holds_is_cleaned_up_though_nobody_asks_for_anything() -> None:
+async def test_pool_full_of_holds_is_cleaned_up_without_requests() -> None:
     """One silent decode worker has all of a prefill worker's blocks. No new request has to come to free them."""
     fabric = MemoryFabric()
     [receiver] = open_receivers(Pool(48).region, choice="memory", fabric=fabric)
@@ -64,7 +64,7 @@ async def test_a_full_pool_of_holds_is_cleaned_up_though_nobody_asks_for_anythin
     receiver.close()
 
 
-async def test_a_full_pool_of_destinations_is_cleaned_up_though_nobody_asks_for_anything() -> None:
+async def test_pool_full_of_destinations_is_cleaned_up_without_requests() -> None:
     """Its prefill worker goes on writing nothing and renews nothing; the router names no other one."""
     fabric = MemoryFabric()
     async with (

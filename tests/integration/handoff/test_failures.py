@@ -289,7 +289,7 @@ async def test_a_chunk_that_stays_damaged_fails_the_attempt() -> None:
         assert all_free(owner.pool)
 
 
-async def test_a_failed_hand_off_that_nobody_reroutes_expires() -> None:
+async def test_failed_handoff_without_reroute_expires() -> None:
     async with decoding("tcp", replace(SETTINGS, reroute_s=0.1)) as (hub, owner):
         nobody = Route(worker_id=WorkerId("p"), incarnation=Incarnation(1), address="127.0.0.1:1", attempt=1)
         transfer = begin(hub, owner, make_job("a", 40), nobody)

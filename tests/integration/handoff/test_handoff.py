@@ -160,7 +160,7 @@ async def test_a_route_to_an_older_incarnation_fails_at_once(cluster: Cluster) -
     await cluster.settled()
 
 
-async def test_other_tokens_than_asked_for_are_not_committed(cluster: Cluster) -> None:
+async def test_handoff_of_other_tokens_is_not_committed(cluster: Cluster) -> None:
     computed = BlockHash(b"1" * 16)
     finished = cluster.prefill.hub.finished
     cluster.prefill.hub.finished = lambda *args, **kwargs: finished(*args, **kwargs, tail_hash=computed)

@@ -1,4 +1,4 @@
-"""Who else holds a prompt's prefix is told anew with every route."""
+"""The other holder of a prompt's prefix is sent with every new route."""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -37,7 +37,7 @@ async def once_failed() -> AsyncIterator[tuple[Any, Any, Any, TransferId]]:
         await wait_for(lambda: all_free(worker.owner.pool))
 
 
-async def test_the_second_prefill_worker_hears_of_the_second_holder() -> None:
+async def test_reroute_to_second_prefill_worker_names_second_holder() -> None:
     async with once_failed() as (hub, owner, worker, transfer):
         # As the router says it, and as the decode worker reads it.
         route = PrefillRoute(
@@ -47,18 +47,18 @@ async def test_the_second_prefill_worker_hears_of_the_second_holder() -> None:
             attempt=2,
             holder=SECOND,
         )
-        said = reroute_to_pb(RequestId("r"), 1, route).reroute
-        assert holder_of(said) == SECOND
-        hub.reroute(transfer, route_from_pb(said.prefill)[1], holder_of(said))
+        message = reroute_to_pb(RequestId("r"), 1, route).reroute
+        assert holder_of(message) == SECOND
+        hub.reroute(transfer, route_from_pb(message.prefill)[1], holder_of(message))
         await owner.until(transfer, lambda r: r.committed)
         assert [job.holder for job in worker.owner.jobs] == [FIRST, SECOND]
 
 
-async def test_a_route_without_a_holder_forgets_the_one_before() -> None:
+async def test_route_without_holder_forgets_the_former_one() -> None:
     async with once_failed() as (hub, owner, worker, transfer):
-        said = reroute_to_pb(RequestId("r"), 1, None).reroute
-        assert holder_of(said) is None
-        hub.reroute(transfer, worker.route(2), holder_of(said))
+        message = reroute_to_pb(RequestId("r"), 1, None).reroute
+        assert holder_of(message) is None
+        hub.reroute(transfer, worker.route(2), holder_of(message))
         await owner.until(transfer, lambda r: r.committed)
         assert [job.holder for job in worker.owner.jobs] == [FIRST, None]
         assert TransferId("a") == transfer

@@ -100,12 +100,14 @@ def prefill_message(name: str, num_tokens: int, **overrides: object) -> pb.Hando
     )
 
 
-def told(name: str, *, attempt: int = 1, incarnation: int = 77, addressee: int = 11, **body: Any) -> pb.HandoffMessage:
+def message_to(
+    name: str, *, attempt: int = 1, incarnation: int = 77, addressee: int = 11, **body: Any
+) -> pb.HandoffMessage:
     """A message about one attempt."""
     return pb.HandoffMessage(incarnation=incarnation, addressee=addressee, transfer_id=name, attempt=attempt, **body)
 
 
-async def test_malformed_messages_harm_only_their_own_hand_off() -> None:
+async def test_malformed_messages_fail_only_their_own_handoff() -> None:
     fabric = MemoryFabric()
     pool = Pool(48)
     [receiver] = open_receivers(pool.region, choice="memory", fabric=fabric)
@@ -123,7 +125,7 @@ async def test_malformed_messages_harm_only_their_own_hand_off() -> None:
             prefill_message("bad4", 8, hash_root=b"short"),
             prefill_message("bad5", 8, lease_s=float("nan")),
             prefill_message("bad6", 0),
-            told("bad7"),
+            message_to("bad7"),
         ]
         for message in bad:
             await stream.write(message)
@@ -132,10 +134,10 @@ async def test_malformed_messages_harm_only_their_own_hand_off() -> None:
             assert reply.reject.failure.code == "InvalidRequest"
         harmless = [
             pb.HandoffMessage(incarnation=77),
-            told("x", addressee=12, abort=pb.Abort()),
-            told("x", incarnation=78, abort=pb.Abort()),
-            told("x", reserve=pb.Reserve(num_units=2**31)),
-            told("y", attempt=3, commit_ack=pb.CommitAck()),
+            message_to("x", addressee=12, abort=pb.Abort()),
+            message_to("x", incarnation=78, abort=pb.Abort()),
+            message_to("x", reserve=pb.Reserve(num_units=2**31)),
+            message_to("y", attempt=3, commit_ack=pb.CommitAck()),
         ]
         for message in harmless:
             await stream.write(message)
@@ -144,7 +146,7 @@ async def test_malformed_messages_harm_only_their_own_hand_off() -> None:
             assert reply.WhichOneof("kind") in ("reject", "renew")
         assert reply.WhichOneof("kind") == "offer"
         for name in ("good", "never"):
-            await stream.write(told(name, abort=pb.Abort()))
+            await stream.write(message_to(name, abort=pb.Abort()))
         drained = set()
         while drained != {"good", "never"}:
             reply = await stream.read()

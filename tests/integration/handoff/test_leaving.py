@@ -1,4 +1,4 @@
-"""Hubs always let their process end: after a bug at once, else after a lease, whoever does not answer."""
+"""Hubs always let their process end: after a bug at once, else after a lease, whether or not peers answer."""
 
 import asyncio
 from dataclasses import replace
@@ -34,7 +34,7 @@ class Engine:
         await asyncio.Event().wait()
 
 
-async def test_a_bug_in_a_prefill_worker_ends_it_though_its_engine_owes_an_answer() -> None:
+async def test_prefill_worker_with_a_bug_ends_despite_pending_engine_work() -> None:
     fabric, engine = MemoryFabric(), Engine()
     async with decoding("memory", fabric=fabric) as (hub, owner):
         with pytest.RaisesGroup(InvariantError):

@@ -32,7 +32,7 @@ class Link:
     peer = Incarnation(5)
 
 
-async def test_those_that_are_named_are_renewed_and_no_list_is_searched() -> None:
+async def test_renewal_touches_only_the_named_holds() -> None:
     async with decoding("memory", fabric=MemoryFabric()) as (hub, _):
         link, other = Link(), Link()
         attempts = [Live("a", link), Live("b", link), Live("c", link), Live("a", other)]

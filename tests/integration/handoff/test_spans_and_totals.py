@@ -58,9 +58,9 @@ class Watched:
         await wait_for(lambda: not self.prefill.hub.num_transfers)
 
     def report(self) -> TransferReport:
-        """As a router is told of it, by a worker that has both hubs."""
-        told = transfer_report(self.prefill.hub, self.hub, FetchStats(), num_loans=0, num_lent_tokens=0)
-        return transfers_from_pb(told)
+        """The transfer report that a worker with both hubs sends to routers."""
+        report_pb = transfer_report(self.prefill.hub, self.hub, FetchStats(), num_loans=0, num_lent_tokens=0)
+        return transfers_from_pb(report_pb)
 
 
 def starved() -> Callable[[], float]:
@@ -101,12 +101,12 @@ def within(inner: KeptSpan, outer: KeptSpan) -> bool:
 
 
 async def test_a_hand_off_is_one_trace_over_both_workers(pair: Watched) -> None:
-    asked_s = time.monotonic()
+    sent_s = time.monotonic()
     transfer = begin(pair.hub, pair.decode, job("a"), pair.prefill.route(1))
     record = await pair.decode.until(transfer, lambda r: r.committed)
     await pair.closed()
     timed_here = [*pair.received.spans, pair.sent.one("tandem.send")]
-    assert all(span.start_s >= asked_s for span in timed_here), "lease time is no time of day"
+    assert all(span.start_s >= sent_s for span in timed_here), "lease time is no time of day"
     assert (pair.received.names(), pair.sent.names()) == (RECEIVED, SENT)
     handoff, send = pair.received.one("tandem.handoff"), pair.sent.one("tandem.send")
     assert handoff.parent_id == CLIENT_SPAN_ID
@@ -120,13 +120,13 @@ async def test_a_hand_off_is_one_trace_over_both_workers(pair: Watched) -> None:
     assert handoff.start_s <= send.start_s <= handoff.end_s
     assert (handoff.error, send.error) == (None, None)
     for span in (handoff, send):
-        said = span.attributes
+        attributes = span.attributes
         chunks = [event.attributes for event in span.events if event.name == "chunk"]
-        assert said["tandem.transfer.bytes"] == sum(chunk["bytes"] for chunk in chunks)
-        assert said["tandem.transfer.bytes"] == len(record.bound) * LAYOUT.block_bytes
-        assert said["tandem.transfer.chunks"] == len(chunks) > 1
-        assert said["tandem.transfer.seconds"] == pytest.approx(sum(chunk["write_s"] for chunk in chunks))
-        assert said["tandem.transfer.outcome"] == "committed"
+        assert attributes["tandem.transfer.bytes"] == sum(chunk["bytes"] for chunk in chunks)
+        assert attributes["tandem.transfer.bytes"] == len(record.bound) * LAYOUT.block_bytes
+        assert attributes["tandem.transfer.chunks"] == len(chunks) > 1
+        assert attributes["tandem.transfer.seconds"] == pytest.approx(sum(chunk["write_s"] for chunk in chunks))
+        assert attributes["tandem.transfer.outcome"] == "committed"
 
 
 async def test_what_is_not_traced_leaves_no_span(pair: Watched) -> None:
@@ -177,7 +177,7 @@ async def test_every_attempt_is_counted_by_how_it_ended_and_bytes_with_their_sec
     assert pair.received.spans[-1].error == "larger than the pool"
 
 
-async def test_a_peer_that_nobody_reaches_is_counted_without_a_transport(pair: Watched) -> None:
+async def test_unreachable_peer_is_counted_without_transport(pair: Watched) -> None:
     nobody = replace(pair.prefill.route(1), address="127.0.0.1:1")
     transfer = begin(pair.hub, pair.decode, job("a"), nobody)
     await pair.decode.until(transfer, lambda r: r.errors)

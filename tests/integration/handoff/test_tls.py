@@ -41,7 +41,7 @@ async def test_hand_offs_in_tls_over_several_streams(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("side", ["sender", "receiver"])
-async def test_tls_on_one_side_only_is_an_error_that_says_so(tmp_path: Path, side: str) -> None:
+async def test_tls_on_one_side_only_fails_with_a_clear_error(tmp_path: Path, side: str) -> None:
     tls = tcp_settings(configured(tmp_path), LOOPBACK)
     async with (
         sending(tls if side == "sender" else PLAIN) as worker,

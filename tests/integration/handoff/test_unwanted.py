@@ -20,7 +20,7 @@ def make_fetch(name: str) -> PrefillJob:
     return make_job(name, 0, token_ids=(), num_prompt_tokens=0, fetch=True, resume=True, names=NAMES)
 
 
-async def test_a_job_that_is_given_up_before_it_was_taken_is_told_so() -> None:
+async def test_job_cancelled_before_it_is_accepted_is_reported() -> None:
     fabric = MemoryFabric()
     async with decoding("memory", fabric=fabric) as (hub, owner), prefilling("memory", fabric=fabric) as worker:
         submitted, hurried = asyncio.Event(), asyncio.Event()
@@ -77,10 +77,10 @@ async def test_a_job_that_is_given_up_before_its_task_began_is_not_begun(monkeyp
 async def test_a_worker_that_has_finished_its_prompts_still_lends() -> None:
     fabric = MemoryFabric()
     async with decoding("memory", fabric=fabric) as (hub, owner), prefilling("memory", fabric=fabric) as worker:
-        asked: list[PrefillJob] = []
+        jobs: list[PrefillJob] = []
 
         async def submit(job: PrefillJob) -> None:
-            asked.append(job)
+            jobs.append(job)
             raise Unavailable("nothing of it is here")
 
         worker.owner.gate.clear()
@@ -97,7 +97,7 @@ async def test_a_worker_that_has_finished_its_prompts_still_lends() -> None:
         lent = begin(hub, owner, make_fetch("c"), worker.route(1))
         record = await owner.until(lent, lambda r: r.errors)
         assert record.errors[0].message == "nothing of it is here"
-        assert [job.fetch for job in asked] == [True]
+        assert [job.fetch for job in jobs] == [True]
 
         worker.owner.gate.set()
         await owner.until(first, lambda r: r.committed)

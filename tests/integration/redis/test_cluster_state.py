@@ -156,7 +156,7 @@ def lie(server: RedisServer, workers: list[PublishingWorker]) -> None:
     """Everything that somebody without the secret can write."""
     forger = ClusterStateCodec(b"not the secret at all", "tandem")
     nobody = Process(WorkerId("d9"), Incarnation(9))
-    soon_ms = 1e3 * time.time() + 60_000  # before everybody else, and not so late that nobody believes it
+    soon_ms = 1e3 * time.time() + 60_000  # before all others, and not too late to be believed
     for member in (nobody.mark, "\xff\x00", "@", "d9@zz", "x" * 5000, "99"):
         server.do("ZADD", KEYS.workers, soon_ms, member)
         server.do("ZADD", KEYS.routers, soon_ms, member)
@@ -187,14 +187,14 @@ async def test_redis_outage_fails_no_request_and_recovers(server: RedisServer, k
     async with AsyncExitStack() as stack:
         workers, routers = await two_of_each(stack, server)
         await until(lambda: all(each.board.num_followed == 2 for each in routers), "all follow all")
-        asked = 0
+        num_requests = 0
 
         async def ask(count: int) -> None:
-            nonlocal asked
+            nonlocal num_requests
             for _ in range(count):
-                asked += 1
-                text = prompt(asked % 12)
-                assert await routers[asked % 2].ask(text) == expected_tokens(text, count=8, seed=3)
+                num_requests += 1
+                text = prompt(num_requests % 12)
+                assert await routers[num_requests % 2].ask(text) == expected_tokens(text, count=8, seed=3)
                 await asyncio.sleep(0.005)
 
         await ask(20)
@@ -222,7 +222,7 @@ async def test_crashed_routers_load_expires(server: RedisServer) -> None:
         workers, (first, second) = await two_of_each(stack, server)
         for worker in workers:
             worker.holding, worker.reporting = True, False
-        asked = [asyncio.ensure_future(first.ask(prompt(i))) for i in range(6)]
+        requests = [asyncio.ensure_future(first.ask(prompt(i))) for i in range(6)]
 
         def seen() -> int:
             return sum(snapshot.num_active for snapshot in second.registry.snapshots())
@@ -234,7 +234,7 @@ async def test_crashed_routers_load_expires(server: RedisServer) -> None:
         assert second.board.num_peers == 0
         for worker in workers:
             worker.holding = False
-        await asyncio.gather(*asked)
+        await asyncio.gather(*requests)
 
 
 async def test_stopping_router_removes_its_load(server: RedisServer) -> None:
@@ -334,12 +334,12 @@ async def test_unencodable_load_is_skipped_and_ends_no_router(
     async with AsyncExitStack() as stack:
         _, (first, second) = await two_of_each(stack, server)
         sent = first.registry.assign(first.registry.snapshots()[0].info.key, 50)
-        (told,) = first.registry.in_flight()
+        (load,) = first.registry.in_flight()
         with monkeypatch.context() as patch:
-            patch.setattr(first.registry, "in_flight", lambda: (replace(told, num_requests=-1),))
+            patch.setattr(first.registry, "in_flight", lambda: (replace(load, num_requests=-1),))
             await until(lambda: "because of an error in this router" in caplog.text, "the fault is logged")
             assert await first.ask(prompt(1)) == expected_tokens(prompt(1), count=8, seed=3)
-        more = first.registry.assign(WorkerKey(*told.process), 7)
+        more = first.registry.assign(WorkerKey(*load.process), 7)
         await until(lambda: any(s.backlog_tokens == 57 for s in second.registry.snapshots()), "told again")
         assert caplog.text.count("because of an error in this router") == 1
         for each in (sent, more):
@@ -357,8 +357,8 @@ async def test_load_from_before_router_start_is_ignored(server: RedisServer) -> 
         first = await stack.enter_async_context(router(0, settings, live=1, limits=limits[0]))
         sent = first.registry.assign(first.registry.snapshots()[0].info.key, 50)
         limits[0].limiter.admit("", 10.0)
-        told = first.board._exchange._sequence
-        await until(lambda: first.board._exchange._sequence > told, "both are told")
+        sequence = first.board._exchange._sequence
+        await until(lambda: first.board._exchange._sequence > sequence, "both are told")
         old = server.do("GET", KEYS.load(former))
         sent.end()
         await first.crash()
@@ -367,8 +367,8 @@ async def test_load_from_before_router_start_is_ignored(server: RedisServer) -> 
         server.do("ZADD", KEYS.routers, 9e15, f"{former:x}")
         exchange = second.board._exchange
         await until(lambda: exchange._others == (former,), "it looks as if the other were here")
-        told = exchange._sequence
-        await until(lambda: exchange._sequence > told + 1, "its load is read")
+        sequence = exchange._sequence
+        await until(lambda: exchange._sequence > sequence + 1, "its load is read")
         assert (second.board.num_peers, limits[1].limiter.num_elsewhere("")) == (0, 0)
         assert [s.backlog_tokens for s in second.registry.snapshots()] == [0]
 
@@ -391,7 +391,7 @@ async def test_routers_share_a_tenants_limits(server: RedisServer) -> None:
         await until(lambda: limits[1].limiter.num_elsewhere("") == 0, "its lease has ended")
         server.do("SET", KEYS.load(Incarnation(1000)), old)
         exchange = second.board._exchange
-        told = exchange._sequence
-        await until(lambda: exchange._sequence > told + 1, "its load was put back, and read")
+        sequence = exchange._sequence
+        await until(lambda: exchange._sequence > sequence + 1, "its load was put back, and read")
         assert limits[1].limiter.num_elsewhere("") == 0
         limits[1].limiter.admit("", 10.0)

@@ -27,8 +27,8 @@ LARGE = 256 << 20
 class Liar:
     """Says the same to every XREAD, and OK to all else."""
 
-    def __init__(self, said: bytes) -> None:
-        self.said = said
+    def __init__(self, reply: bytes) -> None:
+        self.canned_reply = reply
         self.num_readings = 0
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -37,7 +37,7 @@ class Liar:
                 parts = [await self._part(reader) for _ in range(int(head[1:]))]
                 is_reading = parts[0] == b"XREAD"
                 self.num_readings += is_reading
-                writer.write(self.said if is_reading else b"+OK\r\n")
+                writer.write(self.canned_reply if is_reading else b"+OK\r\n")
         except asyncio.IncompleteReadError:
             pass
         finally:
@@ -76,7 +76,7 @@ async def following(liar: Liar) -> AsyncIterator[RedisLink]:
 
 
 @pytest.mark.parametrize(
-    "said",
+    "reply",
     [
         b":5\r\n",
         b"$1\r\nx\r\n",
@@ -100,12 +100,12 @@ async def following(liar: Liar) -> AsyncIterator[RedisLink]:
         "LOADING",
     ],
 )
-async def test_log_follower_malformed_reply_is_ignored(said: bytes) -> None:
-    liar = Liar(said)
+async def test_log_follower_malformed_reply_is_ignored(reply: bytes) -> None:
+    liar = Liar(reply)
     async with following(liar) as link:
         await until(lambda: link.health.failures > QUICK.most_in_a_row, "it waits and tries again")
         assert not link.health.is_up
-        liar.said = NOTHING
+        liar.canned_reply = NOTHING
         await until(lambda: link.health.is_up, "Redis is back")
         so_far = liar.num_readings
         await until(lambda: liar.num_readings > so_far, "it reads on")

@@ -26,7 +26,7 @@ async def test_oversized_set_members_are_removed(registry: str, score: str) -> N
             ours = set(server.client.zrange(registry, 0, -1))
             for number in range(3):
                 server.client.zadd(registry, {b"%d" % number + b"f" * LARGE: at})
-            # Counted, not read: to read 24 MB again and again would keep Redis from everybody else.
+            # Counted, not read: reading 24 MB again and again would block Redis for all other clients.
             await until(lambda: server.client.zcard(registry) == len(ours), "the large ones have gone")
             assert set(server.client.zrange(registry, 0, -1)) == ours
             await until(lambda: first.board.num_peers == second.board.num_peers == 1, "two routers again")

@@ -1,4 +1,4 @@
-"""rediss://: the board behind a TLS server, whose certificate must be the right one."""
+"""rediss://: Redis behind a TLS server, whose certificate must be the right one."""
 
 import asyncio
 import os
@@ -19,7 +19,7 @@ from tests.support.router.cluster import PROMPT
 
 
 @asynccontextmanager
-async def tls_door(server: RedisServer, authority: trustme.CA):
+async def tls_proxy(server: RedisServer, authority: trustme.CA):
     """Our redis-server is built without TLS; yields the port of one that is."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     authority.issue_cert("127.0.0.1").configure_cert(context)
@@ -56,7 +56,7 @@ async def test_redis_over_tls_works_and_refuses_foreign_certificate(tmp_path: Pa
         authority.cert_pem.write_to_path(tmp_path / name)
     async with AsyncExitStack() as stack:
         server = stack.enter_context(RedisServer())
-        port = await stack.enter_async_context(tls_door(server, ours))
+        port = await stack.enter_async_context(tls_proxy(server, ours))
         good = board_at(server, port=port, tls=True, ca=str(tmp_path / "ours"), timeout_s=2.0)
         bad = board_at(server, port=port, tls=True, ca=str(tmp_path / "theirs"), timeout_s=2.0)
         worker = await stack.enter_async_context(PublishingWorker("d0", good))
@@ -72,13 +72,13 @@ async def test_redis_over_tls_works_and_refuses_foreign_certificate(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"),
+    ("kind", "message"),
     [("fifo", "a FIFO, not a regular file"), ("empty", "no certificate in PEM"), ("absent", "No such")],
 )
-async def test_redis_unreadable_ca_counts_as_down(tmp_path: Path, kind: str, told: str) -> None:
+async def test_redis_unreadable_ca_counts_as_down(tmp_path: Path, kind: str, message: str) -> None:
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "empty").touch()
     settings = RedisSettings(host="127.0.0.1", port=1, tls=True, ca=str(tmp_path / kind), timeout_s=20.0)
     link = RedisLink(settings, CircuitBreaker(REDIS_BREAKER, random.Random(0)), use="poll", clock=lambda: 0.0)
-    with pytest.raises(RedisDown, match=rf"redis\.ca: {tmp_path / kind}: {told}"):
+    with pytest.raises(RedisDown, match=rf"redis\.ca: {tmp_path / kind}: {message}"):
         await link.ask([("PING",)])

@@ -13,9 +13,9 @@ from .collection import read, spoken, written
 def main(task: str) -> None:
     """As the module says; samples are hexadecimal."""
     if task == "write":
-        said = written()
-        told = {name: data.hex() for name, data in said.items()}
-        print(json.dumps({"spoken": spoken(), "said": told, "read": read(said)}))
+        messages = written()
+        encoded = {name: data.hex() for name, data in messages.items()}
+        print(json.dumps({"spoken": spoken(), "said": encoded, "read": read(messages)}))
     else:
         print(json.dumps(read({name: bytes.fromhex(data) for name, data in json.load(sys.stdin).items()})))
 

@@ -41,10 +41,10 @@ def spoken() -> dict[str, tuple[int, int]]:
     }
 
 
-def read(said: Mapping[str, bytes]) -> dict[str, Any]:
+def read(messages: Mapping[str, bytes]) -> dict[str, Any]:
     """What this code understands; of what it has no sample for, nothing. An error is understood as its text."""
     known = samples()
-    return {name: _read_or_error(known[name], data) for name, data in said.items() if name in known}
+    return {name: _read_or_error(known[name], data) for name, data in messages.items() if name in known}
 
 
 def _read_or_error(sample: Sample, data: bytes) -> Any:

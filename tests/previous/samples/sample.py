@@ -25,9 +25,9 @@ class Sample:
     read: Callable[[bytes], Any]
 
 
-def without_versions(said: dict[str, Any]) -> dict[str, Any]:
+def without_versions(fields: dict[str, Any]) -> dict[str, Any]:
     """What a HELLO says but for the versions that its sender speaks: those are its own."""
-    return {name: value for name, value in said.items() if name not in OF_ONE_VERSION}
+    return {name: value for name, value in fields.items() if name not in OF_ONE_VERSION}
 
 
 def facts(value: Any) -> Any:

@@ -68,8 +68,8 @@ def _session_message(message: Any, kind: str) -> bytes:
 def _spoken(form: Any) -> Any:
     """Which versions of the session this code speaks, in a HELLO of either side."""
     hello = session_wire.hello_to_pb(Incarnation(5)).hello
-    said = {name: getattr(hello, name) for name in OF_ONE_VERSION if hasattr(hello, name)}
-    return form(**{name: value for name, value in said.items() if value})
+    versions = {name: getattr(hello, name) for name in OF_ONE_VERSION if hasattr(hello, name)}
+    return form(**{name: value for name, value in versions.items() if value})
 
 
 def _load_facts(load: Any) -> dict[str, Any]:
@@ -100,8 +100,8 @@ def _read_session(message: Any, side: str) -> Any:
     read = _READERS.get((side, kind), lambda _body: None)
     if (side, kind) == ("worker", "hello"):
         return without_versions(facts(session_wire.hello_from_pb(message)))
-    said = without_versions(MessageToDict(body, preserving_proto_field_name=True))
-    return {"said": said, "read": facts(read(body))}
+    fields = without_versions(MessageToDict(body, preserving_proto_field_name=True))
+    return {"said": fields, "read": facts(read(body))}
 
 
 def report_samples() -> dict[str, Sample]:

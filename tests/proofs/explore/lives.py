@@ -15,7 +15,7 @@ from tests.proofs.explore.traces import Broken, words
 STEP, FAULT = 0, 1
 """Kinds of edges: what happens by itself, and what is this request's own misfortune."""
 EVENTS = (("crash", 0), ("crash", 1), ("hang", 0), ("hang", 1), ("cut", 0), ("cut", 1), ("decode worker crashes",))
-"""What strikes every request that is concerned: an edge of kind EVENT plus the index here."""
+"""Events that reach every request concerned: an edge of kind EVENT plus the index here."""
 EVENT = 2
 BIND = 16
 """Needs the pool: an edge of kind BIND plus the blocks that are bound."""

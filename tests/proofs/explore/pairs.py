@@ -3,7 +3,7 @@
 No machine, message, grant or write of one hand-off ever reaches another (`explorer.strangers_do_nothing` proves it on
 every state met). So two lives touch each other through four things only: the pool of a decode worker that they share,
 the death of a process, the end of a link, and the number of faults. The state of the whole cluster is thus a pair of
-nodes of the graph of all lives, and its moves are those of either life, and the strikes that hit both. No interleaving
+nodes of the graph of all lives, and its moves are those of either life, and the events that reach both. No interleaving
 is left out: `whole.py` searches a small cluster in the plain way, and finds as many states.
 
 What must hold of a pair and does not follow from its lives alone is that blocks change hands between them cleanly.
@@ -53,22 +53,22 @@ class Pairs:
         self._blocks = np.array([sum(1 << b for b, _ in life.blocks) for life in lives.nodes], dtype=np.int64)
         self._writes = np.array([_written(life) for life in lives.nodes], dtype=np.int64)
         self._edges = lives.edges()
-        self._struck = [self._strike(EVENT + index) for index in range(len(EVENTS))]
-        after = self._edges.reached(np.unique(np.concatenate([s[s >= 0] for s in self._struck])))
+        self._targets = [self._event_targets(EVENT + index) for index in range(len(EVENTS))]
+        after = self._edges.reached(np.unique(np.concatenate([s[s >= 0] for s in self._targets])))
         # Pairs are numbered without gaps: rows are first lives, as wide as the faults that they leave to the second;
-        # two lives that one strike may have hit together share its cost.
+        # two lives that one event may have reached together share its cost.
         upto = np.searchsorted(self._levels, np.arange(self._faults + 1), side="right")
         widths = np.where(after, upto[self._faults], upto[self._faults - self._levels])
         self._row = np.concatenate(([0], np.cumsum(widths)))
         self._seen = np.zeros(int(self._row[-1]) // 8 + 1, dtype=np.uint8)
 
-    def _strike(self, kind: int) -> Numbers:
+    def _event_targets(self, kind: int) -> Numbers:
         """What each life becomes by that event; -1 where it is not concerned."""
-        struck = np.full(len(self._levels), -1, dtype=np.int64)
+        targets = np.full(len(self._levels), -1, dtype=np.int64)
         which, edge = self._edges.of(np.arange(len(self._levels)))
         chosen = self._edges.kinds[edge] == kind
-        struck[which[chosen]] = self._edges.targets[edge[chosen]]
-        return struck
+        targets[which[chosen]] = self._edges.targets[edge[chosen]]
+        return targets
 
     def explore(self) -> int:
         """Number of distinct pairs. Raises Broken, with a trace of each life, where a property does not hold."""
@@ -154,22 +154,22 @@ class Pairs:
         for index, event in enumerate(EVENTS):
             theirs = EVENTS.index(self._meeting.seen_by_second(event))
             if self._meeting.strikes_both(event):
-                yield self._struck_by(event, (first, index), (second, theirs))
+                yield self._after_event(event, (first, index), (second, theirs))
             else:
-                yield self._struck_by(event, (first, index), (second, None))
-                yield self._struck_by(event, (first, None), (second, theirs))
+                yield self._after_event(event, (first, index), (second, None))
+                yield self._after_event(event, (first, None), (second, theirs))
 
-    def _struck_by(
+    def _after_event(
         self, event: tuple[str, ...], first: tuple[Numbers, int | None], second: tuple[Numbers, int | None]
     ) -> tuple[Numbers, Numbers]:
         hit = np.zeros(len(first[0]), dtype=bool)
         become = []
         for lives, index in (first, second):
-            target = np.full(len(lives), -1) if index is None else self._struck[index][lives]
+            target = np.full(len(lives), -1) if index is None else self._targets[index][lives]
             hit |= target >= 0
             if event[0] == "hang" and index is not None:
                 # A life with nothing under way from the hanging process sees it die.
-                target = np.where(target >= 0, target, self._struck[index - 2][lives])
+                target = np.where(target >= 0, target, self._targets[index - 2][lives])
             become.append(np.where(target >= 0, target, lives))
         return become[0][hit], become[1][hit]
 

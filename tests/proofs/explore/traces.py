@@ -14,7 +14,7 @@ _VERBS = {
 
 
 class Broken(AssertionError):
-    """A property does not hold; the shortest way there is told."""
+    """Raised when a property does not hold, with the shortest way there."""
 
     def __init__(self, what: str, trace: list[str]) -> None:
         lines = [f"{i:3}. {line}" for i, line in enumerate(trace, 1)]

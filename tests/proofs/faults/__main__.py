@@ -9,7 +9,7 @@ import argparse
 import logging
 import sys
 
-from tests.proofs.faults.campaign import Tally, campaign, replay
+from tests.proofs.faults.campaign import CampaignReport, campaign, replay
 from tests.proofs.faults.plan import TRANSPORTS
 from tests.proofs.faults.shares import COUNTED, share
 
@@ -23,21 +23,21 @@ def main() -> None:
     parser.add_argument("--replay", metavar="SEED[:INDEX]", help="one batch, or one hand-off of it alone")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.ERROR)
-    tally = Tally()
+    report = CampaignReport()
     if arguments.replay:
         if arguments.transport is None:
             parser.error("--replay needs --transport")
         seed, _, index = arguments.replay.partition(":")
-        tally.merge(replay(arguments.transport, int(seed), int(index) if index else None))
+        report.merge(replay(arguments.transport, int(seed), int(index) if index else None))
     else:
         names = (arguments.transport,) if arguments.transport else COUNTED
         for name in names:
             count = arguments.count if arguments.transport else share(name, arguments.count)
-            tally.merge(campaign(name, count=count, seed=arguments.seed))
-    print(tally.table())
-    for violation in tally.violations:
+            report.merge(campaign(name, count=count, seed=arguments.seed))
+    print(report.table())
+    for violation in report.violations:
         print(f"VIOLATION: {violation}")
-    if tally.violations:
+    if report.violations:
         print("replay one with: python -m tests.proofs.faults --transport NAME --replay SEED")
         sys.exit(1)
 

@@ -23,7 +23,7 @@ from tests.proofs.faults.network.injector import Injector
 from tests.proofs.faults.owners import DecodeOwner, PrefillOwner, Record
 from tests.proofs.faults.plan import BatchPlan, Kind, Place, TransferPlan
 from tests.proofs.faults.pools import GuardedPool
-from tests.proofs.faults.talk import FaultyChannel, Talk
+from tests.proofs.faults.talk import FaultyChannel, HandoffMessages
 
 _MAX_ATTEMPTS = 8
 _PREFILL, _DECODE = Incarnation(11), Incarnation(22)
@@ -34,7 +34,7 @@ class Ended:
     """What became of one hand-off that was hit."""
 
     outcome: str
-    wounds: Counter[tuple[Kind, Place]]
+    faults: Counter[tuple[Kind, Place]]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class BatchReport:
 
     ended: list[Ended] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
-    num_unhurt: int = 0
+    num_undisturbed: int = 0
     num_quarantined: int = 0
     """Blocks that ever were."""
 
@@ -57,7 +57,7 @@ class Batch:
         self._injector = Injector(plan.transfers, plan.greetings)
         self._unit = min(plan.source.block_size, plan.destination.block_size)
         self._records = {TransferId(p.name): self._record(p) for p in chosen}
-        self._talk = Talk(self._injector, LONG_SILENCE_S)
+        self._talk = HandoffMessages(self._injector, LONG_SILENCE_S)
         # Little more than all of them need at once, so that freed blocks are taken again soon.
         self._here = GuardedPool(plan.source, self._room(plan.source.block_size, 1), plan.seed)
         self._there = GuardedPool(plan.destination, self._room(plan.destination.block_size, 2), plan.seed + 1)
@@ -180,16 +180,16 @@ class Batch:
 
     def _count(self) -> None:
         for transfer_id, record in self._records.items():
-            wounds = self._injector.wounds(transfer_id)
-            if not wounds:
-                self._report.num_unhurt += 1
+            faults = self._injector.faults(transfer_id)
+            if not faults:
+                self._report.num_undisturbed += 1
                 continue
             again = bool(record.errors) or record.plan.name in self._talk.nacks
             if record.committed:
                 outcome = "committed after a retry" if again else "committed"
             else:
                 outcome = "cancelled" if record.plan.cancel_s is not None else "failed cleanly"
-            self._report.ended.append(Ended(outcome=outcome, wounds=wounds))
+            self._report.ended.append(Ended(outcome=outcome, faults=faults))
 
     def _record(self, plan: TransferPlan) -> Record:
         num_tokens = -(-plan.num_tokens // self._unit) * self._unit

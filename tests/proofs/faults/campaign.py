@@ -36,15 +36,15 @@ _LASTING = ("asyncio_", "MainThread", "pytest", "ThreadPoolExecutor", "Dummy")
 
 
 @dataclass(slots=True, kw_only=True)
-class Tally:
+class CampaignReport:
     """What became of all hand-offs of a campaign."""
 
     transfers: Counter[tuple[str, str]] = field(default_factory=Counter)
     """By (transport, outcome)."""
-    wounds: Counter[tuple[str, Kind, str]] = field(default_factory=Counter)
+    faults: Counter[tuple[str, Kind, str]] = field(default_factory=Counter)
     """By (transport, kind, outcome): hand-offs that had it; one with two kinds counts in both."""
     violations: list[str] = field(default_factory=list)
-    num_unhurt: int = 0
+    num_undisturbed: int = 0
     num_quarantined: int = 0
     seconds: float = 0.0
 
@@ -57,18 +57,18 @@ class Tally:
         """Count what one batch reports."""
         for ended in report.ended:
             self.transfers[transport, ended.outcome] += 1
-            for kind in {kind for kind, _place in ended.wounds}:
-                self.wounds[transport, kind, ended.outcome] += 1
-        self.num_unhurt += report.num_unhurt
+            for kind in {kind for kind, _place in ended.faults}:
+                self.faults[transport, kind, ended.outcome] += 1
+        self.num_undisturbed += report.num_undisturbed
         self.num_quarantined += report.num_quarantined
         self.violations += [f"{transport} {seed}: {violation}" for violation in report.violations]
 
-    def merge(self, other: "Tally") -> None:
+    def merge(self, other: "CampaignReport") -> None:
         """Add the counts of another campaign."""
         self.transfers += other.transfers
-        self.wounds += other.wounds
+        self.faults += other.faults
         self.violations += other.violations
-        self.num_unhurt += other.num_unhurt
+        self.num_undisturbed += other.num_undisturbed
         self.num_quarantined += other.num_quarantined
         self.seconds += other.seconds
 
@@ -77,11 +77,11 @@ class Tally:
         lines = [f"{'':12}{'':10}" + "".join(f"{outcome:>25}" for outcome in OUTCOMES)]
         for transport in dict.fromkeys(name for name, _ in self.transfers):
             for kind in Kind:
-                if any(self.wounds[transport, kind, outcome] for outcome in OUTCOMES):
-                    lines.append(_row(transport, kind, (self.wounds[transport, kind, o] for o in OUTCOMES)))
+                if any(self.faults[transport, kind, outcome] for outcome in OUTCOMES):
+                    lines.append(_row(transport, kind, (self.faults[transport, kind, o] for o in OUTCOMES)))
             lines.append(_row(transport, "all", (self.transfers[transport, o] for o in OUTCOMES)))
         lines.append(
-            f"{self.count:,} hand-offs were hit ({self.num_unhurt:,} more were not and do not count); "
+            f"{self.count:,} hand-offs were hit ({self.num_undisturbed:,} more were not and do not count); "
             f"{self.num_quarantined:,} blocks were quarantined for a time; {self.seconds:.1f} s; "
             f"{len(self.violations)} violations"
         )
@@ -92,25 +92,27 @@ def _row(transport: str, kind: str, counts: Iterable[int]) -> str:
     return f"{transport:12}{kind:10}" + "".join(f"{count:>25,}" for count in counts)
 
 
-def campaign(transport: str, *, count: int, seed: int, focus: Focus | None = None) -> Tally:
+def campaign(transport: str, *, count: int, seed: int, focus: Focus | None = None) -> CampaignReport:
     """Until `count` hand-offs were hit, or something was wrong."""
-    tally, started_s = Tally(), time.monotonic()
+    tally, started_s = CampaignReport(), time.monotonic()
     with impatient(), Ends() as ends:
         asyncio.run(_campaign(transport, count, seed, focus, ends, tally))
     tally.seconds = time.monotonic() - started_s
     return tally
 
 
-def replay(transport: str, seed: int, only: int | None, focus: Focus | None = None) -> Tally:
+def replay(transport: str, seed: int, only: int | None, focus: Focus | None = None) -> CampaignReport:
     """One batch again, or one hand-off of it alone."""
-    tally, started_s = Tally(), time.monotonic()
+    tally, started_s = CampaignReport(), time.monotonic()
     with impatient(), Ends() as ends:
         asyncio.run(_watched([(seed, Batch(plan_batch(transport, seed, focus), ends, only))], transport, tally))
     tally.seconds = time.monotonic() - started_s
     return tally
 
 
-async def _campaign(transport: str, count: int, seed: int, focus: Focus | None, ends: Ends, tally: Tally) -> None:
+async def _campaign(
+    transport: str, count: int, seed: int, focus: Focus | None, ends: Ends, tally: CampaignReport
+) -> None:
     following = seed
     while tally.count < count and not tally.violations:
         num_batches = max(1, min(_AT_A_TIME, (count - tally.count) // _FEWEST))
@@ -120,42 +122,42 @@ async def _campaign(transport: str, count: int, seed: int, focus: Focus | None, 
         await _watched(batches, transport, tally)
 
 
-async def _watched(batches: list[tuple[int, Batch]], transport: str, tally: Tally) -> None:
-    """Run them at once; whatever nobody else is told of is a violation, and so is what stays behind."""
+async def _watched(batches: list[tuple[int, Batch]], transport: str, tally: CampaignReport) -> None:
+    """Run them at once; an exception that nothing else reports is a violation, and so is what stays behind."""
     # As long as some channel is open gRPC keeps one thread and its socket.
     async with grpc.aio.insecure_channel("127.0.0.1:1"):
         await _watch(batches, transport, tally)
 
 
-async def _watch(batches: list[tuple[int, Batch]], transport: str, tally: Tally) -> None:
+async def _watch(batches: list[tuple[int, Batch]], transport: str, tally: CampaignReport) -> None:
     loop = asyncio.get_running_loop()
     # The workers of many batches connect and hang up on this loop's threads, which are few by default.
     loop.set_default_executor(ThreadPoolExecutor(64))
     threads, descriptors = set(threading.enumerate()), _descriptors()
-    untold: list[str] = []
+    unreported: list[str] = []
 
     def from_loop(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         # gRPC polls for all loops of a process on one of them: this one hears of a call that ended on another, closed
         # one, of an earlier test. This loop is open as long as it is asked, so it cannot be meant.
         if str(context.get("exception")) != "Event loop is closed":
-            untold.append(f"nobody caught {context.get('exception')!r}: {context['message']}")
+            unreported.append(f"nobody caught {context.get('exception')!r}: {context['message']}")
 
     def from_thread(args: threading.ExceptHookArgs) -> None:
-        untold.append(f"a thread ended in {args.exc_value!r}")
+        unreported.append(f"a thread ended in {args.exc_value!r}")
 
     hook, threading.excepthook = threading.excepthook, from_thread
     loop.set_exception_handler(from_loop)
     try:
         reports = await asyncio.gather(*(batch.run() for _seed, batch in batches))
         files = _FILES_OF_GLOO if transport == "torch_dist" else _FILES
-        untold += await _left_behind(threads, descriptors, files)
+        unreported += await _left_behind(threads, descriptors, files)
     finally:
         threading.excepthook = hook
         loop.set_exception_handler(None)
     for (seed, _batch), report in zip(batches, reports, strict=True):
         tally.add(transport, seed, report)
     seeds = f"{batches[0][0]} to {batches[-1][0]}"
-    tally.violations += [f"{transport} {seeds}: {what}" for what in untold]
+    tally.violations += [f"{transport} {seeds}: {what}" for what in unreported]
 
 
 async def _left_behind(threads: set[threading.Thread], descriptors: dict[int, Descriptor], files: str) -> list[str]:

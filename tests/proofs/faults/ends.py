@@ -18,7 +18,7 @@ from kv_transfer.transports.torch_dist.sender import TorchDistSender
 from tests.proofs.faults.impatience import LONG_STALL_S, STALL_S
 from tests.proofs.faults.network.injector import Injector
 from tests.proofs.faults.network.line import Surroundings
-from tests.proofs.faults.network.proxies import Door
+from tests.proofs.faults.network.proxies import RelayedReceiver
 from tests.proofs.faults.orders import FaultySender
 from tests.proofs.faults.plan import BatchPlan
 from tests.support.certificates import Authority
@@ -40,14 +40,16 @@ class Ends:
     ) -> None:
         self._stack.close()
 
-    def receiver(self, plan: BatchPlan, region: KVRegion, injector: Injector) -> Door:
+    def receiver(self, plan: BatchPlan, region: KVRegion, injector: Injector) -> RelayedReceiver:
         around = None
         if plan.transport != "memory":
             around = Surroundings(injector=injector, transport=plan.transport, long_stall_s=LONG_STALL_S)
-        return Door(self._receiver(plan, region), injector, around)
+        return RelayedReceiver(self._receiver(plan, region), injector, around)
 
-    def sender(self, plan: BatchPlan, region: KVRegion, injector: Injector, door: Callable[[], Door]) -> FaultySender:
-        """`door`: where it will connect to."""
+    def sender(
+        self, plan: BatchPlan, region: KVRegion, injector: Injector, door: Callable[[], RelayedReceiver]
+    ) -> FaultySender:
+        """`door`: the receiver that it will connect to."""
         return FaultySender(self._sender(plan, region), injector, region, door, LONG_STALL_S)
 
     def _receiver(self, plan: BatchPlan, region: KVRegion) -> KVReceiver:

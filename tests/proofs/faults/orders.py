@@ -18,7 +18,7 @@ from kv_transfer.protocol.messages import TransferKey, TransportOffer
 from kv_transfer.transports.interface import KVSender, PeerWriter, WriteOrder, WriteResult
 from tandem.errors import TransferError
 from tests.proofs.faults.network.injector import Injector
-from tests.proofs.faults.network.proxies import Door
+from tests.proofs.faults.network.proxies import RelayedReceiver
 from tests.proofs.faults.plan import Kind, Place
 
 _HOLD_S = 0.015
@@ -26,7 +26,7 @@ _HOLD_S = 0.015
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Late:
-    """A write that has not been handed on yet, or whose end has not been told yet."""
+    """A write that has not been handed on yet, or whose end has not been reported yet."""
 
     order: WriteOrder
     outer: "Future[WriteResult]" = field(default_factory=Future)
@@ -34,10 +34,15 @@ class _Late:
 
 
 class FaultySender:
-    """A KVSender around another one. `door`: of the receiver at the other end, in this process."""
+    """A KVSender around another one. `door`: the receiver at the other end, in this process."""
 
     def __init__(
-        self, inner: KVSender, injector: Injector, region: KVRegion, door: Callable[[], Door], long_stall_s: float
+        self,
+        inner: KVSender,
+        injector: Injector,
+        region: KVRegion,
+        door: Callable[[], RelayedReceiver],
+        long_stall_s: float,
     ) -> None:
         self.name, self.one_sided = inner.name, inner.one_sided
         self.injector, self.region, self.door, self.long_stall_s = injector, region, door, long_stall_s
@@ -138,7 +143,7 @@ class FaultyWriter:
         _pass_on(inner, late.outer, lambda result: result)
 
     def _flip(self, order: WriteOrder, rng: random.Random, result: WriteResult) -> WriteResult:
-        """Before anybody at the other end is told that these bytes have landed."""
+        """Called before the other end hears that these bytes have landed."""
 
         def harm(landing: Landing) -> None:
             views = self._receiving(landing).views(landing.cells.writes(order.cells))
@@ -153,7 +158,7 @@ class FaultyWriter:
         return landing._region
 
     def _write_part(self, order: WriteOrder, rng: random.Random) -> "Future[WriteResult]":
-        """Say that all of it was written, with its right checksum where that can be told."""
+        """Report that all of it was written, with its right checksum where that is known."""
         future = self._inner.write(replace(order, cells=_part(order.cells, rng)))
         if self._pairing.at_departure() is not None:
             return future

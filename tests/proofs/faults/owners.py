@@ -151,7 +151,7 @@ class PrefillOwner:
             num_done = min(done, job.num_tokens)
             first, last = (done - plan.step_tokens) // self.kv.block_size, -(-num_done // self.kv.block_size)
             for layer in range(self.kv.num_layers):
-                # Nothing is there before it is told.
+                # Nothing is there before it is reported.
                 self.pool.region.array().reshape(*computed.shape[:2], -1, computed.shape[3])[
                     :, layer, list(blocks[first:last])
                 ] = computed[:, layer, first:last]

@@ -14,12 +14,12 @@ from tests.proofs.faults.network.injector import Injector
 from tests.proofs.faults.plan import Kind, Place
 
 
-class Talk:
+class HandoffMessages:
     """What the channels of one batch share."""
 
     def __init__(self, injector: Injector, long_stall_s: float) -> None:
         self.injector, self.long_stall_s = injector, long_stall_s
-        self.said: dict[Place, deque[pb.HandoffMessage]] = {
+        self.history: dict[Place, deque[pb.HandoffMessage]] = {
             place: deque(maxlen=64) for place in (Place.ASKING, Place.TELLING)
         }
         self.nacks: set[str] = set()
@@ -29,7 +29,7 @@ class Talk:
 class FaultyChannel:
     """As much of a grpc.aio channel as a ReceiverLink uses."""
 
-    def __init__(self, inner: grpc.aio.Channel, talk: Talk) -> None:
+    def __init__(self, inner: grpc.aio.Channel, talk: HandoffMessages) -> None:
         self._inner, self._talk = inner, talk
 
     def stream_stream(self, *args: Any, **options: Any) -> Any:
@@ -44,7 +44,7 @@ class FaultyChannel:
 class FaultyStream:
     """The decode worker's end of a stream: both directions pass here."""
 
-    def __init__(self, inner: Any, talk: Talk) -> None:
+    def __init__(self, inner: Any, talk: HandoffMessages) -> None:
         self._inner, self._talk = inner, talk
         self._ready: deque[pb.HandoffMessage] = deque()
         self._held: dict[Place, list[pb.HandoffMessage]] = {Place.ASKING: [], Place.TELLING: []}
@@ -77,7 +77,7 @@ class FaultyStream:
                 talk.injector.suffered(TransferId(held.transfer_id), Kind.REORDER, place)
             passed, self._held[place] = [*passed, *self._held[place]], []
         if name:
-            talk.said[place].append(message)
+            talk.history[place].append(message)
         return passed
 
     async def _faulty(
@@ -92,8 +92,8 @@ class FaultyStream:
             case Kind.TRUNCATE:
                 return []
             case Kind.REPLAY:
-                said = [*talk.said[place], message]
-                return [message, message if rng.random() < 0.5 else rng.choice(said)]
+                sent = [*talk.history[place], message]
+                return [message, message if rng.random() < 0.5 else rng.choice(sent)]
             case Kind.STALL:
                 await asyncio.sleep(rng.uniform(0.002, 0.05) if rng.random() < 0.85 else talk.long_stall_s)
                 return [message]

@@ -4,25 +4,25 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.proofs.faults.campaign import Tally, campaign, replay
+from tests.proofs.faults.campaign import CampaignReport, campaign, replay
 from tests.proofs.faults.plan import Kind, plan_batch
 from tests.proofs.faults.shares import COUNTED, share
 
 _CI, _NIGHTLY = 2_000, 100_000
 
 
-def run(transport: str, count: int, seed: int) -> Tally:
-    tally = campaign(transport, count=count, seed=seed)
-    print(tally.table())
-    return tally
+def run(transport: str, count: int, seed: int) -> CampaignReport:
+    report = campaign(transport, count=count, seed=seed)
+    print(report.table())
+    return report
 
 
-def check(tally: Tally, count: int) -> None:
-    assert not tally.violations, "replay with: python -m tests.proofs.faults --transport NAME --replay SEED"
-    assert tally.count >= count
-    hurt = {kind for _transport, kind, _outcome in tally.wounds}
+def check(report: CampaignReport, count: int) -> None:
+    assert not report.violations, "replay with: python -m tests.proofs.faults --transport NAME --replay SEED"
+    assert report.count >= count
+    hurt = {kind for _transport, kind, _outcome in report.faults}
     assert hurt == set(Kind)
-    assert sum(n for (_, outcome), n in tally.transfers.items() if outcome.startswith("committed")) > count / 2
+    assert sum(n for (_, outcome), n in report.transfers.items() if outcome.startswith("committed")) > count / 2
 
 
 @pytest.mark.parametrize("transport", COUNTED)
@@ -34,39 +34,39 @@ def test_no_wrong_byte_is_committed_and_no_block_leaks(transport: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", COUNTED)
-def test_nor_in_the_full_count(transport: str) -> None:
+def test_full_campaign_commits_no_wrong_byte_and_leaks_no_block(transport: str) -> None:
     count = share(transport, _NIGHTLY)
     check(run(transport, count, seed=1_000_000), count)
 
 
-def test_the_shares_make_up_the_whole() -> None:
+def test_campaign_shares_add_up_to_the_full_count() -> None:
     for count in (_CI, _NIGHTLY):
         assert sum(share(transport, count) for transport in COUNTED) >= count
 
 
-def test_a_seed_names_one_batch() -> None:
+def test_batch_plan_is_determined_by_its_seed() -> None:
     assert plan_batch("tcp", 7) == plan_batch("tcp", 7)
     assert plan_batch("tcp", 7) != plan_batch("tcp", 8)
     assert plan_batch("tcp", 7) != plan_batch("tls", 7)
 
 
 @pytest.mark.parametrize("index", [None, 1])
-def test_a_batch_can_be_run_again_whole_or_one_hand_off_of_it(index: int | None) -> None:
-    tally = replay("memory", 3, index)
-    assert not tally.violations
-    assert tally.count + tally.num_unhurt == (1 if index is not None else len(plan_batch("memory", 3).transfers))
+def test_batch_can_be_replayed_whole_or_by_handoff(index: int | None) -> None:
+    report = replay("memory", 3, index)
+    assert not report.violations
+    assert report.count + report.num_undisturbed == (1 if index is not None else len(plan_batch("memory", 3).transfers))
 
 
 def seeds_of(violations: Sequence[str]) -> set[int]:
     return {int(violation.split(":")[0].split()[1]) for violation in violations}
 
 
-def test_whoever_finds_something_is_told_where(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_violation_report_names_its_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(self: object, blocks: object) -> None:
         del blocks
         self.violations.append("seen")
 
     monkeypatch.setattr("tests.proofs.faults.pools.GuardedPool._check", wrong)
-    tally = campaign("memory", count=10_000, seed=40)
-    assert 40 in seeds_of(tally.violations), "it stops at the first round"
-    assert tally.count < 1000
+    report = campaign("memory", count=10_000, seed=40)
+    assert 40 in seeds_of(report.violations), "it stops at the first round"
+    assert report.count < 1000

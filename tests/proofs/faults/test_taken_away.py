@@ -105,7 +105,7 @@ REMOVALS = (
 
 @pytest.mark.parametrize("removal", REMOVALS, ids=lambda removal: f"{removal.take_away.__name__}-{removal.transport}")
 @pytest.mark.in_turns
-def test_the_layer_finds_what_a_safeguard_prevents(removal: Removal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_campaign_without_a_safeguard_finds_the_violation(removal: Removal, monkeypatch: pytest.MonkeyPatch) -> None:
     removal.take_away(monkeypatch)
     tally = campaign(removal.transport, count=removal.within, seed=removal.seed, focus=removal.focus)
     assert any(removal.finds in violation for violation in tally.violations), tally.violations

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.proofs.kills.campaign import PATIENT, SHAPE, Campaign, Report, Workers
 from tests.proofs.kills.clients import Prompt, known_prompts
-from tests.proofs.kills.nursery import nursery
+from tests.proofs.kills.fork_server import start_fork_servers
 from tests.proofs.kills.table import lines
 from tests.support.oracle import Oracle
 from tests.support.running_cluster import running
@@ -20,7 +20,7 @@ NUM_PROMPTS = 12
 
 async def campaign(prompts: Sequence[Prompt], *, count: int, seed: int, transport: str) -> Report:
     """Start a cluster, kill, stop it."""
-    with tempfile.TemporaryDirectory(prefix="kills-") as name, nursery(Path(name)) as command:
+    with tempfile.TemporaryDirectory(prefix="kills-") as name, start_fork_servers(Path(name)) as command:
         async with running(command=command, policy=PATIENT, transfer__transport=transport, **SHAPE) as cluster:
             return await Campaign(Workers(cluster, Path(name)), prompts, seed=seed).run(count)
 

@@ -111,9 +111,9 @@ class Workers:
         """What idle workers still hold, after an audit of every block."""
         found = []
         for name in self.names:
-            told = await self.look(name, audit=True)
-            found += [f"{name} has attempt {attempt}" for attempt in told["attempts"]]
-            found += [f"{name} has {count} {what}" for what, count in told["engine"].items() if count]
+            state = await self.look(name, audit=True)
+            found += [f"{name} has attempt {attempt}" for attempt in state["attempts"]]
+            found += [f"{name} has {count} {what}" for what, count in state["engine"].items() if count]
         return found
 
 
@@ -138,7 +138,7 @@ class Campaign:
             async with self._clients.asking(NUM_CLIENTS):
                 await asyncio.sleep(0.5)
                 while len(report.kills) < count and not (report.problems or self._clients.problems):
-                    await self._strike(tasks)
+                    await self._kill_one(tasks)
             await asyncio.gather(*self._returns)
             await self._workers.cluster.until_idle()
             ticking.cancel()
@@ -158,23 +158,23 @@ class Campaign:
         """Seconds in which this process was not stopped: what stops it stops its cluster too."""
         return self._clock.read(time.monotonic())
 
-    async def _strike(self, tasks: asyncio.TaskGroup) -> None:
+    async def _kill_one(self, tasks: asyncio.TaskGroup) -> None:
         workers, draw = self._workers, self._draw
         here = [name for name in workers.names if name not in self._away]
         role = draw.choice(sorted({name.partition("-")[0] for name in here}))
         victim = draw.choice([name for name in here if name.startswith(role)])
-        told = {name: await workers.look(name) for name in here}
+        states = {name: await workers.look(name) for name in here}
         await asyncio.sleep(draw.uniform(0.0, _LONGEST_PAUSE_S))
         old_pid = workers.cluster.pid(victim)
         killed_s, killed_at_s = self._now(), time.monotonic()
-        os.kill(told[victim]["pid"], signal.SIGKILL)
+        os.kill(states[victim]["pid"], signal.SIGKILL)
         self._away.add(victim)
         task = tasks.create_task(self._return(victim, old_pid))
         self._returns.add(task)
         task.add_done_callback(self._returns.discard)
         peers = [name for name in here if name != victim]
-        dead = told[victim]["incarnation"]
-        seen = await asyncio.gather(*(self._freed(name, dead, told[name]["num_ends"], killed_s) for name in peers))
+        dead = states[victim]["incarnation"]
+        seen = await asyncio.gather(*(self._freed(name, dead, states[name]["num_ends"], killed_s) for name in peers))
         # Under way when the peer learnt of the end, not ended before for another reason.
         hits = [e for _, ends in seen for e in ends if e["state"] in WITHIN and e["at_s"] >= killed_at_s]
         free_s = max((seconds for seconds, _ in seen), default=0.0)
@@ -196,11 +196,11 @@ class Campaign:
     async def _freed(self, name: str, dead: int, since: int, killed_s: float) -> tuple[float, list[dict[str, Any]]]:
         """When a peer held nothing more for a dead worker, in seconds from the kill; what it had under way with it."""
         while True:
-            told = await self._workers.look(name, since=since)
-            engine, after_s = told["engine"], self._now() - killed_s
-            held = any(attempt["peer"] == dead and attempt["blocks"] for attempt in told["attempts"])
+            state = await self._workers.look(name, since=since)
+            engine, after_s = state["engine"], self._now() - killed_s
+            held = any(attempt["peer"] == dead and attempt["blocks"] for attempt in state["attempts"])
             if not (held or engine["quarantined"] or engine["unowned_pins"]) or after_s > _GIVE_UP_S:
-                return after_s, [end for end in told["ends"] if end["peer"] == dead]
+                return after_s, [end for end in state["ends"] if end["peer"] == dead]
             await asyncio.sleep(_POLL_S)
 
     def _strange_ends(self, num_kills: int) -> list[str]:

@@ -1,4 +1,4 @@
-"""Clients of a cluster whose workers die: each asks one thing after another, and judges what it is told."""
+"""Clients of a cluster whose workers die: each sends request after request and checks every response."""
 
 import asyncio
 import json
@@ -35,12 +35,12 @@ class Prompt:
 def known_prompts(oracle: Oracle, count: int, *, seed: int = 0) -> list[Prompt]:
     """Of a few chunks to many."""
     draw = random.Random(seed)
-    asked = [oracle.story(40_000 + 100 * seed + i, draw.randrange(300, 1400)) for i in range(count)]
-    return [Prompt(token_ids=ids, answer=oracle.tokens(ids, MAX_TOKENS)) for ids in asked]
+    prompts = [oracle.story(40_000 + 100 * seed + i, draw.randrange(300, 1400)) for i in range(count)]
+    return [Prompt(token_ids=ids, answer=oracle.tokens(ids, MAX_TOKENS)) for ids in prompts]
 
 
 class Clients:
-    """So many at a time, until they are told to stop."""
+    """Keep so many requests in flight until `stop`."""
 
     def __init__(
         self,
@@ -97,9 +97,9 @@ class Clients:
 
     async def _ask(self, prompt: Prompt, num_tokens: int, salt: str) -> str:
         got: list[int] = []
-        asked = body(prompt.token_ids, num_tokens, stream=True, cache_salt=salt)
+        request = body(prompt.token_ids, num_tokens, stream=True, cache_salt=salt)
         try:
-            async with self._cluster.http.stream("POST", "/v1/completions", json=asked, timeout=None) as response:
+            async with self._cluster.http.stream("POST", "/v1/completions", json=request, timeout=None) as response:
                 if response.status_code != 200:
                     await response.aread()
                     return self._refused(response)
@@ -110,16 +110,16 @@ class Clients:
             return self._problem("wrong tokens")
         if error is not None:
             kind = error.get("type")
-            told = f"error event, {kind} ({error.get('code')})"
-            return told if kind in RETRYABLE else self._problem(told)
+            problem = f"error event, {kind} ({error.get('code')})"
+            return problem if kind in RETRYABLE else self._problem(problem)
         return RIGHT if len(got) == num_tokens else self._problem(f"{len(got)} of {num_tokens} tokens")
 
     def _refused(self, response: httpx.Response) -> str:
         error = response.json()["error"]
-        told = f"{REFUSED} {response.status_code}, {error['type']} ({error['code']}: {error['message']})"
+        refusal = f"{REFUSED} {response.status_code}, {error['type']} ({error['code']}: {error['message']})"
         if error["type"] in RETRYABLE and int(response.headers.get("Retry-After", 0)) >= 1:
-            return told
-        return self._problem(told)
+            return refusal
+        return self._problem(refusal)
 
     def _problem(self, what: str) -> str:
         self.problems.append(what)

@@ -1,7 +1,7 @@
 """What a supervisor starts in place of a process that is forked elsewhere: `python standin.py SOCKET READY_FD ARG ...`.
 
-It hands its descriptors and that one's arguments to the nursery, passes signals on, and ends as the process ends. If
-it is killed itself, the nursery kills the process. Imports next to nothing: it starts in some milliseconds.
+It hands its descriptors and that one's arguments to the fork server, passes signals on, and ends as the process ends.
+If it is killed itself, the fork server kills the process. Imports next to nothing: it starts in some milliseconds.
 """
 
 import json

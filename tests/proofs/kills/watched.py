@@ -48,7 +48,7 @@ class Ledger:
             after = attempt.machine.state
             if before in LIVE and after not in (*LIVE, HandoffState.COMMITTED) and not committed(attempt):
                 end = {"state": before.value, "blocks": num_blocks, "at_s": time.monotonic()}
-                self.ends.append(told_of(attempt) | end)
+                self.ends.append(summary_of(attempt) | end)
             if after is HandoffState.QUARANTINED and before is not after:
                 self.num_quarantined += 1
             if self.freezes and after in _MOVING and before is not after and attempt.machine.plan.job.fetch:
@@ -74,7 +74,7 @@ def in_quarantine(attempt: Any) -> Sequence[BlockId]:
     return attempt.machine._blocks if attempt.machine.state is HandoffState.QUARANTINED else ()
 
 
-def told_of(attempt: Any) -> dict[str, Any]:
+def summary_of(attempt: Any) -> dict[str, Any]:
     """One attempt as it stands."""
     machine = attempt.machine
     return {
@@ -97,15 +97,15 @@ class Watch:
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Until who asks hangs up."""
         while line := await reader.readline():
-            asked = json.loads(line)
-            self._ledger.freezes = asked["freeze"]
-            told = await self._look(asked["since"], audit=asked["audit"])
-            writer.write(json.dumps(told).encode() + b"\n")
+            request = json.loads(line)
+            self._ledger.freezes = request["freeze"]
+            state = await self._look(request["since"], audit=request["audit"])
+            writer.write(json.dumps(state).encode() + b"\n")
         writer.close()
 
     async def _look(self, since: int, *, audit: bool) -> dict[str, Any]:
         sent, received = self._fabric.sender_hub._attempts, self._fabric.receiver_hub._attempts
-        attempts = [told_of(attempt) for attempt in (*sent.values(), *received.values())]
+        attempts = [summary_of(attempt) for attempt in (*sent.values(), *received.values())]
         owners = {RequestId(transfer_id) for transfer_id in sent}
 
         def engine(scheduler: Scheduler) -> dict[str, int]:

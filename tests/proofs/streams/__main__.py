@@ -8,20 +8,20 @@ import tempfile
 from pathlib import Path
 
 from tests.proofs.kills.campaign import PATIENT, Workers
-from tests.proofs.kills.nursery import nursery
-from tests.proofs.streams.campaign import SHAPE, Blow, Campaign, Report, learn, lines
+from tests.proofs.kills.fork_server import start_fork_servers
+from tests.proofs.streams.campaign import SHAPE, Campaign, Fault, Report, learn, lines
 from tests.support.oracle import Oracle
 from tests.support.running_cluster import running
 
 NUM_KNOWN = 24
 
 
-async def campaign(oracle: Oracle, blows: dict[Blow, int], *, seed: int) -> Report:
-    """Start a cluster, strike, stop it."""
-    with tempfile.TemporaryDirectory(prefix="streams-") as name, nursery(Path(name)) as command:
+async def campaign(oracle: Oracle, faults: dict[Fault, int], *, seed: int) -> Report:
+    """Start a cluster, inject faults, stop it."""
+    with tempfile.TemporaryDirectory(prefix="streams-") as name, start_fork_servers(Path(name)) as command:
         async with running(command=command, policy=PATIENT, **SHAPE) as cluster:
             known = await learn(cluster.local.http_url, oracle, NUM_KNOWN, seed=seed)
-            return await Campaign(Workers(cluster, Path(name)), known, seed=seed).run(blows)
+            return await Campaign(Workers(cluster, Path(name)), known, seed=seed).run(faults)
 
 
 def main() -> int:
@@ -33,8 +33,8 @@ def main() -> int:
     parser.add_argument("--drains", type=int, default=0)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
-    blows = {Blow.KILL: args.kills, Blow.FREEZE: args.freezes, Blow.THAW: args.thaws, Blow.DRAIN: args.drains}
-    report = asyncio.run(campaign(Oracle(), blows, seed=args.seed))
+    faults = {Fault.KILL: args.kills, Fault.FREEZE: args.freezes, Fault.THAW: args.thaws, Fault.DRAIN: args.drains}
+    report = asyncio.run(campaign(Oracle(), faults, seed=args.seed))
     print(f"seed {args.seed}:", *lines(report), sep="\n", flush=True)
     return 1 if report.problems else 0
 

@@ -23,16 +23,16 @@ SHAPE: dict[str, Any] = {
     "prefill__replicas": 2,
     "decode__replicas": 3,
     "engine__num_blocks": 1600,
-    # Not long enough for a stream to end in: those of a worker that is told to go must go elsewhere.
+    # Too short for a stream to end in: the streams of a draining worker must continue elsewhere.
     "decode__drain_s": 0.3,
 }
 _TOKENS = (100, 350)
 _REST_S = 0.4
 _SETTLED_S = 3.0
-"""Standing still counts for a blow if it begins within this time of it."""
+"""A pause is attributed to a fault if it begins within this time of it."""
 
 
-class Blow(Enum):
+class Fault(Enum):
     """How a worker ends."""
 
     KILL = "kill -9"
@@ -45,14 +45,14 @@ class Blow(Enum):
     @property
     def signal(self) -> signal.Signals:
         """What it begins with."""
-        if self in {Blow.FREEZE, Blow.THAW}:
+        if self in {Fault.FREEZE, Fault.THAW}:
             return signal.SIGSTOP
-        return signal.SIGKILL if self is Blow.KILL else signal.SIGTERM
+        return signal.SIGKILL if self is Fault.KILL else signal.SIGTERM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Struck:
-    blow: Blow
+class InjectedFault:
+    fault: Fault
     victim: str
     at_s: float
 
@@ -61,15 +61,15 @@ class Struck:
 class Report:
     """What a campaign came to."""
 
-    struck: list[Struck] = field(default_factory=list)
+    injected: list[InjectedFault] = field(default_factory=list)
     num_answers: int = 0
     num_choices: int = 0
     num_continued: Mapping[str, float] = field(default_factory=dict)
     """Retries by reason, as the router counted them."""
-    pauses_s: dict[Blow, list[float]] = field(default_factory=dict)
-    """The longest one of every choice that was live at a blow."""
+    pauses_s: dict[Fault, list[float]] = field(default_factory=dict)
+    """The longest pause of every choice that was running at a fault."""
     quiet_pauses_s: list[float] = field(default_factory=list)
-    """The longest one of choices at which nothing struck."""
+    """The longest pause of choices without a fault."""
     seconds: float = 0.0
     problems: list[str] = field(default_factory=list)
 
@@ -116,19 +116,19 @@ class Campaign:
         self._serial = 0
         self._answers: list[Answer] = []
 
-    async def run(self, blows: Mapping[Blow, int]) -> Report:
+    async def run(self, faults: Mapping[Fault, int]) -> Report:
         """So many of each kind, in random order."""
         report, started_s = self.report, time.monotonic()
-        order = [blow for blow, count in blows.items() for _ in range(count)]
+        order = [fault for fault, count in faults.items() for _ in range(count)]
         self._draw.shuffle(order)
         async with asyncio.TaskGroup() as tasks:
             for _ in range(NUM_STREAMS):
                 tasks.create_task(self._stream_on())
             await asyncio.sleep(2 * _REST_S)
-            for blow in order:
+            for fault in order:
                 if report.problems:
                     break
-                await self._strike(blow)
+                await self._inject(fault)
             self._stopping = True
         cluster = self._workers.cluster
         await cluster.until_idle()
@@ -151,17 +151,17 @@ class Campaign:
             elif not answer.same_as(known.answer):
                 self.report.problems.append(f"another answer to request {self._serial}")
 
-    async def _strike(self, blow: Blow) -> None:
+    async def _inject(self, fault: Fault) -> None:
         workers, draw = self._workers, self._draw
         victim = draw.choice(workers.names)
         pid, old_pid = (await workers.look(victim))["pid"], workers.cluster.pid(victim)
         await asyncio.sleep(draw.uniform(0.0, _REST_S))
-        self.report.struck.append(Struck(blow=blow, victim=victim, at_s=time.monotonic()))
-        os.kill(pid, blow.signal)
-        if blow.signal is signal.SIGSTOP:
+        self.report.injected.append(InjectedFault(fault=fault, victim=victim, at_s=time.monotonic()))
+        os.kill(pid, fault.signal)
+        if fault.signal is signal.SIGSTOP:
             await workers.cluster.until(lambda: self._gone(victim))
-            os.kill(pid, signal.SIGKILL if blow is Blow.FREEZE else signal.SIGCONT)
-        if blow is Blow.THAW:
+            os.kill(pid, signal.SIGKILL if fault is Fault.FREEZE else signal.SIGCONT)
+        if fault is Fault.THAW:
             await workers.cluster.until(lambda: workers.is_here(victim))
         else:
             await workers.come_back(victim, old_pid)
@@ -175,27 +175,29 @@ class Campaign:
         for answer in self._answers:
             for came_s in answer.came_s.values():
                 report.num_choices += 1
-                hit = [s for s in report.struck if came_s[0] - _SETTLED_S < s.at_s < came_s[-1]]
+                hit = [s for s in report.injected if came_s[0] - _SETTLED_S < s.at_s < came_s[-1]]
                 gaps = [(later - former, former) for former, later in pairwise(came_s)]
                 if not hit:
                     report.quiet_pauses_s.append(max(gap for gap, _ in gaps[1:] or gaps))
                     continue
-                for struck in hit:
-                    # What begins before the blow and ends after it, or begins soon after it.
-                    near = [g for g, at_s in gaps[1:] if at_s + g > struck.at_s and at_s < struck.at_s + _SETTLED_S]
+                for injected in hit:
+                    # Pauses that begin before the fault and end after it, or begin soon after it.
+                    near = [g for g, at_s in gaps[1:] if at_s + g > injected.at_s and at_s < injected.at_s + _SETTLED_S]
                     if near:
-                        report.pauses_s.setdefault(struck.blow, []).append(max(near))
+                        report.pauses_s.setdefault(injected.fault, []).append(max(near))
 
 
 def lines(report: Report) -> Iterator[str]:
     """As people read it."""
-    kinds = Counter(struck.blow.value for struck in report.struck)
-    victims = Counter(struck.victim.partition("-")[0] for struck in report.struck)
-    told = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    yield f"{len(report.struck)} blows ({told}; {dict(victims)}) under {NUM_STREAMS} streams, {report.seconds:.0f} s"
+    kinds = Counter(injected.fault.value for injected in report.injected)
+    victims = Counter(injected.victim.partition("-")[0] for injected in report.injected)
+    counts = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
+    yield (
+        f"{len(report.injected)} faults ({counts}; {dict(victims)}) under {NUM_STREAMS} streams, {report.seconds:.0f} s"
+    )
     yield f"{report.num_answers} answers of {report.num_choices} choices; retries: {dict(report.num_continued)}"
     yield f"{'longest pause of a choice, ms':32}{'choices':>8}{'p50':>8}{'p99':>8}{'max':>8}"
-    for name, values in [("nothing struck", report.quiet_pauses_s)] + [
+    for name, values in [("without a fault", report.quiet_pauses_s)] + [
         (b.value, v) for b, v in report.pauses_s.items()
     ]:
         ordered = sorted(1e3 * value for value in values)

@@ -32,7 +32,7 @@ class Answer:
 
     @property
     def is_counted(self) -> bool:
-        """Whether it was told how many tokens it has, and they are those that came."""
+        """Whether usage was received, and equals the number of tokens that came."""
         if (usage := self.usage) is None:
             return False
         num_tokens = sum(len(ids) for ids in self.token_ids.values())
@@ -40,11 +40,11 @@ class Answer:
 
 
 async def ask(base_url: str, body: Mapping[str, Any]) -> Answer:
-    """One completion, streamed with usage. Faults are told in `problem`."""
+    """Read one completion, streamed with usage. `problem` says what was wrong with it."""
     answer, sent_s = Answer(), time.monotonic()
-    asked = dict(body) | {"stream": True, "stream_options": {"include_usage": True}}
+    request = dict(body) | {"stream": True, "stream_options": {"include_usage": True}}
     try:
-        async with _posted(base_url, orjson.dumps(asked)) as lines:
+        async with _posted(base_url, orjson.dumps(request)) as lines:
             async for line in lines:
                 if line == b"data: [DONE]":
                     return answer

@@ -29,14 +29,14 @@ class ApiServer:
     replicas: dict[str, int] = field(default_factory=lambda: {"chat-prefill": 1, "chat-decode": 2})
     versions: dict[str, int] = field(default_factory=lambda: {"chat-prefill": 7, "chat-decode": 7})
     allowed: set[str] = field(default_factory=lambda: {"GET", "PATCH"})
-    asked: list[tuple[str, str]] = field(default_factory=list)
+    requests: list[tuple[str, str]] = field(default_factory=list)
     moves_after_get: str | None = None
     """A set that changes as soon as it was looked at, without being scaled."""
     answer: bytes | None = None
     """In place of a Scale."""
 
     def answer_to(self, method: str, path: str, headers: Any, body: bytes) -> tuple[int, dict[str, Any]]:
-        self.asked.append((method, path))
+        self.requests.append((method, path))
         if headers.get("Authorization") != f"Bearer {self.token}":
             return 401, _status("Unauthorized")
         kind, _, tail = path.partition(f"/apis/apps/v1/namespaces/{NAMESPACE}/statefulsets/")
@@ -51,10 +51,10 @@ class ApiServer:
                 return 409, _status("the object has been modified; please apply your changes to the latest version")
             self.replicas[name] = patch["spec"]["replicas"]
             self.versions[name] += 1
-        told = self._scale(name)
+        scale = self._scale(name)
         if method == "GET" and self.moves_after_get == name:
             self.versions[name] += 1
-        return 200, told
+        return 200, scale
 
     def _scale(self, name: str) -> dict[str, Any]:
         # As the real one: no number at all where it is 0.
@@ -84,8 +84,8 @@ def api_server(folder: Path) -> Iterator[ApiServer]:
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:  # the library's name
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            code, told = state.answer_to(self.command, self.path, self.headers, body)
-            content = state.answer or json.dumps(told).encode()
+            code, answer = state.answer_to(self.command, self.path, self.headers, body)
+            content = state.answer or json.dumps(answer).encode()
             self.send_response(code)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(content)))

@@ -16,7 +16,7 @@ POLICY = PlannerPolicy(
 )
 
 
-class ToldRouter:
+class RouterCounters:
     """One router's life, as far as a planner sees it."""
 
     def __init__(self) -> None:

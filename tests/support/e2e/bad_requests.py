@@ -1,4 +1,4 @@
-"""What hostile or broken clients send to the HTTP door, by name, with the answers that it may get."""
+"""Requests of hostile or broken clients to the HTTP API, by name, with the responses that they may get."""
 
 from typing import Any
 

@@ -1,17 +1,17 @@
-"""Whether what boards and alarms name is what a cluster tells."""
+"""Checks that dashboards and alerts use only metrics that a cluster exports."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from kv_transfer.session.stats import AttemptOutcome
-from tests.support.monitoring_files import Said, rules
+from tests.support.monitoring_files import UsedExpression, rules
 from tests.support.promql import Matcher, named
 from tests.support.two_releases import GROUPING
 
 ADDED_BY_PROMETHEUS = {"instance", "job", *GROUPING}
 ONLY_IN_TROUBLE = {
-    # These have no samples in a cluster in which nothing goes wrong; their names are told all the same.
+    # These have no samples in a cluster in which nothing goes wrong; their names are exported all the same.
     "tandem_worker_breaker",
     "tandem_worker_inherited_blocks_total",
 }
@@ -19,7 +19,7 @@ OUTCOMES = {outcome.value for outcome in AttemptOutcome}
 """Of transfers: most of them are seen in trouble alone."""
 
 
-def told(exposition: str) -> dict[str, list[Mapping[str, str]]]:
+def emitted_labels(exposition: str) -> dict[str, list[Mapping[str, str]]]:
     """The labels of all samples by name; of a metric without any, no labels."""
     found: dict[str, list[Mapping[str, str]]] = {}
     for family in text_string_to_metric_families(exposition):
@@ -31,22 +31,22 @@ def told(exposition: str) -> dict[str, list[Mapping[str, str]]]:
     return found
 
 
-def is_of_planner(said: Said) -> bool:
+def is_of_planner(expression: UsedExpression) -> bool:
     """Whether it names what a planner tells, which is another process than a router."""
-    return any(selector.name.startswith("tandem_planner_") for selector in named(said.expr).selectors)
+    return any(selector.name.startswith("tandem_planner_") for selector in named(expression.expr).selectors)
 
 
-def is_of_files(said: Said) -> bool:
+def is_of_files(expression: UsedExpression) -> bool:
     """Whether it names what only a router that follows files tells."""
-    return any(selector.name.startswith("tandem_file_") for selector in named(said.expr).selectors)
+    return any(selector.name.startswith("tandem_file_") for selector in named(expression.expr).selectors)
 
 
-def unknown(said: Iterable[Said], exposition: str) -> list[str]:
+def unknown(used: Iterable[UsedExpression], exposition: str) -> list[str]:
     """What expressions name and the cluster does not tell: metrics, labels, and values of labels."""
-    metrics = told(exposition)
+    metrics = emitted_labels(exposition)
     recorded = {rule["record"]: rule["expr"] for rule in rules() if "record" in rule}
     faults = []
-    for one in said:
+    for one in used:
         names = named(one.expr)
         labels = set(ADDED_BY_PROMETHEUS)
         for selector in names.selectors:
@@ -70,9 +70,9 @@ def unknown(said: Iterable[Said], exposition: str) -> list[str]:
 
 
 def _fits(matcher: Matcher, samples: Sequence[Mapping[str, str]]) -> bool:
-    """Whether each value that it asks for is one that is told."""
+    """Whether each label value that a selector names is exported."""
     values = {labels[matcher.label] for labels in samples if matcher.label in labels}
     if matcher.label == "outcome":
         values |= OUTCOMES
-    asked = matcher.value.split("|") if matcher.op == "=~" else [matcher.value]
-    return values >= set(asked)
+    wanted = matcher.value.split("|") if matcher.op == "=~" else [matcher.value]
+    return values >= set(wanted)

@@ -22,8 +22,8 @@ def lines_of(cluster: RunningCluster, request_id: str) -> dict[str, list[dict[st
     found: dict[str, list[dict[str, Any]]] = {}
     for line in cluster.logs.lines:
         name, _, text = line.partition(": ")
-        if text.startswith("{") and (told := json.loads(text)).get("request_id") == request_id:
-            found.setdefault(name, []).append(told)
+        if text.startswith("{") and (record := json.loads(text)).get("request_id") == request_id:
+            found.setdefault(name, []).append(record)
     return found
 
 
@@ -77,13 +77,13 @@ async def check_second_hand_off(
     prompt, trace_id = oracle.story(250, 200), headers["traceparent"].split("-")[1]
     for name in PREFILL:
         cluster.local.kill(name, signal.SIGSTOP)
-    asked = asyncio.create_task(cluster.http.post("/v1/completions", json=body(prompt, 4), headers=headers))
+    request = asyncio.create_task(cluster.http.post("/v1/completions", json=body(prompt, 4), headers=headers))
     await until_sent(cluster)
     (decision,) = (await cluster.http.get("/debug/decisions?limit=1")).json()["data"]
     first: str = decision["prefill_worker"]
     (second,) = PREFILL - {first}
     cluster.local.kill(second, signal.SIGCONT)
-    answer = await asked
+    answer = await request
     cluster.local.kill(first, signal.SIGCONT)
     assert answer.json()["choices"][0]["token_ids"] == oracle.tokens(prompt, 4)
     request_id = answer.headers["x-request-id"]
@@ -100,14 +100,14 @@ async def check_second_hand_off(
     assert [senders.get(span.span_id) for span in handoffs] == [first, second]
     assert [s.parent_id for s in spans if s.name == "tandem.place"] == [root.span_id] * 2
 
-    async def all_told() -> bool:
+    async def is_logged() -> bool:
         return {"router", "decode-0", first} <= lines_of(cluster, request_id).keys()
 
-    await cluster.until(all_told)
-    told = lines_of(cluster, request_id)
-    assert any(f"hand-off from {first} failed" in line["message"] for line in told["router"])
-    assert any("attempt 1, expired" in line["message"] for line in told["decode-0"])
-    assert any("attempt 1, cancelled" in line["message"] for line in told[first])
+    await cluster.until(is_logged)
+    logged = lines_of(cluster, request_id)
+    assert any(f"hand-off from {first} failed" in line["message"] for line in logged["router"])
+    assert any("attempt 1, expired" in line["message"] for line in logged["decode-0"])
+    assert any("attempt 1, cancelled" in line["message"] for line in logged[first])
 
 
 async def read(
@@ -137,11 +137,11 @@ async def check_lost_decoder(cluster: RunningCluster, receiver: OtlpReceiver, or
     stream = asyncio.create_task(read(cluster, prompt, headers, got, begun))
     await begun.wait()
     cluster.local.kill("decode-0", signal.SIGTERM)
-    await cluster.until(lambda: said(cluster, "worker decode-0 is draining"))
+    await cluster.until(lambda: has_logged(cluster, "worker decode-0 is draining"))
     cluster.local.kill("decode-0", signal.SIGSTOP)
     assert len(got.token_ids) < LONG, "caught in the middle"
     late = [oracle.story(500 + i, 100) for i in range(2)]
-    asked = [asyncio.create_task(cluster.tokens(one, 4)) for one in late]
+    requests = [asyncio.create_task(cluster.tokens(one, 4)) for one in late]
 
     async def they_wait() -> bool:
         return await cluster.figure("tandem_queue_requests") == len(late)
@@ -149,7 +149,7 @@ async def check_lost_decoder(cluster: RunningCluster, receiver: OtlpReceiver, or
     await cluster.until(they_wait)
     cluster.local.kill("decode-0", signal.SIGKILL)
     request_id = await stream
-    assert await asyncio.gather(*asked) == [oracle.tokens(one, 4) for one in late]
+    assert await asyncio.gather(*requests) == [oracle.tokens(one, 4) for one in late]
     await cluster.comes_back("decode-0", pid)
     assert got.token_ids == await cluster.tokens(prompt, LONG), "as undisturbed"
 
@@ -162,9 +162,9 @@ async def check_lost_decoder(cluster: RunningCluster, receiver: OtlpReceiver, or
     (lost,) = (s for s in spans if s.name == "tandem.send" and s.start_ns < survivor.start_ns)
     known = {span.span_id: span for span in spans}
     assert survivor.span_id not in ancestors(known, lost), "the first attempt's are not the second's"
-    told = lines_of(cluster, request_id)
-    assert any("its worker was lost" in line["message"] for line in told["router"])
-    assert any("continues here after" in line["message"] for line in told["decode-0"])
+    logged = lines_of(cluster, request_id)
+    assert any("its worker was lost" in line["message"] for line in logged["router"])
+    assert any("continues here after" in line["message"] for line in logged["decode-0"])
 
 
 def ancestors(known: dict[str, Received], span: Received) -> set[str]:
@@ -176,7 +176,7 @@ def ancestors(known: dict[str, Received], span: Received) -> set[str]:
     return found | {span.parent_id}
 
 
-async def said(cluster: RunningCluster, words: str) -> bool:
+async def has_logged(cluster: RunningCluster, words: str) -> bool:
     """Whether any process has logged that."""
     return any(words in line for line in cluster.logs.lines)
 

@@ -1,4 +1,4 @@
-"""A decode worker that says what its engine really did, and makes NaN of whoever asks: `python -m ... --config FILE …`.
+"""A decode worker that logs what its engine did, and makes NaN of chosen requests: `python -m ... --config FILE …`.
 
 After a step that moved blocks, and after the first that computed tokens which only the device knew, a line on stderr
 tells the counts so far. A request with `MARK` among its biases gets NaN for logits from its fourth token on.
@@ -50,10 +50,10 @@ def make_nan() -> None:
 
 
 def observed(lines: list[str], name: str) -> int:
-    """The largest count of this name that any worker has told in a cluster's log."""
-    told = [line.partition("observed ")[2].split() for line in lines if "observed " in line]
+    """Return the largest count of this name that any worker has logged."""
+    reports = [line.partition("observed ")[2].split() for line in lines if "observed " in line]
     return max(
-        (int(pair.partition("=")[2]) for pairs in told for pair in pairs if pair.startswith(f"{name}=")), default=0
+        (int(pair.partition("=")[2]) for pairs in reports for pair in pairs if pair.startswith(f"{name}=")), default=0
     )
 
 

@@ -32,7 +32,7 @@ SETTINGS = {
     "RAY_prestart_worker_first_driver": "0",
 }
 QUICK = {
-    # A dead node is noticed after 15 s unless told otherwise.
+    # Ray's default is to notice a dead node after 15 s.
     "RAY_health_check_initial_delay_ms": "500",
     "RAY_health_check_period_ms": "500",
     "RAY_health_check_timeout_ms": "500",
@@ -49,7 +49,7 @@ class RayNodes:
     session: Path
     """Where Ray writes, logs among others."""
     environment: dict[str, str]
-    """For whoever is to find its way in: with the token."""
+    """Environment of a process that is to join: with the token."""
 
     async def kill_one(self) -> list[str]:
         """End every process of the node that runs most workers; which workers ran there. Their peers hear of it."""
@@ -99,8 +99,8 @@ async def ray_nodes(*, is_quick: bool = True) -> AsyncIterator[RayNodes]:
         env=environment,
     )
     try:
-        told = await _answer(process)
-        yield RayNodes(process, told["address"], Path(told["session"]), environment)
+        answer = await _answer(process)
+        yield RayNodes(process, answer["address"], Path(answer["session"]), environment)
     finally:
         assert process.stdin is not None
         process.stdin.close()

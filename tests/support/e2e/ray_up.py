@@ -1,4 +1,4 @@
-"""A `tandem up --ray` as tests see it: what it says, its doors, and what becomes of streams when a node is lost."""
+"""A `tandem up --ray` as tests see it: its output, its endpoints, and what becomes of streams when a node is lost."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,7 @@ STREAMS, ANSWER = 16, 500
 BEGUN = 12
 """Tokens of every stream before anything is done to a node."""
 SHORT = 24
-"""Tokens of an answer to whoever asks all the while."""
+"""Tokens of each answer of the clients that send requests all the while."""
 SECRET = "the-secret-of-this-cluster"
 
 Answers = tuple[list[list[int]], list[list[int]]]
@@ -51,12 +51,12 @@ class Upped:
     async def says(self, *parts: str, since: int = 0) -> None:
         """Wait for a line with all of these."""
 
-        def said() -> bool:
+        def is_printed() -> bool:
             return any(all(part in line for part in parts) for line in self.logs.lines[since:])
 
         try:
             async with asyncio.timeout(START_S), self._said:
-                await self._said.wait_for(said)
+                await self._said.wait_for(is_printed)
         except TimeoutError:
             raise AssertionError(f"never said {parts}:\n" + "\n".join(self.logs.lines[-40:])) from None
 
@@ -102,8 +102,8 @@ async def upped_on(nodes: RayNodes, folder: Path) -> AsyncIterator[Upped]:
 
 
 @asynccontextmanager
-async def doors_of(upped: Upped) -> AsyncIterator[RunningCluster]:
-    """Its HTTP door, once all three workers take part."""
+async def endpoints_of(upped: Upped) -> AsyncIterator[RunningCluster]:
+    """Yield the cluster behind its HTTP endpoint, once all three workers take part."""
     limits = httpx.Limits(max_connections=None)
     url = f"http://127.0.0.1:{upped.port}"
     async with httpx.AsyncClient(base_url=url, timeout=WAIT_S, limits=limits, trust_env=False) as http:
@@ -162,8 +162,8 @@ async def lose_a_node(
     names, lost_s = await lose(), monotonic()
     assert any(name.startswith("decode") for name in names)
     assert not all(stream.done() for stream in streams)
-    told = await asyncio.gather(*streams)
-    assert [one.token_ids for one in told] == expected
+    results = await asyncio.gather(*streams)
+    assert [one.token_ids for one in results] == expected
     assert await cluster.figure("tandem_dispatch_retries_total") > 0, "the streams of that node went on elsewhere"
     for name in names:
         await upped.says(name, "lost together with its node", since=since)
@@ -176,8 +176,8 @@ async def lose_a_node(
 async def says_the_same(cluster: RunningCluster, answers: Answers, salt: str) -> None:
     """Every prompt anew, past the caches."""
     prompts, expected = answers
-    told = await asyncio.gather(*(cluster.tokens(prompt, SHORT, cache_salt=salt) for prompt in prompts))
-    assert told == [one[:SHORT] for one in expected]
+    results = await asyncio.gather(*(cluster.tokens(prompt, SHORT, cache_salt=salt) for prompt in prompts))
+    assert results == [one[:SHORT] for one in expected]
 
 
 @asynccontextmanager

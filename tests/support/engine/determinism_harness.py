@@ -71,7 +71,7 @@ class Worker:
         company: Callable[[int], Sequence[Request]] = lambda _step: (),
         **bounds: int,
     ) -> tuple[Answer, Seen]:
-        """Run `subject` to its end, beside whoever `company` adds before each step, within the engine's `bounds`."""
+        """Run `subject` to its end, with what `company` adds before each step, within the engine's `bounds`."""
         wipe(self.parts)
         scheduler = Scheduler(replace(self.parts.config, **bounds), self.parts.hasher)
         scheduler.add(subject)

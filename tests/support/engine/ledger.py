@@ -212,20 +212,20 @@ def request(
 
 
 def run(sched: Scheduler, runner: LedgerRunner, max_steps: int = 10_000) -> dict[RequestId, list[int]]:
-    """Step until nothing can run; returns the tokens told per request."""
-    told: dict[RequestId, list[int]] = {}
+    """Step until nothing can run; return the sampled tokens by request."""
+    sampled: dict[RequestId, list[int]] = {}
     for _ in range(max_steps):
         batch = sched.schedule(0.0)
         if batch is None:
             break
         for event in sched.commit(batch, runner.execute(batch)).events:
-            tokens = told.setdefault(event.request_id, [])
+            tokens = sampled.setdefault(event.request_id, [])
             if event.token is not None:
                 tokens.append(event.token.token_id)
     else:
         raise AssertionError("the scheduler never came to rest")
     sched.check_invariants()
-    return told
+    return sampled
 
 
 def assert_empty(sched: Scheduler) -> None:

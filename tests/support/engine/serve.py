@@ -48,7 +48,7 @@ def every_way_to_sample(rng: Random, count: int) -> list[Request]:
 
 @dataclass(slots=True, kw_only=True)
 class Answer:
-    """What one request was told."""
+    """What one request received."""
 
     tokens: list[SampledToken] = field(default_factory=list)
     reason: FinishReason | None = None

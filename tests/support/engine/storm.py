@@ -102,8 +102,8 @@ class LateRunner(ModelRunner):
 
 
 @dataclass(slots=True, kw_only=True)
-class Told:
-    """What one request was told."""
+class Received:
+    """Tokens and finish reason that one request received."""
 
     tokens: list[SampledToken] = field(default_factory=list)
     reason: FinishReason | None = None
@@ -141,7 +141,7 @@ class Rig:
         self.scheduler = self._make_scheduler(config, cache)
         self._maker = threading.current_thread()
         self.now = 0.0
-        self.told: dict[RequestId, Told] = {}
+        self.received: dict[RequestId, Received] = {}
         self.ends: SimpleQueue[RequestId] = SimpleQueue()
         self.num_preemptions = self.num_saved = self.num_loaded = self.num_copied = self.num_ahead = 0
         launch = runner.launch
@@ -186,14 +186,14 @@ class Rig:
         return did
 
     def add(self, request: Request) -> None:
-        self.told[request.request_id] = Told()
+        self.received[request.request_id] = Received()
         self.scheduler.add(request)
 
     def finish(self) -> None:
         """To the end of everything; nothing is left."""
         while self.turn():
             pass
-        assert all(told.reason is not None for told in self.told.values())
+        assert all(answer.reason is not None for answer in self.received.values())
         ledger.assert_empty(self.scheduler)
         assert self.tier.num_free == self.tier.num_slots
         if self.disk is not None:
@@ -204,18 +204,18 @@ class Rig:
         if threading.current_thread() is not self._maker:  # turns by hand check after each
             self.scheduler.check_invariants()
         for event in output.events:
-            told = self.told[event.request_id]
-            assert told.reason is None, "told after its end"
-            assert event.index == len(told.tokens), "a token was lost or told twice"
+            answer = self.received[event.request_id]
+            assert answer.reason is None, "an event after the last one"
+            assert event.index == len(answer.tokens), "a token was lost or repeated"
             if event.token is not None:
-                told.tokens.append(event.token)
-            told.reason = event.finish_reason
-            if told.reason is not None:
+                answer.tokens.append(event.token)
+            answer.reason = event.finish_reason
+            if answer.reason is not None:
                 self.ends.put(event.request_id)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class ClientRequest:
     """A client's request: as many engine requests as it wants choices."""
 
     prompt: list[int]
@@ -259,14 +259,14 @@ def any_params(draw: random.Random) -> SamplingParams:
     )
 
 
-def asks(draw: random.Random, count: int) -> list[Ask]:
+def random_requests(draw: random.Random, count: int) -> list[ClientRequest]:
     """Few beginnings, so that prefixes are shared while others lose theirs."""
     beginnings = [random_tokens(draw, length) for length in (15, 16, 33, 48)]
     made = []
     for _ in range(count):
         own = random_tokens(draw, draw.choice([1, 2, 15, 16, 17, 31]))
         made.append(
-            Ask(
+            ClientRequest(
                 prompt=[*draw.choice([[], *beginnings]), *own],
                 params=any_params(draw),
                 num_choices=draw.choice([1, 1, 1, 2, 4]),
@@ -302,10 +302,10 @@ def storm(
 ) -> Figures:
     """One of them; AssertionError where a request says what it would not say alone, or anything is left over."""
     draw = random.Random(seed)
-    asked = asks(draw, count)
+    orders = random_requests(draw, count)
     below = NOTHING
     if cache_folder is not None:  # what earlier storms left there is of the same model: it may be found
-        asked = draw.sample(3 * asked, 3 * count)  # most are asked again when others have pushed them down
+        orders = draw.sample(3 * orders, 3 * count)  # most are asked again when others have pushed them down
         below = Below(num_places=draw.choice([2, 4, 8]), num_files=draw.choice([10, 40]), folder=cache_folder)
     rig = Rig(
         model,
@@ -321,9 +321,9 @@ def storm(
         max_overtakes=draw.choice([0, 3]),
         priority_aging_s=draw.choice([None, 20.0]),
     )
-    _blow(rig, draw, asked)
+    _submit_all(rig, draw, orders)
     rig.finish()
-    nobody_says_anything_else(rig, told_alone(model, asked))
+    assert_same_answers(rig, run_alone(model, orders))
     hits = {counts.tier: counts.hits for counts in rig.scheduler.load().tiers}
     return Figures(
         host_hits=hits.get("host", 0),
@@ -333,35 +333,35 @@ def storm(
         loaded=rig.num_loaded,
         copied=rig.num_copied,
         ahead=rig.num_ahead,
-        reasons=frozenset(told.reason for told in rig.told.values() if told.reason is not None),
+        reasons=frozenset(answer.reason for answer in rig.received.values() if answer.reason is not None),
     )
 
 
-def told_alone(model: Decoder, asked: Sequence[Ask]) -> dict[RequestId, Told]:
-    """What everybody says where there is room and every step is waited for."""
+def run_alone(model: Decoder, orders: Sequence[ClientRequest]) -> dict[RequestId, Received]:
+    """Return the answers of an engine with room for all requests that waits for every step."""
     alone = Rig(model, pipelined=False, num_blocks=400, max_running_requests=64, prefill_chunk_tokens=48)
-    for i, ask in enumerate(asked):
+    for i, ask in enumerate(orders):
         for request in ask.requests(f"{i}", arrival_s=0.0):
             alone.add(request)
     alone.finish()
-    return alone.told
+    return alone.received
 
 
-def nobody_says_anything_else(rig: Rig, alone: Mapping[RequestId, Told]) -> None:
+def assert_same_answers(rig: Rig, alone: Mapping[RequestId, Received]) -> None:
     """Nor less, unless it was cut short."""
-    for request_id, told in rig.told.items():
+    for request_id, answer in rig.received.items():
         expected = alone[request_id]
-        if told.reason is None or told.reason in CUT_SHORT:
-            assert told.tokens == expected.tokens[: len(told.tokens)], request_id
-            assert told.reason is not FinishReason.ERROR or request_id in rig.poisoned
+        if answer.reason is None or answer.reason in CUT_SHORT:
+            assert answer.tokens == expected.tokens[: len(answer.tokens)], request_id
+            assert answer.reason is not FinishReason.ERROR or request_id in rig.poisoned
         else:
-            assert (told.tokens, told.reason) == (expected.tokens, expected.reason), request_id
+            assert (answer.tokens, answer.reason) == (expected.tokens, expected.reason), request_id
 
 
-def _blow(rig: Rig, draw: random.Random, asked: Sequence[Ask]) -> None:
-    """Everybody comes; some are aborted, run out of time or come to NaN on the way."""
+def _submit_all(rig: Rig, draw: random.Random, orders: Sequence[ClientRequest]) -> None:
+    """Submit all requests; some are aborted, exceed their deadline or come to NaN on the way."""
     here: list[Request] = []
-    for i, ask in enumerate(asked):
+    for i, ask in enumerate(orders):
         deadline_s = rig.now + draw.randrange(5, 60) if draw.random() < 0.2 else None
         for request in ask.requests(f"{i}", arrival_s=rig.now, deadline_s=deadline_s):
             rig.add(request)

@@ -1,7 +1,7 @@
 """A world without I/O in which the real state machines meet every kind of trouble.
 
 One decode worker, two prefill workers, some hand-offs. Everything that could happen next (deliver, repeat or lose a
-message, land a write, finish an engine step, expire, crash, cancel) is a move; whoever runs the world picks. Memory is
+message, land a write, finish an engine step, expire, crash, cancel) is a move; the test picks the next one. Memory is
 modelled per block, so that a write into blocks that are not its own any more is seen at once.
 """
 

@@ -11,7 +11,7 @@ from tests.support.router.worker_views import view_of
 MAX_INFLIGHT = 10**6
 
 
-class Desk:
+class AdmissionBench:
     """Admission over a cluster that a test sets."""
 
     def __init__(self, *, limits: LimitsConfig | None = None, **policy: float) -> None:
@@ -54,7 +54,7 @@ class Desk:
         return self.admission.pump()
 
 
-def order(desk: Desk, count: int) -> list:
+def order(desk: AdmissionBench, count: int) -> list:
     """Give turns one by one."""
     desk.workers = [snapshot(backlog=99, active=1)]
     served = []

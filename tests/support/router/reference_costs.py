@@ -10,7 +10,7 @@ from tandem.values.roles import WorkerRole
 
 
 @dataclass(frozen=True)
-class Asked:
+class PlacementRequest:
     num_tokens: int
     matched: Mapping[str, int]
     excluded: frozenset[WorkerKey] = frozenset()
@@ -29,49 +29,55 @@ def token_ms(one: WorkerSnapshot, pool: Sequence[WorkerSnapshot], model: CostMod
     return of(one) or mean([of(w) for w in pool], 1e3 / model.prior_prefill_tokens_per_s)
 
 
-def held(one: WorkerSnapshot, asked: Asked) -> int:
+def held(one: WorkerSnapshot, request: PlacementRequest) -> int:
     size = one.info.layout.block_size
-    return min(asked.matched.get(one.info.key.worker_id, 0), asked.num_tokens - 1) // size * size
+    return min(request.matched.get(one.info.key.worker_id, 0), request.num_tokens - 1) // size * size
 
 
-def work(one: WorkerSnapshot, asked: Asked, tokens_held: int) -> float:
+def work(one: WorkerSnapshot, request: PlacementRequest, tokens_held: int) -> float:
     """Every token counts one, and one more for each `context_tokens` before it."""
-    uncached, context = asked.num_tokens - tokens_held, one.load.context_tokens
-    return uncached + (uncached * (tokens_held + asked.num_tokens) / 2 / context if context else 0.0)
+    uncached, context = request.num_tokens - tokens_held, one.load.context_tokens
+    return uncached + (uncached * (tokens_held + request.num_tokens) / 2 / context if context else 0.0)
 
 
-def usable(one: WorkerSnapshot, asked: Asked) -> bool:
-    room = one.info.pool_tokens > asked.num_tokens
-    return room and not one.draining and one.info.key not in asked.excluded
+def usable(one: WorkerSnapshot, request: PlacementRequest) -> bool:
+    room = one.info.pool_tokens > request.num_tokens
+    return room and not one.draining and one.info.key not in request.excluded
 
 
-def charged_of(one: WorkerSnapshot, asked: Asked) -> int:
+def charged_of(one: WorkerSnapshot, request: PlacementRequest) -> int:
     """Leading tokens that it is not charged for."""
-    return max(held(one, asked), min(asked.replicate_tokens, asked.num_tokens - 1) if asked.replicate_tokens else 0)
+    return max(
+        held(one, request), min(request.replicate_tokens, request.num_tokens - 1) if request.replicate_tokens else 0
+    )
 
 
-def prefill_cost(one: WorkerSnapshot, pool: Sequence[WorkerSnapshot], asked: Asked, model: CostModel) -> float:
-    charged = charged_of(one, asked)
+def prefill_cost(
+    one: WorkerSnapshot, pool: Sequence[WorkerSnapshot], request: PlacementRequest, model: CostModel
+) -> float:
+    charged = charged_of(one, request)
     per_token = token_ms(one, pool, model)
-    again = work(one, asked, charged) - min(work(w, asked, charged_of(w, asked)) for w in pool if usable(w, asked))
+    again = work(one, request, charged) - min(
+        work(w, request, charged_of(w, request)) for w in pool if usable(w, request)
+    )
     crowd = model.again_weight * sum(w.num_active for w in pool) / len(pool)
-    return (one.backlog_tokens + work(one, asked, charged) + again * crowd) * per_token + one.penalty_ms
+    return (one.backlog_tokens + work(one, request, charged) + again * crowd) * per_token + one.penalty_ms
 
 
 def pair_cost(
     decode: WorkerSnapshot,
     prefill: WorkerSnapshot | None,
     workers: Sequence[WorkerSnapshot],
-    asked: Asked,
+    request: PlacementRequest,
     model: CostModel,
 ) -> float:
     """Of one pair; `prefill` None: the decode worker computes the prompt. Infinite where it may not be."""
     decoders = [w for w in workers if w.info.role is WorkerRole.DECODE]
     prefills = [w for w in workers if w.info.role is WorkerRole.PREFILL]
-    if not usable(decode, asked):
+    if not usable(decode, request):
         return inf
-    own = held(decode, asked)
-    uncached = asked.num_tokens - own
+    own = held(decode, request)
+    uncached = request.num_tokens - own
     step = 1e3 * decode.load.decode_step_s or mean(
         [1e3 * w.load.decode_step_s for w in decoders], 1e3 * model.prior_decode_step_s
     )
@@ -80,14 +86,14 @@ def pair_cost(
     cost += step * model.itl_share * model.itl_horizon_tokens * decode.num_active
     if prefill is None:
         per_token = token_ms(decode, decoders, model)
-        compute = work(decode, asked, own) * per_token
+        compute = work(decode, request, own) * per_token
         copy = 0.0
-        if asked.replicate_tokens and not prefills:
-            charged = max(own, min(asked.replicate_tokens, asked.num_tokens - 1))
-            copy = (work(decode, asked, charged) - work(decode, asked, own)) * per_token
+        if request.replicate_tokens and not prefills:
+            charged = max(own, min(request.replicate_tokens, request.num_tokens - 1))
+            copy = (work(decode, request, charged) - work(decode, request, own)) * per_token
         stall = compute * model.stall_share * max(1, decode.num_active)
         return cost + decode.backlog_tokens * per_token + compute + stall + copy
-    if not usable(prefill, asked) or not prefill.info.handoff_address or decode.info.cannot_pair(prefill.info):
+    if not usable(prefill, request) or not prefill.info.handoff_address or decode.info.cannot_pair(prefill.info):
         return inf
     if uncached <= model.local_prefill_tokens:
         return inf
@@ -97,4 +103,4 @@ def pair_cost(
 
     prior = 1e3 * decode.info.kv_bytes_per_token / model.prior_kv_bytes_per_s
     transfer = uncached * (link(decode) or mean([link(w) for w in decoders], prior))
-    return cost + transfer + model.handoff_ms + prefill_cost(prefill, prefills, asked, model)
+    return cost + transfer + model.handoff_ms + prefill_cost(prefill, prefills, request, model)

@@ -93,10 +93,10 @@ class PortWorker:
         self._whole.registry.prefix_changed(self.info.key, change)
         self.report()
 
-    def leave(self, *, told: bool) -> None:
-        """Go, in the middle of everything; `told`: after it was asked to."""
+    def leave(self, *, on_request: bool) -> None:
+        """Leave in the middle of everything; `on_request`: after a drain was requested."""
         registry, key = self._whole.registry, self.info.key
-        if told:
+        if on_request:
             registry.draining(key, "told to")
             registry.cache_offered(key, CacheOffer(chains=(), lends_s=1.0))
         registry.left(key, "gone")
@@ -256,7 +256,7 @@ class WholeRouter:
         return self.now_s
 
     def request(self, prompt: Sequence[int] | None = None) -> RoutedRequest:
-        """A prompt that nobody has sent before, unless told otherwise: mostly short, some worth a hand-off."""
+        """A prompt that was not sent before, by default: mostly short, some worth a hand-off."""
         self.num_requests += 1
         length = self.rng.choice((20, 40, 40, 300))
         fresh = (self.num_requests, *(self.rng.randrange(900) for _ in range(length)))
@@ -301,7 +301,7 @@ class WholeRouter:
         )
         for one in self.workers:
             one.report()
-            assert not one.live, "whoever leaves is cancelled where it runs"
+            assert not one.live, "attempts that leave are cancelled where they run"
         assert self.registry.in_flight() == ()
         assert {(w.own_backlog, w.num_assigned) for w in self.registry._workers.values()} == {(0, 0)}
         self.now_s += _EXPECTATIONS_LAPSE_S

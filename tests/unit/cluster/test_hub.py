@@ -25,14 +25,14 @@ class FakeHub:
     def __init__(self, *breaks: Exception, comes: int = 0) -> None:
         self.breaks = list(breaks)
         self.comes = comes
-        self.asked: list[tuple[str, bool]] = []
+        self.downloads: list[tuple[str, bool]] = []
 
     def files(self, _hub_id: str, revision: str | None) -> Listing:
         return Listing(f"commit of {revision}", FILES)
 
     def download(self, _hub_id: str, commit: str, patterns: Sequence[str], into: Path | None) -> str:
         assert into is not None
-        self.asked.append((commit, "*.safetensors" in patterns))
+        self.downloads.append((commit, "*.safetensors" in patterns))
         if self.breaks:
             with (into / "begun.incomplete").open("ab") as file:
                 file.write(bytes(self.comes))
@@ -63,7 +63,7 @@ def test_a_model_is_fetched_once_and_a_tokenizer_is_no_model(tmp_path: Path) -> 
     assert not fetch(hub, into)
     assert not fetch(hub, into, weights=False)
     assert fetch(hub, into, revision="v2")
-    assert hub.asked == [("commit of None", False), ("commit of None", True), ("commit of v2", True)]
+    assert hub.downloads == [("commit of None", False), ("commit of None", True), ("commit of v2", True)]
 
 
 def test_what_breaks_is_tried_again_with_longer_and_longer_pauses(tmp_path: Path) -> None:
@@ -138,8 +138,8 @@ def test_what_a_client_that_cannot_ask_finds_in_the_directory_is_no_model(tmp_pa
         """Cannot reach the hub while it downloads, and so takes what lies there."""
 
         def download(self, hub_id: str, commit: str, patterns: Sequence[str], into: Path | None) -> str:
-            if len(self.asked) < 2:
-                self.asked.append((commit, True))
+            if len(self.downloads) < 2:
+                self.downloads.append((commit, True))
                 return str(into)
             return super().download(hub_id, commit, patterns, into)
 

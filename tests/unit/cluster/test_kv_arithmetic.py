@@ -61,9 +61,9 @@ def test_the_table_of_models_in_the_handbook() -> None:
             head_dim=int(dim),
             layer_windows=(None,) * int(layers),
         )
-        for kv_dtype, told in (("auto", plain), ("int8", coded)):
+        for kv_dtype, kib in (("auto", plain), ("int8", coded)):
             layout = layout_of(like, SizingOptions(kv_dtype=kv_dtype))
-            assert layout.worker_block_bytes / layout.block_size / 1024 == pytest.approx(float(told), abs=0.05)
+            assert layout.worker_block_bytes / layout.block_size / 1024 == pytest.approx(float(kib), abs=0.05)
 
 
 def test_kv_arithmetic_model_beyond_memory_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

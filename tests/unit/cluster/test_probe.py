@@ -35,7 +35,7 @@ def door() -> Iterator[int]:
         thread.join()
 
 
-def asked(tmp_path, role: str, config: object, *options: str) -> int:
+def exit_code(tmp_path, role: str, config: object, *options: str) -> int:
     (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(config))
     return probe.main([role, "--config", str(tmp_path / "cluster.yaml"), *options])
 
@@ -43,16 +43,16 @@ def asked(tmp_path, role: str, config: object, *options: str) -> int:
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
 def test_probe_router_connects_where_it_listens(tmp_path, door, host, capsys):
     config = {"router": {"host": host, "port": door, "api_keys": ["k" * 32]}}
-    assert asked(tmp_path, "router", config) == 0
-    assert asked(tmp_path, "router", config, "--ready") == 1
+    assert exit_code(tmp_path, "router", config) == 0
+    assert exit_code(tmp_path, "router", config, "--ready") == 1
     assert capsys.readouterr().err == "router: /readyz: 503\n"
     assert _PATHS[-2:] == ["/health", "/readyz"]
 
 
 def test_probe_without_listener_is_unhealthy(tmp_path, door):
     nowhere = {"router": {"port": 1}, "decode": {"addresses": ["127.0.0.1:1"]}}
-    assert asked(tmp_path, "router", nowhere) == 1
-    assert asked(tmp_path, "decode", nowhere) == 1
+    assert exit_code(tmp_path, "router", nowhere) == 1
+    assert exit_code(tmp_path, "decode", nowhere) == 1
 
 
 def test_probe_worker_uses_the_grpc_health_protocol(tmp_path):
@@ -65,12 +65,12 @@ def test_probe_worker_uses_the_grpc_health_protocol(tmp_path):
     server.start()
     try:
         config = {"prefill": {"addresses": ["127.0.0.1:1", f"127.0.0.1:{port}"]}}
-        assert [asked(tmp_path, "prefill", config, "--index", "1") for _ in range(2)] == [0, 1]
+        assert [exit_code(tmp_path, "prefill", config, "--index", "1") for _ in range(2)] == [0, 1]
     finally:
         server.stop(None).wait()
 
 
-def test_a_wrong_configuration_is_told_apart(tmp_path, capsys):
-    assert asked(tmp_path, "router", {"router": {"prot": 1}}) == 2
+def test_probe_invalid_configuration_has_its_own_exit_code(tmp_path, capsys):
+    assert exit_code(tmp_path, "router", {"router": {"prot": 1}}) == 2
     assert "router.prot" in capsys.readouterr().err
-    assert asked(tmp_path, "decode", {}) == 2  # it names no address
+    assert exit_code(tmp_path, "decode", {}) == 2  # it names no address

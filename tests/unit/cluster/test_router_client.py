@@ -117,8 +117,8 @@ def test_a_terminal_never_sees_control_characters():
 
 
 async def start_chat(url, system="Be brief."):
-    asked = ["--system", system] if system else []
-    command = [sys.executable, "-m", "cluster.cli.main", "chat", "--url", url, *asked]
+    options = ["--system", system] if system else []
+    command = [sys.executable, "-m", "cluster.cli.main", "chat", "--url", url, *options]
     pipe = asyncio.subprocess.PIPE
     return await asyncio.create_subprocess_exec(*command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=pipe)
 

@@ -28,7 +28,7 @@ async def bench() -> AsyncIterator[Bench]:
 async def test_resync_returns_snapshot_of_cache(bench: Bench) -> None:
     for least in (0, len(PROMPT) // ledger.BLOCK):
         bench.order(resync=pb.Resync())
-        snapshot = await bench.heard("kv_events")
+        snapshot = await bench.next_message("kv_events")
         assert snapshot.cleared
         assert len(snapshot.events) >= least
         bench.submit(prefill=False)

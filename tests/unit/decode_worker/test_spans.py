@@ -53,7 +53,7 @@ async def rest(bench: Bench, count: int) -> list[int]:
     """So many tokens more."""
     tokens: list[int] = []
     while len(tokens) < count:
-        tokens += [t for delta in (await bench.heard("tokens")).deltas for t in delta.token_ids]
+        tokens += [t for delta in (await bench.next_message("tokens")).deltas for t in delta.token_ids]
     return tokens
 
 
@@ -102,16 +102,16 @@ async def test_refused_and_failed_tasks_say_why(traced: tuple[Bench, Kept]) -> N
     bench, kept = traced
     bench.hub.refusal = TransferError("no more hand-offs")
     bench.submit(trace=TRACE)
-    await bench.heard("refused")
+    await bench.next_message("refused")
     assert kept.one("tandem.decode").error == "no more hand-offs"
     bench.hub.refusal = None
     bench.submit("other", trace=TRACE)
     blocks = await bench.bound(await bench.started())
     bench.owner.failed(TRANSFER, (), TransferError("silent"))
     bench.owner.released(TRANSFER, blocks)
-    await bench.heard("transfer_failed")
+    await bench.next_message("transfer_failed")
     bench.owner.expired(TRANSFER)
-    await bench.heard("tokens")
+    await bench.next_message("tokens")
     assert kept.spans[-1].error == "no route for the prompt's KV was named in time"
 
 
@@ -134,7 +134,7 @@ async def test_span_rerouted_handoff_keeps_task(traced: tuple[Bench, Kept]) -> N
     blocks = await bench.bound(await bench.started())
     bench.owner.failed(TRANSFER, (), TransferError("silent"))
     bench.owner.released(TRANSFER, blocks)
-    await bench.heard("transfer_failed")
+    await bench.next_message("transfer_failed")
     bench.order(reroute=pb.Reroute(request_id="r", attempt=1, prefill=route_pb(2)))
     again = await bench.owner.bind(TRANSFER, len(blocks))
     bench.owner.first_token(TRANSFER, first_token_of(expected()[0]))

@@ -96,16 +96,16 @@ async def until_finished(bench: Bench) -> None:
 async def test_another_router_gets_every_token_from_the_first() -> None:
     async with worker() as bench:
         bench.submit(prefill=False, max_tokens=LONG)
-        first = (await bench.heard("tokens")).deltas[0]
+        first = (await bench.next_message("tokens")).deltas[0]
         assert first.started.cached_tokens == 0
         leave(bench)
         adopt(bench, num_shown=1)
         bench.go_on()
-        delta = (await bench.heard("tokens")).deltas[0]
+        delta = (await bench.next_message("tokens")).deltas[0]
         assert (delta.attempt, delta.first_index, delta.HasField("started")) == (1 << 16, 0, True)
         tokens = list(delta.token_ids)
         while len(tokens) < LONG:
-            for delta in (await bench.heard("tokens")).deltas:
+            for delta in (await bench.next_message("tokens")).deltas:
                 assert delta.first_index == len(tokens)
                 tokens += delta.token_ids
         assert tokens == expected(LONG)
@@ -115,29 +115,29 @@ async def test_another_router_gets_every_token_from_the_first() -> None:
 async def test_takeover_answer_ended_meanwhile_keeps_its_end() -> None:
     async with worker() as bench:
         bench.submit(prefill=False)
-        await bench.heard("tokens")
+        await bench.next_message("tokens")
         leave(bench)
         bench.go_on()
         await until_finished(bench)
         adopt(bench, num_shown=1)
-        delta = (await bench.heard("tokens")).deltas[0]
+        delta = (await bench.next_message("tokens")).deltas[0]
         assert list(delta.token_ids) == expected()
         assert delta.finish.reason == common.FINISH_REASON_LENGTH
         adopt(bench, attempt=2 << 16)
-        assert (await bench.heard("refused")).failure.code == "Unavailable", "it was given away once"
+        assert (await bench.next_message("refused")).failure.code == "Unavailable", "it was given away once"
 
 
 async def test_nobodys_stream_ends_when_its_time_is_up() -> None:
     async with worker(takeover_s=0.05) as bench:
         bench.submit(prefill=False, max_tokens=100)
-        await bench.heard("tokens")
+        await bench.next_message("tokens")
         leave(bench)
         async with asyncio.timeout(WAIT_S):
             while len(bench.worker._takeovers._orphans):  # noqa: ASYNC110 - a timer ends it, without an event
                 await asyncio.sleep(0.01)
         assert bench.worker._idle.is_set()
         adopt(bench)
-        assert (await bench.heard("refused")).failure.code == "Unavailable"
+        assert (await bench.next_message("refused")).failure.code == "Unavailable"
 
 
 def orphan(router: int) -> DecodeTask:
@@ -169,7 +169,7 @@ def test_takeover_two_tasks_of_one_choice_yields_latest_good() -> None:
 async def test_whose_two_routers_have_gone_is_generated_once_for_the_third() -> None:
     async with worker() as bench:
         bench.submit(prefill=False, max_tokens=LONG)
-        await bench.heard("tokens")
+        await bench.next_message("tokens")
         leave(bench)
         bench.submit(prefill=False, max_tokens=LONG)
         leave(bench)
@@ -179,7 +179,7 @@ async def test_whose_two_routers_have_gone_is_generated_once_for_the_third() -> 
         bench.go_on()
         tokens: list[int] = []
         while len(tokens) < LONG:
-            for delta in (await bench.heard("tokens")).deltas:
+            for delta in (await bench.next_message("tokens")).deltas:
                 tokens += delta.token_ids
         assert tokens == expected(LONG)
 
@@ -187,7 +187,7 @@ async def test_whose_two_routers_have_gone_is_generated_once_for_the_third() -> 
 async def test_takeover_disabled_cancels_streams_at_once() -> None:
     async with worker(takeover_s=0.0) as bench:
         bench.submit(prefill=False, max_tokens=100)
-        await bench.heard("tokens")
+        await bench.next_message("tokens")
         leave(bench)
         assert bench.worker._idle.is_set()
 
@@ -195,7 +195,7 @@ async def test_takeover_disabled_cancels_streams_at_once() -> None:
 async def test_takeover_returned_router_has_continued_elsewhere() -> None:
     async with worker() as bench:
         bench.submit(prefill=False, max_tokens=100)
-        await bench.heard("tokens")
+        await bench.next_message("tokens")
         former = leave(bench)
         bench.worker.opened(SessionPort(Incarnation(4)))
         assert not bench.worker._idle.is_set()
@@ -206,7 +206,7 @@ async def test_takeover_returned_router_has_continued_elsewhere() -> None:
 async def test_takeover_router_returned_before_loss_noticed_has_continued_elsewhere() -> None:
     async with worker() as bench:
         bench.submit(prefill=False, max_tokens=100)
-        await bench.heard("tokens")
+        await bench.next_message("tokens")
         again = SessionPort(bench.port.router)
         bench.worker.opened(again)
         assert not bench.worker._idle.is_set(), "it may be refused: then the former session goes on"
@@ -217,13 +217,13 @@ async def test_takeover_router_returned_before_loss_noticed_has_continued_elsewh
 async def test_takeover_former_router_receives_stream_taken() -> None:
     async with worker() as bench:
         bench.submit(prefill=False, max_tokens=100)
-        await bench.heard("tokens")
+        await bench.next_message("tokens")
         former, bench.port = bench.port, SessionPort(Incarnation(3))
         adopt(bench)
         while not (message := await former.next()).HasField("refused"):
             assert message.HasField("tokens")
         assert (message.refused.attempt, message.refused.failure.code) == (1, "StreamTaken")
-        delta = (await bench.heard("tokens")).deltas[0]
+        delta = (await bench.next_message("tokens")).deltas[0]
         assert list(delta.token_ids) == expected(100)[: len(delta.token_ids)]
         bench.go_on()
         bench.worker.closed(former)
@@ -234,14 +234,14 @@ async def test_takeover_former_router_receives_stream_taken() -> None:
 async def test_takeover_same_router_continues_under_another_attempt() -> None:
     async with worker() as bench:
         bench.submit(prefill=False, max_tokens=100)
-        await bench.heard("tokens")
+        await bench.next_message("tokens")
         adopt(bench)
         bench.go_on()
-        while (delta := (await bench.heard("tokens")).deltas[0]).attempt != 1 << 16:
+        while (delta := (await bench.next_message("tokens")).deltas[0]).attempt != 1 << 16:
             pass
         tokens = list(delta.token_ids)
         while len(tokens) < 100:
-            tokens += [t for d in (await bench.heard("tokens")).deltas for t in d.token_ids]
+            tokens += [t for d in (await bench.next_message("tokens")).deltas for t in d.token_ids]
         assert tokens == expected(100)
 
 
@@ -256,7 +256,7 @@ async def test_takeover_prompt_in_transfer_arrives_for_next_router() -> None:
         await bench.commit(blocks, expected()[0])
         tokens: list[int] = []
         while len(tokens) < LENGTH:
-            tokens += [t for d in (await bench.heard("tokens")).deltas for t in d.token_ids]
+            tokens += [t for d in (await bench.next_message("tokens")).deltas for t in d.token_ids]
         assert tokens == expected()
 
 
@@ -271,14 +271,14 @@ async def test_takeover_failed_handoff_of_orphan_requests_no_route(router_leaves
         bench.owner.failed(TRANSFER, (), TransferError("the link was lost"))
         bench.owner.released(TRANSFER, blocks)
         if router_leaves == "before":
-            await bench.heard("transfer_failed")
+            await bench.next_message("transfer_failed")
             leave(bench)
         else:
             await until_finished(bench)
         adopt(bench)
         tokens: list[int] = []
         while len(tokens) < LENGTH:
-            tokens += [t for d in (await bench.heard("tokens")).deltas for t in d.token_ids]
+            tokens += [t for d in (await bench.next_message("tokens")).deltas for t in d.token_ids]
         assert tokens == expected()
 
 
@@ -290,8 +290,8 @@ async def test_logprobs_that_nobody_kept_are_not_made_up() -> None:
         order.prompt_token_ids.extend(PROMPT)
         order.generated_token_ids.extend(expected()[:3])
         bench.order(submit=order)
-        delta = (await bench.heard("tokens")).deltas[0]
+        delta = (await bench.next_message("tokens")).deltas[0]
         assert delta.first_index == 3
         leave(bench)
         adopt(bench, num_shown=2)
-        assert (await bench.heard("refused")).failure.code == "Unavailable"
+        assert (await bench.next_message("refused")).failure.code == "Unavailable"

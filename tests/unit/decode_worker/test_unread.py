@@ -18,7 +18,7 @@ async def deltas(bench: Bench) -> list[pb.TokenDelta]:  # noqa: F811
     """All of one attempt."""
     received: list[pb.TokenDelta] = []
     while not received or not received[-1].HasField("finish"):
-        received += (await bench.heard("tokens")).deltas
+        received += (await bench.next_message("tokens")).deltas
     return received
 
 
@@ -56,14 +56,14 @@ async def test_unread_tokens_together_keep_their_logprobs() -> None:
 async def test_unread_takeover_sends_held_tokens_once() -> None:
     async with worker(num_steps=3) as paced:
         paced.submit(prefill=False, max_tokens=LONG, tokens_per_message=PLENTY)
-        (first,) = (await paced.heard("tokens")).deltas
+        (first,) = (await paced.next_message("tokens")).deltas
         assert list(first.token_ids) == expected(LONG)[:1]
         leave(paced)
         adopt(paced)
-        (so_far,) = (await paced.heard("tokens")).deltas
+        (so_far,) = (await paced.next_message("tokens")).deltas
         assert list(so_far.token_ids) == expected(LONG)[: len(so_far.token_ids)]
         paced.go_on()
-        (rest,) = (await paced.heard("tokens")).deltas
+        (rest,) = (await paced.next_message("tokens")).deltas
         assert rest.first_index == len(so_far.token_ids)
         assert [*so_far.token_ids, *rest.token_ids] == expected(LONG)
 
@@ -71,7 +71,7 @@ async def test_unread_takeover_sends_held_tokens_once() -> None:
 async def test_unread_tokens_failure_sends_held_tokens() -> None:
     async with worker(num_steps=3) as paced:
         paced.submit(prefill=False, max_tokens=LONG, tokens_per_message=PLENTY, timeout_s=0.5)
-        received = [*(await paced.heard("tokens")).deltas, *(await paced.heard("tokens")).deltas]
+        received = [*(await paced.next_message("tokens")).deltas, *(await paced.next_message("tokens")).deltas]
         tokens = [t for delta in received for t in delta.token_ids]
         assert tokens == expected(LONG)[: len(tokens)]
         assert received[-1].first_index + len(received[-1].token_ids) == len(tokens)

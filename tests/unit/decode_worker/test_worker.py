@@ -90,7 +90,7 @@ class Bench:
             order.prefill.transfer_id = transfer_id or order.prefill.transfer_id
         self.order(submit=order)
 
-    async def heard(self, kind: str) -> Any:
+    async def next_message(self, kind: str) -> Any:
         """The next message of a kind."""
         async with asyncio.timeout(WAIT_S):
             while True:
@@ -103,7 +103,7 @@ class Bench:
         """Tokens until an end, each at its place."""
         tokens: list[int] = []
         while True:
-            for delta in (await self.heard("tokens")).deltas:
+            for delta in (await self.next_message("tokens")).deltas:
                 assert delta.first_index == len(tokens)
                 tokens += delta.token_ids
                 if delta.HasField("finish"):
@@ -174,12 +174,12 @@ async def test_decode_worker_handoff_runs_from_reservation_to_last_token(bench: 
     assert (job.token_ids, job.held_tokens, job.resume) == (tuple(PROMPT), 0, False)
     blocks = await bench.bound(job)
     bench.owner.first_token(TRANSFER, first_token_of(expected()[0]))
-    assert (await bench.heard("tokens")).deltas[0].token_ids == expected()[:1], "before its KV is here"
+    assert (await bench.next_message("tokens")).deltas[0].token_ids == expected()[:1], "before its KV is here"
     bench.write(blocks, 0, len(blocks))
     await bench.commit(blocks, expected()[0])
     tokens = expected()[:1]
     while len(tokens) < LENGTH:
-        tokens += [t for delta in (await bench.heard("tokens")).deltas for t in delta.token_ids]
+        tokens += [t for delta in (await bench.next_message("tokens")).deltas for t in delta.token_ids]
     assert tokens == expected()
     await bench.assert_empty()
 
@@ -191,7 +191,7 @@ async def test_decode_worker_landed_blocks_are_kept_when_rest_is_released(bench:
     bench.write(blocks, 0, 2)
     bench.owner.failed(TRANSFER, blocks[:2], TransferError("the link was lost"))
     bench.owner.released(TRANSFER, blocks[2:])
-    failed = await bench.heard("transfer_failed")
+    failed = await bench.next_message("transfer_failed")
     assert failed.landed_tokens == 2 * ledger.BLOCK
     bench.order(reroute=pb.Reroute(request_id="r", attempt=1))
     tokens, _ = await bench.answer()
@@ -207,12 +207,12 @@ async def test_quarantine_ends_when_writer_is_quiet(bench: Bench) -> None:
     bench.owner.first_token(TRANSFER, first_token_of(expected()[0]))
     bench.owner.failed(TRANSFER, (), TransferError("silent"))
     bench.owner.quarantine(TRANSFER, blocks)
-    await bench.heard("transfer_failed")
+    await bench.next_message("transfer_failed")
     bench.order(reroute=pb.Reroute(request_id="r", attempt=1))
     bench.port.send_snapshot(0, ())
     tokens = expected()[:1]
     while len(tokens) < LENGTH:
-        tokens += [t for delta in (await bench.heard("tokens")).deltas for t in delta.token_ids]
+        tokens += [t for delta in (await bench.next_message("tokens")).deltas for t in delta.token_ids]
     assert tokens == expected(), "the first token was sent already and is not sampled again"
     load = (await settled(bench.host)).load()
     assert load.num_quarantined_blocks == load.num_used_blocks == len(blocks)
@@ -226,7 +226,7 @@ async def test_decode_worker_second_attempt_requests_only_missing_tokens(bench: 
     bench.write(blocks, 0, 1)
     bench.owner.failed(TRANSFER, blocks[:1], TransferError("the link was lost"))
     bench.owner.released(TRANSFER, blocks[1:])
-    await bench.heard("transfer_failed")
+    await bench.next_message("transfer_failed")
     bench.order(reroute=pb.Reroute(request_id="r", attempt=1, prefill=route_pb(2)))
     assert [route.attempt for route in bench.hub.reroutes] == [2]
     rest = await bench.owner.bind(TRANSFER, len(blocks) - 1)
@@ -234,7 +234,7 @@ async def test_decode_worker_second_attempt_requests_only_missing_tokens(bench: 
     await bench.commit(rest, expected()[0])
     tokens = expected()[:1]
     while len(tokens) < LENGTH:
-        tokens += [t for delta in (await bench.heard("tokens")).deltas for t in delta.token_ids]
+        tokens += [t for delta in (await bench.next_message("tokens")).deltas for t in delta.token_ids]
     assert tokens == expected()
     await bench.assert_empty()
 
@@ -262,7 +262,7 @@ async def test_cancelled_at_every_stage(bench: Bench, phase: str) -> None:
         bench.owner.first_token(TRANSFER, first_token_of(expected()[0]))
     if phase == "rerouting":
         bench.owner.failed(TRANSFER, (), TransferError("the link was lost"))
-        await bench.heard("transfer_failed")
+        await bench.next_message("transfer_failed")
     if phase == "running":
         bench.write(blocks, 0, len(blocks))
         await bench.commit(blocks, expected()[0])
@@ -294,7 +294,7 @@ async def test_decode_worker_full_pool_refuses_handoff_with_retry_time(bench: Be
     for i in range(3):
         bench.submit(f"{i}", prompt=[i, *PROMPT, *PROMPT], transfer_id=f"t{i}")
     bench.submit("r", prompt=[4, *PROMPT, *PROMPT], transfer_id="t3")
-    refused = await bench.heard("refused")
+    refused = await bench.next_message("refused")
     assert (refused.request_id, refused.failure.code) == ("r", "Unavailable")
     assert refused.failure.retry_after_s > 0
     bench.worker.closed(bench.port)
@@ -305,7 +305,7 @@ async def test_decode_worker_full_pool_refuses_handoff_with_retry_time(bench: Be
 async def test_decode_worker_hub_refusal_releases_reservation(bench: Bench) -> None:
     bench.hub.refusal = TransferError("too many")
     bench.submit()
-    assert (await bench.heard("refused")).failure.code == "TransferError"
+    assert (await bench.next_message("refused")).failure.code == "TransferError"
     await bench.assert_empty()
 
 
@@ -334,7 +334,7 @@ async def test_time_that_runs_out(bench: Bench, monkeypatch: pytest.MonkeyPatch,
 async def test_decode_worker_draining_refuses_and_ignores_stale_orders(bench: Bench) -> None:
     await bench.worker.finish()
     bench.submit()
-    assert (await bench.heard("refused")).failure.code == "Unavailable"
+    assert (await bench.next_message("refused")).failure.code == "Unavailable"
     bench.order(cancel=pb.Cancel(request_id="r", attempt=1))
     bench.order(reroute=pb.Reroute(request_id="r", attempt=1))
     await bench.assert_empty()
@@ -354,7 +354,7 @@ async def test_decode_worker_failed_handoff_blocks_are_no_cache_hit(
     monkeypatch.setattr((await settled(bench.host)).reservations, "reserve", refuse)
     bench.owner.failed(TRANSFER, blocks[:2], TransferError("the link was lost"))
     bench.owner.released(TRANSFER, blocks[2:])
-    await bench.heard("transfer_failed")
+    await bench.next_message("transfer_failed")
     bench.order(reroute=pb.Reroute(request_id="r", attempt=1))
     tokens, finish = await bench.answer()
     assert (tokens, finish.cached_tokens) == (expected(), 0)
@@ -367,13 +367,13 @@ async def test_decode_worker_timeline_keeps_both_workers_shares(bench: Bench) ->
     bench.submit()
     blocks = await bench.bound(await bench.started())
     bench.owner.first_token(TRANSFER, first_token_of(expected()[0]))
-    started = (await bench.heard("tokens")).deltas[0].started
+    started = (await bench.next_message("tokens")).deltas[0].started
     assert started.times.prefill_s > 0, "a choice that ends with its first token has a prefill too"
     bench.write(blocks, 0, len(blocks))
     await bench.commit(blocks, expected()[0])
     finish = pb.Finish()
     while not finish.reason:
-        finish = (await bench.heard("tokens")).deltas[0].finish
+        finish = (await bench.next_message("tokens")).deltas[0].finish
     assert finish.times.prefill_s == 1.0, "the prefill worker's own figure replaces the estimate"
     assert finish.times.decode_queue_s >= started.times.decode_queue_s > 0, "the wait for the engine may come to it"
 

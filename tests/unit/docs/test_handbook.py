@@ -89,15 +89,15 @@ def test_every_command_that_is_printed_parses(monkeypatch: pytest.MonkeyPatch, t
 
 
 @pytest.mark.parametrize(
-    ("line", "told"),
+    ("line", "message"),
     [
         ("tandem plan --workers gpus=1", "No such option"),
         ("tandem simulate --prefill x", "valid integer"),
         ("tandem fly", "fly"),
     ],
 )
-def test_a_command_that_is_wrong_is_found(line: str, told: str) -> None:
-    with pytest.raises(Exception, match=told):
+def test_a_command_that_is_wrong_is_found(line: str, message: str) -> None:
+    with pytest.raises(Exception, match=message):
         parse_tandem(shlex.split(line)[1:])
 
 
@@ -111,7 +111,7 @@ def test_every_link_leads_somewhere() -> None:
         assert not anchor or anchor in anchors(path), f"{page}: {link}"
 
 
-def test_every_alarm_and_every_board_and_panel_that_is_named_is_there() -> None:
+def test_handbook_names_only_existing_alerts_dashboards_and_panels() -> None:
     titles = {path.stem: {panel["title"] for panel in json.loads(path.read_text())["panels"]} for path in DASHBOARDS}
     assert set(BOARDS.values()) == titles.keys()
     for page, text in PAGES.items():
@@ -124,7 +124,7 @@ def test_every_alarm_and_every_board_and_panel_that_is_named_is_there() -> None:
             assert set(re.findall(r'"([^"]+)"', words)) <= set().union(*titles.values()), page
 
 
-def test_incidents_show_panels_that_there_are_and_raise_alarms_that_there_are() -> None:
+def test_incidents_name_only_existing_panels_and_alerts() -> None:
     walked = PAGES["walkthroughs.md"]
     for name, made in INCIDENTS.items():
         incident = made()

@@ -11,13 +11,13 @@ def test_promtool_finds_no_fault_in_the_rules() -> None:
     assert "rules found" in promtool("check", "rules", *RULES)
 
 
-def test_each_alarm_is_silent_before_its_trouble_and_fires_in_it() -> None:
+def test_alerts_fire_only_during_their_incident() -> None:
     expected: dict[str, set[int]] = {}
     for path in RULE_TESTS:
         for case in yaml.safe_load(path.read_text())["tests"]:
-            for asked in case["promql_expr_test"]:
-                assert f'alertname="{case["name"]}"' in asked["expr"]
-                expected.setdefault(case["name"], set()).add(asked["exp_samples"][0]["value"])
+            for query in case["promql_expr_test"]:
+                assert f'alertname="{case["name"]}"' in query["expr"]
+                expected.setdefault(case["name"], set()).add(query["exp_samples"][0]["value"])
     assert expected == {name: {0, 1} for name in alarms()}
     promtool("test", "rules", *RULE_TESTS)
 

@@ -12,28 +12,28 @@ from tests.support.two_releases import GROUPING, mixing
 
 
 def test_every_expression_parses(tmp_path: Path) -> None:
-    said = list(expressions())
-    assert len(said) > 150
-    rules = [{"record": f"said:{number}", "expr": one.expr} for number, one in enumerate(said)]
+    used = list(expressions())
+    assert len(used) > 150
+    rules = [{"record": f"said:{number}", "expr": one.expr} for number, one in enumerate(used)]
     path = tmp_path / "said.yaml"
     path.write_text(yaml.safe_dump({"groups": [{"name": "said", "rules": rules}]}))
-    assert f"{len(said)} rules found" in promtool("check", "rules", path)
+    assert f"{len(used)} rules found" in promtool("check", "rules", path)
 
 
 def test_panels_have_names_of_their_own_and_places_of_their_own() -> None:
     assert len({json.loads(path.read_text())["uid"] for path in DASHBOARDS}) == len(DASHBOARDS) == 6
     for path in DASHBOARDS:
-        board = json.loads(path.read_text())
+        dashboard = json.loads(path.read_text())
         cells = Counter(
             (at["x"] + dx, at["y"] + dy)
-            for panel in board["panels"]
+            for panel in dashboard["panels"]
             for at in [panel["gridPos"]]
             for dx in range(at["w"])
             for dy in range(at["h"])
         )
         assert max(cells.values()) == 1, path.name
         assert max(x for x, _ in cells) < 24
-        titles = Counter((panel["type"], panel["title"]) for panel in board["panels"])
+        titles = Counter((panel["type"], panel["title"]) for panel in dashboard["panels"])
         assert max(titles.values()) == 1, path.name
     assert all(panel["datasource"]["uid"] == "${datasource}" for _, panel in panels())
 
@@ -41,8 +41,10 @@ def test_panels_have_names_of_their_own_and_places_of_their_own() -> None:
 def test_panel_titles_say_what_is_shown_and_panels_link_to_the_runbook_of_their_alerts() -> None:
     linked: set[str] = set()
     for path in DASHBOARDS:
-        board = json.loads(path.read_text())
-        assert {"title": "Runbook", "url": "docs/operate/runbook.md"}.items() <= board["links"][-1].items(), path.name
+        dashboard = json.loads(path.read_text())
+        assert {"title": "Runbook", "url": "docs/operate/runbook.md"}.items() <= dashboard["links"][-1].items(), (
+            path.name
+        )
     for path, panel in panels():
         where = f"{path.stem}: {panel['title']}"
         # One word would need the row above it to be understood, in a list of panels or an alert's screenshot.
@@ -59,15 +61,15 @@ def test_panel_titles_say_what_is_shown_and_panels_link_to_the_runbook_of_their_
 def test_boards_show_each_release_by_itself_and_only_those_that_are_chosen() -> None:
     chosen = {Matcher(label, "=~", f"${name}") for label, name in zip(GROUPING, ("namespace", "release"), strict=True)}
     for path in DASHBOARDS:
-        board = json.loads(path.read_text())
-        variables = {one["name"]: one for one in board["templating"]["list"]}
+        dashboard = json.loads(path.read_text())
+        variables = {one["name"]: one for one in dashboard["templating"]["list"]}
         assert list(variables) == ["datasource", "namespace", "release"]
         for label, name in zip(GROUPING, ("namespace", "release"), strict=True):
             assert variables[name]["query"]["query"].endswith(f", {label})")
             # Where nobody sets the labels there is nothing to choose from, and all is what has none.
             assert variables[name]["includeAll"] is True
             assert variables[name]["allValue"] == ".*"
-        [firing] = board["annotations"]["list"]
+        [firing] = dashboard["annotations"]["list"]
         assert chosen <= set(named(firing["expr"]).selectors[0].matchers)
     for path, panel in panels():
         for target in panel["targets"]:

@@ -1,4 +1,4 @@
-"""Releases that share a Prometheus are judged each for itself: what ails one is told of it, whoever else is well."""
+"""Releases that share a Prometheus are judged each for itself: alerts name the one in trouble, however others fare."""
 
 from pathlib import Path
 from typing import Any
@@ -36,9 +36,9 @@ def test_a_rule_that_mixes_them_is_found(expr: str) -> None:
     "path",
     [pytest.param(path, marks=() if path.stem in IN_CI else pytest.mark.slow, id=path.stem) for path in RULE_TESTS],
 )
-def test_each_alarm_is_told_of_the_release_that_is_in_trouble(path: Path, tmp_path: Path) -> None:
-    told = yaml.safe_load(path.read_text())
-    files = [(path.parent / one).resolve() for one in told["rule_files"]]
+def test_alerts_name_the_release_in_trouble(path: Path, tmp_path: Path) -> None:
+    suite = yaml.safe_load(path.read_text())
+    files = [(path.parent / one).resolve() for one in suite["rule_files"]]
     assert set(files) <= set(RULES)
     made = tmp_path / path.name
     made.write_text(yaml.safe_dump(two_releases(path, files)))
@@ -51,7 +51,7 @@ def test_a_weaker_model_is_no_worse_than_itself(tmp_path: Path) -> None:
     loss = {strong: "2.5x240", weak: "3.1x120 3.2x120"}
     series = [{"series": of_release(probe, release), "values": values} for release, values in loss.items()]
     firing = 'ALERTS{alertname="TandemQualityLost", alertstate="firing"}'
-    asked: list[dict[str, Any]] = [
+    queries: list[dict[str, Any]] = [
         {"expr": firing, "eval_time": "59m", "exp_samples": []},
         {
             "expr": f"count by ({', '.join(GROUPING)}) ({firing})",
@@ -60,7 +60,7 @@ def test_a_weaker_model_is_no_worse_than_itself(tmp_path: Path) -> None:
         },
     ]
     [errors] = [str(path) for path in RULES if path.stem == "errors"]
-    case = {"interval": "30s", "input_series": series, "promql_expr_test": asked}
+    case = {"interval": "30s", "input_series": series, "promql_expr_test": queries}
     made = tmp_path / "tests.yaml"
     made.write_text(yaml.safe_dump({"rule_files": [errors], "evaluation_interval": "1m", "tests": [case]}))
     promtool("test", "rules", made)

@@ -39,7 +39,7 @@ class FakeHub:
     """Takes notes of what the engine's news became."""
 
     def __init__(self) -> None:
-        self.said: list[tuple[str, TransferId]] = []
+        self.reports: list[tuple[str, TransferId]] = []
         self.sent: dict[TransferId, list[BlockId]] = {}
         self.computed: list[int] = []
         self.tokens: list[SampledToken] = []
@@ -51,15 +51,15 @@ class FakeHub:
 
     def scheduled(self, transfer_id: TransferId, _queue_s: float, tail_hash: BlockHash | None) -> None:
         self.offered_tail = tail_hash
-        self.said.append(("scheduled", transfer_id))
+        self.reports.append(("scheduled", transfer_id))
 
     def progress(self, transfer_id: TransferId, num_computed_tokens: int, blocks: list[BlockId]) -> None:
-        self.said.append(("progress", transfer_id))
+        self.reports.append(("progress", transfer_id))
         self.sent[transfer_id] = list(blocks)
         self.computed.append(num_computed_tokens)
 
     def first_token(self, transfer_id: TransferId, token: SampledToken, _cached: int, _by_source: CachedTokens) -> None:
-        self.said.append(("first_token", transfer_id))
+        self.reports.append(("first_token", transfer_id))
         self.tokens.append(token)
 
     def finished(
@@ -71,7 +71,7 @@ class FakeHub:
         times: PhaseTimes,
         tail_hash: BlockHash | None,
     ) -> None:
-        self.said.append(("finished", transfer_id))
+        self.reports.append(("finished", transfer_id))
         assert times.prefill_s >= 0.0
         self.sent[transfer_id] = list(blocks)
         self.cached.append(cached_tokens)
@@ -79,7 +79,7 @@ class FakeHub:
         self.done.set()
 
     def failed(self, transfer_id: TransferId, error: ServingError) -> None:
-        self.said.append(("failed", transfer_id))
+        self.reports.append(("failed", transfer_id))
         self.errors.append(error)
         self.done.set()
 
@@ -129,7 +129,7 @@ async def test_prefill_worker_prompt_is_reported_in_chunks_and_held_until_releas
     one = job()
     await bench.worker.submit(one)
     await bench.finished()
-    kinds = [kind for kind, _ in bench.hub.said]
+    kinds = [kind for kind, _ in bench.hub.reports]
     assert kinds == ["scheduled", *["progress"] * (len(kinds) - 3), "first_token", "finished"]
     assert len(kinds) > 4, "several chunks"
     assert bench.hub.computed == sorted(bench.hub.computed)
@@ -179,7 +179,7 @@ async def test_released_before_it_was_computed(bench: Bench) -> None:
     busy.set()
     await submitted
     await bench.assert_empty()
-    assert ("finished", TransferId("t")) not in bench.hub.said
+    assert ("finished", TransferId("t")) not in bench.hub.reports
     await bench.worker.submit(job())
     await bench.finished()
     bench.worker.release(TransferId("t"))
@@ -200,7 +200,7 @@ async def test_prefill_worker_impossible_prompt_is_refused_and_leaves_nothing(
 ) -> None:
     with pytest.raises(error):
         await bench.worker.submit(job(**changes))
-    assert bench.hub.said == []
+    assert bench.hub.reports == []
     await bench.assert_empty()
     await bench.worker.submit(job())
     await bench.finished()
@@ -233,7 +233,7 @@ async def test_prefill_worker_job_passes_deadline_and_priority_to_engine(bench: 
     late = job("late", timeout_s=0.0, priority=3)
     await bench.worker.submit(late)
     await bench.finished()
-    assert bench.hub.said == [("failed", late.transfer_id)]
+    assert bench.hub.reports == [("failed", late.transfer_id)]
     assert isinstance(bench.hub.errors[0], DeadlineExceeded)
     request = bench.worker._tasks[late.transfer_id].request
     assert (request.priority, request.deadline_s) == (3, request.arrival_s)
@@ -272,4 +272,4 @@ async def test_prefill_worker_cancelled_prompt_costs_no_step_after_current(bench
     go_on.set()
     await bench.assert_empty()
     assert runner.num_computed <= ledger.CONFIG.prefill_chunk_tokens
-    assert ("finished", TransferId("t")) not in bench.hub.said
+    assert ("finished", TransferId("t")) not in bench.hub.reports

@@ -1,4 +1,4 @@
-"""What the suite makes of tests that fail: unsteady ones are told apart and listed, and cannot become a habit."""
+"""How the suite handles tests that fail: unsteady ones are recognised and listed, and cannot become a habit."""
 
 from pathlib import Path
 

@@ -35,8 +35,8 @@ def test_sigterm_leaves_nothing_running() -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == "measuring\n"
         process.send_signal(signal.SIGTERM)
-        told, _ = process.communicate(timeout=60)
-    assert told == "everything has been stopped\n"
+        output, _ = process.communicate(timeout=60)
+    assert output == "everything has been stopped\n"
     assert process.returncode == 130
 
 
@@ -59,8 +59,8 @@ def test_what_the_extra_brings_is_asked_for_before_anything_is_measured(
     monkeypatch.setattr(sys, "argv", ["tandem bench", *arguments])
     monkeypatch.setitem(sys.modules, module, None)
     assert command.main() == command.EXIT_CANNOT_MEASURE
-    said = capsys.readouterr().err
-    assert f"needs {module}, which the extra `bench` installs: pip install '.[bench]'" in said
+    errors = capsys.readouterr().err
+    assert f"needs {module}, which the extra `bench` installs: pip install '.[bench]'" in errors
 
 
 def test_a_contest_in_tls_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,12 +52,12 @@ def test_both_ways_are_timed_and_compared(folder: Path, monkeypatch: pytest.Monk
 def test_a_contestant_computes_what_is_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = BackendOptions(device=torch.device("cpu"), dtype="float32", deterministic=True)
     contestant = Contestant(folder, options, Plan(batches=(1, 3), prompt_tokens=20))
-    asked = []
+    batches = []
     execute = contestant._runner.execute
-    monkeypatch.setattr(contestant._runner, "execute", lambda batch: asked.append(batch.items) or execute(batch))
+    monkeypatch.setattr(contestant._runner, "execute", lambda batch: batches.append(batch.items) or execute(batch))
     assert contestant.decode(3) > 0
     assert contestant.prefill(2) > 0
-    decoded, computed = asked
+    decoded, computed = batches
     assert [(item.start, item.num_tokens) for item in decoded] == [(20, 1)] * 3
     assert [(item.start, item.num_tokens) for item in computed] == [(0, 20)]
     blocks = [block for item in decoded for block in item.request.block_table]

@@ -1,4 +1,4 @@
-"""Random models on disk: what is written is what everybody reads."""
+"""Random models on disk: every reader reads what was written."""
 
 import json
 from pathlib import Path

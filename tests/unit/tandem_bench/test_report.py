@@ -74,9 +74,9 @@ def test_values_keep_four_digits_and_whole_numbers_whole() -> None:
 
 
 def test_figures_come_with_when_and_where() -> None:
-    told = report.circumstances(["tandem", "bench", "engine", "--set", "engine.kv_dtype=int8 or so"])
-    assert told["command"] == "tandem bench engine --set 'engine.kv_dtype=int8 or so'"
-    assert all(told[name] for name in ("date", "version", "machine", "cpus", "python"))
+    shown = report.circumstances(["tandem", "bench", "engine", "--set", "engine.kv_dtype=int8 or so"])
+    assert shown["command"] == "tandem bench engine --set 'engine.kv_dtype=int8 or so'"
+    assert all(shown[name] for name in ("date", "version", "machine", "cpus", "python"))
 
 
 def test_percentile_is_a_value_that_was_measured() -> None:

@@ -170,7 +170,7 @@ async def test_session_queue_is_flushed_on_finish_not_on_close(end: str) -> None
     assert await port.next() is None
 
 
-class Board:
+class FailingPublisher:
     """A publisher that must not be called."""
 
     def send_snapshot(self, next_event: int, stored: Any) -> None:
@@ -201,12 +201,12 @@ class Router(StuckRouter):
     ("publishes", "reads", "is_told"), [(True, True, False), (True, False, True), (False, True, True)]
 )
 async def test_session_router_that_reads_redis_gets_no_kv_events(publishes: bool, reads: bool, is_told: bool) -> None:
-    handler, router, board = Handler(), Router(reads_board=reads), Board()
-    sessions = WorkerSessions(handler, board if publishes else None)
+    handler, router, publisher = Handler(), Router(reads_board=reads), FailingPublisher()
+    sessions = WorkerSessions(handler, publisher if publishes else None)
     session = asyncio.create_task(sessions.Session(None, router))
     port = await handler.port
     assert port.wants_events == is_told
-    assert sessions.event_sinks == [*([port] if is_told else []), *([board] if publishes else [])]
+    assert sessions.event_sinks == [*([port] if is_told else []), *([publisher] if publishes else [])]
     telling = asyncio.create_task(sessions.send_loads())
     while len(router.written) < 2:  # noqa: ASYNC110 - a router's side has no event
         await asyncio.sleep(0)
@@ -214,6 +214,6 @@ async def test_session_router_that_reads_redis_gets_no_kv_events(publishes: bool
     load = router.written[1].load
     assert load.report_number == 1
     assert load.HasField("board") == publishes
-    assert load.board.entries == 3 * publishes
+    assert load.publisher.entries == 3 * publishes
     port.close()
     await session

@@ -34,7 +34,7 @@ class Write(NamedTuple):
     slots: tuple[tuple[int, int], ...]
     """(block, position in it) of each cell."""
     phase: str
-    """MOVING reads the sources; LOOSE no longer does, but may land; LANDED waits to be told."""
+    """MOVING reads the sources; LOOSE no longer does, but may land; LANDED has not been reported yet."""
     content: tuple[int, ...]
     """Of each cell. It is its own checksum: no two contents have the same."""
 

@@ -49,11 +49,11 @@ class PrefillSide:
         if sender is not None:
             self._step(life, at, ("message", number), lambda machine: machine.on_message(envelope, 0.0))
 
-    def _say(self, life: Life, at: int, asked: HandoffEnvelope, body: Any) -> None:
+    def _say(self, life: Life, at: int, request: HandoffEnvelope, body: Any) -> None:
         """Answer without a sender."""
         mine = self._names.prefill(at, life.workers[at].epoch)
-        if asked.incarnation == self._names.decode(life.decode_epoch):
-            life.messages.add((DECODE, self._names.envelope(mine, asked.incarnation, asked.key, body)))
+        if request.incarnation == self._names.decode(life.decode_epoch):
+            life.messages.add((DECODE, self._names.envelope(mine, request.incarnation, request.key, body)))
 
     def _prefill(self, life: Life, at: int, envelope: HandoffEnvelope) -> None:
         worker, key = life.workers[at], envelope.key
@@ -226,7 +226,7 @@ class PrefillSide:
         return self._machines.get_cached(sender.machine).plan.job.held_tokens // UNIT_TOKENS
 
     def preempt(self, life: Life, at: int) -> None:
-        """The prompt loses its blocks, but for those that a sender was told of, and is computed again."""
+        """The prompt loses its blocks, but for those that a sender holds, and is computed again."""
         self._change(life, at, thrown_out=life.workers[at].sender.step, step=1)
 
     def fail(self, life: Life, at: int) -> None:

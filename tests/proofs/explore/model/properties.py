@@ -11,14 +11,14 @@ class Violation(AssertionError):
     """A property does not hold."""
 
 
-def no_writer_into(life: Life, blocks: Iterable[int], why: str, *, told: bool = False) -> None:
+def no_writer_into(life: Life, blocks: Iterable[int], why: str, *, unreported: bool = False) -> None:
     """No destination changes hands while a write that may still land names it.
 
-    `told`: nor while its own writer has not reported, whose bytes may be complete before it has stopped.
+    `unreported`: nor while its own writer has not reported, whose bytes may be complete before it has stopped.
     """
     for write in life.writes:
         touched = {block for block, _position in write.slots}.intersection(blocks)
-        awaited = told and any(life.blocks[block][0] == write.attempt for block in touched)
+        awaited = unreported and any(life.blocks[block][0] == write.attempt for block in touched)
         if touched and (awaited or write.phase in (MOVING, LOOSE)):
             raise Violation(f"block {min(touched)} {why} while its writer may be alive")
 
@@ -56,7 +56,7 @@ def committable(life: Life, info: CommitInfo, num_needed: int | None, *, num_cel
     if num_needed is not None and not life.tokens:
         raise Violation("commits without a first token")
     right_content(life, tuple(life.kept) + info.blocks, 0, "commits wrong KV", num_cells=num_cells)
-    no_writer_into(life, info.blocks, "is committed", told=True)
+    no_writer_into(life, info.blocks, "is committed", unreported=True)
 
 
 def sampled_once(life: Life) -> None:
@@ -66,7 +66,7 @@ def sampled_once(life: Life) -> None:
 
 
 def holds_sources(sender: SenderSlot | None, doing: str) -> SenderSlot:
-    """Sources are there for whoever reads them."""
+    """Sources are there as long as something reads them."""
     if sender is None or not sender.holds:
         raise Violation(f"{doing} sources that the engine does not hold")
     return sender

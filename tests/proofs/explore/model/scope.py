@@ -178,15 +178,15 @@ class Names:
         """Number of a message."""
         return self.envelopes.number(HandoffEnvelope(incarnation=sender, addressee=addressee, key=key, body=body))
 
-    def sender_plan(self, asked: HandoffEnvelope) -> SenderPlan:
+    def sender_plan(self, request: HandoffEnvelope) -> SenderPlan:
         """Of the sender that a PREFILL starts."""
-        if asked.key is None or not isinstance(asked.body, Prefill):
-            raise TypeError(f"{asked} asks for no prefill")
+        if request.key is None or not isinstance(request.body, Prefill):
+            raise TypeError(f"{request} asks for no prefill")
         return SenderPlan(
-            key=asked.key,
-            own=asked.addressee,
-            peer=asked.incarnation,
-            job=asked.body.job,
+            key=request.key,
+            own=request.addressee,
+            peer=request.incarnation,
+            job=request.body.job,
             block_size=UNIT_TOKENS * self.scope.units_per_source,
             unit_tokens=UNIT_TOKENS,
             whole_tokens=UNIT_TOKENS * max(self.scope.units_per_source, self.scope.units_per_block),

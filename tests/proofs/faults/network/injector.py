@@ -1,4 +1,4 @@
-"""Which fault is due: asked on every thread that something of a transfer passes, and told what was done."""
+"""Which fault is due: called on every thread that part of a transfer passes, and notified of what was done."""
 
 import random
 import threading
@@ -93,7 +93,7 @@ class Injector:
                 if victim.live and transfer_id in (None, TransferId(victim.plan.name)):
                     victim.suffered[kind, place] += 1
 
-    def wounds(self, transfer_id: TransferId) -> Counter[tuple[Kind, Place]]:
+    def faults(self, transfer_id: TransferId) -> Counter[tuple[Kind, Place]]:
         """What a transfer has suffered."""
         with self._lock:
             return Counter(self._victims[transfer_id].suffered)

@@ -18,7 +18,7 @@ from tests.proofs.faults.network.line import Surroundings
 from tests.proofs.faults.network.relay import Relay
 
 
-class Door:
+class RelayedReceiver:
     """A KVReceiver around another one, which it owns."""
 
     def __init__(self, inner: KVReceiver, injector: Injector, around: Surroundings | None) -> None:

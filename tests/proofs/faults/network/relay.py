@@ -108,7 +108,7 @@ class _Connection:
 
     def _carry(self, line: Line) -> None:
         line.run()
-        # Half a connection may go on; an end that takes nothing more is told by whoever still reads from it.
+        # Half a connection may go on; an end that takes nothing more is noticed by the thread that still reads from it.
         if line is self._to_receiver:
             _shut(self._receiver, socket.SHUT_WR)
         else:

@@ -58,8 +58,8 @@ class World:
         return answer.json()["id"]
 
     async def create(self, file_id: str, **more: Any) -> dict[str, Any]:
-        asked = {"input_file_id": file_id, "endpoint": "/v1/completions", "completion_window": "24h", **more}
-        answer = await self.http.post("/v1/batches", json=asked)
+        body = {"input_file_id": file_id, "endpoint": "/v1/completions", "completion_window": "24h", **more}
+        answer = await self.http.post("/v1/batches", json=body)
         assert answer.status_code == 200, answer.text
         return answer.json()
 

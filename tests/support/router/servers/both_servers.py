@@ -78,7 +78,7 @@ async def answers_of(service: InferenceService, request: pb.GenerateRequest) -> 
     return [pb.GenerateResponse.FromString(one.SerializeToString()) for one in call.sent]
 
 
-def in_grpcs_words(body: dict[str, Any]) -> pb.GenerateRequest:
+def grpc_request(body: dict[str, Any]) -> pb.GenerateRequest:
     request = pb.GenerateRequest()
     try:
         for name, value in body.items():
@@ -136,9 +136,9 @@ def _put_prompt(request: pb.GenerateRequest, _name: str, value: Any) -> None:
 def _put_messages(request: pb.GenerateRequest, _name: str, value: Any) -> None:
     request.chat.SetInParent()
     for turn in value:
-        told = dict(turn)
-        calls = told.pop("tool_calls", None) or ()
-        message = request.chat.messages.add(**told)
+        fields = dict(turn)
+        calls = fields.pop("tool_calls", None) or ()
+        message = request.chat.messages.add(**fields)
         for call in calls:
             _only(call, "id", "type", "function")
             _only(call["function"], "name", "arguments")
@@ -241,7 +241,7 @@ def _kept() -> CachedPrompts:
     return CachedPrompts(pins=PinRegistry(find=lambda _: None, clock=lambda: 0.0), caches=caches)
 
 
-class BothDoors:
+class BothServers:
     """HTTP and gRPC servers of one router."""
 
     def __init__(self) -> None:

@@ -19,7 +19,7 @@ WORKER = WorkerKey(WorkerId("p0"), Incarnation(1))
 
 
 class Keeper:
-    """A worker that says at once what the test told it to, or nothing, and remembers its orders."""
+    """A worker that replies at once as the test has set, or not at all, and records its orders."""
 
     def __init__(self, pins: PinRegistry) -> None:
         self.pins = pins

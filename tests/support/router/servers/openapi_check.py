@@ -32,12 +32,12 @@ class Described:
 
     def check(self, method: str, shown: str, answer: httpx.Response) -> None:
         """It is as described: the object, or every event of the stream."""
-        told = self.document["paths"][shown][method.lower()]["responses"][str(answer.status_code)]["content"]
+        documented = self.document["paths"][shown][method.lower()]["responses"][str(answer.status_code)]["content"]
         media = answer.headers["content-type"].partition(";")[0]
         if media != "text/event-stream":
-            assert not self.errors(told[media]["schema"], answer.json()), (shown, answer.text)
+            assert not self.errors(documented[media]["schema"], answer.json()), (shown, answer.text)
             return
-        schema = told[media]["itemSchema"]
+        schema = documented[media]["itemSchema"]
         seen = list(events_of(answer.text))
         assert seen
         for event in seen:

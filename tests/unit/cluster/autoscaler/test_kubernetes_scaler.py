@@ -38,13 +38,13 @@ async def test_sizes_are_read_and_set_and_what_grows_grows_first(server: ApiServ
     assert (await ours.fleet()).sizes == Sizes(prefill=1, decode=2)
     await ours.carry_out(BOTH)
     assert server.replicas == {"chat-prefill": 2, "chat-decode": 1}
-    patched = [path.split("/")[-2] for method, path in server.asked if method == "PATCH"]
+    patched = [path.split("/")[-2] for method, path in server.requests if method == "PATCH"]
     assert patched == ["chat-prefill", "chat-decode"]
 
 
 async def test_a_pool_that_stays_is_not_touched(server: ApiServer) -> None:
     await scaler(server).carry_out(GROW)
-    assert all("chat-prefill" in path for _, path in server.asked)
+    assert all("chat-prefill" in path for _, path in server.requests)
 
 
 async def test_a_pool_of_none_has_no_number(server: ApiServer) -> None:
@@ -88,7 +88,7 @@ async def test_kubernetes_scaler_untrusted_server_never_gets_the_token(server: A
     (server.account / "ca.crt").write_bytes(Authority().issue(other).ca.read_bytes())
     with pytest.raises(OrderFailed, match="does not answer"):
         await scaler(server).fleet()
-    assert server.asked == []
+    assert server.requests == []
 
 
 @pytest.mark.parametrize("token", ["hush\nhush", "hush\u00e9"])

@@ -1,4 +1,4 @@
-"""The loop over a real HTTP router and a scaler that does what it is told: looks, orders, troubles, words, metrics."""
+"""The planner's loop over a real HTTP router and a fake scaler: observations, orders, errors, output, metrics."""
 
 import asyncio
 import http.server
@@ -25,7 +25,7 @@ from cluster.planner.speed import SpeedWatch
 from cluster.planner.values import FleetView, Observation, Sizes
 from tandem.errors import ConfigError
 from tests.support.cluster.planned_worker import TARGETS, WORKER
-from tests.support.cluster.router_figures import POLICY, ToldRouter
+from tests.support.cluster.router_figures import POLICY, RouterCounters
 from tests.support.http_server import answering
 
 # On a busy machine looks come late, and a hold would begin anew with each.
@@ -39,7 +39,7 @@ BUSY = {"worker": replace(WORKER, kv_tokens=10**9, max_running=10**6), "targets"
 class Door:
     """A router's `/metrics`. Before each look it has served what `serve` says."""
 
-    router: ToldRouter = field(default_factory=ToldRouter)
+    router: RouterCounters = field(default_factory=RouterCounters)
     num: int = 0
     key: str | None = None
     status: int = 200
@@ -101,31 +101,31 @@ def options(url: str, **changes: Any) -> LiveOptions:
     return replace(plain, **changes)
 
 
-async def run_until(planner: LivePlanner, said: list[str], word: str) -> None:
+async def run_until(planner: LivePlanner, lines: list[str], word: str) -> None:
     """Until a line has this."""
     stop = asyncio.Event()
     running = asyncio.create_task(planner.run(stop))
     async with asyncio.timeout(60.0):
-        while not any(word in line for line in said) and not running.done():  # noqa: ASYNC110 - lines are no event
+        while not any(word in line for line in lines) and not running.done():  # noqa: ASYNC110 - lines are no event
             await asyncio.sleep(0.01)
     stop.set()
     await running
 
 
-def lines(said: list[str]) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in said]
+def lines(printed: list[str]) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in printed]
 
 
 async def test_a_load_of_long_prompts_has_a_decode_worker_flipped() -> None:
-    said: list[str] = []
+    printed: list[str] = []
     workers = Workers()
     with door(num=2) as router:
-        planner = LivePlanner(options(router.url), workers, said.append)
-        await run_until(planner, said, '"done"')
-    told = lines(said)
-    assert told[0]["outcome"] == "unseen"
+        planner = LivePlanner(options(router.url), workers, printed.append)
+        await run_until(planner, printed, '"done"')
+    reports = lines(printed)
+    assert reports[0]["outcome"] == "unseen"
     assert [str(order.after) for order in workers.orders] == ["2:1"]
-    [ordered] = [line for line in told if line["outcome"] == "ordered"]
+    [ordered] = [line for line in reports if line["outcome"] == "ordered"]
     assert ordered["actions"] == ["flip decode -> prefill"]
     assert ordered["order"] == {"prefill": 2, "decode": 1}
     assert ordered["starting"] == {"prefill": 0, "decode": 1}
@@ -137,37 +137,37 @@ async def test_a_load_of_long_prompts_has_a_decode_worker_flipped() -> None:
 
 
 async def test_planner_dry_run_takes_fleet_from_routers_and_changes_nothing() -> None:
-    said: list[str] = []
+    printed: list[str] = []
     with door(num=2) as router:
-        await run_until(LivePlanner(options(router.url, is_dry_run=True), None, said.append), said, "would_order")
-    told = lines(said)[-1]
-    assert told["sizes"] == {"prefill": 1, "decode": 2}
-    assert told["actions"] == ["flip decode -> prefill"]
+        await run_until(LivePlanner(options(router.url, is_dry_run=True), None, printed.append), printed, "would_order")
+    report = lines(printed)[-1]
+    assert report["sizes"] == {"prefill": 1, "decode": 2}
+    assert report["actions"] == ["flip decode -> prefill"]
     with pytest.raises(ConfigError, match="--dry-run"):
-        LivePlanner(options(router.url), None, said.append)
+        LivePlanner(options(router.url), None, printed.append)
 
 
 async def test_planner_failed_order_is_reported_and_retried() -> None:
-    said: list[str] = []
+    printed: list[str] = []
     workers = Workers(refusal="no room")
     with door(num=2) as router:
-        await run_until(LivePlanner(options(router.url), workers, said.append), said, '"waiting"')
-    failures = [line for line in lines(said) if line["outcome"] == "failed"]
+        await run_until(LivePlanner(options(router.url), workers, printed.append), printed, '"waiting"')
+    failures = [line for line in lines(printed) if line["outcome"] == "failed"]
     assert len(failures) == len(workers.orders)
     assert all("no room" in line["why"][0] for line in failures)
     assert workers.sizes == SHAPE
 
 
-async def test_whoever_says_that_files_have_changed_ends_no_planner(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_planner_signal_that_files_changed_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """As a unit's reload does; SIGTERM ends it."""
     reached: list[int] = []
     before = signal.signal(signal.SIGHUP, lambda number, _frame: reached.append(number))
     monkeypatch.setattr("tandem.process.hangup.has_terminal", lambda: False)
-    told: list[str] = []
+    printed: list[str] = []
 
     def say(line: str) -> None:
-        told.append(line)
-        os.kill(os.getpid(), signal.SIGTERM if len(told) > 2 else signal.SIGHUP)
+        printed.append(line)
+        os.kill(os.getpid(), signal.SIGTERM if len(printed) > 2 else signal.SIGHUP)
 
     try:
         with door() as router:
@@ -175,7 +175,7 @@ async def test_whoever_says_that_files_have_changed_ends_no_planner(monkeypatch:
     finally:
         signal.signal(signal.SIGHUP, before)
     assert reached == []
-    assert len(told) >= 3
+    assert len(printed) >= 3
 
 
 async def test_what_no_scaler_may_raise_ends_the_planner() -> None:
@@ -188,19 +188,19 @@ async def test_what_no_scaler_may_raise_ends_the_planner() -> None:
 
 
 async def test_a_fleet_or_a_router_that_is_silent_is_named_and_nothing_is_done() -> None:
-    said: list[str] = []
+    printed: list[str] = []
     workers = Workers(silence="the socket is gone")
     with door(num=2) as router:
-        await run_until(LivePlanner(options(router.url, turns=5), workers, said.append), said, "never")
+        await run_until(LivePlanner(options(router.url, turns=5), workers, printed.append), printed, "never")
         router.status = 503
-        await run_until(LivePlanner(options(router.url, turns=2), Workers(), said.append), said, "never")
-        dead = LivePlanner(options("http://127.0.0.1:1", turns=2), Workers(), said.append)
-        await run_until(dead, said, "never")
-    told = lines(said)
-    assert {line["outcome"] for line in told[1:5]} == {"unknown"}
-    assert "the socket is gone" in told[1]["why"][0]
-    assert "HTTP 503" in told[5]["why"][0]
-    assert "ConnectError" in told[7]["why"][0]
+        await run_until(LivePlanner(options(router.url, turns=2), Workers(), printed.append), printed, "never")
+        dead = LivePlanner(options("http://127.0.0.1:1", turns=2), Workers(), printed.append)
+        await run_until(dead, printed, "never")
+    reports = lines(printed)
+    assert {line["outcome"] for line in reports[1:5]} == {"unknown"}
+    assert "the socket is gone" in reports[1]["why"][0]
+    assert "HTTP 503" in reports[5]["why"][0]
+    assert "ConnectError" in reports[7]["why"][0]
     assert workers.orders == []
 
 
@@ -234,61 +234,61 @@ async def test_planner_slow_router_times_out_without_delaying_others(monkeypatch
     async with slow:
         with door() as router:
             async with RouterGroup([url, router.url], api_key_file=None, tls=None) as routers:
-                told = await routers.ask()
+                answers = await routers.ask()
         await asyncio.wait_for(hung_up.wait(), 20)
-    assert "longer than 0.2 s" in str(told[url])
-    assert not isinstance(told[router.url], str)
+    assert "longer than 0.2 s" in str(answers[url])
+    assert not isinstance(answers[router.url], str)
 
 
 @pytest.mark.parametrize("text", ["hush\nhush", "hush\u00e9"])
 async def test_planner_malformed_key_is_reported_without_its_text(tmp_path: Path, text: str) -> None:
     (tmp_path / "key").write_text(text)
     async with RouterGroup(["http://127.0.0.1:1"], api_key_file=tmp_path / "key", tls=None) as routers:
-        [said] = (await routers.ask()).values()
-    assert "is not a key" in str(said)
-    assert "hush" not in str(said)
+        [problem] = (await routers.ask()).values()
+    assert "is not a key" in str(problem)
+    assert "hush" not in str(problem)
 
 
 async def test_planner_router_name_resolves_to_all_addresses() -> None:
     with door() as router:
         port = router.url.rpartition(":")[2]
         async with RouterGroup([f"http://localhost:{port}/v1"], api_key_file=None, tls=None) as routers:
-            [(name, said)] = (await routers.ask()).items()
+            [(name, figures)] = (await routers.ask()).items()
         assert name == router.url
-        assert not isinstance(said, str)
+        assert not isinstance(figures, str)
         assert router.hosts == {f"localhost:{port}"}
         async with RouterGroup(["no-such-host.invalid"], api_key_file=None, tls=None) as routers:
-            [said] = (await routers.ask()).values()
-        assert "cannot resolve its name" in str(said)
+            [figures] = (await routers.ask()).values()
+        assert "cannot resolve its name" in str(figures)
 
 
 async def test_a_name_that_is_not_resolved_once_costs_no_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = LoadWatch(SpeedWatch(WORKER), ttft_s=TARGETS.ttft_s, forget_s=60.0)
+    watch = LoadWatch(SpeedWatch(WORKER), ttft_s=TARGETS.ttft_s, forget_s=60.0)
     with door(num=5) as router:
         url = router.url.replace("127.0.0.1", "localhost")
         async with RouterGroup([url], api_key_file=None, tls=None) as routers:
-            assert isinstance(looks.observe(0.0, await routers.ask()), Unseen)
+            assert isinstance(watch.observe(0.0, await routers.ask()), Unseen)
 
             async def fails(*_: object, **__: object) -> None:
                 raise socket.gaierror("no answer")
 
             with monkeypatch.context() as without_names:
                 without_names.setattr(asyncio.get_running_loop(), "getaddrinfo", fails)
-                told = await routers.ask()
-            for at_s, said in ((15.0, told), (30.0, await routers.ask())):
-                seen = looks.observe(at_s, said)
+                first = await routers.ask()
+            for at_s, answers in ((15.0, first), (30.0, await routers.ask())):
+                seen = watch.observe(at_s, answers)
                 assert isinstance(seen, Observation)
                 assert (seen.period_s, seen.demand.num_requests) == (15.0, 5)
 
 
-async def test_words_tell_news_once() -> None:
-    said: list[str] = []
+async def test_planner_text_output_reports_each_change_once() -> None:
+    printed: list[str] = []
     with door(num=2) as router:
-        planner = LivePlanner(options(router.url, as_json=False), Workers(refusal="no \x1b[31mroom"), said.append)
-        await run_until(planner, said, "no action yet")
-    assert [line for line in said if "no action yet" in line] == said[-1:]
-    assert any("1:2 ordered: flip decode -> prefill" in line for line in said)
-    assert not any("\x1b" in line for line in said)
+        planner = LivePlanner(options(router.url, as_json=False), Workers(refusal="no \x1b[31mroom"), printed.append)
+        await run_until(planner, printed, "no action yet")
+    assert [line for line in printed if "no action yet" in line] == printed[-1:]
+    assert any("1:2 ordered: flip decode -> prefill" in line for line in printed)
+    assert not any("\x1b" in line for line in printed)
 
 
 def test_sizes_and_addresses_are_read_or_refused() -> None:
@@ -304,7 +304,7 @@ def test_sizes_and_addresses_are_read_or_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "message"),
     [
         (["--url", "http://elsewhere:8000"], "--socket"),
         (["--socket", "s", "--kubernetes", "k"], "not both"),
@@ -313,7 +313,7 @@ def test_sizes_and_addresses_are_read_or_refused() -> None:
         (["--least", "0:1", "--dry-run"], "must be at least 1"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(arguments: list[str], told: str) -> None:
+def test_options_that_make_no_sense_are_refused(arguments: list[str], message: str) -> None:
     result = CliRunner().invoke(app, ["autoscale", *arguments])
     assert isinstance(result.exception, ConfigError)
-    assert told in str(result.exception)
+    assert message in str(result.exception)

@@ -34,7 +34,7 @@ class Cluster:
     states: list[tuple[str, ProcessState]] = field(default_factory=list)
     changing: bool = False
     refusal: str | None = None
-    asked: list[ControlRequest] = field(default_factory=list)
+    received_requests: list[ControlRequest] = field(default_factory=list)
     hang: bool = False
     silent: asyncio.Event | None = None
     """Until it is set nothing is said at all."""
@@ -51,12 +51,12 @@ class Cluster:
             )
             writer.close()
             return
-        asked = parse_request(line)
-        self.asked.append(asked)
+        request = parse_request(line)
+        self.received_requests.append(request)
         if self.silent is not None:
             await self.silent.wait()
         lines = [ControlReply(progress="prefill-1 serves")]
-        if isinstance(asked, StatusRequest):
+        if isinstance(request, StatusRequest):
             lines = [ControlReply(processes=self._processes(), changing=self.changing)]
         if not self.hang:
             lines.append(ControlReply(done=self.refusal is None, reason=self.refusal))
@@ -94,13 +94,13 @@ async def test_who_leaves_is_not_counted_and_who_comes_is(tmp_path: Path) -> Non
 
 async def test_an_order_is_flips_one_by_one_and_then_one_scale(tmp_path: Path) -> None:
     flip, start = (ActionKind.FLIP, WorkerRole.PREFILL), (ActionKind.START, WorkerRole.DECODE)
-    asked_flip = FlipRequest(to="prefill", yields=True)
+    flip_request = FlipRequest(to="prefill", yields=True)
     async with cluster(tmp_path) as running:
         await ControlScaler(running.path).carry_out(order(flip, flip, start))
-        assert running.asked == [asked_flip, asked_flip, ScaleRequest(prefill=3, decode=2, yields=True)]
-        running.asked.clear()
+        assert running.received_requests == [flip_request, flip_request, ScaleRequest(prefill=3, decode=2, yields=True)]
+        running.received_requests.clear()
         await ControlScaler(running.path).carry_out(order(flip))
-        assert running.asked == [asked_flip]
+        assert running.received_requests == [flip_request]
 
 
 async def test_a_parent_of_an_older_version_is_ordered_in_its_own_words(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ async def test_a_parent_of_an_older_version_is_ordered_in_its_own_words(tmp_path
     async with cluster(tmp_path) as running:
         running.is_old = True
         await ControlScaler(running.path).carry_out(order(flip, start))
-        assert running.asked == [FlipRequest(to="prefill"), ScaleRequest(prefill=2, decode=3)]
+        assert running.received_requests == [FlipRequest(to="prefill"), ScaleRequest(prefill=2, decode=3)]
 
 
 async def test_sizes_of_a_cluster_in_change_are_none(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ async def test_a_refusal_keeps_its_words(tmp_path: Path) -> None:
         running.refusal = "another change is in progress"
         with pytest.raises(OrderFailed, match="another change is in progress"):
             await ControlScaler(running.path).carry_out(order((ActionKind.FLIP, WorkerRole.PREFILL)))
-    assert len(running.asked) == 1
+    assert len(running.received_requests) == 1
 
 
 async def test_local_scaler_stopped_or_missing_cluster_is_reported(tmp_path: Path) -> None:

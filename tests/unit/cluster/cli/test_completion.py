@@ -39,7 +39,7 @@ def path(tmp_path: Path) -> str:
 def bash(script: str, path: str, home: Path) -> str:
     found = shutil.which("bash")
     assert found, "bash is needed: make uses it too"
-    # Typer asks which shell called it; without a parent shell it is told.
+    # Typer detects the shell from the parent process; there is none here, so the test names it.
     env = {"PATH": path, "HOME": str(home), "_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION": "1"}
     done = subprocess.run(
         [found, "--norc", "-c", script], env=env, capture_output=True, text=True, timeout=60, check=False
@@ -65,8 +65,8 @@ def test_commands_and_options_are_completed_in_bash(path: str, tmp_path: Path) -
 
 def test_it_is_installed_for_the_next_shell(path: str, tmp_path: Path) -> None:
     (tmp_path / ".bashrc").touch()
-    told = bash("tandem --install-completion bash", path, tmp_path)
-    assert "bash completion installed" in told
+    output = bash("tandem --install-completion bash", path, tmp_path)
+    assert "bash completion installed" in output
     assert "bash_completions/tandem.sh" in (tmp_path / ".bashrc").read_text()
     assert "_TANDEM_COMPLETE" in (tmp_path / ".bash_completions" / "tandem.sh").read_text()
 

@@ -24,7 +24,7 @@ async def run(tmp_path, reply, **settings):
     return code, out.export_text(), err.export_text(), router.requests
 
 
-async def test_asks_twice_and_shows_where_the_time_went(tmp_path):
+async def test_demo_sends_two_requests_and_shows_timings(tmp_path):
     code, out, _, requests = await run(tmp_path, lambda _: answer_events("4821"))
     assert code == 0
     assert out.count("\n4821\n") == 2

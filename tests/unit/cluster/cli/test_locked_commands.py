@@ -24,9 +24,9 @@ from tests.support.http_server import answering
 
 
 def test_new_key_with_entry_is_accepted() -> None:
-    told = CliRunner().invoke(app, ["key", "new", "--tenant", "acme"])
-    assert told.exit_code == 0
-    key, entry = (line.partition("): ")[2] for line in told.stdout.splitlines())
+    result = CliRunner().invoke(app, ["key", "new", "--tenant", "acme"])
+    assert result.exit_code == 0
+    key, entry = (line.partition("): ")[2] for line in result.stdout.splitlines())
     assert key not in entry
     # As it would stand in a file.
     config = RouterConfig(api_keys=[PlainLoader(entry).get_single_data()])
@@ -42,10 +42,10 @@ def test_new_key_with_entry_is_accepted() -> None:
     ("arguments", "given"), [(["digest"], "two words"), (["digest"], ""), (["new", "--tenant", "a b"], "")]
 )
 def test_what_can_be_no_key_gets_no_entry(arguments: list[str], given: str) -> None:
-    told = CliRunner().invoke(app, ["key", *arguments], input=f"{given}\n")
-    assert isinstance(told.exception, ConfigError)
-    assert str(told.exception).startswith("tenant: " if "--tenant" in arguments else "key: ")
-    assert "sha256" not in told.stdout
+    result = CliRunner().invoke(app, ["key", *arguments], input=f"{given}\n")
+    assert isinstance(result.exception, ConfigError)
+    assert str(result.exception).startswith("tenant: " if "--tenant" in arguments else "key: ")
+    assert "sha256" not in result.stdout
 
 
 def test_banner_open_or_unencrypted_servers_are_warned_of() -> None:

@@ -1,4 +1,4 @@
-"""`tandem profile`, against a door that answers as it is told."""
+"""`tandem profile` against a fake router."""
 
 import gzip
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ class Door:
 
     url: str = ""
     answer: tuple[int, bytes, dict[str, str]] = (200, b"a flame", {})
-    asked: list[str] = field(default_factory=list)
+    requested_paths: list[str] = field(default_factory=list)
 
 
 @pytest.fixture
@@ -28,7 +28,7 @@ def door() -> Iterator[Door]:
 
     class Answering(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            made.asked.append(self.path)
+            made.requested_paths.append(self.path)
             status, content, headers = made.answer
             self.send_response(status)
             for name, value in {**headers, "Content-Length": str(len(content))}.items():
@@ -54,7 +54,7 @@ def test_what_is_recorded_is_written(door: Door, tmp_path: Path) -> None:
     trace = run("--worker", "decode-0", "--steps", "7", "--out", str(tmp_path / "t.json"), "--url", door.url)
     assert trace.output.endswith("t.json: 7 steps\n")
     assert (tmp_path / "t.json").read_bytes() == b"{}"
-    assert door.asked == [
+    assert door.requested_paths == [
         "/debug/profile/router?seconds=10.0&format=svg",
         "/debug/profile/worker?seconds=10.0&worker=decode-0&steps=7",
     ]
@@ -64,7 +64,7 @@ def test_where_nothing_can_be_written_nothing_is_recorded(door: Door, tmp_path: 
     lost = run("--router", "--out", str(tmp_path / "nowhere" / "f.svg"), "--url", door.url)
     assert lost.exit_code == 2
     assert "no such directory" in lost.output
-    assert door.asked == []
+    assert door.requested_paths == []
     (tmp_path / "f.svg").mkdir()
     in_the_way = run("--router", "--out", str(tmp_path / "f.svg"), "--url", door.url)
     assert (in_the_way.exit_code, in_the_way.output.partition(":")[0]) == (1, "error")

@@ -39,14 +39,14 @@ def test_a_successor_needs_the_whole_share_on_the_gpus_that_the_worker_names():
 
 
 async def test_gpu_room_is_queried_only_for_gpu_workers_and_tolerates_failure(tmp_path):
-    asked = tmp_path / "asked"
-    command = (sys.executable, "-c", f"open({str(asked)!r}, 'w'); print([99, 300])")
+    queried = tmp_path / "asked"
+    command = (sys.executable, "-c", f"open({str(queried)!r}, 'w'); print([99, 300])")
     config = load(None)
     assert await workers_without_room([view("a", {}), view("b", {"num_gpus": 0})], config, command) == frozenset()
-    assert not asked.exists()
+    assert not queried.exists()
     small = {"num_gpus": 1, "weights_bytes": 50, "kv_bytes": 20}
     assert await workers_without_room([view("a", ON_TWO), view("b", small), view("c", {})], config, command) == {"a"}
-    assert asked.exists()
+    assert queried.exists()
     for answer in ("raise SystemExit(1)", "print('none')", "print(5)"):
         assert await workers_without_room([view("a", ON_TWO)], config, (sys.executable, "-c", answer)) == frozenset()
 

@@ -44,8 +44,8 @@ def events(journal):
 def seats(cluster):
     """Which GPU each worker was given, as one of how many on it."""
     argv = {view.name: Path(f"/proc/{view.pid}/cmdline").read_text().split("\0") for view in cluster.workers}
-    told = ("--gpus", "--gpu-sharers")
-    return {name: " of ".join(words[words.index(option) + 1] for option in told) for name, words in argv.items()}
+    options = ("--gpus", "--gpu-sharers")
+    return {name: " of ".join(words[words.index(option) + 1] for option in options) for name, words in argv.items()}
 
 
 def stated(cluster):
@@ -55,32 +55,32 @@ def stated(cluster):
 
 
 async def test_it_grows_and_shrinks_and_routers_read_of_it(journal):
-    told = []
+    notes = []
     async with make(journal) as cluster:
         before = stated(cluster)
-        await carry_out(cluster, ScaleRequest(prefill=2, decode=3), told.append)
+        await carry_out(cluster, ScaleRequest(prefill=2, decode=3), notes.append)
         assert names(cluster) == ["decode-0", "decode-1", "decode-2", "prefill-0", "prefill-1", "router"]
         listed = stated(cluster)
         assert [len(pool) for pool in listed] == [2, 3]
         assert sorted(view.address for view in cluster.workers) == sorted(listed[0] + listed[1])
         assert load(cluster.config_path).decode.replicas == 3
-        await carry_out(cluster, ScaleRequest(prefill=1, decode=1), told.append)
+        await carry_out(cluster, ScaleRequest(prefill=1, decode=1), notes.append)
         assert names(cluster) == ["decode-0", "prefill-0", "router"]
         assert stated(cluster) == before
-        assert told[-1] == "decode-1 has left"
-        await carry_out(cluster, ScaleRequest(), told.append)
+        assert notes[-1] == "decode-1 has left"
+        await carry_out(cluster, ScaleRequest(), notes.append)
         assert cluster.failure is None
     assert events(journal).count("router started") == 1
 
 
-async def test_whoever_leaves_for_a_change_is_told_of_once(journal):
-    notes, told = [], []
+async def test_operations_leaving_worker_is_reported_once(journal):
+    notes, reports = [], []
     watcher = SilentWatcher()
     watcher.on_note = lambda note: notes.append(f"{note.name} {note.text}")
     command = fake_command(journal, None)
     async with LocalCluster(fake_config(decode=2), command=command, policy=POLICY, watcher=watcher) as cluster:
-        await carry_out(cluster, ScaleRequest(decode=1), told.append)
-    assert [*notes, *told].count("decode-1 has left") == 1
+        await carry_out(cluster, ScaleRequest(decode=1), reports.append)
+    assert [*notes, *reports].count("decode-1 has left") == 1
 
 
 async def test_a_flip_starts_the_one_before_the_other_leaves(journal):
@@ -122,7 +122,7 @@ async def test_what_does_not_start_ends_the_change_and_the_old_one_stays(journal
 
 
 async def test_in_place_each_worker_leaves_before_its_successor_starts(journal, monkeypatch):
-    told, named = [], []
+    notes, named = [], []
     async with make(journal, {"decode-0": "later"}, decode=2) as cluster:
         name_workers = cluster.shared.name_workers
 
@@ -132,13 +132,13 @@ async def test_in_place_each_worker_leaves_before_its_successor_starts(journal, 
 
         monkeypatch.setattr(cluster.shared, "name_workers", note)
         before = {view.pid for view in cluster.processes}
-        await carry_out(cluster, RestartRequest(in_place=True), told.append)
+        await carry_out(cluster, RestartRequest(in_place=True), notes.append)
         assert names(cluster) == ["decode-0", "decode-1", "prefill-0", "router-1"]
         assert before.isdisjoint(view.pid for view in cluster.processes)
         assert [len(pool) for pool in stated(cluster)] == [1, 2]
         assert cluster.failure is None
     assert ("decode-1", ProcessState.STARTING) in named, "routers expect a successor as soon as it is started"
-    assert told[0].startswith("replaced in place, as requested: decode-0, decode-1, prefill-0;")
+    assert notes[0].startswith("replaced in place, as requested: decode-0, decode-1, prefill-0;")
     seen = [event for event in events(journal) if event.startswith("decode") and not event.endswith("hup")]
     died_once = ["decode-0 term", "decode-0 started", "decode-0 started"]
     assert seen[2:-2] == [*died_once, "decode-1 term", "decode-1 started"]
@@ -147,8 +147,10 @@ async def test_in_place_each_worker_leaves_before_its_successor_starts(journal, 
 
 def no_room(monkeypatch, *, free_bytes):
     """Of the machine's one GPU."""
-    told = (sys.executable, "-c", f"print([{free_bytes}])")
-    monkeypatch.setattr("cluster.control.operations.workers_without_room", partial(workers_without_room, command=told))
+    command = (sys.executable, "-c", f"print([{free_bytes}])")
+    monkeypatch.setattr(
+        "cluster.control.operations.workers_without_room", partial(workers_without_room, command=command)
+    )
 
 
 async def test_a_worker_whose_gpu_is_full_leaves_first_unless_it_is_the_only_one_that_answers(journal, monkeypatch):
@@ -156,15 +158,15 @@ async def test_a_worker_whose_gpu_is_full_leaves_first_unless_it_is_the_only_one
         no_room(monkeypatch, free_bytes=124)
         with pytest.raises(ChangeRefused, match=r"no room for a replacement while decode-0 runs, .*--in-place"):
             await carry_out(cluster, RestartRequest(roles=("decode",)), [].append)
-        told = []
-        await carry_out(cluster, RestartRequest(roles=("decode",), in_place=True), told.append)
+        notes = []
+        await carry_out(cluster, RestartRequest(roles=("decode",), in_place=True), notes.append)
         assert (
-            "decode-0 is the only decode worker: streams and new requests wait until its replacement serves" in told[1]
+            "decode-0 is the only decode worker: streams and new requests wait until its replacement serves" in notes[1]
         )
         await carry_out(cluster, ScaleRequest(decode=2), [].append)
-        told.clear()
-        await carry_out(cluster, RestartRequest(roles=("decode", "prefill")), told.append)
-        assert told[0].startswith("replaced in place, because the GPUs have no room for both: decode-0, decode-1;")
+        notes.clear()
+        await carry_out(cluster, RestartRequest(roles=("decode", "prefill")), notes.append)
+        assert notes[0].startswith("replaced in place, because the GPUs have no room for both: decode-0, decode-1;")
         assert names(cluster) == ["decode-0", "decode-1", "prefill-1", "router"]
         no_room(monkeypatch, free_bytes=125)
         await carry_out(cluster, RestartRequest(roles=("decode",)), [].append)
@@ -184,10 +186,10 @@ async def test_a_successor_computes_where_the_one_did_that_it_replaces(journal):
 
 async def test_a_stop_ends_a_change(journal):
     cluster = make(journal, {"decode-1": "slow"})
-    told = []
+    notes = []
 
     def tell(text):
-        told.append(text)
+        notes.append(text)
         cluster.request_stop()
 
     async with cluster:
@@ -197,14 +199,14 @@ async def test_a_stop_ends_a_change(journal):
 
 @pytest.mark.parametrize("decode", [1, 2])
 async def test_one_that_was_given_up_leaves_and_a_scale_replaces_it(journal, decode):
-    told = []
+    notes = []
     async with make(journal, {"decode-0": "once"}, decode=2) as cluster:
         await give_up(cluster, "decode-0")
-        await carry_out(cluster, ScaleRequest(decode=decode), told.append)
-        assert "decode-0 has left" in told
+        await carry_out(cluster, ScaleRequest(decode=decode), notes.append)
+        assert "decode-0 has left" in notes
         assert "decode-0" not in names(cluster)
         assert len(stated(cluster)[1]) == decode
-        await carry_out(cluster, RestartRequest(roles=("router",)), told.append)
+        await carry_out(cluster, RestartRequest(roles=("router",)), notes.append)
         assert len(names(cluster)) == len(cluster.processes)
         assert cluster.failure is None
 
@@ -257,10 +259,10 @@ async def test_workers_over_nodes_leave_before_their_successors_and_do_not_chang
         spread = {"tensor_parallel_size": 2, "nodes": 2, "rank_port": held.getsockname()[1]}
     config = config.model_copy(update={"decode": config.decode.model_copy(update=spread)})
     async with LocalCluster(config, command=fake_command(journal), policy=POLICY) as cluster:
-        told = []
-        await carry_out(cluster, RestartRequest(roles=("decode", "prefill")), told.append)
-        assert told[0].startswith("replaced in place, because ranks on other nodes follow one worker at a time")
-        assert "decode-0, decode-1;" in told[0]
+        notes = []
+        await carry_out(cluster, RestartRequest(roles=("decode", "prefill")), notes.append)
+        assert notes[0].startswith("replaced in place, because ranks on other nodes follow one worker at a time")
+        assert "decode-0, decode-1;" in notes[0]
         # Each at the index that the nodes' ranks know; the other pool as ever.
         assert names(cluster) == ["decode-0", "decode-1", "prefill-1", "router"]
         with pytest.raises(ChangeRefused, match="workers with ranks on other nodes cannot change pools"):

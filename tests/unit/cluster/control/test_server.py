@@ -51,8 +51,8 @@ async def run(*arguments):
 
 
 async def test_commands_change_a_cluster_and_say_how_it_goes(folder):
-    told = []
-    async with make(folder) as cluster, ControlSocket(cluster, report=told.append) as control:
+    reports = []
+    async with make(folder) as cluster, ControlSocket(cluster, report=reports.append) as control:
         assert stat.S_IMODE(control.path.stat().st_mode) == 0o600
         where = ("--socket", str(control.path))
         done = await run("scale", "decode=2", "prefill=2", *where)
@@ -76,7 +76,7 @@ async def test_commands_change_a_cluster_and_say_how_it_goes(folder):
         pids = {view.name: str(view.pid) for view in cluster.processes}
         assert all(line.split()[1:4] == ["ready", "pid", pids[line.split()[0]]] for line in listed)
         assert (status.changing, end.done) == (False, True)
-    assert told[-1].startswith("not done: unknown process decode-7; the processes are: decode-0, prefill-0, ")
+    assert reports[-1].startswith("not done: unknown process decode-7; the processes are: decode-0, prefill-0, ")
     assert not control.path.exists()
     gone = (await run("restart", *where)).output
     assert gone.startswith(f"not done: no cluster answers at {control.path} (")
@@ -135,17 +135,17 @@ async def test_control_socket_allows_one_change_which_outlives_its_client(folder
         reader, writer = await asyncio.open_unix_connection(control.path)
         writer.write(encode_message(ScaleRequest(decode=2)))
         assert b"starting a decode" in await reader.readline()
-        (told,) = await asyncio.to_thread(lambda: list(ask(control.path, FlipRequest(to="decode"))))
-        assert told.reason == "another change is in progress: `tandem abort` aborts it"
+        (answer,) = await asyncio.to_thread(lambda: list(ask(control.path, FlipRequest(to="decode"))))
+        assert answer.reason == "another change is in progress: `tandem abort` aborts it"
         writer.close()
         await cluster.wait_ready("decode-1")
         assert len(cluster.workers) == 3
 
 
-async def hanging(control, asked):
+async def hanging(control, request):
     """Ask for what will wait for a process that never serves; the rest of the answer, once that is starting."""
     reader, writer = await asyncio.open_unix_connection(control.path)
-    writer.write(encode_message(asked))
+    writer.write(encode_message(request))
     while b"starting a " not in await reader.readline():
         pass
 
@@ -162,15 +162,15 @@ async def test_a_change_that_hangs_is_taken_back_and_what_it_has_done_stays(fold
         where = ("--socket", str(control.path))
         idle = await run("abort", *where)
         assert (idle.exit_code, idle.output) == (1, "not done: no change is in progress\n")
-        asked = await run("scale", "decode=2", *where)
-        assert asked.exit_code == 0, asked.output
+        result = await run("scale", "decode=2", *where)
+        assert result.exit_code == 0, result.output
         waits = await hanging(control, ScaleRequest(decode=4))
         done = await run("abort", *where)
         assert (done.exit_code, done.output) == (0, "done\n")
         assert (await waits)["reason"] == "it was aborted"
         assert load(cluster.config_path).decode.replicas == 2
-        asked = await run("restart", "prefill", *where)  # while the one that was given up ends
-        assert asked.exit_code == 0, asked.output
+        result = await run("restart", "prefill", *where)  # while the one that was given up ends
+        assert result.exit_code == 0, result.output
         assert sorted(view.name for view in cluster.workers if view.state is ProcessState.READY) == [
             "decode-0", "decode-1", "prefill-1",
         ]  # fmt: skip
@@ -179,15 +179,15 @@ async def test_a_change_that_hangs_is_taken_back_and_what_it_has_done_stays(fold
 async def test_a_planner_makes_room_for_an_operator_and_not_the_other_way_round(folder):
     async with make(folder, {"decode-1": "slow"}) as cluster, ControlSocket(cluster, report=[].append) as control:
         waits = await hanging(control, ScaleRequest(decode=2, yields=True))
-        (told,) = await asyncio.to_thread(lambda: list(ask(control.path, FlipRequest(to="decode", yields=True))))
-        assert told.reason.startswith("another change is in progress")
-        told = await asyncio.to_thread(lambda: list(ask(control.path, ScaleRequest(prefill=2))))
-        assert told[-1].done is True
+        (answer,) = await asyncio.to_thread(lambda: list(ask(control.path, FlipRequest(to="decode", yields=True))))
+        assert answer.reason.startswith("another change is in progress")
+        answer = await asyncio.to_thread(lambda: list(ask(control.path, ScaleRequest(prefill=2))))
+        assert answer[-1].done is True
         assert (await waits)["reason"] == "replaced by an operator's change"
         assert [load(cluster.config_path).prefill.replicas, load(cluster.config_path).decode.replicas] == [2, 1]
         waits = await hanging(control, RestartRequest(roles=("decode",)))
-        (told,) = await asyncio.to_thread(lambda: list(ask(control.path, ScaleRequest(prefill=1))))
-        assert told.reason.startswith("another change is in progress")
+        (answer,) = await asyncio.to_thread(lambda: list(ask(control.path, ScaleRequest(prefill=1))))
+        assert answer.reason.startswith("another change is in progress")
         assert (await run("abort", "--socket", str(control.path))).exit_code == 0
         await waits
 
@@ -214,21 +214,21 @@ async def test_control_socket_invalid_request_keeps_the_planners_change(folder):
     counts = {"prefill": 0, "modes": {"decode-1": "slow"}}
     async with make(folder, **counts) as cluster, ControlSocket(cluster, report=[].append) as control:
         waits = await hanging(control, ScaleRequest(decode=2, yields=True))
-        (told,) = await asyncio.to_thread(lambda: list(ask(control.path, FlipRequest(to="decode"))))
-        assert told.reason == "no prefill worker can be spared"
+        (answer,) = await asyncio.to_thread(lambda: list(ask(control.path, FlipRequest(to="decode"))))
+        assert answer.reason == "no prefill worker can be spared"
         assert cluster.under_way is not None
         assert (await run("abort", "--socket", str(control.path))).exit_code == 0
         await waits
 
 
-async def test_who_interrupts_the_command_is_told_how_to_take_the_change_back(monkeypatch):
+async def test_interrupted_command_names_the_command_that_aborts(monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("cluster.cli.fleet.ask", interrupted)
-    told = await run("restart")
-    said = "Interrupting the command does not cancel the change; `tandem abort` does.\n"
-    assert (told.exit_code, told.output) == (130, said)
+    result = await run("restart")
+    hint = "Interrupting the command does not cancel the change; `tandem abort` does.\n"
+    assert (result.exit_code, result.output) == (130, hint)
 
 
 async def test_change_unwritable_configuration_reports_failure_and_ends(folder):
@@ -236,14 +236,14 @@ async def test_change_unwritable_configuration_reports_failure_and_ends(folder):
         place = cluster.config_path.parent
         kept = place.rename(folder / "moved")
         place.write_text("in the way")
-        (told,) = await asyncio.to_thread(lambda: list(ask(control.path, ScaleRequest(decode=2))))
-        assert told.done is False
-        assert "cannot write the configuration" in told.reason
+        (answer,) = await asyncio.to_thread(lambda: list(ask(control.path, ScaleRequest(decode=2))))
+        assert answer.done is False
+        assert "cannot write the configuration" in answer.reason
         place.unlink()
         kept.rename(place)
         assert len(cluster.workers) == 2
-        told = await asyncio.to_thread(lambda: list(ask(control.path, ScaleRequest(decode=2))))
-        assert told[-1].done is True
+        answer = await asyncio.to_thread(lambda: list(ask(control.path, ScaleRequest(decode=2))))
+        assert answer[-1].done is True
 
 
 async def test_no_socket_where_others_can_enter(folder, monkeypatch):
@@ -256,11 +256,11 @@ async def test_no_socket_where_others_can_enter(folder, monkeypatch):
         with pytest.raises(ConfigError, match="exists and is not a socket"):
             await ControlSocket(cluster, report=[].append).__aenter__()
         assert (folder / "c.sock").read_text() == "mine"
-    told = []
+    reports = []
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
     (folder / "tandem").mkdir(mode=0o755)
-    async with ControlSocket(LocalCluster(fake_config()), report=told.append):
-        assert told[0].startswith("this cluster cannot be changed while it runs: control_socket: ")
+    async with ControlSocket(LocalCluster(fake_config()), report=reports.append):
+        assert reports[0].startswith("this cluster cannot be changed while it runs: control_socket: ")
 
 
 async def test_cluster_that_starts_removes_sockets_of_killed_ones(folder, monkeypatch):

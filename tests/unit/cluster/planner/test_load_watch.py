@@ -16,7 +16,7 @@ from tandem.errors import Code
 from tandem.values.roles import WorkerRole
 from tests.support.cluster.bound_clusters import Bottleneck, at_the_queue, exposition
 from tests.support.cluster.planned_worker import PERIOD_S, TARGETS, WORKER
-from tests.support.cluster.router_figures import ToldRouter, backlog, steps
+from tests.support.cluster.router_figures import RouterCounters, backlog, steps
 
 FORGET_S = 60.0
 
@@ -25,51 +25,51 @@ def watch(speed: SpeedWatch | None = None) -> LoadWatch:
     return LoadWatch(speed or SpeedWatch(WORKER), ttft_s=TARGETS.ttft_s, forget_s=FORGET_S)
 
 
-def seen(told: Observation | Unseen) -> Observation:
-    assert isinstance(told, Observation), told.why
-    return told
+def seen(observed: Observation | Unseen) -> Observation:
+    assert isinstance(observed, Observation), observed.why
+    return observed
 
 
-def why(told: Observation | Unseen) -> str:
-    assert isinstance(told, Unseen)
-    return told.why
+def why(observed: Observation | Unseen) -> str:
+    assert isinstance(observed, Unseen)
+    return observed.why
 
 
 def test_a_period_is_what_came_since_the_last_look_over_all_routers() -> None:
-    one, other, looks = ToldRouter(), ToldRouter(), watch()
+    one, other, load_watch = RouterCounters(), RouterCounters(), watch()
     one.serve(500, prompt=30)
-    assert "first reading" in why(looks.observe(0.0, {"a": one.figures(), "b": other.figures()}))
+    assert "first reading" in why(load_watch.observe(0.0, {"a": one.figures(), "b": other.figures()}))
     one.serve(20)
     other.serve(10, output=300, cached=500)
-    told = seen(looks.observe(PERIOD_S, {"a": one.figures(), "b": other.figures(backlog(w=1000))}))
-    assert told.period_s == PERIOD_S
-    assert (told.demand.num_requests, told.demand.num_answers) == (30, 30)
-    assert told.demand.output_tokens == 20 * 100 + 10 * 300
-    assert told.demand.cached_tokens == 5000
-    assert (told.num_first, told.num_late) == (30, 0)
-    assert told.waiting_prompt_seconds == pytest.approx(1000 * WORKER.prompt_token_s)
+    observation = seen(load_watch.observe(PERIOD_S, {"a": one.figures(), "b": other.figures(backlog(w=1000))}))
+    assert observation.period_s == PERIOD_S
+    assert (observation.demand.num_requests, observation.demand.num_answers) == (30, 30)
+    assert observation.demand.output_tokens == 20 * 100 + 10 * 300
+    assert observation.demand.cached_tokens == 5000
+    assert (observation.num_first, observation.num_late) == (30, 0)
+    assert observation.waiting_prompt_seconds == pytest.approx(1000 * WORKER.prompt_token_s)
 
 
 def test_lengths_and_seconds_come_near_to_what_they_were() -> None:
-    router, looks = ToldRouter(), watch()
-    looks.observe(0.0, {"a": router.figures()})
+    router, load_watch = RouterCounters(), watch()
+    load_watch.observe(0.0, {"a": router.figures()})
     router.serve(40, prompt=700, output=80)
     router.serve(10, prompt=7000, output=350)
-    told = seen(looks.observe(PERIOD_S, {"a": router.figures()})).demand
+    demand = seen(load_watch.observe(PERIOD_S, {"a": router.figures()})).demand
     truth = 40 * WORKER.prompt_seconds(0, 700) + 10 * WORKER.prompt_seconds(0, 7000)
-    assert told.prompt_tokens == 98_000
-    assert told.prompt_seconds == pytest.approx(truth, rel=0.1)
+    assert demand.prompt_tokens == 98_000
+    assert demand.prompt_seconds == pytest.approx(truth, rel=0.1)
     squares = 40 * WORKER.prompt_seconds(0, 700) ** 2 + 10 * WORKER.prompt_seconds(0, 7000) ** 2
-    assert told.prompt_seconds_squared == pytest.approx(squares, rel=0.25)
-    # Which prompt had which answer is not told, so this is that of a mean prompt.
+    assert demand.prompt_seconds_squared == pytest.approx(squares, rel=0.25)
+    # Which prompt had which answer is not reported, so this is that of a mean prompt.
     mean_prompt = 98_000 / 50
     contexts = 40 * 80 * (mean_prompt + 80) + 10 * 350 * (mean_prompt + 350)
-    assert told.context_tokens == pytest.approx(contexts, rel=0.1)
+    assert demand.context_tokens == pytest.approx(contexts, rel=0.1)
 
 
 def test_late_first_tokens_and_requests_that_were_lost_are_counted() -> None:
-    router, looks = ToldRouter(), watch()
-    looks.observe(0.0, {"a": router.figures()})
+    router, load_watch = RouterCounters(), watch()
+    load_watch.observe(0.0, {"a": router.figures()})
     router.serve(8)
     router.serve(3, ttft_s=9.0)
     router.lose(2)
@@ -77,73 +77,73 @@ def test_late_first_tokens_and_requests_that_were_lost_are_counted() -> None:
     router.lose(4, Code.INVALID_ARGUMENT)
     router.lose(6, Code.RESOURCE_EXHAUSTED)
     of_limits = 'tandem_rejections_total{reason="tokens_per_minute"} 6.0\n'
-    told = seen(looks.observe(PERIOD_S, {"a": router.figures(of_limits)}))
-    assert (told.num_late, told.num_first) == (5, 13)
+    observation = seen(load_watch.observe(PERIOD_S, {"a": router.figures(of_limits)}))
+    assert (observation.num_late, observation.num_first) == (5, 13)
 
 
 def test_a_router_that_began_anew_costs_two_looks_and_makes_nothing_up() -> None:
-    router, other, looks = ToldRouter(), ToldRouter(), watch()
+    router, other, load_watch = RouterCounters(), RouterCounters(), watch()
     router.serve(10_000)
-    looks.observe(0.0, {"a": router.figures(), "b": other.figures()})
-    router = ToldRouter()
+    load_watch.observe(0.0, {"a": router.figures(), "b": other.figures()})
+    router = RouterCounters()
     other.serve(3)
-    assert "counts fell" in why(looks.observe(15.0, {"a": router.figures(), "b": other.figures()}))
+    assert "counts fell" in why(load_watch.observe(15.0, {"a": router.figures(), "b": other.figures()}))
     router.serve(7)
-    assert "restarted" in why(looks.observe(30.0, {"a": router.figures(), "b": other.figures()}))
+    assert "restarted" in why(load_watch.observe(30.0, {"a": router.figures(), "b": other.figures()}))
     router.serve(5)
-    told = seen(looks.observe(45.0, {"a": router.figures(), "b": other.figures()}))
+    observation = seen(load_watch.observe(45.0, {"a": router.figures(), "b": other.figures()}))
     # What the other had is whole, over the whole time.
-    assert (told.period_s, told.demand.num_requests) == (45.0, 8)
+    assert (observation.period_s, observation.demand.num_requests) == (45.0, 8)
 
 
 def test_a_process_that_did_not_answer_once_is_no_flood_when_it_does() -> None:
-    router, part, looks = ToldRouter(), ToldRouter(), watch()
+    router, part, load_watch = RouterCounters(), RouterCounters(), watch()
     router.serve(10_000)
     part.serve(400)
-    looks.observe(0.0, {"a": router.figures()})
-    assert "counts fell" in why(looks.observe(15.0, {"a": part.figures()}))
+    load_watch.observe(0.0, {"a": router.figures()})
+    assert "counts fell" in why(load_watch.observe(15.0, {"a": part.figures()}))
     router.serve(12)
-    assert seen(looks.observe(30.0, {"a": router.figures()})).demand.num_requests == 12
+    assert seen(load_watch.observe(30.0, {"a": router.figures()})).demand.num_requests == 12
 
 
 def test_a_silent_router_stops_everything_until_it_is_forgotten() -> None:
-    one, other, looks = ToldRouter(), ToldRouter(), watch()
-    looks.observe(0.0, {"a": one.figures(), "b": other.figures()})
+    one, other, load_watch = RouterCounters(), RouterCounters(), watch()
+    load_watch.observe(0.0, {"a": one.figures(), "b": other.figures()})
     for at_s in (15.0, 30.0, 45.0, 60.0):
         one.serve(10)
-        assert "b: refused" in why(looks.observe(at_s, {"a": one.figures(), "b": "refused"}))
+        assert "b: refused" in why(load_watch.observe(at_s, {"a": one.figures(), "b": "refused"}))
     one.serve(10)
-    told = seen(looks.observe(75.0, {"a": one.figures(), "b": "refused"}))
-    assert (told.period_s, told.demand.num_requests) == (75.0, 50)
+    observation = seen(load_watch.observe(75.0, {"a": one.figures(), "b": "refused"}))
+    assert (observation.period_s, observation.demand.num_requests) == (75.0, 50)
     other.serve(900)
     one.serve(1)
-    assert seen(looks.observe(90.0, {"a": one.figures(), "b": other.figures()})).demand.num_requests == 1
+    assert seen(load_watch.observe(90.0, {"a": one.figures(), "b": other.figures()})).demand.num_requests == 1
     other.serve(2)
-    assert seen(looks.observe(105.0, {"a": one.figures(), "b": other.figures()})).demand.num_requests == 2
+    assert seen(load_watch.observe(105.0, {"a": one.figures(), "b": other.figures()})).demand.num_requests == 2
 
 
 def test_a_router_that_is_not_listed_any_more_is_not_waited_for() -> None:
-    one, other, looks = ToldRouter(), ToldRouter(), watch()
-    looks.observe(0.0, {"a": one.figures(), "b": other.figures()})
+    one, other, load_watch = RouterCounters(), RouterCounters(), watch()
+    load_watch.observe(0.0, {"a": one.figures(), "b": other.figures()})
     one.serve(4)
-    assert seen(looks.observe(15.0, {"a": one.figures()})).demand.num_requests == 4
+    assert seen(load_watch.observe(15.0, {"a": one.figures()})).demand.num_requests == 4
 
 
 def test_load_watch_without_routers_reports_why() -> None:
-    looks = watch()
-    assert why(looks.observe(0.0, {"a": "refused"})) == "a: refused"
-    assert why(looks.observe(15.0, {})) == "no router was found"
+    load_watch = watch()
+    assert why(load_watch.observe(0.0, {"a": "refused"})) == "a: refused"
+    assert why(load_watch.observe(15.0, {})) == "no router was found"
 
 
 def test_every_router_tells_of_the_same_workers() -> None:
-    one, other, looks = ToldRouter(), ToldRouter(), watch()
+    one, other, load_watch = RouterCounters(), RouterCounters(), watch()
     for router in (one, other):
         router.metrics.workers("prefill", "live", 2)
     other.metrics.workers("decode", "live", 3)
     figures = {"a": one.figures(backlog(p=100, q=50)), "b": other.figures(backlog(p=120))}
-    looks.observe(0.0, figures)
-    told = seen(looks.observe(15.0, figures))
-    assert told.waiting_prompt_seconds == pytest.approx(170 * WORKER.prompt_token_s)
+    load_watch.observe(0.0, figures)
+    observation = seen(load_watch.observe(15.0, figures))
+    assert observation.waiting_prompt_seconds == pytest.approx(170 * WORKER.prompt_token_s)
     assert live_workers(list(figures.values())) == Sizes(prefill=2, decode=3)
 
 
@@ -161,7 +161,7 @@ def test_every_router_tells_of_the_same_workers() -> None:
     ],
 )
 def test_router_figures_impossible_numbers_are_refused(name: str, value: str) -> None:
-    router = ToldRouter()
+    router = RouterCounters()
     router.serve(3)
     with pytest.raises(ValueError, match=r"\bis\b|fewer"):
         read_figures(f"{router.text()}{name} {value}\n")
@@ -174,7 +174,9 @@ def test_buckets_that_fall_and_pools_without_end_are_refused() -> None:
         Histogram.from_cumulative({float("nan"): 5.0, inf: 6.0}, 7.0)
     for blocks in ("9" * 300, "-4"):
         with pytest.raises(ValueError, match="cache_config_info is"):
-            ToldRouter().figures(f'vllm:cache_config_info{{engine="w",block_size="16",num_gpu_blocks="{blocks}"}} 1\n')
+            RouterCounters().figures(
+                f'vllm:cache_config_info{{engine="w",block_size="16",num_gpu_blocks="{blocks}"}} 1\n'
+            )
 
 
 def test_a_sum_that_falls_is_of_a_router_that_began_anew() -> None:
@@ -195,12 +197,12 @@ def test_load_watch_router_metrics_match_simulated_queue_and_kv(bottleneck: Bott
         assert figures.queued_tokens == (waiting if bottleneck == "prefill" else 0)
         assert figures.total_queued_tokens == waiting > 0
         assert figures.decode_kv_tokens
-        # Every router tells of the same workers, and of its own door.
-        told = fullness([figures, replace(figures, total_queued_tokens=0.0)], figures.decode_kv_tokens)
+        # Every router reports the same workers, and its own queue.
+        estimate = fullness([figures, replace(figures, total_queued_tokens=0.0)], figures.decode_kv_tokens)
         truth = simulated_fullness(simulation, figures.decode_kv_tokens)
-        assert told[0] == truth[0] == (4 if bottleneck == "prefill" else 1)
+        assert estimate[0] == truth[0] == (4 if bottleneck == "prefill" else 1)
         # Workers' word is half a second old.
-        assert 0.0 < told[1] == pytest.approx(truth[1], abs=0.5)
+        assert 0.0 < estimate[1] == pytest.approx(truth[1], abs=0.5)
 
     at_the_queue(bottleneck, look)
     assert looked
@@ -212,30 +214,30 @@ def test_gpu_room_full_workers_are_named_and_none_without_free_memory() -> None:
     more = "".join(blocks % (n, r, "used", used) + blocks % (n, r, "free", 100 - used) for n, r, used in workers)
     more += 'tandem_worker_pinned_blocks{worker="e",role="decode"} 40\n'
     more += 'tandem_queue_tokens{lacks="decode"} 600.0\ntandem_queue_tokens{lacks="prefill"} 400.0\n'
-    router, looks = ToldRouter(), watch()
-    looks.observe(0.0, {"a": router.figures()})
-    nothing = seen(looks.observe(15.0, {"a": router.figures()}))
+    router, load_watch = RouterCounters(), watch()
+    load_watch.observe(0.0, {"a": router.figures()})
+    nothing = seen(load_watch.observe(15.0, {"a": router.figures()}))
     assert (nothing.num_decoding, nothing.taken_pools) == (0, 0.0)
-    told = seen(looks.observe(30.0, {"a": router.figures(more)}))
-    assert told.num_decoding == 2
-    assert told.taken_pools == pytest.approx(0.3 + 0.5 + 1000 / WORKER.kv_tokens)
+    observation = seen(load_watch.observe(30.0, {"a": router.figures(more)}))
+    assert observation.num_decoding == 2
+    assert observation.taken_pools == pytest.approx(0.3 + 0.5 + 1000 / WORKER.kv_tokens)
 
 
 def test_workers_have_their_own_speed_and_the_profiles_shape() -> None:
-    router, speed = ToldRouter(), SpeedWatch(WORKER)
-    looks = watch(speed)
+    router, speed = RouterCounters(), SpeedWatch(WORKER)
+    load_watch = watch(speed)
     before = steps("p", "prefill", steps=100, seconds=10, tokens=50_000, requests=100)
     before += steps("d", "decode", steps=100, seconds=10, tokens=100, requests=100)
-    looks.observe(0.0, {"a": router.figures(before)})
+    load_watch.observe(0.0, {"a": router.figures(before)})
     router.serve(20)
     # A first word of workers says nothing: they may have worked for days.
-    looks.observe(15.0, {"a": router.figures(before)})
+    load_watch.observe(15.0, {"a": router.figures(before)})
     assert speed.factor(WorkerRole.PREFILL) == speed.factor(WorkerRole.DECODE) == 1.0
     took = 2.0 * (WORKER.step_s * 1000 + WORKER.prompt_token_s * 500_000)
     after = steps("p", "prefill", steps=1100, seconds=10 + took, tokens=550_000, requests=1100)
     after += steps("d", "decode", steps=50, seconds=5, tokens=50, requests=50)
     router.serve(20)
-    looks.observe(30.0, {"a": router.figures(after)})
+    load_watch.observe(30.0, {"a": router.figures(after)})
     assert 1.9 < speed.factor(WorkerRole.PREFILL) < 2.0
     assert speed.factor(WorkerRole.DECODE) == 1.0, "a worker that began anew"
     assert speed.prefill_worker.prompt_token_s == pytest.approx(2.0 * WORKER.prompt_token_s, rel=0.05)
@@ -249,13 +251,13 @@ def test_the_smallest_pool_of_a_decode_worker_bounds_it() -> None:
     more = "".join(pools % (name, blocks) + roles % (name, role) for name, blocks, role in workers)
     speed = SpeedWatch(WORKER)
     assert speed.decode_worker.kv_tokens == WORKER.kv_tokens
-    speed.observe([ToldRouter().figures(more)], prompt_tokens=0.0, context_tokens=None)
+    speed.observe([RouterCounters().figures(more)], prompt_tokens=0.0, context_tokens=None)
     assert speed.decode_worker.kv_tokens == 3200
 
 
 def test_decode_steps_are_judged_by_their_rows() -> None:
     speed = SpeedWatch(WORKER)
-    router = ToldRouter()
+    router = RouterCounters()
     for at in (0, 10_000):
         rows = 8 * at
         took = 0.5 * (WORKER.step_s * at + (WORKER.row_s + WORKER.context_token_s * 900) * rows)
@@ -268,7 +270,7 @@ def test_router_figures_foreign_metrics_are_refused() -> None:
     with pytest.raises(ValueError, match="not a router"):
         read_figures("# nothing\nup 1\n")
     with pytest.raises(ValueError, match="label"):
-        read_figures(ToldRouter().text('tandem_worker_backlog_tokens{role="decode"} 3\n'))
+        read_figures(RouterCounters().text('tandem_worker_backlog_tokens{role="decode"} 3\n'))
 
 
 def test_a_histogram_knows_what_lies_above() -> None:
@@ -291,23 +293,23 @@ def test_of_histograms_with_other_bounds_those_count_that_both_have() -> None:
 def test_routers_of_another_version_may_have_other_buckets() -> None:
     """Both sum up while there are both; what was remembered of lengths begins anew with the buckets."""
 
-    def newer(router: ToldRouter) -> RouterFigures:
+    def newer(router: RouterCounters) -> RouterFigures:
         """Without each second bound of prompts' lengths."""
         lines = router.text().splitlines(keepends=True)
         buckets = [line for line in lines if line.startswith("vllm:request_prompt_tokens_bucket")]
         return read_figures("".join(line for line in lines if line not in buckets[1:-1:2]))
 
-    one, other, looks = ToldRouter(), ToldRouter(), watch()
+    one, other, load_watch = RouterCounters(), RouterCounters(), watch()
     assert 4 < len(newer(one).prompts.bounds) < len(one.figures().prompts.bounds)
-    looks.observe(0.0, {"a": one.figures(), "b": newer(other)})
+    load_watch.observe(0.0, {"a": one.figures(), "b": newer(other)})
     one.serve(30, prompt=700)
     other.serve(20, prompt=700)
-    told = seen(looks.observe(PERIOD_S, {"a": one.figures(), "b": newer(other)}))
-    assert told.demand.num_requests == 50
-    assert told.demand.prompt_tokens == 50 * 700
+    observation = seen(load_watch.observe(PERIOD_S, {"a": one.figures(), "b": newer(other)}))
+    assert observation.demand.num_requests == 50
+    assert observation.demand.prompt_tokens == 50 * 700
     for now_s in (2, 3):  # the other one is replaced: two looks are lost, as whenever a router begins anew
-        assert "a" in why(looks.observe(now_s * PERIOD_S, {"a": newer(one), "b": newer(other)}))
+        assert "a" in why(load_watch.observe(now_s * PERIOD_S, {"a": newer(one), "b": newer(other)}))
     one.serve(40, prompt=900)
-    told = seen(looks.observe(4 * PERIOD_S, {"a": newer(one), "b": newer(other)}))
-    assert told.demand.num_requests == 40
-    assert told.demand.prompt_seconds == pytest.approx(40 * WORKER.prompt_seconds(0, 900), rel=0.1)
+    observation = seen(load_watch.observe(4 * PERIOD_S, {"a": newer(one), "b": newer(other)}))
+    assert observation.demand.num_requests == 40
+    assert observation.demand.prompt_seconds == pytest.approx(40 * WORKER.prompt_seconds(0, 900), rel=0.1)

@@ -38,12 +38,12 @@ def obeyed(sizes: Sizes, decision: Decision) -> Sizes:
 
 def drive(planner: Planner, loads: list[Observation], sizes: Sizes) -> list[tuple[float, Sizes, Decision]]:
     """Each decision with its time and the sizes after it; machines serve as soon as they are asked for."""
-    told = []
+    history = []
     for number, load in enumerate(loads, 1):
         decision = planner.decide(number * PERIOD_S, load, FleetView(sizes=sizes))
         sizes = obeyed(sizes, decision)
-        told.append((number * PERIOD_S, sizes, decision))
-    return told
+        history.append((number * PERIOD_S, sizes, decision))
+    return history
 
 
 def planner(policy: PlannerPolicy = POLICY) -> Planner:
@@ -80,25 +80,25 @@ def test_whatever_comes_the_bounds_are_kept(loads: list[Observation]) -> None:
 @settings(max_examples=30, deadline=None)
 @given(num_requests=st.integers(1, 60), prompt=st.sampled_from([200, 1_000, 4_000]))
 def test_a_load_that_does_not_change_comes_to_rest(num_requests: int, prompt: int) -> None:
-    told = drive(planner(), [seen(num_requests, prompt=prompt)] * 80, Sizes(prefill=3, decode=3))
-    assert not [decision.actions for _, _, decision in told[50:] if decision.actions]
-    _, sizes, decision = told[-1]
+    history = drive(planner(), [seen(num_requests, prompt=prompt)] * 80, Sizes(prefill=3, decode=3))
+    assert not [decision.actions for _, _, decision in history[50:] if decision.actions]
+    _, sizes, decision = history[-1]
     assert sizes == decision.wanted
 
 
 def test_a_load_that_swings_within_the_hold_is_served_by_its_peaks() -> None:
     waves = [seen(60 if number % 4 < 2 else 20) for number in range(120)]
-    told = drive(planner(), waves, Sizes(prefill=2, decode=4))
-    assert not [decision.actions for _, _, decision in told[60:] if decision.actions]
+    history = drive(planner(), waves, Sizes(prefill=2, decode=4))
+    assert not [decision.actions for _, _, decision in history[60:] if decision.actions]
 
 
 def test_planner_growing_pool_flips_a_warm_worker_first() -> None:
     long_prompts, long_answers = seen(30, prompt=6_000, output=10), seen(30, prompt=50, output=900)
-    told = drive(planner(), [long_prompts] * 60 + [long_answers] * 60, Sizes(prefill=2, decode=3))
-    before, after = told[59][1], told[-1][1]
+    history = drive(planner(), [long_prompts] * 60 + [long_answers] * 60, Sizes(prefill=2, decode=3))
+    before, after = history[59][1], history[-1][1]
     assert before.prefill > after.prefill
     assert before.decode < after.decode
-    flips = [a for _, _, d in told[60:] for a in d.actions if a.kind is ActionKind.FLIP]
+    flips = [a for _, _, d in history[60:] for a in d.actions if a.kind is ActionKind.FLIP]
     assert flips
     assert {action.role.value for action in flips} == {"decode"}
     assert str(flips[0]) == "flip prefill -> decode"
@@ -119,8 +119,8 @@ def test_late_answers_make_it_provide_for_more_and_a_kept_promise_does_not() -> 
     kept, broken = (replace(seen(60), num_first=60, num_late=late) for late in (0, 6))
     calm = drive(planner(), [kept] * 60, Sizes(prefill=2, decode=3))[-1][2]
     stressed = drive(planner(), [broken] * 60, Sizes(prefill=2, decode=3))[-1][2]
-    told_nothing = drive(planner(), [seen(60)] * 60, Sizes(prefill=2, decode=3))[-1][2]
-    assert calm.wanted == told_nothing.wanted
+    sent_nothing = drive(planner(), [seen(60)] * 60, Sizes(prefill=2, decode=3))[-1][2]
+    assert calm.wanted == sent_nothing.wanted
     assert stressed.wanted.total > calm.wanted.total
 
 
@@ -176,9 +176,9 @@ def test_no_worker_leaves_while_what_decodes_would_crowd_the_others(taken_pools:
 
 
 def test_a_forecast_for_more_than_may_be_had_says_so() -> None:
-    told = drive(planner(), [seen(600)] * 20, Sizes(prefill=6, decode=6))
-    assert told[-1][1].total == POLICY.most_workers
-    assert "bounded" in " ".join(told[-1][2].reasons)
+    history = drive(planner(), [seen(600)] * 20, Sizes(prefill=6, decode=6))
+    assert history[-1][1].total == POLICY.most_workers
+    assert "bounded" in " ".join(history[-1][2].reasons)
 
 
 def test_work_that_waits_asks_for_more_than_the_rate_does() -> None:

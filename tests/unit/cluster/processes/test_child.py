@@ -79,8 +79,8 @@ async def test_a_ready_line_in_pieces():
 
 
 async def test_words_on_loading_come_before_the_ready_line():
-    told = '{"loading": {"share": 0.5, "left_s": null}}\\n{"loading": {"share": 1.0, "left_s": 0.5}}\\n{"a": 2}\\n.'
-    heard = await run(f"os.write(fd, b'{told}')\nos.close(fd)")
+    news = '{"loading": {"share": 0.5, "left_s": null}}\\n{"loading": {"share": 1.0, "left_s": 0.5}}\\n{"a": 2}\\n.'
+    heard = await run(f"os.write(fd, b'{news}')\nos.close(fd)")
     assert heard.loading == [LoadReport(share=0.5, left_s=None), LoadReport(share=1.0, left_s=0.5)]
     assert heard.ready == [{"a": 2}]
 
@@ -97,8 +97,8 @@ async def test_beats_after_the_ready_line_are_heard():
 
 
 async def test_news_between_beats_are_heard_and_what_is_none_is_not():
-    told = '{"a": 1}\\n...\\n{"reaches": ["b:1"]}\\n..\\nnonsense\\n[1]\\n.\\n{"reaches":'
-    first = f"signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])\nos.write(fd, b'{told}')\n"
+    news = '{"a": 1}\\n...\\n{"reaches": ["b:1"]}\\n..\\nnonsense\\n[1]\\n.\\n{"reaches":'
+    first = f"signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])\nos.write(fd, b'{news}')\n"
     heard = Heard()
     child = spawn(first + "signal.sigwait([signal.SIGHUP])\nos.write(fd, b' []}\\n.')", heard)
     await heard.serves.wait()  # one write, one read: what stands in the middle of a line has come, too

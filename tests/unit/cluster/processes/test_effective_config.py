@@ -33,12 +33,12 @@ FREE = RouterConfig(port=0, grpc_port=0)
 
 
 def test_everything_left_open_is_filled_in_and_survives_the_file(tmp_path):
-    asked = ClusterConfig(router=FREE, prefill=PoolConfig(replicas=2))
-    effective = make_effective(asked)
+    config = ClusterConfig(router=FREE, prefill=PoolConfig(replicas=2))
+    effective = make_effective(config)
     ports = [int(a.rpartition(":")[2]) for a in effective.prefill.addresses + effective.decode.addresses]
     assert len({*ports, effective.router.port, effective.router.grpc_port} - {0}) == 5
     assert len(effective.secret.get_secret_value()) >= 32
-    assert make_effective(asked).secret != effective.secret
+    assert make_effective(config).secret != effective.secret
     with written(effective, tmp_path) as path:
         assert path.stat().st_mode & 0o777 == 0o600
         assert load(path) == effective
@@ -154,11 +154,11 @@ def test_a_model_of_another_family_is_refused_before_workers_start(tmp_path):
     config = ClusterConfig(model=ModelSection(path=str(tmp_path), dtype="float32"))
     with pytest.raises(ConfigError) as refused:
         resolve_model(config)
-    said = str(refused.value)
-    assert said.startswith(f"model.path: {tmp_path} cannot be served: config.json: architectures must be one of ")
+    message = str(refused.value)
+    assert message.startswith(f"model.path: {tmp_path} cannot be served: config.json: architectures must be one of ")
     families = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-    assert all(name in said for name in families)
-    assert said.endswith("is ['GPT2LMHeadModel']")
+    assert all(name in message for name in families)
+    assert message.endswith("is ['GPT2LMHeadModel']")
     assert resolve_model(config, runs_workers=False).model.path == str(tmp_path)
 
 
@@ -173,9 +173,9 @@ def test_generation_config_beyond_bounds_is_refused_before_processes_start_unles
     assert resolve_model(ClusterConfig(model=model)).model.path == str(tmp_path)
 
 
-def show(asked, effective, views, width=120):
+def show(config, effective, views, width=120):
     console = Console(width=width, record=True, file=io.StringIO())
-    banner.print_banner(console, asked, effective, views)
+    banner.print_banner(console, config, effective, views)
     return console.export_text()
 
 
@@ -198,11 +198,11 @@ def make_views(effective):
 
 
 def test_the_banner_shows_what_runs_and_hides_secrets():
-    asked = ClusterConfig(
+    config = ClusterConfig(
         router=RouterConfig(port=0, grpc_port=0, host="0.0.0.0", api_keys=("key-of-a-user",)), secret="0123456789abcdef"
     )
-    effective = make_effective(asked)
-    text = show(asked, effective, make_views(effective))
+    effective = make_effective(config)
+    text = show(config, effective, make_views(effective))
     for expected in (
         "tandem-tiny",
         "2048 tokens",
@@ -236,10 +236,10 @@ def test_what_auto_stands_for_is_written_for_all_workers(tmp_path):
 
 def test_the_banner_shows_what_auto_stands_for_and_when_a_resumed_text_may_differ():
     def banner_of(dtype, deterministic=False, reported="bfloat16"):
-        asked = load(None, {"model.dtype": dtype, "engine.deterministic": deterministic})
-        effective = make_effective(asked)
+        config = load(None, {"model.dtype": dtype, "engine.deterministic": deterministic})
+        effective = make_effective(config)
         views = [replace(view, ready={**view.ready, "dtype": reported}) for view in make_views(effective)]
-        return show(asked, effective, views, width=80)
+        return show(config, effective, views, width=80)
 
     assert "builtin · bfloat16 (auto)" in banner_of("auto")
     assert banner.FAILOVER_NOTE in banner_of("auto")

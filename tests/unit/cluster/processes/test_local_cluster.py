@@ -26,7 +26,7 @@ POLICY = RestartPolicy(stop_early_s=0.5, backoff_s=0.01, max_rapid_deaths=2, sta
 
 
 class Recorder(SilentWatcher):
-    """Keeps what it is told."""
+    """Records what a cluster reports."""
 
     def __init__(self):
         self.notes, self.lines, self.views = [], [], []
@@ -257,14 +257,14 @@ async def test_up_without_a_terminal_has_files_read_again_and_goes_on(journal, m
     assert await process.stdout.readline() == b"serving\n"
     process.send_signal(signal.SIGHUP)
     async with asyncio.timeout(60.0):
-        told, shown = set(), b""
-        while len(told) < 3:
+        reloaded, shown = set(), b""
+        while len(reloaded) < 3:
             line = await process.stderr.readline()
-            assert line, told
+            assert line, reloaded
             shown += line
             if b"reads again" in line:
-                told.add(line)
-    assert all(f"['{level}']".encode() in line for line in told)
+                reloaded.add(line)
+    assert all(f"['{level}']".encode() in line for line in reloaded)
     assert (b"log_level: must be a level; the configuration is unchanged" in shown) is (mode == "spoilt")
     process.send_signal(signal.SIGTERM)
     await process.communicate()

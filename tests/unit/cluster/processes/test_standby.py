@@ -157,8 +157,8 @@ async def test_standbys_that_cannot_live_are_given_up_and_the_log_says_why(
     workers.close()
     assert caplog.text.count("standby: no module named torch") == MAX_FAILURES
     assert caplog.text.count("ended by itself with status 3") == MAX_FAILURES
-    told = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
-    assert ["no more are started" in one for one in told] == [True]
+    errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert ["no more are started" in one for one in errors] == [True]
 
 
 async def test_standbys_that_cannot_be_started_are_given_up_and_the_log_says_why(

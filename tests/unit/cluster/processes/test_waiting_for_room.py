@@ -17,7 +17,7 @@ POLICY = RestartPolicy(start_timeout_s=60, max_rapid_deaths=2)
 
 
 class Played:
-    """A process that there is not: it serves as soon as it has room, and ends when it is told to."""
+    """A fake process: it serves as soon as it has room, and ends on a signal."""
 
     pid = None
 
@@ -126,7 +126,7 @@ class Noting(SilentWatcher):
 
 
 def test_where_a_worker_is_now_is_written_as_soon_as_that_is_possible_again():
-    """Once it is told that it is not; routers would otherwise wait for the next change of the set."""
+    """Once it hears that it is not; routers would otherwise wait for the next change of the set."""
 
     async def scenario():
         loop, launcher, watcher = asyncio.get_running_loop(), Moving(), Noting()
@@ -148,10 +148,10 @@ def test_where_a_worker_is_now_is_written_as_soon_as_that_is_possible_again():
             await until(lambda: launcher.num_tries == tries + 3)
             assert sum("cannot write" in note for note in watcher.notes) == 1
             router = launcher.started["router"]
-            told = len(router.signals)
+            num_signals = len(router.signals)
             launcher.is_full = False
-            await until(lambda: len(router.signals) > told)
-            assert router.signals[told:] == [signal.SIGHUP]
+            await until(lambda: len(router.signals) > num_signals)
+            assert router.signals[num_signals:] == [signal.SIGHUP]
             (now,) = launcher.named[-1]
             assert now == launcher.started["decode-0"].address != first
             tries = launcher.num_tries

@@ -41,8 +41,8 @@ class Machine:
     def start(self, plan: ProcessPlan) -> list[str]:
         """Its arguments about GPUs."""
         nobody = dict.fromkeys(("on_loading", "on_ready", "on_beat", "on_news", "on_log"), lambda *_: None)
-        told = Callbacks(**nobody, on_exit=self.ended.append)
-        child: Any = self.launcher.start(plan, told)
+        callbacks = Callbacks(**nobody, on_exit=self.ended.append)
+        child: Any = self.launcher.start(plan, callbacks)
         self.children[plan.name] = child
         return child.argv[child.argv.index("--gpus") :] if "--gpus" in child.argv else []
 
@@ -70,8 +70,8 @@ def given(gpus: str, sharers: int = 1) -> list[str]:
 
 
 def test_eight_workers_get_a_gpu_each_and_routers_none() -> None:
-    told = Machine(8, prefill__replicas=3, decode__replicas=5).start_all()
-    assert told == [*(given(str(index)) for index in range(8)), []]
+    environments = Machine(8, prefill__replicas=3, decode__replicas=5).start_all()
+    assert environments == [*(given(str(index)) for index in range(8)), []]
 
 
 def test_the_first_of_two_workers_on_one_gpu_knows_that_the_second_comes() -> None:
@@ -93,7 +93,7 @@ def test_a_restarted_worker_and_a_successor_keep_the_gpu() -> None:
     machine = Machine(3, decode__replicas=2)
     machine.start_all()
     machine.end("decode-0")
-    assert machine.ended == [0], "whoever supervises hears of it, too"
+    assert machine.ended == [0], "the supervisor hears of it, too"
     assert machine.one_more("decode-0") == given("1")
     machine.launcher.replace("decode-2", "decode-1")
     assert machine.one_more("decode-2") == given("2"), "the one that it replaces leaves"

@@ -1,4 +1,4 @@
-"""The actor's work, without Ray: a process that is started, told of, signalled and not left behind."""
+"""The actor's work, without Ray: a process that is started, reported, signalled and not left behind."""
 
 import asyncio
 import os
@@ -36,7 +36,7 @@ def speaker(monkeypatch):
 
 
 async def heard(host, words, wanted):
-    """Listen until this has been told."""
+    """Listen until this has been reported."""
     async with asyncio.timeout(WAIT_S):
         while wanted not in words:
             words += await host.listen()

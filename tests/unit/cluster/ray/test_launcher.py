@@ -1,4 +1,4 @@
-"""What becomes of a worker on a Ray cluster that a test plays: found room, told of, signalled, lost."""
+"""A worker's life on a Ray cluster that a test plays: placed, reported, signalled, lost."""
 
 import asyncio
 import signal
@@ -48,10 +48,10 @@ class FakeHost:
 
     async def listen(self):
         self.listens.set()
-        told = await self.words.get()
-        if isinstance(told, Exception):
-            raise told
-        return told
+        word = await self.words.get()
+        if isinstance(word, Exception):
+            raise word
+        return word
 
     async def send(self, signum):
         self.signals.put_nowait(signum)
@@ -83,27 +83,27 @@ class FakeSession:
 
 
 class Heard:
-    """What the callbacks were told, in order."""
+    """Records the calls of all callbacks, in order."""
 
     def __init__(self):
-        self.told = []
+        self.events = []
         self.room = []
         self.logged, self.ended = asyncio.Event(), asyncio.Event()
 
     def callbacks(self):
         def put(kind):
-            return lambda *value: self.told.append((kind, *value))
+            return lambda *value: self.events.append((kind, *value))
 
         def logged(line):
-            self.told.append(("log", line))
+            self.events.append(("log", line))
             self.logged.set()
 
         def ended(status):
-            self.told.append(("exit", status))
+            self.events.append(("exit", status))
             self.ended.set()
 
         return Callbacks(
-            on_loading=lambda report: self.told.append(("loading", report.share)),
+            on_loading=lambda report: self.events.append(("loading", report.share)),
             on_ready=put("ready"),
             on_beat=put("beat"),
             on_news=put("news"),
@@ -115,7 +115,7 @@ class Heard:
     async def exit(self):
         async with asyncio.timeout(WAIT_S):
             await self.ended.wait()
-        return self.told[-1][1]
+        return self.events[-1][1]
 
 
 def launcher_of(session, **overrides):
@@ -143,7 +143,7 @@ async def test_ray_launcher_worker_reports_its_node_address_and_end():
     host.words.put_nowait([])
     host.words.put_nowait([("news", {"reaches": []}), ("beat", None), ("log", "bye"), ("exit", 0)])
     assert await heard.exit() == 0
-    assert heard.told == [
+    assert heard.events == [
         ("log", "hello"),
         ("loading", 0.5),
         ("ready", {"address": "x"}),
@@ -161,7 +161,7 @@ async def test_a_worker_whose_node_is_gone_has_ended_and_goes_elsewhere():
     _, host, heard = await started(session, launcher)
     host.words.put_nowait(NodeLost("the node has died"))
     assert await heard.exit() == -signal.SIGKILL
-    assert heard.told[0] == ("log", "lost together with its node: the node has died")
+    assert heard.events[0] == ("log", "lost together with its node: the node has died")
     _, again, _ = await started(session, launcher)
     assert (host.node.node_id, again.node.node_id) == ("a", "b")
     assert again.started == ("decode", 1, "[fd00::2]:0")
@@ -175,7 +175,7 @@ async def test_a_worker_of_which_nothing_is_heard_is_lost():
     launcher.config = launcher.config.model_copy(update={"ray": impatient})
     _, _, heard = await started(session, launcher)
     assert await heard.exit() == -signal.SIGKILL
-    assert heard.told[0] == ("log", "lost together with its node: no answer for 0.05 s")
+    assert heard.events[0] == ("log", "lost together with its node: no answer for 0.05 s")
     assert session.open == 0
 
 
@@ -208,7 +208,7 @@ async def test_ray_launcher_without_room_reports_repeatedly_and_ends_on_signal(m
         " WARNING waits for a Ray node with 64 CPU free (10.0.0.1 has 8 CPU; fd00::2 has 8 CPU),"
         " and no node is that large"
     )
-    assert heard.told[:2] == [("log", line), ("log", line)]
+    assert heard.events[:2] == [("log", line), ("log", line)]
     process.send(signal.SIGTERM)
     assert await heard.exit() == -signal.SIGKILL
     assert heard.room == [False]
@@ -234,7 +234,7 @@ async def test_ray_launcher_signal_before_start_reports_the_end():
     session, heard = FakeSession(), Heard()
     launcher_of(session).start(PLAN, heard.callbacks()).send(signal.SIGTERM)
     assert await heard.exit() == -signal.SIGKILL
-    assert heard.told == [("exit", -signal.SIGKILL)]
+    assert heard.events == [("exit", -signal.SIGKILL)]
     assert session.hosts.empty()
 
 
@@ -246,7 +246,7 @@ async def test_ray_launcher_unexpected_error_ends_the_worker(monkeypatch):
     session, heard = FakeSession(), Heard()
     launcher_of(session).start(PLAN, heard.callbacks())
     assert await heard.exit() == -signal.SIGKILL
-    assert heard.told[0] == ("log", "lost because of a Ray error: LookupError: Ray has a new word")
+    assert heard.events[0] == ("log", "lost because of a Ray error: LookupError: Ray has a new word")
     assert session.open == 0
 
 
@@ -264,7 +264,7 @@ def test_ray_launcher_after_own_pause_does_not_count_silence():
             async with asyncio.timeout(WAIT_S):
                 await heard.logged.wait()
             heard.logged.clear()
-        assert heard.told == [("log", "still here")] * 3
+        assert heard.events == [("log", "still here")] * 3
         host.words.put_nowait([("exit", 0)])
         assert await heard.exit() == 0
         assert process.pid == 4711
@@ -281,7 +281,7 @@ async def test_one_that_cannot_start_says_why(monkeypatch):
     session, heard = FakeSession(), Heard()
     launcher_of(session).start(PLAN, heard.callbacks())
     assert await heard.exit() == EXIT_NOT_STARTED
-    assert heard.told[0] == ("log", "cannot start: model.path: /m is neither a directory nor a hub id")
+    assert heard.events[0] == ("log", "cannot start: model.path: /m is neither a directory nor a hub id")
 
 
 def test_addresses_that_are_stated_contradict_ray():

@@ -15,10 +15,10 @@ class Room:
 
     def __init__(self):
         self.may_be_made, self.may_end = threading.Event(), threading.Event()
-        self.asked, self.ending, self.ended = threading.Event(), threading.Event(), threading.Event()
+        self.requested, self.ending, self.ended = threading.Event(), threading.Event(), threading.Event()
 
     def make(self):
-        self.asked.set()
+        self.requested.set()
         assert self.may_be_made.wait(WAIT_S)
         return self
 
@@ -50,7 +50,7 @@ async def test_who_is_cancelled_while_it_is_made_leaves_nothing_behind():
     room = Room()
     room.may_end.set()
     user = asyncio.ensure_future(room.use())
-    await happens(room.asked)
+    await happens(room.requested)
     user.cancel()
     with pytest.raises(asyncio.CancelledError):
         await user

@@ -43,7 +43,7 @@ def running():
 
 
 def test_a_change_does_not_wait_for_room_without_end():
-    """Whoever asked for it is told, and may ask for something else."""
+    """Its requester gets an answer, and may request something else."""
     supervisor = running()
     supervisor.add(plan("decode-1"), 10)
     supervisor.on_room("decode-1", False, 11)
@@ -220,7 +220,7 @@ def test_nothing_is_added_or_retired_but_in_a_cluster_that_runs():
         running().add(plan("decode-0"), 0)
 
 
-def test_only_routers_are_told_of_workers():
+def test_supervisor_notifies_only_routers_of_workers():
     supervisor = running()
     assert supervisor.reread(Role.ROUTER) == [Send(name="router-0", signum=signal.SIGHUP)]
     assert len(supervisor.reread()) == 3

@@ -100,14 +100,14 @@ def test_whatever_is_asked_no_node_is_promised_more_than_it_has():
 
 
 def test_a_worker_reads_its_share_of_the_node_and_no_secret_that_it_does_not_need():
-    asked = config(
+    cluster = config(
         router__api_keys=["sk-of-a-client-0123456789"],
         secret="s" * 32,
         ray__decode__cpus=4.0,
         decode__tensor_parallel_size=2,
         router__takeover_s=3.0,
     )
-    read = worker_config(asked, Role.DECODE, node("a", cpus=16.0), "org/model")
+    read = worker_config(cluster, Role.DECODE, node("a", cpus=16.0), "org/model")
     assert (read.engine.num_threads, read.engine.memory_bytes) == (2, None)
     assert num_ranks(read, read.decode) == 8, "four workers of two ranks could be there"
     assert (read.model.path, read.router.takeover_s, read.router.api_keys) == ("org/model", 3.0, ())

@@ -40,10 +40,10 @@ def cluster(prefill=1, decode=1, routers=1, states=()):
     counts = {Role.PREFILL: prefill, Role.DECODE: decode, Role.ROUTER: routers}
     made = {f"{role.value}-{i}": member(role, i) for role, count in counts.items() for i in range(count)}
     unwell = dict(zip(made, states, strict=False))
-    return everybody_known({name: replace(one, state=unwell.get(name, one.state)) for name, one in made.items()})
+    return all_connected({name: replace(one, state=unwell.get(name, one.state)) for name, one in made.items()})
 
 
-def everybody_known(members):
+def all_connected(members):
     workers = frozenset(m.address for m in members.values() if m.role is not Role.ROUTER and m.serves)
     return {n: replace(m, reaches=workers) if m.role is Role.ROUTER else m for n, m in members.items()}
 
@@ -130,7 +130,7 @@ class World:
         rollout.gone(name, failure)
 
     def pass_time(self, rollout):
-        """Whoever starts gets its fate, whoever retires ends, routers hear of workers."""
+        """Starting processes come up or fail, leaving ones end, routers hear of workers."""
         self.now += 1.0
         for name, one in list(self.members.items()):
             if one.state is ProcessState.RETIRING:
@@ -139,7 +139,7 @@ class World:
                 self.flicker(name, one)
             elif one.state is ProcessState.BACKOFF and self.revives:
                 self.members[name] = replace(one, state=ProcessState.READY)
-                self.members = everybody_known(self.members)
+                self.members = all_connected(self.members)
             elif one.state is ProcessState.STARTING:
                 self.meet_fate(name, one, rollout)
         self.note()
@@ -154,7 +154,7 @@ class World:
             if fate == "flickers":
                 self.flickering.add(name)
             if fate == "serves":
-                self.members = everybody_known(self.members)
+                self.members = all_connected(self.members)
 
     def flicker(self, name, one):
         """Before anybody knows it, so that nobody counts on it."""
@@ -162,7 +162,7 @@ class World:
         self.members[name] = replace(one, state=ProcessState.READY if back else ProcessState.BACKOFF)
         if back:
             self.flickering.discard(name)
-            self.members = everybody_known(self.members)
+            self.members = all_connected(self.members)
 
     def note(self):
         now, room = serving(self.members), alive(self.members)
@@ -220,8 +220,8 @@ def test_restart_by_name_replaces_each_named_process_once():
 
 def test_one_that_was_given_up_and_is_replaced_by_name_counts_again():
     members = {**cluster(1, 2, 1), "decode-1": Member(role=Role.DECODE, index=1, state=ProcessState.ABANDONED)}
-    for asked, decode in ((RestartRequest(names=("decode-1",)), 2), (RestartRequest(names=("decode-0",)), 1)):
-        assert plan_change(asked, members).sizes == {Role.PREFILL: 1, Role.DECODE: decode}
+    for request, decode in ((RestartRequest(names=("decode-1",)), 2), (RestartRequest(names=("decode-0",)), 1)):
+        assert plan_change(request, members).sizes == {Role.PREFILL: 1, Role.DECODE: decode}
 
 
 def unmoved(members):
@@ -264,7 +264,7 @@ def test_rollout_aborted_change_keeps_capacity_and_full_members(members, fates, 
         assert all(world.fewest[role] >= count for role, count in serving(before).items())
 
 
-def test_who_keeps_dying_is_told_of_although_it_leaves_then():
+def test_rollout_process_that_keeps_dying_is_reported():
     rollout = Rollout(scale_steps(cluster(), {Role.DECODE: 2}), known_s=KNOWN_S)
     rollout.advance(cluster(), 0.0)
     rollout.started("decode-1")
@@ -312,7 +312,7 @@ def test_the_old_one_waits_until_every_router_has_an_answer_from_the_new_one():
     assert [type(order) for order in rollout.advance(members, 0.0)] == [Progress, Add]
     rollout.started("decode-1")
     members["decode-1"] = member(Role.DECODE, 1)
-    known = everybody_known(members)
+    known = all_connected(members)
     members["router-0"] = known["router-0"]
     assert rollout.advance(members, 1.0) == []
     assert rollout.next_wake() == 1.0 + KNOWN_S
@@ -370,7 +370,7 @@ def test_one_that_served_and_died_gets_the_time_to_be_known_anew():
     assert rollout.next_wake() is None
     rollout.advance(grown, 60.0)
     assert rollout.state is RolloutState.UNDER_WAY
-    rollout.advance(everybody_known(grown), 61.0)
+    rollout.advance(all_connected(grown), 61.0)
     assert rollout.state is RolloutState.DONE
 
 
@@ -378,19 +378,19 @@ def test_one_that_served_and_died_gets_the_time_to_be_known_anew():
     "steps",
     [lambda them: scale_steps(them, {Role.PREFILL: 2, Role.DECODE: 1}), lambda them: flip_steps(them, Role.PREFILL)],
 )
-def test_whoever_answers_alone_by_then_stays_until_another_one_does(steps):
+def test_rollout_only_answering_process_stays_until_another_answers(steps):
     """A new worker may take minutes to load: decode-0 was well when decode-1 was chosen."""
     members = cluster(decode=2)
     rollout = Rollout(steps(members), known_s=KNOWN_S)
     rollout.advance(members, 0.0)
     rollout.started("prefill-1")
     died = replace(members["decode-0"], state=ProcessState.BACKOFF)
-    grown = everybody_known(members | {"prefill-1": member(Role.PREFILL, 1), "decode-0": died})
+    grown = all_connected(members | {"prefill-1": member(Role.PREFILL, 1), "decode-0": died})
     orders = rollout.advance(grown, 1.0)
     assert orders[-1] == Progress(text="decode-1 stays until decode-0 serves")
     assert rollout.advance(grown, 2.0) == []
     back = grown | {"decode-0": member(Role.DECODE, 0)}
-    assert copy(rollout).advance(everybody_known(back), 3.0)[-1] == Retire(name="decode-1")
+    assert copy(rollout).advance(all_connected(back), 3.0)[-1] == Retire(name="decode-1")
     given_up = grown | {"decode-0": replace(died, state=ProcessState.ABANDONED)}
     assert Retire(name="decode-1") not in rollout.advance(given_up, 3.0)
     assert rollout.failure == "decode-1 is the only decode worker left"

@@ -151,7 +151,7 @@ def test_a_stop_drains_the_router_first_then_the_workers():
     assert supervisor.failure is None
 
 
-def test_who_serves_is_told_to_read_files_again_and_who_starts_when_it_does():
+def test_supervisor_reload_signals_serving_processes_at_once_and_starting_ones_later():
     supervisor = running()
     assert sent(supervisor.reread()) == [(name, signal.SIGHUP) for name in NAMES]
     supervisor.on_exited(NAMES[0], -9, 101)
@@ -349,7 +349,7 @@ def test_supervisor_after_own_pause_does_not_count_silence():
     assert pass_time(supervisor, 500, 520, beating=("router-0", "router-1")) == []
 
 
-def test_whoever_drains_is_given_its_time_and_no_more():
+def test_supervisor_draining_process_gets_its_time_and_no_more():
     supervisor = pair()
     pass_time(supervisor, 0, 10, beating=("router-0", "router-1"))
     supervisor.stop(10)

@@ -37,7 +37,7 @@ async def status_of(whole: WholeRouter) -> ClusterStatus:
 
 @asynccontextmanager
 async def served(config: RouterConfig | None = None, port: int = 0, whole: WholeRouter | None = None):
-    """A door whose status is a whole router's; its URL."""
+    """Serve the status of a whole router; yield the URL."""
     parts = fakes.make_servers(fakes.make_tokenizer(), config)
     async with StatusFeed(sources_of(whole or WholeRouter(1))) as feed:
         app = create_app(
@@ -180,7 +180,7 @@ async def test_it_lives_in_a_terminal_through_the_loss_of_its_router() -> None:
         await shown.ends(0)
 
 
-@pytest.mark.parametrize("told", ["[]", "{}", '{"model": {"name": 1}}', "3", "null"])
-def test_what_is_no_status_is_refused(told: str) -> None:
+@pytest.mark.parametrize("content", ["[]", "{}", '{"model": {"name": 1}}', "3", "null"])
+def test_what_is_no_status_is_refused(content: str) -> None:
     with pytest.raises((LookupError, TypeError, ValueError)):
-        ClusterStatus.read(orjson.loads(told))
+        ClusterStatus.read(orjson.loads(content))

@@ -83,9 +83,9 @@ def test_ranks_together_are_the_model(directory, size: int) -> None:
             for others in steps[1:]:
                 others.put(None)
 
-    logits, said, weights_bytes = run_ranks(size, work)[0]
+    logits, sampled, weights_bytes = run_ranks(size, work)[0]
     torch.testing.assert_close(logits, expected, atol=TOLERANCE, rtol=0.0)
-    assert said == say(alone)
+    assert sampled == say(alone)
     assert weights_bytes < alone.runner.model.weights_bytes * (0.5 if size == 4 else 0.7)
 
 
@@ -167,7 +167,7 @@ class LateKeys:
         return attended
 
 
-class HeardGroup(CountingGroup):
+class RecordingGroup(CountingGroup):
     """Rank 0, of which one hears that it waits for the others."""
 
     def __init__(self, group: TorchGroup, waits: threading.Event) -> None:
@@ -185,7 +185,7 @@ def test_sharded_step_without_sample_ends_after_last_keys(directory) -> None:
     as_far_as_it_can, written = threading.Event(), threading.Event()
 
     def work(group):
-        heard = HeardGroup(group, as_far_as_it_can) if group.rank == 0 else group
+        heard = RecordingGroup(group, as_far_as_it_can) if group.rank == 0 else group
         session = Session(load_plain(directory, group=heard), num_blocks=80)
         request = session.request(random_tokens(random.Random(4), 20), capacity=40)
         batch = Batch(items=(BatchItem(request=request, start=0, num_tokens=9, samples=False),))

@@ -130,7 +130,7 @@ def test_attention_over_many_shapes(seed):
     decode_case(seed)
 
 
-def test_rows_of_nobody_are_left_alone():
+def test_rows_without_a_sequence_are_left_alone():
     case = Case(4, single=False)
     case.queries = torch.cat((case.queries, torch.full_like(case.queries[:3], float("nan"))))
     out = case.prefill(PrefillLaunch(block_m=16, block_n=16, num_warps=4, num_stages=2))

@@ -106,7 +106,7 @@ def test_tables_are_found_by_the_longest_name(tmp_path):
     assert load_table("NVIDIA H200").gpu == "NVIDIA H200"
 
 
-def test_tables_that_say_nothing_are_refused(tmp_path):
+def test_empty_launch_tables_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="no launch table"):
         load_table("x", tmp_path)
     (tmp_path / "broken.json").write_text("{")

@@ -242,7 +242,7 @@ def test_triton_sampling_matches_reference_sampler():
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter is numpy, which warns of NaN
 @pytest.mark.parametrize("vocab_size", [9, 5000])
 @pytest.mark.parametrize("greedy", [True, False])
-def test_rows_that_nothing_can_be_chosen_from_get_no_token_and_harm_nobody(vocab_size, greedy):
+def test_rows_without_candidates_get_no_token_and_disturb_no_other(vocab_size, greedy):
     """Both kernels agree on which those are, and the others' tokens are what they would be alone."""
     rng, rows = random.Random(vocab_size), 12
     logits = torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(1))

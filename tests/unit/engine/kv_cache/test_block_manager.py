@@ -104,7 +104,7 @@ def test_event_log_shows_a_gap_instead_of_growing() -> None:
     assert log.drain().events == ()
 
 
-def test_clearing_the_cache_keeps_and_tells_again_what_is_in_use() -> None:
+def test_clearing_the_cache_keeps_and_reports_blocks_in_use() -> None:
     sched = ledger.scheduler()
     sched.add(ledger.request(range(40)))
     ledger.run(sched, ledger.LedgerRunner())

@@ -101,7 +101,7 @@ def number_of_block(block: BlockId) -> int:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_random_caches_are_told_whole(policy: str) -> None:
+def test_random_caches_are_reported_whole(policy: str) -> None:
     rng = Random(11)
     for _ in range(30):
         cache = Cache(policy)

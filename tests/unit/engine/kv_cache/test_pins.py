@@ -212,13 +212,13 @@ def test_pin_gives_way_to_large_reservation_only() -> None:
     world = World()
     world.compute(first(1, 5))
     world.pin(first(1, 5), 5)
-    desk = world.sched.reservations
-    desk.reserve(TransferId("small"), ledger.request(range(5000, 5000 + 10 * BLOCK)))
+    reservations = world.sched.reservations
+    reservations.reserve(TransferId("small"), ledger.request(range(5000, 5000 + 10 * BLOCK)))
     with pytest.raises(PoolExhausted):
-        desk.reserve(TransferId("second"), ledger.request(range(6000, 6000 + 10 * BLOCK)))
+        reservations.reserve(TransferId("second"), ledger.request(range(6000, 6000 + 10 * BLOCK)))
     assert world.sched.load().pins.num_pins == 1
-    desk.cancel(TransferId("small"))
-    grant = desk.reserve(TransferId("large"), ledger.request(range(7000, 7000 + 18 * BLOCK)))
+    reservations.cancel(TransferId("small"))
+    grant = reservations.reserve(TransferId("large"), ledger.request(range(7000, 7000 + 18 * BLOCK)))
     assert grant.num_blocks == 18
     assert world.sched.has_output
     assert len(world.sched.drain().lost_pins) == 1

@@ -18,7 +18,7 @@ def chain() -> PrefixIndex:
     return index
 
 
-def test_evicts_leaves_first_and_tells_in_order() -> None:
+def test_prefix_index_evicts_leaves_first_and_reports_in_order() -> None:
     index = chain()
     for block in (2, 1, 0):
         index.park(BlockId(block))

@@ -265,7 +265,7 @@ def test_identity_tells_caches_apart():
     assert len({one.digest, *(other.digest for other in others)}) == 5
 
 
-def test_names_are_the_same_in_a_later_process_and_say_nothing_without_the_secret():
+def test_names_are_stable_across_processes_and_opaque_without_the_secret():
     """A chain's root is keyed with the cluster's secret and covers model and tenant; no process adds anything."""
     chains = []
     for secret, tenant in ((b"s" * 16, "a"), (b"s" * 16, "a"), (b"t" * 16, "a"), (b"s" * 16, "b")):

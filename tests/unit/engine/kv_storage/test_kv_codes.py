@@ -167,7 +167,7 @@ def test_logits_stay_close_to_plain_ones(paths, name, kv_dtype, bound):
     assert 0.0 < error < bound
 
 
-# Everybody answers alike.
+# All ranks answer alike.
 
 
 def answers(model, kv_dtype, *, chunk, together, seed=0):

@@ -114,7 +114,7 @@ def test_dtype_gpu_without_bfloat16_is_refused(
         select_backend(BackendOptions(**options, dtype="bfloat16"))
 
 
-def test_float16_on_a_cpu_is_served_by_plain_torch_which_is_said(caplog: pytest.LogCaptureFixture) -> None:
+def test_float16_on_a_cpu_falls_back_to_torch_and_logs_it(caplog: pytest.LogCaptureFixture) -> None:
     backend = select_backend(BackendOptions(device=torch.device("cpu"), dtype="float16"))
     assert (backend.name, backend.dtype) == ("torch", torch.float16)
     assert "using plain torch" in caplog.text

@@ -115,5 +115,5 @@ def test_bad_settings_are_named(raw, field):
         parse_rope(raw, 64)
 
 
-def test_default_when_nothing_is_said():
+def test_rope_without_parameters_has_defaults():
     assert parse_rope({}, 64).rope_type is RopeType.DEFAULT

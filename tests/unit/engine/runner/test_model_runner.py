@@ -207,7 +207,7 @@ def test_budget_divides_the_limit_and_refuses_with_figures(full_model):
         plan_memory(limit_bytes=2**10, **common)
 
 
-def test_rows_that_nobody_asked_for_still_leave_their_keys_and_values(full_model):
+def test_rows_without_sampling_still_store_keys_and_values(full_model):
     tokens = random_tokens(random.Random(4), 30)
     whole, part = Session(full_model), Session(full_model)
     all_rows = whole.logits(whole.request(tokens, capacity=32), 30)

@@ -98,7 +98,7 @@ def model(tmp_path_factory):
 
 
 @pytest.mark.parametrize("pipelined", [False, True])
-def test_answers_keep_them_whatever_is_beside_them(model, pipelined):
+def test_constraints_hold_in_any_batch(model, pipelined):
     def ask(seed: int, guide: TokenGuide | None):
         params = SamplingParams(max_tokens=20, temperature=1.0, seed=seed, ignore_eos=True)
         request = ledger.request(random_tokens(Random(seed), 12), params=params, arrival_s=float(seed))

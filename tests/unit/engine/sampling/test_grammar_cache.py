@@ -105,7 +105,7 @@ def test_guide_of_an_ambiguous_grammar_gives_up_before_its_tokens_take_long(rule
     assert unusable(guide).param == "grammar"
 
 
-def test_guide_whose_parser_hits_a_limit_says_that_it_takes_too_much(monkeypatch):
+def test_guide_beyond_parser_limits_is_reported_as_too_expensive(monkeypatch):
     monkeypatch.setattr(guidance, "LIMITS", {"max_items_in_row": 300})
     guide = llguides().guide(json.dumps({"grammars": [{"lark_grammar": f"start: s\n{AMBIGUOUS[0]}"}]}))
     follow(guide, seed=0, num_tokens=100)

@@ -200,7 +200,7 @@ def test_handoff_prefill_is_never_preempted() -> None:
     assert_empty(sched)
 
 
-def test_reservations_do_not_overtake_whoever_was_preempted() -> None:
+def test_reservations_do_not_overtake_preempted_requests() -> None:
     sched, runner = ledger.scheduler(num_blocks=8, max_model_len=128), LedgerRunner()
     for k in range(3):
         sched.add(ledger.request([k] * 30, params=SamplingParams(max_tokens=90, ignore_eos=True), arrival_s=float(k)))
@@ -214,7 +214,7 @@ def test_reservations_do_not_overtake_whoever_was_preempted() -> None:
         sched.reservations.reserve(T1, ledger.request([1]))
 
 
-def test_handoff_oldest_prefill_advances_beside_full_decodes() -> None:
+def test_handoff_oldest_prefill_advances_next_to_full_decodes() -> None:
     sched, runner = ledger.scheduler(max_running_requests=2, prefill_chunk_tokens=1), LedgerRunner()
     oldest = ledger.request(range(40))
     sched.add(oldest)

@@ -98,7 +98,7 @@ class PipelinedMachine(SchedulerMachine):
                 rule_ = end_rule(request, self.sched._config)
                 assert reason is reason_of(rule_, outputs[-1], request.num_prompt_tokens + len(outputs))
 
-    def nobody_says_anything_else(self) -> None:
+    def assert_same_answers(self) -> None:
         for request_id, outputs in self.outputs.items():
             expected = self.expected(self.requests[request_id])
             assert outputs == expected[: len(outputs)]

@@ -158,7 +158,7 @@ def test_queue_is_bounded() -> None:
     assert refusal.value.retry_after_s
 
 
-def test_resume_continues_and_a_lost_end_is_told_again() -> None:
+def test_resume_continues_and_repeats_a_lost_end() -> None:
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     output = continuation(PROMPT, params)
     sched, runner = ledger.scheduler(), LedgerRunner()

@@ -225,11 +225,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not isinstance(transfer_id, str):
             return
         transfer_id = TransferId(transfer_id)
-        request, desk = self.reserved[transfer_id], self.sched.reservations
+        request, reservations = self.reserved[transfer_id], self.sched.reservations
         was_bound = data.draw(st.booleans()) or outcome == "commit"
         total, held = request.num_tokens, request.num_computed_tokens
         if was_bound or len(request.block_table) > held // ledger.BLOCK:
-            bound = desk.bind(transfer_id)
+            bound = reservations.bind(transfer_id)
             landed = total if outcome == "commit" else data.draw(st.integers(held, total))
             self.runner.write_range(request.block_table, request.token_ids, held, landed)
             if outcome != "commit" and not (quiet and outcome != "quarantine"):
@@ -246,19 +246,19 @@ class SchedulerMachine(RuleBasedStateMachine):
     def finish_transfer(
         self, transfer_id: TransferId, request: Request, outcome: str, landed: int, quiet: bool
     ) -> None:
-        desk = self.sched.reservations
+        reservations = self.sched.reservations
         first = self.expected(request)[0]
         if outcome == "commit":
             self.outputs[request.request_id].append(first)
-            desk.commit(transfer_id, first)
+            reservations.commit(transfer_id, first)
         elif outcome == "partial":
             self.outputs[request.request_id].append(first)
-            desk.commit_partial(transfer_id, landed, first_token=first, writer_is_quiet=quiet)
+            reservations.commit_partial(transfer_id, landed, first_token=first, writer_is_quiet=quiet)
         elif outcome == "retry":
-            desk.salvage(transfer_id, landed, writer_is_quiet=quiet)
+            reservations.salvage(transfer_id, landed, writer_is_quiet=quiet)
             self.sched.add(request)
         else:
-            desk.cancel(transfer_id) if outcome == "cancel" and quiet else desk.quarantine(transfer_id)
+            reservations.cancel(transfer_id) if outcome == "cancel" and quiet else reservations.quarantine(transfer_id)
             request.state = RequestState.FINISHED
 
     def write_garbage(self, transfer_id: TransferId) -> None:
@@ -277,7 +277,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.sched.check_invariants()
 
     @invariant()
-    def nobody_says_anything_else(self) -> None:
+    def assert_same_answers(self) -> None:
         for request_id, outputs in self.outputs.items():
             request = self.requests[request_id]
             expected = self.expected(request)
@@ -310,7 +310,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.sched.release_held(request.request_id)
         self.settle()
         self.take_output(self.sched.drain())
-        self.nobody_says_anything_else()
+        self.assert_same_answers()
         ledger.assert_empty(self.sched)
         assert self.tier.num_free == self.tier.num_slots
 

@@ -62,7 +62,7 @@ def test_rates_follow_a_machine_that_became_ten_times_slower() -> None:
     assert meter.settled_decode_step_s == pytest.approx(0.1, rel=0.1)
 
 
-def test_small_steps_say_nothing_of_the_prefill_rate() -> None:
+def test_small_steps_do_not_affect_the_prefill_rate() -> None:
     meter = RateMeter()
     meter.observe(prefill(0.1, num_tokens=MIN_PREFILL_TOKENS))  # one of them is not a prompt's
     assert meter.prefill_tokens_per_s == 0.0

@@ -143,7 +143,7 @@ def test_socket_stream_full_buffer_never_blocks(mover: Mover, sockets: tuple[soc
     assert target.all()
 
 
-def test_ends_and_failures_are_told(mover: Mover, sockets: tuple[socket.socket, socket.socket]) -> None:
+def test_stream_ends_and_failures_are_reported(mover: Mover, sockets: tuple[socket.socket, socket.socket]) -> None:
     near, far = sockets
     source, target = np.ones(100, np.uint8), np.zeros(100, np.uint8)
     going, coming = open_pair(mover, sockets, Somewhere(source, [(0, 100)]), Somewhere(target, [(0, 100)]), BurstLock())

@@ -156,7 +156,7 @@ def test_explorer_attempt_of_other_prompt_keeps_no_blocks() -> None:
     explore(Scope(steps=(1, 1), num_layers=1, max_faults=2, mistakes=True, only=faults))
 
 
-def test_other_tokens_that_only_the_seal_tells_are_not_kept() -> None:
+def test_tokens_that_only_the_seal_differs_in_are_not_kept() -> None:
     faults = frozenset({"goes on with other tokens"})
     explore(Scope(steps=(1, 1), num_layers=1, max_faults=1, mistakes=True, only=faults))
 

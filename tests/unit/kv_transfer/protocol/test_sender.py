@@ -133,7 +133,7 @@ def test_sender_held_prefix_is_not_sent() -> None:
     assert write.sources == BLOCKS[2:]
 
 
-def test_blocks_told_first_are_the_ones_that_are_read() -> None:
+def test_blocks_reported_first_are_the_ones_read() -> None:
     half = offered()
     half.see(progress(4))
     half.see(ev.KVComputed(num_computed_tokens=8, blocks=(BlockId(90), BlockId(91), BlockId(92))))
@@ -218,7 +218,7 @@ def test_sender_chunk_reports_write_duration() -> None:
     assert sent.body.write_s == 0.5
 
 
-def test_sources_stay_until_reads_that_nobody_can_stop_have_ended() -> None:
+def test_sources_stay_until_unstoppable_reads_have_ended() -> None:
     half = offered()
     half.see(progress(10))
     half.hear(RESERVE)

@@ -141,7 +141,7 @@ def test_catalogue_insecure_transport_needs_private_network(
 
 
 @pytest.mark.parametrize("broken", [ImportError("No module named 'nixl'"), OSError("libucp.so: wrong ELF class")])
-def test_nixl_that_cannot_be_loaded_is_not_offered_and_forcing_it_says_why(
+def test_nixl_not_loadable_is_not_offered_and_forcing_it_fails_clearly(
     monkeypatch: pytest.MonkeyPatch, region: KVRegion, broken: Exception
 ) -> None:
     def load(name: str) -> object:

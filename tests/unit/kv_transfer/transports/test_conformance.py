@@ -209,7 +209,7 @@ def test_transport_after_revocation_nothing_lands(pair: Pair) -> None:
     assert block_bytes(pair.target, [2]) == block_bytes(pair.source, [6])
 
 
-def test_revoking_what_nobody_used_is_proven_at_once(pair: Pair) -> None:
+def test_revoking_an_unused_grant_is_proven_at_once(pair: Pair) -> None:
     pair.receiver.open_grant(KEY, landing(pair.lands_in, 1))
     assert pair.receiver.revoke(KEY)
     assert pair.receiver.revoke(replace(KEY, attempt=9))

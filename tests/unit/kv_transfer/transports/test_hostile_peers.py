@@ -152,7 +152,7 @@ def test_hostile_bytes_end_only_their_connection(tcp, greet: bool, data: bytes) 
     os.close(source.fd)
 
 
-def test_strangers_are_logged_at_a_bounded_rate(
+def test_unauthenticated_connections_are_logged_at_a_bounded_rate(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stranger_log, "EVERY_S", 1e9)
@@ -170,7 +170,7 @@ def test_strangers_are_logged_at_a_bounded_rate(
     assert logged[0].startswith("tcp: a connection was dropped before it was served: ")
 
 
-def test_stranger_log_known_sender_dropped_is_always_logged(tcp, caplog: pytest.LogCaptureFixture) -> None:
+def test_connection_log_known_sender_dropped_is_always_logged(tcp, caplog: pytest.LogCaptureFixture) -> None:
     _target, receiver = tcp
     caplog.set_level(logging.INFO)
     for _ in range(2 * stranger_log.BURST):
@@ -183,7 +183,7 @@ def test_stranger_log_known_sender_dropped_is_always_logged(tcp, caplog: pytest.
     assert len(logged) == 2 * stranger_log.BURST
 
 
-def test_stranger_log_suppressed_lines_are_counted_in_next_line() -> None:
+def test_connection_log_suppressed_lines_are_counted_in_next_line() -> None:
     budget = stranger_log.LineBudget(burst=2, every_s=10.0)
     assert [budget.spend(now_s) for now_s in (0.0, 0.0, 1.0, 2.0, 9.9, 10.0, 10.0)] == [0, 0, None, None, None, 3, None]
     assert [budget.spend(1000.0) for _ in range(4)] == [1, 0, None, None], "silence saves up no more than the burst"

@@ -121,15 +121,15 @@ async def test_access_guard_key_in_vendor_header_is_accepted(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "seen"),
+    ("access", "seen"),
     [
         ({}, {"/health": 200, "/readyz": 200, "/metrics": 200, "/version": 200}),
         ({"metrics": "key"}, {"/health": 200, "/metrics": 401, "/version": 200}),
         ({"health": "key", "readyz": "key", "version": "key"}, {"/health": 401, "/readyz": 401, "/version": 401}),
     ],
 )
-async def test_operator_access_setting_opens_chosen_pages(asked: dict[str, str], seen: dict[str, int]) -> None:
-    async with listening(RouterConfig(api_keys=("a-key",), operator_access=asked)) as port:
+async def test_operator_access_setting_opens_chosen_pages(access: dict[str, str], seen: dict[str, int]) -> None:
+    async with listening(RouterConfig(api_keys=("a-key",), operator_access=access)) as port:
         assert {page: await status(port, page) for page in seen} == seen
         with_key = {page: await status(port, page, "x-api-key: a-key\r\n") for page in seen}
         assert set(with_key.values()) == {200}
@@ -206,7 +206,7 @@ def test_operator_access_unknown_value_is_refused() -> None:
         RouterConfig(operator_access={"metrics": "tenant"})
 
 
-def test_application_with_a_route_that_does_not_say_for_whom_it_is_is_refused() -> None:
+def test_application_route_without_stated_access_is_refused() -> None:
     async def endpoint() -> dict[str, str]:
         return {}
 
@@ -243,7 +243,7 @@ def test_application_routes_have_one_access_dependency_each() -> None:
 
 
 async def test_application_routes_without_key_are_refused() -> None:
-    """Pages that are open to everybody excepted; and none of them is read a body of."""
+    """Pages open to everyone excepted; and no request body is read."""
     app = whole_app(KEYED)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
 
@@ -356,11 +356,11 @@ async def test_key_file_unreadable_for_too_long_closes_access(tmp_path: Path, ca
         assert accepted(keeper.keys, "one", "two") == [True, True]
         assert keeper.not_ready_reason() is None
         now = 60.0
-        told = "no API key is accepted: router.api_keys_file was not read for 60 s"
+        message = "no API key is accepted: router.api_keys_file was not read for 60 s"
         for headers in ({"authorization": "Bearer one"}, {"x-api-key": "nonsense"}, {}):
-            with pytest.raises(Unavailable, match=told):
+            with pytest.raises(Unavailable, match=message):
                 keeper.keys.caller(headers)
-        assert keeper.not_ready_reason() == told
+        assert keeper.not_ready_reason() == message
         assert "keys.yaml: a FIFO, not a regular file; what was read before stays in force for 60 s" in caplog.text
         path.unlink()
         write_keys(path, f"api_keys: ['{entry_of('two')}']")
@@ -392,7 +392,7 @@ async def test_limits_of_tenants_change_with_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "mode", "told"),
+    ("text", "mode", "message"),
     [
         (f"api_keys: ['{entry_of('a')}']", 0o640, "chmod 600"),
         (f"api_keys: ['{entry_of('a')}']", 0o604, "chmod 600"),
@@ -403,11 +403,11 @@ async def test_limits_of_tenants_change_with_the_file(tmp_path: Path) -> None:
         (f"a: &a ['{entry_of('a')}']\napi_keys: *a", 0o600, "aliases"),
     ],
 )
-async def test_key_file_invalid_at_start_is_config_error(tmp_path: Path, text: str, mode: int, told: str) -> None:
+async def test_key_file_invalid_at_start_is_config_error(tmp_path: Path, text: str, mode: int, message: str) -> None:
     path = tmp_path / "keys.yaml"
     path.write_text(text)
     os.chmod(path, mode)
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         async with AccessControl(RouterConfig(api_keys_file=str(path))):
             pass
     with pytest.raises(ConfigError, match=r"router\.api_keys_file"):

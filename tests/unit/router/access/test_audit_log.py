@@ -87,11 +87,11 @@ async def test_calls_over_grpc_are_written_down_too(tmp_path: Path) -> None:
             assert len([one async for one in call]) >= 1
             with pytest.raises(grpc.aio.AioRpcError):
                 await stub.ListModels(pb.ListModelsRequest())
-    told = {one["route"]: one for one in lines(path)}
-    assert told["Generate"]["status"] == "OK"
-    assert told["Generate"]["completion_tokens"] == len(ids)
-    assert (told["Generate"]["tenant"], told["Generate"]["client"]) == ("acme", "127.0.0.1")
-    assert (told["ListModels"]["status"], told["ListModels"]["tenant"]) == ("UNAUTHENTICATED", None)
+    records = {one["route"]: one for one in lines(path)}
+    assert records["Generate"]["status"] == "OK"
+    assert records["Generate"]["completion_tokens"] == len(ids)
+    assert (records["Generate"]["tenant"], records["Generate"]["client"]) == ("acme", "127.0.0.1")
+    assert (records["ListModels"]["status"], records["ListModels"]["tenant"]) == ("UNAUTHENTICATED", None)
 
 
 def test_audit_file_full_or_renamed_is_reopened(tmp_path: Path) -> None:

@@ -118,13 +118,13 @@ async def test_router_without_keys_refuses_pages_of_other_origins_on_every_kind_
         assert (await client.get("/v1/models", headers=EVIL)).status_code == 403
         assert (await client.get("/no/such/route", headers=EVIL)).status_code == 403
         assert (await client.post(CHAT, json=HELLO, headers={"Origin": "http://localhost"})).status_code == 200
-        told = error_of(await client.post(CHAT, json=HELLO, headers=EVIL))
-    assert told["param"] == "Host"
-    assert "router.allowed_origins" in told["message"]
+        error = error_of(await client.post(CHAT, json=HELLO, headers=EVIL))
+    assert error["param"] == "Host"
+    assert "router.allowed_origins" in error["message"]
     assert len(parts.generator.requests) == 1
 
 
-async def test_router_with_keys_looks_at_keys_alone() -> None:
+async def test_router_with_keys_ignores_origins() -> None:
     parts = fakes.make_servers(fakes.make_tokenizer(), RouterConfig(api_keys=("a-key",)))
     parts.say("hello")
     headers = EVIL | {"Origin": "https://evil.example", "Authorization": "Bearer a-key"}

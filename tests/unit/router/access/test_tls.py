@@ -155,8 +155,8 @@ async def test_tls_plaintext_or_old_version_is_refused(tls: RouterTls, tmp_path:
     async with opened(tls) as (_, http, rpc):
         reader, writer = await asyncio.open_connection(LOCAL, http.port)
         writer.write(b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        told = await reader.read()
-        assert b"HTTP/1.1" not in told
+        received = await reader.read()
+        assert b"HTTP/1.1" not in received
         writer.close()
         old = believing(tmp_path)
         with pytest.warns(DeprecationWarning, match="TLSv1"):
@@ -169,7 +169,7 @@ async def test_tls_plaintext_or_old_version_is_refused(tls: RouterTls, tmp_path:
         assert await models(rpc.port, tmp_path) == [fakes.MODEL]
 
 
-async def test_new_certificates_are_shown_to_who_comes_and_nobody_is_cut_off(
+async def test_new_certificates_reach_new_connections_and_keep_old_ones(
     tls: RouterTls, authority: Authority, tmp_path: Path
 ) -> None:
     stranger = tmp_path / "stranger"
@@ -261,9 +261,9 @@ def test_files_that_no_client_could_trust_stop_the_start(what: str, authority: A
         "ca of the past": ({"client_ca": tmp_path / "ca3.pem"}, "router.tls.client_ca: .*no client could connect"),
         "absent": ({"key": tmp_path / "absent"}, "router.tls.key: .*No such file"),
     }
-    update, told = changed[what]
+    update, message = changed[what]
     made = RouterTls.model_validate(
         {"cert": str(files.cert), "key": str(files.key)} | {name: str(path) for name, path in update.items()}
     )
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         read_identity(made)

@@ -1,4 +1,4 @@
-"""Why the gate holds whoever waits: which pool has too little, or the router itself."""
+"""Why requests wait for admission: which pool has too little room, or the router itself."""
 
 from dataclasses import replace
 
@@ -6,12 +6,12 @@ import pytest
 
 from router.admission.cluster_capacity import Shortage
 from router.types.worker_view import WorkerLoad
-from tests.support.router.admission_world import Desk
+from tests.support.router.admission_world import AdmissionBench
 from tests.support.router.overload_world import snapshot
 from tests.support.router.worker_views import worker
 
 
-def _held(desk: Desk) -> dict[Shortage, tuple[int, int]]:
+def _held(desk: AdmissionBench) -> dict[Shortage, tuple[int, int]]:
     sums = desk.admission.held()
     return {lack: (one.num_requests, one.num_tokens) for lack, one in sums.items() if one.num_requests}
 
@@ -22,7 +22,7 @@ def _held(desk: Desk) -> dict[Shortage, tuple[int, int]]:
     ids=lambda value: getattr(value, "value", value),
 )
 def test_queue_metrics_name_the_pool_that_is_short(prefill_backlog: int, decoding: int, lack: Shortage) -> None:
-    desk = Desk()
+    desk = AdmissionBench()
     prefill = replace(worker("p0", backlog=prefill_backlog), load=WorkerLoad(prefill_tokens_per_s=1000.0))
     desk.workers = [prefill, snapshot(active=decoding)]
     for _ in range(3):
@@ -31,22 +31,22 @@ def test_queue_metrics_name_the_pool_that_is_short(prefill_backlog: int, decodin
 
 
 def test_queue_without_prefill_pool_waits_for_decode_workers() -> None:
-    desk = Desk()
+    desk = AdmissionBench()
     desk.fill()
     desk.ask()
     assert _held(desk) == {Shortage.DECODE: (1, 100)}
 
 
 def test_queue_behind_first_request_counts_under_its_shortage() -> None:
-    desk = Desk()
+    desk = AdmissionBench()
     desk.workers = [replace(snapshot(active=1), load=WorkerLoad(num_free_blocks=10))]
     large, small = desk.ask(tokens=1000), desk.ask(tokens=10)
     assert (large.waiting, small.waiting) == (True, True)
     assert _held(desk) == {Shortage.DECODE: (2, 1010)}
 
 
-def test_places_are_the_routers_and_who_was_refused_is_the_decode_pools() -> None:
-    desk = Desk()
+def test_shortage_of_places_is_the_routers_and_refusals_are_the_decode_pools() -> None:
+    desk = AdmissionBench()
     desk.places = 0
     desk.ask()
     assert _held(desk) == {Shortage.ROUTER: (1, 100)}

@@ -23,8 +23,8 @@ MANY = LimitsConfig(default=TenantLimits(requests_per_minute=100, tokens_per_min
 
 def again(stream: str, *, worker: int = 1, n: int = 1) -> RoutedRequest:
     point = ResumePoint(worker=Incarnation(worker), num_tokens=SHOWN)
-    asked = replace(routed(request_id=stream, n=n), tenant="a")
-    return replace(asked, resume=(point,) * n, resumptions=1)
+    request = replace(routed(request_id=stream, n=n), tenant="a")
+    return replace(request, resume=(point,) * n, resumptions=1)
 
 
 def used(gate: Dispatcher) -> tuple[int, float, int, int]:
@@ -149,13 +149,13 @@ async def test_kept_ids_of_many_streams_run_as_many_at_a_time_as_the_key_may() -
 async def test_continuations_beyond_bound_wait_their_turn() -> None:
     worker = FakeWorker("d0", script=hold)
     async with gated(worker, running=1, passing=2) as (gate, core):
-        asked = [asyncio.create_task(collect(gate.generate(again(f"s{number}")))) for number in range(4)]
+        requests = [asyncio.create_task(collect(gate.generate(again(f"s{number}")))) for number in range(4)]
         held = [await worker.submissions.get() for _ in range(2)]
         assert gate.queue.admission.num_waiting == 2
         worker.script = answer
         for submission in held:
             submission.give_all()
-        assert await asyncio.gather(*asked) == [{0: WHOLE}] * 4
+        assert await asyncio.gather(*requests) == [{0: WHOLE}] * 4
         core.assert_idle()
 
 
@@ -168,7 +168,7 @@ async def test_takeover_of_a_stream_inherits_former_readers_slot() -> None:
         for _ in range(4):
             readers.append(asyncio.create_task(collect(gate.generate(again("s")))))
             held = await worker.submissions.get()
-            # The former reader is told by its own task.
+            # The former reader is notified by its own task.
             await asyncio.gather(*readers[:-1], return_exceptions=True)
         held.give_all()
         assert await readers[-1] == {0: WHOLE}

@@ -11,13 +11,13 @@ from router.admission.types import AdmissionRequest
 from tandem.config.admission import LimitsConfig, TenantLimits
 from tandem.errors import DeadlineExceeded, Overloaded, Unavailable
 from tandem.values.roles import WorkerRole
-from tests.support.router.admission_world import Desk, order
+from tests.support.router.admission_world import AdmissionBench, order
 from tests.support.router.overload_world import info, snapshot
 from tests.support.router.worker_views import view_of
 
 
 def test_admission_queues_only_without_room() -> None:
-    desk = Desk()
+    desk = AdmissionBench()
     assert not desk.ask().waiting
     desk.fill()
     entry = desk.ask()
@@ -28,7 +28,7 @@ def test_admission_queues_only_without_room() -> None:
 
 
 def test_admission_turn_counts_as_in_transit_until_placed() -> None:
-    desk = Desk()
+    desk = AdmissionBench()
     desk.fill()
     entries = [desk.ask() for _ in range(5)]
     desk.workers = [snapshot()]
@@ -38,13 +38,13 @@ def test_admission_turn_counts_as_in_transit_until_placed() -> None:
 
 
 def test_admission_without_live_worker_passes_to_dispatch() -> None:
-    desk = Desk()
+    desk = AdmissionBench()
     desk.workers = []
     assert not desk.ask().waiting
 
 
 def test_places_memory_and_running_requests_hold_back() -> None:
-    desk = Desk()
+    desk = AdmissionBench()
     desk.places = 0
     entry = desk.ask()
     assert entry.waiting
@@ -63,7 +63,7 @@ def test_places_memory_and_running_requests_hold_back() -> None:
 
 def test_admission_request_larger_than_pools_blocks_no_other() -> None:
     """Dispatch refuses it. The one worker is busy with a stream, and so has no moment in which it is empty."""
-    desk = Desk(max_queue_s=1000.0)
+    desk = AdmissionBench(max_queue_s=1000.0)
     desk.fill()
     pool_tokens = desk.workers[0].info.pool_tokens
     waiting = desk.ask()
@@ -71,7 +71,7 @@ def test_admission_request_larger_than_pools_blocks_no_other() -> None:
     assert (waiting.waiting, too_large.waiting) == (True, False)
     assert desk.ask(tokens=pool_tokens - 1).waiting
     # It had waited for a larger worker, which left.
-    desk = Desk(max_queue_s=1000.0)
+    desk = AdmissionBench(max_queue_s=1000.0)
     desk.workers = [snapshot(active=1), replace(snapshot("d1", active=1), info=info("d1", num_blocks=20_000))]
     patient, behind = desk.ask(tokens=pool_tokens), desk.ask()
     assert (patient.waiting, behind.waiting) == (True, True)
@@ -82,21 +82,23 @@ def test_admission_request_larger_than_pools_blocks_no_other() -> None:
 
 
 def test_priorities_go_first_and_may_be_bounded() -> None:
-    desk = Desk(limits=LimitsConfig(tenants={"a": TenantLimits(best_priority=-1), "b": TenantLimits(best_priority=1)}))
+    desk = AdmissionBench(
+        limits=LimitsConfig(tenants={"a": TenantLimits(best_priority=-1), "b": TenantLimits(best_priority=1)})
+    )
     desk.fill()
     normal, later, bounded, sooner = desk.ask(), desk.ask(priority=5), desk.ask("b", priority=-9), desk.ask(priority=-1)
     assert order(desk, 4) == [sooner, normal, bounded, later]
 
 
 def test_within_one_tenant_the_earlier_deadline_goes_first() -> None:
-    desk = Desk()
+    desk = AdmissionBench()
     desk.fill()
     late, early, never = desk.ask(within_s=9.0), desk.ask(within_s=8.0), desk.ask()
     assert order(desk, 3) == [early, late, never]
 
 
 def test_turns_alternate_between_tenants_however_many_wait() -> None:
-    desk = Desk()
+    desk = AdmissionBench()
     desk.fill()
     many = [desk.ask("greedy") for _ in range(6)]
     few = [desk.ask("modest") for _ in range(2)]
@@ -104,7 +106,7 @@ def test_turns_alternate_between_tenants_however_many_wait() -> None:
 
 
 def test_weights_divide_the_turns() -> None:
-    desk = Desk(limits=LimitsConfig(tenants={"heavy": TenantLimits(weight=3.0)}))
+    desk = AdmissionBench(limits=LimitsConfig(tenants={"heavy": TenantLimits(weight=3.0)}))
     desk.fill()
     for _ in range(12):
         desk.ask("heavy")
@@ -114,7 +116,7 @@ def test_weights_divide_the_turns() -> None:
 
 
 def test_answers_count_and_an_idle_tenant_saves_nothing_up() -> None:
-    desk = Desk(credit_s=0.0)
+    desk = AdmissionBench(credit_s=0.0)
     first = desk.ask("talker")
     desk.admission.generated(first, 10_000)
     desk.fill()
@@ -125,7 +127,7 @@ def test_answers_count_and_an_idle_tenant_saves_nothing_up() -> None:
 
 
 def test_tenant_served_less_has_bounded_credit() -> None:
-    desk = Desk(credit_s=0.25)
+    desk = AdmissionBench(credit_s=0.25)
     desk.ask("quiet", tokens=0, output=0)
     first = desk.ask("talker")
     desk.admission.generated(first, 10_000)
@@ -138,7 +140,7 @@ def test_tenant_served_less_has_bounded_credit() -> None:
 
 @pytest.mark.parametrize(("away_s", "who_first"), [(4.0, "quiet"), (6.0, "talker")])
 def test_tenant_returning_after_a_while_has_no_credit(away_s: float, who_first: str) -> None:
-    desk = Desk(credit_s=0.25)
+    desk = AdmissionBench(credit_s=0.25)
     desk.admission.end(desk.ask("quiet"))
     for _ in range(int(2 * away_s)):
         desk.now_s += 0.5
@@ -153,7 +155,7 @@ def test_tenant_returning_after_a_while_has_no_credit(away_s: float, who_first: 
 
 
 def test_admission_cached_tokens_are_refunded() -> None:
-    desk = Desk()
+    desk = AdmissionBench()
     for _ in range(60):
         entry = desk.ask("a", tokens=1000)
         desk.admission.generated(entry, 1)
@@ -163,7 +165,7 @@ def test_admission_cached_tokens_are_refunded() -> None:
 
 
 def test_admission_predicted_wait_beyond_bound_is_refused() -> None:
-    desk = Desk(max_queue_s=4.0)
+    desk = AdmissionBench(max_queue_s=4.0)
     desk.fill()
     # A second of backlog, and half a second each.
     waiting = [desk.ask(tokens=500) for _ in range(5)]
@@ -175,22 +177,22 @@ def test_admission_predicted_wait_beyond_bound_is_refused() -> None:
 
 
 def test_admission_refusals_have_increasing_retry_after() -> None:
-    desk = Desk(max_queue_s=1.0)
+    desk = AdmissionBench(max_queue_s=1.0)
     desk.fill()
-    told = []
+    retry_after_s = []
     for _ in range(4):
         with pytest.raises(Unavailable) as caught:
             desk.ask(tokens=500)
-        told.append(caught.value.retry_after_s)
-    assert told == sorted(set(told))
+        retry_after_s.append(caught.value.retry_after_s)
+    assert retry_after_s == sorted(set(retry_after_s))
     desk.now_s += 60.0
     with pytest.raises(Unavailable) as caught:
         desk.ask(tokens=500)
-    assert caught.value.retry_after_s == pytest.approx(told[0])
+    assert caught.value.retry_after_s == pytest.approx(retry_after_s[0])
 
 
 def test_admission_hopeless_deadline_is_refused_when_idle() -> None:
-    desk = Desk()
+    desk = AdmissionBench()
     with pytest.raises(Unavailable, match="its deadline"):
         desk.ask(tokens=2000, within_s=1.0)
     assert not desk.ask(tokens=2000, within_s=3.0).waiting
@@ -199,7 +201,7 @@ def test_admission_hopeless_deadline_is_refused_when_idle() -> None:
 
 
 def test_admission_hopeless_queued_request_is_refused_early() -> None:
-    desk = Desk()
+    desk = AdmissionBench()
     desk.fill()
     entry = desk.ask(within_s=3.0)
     assert desk.admission.hopeless() == []
@@ -217,7 +219,7 @@ def test_admission_hopeless_queued_request_is_refused_early() -> None:
 
 
 def test_admitted_request_may_wait_longer_than_new_one() -> None:
-    desk = Desk(max_queue_s=4.0, patience=2.0)
+    desk = AdmissionBench(max_queue_s=4.0, patience=2.0)
     desk.fill()
     waiting = [desk.ask(tokens=500) for _ in range(5)]
     desk.workers = [snapshot(backlog=5800, active=1)]
@@ -228,7 +230,7 @@ def test_admitted_request_may_wait_longer_than_new_one() -> None:
 
 
 def test_full_queue_evicts_end_of_longest_line() -> None:
-    desk = Desk(max_requests=4, limits=LimitsConfig(default=TenantLimits(best_priority=-1)))
+    desk = AdmissionBench(max_requests=4, limits=LimitsConfig(default=TenantLimits(best_priority=-1)))
     desk.fill()
     many = [desk.ask("greedy") for _ in range(4)]
     modest = desk.ask("modest")
@@ -244,7 +246,7 @@ def test_full_queue_evicts_end_of_longest_line() -> None:
 
 
 def test_queue_beyond_token_bound_is_full() -> None:
-    desk = Desk(max_tokens=1000)
+    desk = AdmissionBench(max_tokens=1000)
     desk.fill()
     desk.ask(tokens=600)
     with pytest.raises(Overloaded):
@@ -253,7 +255,7 @@ def test_queue_beyond_token_bound_is_full() -> None:
 
 
 def test_full_queue_evicts_none_for_request_that_cannot_fit() -> None:
-    desk = Desk(max_tokens=1000)
+    desk = AdmissionBench(max_tokens=1000)
     desk.fill()
     waiting = [desk.ask("a", tokens=300), desk.ask("a", tokens=300), desk.ask("b", tokens=300)]
     with pytest.raises(Overloaded):
@@ -266,7 +268,7 @@ def test_full_queue_evicts_none_for_request_that_cannot_fit() -> None:
 
 def test_promised_stream_runs_at_once() -> None:
     limits = LimitsConfig(default=TenantLimits(concurrent_requests=1, tokens_per_minute=10))
-    desk = Desk(limits=limits)
+    desk = AdmissionBench(limits=limits)
     desk.fill()
     desk.ask(tokens=5)
     desk.admission.closed = True
@@ -286,7 +288,7 @@ def test_promised_stream_runs_at_once() -> None:
     ],
 )
 def test_limits_are_named_and_are_each_tenants_own(limits: TenantLimits, name: str) -> None:
-    desk = Desk(limits=LimitsConfig(default=limits, tenants={"free": TenantLimits()}))
+    desk = AdmissionBench(limits=LimitsConfig(default=limits, tenants={"free": TenantLimits()}))
     held = [desk.ask(tokens=99) for _ in range(2)]
     with pytest.raises(Overloaded, match=f"limit {name} of") as caught:
         desk.ask(tokens=99)
@@ -302,7 +304,7 @@ def test_limits_are_named_and_are_each_tenants_own(limits: TenantLimits, name: s
 
 
 def test_refused_call_counts_all_its_requests() -> None:
-    desk = Desk(limits=LimitsConfig(default=TenantLimits(requests_per_minute=4)))
+    desk = AdmissionBench(limits=LimitsConfig(default=TenantLimits(requests_per_minute=4)))
     call = [
         AdmissionRequest(tenant="a", priority=0, num_tokens=9, max_output_tokens=1, deadline_s=None) for _ in range(3)
     ]
@@ -317,7 +319,7 @@ def test_refused_call_counts_all_its_requests() -> None:
 
 
 def test_tokens_are_settled_with_what_was_used() -> None:
-    desk = Desk(limits=LimitsConfig(default=TenantLimits(tokens_per_minute=1000)))
+    desk = AdmissionBench(limits=LimitsConfig(default=TenantLimits(tokens_per_minute=1000)))
     entry = desk.ask(tokens=100, output=500)
     desk.admission.generated(entry, 2000)
     desk.admission.end(entry)
@@ -329,7 +331,7 @@ def test_tokens_are_settled_with_what_was_used() -> None:
 
 
 def test_queue_refusal_does_not_use_rate_limit() -> None:
-    desk = Desk(limits=LimitsConfig(default=TenantLimits(requests_per_minute=3)), max_queue_s=0.5)
+    desk = AdmissionBench(limits=LimitsConfig(default=TenantLimits(requests_per_minute=3)), max_queue_s=0.5)
     desk.fill()
     for _ in range(5):
         with pytest.raises(Unavailable):
@@ -378,7 +380,7 @@ def test_drain_meter_idle_time_only_fades() -> None:
 
 def test_drain_meter_forgets_a_slow_hour() -> None:
     """If it were, they would all be refused, and that the cluster is fast again would never be measured."""
-    desk = Desk(max_queue_s=4.0)
+    desk = AdmissionBench(max_queue_s=4.0)
     desk.fill()
     patient = desk.ask(tokens=100)
     for _ in range(60):

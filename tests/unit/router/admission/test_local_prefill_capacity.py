@@ -16,7 +16,7 @@ from tandem.errors import Unavailable
 from tandem.values.roles import WorkerRole
 from tests.support.fake_worker import FakeWorker
 from tests.support.router.admission_queues import gated
-from tests.support.router.admission_world import Desk
+from tests.support.router.admission_world import AdmissionBench
 from tests.support.router.cluster import LONG_PROMPT, collect, routed
 from tests.support.router.worker_views import LAYOUT, demand_of, view_of, worker
 
@@ -69,9 +69,11 @@ def test_local_prefill_threshold_agrees_with_placement(seed: int) -> None:
         assert reads_itself(1_000_000)
 
 
-def desk(*workers: WorkerSnapshot, costs: CostModel | None = EXACT) -> Desk:
+def desk(*workers: WorkerSnapshot, costs: CostModel | None = EXACT) -> AdmissionBench:
     """A tenth of a second of reading ahead of each worker, and eight requests at once."""
-    made = Desk(room=CapacityPolicy(worker_backlog_s=0.1, max_running_per_worker=8, costs=costs), max_queue_s=100.0)
+    made = AdmissionBench(
+        room=CapacityPolicy(worker_backlog_s=0.1, max_running_per_worker=8, costs=costs), max_queue_s=100.0
+    )
     made.workers = list(workers)
     return made
 
@@ -98,7 +100,7 @@ def test_short_prompt_waits_for_busy_decode_worker_only() -> None:
     # On their way they count as reading of decode workers.
     assert full.ask(tokens=64).waiting
     full.workers = [writer(), reader(50)]
-    assert full.turns()[:1] == [long], "whoever is first is so whenever there is room for it"
+    assert full.turns()[:1] == [long], "the first in line goes as soon as there is room for it"
 
 
 @pytest.mark.parametrize(
@@ -173,7 +175,7 @@ def test_passed_prompt_is_computed_locally_despite_cached_prefix(is_local: bool)
 
 
 @pytest.mark.parametrize("is_local", [False, True])
-async def test_dispatch_is_told_who_passed(is_local: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_dispatch_learns_which_entries_passed(is_local: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     room = LocalPrefillCapacity(most_tokens=1e3, always_tokens=0, slack_tokens=1e6, tokens_per_s=1e3, wait_s=0.0)
     async with gated(FakeWorker("d0"), FakeWorker("p0", role=WorkerRole.PREFILL)) as (gate, core):
         watch = gate.queue.admission._watch
@@ -193,7 +195,7 @@ def test_tenants_pass_in_fair_order() -> None:
     assert full.turns() == [greedy[0], modest]
 
 
-def test_idle_work_waits_for_the_prefill_pool_whoever_else_may_pass() -> None:
+def test_idle_work_waits_for_the_prefill_pool_despite_passing_requests() -> None:
     full = desk(writer(), reader(5000))
     assert not full.admission.has_idle_room()
     assert desk(writer(), reader(0)).admission.has_idle_room()

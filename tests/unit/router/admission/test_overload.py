@@ -58,7 +58,7 @@ def test_overload_threefold_keeps_nine_tenths_of_goodput(max_running: int) -> No
     best = max(goodput(run(world(max_running=max_running), arrivals("a", load * MOST, 1))) for load in loads)
     pressed = run(world(max_running=max_running), arrivals("a", 3.0 * MOST, 1))
     assert goodput(pressed) >= 0.9 * best
-    # Whoever is let in is served in time, nearly always, and most of those refused hear it at once.
+    # Admitted requests are served in time, nearly always, and most of the others are refused at once.
     served = [r for r in pressed.done if r.first_s is not None]
     assert sum(r.ttft_s <= SLO_S for r in served) >= 0.97 * len(served)
     refused = [r for r in pressed.done if r.refused_s is not None]

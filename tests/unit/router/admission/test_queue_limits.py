@@ -5,7 +5,7 @@ import pytest
 from router.admission.queue_limits import InflightLimit, PreparationLimit
 from router.admission.types import AdmissionPolicy
 from tandem.errors import Overloaded
-from tests.support.router.admission_world import Desk
+from tests.support.router.admission_world import AdmissionBench
 
 
 def test_inflight_limit_leaves_a_share_to_what_is_not_background_work() -> None:
@@ -23,7 +23,7 @@ def test_inflight_limit_of_one_gives_background_work_its_turn() -> None:
 
 
 def test_background_requests_wait_while_others_may_run() -> None:
-    desk = Desk()
+    desk = AdmissionBench()
     desk.places = 10**6 // 4  # three quarters are taken
     assert not desk.ask(priority=0).waiting
     assert desk.ask(priority=1).waiting

@@ -25,18 +25,18 @@ class Routers:
         self.limiters = [RateLimiter(config, clock=lambda: self.now_s) for _ in range(count)]
         self.all = [SharedRateLimits(limiter, tenants=TENANTS, tag_of=TAG_OF) for limiter in self.limiters]
 
-    def exchange(self, teller: int, hearer: int) -> None:
-        self.all[hearer].apply_remote(Incarnation(teller + 1), self.all[teller].tallies())
+    def exchange(self, sender: int, receiver: int) -> None:
+        self.all[receiver].apply_remote(Incarnation(sender + 1), self.all[sender].tallies())
 
     def exchange_all(self) -> None:
-        for teller in range(len(self.all)):
-            for hearer in range(len(self.all)):
-                if teller != hearer:
-                    self.exchange(teller, hearer)
+        for sender in range(len(self.all)):
+            for receiver in range(len(self.all)):
+                if sender != receiver:
+                    self.exchange(sender, receiver)
 
-    def leave(self, teller: int) -> None:
-        for hearer in self.all:
-            hearer.keep({Incarnation(other + 1) for other in range(len(self.all)) if other != teller})
+    def leave(self, sender: int) -> None:
+        for receiver in self.all:
+            receiver.keep({Incarnation(other + 1) for other in range(len(self.all)) if other != sender})
 
 
 def test_requests_that_another_router_let_in_count_here() -> None:
@@ -96,7 +96,7 @@ def test_shared_limits_accounts_converge_to_one(seed: int, steps: int) -> None:
             tenant = rng.choice(TENANTS)
             live.append((index, routers.limiters[index].admit(tenant, float(rng.randrange(1000)))))
         elif action == "exchange":
-            # Any of them, any number of times: what is not told now is told later.
+            # Any of them, any number of times: what is not sent now is sent later.
             routers.exchange(index, rng.choice([other for other in range(3) if other != index]))
         elif live:
             owner, grant = live.pop(rng.randrange(len(live)))
@@ -116,7 +116,7 @@ def test_shared_limits_accounts_converge_to_one(seed: int, steps: int) -> None:
             assert limiter.num_elsewhere(tenant) == limiter.num_inflight(tenant) == 0
 
 
-def test_sums_begin_anew_after_a_while_and_old_ones_are_not_counted_again() -> None:
+def test_shared_sums_restart_and_old_ones_are_not_counted_again() -> None:
     routers = Routers(2, requests_per_minute=10)
     routers.exchange_all()
     routers.limiters[0].settle(routers.limiters[0].admit("a", 1.0), 1.0)
@@ -126,14 +126,14 @@ def test_sums_begin_anew_after_a_while_and_old_ones_are_not_counted_again() -> N
     for _ in range(9):
         routers.limiters[0].admit("a", 1.0)
     routers.exchange_all()  # nobody heard that it was silent in between
-    (told,) = routers.all[0].tallies()
-    assert (told.requests, told.epoch, told.num_inflight) == (9, 2, 9)
+    (tally,) = routers.all[0].tallies()
+    assert (tally.requests, tally.epoch, tally.num_inflight) == (9, 2, 9)
     routers.limiters[1].admit("a", 1.0)
     with pytest.raises(Overloaded):
         routers.limiters[1].admit("a", 1.0)
 
 
-def test_tenants_are_not_named_and_only_those_with_limits_are_told() -> None:
+def test_shared_tallies_hide_tenant_names_and_cover_limited_ones() -> None:
     routers = Routers(2, requests_per_minute=10)
     for tenant in TENANTS:
         routers.limiters[0].admit(tenant, 1.0)
@@ -142,7 +142,7 @@ def test_tenants_are_not_named_and_only_those_with_limits_are_told() -> None:
     assert TAG_OF("a") != tenant_tags(b"the secret of another")("a")
 
 
-def test_tenants_that_nobody_knows_here_are_ignored() -> None:
+def test_unknown_tenants_are_ignored() -> None:
     routers = Routers(2, requests_per_minute=10)
     stranger = SharedRateLimits(routers.limiters[1], tenants=("x",), tag_of=TAG_OF)
     routers.limiters[0].admit("a", 1.0)

@@ -36,11 +36,11 @@ def test_breakpoint_inside_a_turn_covers_text_before_it() -> None:
 def test_calls_and_results_end_turns_and_marks_follow_them() -> None:
     call = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
     result = {"type": "tool_result", "tool_use_id": "a", "content": "42", "cache_control": KEPT}
-    said = {"type": "text", "text": "one"}
+    text = {"type": "text", "text": "one"}
     turns = [
         {"role": "user", "content": "hi"},
-        {"role": "assistant", "content": [said, {**call, "cache_control": KEPT}, {"type": "text", "text": "two"}]},
-        {"role": "user", "content": [{"type": "text", "text": "before"}, result, {**said, "cache_control": KEPT}]},
+        {"role": "assistant", "content": [text, {**call, "cache_control": KEPT}, {"type": "text", "text": "two"}]},
+        {"role": "user", "content": [{"type": "text", "text": "before"}, result, {**text, "cache_control": KEPT}]},
     ]
     talk = validate(MessagesBody, {"model": "m", "max_tokens": 1, "messages": turns}).conversation()
     shown = [(message.role, message.content) for message in talk.messages]

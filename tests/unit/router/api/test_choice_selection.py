@@ -50,8 +50,8 @@ async def test_best_of_shows_likeliest_and_counts_all(client: httpx.AsyncClient,
     assert all(choice["logprobs"] is None for choice in answer["choices"])
     assert answer["usage"]["completion_tokens"] == 2 * size_of(parts.tokenizer)
     assert [request.num_choices for request in parts.generator.requests] == [5, 5]
-    told = [choice["prompt_logprobs"] for choice in answer["choices"]]
-    assert [len(places) for places in told] == [2, 2, 2, 1, 1, 1]
+    logprobs = [choice["prompt_logprobs"] for choice in answer["choices"]]
+    assert [len(places) for places in logprobs] == [2, 2, 2, 1, 1, 1]
     chat = await ask(client, CHAT, **HELLO, best_of=2, logprobs=True)
     (choice,) = chat["choices"]
     assert choice["message"]["content"] == TEXTS[1]

@@ -14,7 +14,7 @@ from tests.support.router.servers.http_client import PLAIN, client_of, error_of
 MARKS = ["<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"]
 
 
-def filling_doors() -> fakes.Servers:
+def filling_servers() -> fakes.Servers:
     library = Library.from_str(fakes.byte_level_spec())
     library.add_special_tokens([AddedToken(mark, special=True) for mark in MARKS])
     return fakes.make_servers(Tokenizer(library.to_str(), None))
@@ -29,7 +29,7 @@ def test_fill_marks_need_all_three_tokens() -> None:
 
 @pytest.mark.parametrize("before", ["hello ", ""])
 async def test_suffix_prompt_puts_answer_between_texts(before: str) -> None:
-    parts = filling_doors()
+    parts = filling_servers()
     parts.say("hello")
     async with client_of(parts) as client:
         answer = await client.post(PLAIN, json={"prompt": before, "suffix": " <|fim_middle|> world"})
@@ -49,7 +49,7 @@ async def test_suffix_prompt_puts_answer_between_texts(before: str) -> None:
     [({}, False), ({"echo": True}, True), ({"truncate_prompt_tokens": 5}, True)],
 )
 async def test_suffix_invalid_request_is_refused(change: dict[str, Any], can_fill: bool) -> None:
-    parts = filling_doors() if can_fill else fakes.make_servers(fakes.make_tokenizer())
+    parts = filling_servers() if can_fill else fakes.make_servers(fakes.make_tokenizer())
     async with client_of(parts) as client:
         answer = await client.post(PLAIN, json={"prompt": "a", "suffix": "b"} | change)
     assert (answer.status_code, error_of(answer)["param"]) == (400, "suffix")

@@ -126,8 +126,8 @@ async def test_context_bound_names_the_figures(parts: fakes.Servers) -> None:
 async def test_frontend_answer_beyond_the_context_is_refused_by_its_field_with_the_figures(
     parts: fakes.Servers, fields: ClientRequest, param: str
 ) -> None:
-    told = f"{param} must be at most 7, got 8: the prompt has {fakes.CONTEXT - 7} tokens, the model's context"
-    with pytest.raises(ContextLengthExceeded, match=told) as caught:
+    message = f"{param} must be at most 7, got 8: the prompt has {fakes.CONTEXT - 7} tokens, the model's context"
+    with pytest.raises(ContextLengthExceeded, match=message) as caught:
         await parts.frontend.prepare_prompts([(5,) * (fakes.CONTEXT - 7)], fields)
     assert caught.value.param == param
     (one,) = await parts.frontend.prepare_prompts([(5,) * (fakes.CONTEXT - 8)], replace(fields))

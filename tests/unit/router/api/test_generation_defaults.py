@@ -147,7 +147,7 @@ def test_model_without_generation_config_has_no_defaults(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ('{"temperature": 2.5}', r"generation_config.json: temperature must be a number in \[0.0, 2.0\], got 2.5"),
         ('{"top_k": 1.5}', r"generation_config.json: top_k must be an integer in \[-1, "),
@@ -158,7 +158,7 @@ def test_model_without_generation_config_has_no_defaults(tmp_path: Path) -> None
         ("[]", "generation_config.json: must be a JSON object"),
     ],
 )
-def test_generation_config_beyond_bounds_is_refused_by_file_and_field(tmp_path: Path, text: str, told: str) -> None:
+def test_generation_config_beyond_bounds_is_refused_by_file_and_field(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "generation_config.json").write_text(text)
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         load_generation_defaults(tmp_path)

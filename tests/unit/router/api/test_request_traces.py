@@ -1,4 +1,4 @@
-"""A request's span at both servers, and what workers are told of it."""
+"""A request's span at both servers, and the trace context that workers get."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -126,7 +126,7 @@ async def test_trace_sampling_follows_operator_keys_only(over_grpc: bool, tokeni
     assert [span.trace_id for span in kept.spans if span.is_request] == [CLIENT_TRACE_ID]
 
 
-async def test_workers_are_told_whose_children_their_spans_are() -> None:
+async def test_workers_receive_the_parent_span() -> None:
     tracer, kept = keeping()
     decode, prefill = FakeWorker("d0"), FakeWorker("p0", role=WorkerRole.PREFILL)
     async with cluster(decode, prefill) as router:

@@ -9,7 +9,7 @@ import pytest
 from router.text.tools import MAX_CALLS, MAX_TOOLS
 from tandem.values.sampling import MAX_BAD_WORDS, MAX_LOGIT_BIAS, MAX_STOP_TOKENS, MAX_TOP_LOGPROBS
 from tests.support.router.servers import fakes
-from tests.support.router.servers.both_servers import CACHE, VARIABLE, BothDoors, Inexpressible, in_grpcs_words
+from tests.support.router.servers.both_servers import CACHE, VARIABLE, BothServers, Inexpressible, grpc_request
 
 VOCAB = 320
 LARGE = (2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**63 - 1, 2**63)
@@ -175,7 +175,7 @@ COMMON: dict[str, Any] = {
     "use_beam_search": one_of(*FLAGS),
     "length_penalty": one_of(*REALS),
     "early_stopping": one_of(*FLAGS, "never"),
-    # Of conversations alone, or of prompts alone: whoever sends them with the other is told so.
+    # For conversations alone, or for prompts alone: sent with the other they are refused.
     "tools": tools_of,
     "tool_choice": one_of(*CHOICES),
     "parallel_tool_calls": one_of(*FLAGS),
@@ -232,12 +232,12 @@ def case_of(rng: random.Random) -> tuple[dict[str, Any], list[str]]:
 @pytest.mark.parametrize(("count", "seed"), [(2_000, 11), pytest.param(100_000, 12, marks=pytest.mark.slow)])
 @pytest.mark.timeout(3600)
 async def test_http_and_grpc_answer_alike(count: int, seed: int) -> None:
-    both, rng = BothDoors(), random.Random(seed)
+    both, rng = BothServers(), random.Random(seed)
     seen: Counter[str] = Counter()
     while seen["asked"] < count:
         body, chosen = case_of(rng)
         try:
-            request = in_grpcs_words(body)
+            request = grpc_request(body)
         except Inexpressible:
             seen["inexpressible"] += 1
             continue

@@ -74,9 +74,7 @@ WARM = (6, 96, 4)
         (ClientRequest(tenant="a"), ClientRequest(cache_salt="1:a")),
     ],
 )
-async def test_another_tenants_prompt_is_computed_as_if_nobody_had_sent_it(
-    victim: ClientRequest, spy: ClientRequest
-) -> None:
+async def test_prompt_of_another_tenant_hits_no_cache(victim: ClientRequest, spy: ClientRequest) -> None:
     stack = Stack()
     assert await stack.ask(victim) == COLD
     assert await stack.ask(spy) == COLD, "not a token less than the first time"
@@ -85,7 +83,7 @@ async def test_another_tenants_prompt_is_computed_as_if_nobody_had_sent_it(
 
 
 @pytest.mark.parametrize("change", [lambda prompt: prompt[:-1], lambda prompt: [*prompt[:20], 1, *prompt[21:]]])
-async def test_names_say_nothing_to_whoever_lacks_the_secret(change: Callable[[list[int]], list[int]]) -> None:
+async def test_block_names_are_opaque_without_the_secret(change: Callable[[list[int]], list[int]]) -> None:
     """Cache events and Redis hold names: without the secret no guess of a prompt can be tried against them."""
     (_, ours), (_, theirs) = (
         await Stack().names(ClientRequest()),

@@ -1,4 +1,4 @@
-"""Batches: answered like any request, behind everybody, once each, through restarts; per tenant, bounded, cancelled."""
+"""Batches: answered like any request, after all others, once each, through restarts; per tenant, bounded, cancelled."""
 
 import asyncio
 import time
@@ -44,11 +44,13 @@ async def test_batch_runs_from_upload_to_results(parts: fakes.Servers, tmp_path:
         assert batch["status"] == "completed"
         assert batch["request_counts"] == {"total": 4, "completed": 2, "failed": 2}
         answers = {one["custom_id"]: one["response"] for one in await world.lines(batch["output_file_id"])}
-        assert {name: len(told["body"]["choices"]) for name, told in answers.items()} == {"a": 1, "c": 2}
+        assert {name: len(response["body"]["choices"]) for name, response in answers.items()} == {"a": 1, "c": 2}
         assert answers["a"]["status_code"] == 200
         assert answers["a"]["body"]["choices"][0]["text"] == TEXT
         wrong = {one["custom_id"]: one["response"] for one in await world.lines(batch["error_file_id"])}
-        params = {name: (told["status_code"], told["body"]["error"]["param"]) for name, told in wrong.items()}
+        params = {
+            name: (response["status_code"], response["body"]["error"]["param"]) for name, response in wrong.items()
+        }
         assert params == {"b": (400, "temperature"), "d": (400, "stream")}
         assert {request.priority for request in parts.generator.requests} == {MAX_PRIORITY}
         assert {request.tenant for request in parts.generator.requests} == {"acme"}
@@ -61,14 +63,14 @@ async def test_batch_runs_from_upload_to_results(parts: fakes.Servers, tmp_path:
 async def test_batch_of_chats_is_listed_by_page(parts: fakes.Servers, tmp_path: Path) -> None:
     chat = {"messages": [{"role": "user", "content": "hi"}]}
     async with running(parts, tmp_path) as world:
-        asked = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": chat}
+        request = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": chat}
         names = []
         for _ in range(3):
-            made = await world.create(await world.upload(asked), endpoint="/v1/chat/completions")
+            made = await world.create(await world.upload(request), endpoint="/v1/chat/completions")
             names.append(made["id"])
             batch = await world.ended(made["id"])
-            (told,) = await world.lines(batch["output_file_id"])
-            assert told["response"]["body"]["choices"][0]["message"]["content"] == TEXT
+            (result,) = await world.lines(batch["output_file_id"])
+            assert result["response"]["body"]["choices"][0]["message"]["content"] == TEXT
         first = (await world.http.get("/v1/batches", params={"limit": 2})).json()
         rest = (await world.http.get("/v1/batches", params={"after": first["last_id"]})).json()
         assert (first["has_more"], rest["has_more"]) == (True, False)
@@ -117,14 +119,14 @@ async def test_batch_after_restart_neither_loses_nor_repeats_requests(parts: fak
     store = stored(tmp_path)
     before = len(store.results(store.live()[0]).done)
     assert 0 < before < len(names)
-    asked = len(parts.generator.requests)
+    num_requests = len(parts.generator.requests)
     async with running(parts, tmp_path) as world:
         batch = await world.ended(made["id"])
         assert batch["request_counts"] == {"total": 8, "completed": 8, "failed": 0}
-        told = await world.lines(batch["output_file_id"])
-    assert sorted(one["custom_id"] for one in told) == names
-    assert len({one["id"] for one in told}) == len(names)
-    assert len(parts.generator.requests) - asked == len(names) - before
+        results = await world.lines(batch["output_file_id"])
+    assert sorted(one["custom_id"] for one in results) == names
+    assert len({one["id"] for one in results}) == len(names)
+    assert len(parts.generator.requests) - num_requests == len(names) - before
 
 
 def stored(folder: Path) -> BatchStore:
@@ -163,8 +165,8 @@ async def test_batch_invalid_input_is_reported_by_line(parts: fakes.Servers, tmp
         bad = [line("a"), b"{", line("a"), {"custom_id": "b"}, line("c", url="/v1/embeddings"), [1]]
         batch = await world.ended((await world.create(await world.upload(*bad)))["id"])
         assert batch["status"] == "failed"
-        told = [(error["line"], error["param"]) for error in batch["errors"]["data"]]
-        assert told == [(2, None), (3, "custom_id"), (4, "method"), (5, "url"), (6, None)]
+        errors = [(error["line"], error["param"]) for error in batch["errors"]["data"]]
+        assert errors == [(2, None), (3, "custom_id"), (4, "method"), (5, "url"), (6, None)]
         many = await world.create(await world.upload(*(line(str(i)) for i in range(5))))
         assert (await world.ended(many["id"]))["errors"]["data"][0]["line"] == 5
         empty = await world.create(await world.upload(b"\n\n"))
@@ -241,8 +243,8 @@ async def test_tenants_see_their_own(parts: fakes.Servers, tmp_path: Path) -> No
             assert (await world.http.get(path, headers=theirs)).status_code == 404
         for path in ("/v1/files", "/v1/batches"):
             assert (await world.http.get(path, headers=theirs)).json()["data"] == []
-        asked = {"input_file_id": file_id, "endpoint": "/v1/completions", "completion_window": "24h"}
-        assert (await world.http.post("/v1/batches", json=asked, headers=theirs)).status_code == 404
+        body = {"input_file_id": file_id, "endpoint": "/v1/completions", "completion_window": "24h"}
+        assert (await world.http.post("/v1/batches", json=body, headers=theirs)).status_code == 404
         assert (await world.http.get("/v1/files", headers={"Authorization": ""})).status_code == 401
 
 
@@ -267,8 +269,8 @@ async def test_batch_invalid_field_is_named(
     parts: fakes.Servers, tmp_path: Path, changed: dict[str, Any], param: str
 ) -> None:
     async with running(parts, tmp_path) as world:
-        asked = {"input_file_id": "file-x", "endpoint": "/v1/completions", "completion_window": "24h", **changed}
-        answer = await world.http.post("/v1/batches", json=asked)
+        body = {"input_file_id": "file-x", "endpoint": "/v1/completions", "completion_window": "24h", **changed}
+        answer = await world.http.post("/v1/batches", json=body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
@@ -370,5 +372,5 @@ async def test_files_and_batches_are_as_described(parts: fakes.Servers, tmp_path
         ):
             described.check(method, shown, await http.request(method, path, json=body))
         content = await http.get(f"/v1/files/{(await world.batch(good['id']))['output_file_id']}/content")
-        told = described.document["paths"]["/v1/files/{file_id}/content"]["get"]["responses"]["200"]["content"]
-        assert content.headers["content-type"] in told
+        documented = described.document["paths"]["/v1/files/{file_id}/content"]["get"]["responses"]["200"]["content"]
+        assert content.headers["content-type"] in documented

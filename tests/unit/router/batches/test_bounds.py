@@ -68,7 +68,7 @@ def test_runner_starts_bounded_batches_oldest_first() -> None:
     assert startable(live, {**at_work, live[0].id: "0"}, lambda one: one is over) == [over]
 
 
-def test_store_batch_of_another_version_harms_no_other(
+def test_store_batch_of_another_version_disturbs_no_other(
     store: BatchStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for number in range(3):
@@ -210,15 +210,15 @@ async def test_upload_on_full_disk_is_refused_without_leftovers(parts: fakes.Ser
     async with running(parts, tmp_path) as world:
         name = await world.upload({"custom_id": "a"})
         before = found_in(tmp_path)
-        asked = {"input_file_id": name, "endpoint": "/v1/completions", "completion_window": "24h"}
+        body = {"input_file_id": name, "endpoint": "/v1/completions", "completion_window": "24h"}
         with full_disk(0):
             refused = [
                 await world.http.post("/v1/files", files={"file": ("f", b"x")}, data={"purpose": "batch"}),
-                await world.http.post("/v1/batches", json=asked),
+                await world.http.post("/v1/batches", json=body),
             ]
         assert [(answer.status_code, answer.headers["retry-after"]) for answer in refused] == [(503, "30")] * 2
         assert found_in(tmp_path) == before
-        assert (await world.http.post("/v1/batches", json=asked)).status_code == 200
+        assert (await world.http.post("/v1/batches", json=body)).status_code == 200
 
 
 async def test_uploads_on_their_way_are_bounded_by_tenant_for_all_processes(
@@ -250,8 +250,8 @@ async def test_batches_that_have_not_ended_are_bounded_for_all_processes(parts: 
     async with running(parts, tmp_path, max_batches=3) as world, running(parts, tmp_path, max_batches=3) as other:
         world.room.is_there = other.room.is_there = False
         line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}}
-        asked = {"input_file_id": await world.upload(line), "endpoint": "/v1/completions", "completion_window": "24h"}
-        answers = await asyncio.gather(*(http.post("/v1/batches", json=asked) for http in (world.http, other.http) * 4))
+        body = {"input_file_id": await world.upload(line), "endpoint": "/v1/completions", "completion_window": "24h"}
+        answers = await asyncio.gather(*(http.post("/v1/batches", json=body) for http in (world.http, other.http) * 4))
         assert Counter(answer.status_code for answer in answers) == {200: 3, 429: 5}
 
 
@@ -297,17 +297,17 @@ for number in range(1_000_000):
 def test_store_process_killed_while_it_writes_loses_no_result(store: BatchStore) -> None:
     made = batch(0)
     store.save(made)
-    told: list[int] = []
+    reported: list[int] = []
     for _ in range(3):
         command = [sys.executable, "-c", ADDS_RESULTS, str(store._folder)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
-            told += [int(process.stdout.readline()) for _ in range(20)]
+            reported += [int(process.stdout.readline()) for _ in range(20)]
             process.kill()
-            told += [int(line) for line in process.stdout if line.endswith("\n")]
+            reported += [int(line) for line in process.stdout if line.endswith("\n")]
     done = store.results(made).done
-    assert set(told) <= done <= set(range(max(told) + 2)), "at most one was written and not told"
-    assert len(told) == len(set(told)), "nothing that was written is written again"
+    assert set(reported) <= done <= set(range(max(reported) + 2)), "at most one was written and not reported"
+    assert len(reported) == len(set(reported)), "nothing that was written is written again"
     output, _ = store.publish(made, 100.0)
     assert output is not None
     assert store.content("acme", output).read_bytes() == b"".join(b"%d\n" % number for number in sorted(done))

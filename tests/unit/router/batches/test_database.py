@@ -42,7 +42,7 @@ def test_close_while_another_thread_reads_lets_it_have_all_rows(database: Databa
         closed.result(_TIMEOUT_S)
 
 
-def test_read_after_close_opens_anew(database: Database) -> None:
+def test_database_read_after_close_reopens(database: Database) -> None:
     assert database.read("SELECT 1") == [(1,)]
     database.close()
     assert database.read("SELECT 2") == [(2,)]

@@ -25,8 +25,8 @@ def result(number: int) -> bytes:
 def write_old_file(folder: Path, name: str, content: bytes, **changes: Any) -> None:
     path = folder / "tenants" / _owner("acme") / "files" / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    told = {"filename": "in.jsonl", "purpose": "batch", "created_s": 900, "expires_s": 4_000_000_000, **changes}
-    path.write_bytes(orjson.dumps(told))
+    record = {"filename": "in.jsonl", "purpose": "batch", "created_s": 900, "expires_s": 4_000_000_000, **changes}
+    path.write_bytes(orjson.dumps(record))
     path.with_suffix(".data").write_bytes(content)
 
 
@@ -81,7 +81,7 @@ def test_import_that_was_cut_off_is_done_again_without_a_second_copy(tmp_path: P
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b'{"id": 5}', b"[]"])
-def test_import_file_that_cannot_be_read_harms_no_other(
+def test_import_unreadable_file_disturbs_no_other(
     tmp_path: Path, content: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     write_old_file(tmp_path, INPUT, b"{}")
@@ -125,6 +125,6 @@ async def test_import_of_running_batch_finishes_it(tmp_path: Path) -> None:
     async with running(parts, tmp_path) as world:
         batch = await world.ended(BATCH)
         assert batch["request_counts"] == {"total": 3, "completed": 3, "failed": 0}
-        told = await world.lines(batch["output_file_id"])
-    assert sorted(one["custom_id"] for one in told) == ["0", "1", "2"]
+        results = await world.lines(batch["output_file_id"])
+    assert sorted(one["custom_id"] for one in results) == ["0", "1", "2"]
     assert len(parts.generator.requests) == 2, "what was answered is not run again"

@@ -31,7 +31,7 @@ def readable_by_others(folder: Path) -> set[str]:
     }
 
 
-async def test_batches_and_their_files_are_nobody_elses(tmp_path: Path) -> None:
+async def test_batch_files_are_private_to_their_owner(tmp_path: Path) -> None:
     folder = tmp_path / "batches"
     parts = fakes.make_servers(fakes.make_tokenizer(), RouterConfig(api_keys=KEYS))
     parts.say(TEXT)

@@ -24,8 +24,8 @@ from tests.support.router.cluster import PROMPT, collect, routed
 async def test_requests_run_in_turn_and_every_answer_is_whole() -> None:
     worker = FakeWorker("d0")
     async with gated(worker) as (gate, core):
-        asked = [of(tenant, i) for i in range(4) for tenant in "ab"]
-        answers = await asyncio.gather(*(collect(gate.generate(request)) for request in asked))
+        requests = [of(tenant, i) for i in range(4) for tenant in "ab"]
+        answers = await asyncio.gather(*(collect(gate.generate(request)) for request in requests))
         assert all(tokens[0] == expected_tokens(PROMPT, count=8, seed=3) for tokens in answers)
         assert gate.queue.admission.num_inflight == gate.queue.admission.num_waiting == 0
         assert gate.queue.admission.counts.tenants["a"].requests == 4
@@ -136,7 +136,7 @@ async def _answer(submission: Submission) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tenant", "asked", "given"),
+    ("tenant", "requested", "given"),
     [
         ("b", -1000, 5),
         ("b", 7, 7),
@@ -147,12 +147,12 @@ async def _answer(submission: Submission) -> None:
         ("c", -1000, -1000),
     ],
 )
-async def test_tenant_priority_bound_reaches_workers(tenant: str, asked: int, given: int) -> None:
+async def test_tenant_priority_bound_reaches_workers(tenant: str, requested: int, given: int) -> None:
     worker = FakeWorker("d0")
     best = {"b": TenantLimits(best_priority=5), "c": TenantLimits(best_priority=-MAX_PRIORITY)}
     limits = LimitsConfig(tenants=best)
     async with gated(worker, limits=limits) as (gate, _):
-        await collect(gate.generate(replace(routed(priority=asked), tenant=tenant)))
+        await collect(gate.generate(replace(routed(priority=requested), tenant=tenant)))
         assert worker.submissions.get_nowait().submit.priority == given
 
 
@@ -288,13 +288,13 @@ async def test_client_leaving_at_its_turn_is_not_charged() -> None:
         turns: list[AdmissionEntry] = []
         pump = gate.queue.admission.pump
 
-        def leave_at_the_turn() -> list[AdmissionEntry]:
+        def leave_on_turn() -> list[AdmissionEntry]:
             if given := pump():
                 turns.extend(given)
                 waiting.cancel()
             return given
 
-        gate.queue.admission.pump = leave_at_the_turn
+        gate.queue.admission.pump = leave_on_turn
         held.give_all()
         await asyncio.gather(running, waiting, return_exceptions=True)
         assert [entry.ticket.tenant for entry in turns] == ["a"]

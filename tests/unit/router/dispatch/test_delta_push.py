@@ -126,8 +126,8 @@ async def test_tokens_reach_socket_from_worker(stream: bool) -> None:
             url = f"http://127.0.0.1:{listener.port}/v1/completions"
             got = await client.post(url, json=body, headers={"X-Tandem-Stream-Ids": "1"})
         core.assert_idle()
-    said = [expected_tokens((5, 6, 7), count=8, seed=3, choice=choice) for choice in range(2)]
-    expected = [parts.tokenizer.decode([i for i in ids if i < parts.tokenizer.size]) for ids in said]
+    sampled = [expected_tokens((5, 6, 7), count=8, seed=3, choice=choice) for choice in range(2)]
+    expected = [parts.tokenizer.decode([i for i in ids if i < parts.tokenizer.size]) for ids in sampled]
     texts = ["", ""]
     if stream:
         *events, done = [event for event in got.text.split("\n\n") if event]

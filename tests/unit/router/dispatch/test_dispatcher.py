@@ -32,14 +32,14 @@ async def test_streams_tokens_in_order_and_ends_once() -> None:
 
 async def test_running_request_iterates_over_no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     async with cluster(FakeWorker("d0"), FakeWorker("d1", incarnation=2)) as router:
-        looks: list[str] = []
+        calls: list[str] = []
         with monkeypatch.context() as patch:
             for name in ("snapshots", "live_decoders"):
-                patch.setattr(router.registry, name, partial(looks.append, name))
+                patch.setattr(router.registry, name, partial(calls.append, name))
             assert await collect(router.generate(routed()))
             point = ResumePoint(worker=Incarnation(2), num_tokens=3)
             assert await collect(router.generate(replace(routed(), resume=(point,), resumptions=1)))
-        assert looks == []
+        assert calls == []
 
 
 async def test_submit_carries_the_request() -> None:

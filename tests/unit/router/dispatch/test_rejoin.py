@@ -85,7 +85,7 @@ class Worker:
         deliver(TokensArrived(start, tokens, None, finished))
 
     async def die(self) -> None:
-        """As the end of its session tells it: first the registry, then whoever had something there."""
+        """As the end of its session does it: first the registry, then the attempts that ran there."""
         self.registry.left(self.key, "gone")
         for _, deliver in self.orders:
             deliver(WorkerLost(reason="gone"))

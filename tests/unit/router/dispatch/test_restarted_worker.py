@@ -54,7 +54,7 @@ async def test_restarted_worker_has_no_earlier_failures(role: WorkerRole) -> Non
         assert (new.penalty_ms, new.backlog_tokens, new.num_active, new.draining) == (0.0, 0, 0, False)
         assert health.breakers.closed_to(time.monotonic()) == set()
         assert registry.prefix_map.num_blocks(WorkerId("w0")) == 0
-        # What is still told of the former life changes nothing.
+        # Late reports of the former incarnation change nothing.
         registry.penalise(key, 1000.0)
         sent.end()
         assert next(w for w in registry.snapshots() if w.info.key == new.info.key) == new

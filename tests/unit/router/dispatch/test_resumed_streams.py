@@ -32,8 +32,8 @@ async def test_adopting_worker_hands_over_the_stream() -> None:
     worker.keeps = {"r1-0": whole(), "r1-1": whole(1)}
     async with cluster(worker, FakeWorker("d1", incarnation=2)) as router:
         assert await collect(router.generate(continued(n=2))) == {0: whole(), 1: whole(1)}
-        asked = [worker.adoptions.get_nowait() for _ in range(2)]
-        assert [(a.request_id, a.num_shown, a.attempt) for a in asked] == [
+        adoptions = [worker.adoptions.get_nowait() for _ in range(2)]
+        assert [(a.request_id, a.num_shown, a.attempt) for a in adoptions] == [
             ("r1-0", 2, (1 << 16) + 1),
             ("r1-1", 2, (1 << 16) + 1),
         ]

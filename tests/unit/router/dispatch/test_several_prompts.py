@@ -13,7 +13,7 @@ from tandem.config.admission import LimitsConfig, TenantLimits
 from tandem.errors import InvalidRequest, Overloaded, Unavailable
 from tests.support.fake_worker import FakeWorker, hold
 from tests.support.router.admission_queues import gated, of
-from tests.support.router.admission_world import Desk
+from tests.support.router.admission_world import AdmissionBench
 from tests.support.router.cluster import collect
 from tests.support.router.servers import fakes
 from tests.support.router.servers.http_client import PLAIN, error_of
@@ -34,7 +34,7 @@ def limits(**bounds: int) -> LimitsConfig:
     [({"concurrent_requests": 1}, "concurrent_requests"), ({"requests_per_minute": 1}, "requests_per_minute")],
 )
 def test_call_beyond_tenant_bound_is_invalid_and_free(bounds: dict[str, int], name: str) -> None:
-    desk = Desk(limits=limits(**bounds))
+    desk = AdmissionBench(limits=limits(**bounds))
     for _ in range(5):
         with pytest.raises(InvalidRequest, match=f"2 prompts: this API key's limit {name} is 1") as caught:
             desk.admission.enter_call([wanted(), wanted()])
@@ -43,7 +43,7 @@ def test_call_beyond_tenant_bound_is_invalid_and_free(bounds: dict[str, int], na
 
 
 def test_refused_call_is_free() -> None:
-    desk = Desk(limits=limits(concurrent_requests=2, requests_per_minute=3, tokens_per_minute=1000))
+    desk = AdmissionBench(limits=limits(concurrent_requests=2, requests_per_minute=3, tokens_per_minute=1000))
     held = desk.ask()
     for _ in range(5):
         with pytest.raises(Overloaded) as caught:
@@ -57,7 +57,7 @@ def test_refused_call_is_free() -> None:
 
 
 def test_call_larger_than_bucket_is_admitted_when_full() -> None:
-    desk = Desk(limits=limits(tokens_per_minute=500))
+    desk = AdmissionBench(limits=limits(tokens_per_minute=500))
     assert desk.admission.enter_call([wanted(tokens=300), wanted(tokens=300)]).refusal is None
     with pytest.raises(Overloaded):
         desk.admission.enter_call([wanted(tokens=300), wanted(tokens=300)])
@@ -67,7 +67,7 @@ def test_call_larger_than_bucket_is_admitted_when_full() -> None:
 
 
 def test_call_refused_at_second_prompt_is_free() -> None:
-    desk = Desk(limits=limits(requests_per_minute=2), max_requests=1)
+    desk = AdmissionBench(limits=limits(requests_per_minute=2), max_requests=1)
     desk.fill()
     for _ in range(5):
         entered = desk.admission.enter_call([wanted(), wanted()])

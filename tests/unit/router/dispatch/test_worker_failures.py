@@ -88,7 +88,7 @@ async def _holder_first(workers: Sequence[FakeWorker]) -> list[FakeWorker]:
 
 
 @pytest.mark.parametrize("survivors", [0, 1, 5, 8])
-async def test_crash_mid_stream_continues_elsewhere(survivors: int) -> None:
+async def test_crash_mid_stream_continues_on_another_worker(survivors: int) -> None:
     """The text is the undisturbed one, wherever the crash falls."""
     workers = [FakeWorker(name, script=_first_attempt_gives(survivors)) for name in ("d0", "d1")]
     tokens: list[int] = []
@@ -111,7 +111,7 @@ async def test_crash_mid_stream_continues_elsewhere(survivors: int) -> None:
         await holder.crash()
         await running
         assert tokens == expected_tokens(PROMPT, count=8, seed=3)
-        # The figure of the first attempt that told one.
+        # The figure of the first attempt that reported one.
         assert [(f.reason, f.cached_tokens) for f in finishes] == [(FinishReason.LENGTH, 9 if survivors else 3)]
         if survivors < 8:
             submit = other.submissions.get_nowait().submit
@@ -304,7 +304,7 @@ async def test_request_failed_by_live_workers_does_not_wait(taken: bool) -> None
         router.assert_idle()
 
 
-async def test_request_waiting_beside_live_workers_gets_workers_error() -> None:
+async def test_request_waiting_next_to_live_workers_gets_workers_error() -> None:
     """One has failed it and serves; the other leaves, and its successor does not come in time."""
 
     async def script(submission: Submission) -> None:

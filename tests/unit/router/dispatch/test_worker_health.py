@@ -29,7 +29,7 @@ async def broken(submission: Submission) -> None:
 
 
 def deadly(worker: FakeWorker):
-    """Ends the worker of whoever asks for more than eight tokens."""
+    """Ends the worker at a request for more than eight tokens."""
 
     async def script(submission: Submission) -> None:
         if submission.submit.sampling.max_tokens > 8:
@@ -61,9 +61,9 @@ async def test_failing_worker_is_avoided_until_it_recovers() -> None:
 
 @pytest.mark.parametrize("role", list(WorkerRole))
 async def test_health_of_departed_worker_is_forgotten(role: WorkerRole) -> None:
-    """Nothing runs there when it goes, so that no request is told of its end. It comes back on the same address."""
-    asked, decode = FakeWorker("w0", role=role, script=broken), FakeWorker("d1", script=_transfers_fail)
-    async with cluster(asked, decode) as router:
+    """Nothing runs there when it goes, so that its end fails no request. It comes back on the same address."""
+    failing, decode = FakeWorker("w0", role=role, script=broken), FakeWorker("d1", script=_transfers_fail)
+    async with cluster(failing, decode) as router:
         health, registry = router.dispatcher.health, router.registry
         registry.penalise = lambda *_: None
         asks = 0
@@ -71,11 +71,11 @@ async def test_health_of_departed_worker_is_forgotten(role: WorkerRole) -> None:
             while not any(key.worker_id == "w0" for key in health.breakers.states(time.monotonic())):
                 asks += 1
                 await collect(router.generate(routed((asks, *LONG_PROMPT))))
-            await asked.crash()
+            await failing.crash()
             await registry.until_live(1)
             assert not any(key.worker_id == "w0" for key in health.breakers.states(time.monotonic()))
-            asked.hello.incarnation = life
-            await asked.start()
+            failing.hello.incarnation = life
+            await failing.start()
             await registry.until_live(2)
         lines = [line for line in generate_latest(_registry(router)).decode().splitlines() if "w0" in line]
         assert lines == []
@@ -115,7 +115,7 @@ async def test_request_crashing_two_workers_is_refused() -> None:
         router.assert_idle()
 
 
-async def test_requests_beside_poison_request_are_answered() -> None:
+async def test_requests_next_to_poison_request_are_answered() -> None:
     workers = [FakeWorker(f"d{i}", script=hold) for i in range(4)]
     async with cluster(*workers) as router:
         innocents = [
@@ -229,15 +229,15 @@ async def test_hedge_replaces_failed_first_run() -> None:
     async with cluster(*workers, settings=HEDGED) as router:
         await warm(router)
         for outcome in ("answer", "refuse"):
-            asked: asyncio.Queue[Submission] = asyncio.Queue()
+            submissions: asyncio.Queue[Submission] = asyncio.Queue()
 
-            async def note(submission: Submission, asked=asked) -> None:
-                asked.put_nowait(submission)
+            async def note(submission: Submission, received=submissions) -> None:
+                received.put_nowait(submission)
 
             for worker in workers:
                 worker.script = note
             client = asyncio.create_task(collect(router.generate(routed())))
-            first, second = await asked.get(), await asked.get()
+            first, second = await submissions.get(), await submissions.get()
             if outcome == "answer":
                 first.give_all()
                 await second.cancelled.wait()

@@ -48,12 +48,12 @@ async def test_readiness_with_dead_engine_fails_until_a_token() -> None:
 
 async def test_readyz_without_accepted_key_is_503() -> None:
     parts, why = fakes.make_servers(fakes.make_tokenizer()), "no API key is accepted: the file was not read for 300 s"
-    told: list[str | None] = [None]
+    reason: list[str | None] = [None]
     async with cluster(FakeWorker("d0")) as router:
-        parts.ready = ReadinessCheck(router.registry, RouterMetrics("m"), lambda _: True, lambda: told[0])
+        parts.ready = ReadinessCheck(router.registry, RouterMetrics("m"), lambda _: True, lambda: reason[0])
         async with client_of(parts) as client:
             assert (await client.get("/readyz")).status_code == 200
-            told[0] = why
+            reason[0] = why
             answered = await client.get("/readyz")
             assert answered.status_code == 503
             assert why in answered.text
@@ -150,17 +150,17 @@ async def test_canary_requests_one_uncounted_token_per_worker() -> None:
 
 async def test_canary_error_is_logged_and_probing_continues(caplog: pytest.LogCaptureFixture) -> None:
     async with cluster(FakeWorker("d0")) as router, _canary(router) as (canary, _):
-        generate, asked = router.dispatcher.generate, asyncio.Event()
+        generate, called = router.dispatcher.generate, asyncio.Event()
 
         def faulty_at_first(request: RoutedRequest) -> AsyncGenerator[ChoiceDelta, None]:
             if request.request_id == "canary-0":
                 raise RuntimeError("a fault of ours")
-            asked.set()
+            called.set()
             return generate(request)
 
         router.dispatcher.generate = faulty_at_first
         async with canary, asyncio.timeout(20.0):
-            await asked.wait()
+            await called.wait()
         assert "a fault of ours" in caplog.text
 
 

@@ -14,7 +14,7 @@ from tests.support.router.cluster import WatchedRegistry, session_settings
 
 
 class Changing:
-    """A WorkerDirectory that says what it is told to say."""
+    """A WorkerDirectory whose content the test sets."""
 
     def __init__(self) -> None:
         self._said: asyncio.Queue[frozenset[WorkerAddress]] = asyncio.Queue()

@@ -43,7 +43,7 @@ def test_beyond_the_bound_the_oldest_is_dropped() -> None:
 
 
 class _Stuck:
-    """A call to a worker that takes nothing until it is told to; it never says anything."""
+    """A call to a worker that reads nothing until the test lets it; it never replies."""
 
     def __init__(self) -> None:
         self.written: list[pb.RouterMessage] = []
@@ -76,8 +76,8 @@ async def test_renewals_to_a_worker_that_is_stuck_are_few_and_the_newest() -> No
     await call.has_unpinned.wait()
     conversing.cancel()
     await asyncio.gather(conversing, return_exceptions=True)
-    told, kinds = call.written[1:], [order.WhichOneof("kind") for order in call.written]
+    orders, kinds = call.written[1:], [order.WhichOneof("kind") for order in call.written]
     assert kinds == ["end_earlier_sessions", *["pin"] * 99, "unpin"]
-    assert sorted(order.pin.ttl_s for order in told[:-1]) == [2900 + n for n in range(100) if n != 7]
+    assert sorted(order.pin.ttl_s for order in orders[:-1]) == [2900 + n for n in range(100) if n != 7]
     session.pin(_order("late", ttl_s=1.0))
     assert not session._pins

@@ -106,16 +106,16 @@ async def test_quality_probe_failure_removes_earlier_loss(sick: Callable[[ReadAt
 
 async def test_quality_probe_runs_only_while_entered() -> None:
     decode = FakeWorker("d0")
-    asked = asyncio.Event()
+    called = asyncio.Event()
 
     def hold(_: ReadAttempt) -> None:
-        asked.set()
+        called.set()
 
     decode.read_script = hold
     async with cluster(decode) as router:
         probe, _ = probe_of(router)
         async with probe:
-            await asyncio.wait_for(asked.wait(), WAIT_S)
+            await asyncio.wait_for(called.wait(), WAIT_S)
         router.assert_idle()
 
 

@@ -46,11 +46,11 @@ class Canary:
     """Workers that give a token when they are let."""
 
     def __init__(self):
-        self.asked = asyncio.Queue()
+        self.probed = asyncio.Queue()
         self.alive = set()
 
     async def ask(self, key):
-        await self.asked.put(key)
+        await self.probed.put(key)
         return key in self.alive
 
 
@@ -70,7 +70,7 @@ async def test_joining_decode_worker_is_reachable_after_a_token(monkeypatch):
     async with reached_workers(registry, canary, published):
         registry.put(new)
         for _ in range(2):  # it is asked again and again
-            assert await canary.asked.get() == new.info.key
+            assert await canary.probed.get() == new.info.key
         assert published.get_nowait() == ["d0:1"]
         assert published.empty()
         canary.alive.add(new.info.key)
@@ -95,7 +95,7 @@ async def test_unexpected_canary_error_is_retried(monkeypatch, caplog):
     async with reached_workers(registry, canary, published):
         registry.put(new)
         for _ in range(2):
-            await canary.asked.get()
+            await canary.probed.get()
         canary.alive.add(new.info.key)
         while await published.get() != ["d1:1"]:
             pass
@@ -107,7 +107,7 @@ async def test_token_of_any_request_proves_full_worker(monkeypatch):
     new, registry, canary, published = worker("d1"), Registry(), Canary(), asyncio.Queue()
     async with reached_workers(registry, canary, published):
         registry.put(new)
-        await canary.asked.get()
+        await canary.probed.get()
         registry.put(replace(new, answered_s=new.answered_s + 1.0))
         while await published.get() != ["d1:1"]:
             pass
@@ -119,15 +119,15 @@ async def test_departed_worker_is_not_probed_again(monkeypatch):
     async with reached_workers(registry, canary, published) as watching:
         new = worker("d1")
         registry.put(new)
-        await canary.asked.get()
+        await canary.probed.get()
         (asking,) = watching._asking.values()
         registry.remove(new)
         await asking
-        assert canary.asked.qsize() <= 1
+        assert canary.probed.qsize() <= 1
     assert [published.get_nowait() for _ in range(published.qsize())] == [[]]
 
 
-async def test_stated_workers_are_those_of_the_file_and_what_makes_no_sense_changes_nothing(tmp_path, caplog):
+async def test_stated_workers_are_those_of_the_file_and_malformed_files_change_nothing(tmp_path, caplog):
     path, applied, heard = tmp_path / "cluster.yaml", [], asyncio.Event()
 
     def apply(addresses):

@@ -52,8 +52,8 @@ async def test_worker_reconnecting_at_once_keeps_its_stream() -> None:
         await _break_sessions([worker], router)
         reader.room.set()
         await stream
-        told = [token.token_id for delta in reader.taken for token in delta.tokens]
-        assert told == expected_tokens(PROMPT, count=8, seed=3)
+        tokens = [token.token_id for delta in reader.taken for token in delta.tokens]
+        assert tokens == expected_tokens(PROMPT, count=8, seed=3)
         router.assert_idle()
 
 
@@ -125,10 +125,10 @@ async def test_sessions_that_break_one_after_the_other_condemn_no_request() -> N
     workers = [FakeWorker(f"d{i}", script=hold, incarnation=10 + i) for i in range(2)]
     async with cluster(*workers) as router, asyncio.timeout(WAIT_S):
         asking = asyncio.create_task(collect(router.generate(routed())))
-        asked = [asyncio.create_task(worker.submissions.get()) for worker in workers]
-        (first,), _ = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
-        await workers[asked.index(first)].crash()
-        await asyncio.wait(asked)
+        submissions = [asyncio.create_task(worker.submissions.get()) for worker in workers]
+        (first,), _ = await asyncio.wait(submissions, return_when=asyncio.FIRST_COMPLETED)
+        await workers[submissions.index(first)].crash()
+        await asyncio.wait(submissions)
         for worker in workers:
             await worker.crash()
             worker.script = answer

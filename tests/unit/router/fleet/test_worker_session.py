@@ -274,7 +274,7 @@ async def test_malformed_message_ends_session_and_reconnects() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"protocol_version": 99}, "protocol version 99"),
         ({"worker_id": ""}, "lacks"),
@@ -284,14 +284,14 @@ async def test_malformed_message_ends_session_and_reconnects() -> None:
         ({"layout": common.KVLayout(dtype="float32")}, "impossible"),
     ],
 )
-def test_impossible_hello_is_refused(change: dict[str, object], said: str) -> None:
+def test_impossible_hello_is_refused(change: dict[str, object], message: str) -> None:
     hello = FakeWorker("d0").hello
     for name, value in change.items():
         if isinstance(value, common.KVLayout):
             hello.layout.CopyFrom(value)
         else:
             setattr(hello, name, value)
-    with pytest.raises(ProtocolError, match=said):
+    with pytest.raises(ProtocolError, match=message):
         hello_from_pb(pb.WorkerMessage(hello=hello))
 
 

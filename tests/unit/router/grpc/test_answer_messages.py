@@ -11,7 +11,7 @@ from tandem.errors import InvalidRequest
 from tandem.v1 import inference_pb2 as pb
 from tests.support.router.delta_readers import QuickReader
 from tests.support.router.servers import fakes
-from tests.support.router.servers.both_servers import answers_of, in_grpcs_words, service_of
+from tests.support.router.servers.both_servers import answers_of, grpc_request, service_of
 from tests.support.router.servers.http_client import HELLO
 from tests.support.router.servers.named_cache_world import LONG, World
 from tests.support.router.servers.several_answers import TEXTS, Various, size_of
@@ -33,7 +33,7 @@ def parts(tokenizer: Tokenizer) -> fakes.Servers:
 
 
 async def ask(parts: fakes.Servers, body: dict[str, Any]) -> list[pb.GenerateResponse]:
-    return await answers_of(service_of(parts), in_grpcs_words(body))
+    return await answers_of(service_of(parts), grpc_request(body))
 
 
 def texts_of(answers: list[pb.GenerateResponse]) -> dict[int, str]:
@@ -77,8 +77,8 @@ async def test_grpc_vote_returns_winner(parts: fakes.Servers) -> None:
 
 
 async def test_grpc_beam_search_returns_best_beams(parts: fakes.Servers) -> None:
-    asked = {"n": 2, "best_of": 4, "use_beam_search": True, "length_penalty": 0.5, "early_stopping": "never"}
-    answers = await ask(parts, PLAIN | asked)
+    options = {"n": 2, "best_of": 4, "use_beam_search": True, "length_penalty": 0.5, "early_stopping": "never"}
+    answers = await ask(parts, PLAIN | options)
     (routed,) = parts.generator.requests
     assert routed.beams is not None
     assert (routed.num_choices, routed.beams.num_beams, routed.beams.length_penalty) == (2, 4, 0.5)
@@ -98,20 +98,20 @@ async def test_grpc_unstreamed_answer_has_http_bounds(tokenizer: Tokenizer) -> N
 
 
 def chat_of(*texts: str) -> pb.GenerateRequest:
-    return in_grpcs_words({"messages": [{"role": "user", "content": text} for text in texts]})
+    return grpc_request({"messages": [{"role": "user", "content": text} for text in texts]})
 
 
 async def test_marks_are_kept(tokenizer: Tokenizer) -> None:
     world = World(tokenizer)
-    asked = chat_of(LONG, "and now")
-    asked.chat.messages[0].cache_control.ttl = "1h"
-    await answers_of(service_of(world.parts), asked)
+    request = chat_of(LONG, "and now")
+    request.chat.messages[0].cache_control.ttl = "1h"
+    await answers_of(service_of(world.parts), request)
     (pin,) = world.parts.generator.requests[0].pins
     assert pin.ttl_s == 3600.0
     assert 0 < pin.num_tokens <= len(tokenizer.encode(LONG)) + 2
     assert len(world.keeper.orders) == 1
-    asked.chat.messages[0].cache_control.ClearField("ttl")
-    await answers_of(service_of(world.parts), asked)
+    request.chat.messages[0].cache_control.ClearField("ttl")
+    await answers_of(service_of(world.parts), request)
     assert world.parts.generator.requests[1].pins[0].ttl_s == 300.0
 
 
@@ -126,9 +126,9 @@ async def test_grpc_conversation_with_named_cache_uses_it(tokenizer: Tokenizer) 
     expires_s = world.unix_s + 60.0
     beginning = [Message(role="user", content=LONG)]
     cache = await named.create("", beginning, expires_s=expires_s, display_name=None, compute=compute)
-    asked = chat_of("what does it do")
-    asked.cached_content = cache.name
-    await answers_of(service_of(world.parts), asked)
+    message = chat_of("what does it do")
+    message.cached_content = cache.name
+    await answers_of(service_of(world.parts), message)
     request = world.parts.generator.requests[-1]
     assert request.prompt_token_ids[: cache.num_tokens] == cache.token_ids[: cache.num_tokens]
     assert [pin.name for pin in request.pins] == [cache.name]
@@ -165,21 +165,21 @@ def unknown_in(message: Any) -> None:
 async def test_grpc_invalid_selection_is_refused(
     parts: fakes.Servers, body: dict[str, Any], change: Any, param: str
 ) -> None:
-    asked = in_grpcs_words(body)
-    change(asked)
+    request = grpc_request(body)
+    change(request)
     with pytest.raises(InvalidRequest) as refused:
-        await answers_of(service_of(parts), asked)
+        await answers_of(service_of(parts), request)
     assert refused.value.param == param
     assert not parts.generator.requests
 
 
 async def test_grpc_breakpoint_with_named_cache_is_refused(parts: fakes.Servers) -> None:
-    asked = chat_of(*["a"] * 5)
-    for turn in asked.chat.messages:
+    request = chat_of(*["a"] * 5)
+    for turn in request.chat.messages:
         turn.cache_control.SetInParent()
     with pytest.raises(InvalidRequest, match="at most 4"):
-        await answers_of(service_of(parts), asked)
-    asked.cached_content = "cachedContents/x"
+        await answers_of(service_of(parts), request)
+    request.cached_content = "cachedContents/x"
     with pytest.raises(InvalidRequest, match="cannot be combined") as refused:
-        await answers_of(service_of(parts), asked)
+        await answers_of(service_of(parts), request)
     assert refused.value.param == "cache_control"

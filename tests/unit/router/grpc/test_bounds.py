@@ -94,8 +94,8 @@ async def test_grpc_calls_beyond_bound_get_retry_after(tokenizer: Any) -> None:
 
 
 def reflected(channel: grpc.aio.Channel, metadata: Any) -> Any:
-    asked = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
-    return reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(asked, metadata=metadata)
+    requests = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
+    return reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(requests, metadata=metadata)
 
 
 @pytest.mark.parametrize("metadata", [(), (("authorization", "Bearer wrong"),)])
@@ -111,8 +111,8 @@ async def test_grpc_reflection_without_key_is_refused(tokenizer: Any, metadata: 
                 assert (await refused(call)).code() is grpc.StatusCode.UNAUTHENTICATED, name
             known = channel.unary_unary(name)(b"", metadata=WITH_KEY)
             assert (await refused(known)).code() is grpc.StatusCode.UNIMPLEMENTED, name
-        asked = health_pb2.HealthCheckRequest(service=SERVICE_NAME)
-        assert (await health_pb2_grpc.HealthStub(channel).Check(asked)).status, "orchestrators have no keys"
+        request = health_pb2.HealthCheckRequest(service=SERVICE_NAME)
+        assert (await health_pb2_grpc.HealthStub(channel).Check(request)).status, "orchestrators have no keys"
     assert "Secret" not in counted(parts.metrics)
 
 

@@ -15,7 +15,7 @@ from tests.support.router.servers import fakes
 from tests.support.router.servers.both_servers import Call, service_of
 from tests.support.router.servers.http_client import client_of
 from tests.support.router.servers.named_cache_world import LONG, World
-from tests.unit.tandem.client.test_client import HELLO, door_of
+from tests.unit.tandem.client.test_client import HELLO, server_of
 
 TALK = [Turn(role="system", content=LONG), Turn(role="user", content="hello"), Turn(role="assistant", content="hi")]
 BEGINNING = pb.Chat(messages=[pb.ChatMessage(role="user", content=LONG)])
@@ -33,7 +33,7 @@ def world(tokenizer: Tokenizer) -> World:
 
 @pytest.fixture
 async def client(world: World) -> AsyncIterator[AsyncClient]:
-    async with door_of(world.parts) as address, AsyncClient(address) as client:
+    async with server_of(world.parts) as address, AsyncClient(address) as client:
         yield client
 
 
@@ -43,8 +43,8 @@ async def test_grpc_cached_content_is_created_used_prolonged_and_deleted(world: 
     assert await client.get_cached(made.name) == made
     assert await client.list_cached() == [made]
     await client.chat(HELLO, Options(cached_content=made.name))
-    kept, asked = world.parts.generator.requests
-    assert asked.prompt_token_ids[: made.num_tokens] == kept.prompt_token_ids[: made.num_tokens]
+    kept, request = world.parts.generator.requests
+    assert request.prompt_token_ids[: made.num_tokens] == kept.prompt_token_ids[: made.num_tokens]
     world.passes(10.0)
     later = await client.prolong_cached(made.name, 600.0)
     assert (later.expires_s, later.updated_s) == (world.unix_s + 600.0, world.unix_s)

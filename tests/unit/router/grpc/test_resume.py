@@ -25,7 +25,7 @@ def tokenizer() -> Tokenizer:
 
 
 @asynccontextmanager
-async def door_of(parts: fakes.Servers) -> AsyncIterator[InferenceStub]:
+async def serve(parts: fakes.Servers) -> AsyncIterator[InferenceStub]:
     server = build_server(parts.frontend, parts.generator, parts.config, parts.metrics)
     async with (
         GrpcServer(server, host="127.0.0.1", port=0, grace_s=0.0) as grpc_server,
@@ -63,13 +63,13 @@ REQUESTS = [asking(), asking(n=3), asking(stop=["over"], n=2), pb.GenerateReques
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=["chat", "choices", "stop", "prompt"])
 async def test_grpc_stream_broken_anywhere_is_resumed(tokenizer: Tokenizer, request_: pb.GenerateRequest) -> None:
-    asked = pb.GenerateRequest(stream_ids=True)
-    asked.MergeFrom(request_)
+    request = pb.GenerateRequest(stream_ids=True)
+    request.MergeFrom(request_)
     first = router(tokenizer, per_delta=3, logprobs=True)
     # Batched otherwise, and the seed that it mints itself would be another.
     other = router(tokenizer, seed=1, per_delta=2, logprobs=True)
-    async with door_of(first) as stub, door_of(other) as elsewhere:
-        whole = [answer async for answer in stub.Generate(asked)]
+    async with serve(first) as stub, serve(other) as elsewhere:
+        whole = [answer async for answer in stub.Generate(request)]
         assert all(answer.stream_id for answer in whole)
         for place, answer in enumerate(whole):
             request_.last_stream_id = answer.stream_id
@@ -77,13 +77,13 @@ async def test_grpc_stream_broken_anywhere_is_resumed(tokenizer: Tokenizer, requ
             assert shown([*whole[: place + 1], *rest]) == shown(whole)
             assert {more.id for more in rest} <= {answer.id}
             assert all(more.stream_id for more in rest)
-    # Nothing is generated for whoever has everything.
+    # Nothing is generated for a client that has everything.
     assert len(other.generator.requests) == len(whole) - 1
     assert {(routed.sampling.seed, routed.resumptions) for routed in other.generator.requests} == {(99, 1)}
 
 
 async def test_grpc_stream_broken_repeatedly_is_resumed(tokenizer: Tokenizer) -> None:
-    async with door_of(router(tokenizer)) as stub:
+    async with serve(router(tokenizer)) as stub:
         whole = [answer async for answer in stub.Generate(asking(n=2))]
         has: list[pb.GenerateResponse] = []
         for _ in range(len(whole) + 1):
@@ -96,13 +96,13 @@ async def test_grpc_stream_broken_repeatedly_is_resumed(tokenizer: Tokenizer) ->
 
 
 async def test_grpc_stream_ids_are_sent_on_request_only(tokenizer: Tokenizer) -> None:
-    async with door_of(router(tokenizer)) as stub:
+    async with serve(router(tokenizer)) as stub:
         assert not [answer.stream_id async for answer in stub.Generate(asking()) if answer.stream_id]
 
 
 async def test_grpc_stream_id_of_other_request_is_refused(tokenizer: Tokenizer) -> None:
     parts = router(tokenizer)
-    async with door_of(parts) as stub:
+    async with serve(parts) as stub:
         whole = [answer async for answer in stub.Generate(asking(stream_ids=True))]
         last = whole[1].stream_id
         others = [asking(n=2), asking(cache_salt="mine"), asking(stop=["x"]), pb.GenerateRequest(prompt="a")]

@@ -103,9 +103,9 @@ async def test_grpc_missing_message_times_out(channel: grpc.aio.Channel) -> None
 
 
 async def test_grpc_first_message_is_the_request(channel: grpc.aio.Channel) -> None:
-    asked = pb.TokenizeRequest(text="hello").SerializeToString()
+    request = pb.TokenizeRequest(text="hello").SerializeToString()
     async with asyncio.timeout(60):
-        while (call := await both_sent(channel, [asked, b"\xff" * 50])) is None:
+        while (call := await both_sent(channel, [request, b"\xff" * 50])) is None:
             pass
     assert pb.TokenizeResponse.FromString(await anext(aiter(call))).token_ids
 

@@ -46,10 +46,10 @@ async def test_grpc_status_has_retry_delay(
     parts: fakes.Servers, stub: InferenceStub, error: Overloaded | Unavailable
 ) -> None:
     parts.generator.script = fakes.Script(error=error)
-    told = await refused(stub.Generate(pb.GenerateRequest(chat=HELLO)))
-    _, found = details_of(told)
+    error_ = await refused(stub.Generate(pb.GenerateRequest(chat=HELLO)))
+    _, found = details_of(error_)
     assert found[RetryInfo].retry_delay.ToNanoseconds() == error.retry_after_s * 1e9
-    assert dict(told.trailing_metadata())["retry-after"] == f"{error.retry_after_s:.3f}"
+    assert dict(error_.trailing_metadata())["retry-after"] == f"{error.retry_after_s:.3f}"
     assert BadRequest not in found
 
 
@@ -73,8 +73,8 @@ async def test_other_models_and_absent_ones(stub: InferenceStub) -> None:
 async def test_tokens_as_bytes_and_conversations_without_a_turn_to_come(
     parts: fakes.Servers, stub: InferenceStub
 ) -> None:
-    told = await stub.Tokenize(pb.TokenizeRequest(text="hello 漢", return_token_bytes=True))
-    assert b"".join(told.token_bytes).decode().strip() == "hello 漢"
+    response = await stub.Tokenize(pb.TokenizeRequest(text="hello 漢", return_token_bytes=True))
+    assert b"".join(response.token_bytes).decode().strip() == "hello 漢"
     whole = await stub.Tokenize(pb.TokenizeRequest(chat=HELLO))
     without = await stub.Tokenize(pb.TokenizeRequest(chat=HELLO, add_generation_prompt=False))
     assert list(whole.token_ids) == [*without.token_ids, fakes.ASSISTANT]

@@ -10,7 +10,7 @@ from tandem.v1 import common_pb2
 from tandem.v1 import inference_pb2 as pb
 from tandem.values.outputs import FinishReason
 from tests.support.router.servers import fakes
-from tests.support.router.servers.both_servers import answers_of, in_grpcs_words, service_of
+from tests.support.router.servers.both_servers import answers_of, grpc_request, service_of
 from tests.support.router.servers.http_client import CHAT, HELLO, client_of
 from tests.support.router.servers.tool_calls import CALLS, CLOCK, NAMED, TOOLS, WEATHER
 
@@ -54,7 +54,7 @@ async def test_grpc_tool_calls_equal_http(tokenizer: Tokenizer) -> None:
     expected = [(call["function"]["name"], call["function"]["arguments"]) for call in message["tool_calls"]]
     for per_delta in (1, 3, 1000):
         parts.generator.script.per_delta = per_delta
-        choices = put_together(await answers_of(service_of(parts), in_grpcs_words(TOOLS | {"n": 2})))
+        choices = put_together(await answers_of(service_of(parts), grpc_request(TOOLS | {"n": 2})))
         for has in choices.values():
             assert has["content"] == message["content"] == "I look."
             assert [(call["name"], call["arguments"]) for call in has["calls"]] == expected
@@ -65,12 +65,12 @@ async def test_grpc_tool_calls_equal_http(tokenizer: Tokenizer) -> None:
 
 
 async def test_grpc_stream_resumes_inside_a_call(tokenizer: Tokenizer) -> None:
-    asked = in_grpcs_words(TOOLS | {"n": 2, "stream": True})
-    whole = await answers_of(service_of(parts_of(tokenizer, per_delta=2)), asked)
+    request = grpc_request(TOOLS | {"n": 2, "stream": True})
+    whole = await answers_of(service_of(parts_of(tokenizer, per_delta=2)), request)
     assert put_together(whole)[1]["calls"]
     for place in range(0, len(whole), 1 + len(whole) // MANY):
-        asked.last_stream_id = whole[place].stream_id
-        rest = await answers_of(service_of(parts_of(tokenizer, seed=1, per_delta=3)), asked)
+        request.last_stream_id = whole[place].stream_id
+        rest = await answers_of(service_of(parts_of(tokenizer, seed=1, per_delta=3)), request)
         assert put_together(whole[: place + 1] + rest) == put_together(whole)
 
 
@@ -87,13 +87,13 @@ async def test_grpc_finish_reason_needs_complete_calls(
 ) -> None:
     parts = parts_of(tokenizer)
     parts.say(text, reason=reason)
-    assert put_together(await answers_of(service_of(parts), in_grpcs_words(TOOLS)))[0]["finish"] == finish
+    assert put_together(await answers_of(service_of(parts), grpc_request(TOOLS)))[0]["finish"] == finish
 
 
 async def test_grpc_tool_choice_bounds_calls(tokenizer: Tokenizer) -> None:
     service = service_of(parts_of(tokenizer))
     for body, names in (({"parallel_tool_calls": False}, ["weather"]), ({"tool_choice": "none"}, [])):
-        has = put_together(await answers_of(service, in_grpcs_words(TOOLS | body)))[0]
+        has = put_together(await answers_of(service, grpc_request(TOOLS | body)))[0]
         assert [call["name"] for call in has["calls"]] == names
     assert has["content"] == CALLS
 
@@ -113,7 +113,7 @@ async def test_grpc_tool_choice_grammar_equals_http(tokenizer: Tokenizer, choice
     body = HELLO | {"tools": [strict, CLOCK], "tool_choice": choice}
     async with client_of(parts) as client:
         assert (await client.post(CHAT, json=body)).status_code == 200
-    await answers_of(service_of(parts), in_grpcs_words(body))
+    await answers_of(service_of(parts), grpc_request(body))
     over_http, over_grpc = (request.sampling.grammar for request in parts.generator.requests)
     assert over_grpc == over_http is not None
 
@@ -130,13 +130,13 @@ async def test_grpc_conversation_with_calls_is_rendered(tokenizer: Tokenizer) ->
     body = TOOLS | {"messages": messages, "continue_final_message": True}
     async with client_of(parts) as client:
         assert (await client.post(CHAT, json=body)).status_code == 200
-    asked = in_grpcs_words(body)
-    await answers_of(service_of(parts), asked)
+    message = grpc_request(body)
+    await answers_of(service_of(parts), message)
     over_http, over_grpc = (request.prompt_token_ids for request in parts.generator.requests)
     assert over_grpc == over_http
-    del asked.chat.messages[-1]
+    del message.chat.messages[-1]
     shown = await service_of(parts).Tokenize(
-        pb.TokenizeRequest(chat=asked.chat, tools=asked.tools, add_generation_prompt=False), _NoMetadata()
+        pb.TokenizeRequest(chat=message.chat, tools=message.tools, add_generation_prompt=False), _NoMetadata()
     )
     assert tuple(shown.token_ids) == over_http[: len(shown.token_ids)]
 
@@ -150,8 +150,8 @@ async def test_grpc_template_variables_are_passed() -> None:
     parts = fakes.make_servers(fakes.make_tokenizer(VARIABLE_TEMPLATE))
     parts.say("hello")
     kwargs = {"think": True, "level": 7}
-    await answers_of(service_of(parts), in_grpcs_words(HELLO | {"chat_template_kwargs": kwargs}))
+    await answers_of(service_of(parts), grpc_request(HELLO | {"chat_template_kwargs": kwargs}))
     assert parts.tokenizer.decode(parts.generator.requests[0].prompt_token_ids) == "hello<think>7"
     with pytest.raises(InvalidRequest) as refused:
-        await answers_of(service_of(parts), in_grpcs_words(HELLO | {"chat_template_kwargs": {"other": "x"}}))
+        await answers_of(service_of(parts), grpc_request(HELLO | {"chat_template_kwargs": {"other": "x"}}))
     assert refused.value.param == "chat_template_kwargs"

@@ -69,9 +69,9 @@ def processes(clock: list[float]) -> list[Process]:
     return [Process(clock) for _ in range(3)]
 
 
-def apply_to(news: NamedCacheUpdate, *hearers: Process) -> None:
-    for hearer in hearers:
-        hearer.names.apply(_decoded(_encoded(news)))
+def apply_to(news: NamedCacheUpdate, *receivers: Process) -> None:
+    for receiver in receivers:
+        receiver.names.apply(_decoded(_encoded(news)))
 
 
 def test_named_cache_update_carries_pin_location(processes: list[Process], clock: list[float]) -> None:
@@ -121,9 +121,9 @@ def test_named_cache_updates_in_any_order_agree(clock: list[float]) -> None:
                 writer = rng.choice(processes)
                 writer.caches.remove("t", name)
                 news.append(writer.names.update_for("t", name))
-        for hearer in processes:
+        for receiver in processes:
             for one in rng.sample(news, len(news)) + rng.choices(news, k=3):
-                apply_to(one, hearer)
+                apply_to(one, receiver)
         shown = [{cache.name: cache.expires_s for cache in one.caches.all("t")} for one in processes]
         assert shown[0] == shown[1] == shown[2]
         assert set(shown[0]) == set("abc") - {one.name for one in news if one.cache is None}
@@ -154,7 +154,7 @@ async def test_named_cache_change_reaches_all_before_answer(processes: list[Proc
         processes[0].caches.remove("t", "gone")
         await first.publish("t", "a")
         assert processes[1].caches.find("t", "a") is not None
-        # Who begins later has what was told before it, and hears what is told from then on.
+        # A process that starts later gets what was sent before, and receives what is sent from then on.
         third = await begin(2)
         assert processes[2].caches.all_entries() == [("t", "a", processes[0].caches.get("t", "a")), ("t", "gone", None)]
         processes[2].caches.remove("t", "a")
@@ -186,7 +186,7 @@ async def test_named_cache_update_to_hanging_process_is_resent(
         await first.publish("t", "b")
         goes_on.set()
         async with asyncio.timeout(WAIT_S):
-            while first._unsent:  # noqa: ASYNC110 - nobody is told when it is taken
+            while first._unsent:  # noqa: ASYNC110 - no event says when it is taken
                 await asyncio.sleep(0.01)
         assert [cache.name for cache in processes[1].caches.all("t")] == ["b"]
         assert ("t", "a", None) in processes[1].caches.all_entries()

@@ -32,7 +32,7 @@ def limiter_over(file: RateLimitFile, limits: dict[str, Any], clock: Callable[[]
 
 
 class RouterProcess:
-    """What a child process runs: a limiter over the shared file, told over a pipe what to do."""
+    """Code of a child process: a limiter over the shared file, with orders from a pipe."""
 
     def __init__(self, file: RateLimitFile, limits: dict[str, Any]) -> None:
         self.file = file
@@ -147,7 +147,7 @@ def test_concurrent_requests_end_in_one_process_frees_the_slot_in_another_at_onc
         peers.call(1, "end", 1)
 
 
-def test_requests_per_minute_asked_of_two_processes_lets_exactly_that_many_through(peers: Peers) -> None:
+def test_requests_per_minute_over_two_processes_are_exact(peers: Peers) -> None:
     peers.start(2, requests_per_minute=5)
     assert [peers.call(number % 2, "admit_and_end", 1) for number in range(8)] == [1] * 5 + [0] * 3
     for index in (0, 1):
@@ -189,7 +189,7 @@ def test_killed_process_gives_its_slots_back_at_once(peers: Peers) -> None:
     assert peers.call(3, "admit", 4) == 2
 
 
-def test_killed_process_that_held_the_lock_holds_up_nobody(peers: Peers) -> None:
+def test_process_killed_with_the_lock_blocks_no_other(peers: Peers) -> None:
     peers.start(2, concurrent_requests=2)
     peers.call(0, "hold_lock")
     peers.kill(0)
@@ -234,7 +234,7 @@ def test_tenants_have_accounts_of_their_own_however_many_there_are(peers: Peers)
         assert peers.call(1 - number % 2, "admit", tenant=f"t{number}") == 0
 
 
-def test_file_of_processes_that_are_all_gone_begins_anew(peers: Peers) -> None:
+def test_file_whose_processes_are_all_gone_is_reset(peers: Peers) -> None:
     peers.start(2, concurrent_requests=2, requests_per_minute=2)
     assert [peers.call(index, "admit") for index in (0, 1)] == [1, 1]
     for index in (0, 1):
@@ -338,7 +338,7 @@ def test_file_that_another_process_has_replaced_is_joined(peers: Peers) -> None:
     assert [peers.call(index, "admit", 3) for index in (0, 1, 2)] == [1, 0, 0]
     for index, count in ((0, 2), (1, 1), (2, 1)):
         peers.call(index, "end", count)
-    # Four, less the one that the newcomer let in before anybody told it of the former two.
+    # Four, less the one that the newcomer let in before it heard of the former two.
     assert sum(peers.call(index, "admit_and_end", 6) for index in (0, 1, 2)) == 3
     assert [peers.call(index, "admit_and_end", 1) for index in (0, 1, 2)] == [0, 0, 0]
 

@@ -29,12 +29,12 @@ def columns(route: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("route", BODIES)
 def test_fields_page_lists_every_field(route: str) -> None:
-    body, told = BODIES[route], columns(route)
+    body, documented = BODIES[route], columns(route)
     served = set(body.model_fields)
     refused = set(asks_for_nothing(body))
-    assert {name for name, state in told.items() if state in ("yes", "note")} == served
-    assert {name for name, state in told.items() if state == "note"} <= NOTES
-    assert {name for name, state in told.items() if state == "no"} <= refused
+    assert {name for name, state in documented.items() if state in ("yes", "note")} == served
+    assert {name for name, state in documented.items() if state == "note"} <= NOTES
+    assert {name for name, state in documented.items() if state == "no"} <= refused
     # Those that every body knows need not stand in each table.
     of_all = set(NOT_YET) if route in ("responses", "messages") else set[Any]()
-    assert refused <= {name for name, state in told.items() if state == "no"} | of_all
+    assert refused <= {name for name, state in documented.items() if state == "no"} | of_all

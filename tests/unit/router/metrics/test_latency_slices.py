@@ -67,7 +67,7 @@ def test_latency_slices_label_kind_of_request() -> None:
     ("read_by", "pool"), [(WorkerRole.PREFILL, "prefill"), (WorkerRole.DECODE, "decode"), (None, "unknown")]
 )
 def test_latency_slices_pool_is_the_computing_one(read_by: WorkerRole | None, pool: str) -> None:
-    value = shown(read_by=read_by)  # a prefix was fetched first, which is told as transfer
+    value = shown(read_by=read_by)  # a prefix was fetched first, which counts as transfer
     kind = {"prompt": "2k", "guided": "yes"}
     found = {
         name: value("tandem_slice_ttft_seconds_count", kind | {"pool": name, "cached": "some"})

@@ -39,7 +39,7 @@ def value(metrics: RouterMetrics, name: str, **labels: str) -> float | None:
 def genai(metrics: RouterMetrics, name: str, **labels: str) -> float | None:
     """One of those that follow OpenTelemetry's conventions."""
     of_server = {"provider_name": "tandem", "request_model": "m", "response_model": "m"}
-    same = {f"gen_ai_{label}": said for label, said in {"operation_name": "text_completion", **of_server}.items()}
+    same = {f"gen_ai_{label}": value for label, value in {"operation_name": "text_completion", **of_server}.items()}
     return metrics.registry.get_sample_value(f"gen_ai_server_{name}", same | labels)
 
 
@@ -48,9 +48,9 @@ def test_cache_tiers_are_shown_as_workers_count_them() -> None:
     counts = TierCounts(tier="disk", num_blocks=3, capacity_blocks=9, hits=5, stored_bytes=7, store_s=0.5, damaged=2)
     plain = dict.fromkeys((name for name in Load._fields if name not in ("tiers", "pins")), 1)
     load = Load(**plain, tiers=(counts,), pins=PinTotals())
-    told = load_to_pb(load, prefill_tokens_per_s=1.0, decode_step_s=1.0, kv_bytes_per_s=1.0, step_age_s=2.5)
-    told.cache_tiers.add(tier="made up by a peer")
-    metrics.worker_loads([worker("w", load=load_from_pb(told))])
+    snapshot = load_to_pb(load, prefill_tokens_per_s=1.0, decode_step_s=1.0, kv_bytes_per_s=1.0, step_age_s=2.5)
+    snapshot.cache_tiers.add(tier="made up by a peer")
+    metrics.worker_loads([worker("w", load=load_from_pb(snapshot))])
     labels = {"worker": "w", "role": "decode", "tier": "disk"}
     shown = {
         name: value(metrics, f"tandem_worker_cache_{name}", **labels)
@@ -81,7 +81,7 @@ def test_cache_tiers_are_shown_as_workers_count_them() -> None:
 
 
 @pytest.mark.parametrize("bottleneck", ["prefill", "decode"])
-def test_figures_to_scale_by_tell_the_pools_apart(bottleneck: str) -> None:
+def test_scaling_metrics_are_labelled_by_pool(bottleneck: str) -> None:
     """Whichever pool is short of something shows it, and the other shows that it is not."""
     full = WorkerLoad(num_running=8, num_waiting=9, num_free_blocks=0, backlog_tokens=4000)
     # What it has reserved waits for the other pool.

@@ -87,7 +87,7 @@ def test_transfer_metrics_restart_resets_totals() -> None:
     key = WorkerKey(first.info.key.worker_id, Incarnation(2))
     again = replace(first, info=replace(first.info, key=key))
     metrics.worker_loads([replace(again, load=load_from_pb(pb.LoadSnapshot()))])
-    assert value(metrics, bytes_total, **ENDED) is None, "no report yet: nothing, rather than a 0 that was never told"
+    assert value(metrics, bytes_total, **ENDED) is None, "no report yet: nothing, rather than a 0 that nobody reported"
     metrics.worker_loads([replace(again, load=load_from_pb(reported(num_bytes=20)))])
     assert value(metrics, bytes_total, **ENDED) == 20, "its own, which Prometheus takes for a reset"
 
@@ -109,12 +109,12 @@ def test_transfer_metrics_unknown_outcome_is_not_a_label() -> None:
 
 
 def test_transfer_metrics_migrated_blocks_by_outcome() -> None:
-    told = [
+    reports = [
         pb.MigratedBlocks(outcome="moved", blocks=5, num_bytes=500),
         pb.MigratedBlocks(outcome="made up", blocks=2, num_bytes=200),
     ]
     metrics = RouterMetrics("m")
-    load = load_from_pb(pb.LoadSnapshot(transfers=pb.TransferReport(inherited=told)))
+    load = load_from_pb(pb.LoadSnapshot(transfers=pb.TransferReport(inherited=reports)))
     metrics.worker_loads([worker("d", load=load)])
     assert value(metrics, "tandem_worker_inherited_blocks_total", outcome="moved") == 5
     assert value(metrics, "tandem_worker_inherited_bytes_total", outcome="moved") == 500

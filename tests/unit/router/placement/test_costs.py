@@ -12,7 +12,7 @@ from router.placement.costs import CostModel, local_threshold
 from router.placement.worker_selection import Affinity, NoDecodeWorker, Placement, PlacementReason, place
 from router.types.worker_view import WorkerLoad, WorkerSnapshot
 from tandem.errors import RequestTooLarge
-from tests.support.router.reference_costs import Asked, held, pair_cost
+from tests.support.router.reference_costs import PlacementRequest, held, pair_cost
 from tests.support.router.worker_views import LAYOUT, demand_of, view_of, worker
 
 EXACT = CostModel(tie_ms=0.0, tie_share=0.0)
@@ -44,8 +44,8 @@ def cluster_at_random(rng: Random) -> list[WorkerSnapshot]:
     return [one(f"d{i}") for i in range(rng.randint(1, 4))] + [one(f"p{i}") for i in range(rng.randint(0, 4))]
 
 
-def ask_at_random(rng: Random, workers: list[WorkerSnapshot]) -> Asked:
-    return Asked(
+def ask_at_random(rng: Random, workers: list[WorkerSnapshot]) -> PlacementRequest:
+    return PlacementRequest(
         num_tokens=rng.randint(1, rng.choice([100, 1500])),
         matched={w.info.key.worker_id: rng.choice([0, rng.randrange(1600)]) for w in workers},
         excluded=frozenset(w.info.key for w in workers if rng.random() < 0.15),
@@ -53,20 +53,22 @@ def ask_at_random(rng: Random, workers: list[WorkerSnapshot]) -> Asked:
     )
 
 
-def best_of(workers: list[WorkerSnapshot], asked: Asked, decode: WorkerSnapshot, model: CostModel) -> float:
+def best_of(
+    workers: list[WorkerSnapshot], request: PlacementRequest, decode: WorkerSnapshot, model: CostModel
+) -> float:
     prefills = [w for w in workers if w.info.key.worker_id.startswith("p")]
-    remote = min((pair_cost(decode, prefill, workers, asked, model) for prefill in prefills), default=inf)
-    most, uncached = model.max_local_prefill_tokens, asked.num_tokens - held(decode, asked)
+    remote = min((pair_cost(decode, prefill, workers, request, model) for prefill in prefills), default=inf)
+    most, uncached = model.max_local_prefill_tokens, request.num_tokens - held(decode, request)
     if most is not None and remote < inf and uncached > max(most, model.local_prefill_tokens):
         return remote
-    return min(remote, pair_cost(decode, None, workers, asked, model))
+    return min(remote, pair_cost(decode, None, workers, request, model))
 
 
-def placed(workers: list[WorkerSnapshot], asked: Asked, model: CostModel, seed: int = 0) -> Placement:
+def placed(workers: list[WorkerSnapshot], request: PlacementRequest, model: CostModel, seed: int = 0) -> Placement:
     view = view_of(workers)
-    excluded = [w for w in workers if w.info.key in asked.excluded]
+    excluded = [w for w in workers if w.info.key in request.excluded]
     wanted = demand_of(
-        view, asked.num_tokens, *excluded, matched=asked.matched, replicate_tokens=asked.replicate_tokens
+        view, request.num_tokens, *excluded, matched=request.matched, replicate_tokens=request.replicate_tokens
     )
     return place(wanted, view, model, Random(seed))
 
@@ -75,22 +77,22 @@ def test_placement_columns_equal_scalar_costs() -> None:
     rng, num_placed = Random(11), 0
     for _ in range(400):
         workers = cluster_at_random(rng)
-        asked = ask_at_random(rng, workers)
+        request = ask_at_random(rng, workers)
         decoders = [w for w in workers if w.info.key.worker_id.startswith("d")]
         model = replace(EXACT, max_local_prefill_tokens=rng.choice([None, 0, 300]))
-        costs = {w.info.key: best_of(workers, asked, w, model) for w in decoders}
+        costs = {w.info.key: best_of(workers, request, w, model) for w in decoders}
         if not any(map(isfinite, costs.values())):
             with pytest.raises((NoDecodeWorker, RequestTooLarge)):
-                placed(workers, asked, model)
+                placed(workers, request, model)
             continue
         num_placed += 1
-        placement = placed(workers, asked, model)
+        placement = placed(workers, request, model)
         # What is explained sums up to what was compared ...
         shown = {cost.key: cost.total_ms for cost in placement.decode_candidates}
         assert shown == pytest.approx({key: cost for key, cost in costs.items() if cost < inf}, rel=1e-9)
         # ... and the pair that was chosen is the cheapest of all pairs.
         assert placement.predicted_ms == pytest.approx(min(costs.values()), rel=1e-9)
-        chosen = pair_cost(placement.decode, placement.prefill, workers, asked, EXACT)
+        chosen = pair_cost(placement.decode, placement.prefill, workers, request, EXACT)
         assert placement.predicted_ms == pytest.approx(chosen, rel=1e-9)
         assert placement.decode_candidates[0].key == placement.decode.info.key
         if placement.prefill is not None:
@@ -104,17 +106,17 @@ def test_placement_excluded_workers_are_never_chosen() -> None:
     rng, num_pairs = Random(12), 0
     for seed in range(400):
         workers = cluster_at_random(rng)
-        asked = ask_at_random(rng, workers)
+        request = ask_at_random(rng, workers)
         with suppress(NoDecodeWorker, RequestTooLarge):
-            placement = placed(workers, asked, CostModel(), seed)
+            placement = placed(workers, request, CostModel(), seed)
             for one in (placement.decode, placement.computing):
                 assert not one.draining
-                assert one.info.key not in asked.excluded
-                assert one.info.pool_tokens > asked.num_tokens
+                assert one.info.key not in request.excluded
+                assert one.info.pool_tokens > request.num_tokens
             if placement.prefill is not None:
                 num_pairs += 1
                 assert placement.decode.info.cannot_pair(placement.prefill.info) is None
-            assert placement.cached_tokens + placement.uncached_tokens == asked.num_tokens
+            assert placement.cached_tokens + placement.uncached_tokens == request.num_tokens
             assert placement.uncached_tokens >= 1
     assert num_pairs > 40
 
@@ -124,11 +126,11 @@ def test_local_threshold_is_where_choice_changes() -> None:
     rng, turns = Random(13), Counter[bool]()
     for _ in range(400):
         workers = [replace(w, load=replace(w.load, context_tokens=0)) for w in cluster_at_random(rng)]
-        asked = replace(ask_at_random(rng, workers), replicate_tokens=0)
+        request = replace(ask_at_random(rng, workers), replicate_tokens=0)
         with suppress(NoDecodeWorker, RequestTooLarge):
             model = replace(EXACT, max_local_prefill_tokens=rng.choice([None, 300]))
-            for cost in placed(workers, asked, model).decode_candidates:
-                uncached, threshold = asked.num_tokens - cost.matched_tokens, cost.local_threshold_tokens
+            for cost in placed(workers, request, model).decode_candidates:
+                uncached, threshold = request.num_tokens - cost.matched_tokens, cost.local_threshold_tokens
                 assert threshold is not None
                 if abs(uncached - threshold) > 1e-6 * uncached:
                     turns[uncached <= threshold] += 1
@@ -150,23 +152,28 @@ def test_local_threshold_respects_bounds() -> None:
 def test_placement_streams_favour_handoff() -> None:
     """The same prompt is computed by a decode worker with nothing to delay while the prefill pool is busy."""
     busy = worker("p0", backlog=400)
-    assert placed([worker("d0"), busy], Asked(300, {}), EXACT).reason is PlacementReason.LOCAL_CHEAPER
-    assert placed([worker("d0", active=8), busy], Asked(300, {}), EXACT).reason is PlacementReason.DISAGGREGATED
+    assert placed([worker("d0"), busy], PlacementRequest(300, {}), EXACT).reason is PlacementReason.LOCAL_CHEAPER
+    assert (
+        placed([worker("d0", active=8), busy], PlacementRequest(300, {}), EXACT).reason is PlacementReason.DISAGGREGATED
+    )
 
 
 def test_placement_affinity_describes_prefix_influence() -> None:
     decode, busy = worker("d0", active=9), worker("p1", backlog=3_000)
-    assert placed([decode, worker("p0")], Asked(500, {}), EXACT).affinity is Affinity.COLD
-    assert placed([decode, worker("p0"), worker("p1")], Asked(500, {"p1": 480}), EXACT).affinity is Affinity.PREFIX
-    assert placed([decode, worker("p0"), busy], Asked(500, {"p1": 480}), EXACT).affinity is Affinity.SPREAD
+    assert placed([decode, worker("p0")], PlacementRequest(500, {}), EXACT).affinity is Affinity.COLD
+    assert (
+        placed([decode, worker("p0"), worker("p1")], PlacementRequest(500, {"p1": 480}), EXACT).affinity
+        is Affinity.PREFIX
+    )
+    assert placed([decode, worker("p0"), busy], PlacementRequest(500, {"p1": 480}), EXACT).affinity is Affinity.SPREAD
     closed = replace(worker("p1"), draining=True)
-    assert placed([decode, worker("p0"), closed], Asked(500, {"p1": 480}), EXACT).affinity is Affinity.COLD
+    assert placed([decode, worker("p0"), closed], PlacementRequest(500, {"p1": 480}), EXACT).affinity is Affinity.COLD
 
 
 def test_placement_replica_goes_to_shortest_queue() -> None:
     decode, holder = worker("d0", active=9), worker("p1", backlog=100)
     workers = [decode, worker("p0"), worker("p2", backlog=50), holder]
-    wanted = Asked(1000, {"p1": 960})
+    wanted = PlacementRequest(1000, {"p1": 960})
     assert placed(workers, wanted, EXACT).affinity is Affinity.PREFIX
     copied = placed(workers, replace(wanted, replicate_tokens=960), EXACT)
     assert copied.affinity is Affinity.REPLICA
@@ -179,7 +186,7 @@ def test_placement_replica_goes_to_shortest_queue() -> None:
 def test_placement_recomputes_less_under_load() -> None:
     """The same queue ahead: with few requests about it is not worth waiting for, with many it is."""
     decode, holder = worker("d0", active=30), worker("p1", backlog=500)
-    wanted = Asked(600, {"p1": 480})
+    wanted = PlacementRequest(600, {"p1": 480})
     idle = [decode, worker("p0"), holder]
     assert placed(idle, wanted, EXACT).affinity is Affinity.SPREAD
     crowded = [decode, worker("p0", active=1), replace(holder, num_active=1)]
@@ -194,7 +201,7 @@ def test_cold_prompts_go_to_the_least_loaded_however_long_they_are() -> None:
     workers = [worker("d0", active=9), *(worker(f"p{i}", backlog=100 * i) for i in range(4))]
     large = [replace(w, info=replace(w.info, num_blocks=9_000)) for w in workers]
     for seed in range(10):
-        assert placed(large, Asked(50_000, {}), CostModel(), seed).computing.info.key.worker_id == "p0"
+        assert placed(large, PlacementRequest(50_000, {}), CostModel(), seed).computing.info.key.worker_id == "p0"
 
 
 def test_ties_are_uniform() -> None:
@@ -213,7 +220,7 @@ def test_ties_are_uniform() -> None:
 def test_context_makes_a_long_prompt_dearer_than_its_length() -> None:
     grows = WorkerLoad(num_free_blocks=1000, prefill_tokens_per_s=5_000.0, context_tokens=1_000)
     decode = worker("d0", active=50)
-    placement = placed([decode, worker("p0", load=grows)], Asked(1_000, {"p0": 0}), EXACT)
+    placement = placed([decode, worker("p0", load=grows)], PlacementRequest(1_000, {"p0": 0}), EXACT)
     assert (placement.uncached_tokens, placement.work_tokens) == (1_000, 1_500)
-    behind = placed([decode, worker("p0", load=grows)], Asked(1_000, {"p0": 496}), EXACT)
+    behind = placed([decode, worker("p0", load=grows)], PlacementRequest(1_000, {"p0": 496}), EXACT)
     assert behind.work_tokens == 504 + round(504 * 1496 / 2 / 1000)

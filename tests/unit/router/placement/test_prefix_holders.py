@@ -46,10 +46,10 @@ def test_prefix_holder_ignores_expected_blocks() -> None:
 
 
 def test_prefix_holder_checks_few_workers() -> None:
-    asked: list[str] = []
+    checked: list[str] = []
 
     def known(worker_id: WorkerId, num_tokens: int) -> int:
-        asked.append(worker_id)
+        checked.append(worker_id)
         return num_tokens - 64 if worker_id == "d2" else num_tokens
 
     workers = [lending("p0"), *(lending(f"d{i}") for i in range(8))]
@@ -58,7 +58,7 @@ def test_prefix_holder_checks_few_workers() -> None:
     holder = best_holder(demand(500, **matched)(view), workers[0].info, view, known)
     assert holder is not None
     assert (holder.worker_id, holder.num_tokens) == ("d1", 256)
-    assert asked == ["d2", "d1"]
+    assert checked == ["d2", "d1"]
 
 
 def test_prefix_holder_draining_worker_is_last_choice() -> None:

@@ -113,7 +113,7 @@ def holders_after(policy: ReplicationPolicy) -> tuple[int, int, float]:
     registry.prefix_changed(worker("p1").info.key, stored(0, prefix))
     placer = Placer(registry=registry, model=CostModel(), rng=Random(1), clock=clock, replication=policy)
     running: list[tuple[float, Assignment]] = []
-    told = dict.fromkeys((worker(name).info.key for name in names), 0) | {worker("p1").info.key: 1024}
+    reported = dict.fromkeys((worker(name).info.key for name in names), 0) | {worker("p1").info.key: 1024}
     replicas, waits, arrivals = 0, [], Random(2)
     for number in range(600):
         clock.now_s += arrivals.expovariate(10.0)
@@ -122,8 +122,8 @@ def holders_after(policy: ReplicationPolicy) -> tuple[int, int, float]:
             registry.load_changed(worker(name).info.key, load)
         while running and running[0][0] <= clock.now_s:
             ended = running.pop(0)[1]
-            registry.prefix_changed(ended.computing, stored(told[ended.computing], prefix))
-            told[ended.computing] += len(prefix)
+            registry.prefix_changed(ended.computing, stored(reported[ended.computing], prefix))
+            reported[ended.computing] += len(prefix)
             placer.release(ended)
         own = [BlockHash((1_000_000 + number * 32 + i).to_bytes(16, "big")) for i in range(25)]
         assignment = placer.assign(num_tokens=1049 * 16 + 1, names=[*prefix, *own])

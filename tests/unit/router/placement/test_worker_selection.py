@@ -161,7 +161,7 @@ _WAYS = st.frozensets(st.sampled_from(["shm", "tcp", "nixl"]), min_size=1)
     num_decoders=st.integers(1, 5),
     seed=st.integers(0, 9),
 )
-def test_whatever_is_there_an_impossible_pair_is_never_chosen(
+def test_placement_never_chooses_an_impossible_pair(
     kinds: list[tuple[KVLayout, frozenset[str], int]], num_decoders: int, seed: int
 ) -> None:
     """Not at first, not after a failed hand-off, and not as who lends a prefix."""

@@ -155,27 +155,27 @@ async def test_handover_successor_waits_for_predecessors_workers(config, server,
     alone = Sessions()
     alone.join("a")
     assert await alone.wait(None)
-    reached, asked = {"a:1", "b:1"}, asyncio.Event()
+    reached, called = {"a:1", "b:1"}, asyncio.Event()
 
     def reached_workers():
-        asked.set()
+        called.set()
         return frozenset(reached)
 
     async with hands_over(config, server, reached=reached_workers, on_handed_over=lambda: None):
         found, sessions = await find(config), Sessions()
         waits = sessions.wait(found)
         sessions.join("a")
-        await asked.wait()
-        asked.clear()
+        await called.wait()
+        called.clear()
         sessions.join("c")  # has it look again, and wait on
-        await asked.wait()
+        await called.wait()
         assert not waits.done()
         sessions.join("b")
         assert await waits
         reached.add("d:1")
         waits = sessions.wait(found)
-        asked.clear()
-        await asked.wait()
+        called.clear()
+        await called.wait()
         reached.discard("d:1")  # the predecessor has lost it, too
         assert await waits
         found.http.close()
@@ -183,17 +183,17 @@ async def test_handover_successor_waits_for_predecessors_workers(config, server,
 
 
 async def test_handover_wait_for_workers_is_bounded_and_stoppable(config, server, monkeypatch, caplog):
-    asked = asyncio.Event()
+    called = asyncio.Event()
 
     def reached_workers():
-        asked.set()
+        called.set()
         return frozenset({"a:1", "b:1"})
 
     async with hands_over(config, server, reached=reached_workers, on_handed_over=lambda: None):
         found, sessions = await find(config), Sessions()
         sessions.join("a")
         waits = sessions.wait(found)
-        await asked.wait()
+        await called.wait()
         sessions.lifetime.stop()
         assert await waits is False
         monkeypatch.setattr(listener_handover, "_JOIN_S", 0.0)
@@ -240,12 +240,12 @@ async def test_handover_silent_predecessor_is_queried_again(config, server, monk
     """Else the successor would take over at once, with the first worker that it has met."""
     monkeypatch.setattr(listener_handover, "_ANSWER_S", 0.05)
     monkeypatch.setattr(listener_handover, "_LOOK_S", 0.0)
-    asked, speaks, sessions = asyncio.Event(), asyncio.Event(), Sessions()
+    called, speaks, sessions = asyncio.Event(), asyncio.Event(), Sessions()
 
     class Silent(ListenerHandover):
         async def _offer(self, link):
             if not speaks.is_set() and found:
-                asked.set()
+                called.set()
                 await speaks.wait()
             await super()._offer(link)
 
@@ -255,8 +255,8 @@ async def test_handover_silent_predecessor_is_queried_again(config, server, monk
         sessions.join("a")
         waits = sessions.wait(found[0])
         for _ in range(3):
-            asked.clear()
-            await asked.wait()
+            called.clear()
+            await called.wait()
             assert not waits.done()
         sessions.join("b")
         speaks.set()

@@ -12,7 +12,7 @@ from tests.support.router.whole_router import MAX_INFLIGHT, Fate, WholeRouter
 ABORTED = 0.89
 PATIENT = 10_000
 STORM = (Fate.ANSWER, Fate.ANSWER, Fate.STOP_SHORT, Fate.HANG, Fate.FULL)
-"""What becomes of attempts; whoever hangs or stops short is aborted, sooner or later."""
+"""Outcomes of attempts; those that hang or stop short are aborted, sooner or later."""
 
 
 async def storm(whole: WholeRouter, num_crowds: int) -> int:

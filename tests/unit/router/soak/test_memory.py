@@ -61,7 +61,7 @@ class Soak:
     def restart_one(self) -> None:
         """A worker goes, and comes back under its own name or another one."""
         one = self._rng.choice(self.whole.workers)
-        one.leave(told=self._rng.random() < 0.5)
+        one.leave(on_request=self._rng.random() < 0.5)
         if self._rng.random() < 0.5:
             self._num_names += 1
             one.name = f"{one.name[0]}{self._num_names + 100}"
@@ -77,7 +77,7 @@ class Soak:
             await self.go_on(num_requests // num_samples)
             self.whole.assert_nothing_is_left()
             for one in self.whole.workers:
-                one.leave(told=False)
+                one.leave(on_request=False)
                 one.join()
             meter.sample(number * (num_requests // num_samples))
         return meter

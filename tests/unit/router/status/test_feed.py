@@ -1,4 +1,4 @@
-"""What the status says of a whole router, to whom, and how it is told."""
+"""The status of a whole router: its content, who may read it, and how it is sent."""
 
 import asyncio
 from contextlib import ExitStack
@@ -63,7 +63,7 @@ async def test_handoffs_are_in_flight_until_their_first_token() -> None:
     whole = WholeRouter(2)
     whole.draw = lambda: Fate.HANG
     feed, prompt = feed_of(whole), range(300)
-    asked = asyncio.ensure_future(whole.dispatcher.run(whole.request(prompt), Listener()))
+    request = asyncio.ensure_future(whole.dispatcher.run(whole.request(prompt), Listener()))
     while not len(whole.dispatcher.placer.handoffs):  # noqa: ASYNC110 - dispatch has no event for it
         await asyncio.sleep(0)
     whole.now_s += 2.0
@@ -72,8 +72,8 @@ async def test_handoffs_are_in_flight_until_their_first_token() -> None:
     shown = status["handoffs"]["shown"][0]
     assert (shown["source"][0], shown["target"][0], shown["tokens"]) == ("p", "d", 300)
     assert shown["age_s"] == 2.0
-    asked.cancel()
-    await asyncio.gather(asked, return_exceptions=True)
+    request.cancel()
+    await asyncio.gather(request, return_exceptions=True)
     whole.now_s += 1.0
     assert (await status_of(feed))["handoffs"] == {"in_flight": 0, "shown": []}
 
@@ -105,7 +105,7 @@ async def test_latencies_and_rates_of_the_last_minutes() -> None:
     assert not any((await status_of(feed))["curves"]["generation_tokens_per_s"])
 
 
-async def test_bytes_between_workers_are_counted_once_however_many_routers_hear_of_them() -> None:
+async def test_bytes_between_workers_are_counted_once_over_all_routers() -> None:
     whole = WholeRouter(5)
     other = StatusFeed(sources_of(whole))
 
@@ -232,10 +232,12 @@ async def test_status_listeners_of_one_tenant_make_way() -> None:
     assert feed.num_listeners == 0
 
 
-@pytest.mark.parametrize("told", [b"[]", b"3", b'{"format": 99}', b'{"format": 1}', b"not json", b'{"format": 1, "a":'])
-async def test_status_malformed_part_is_left_out(told: bytes) -> None:
+@pytest.mark.parametrize(
+    "content", [b"[]", b"3", b'{"format": 99}', b'{"format": 1}', b"not json", b'{"format": 1, "a":']
+)
+async def test_status_malformed_part_is_left_out(content: bytes) -> None:
     async def others() -> list[bytes]:
-        return [told]
+        return [content]
 
     status = await status_of(feed_of(WholeRouter(11), others=others))
     assert status["processes"] == 1

@@ -24,18 +24,16 @@ def evaluated(expression: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("chats", "path", "asked"),
+    ("chats", "path", "fields"),
     [
         (True, "/v1/chat/completions", {"messages": [{"role": "user", "content": "a fox"}]}),
         (False, "/v1/completions", {"prompt": "a fox"}),
     ],
 )
-def test_playground_completes_text_where_there_is_no_chat_template(
-    chats: bool, path: str, asked: dict[str, Any]
-) -> None:
+def test_playground_without_chat_template_completes_text(chats: bool, path: str, fields: dict[str, Any]) -> None:
     found = evaluated(f"page.requestFor({json.dumps(ASKED | {'chats': chats})})")
     common = {"model": "m", "max_tokens": 9, "temperature": 0.5, "stream": True}
-    assert found == {"path": path, "body": {**common, **asked, "stream_options": {"include_usage": True}}}
+    assert found == {"path": path, "body": {**common, **fields, "stream_options": {"include_usage": True}}}
 
 
 def test_playground_reads_text_of_either_route() -> None:

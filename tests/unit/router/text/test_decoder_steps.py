@@ -220,6 +220,6 @@ def test_bytes_of_a_token_are_its_text_among_others(name: str, token: str, expec
     assert tokenizer.bytes_of(tokenizer.size + 5) == b""
 
 
-def test_decoder_of_a_step_that_nobody_knows_is_refused() -> None:
+def test_decoder_with_an_unknown_step_is_refused() -> None:
     with pytest.raises(ConfigError, match="unknown decoder Magic"):
         DecoderChain({"type": "Sequence", "decoders": [{"type": "Fuse"}, {"type": "Magic"}]})

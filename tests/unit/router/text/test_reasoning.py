@@ -1,4 +1,4 @@
-"""What a model thinks is told from what it answers, the same however the text comes in pieces."""
+"""Reasoning is separated from the answer, the same however the text comes in pieces."""
 
 from collections.abc import Sequence
 

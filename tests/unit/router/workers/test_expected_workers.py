@@ -8,7 +8,7 @@ from router.types.worker_view import WorkerKey
 from router.workers.expected_workers import ExpectedWorkers
 from tandem.errors import DeadlineExceeded, Unavailable
 from tandem.values.ids import Incarnation, WorkerId
-from tests.support.router.admission_world import Desk
+from tests.support.router.admission_world import AdmissionBench
 from tests.support.router.overload_world import snapshot
 
 HERE, THERE = "10.0.0.1:1", "10.0.0.2:1"
@@ -51,7 +51,7 @@ def test_expected_worker_connected_is_not_due_until_it_leaves(world: World) -> N
     world.expected.left(key, in_order=False)
     world.expected.named({HERE})
     assert world.due_s() == 60.0
-    # Here one is in trouble, and another one serves: whoever that one refused may wait for the first.
+    # One is in trouble, another one serves: a request that the latter refused may wait for the former.
     assert world.due_s(serving=1) == 60.0
     world.joins(2)
     assert world.due_s(serving=1) == 0.0
@@ -93,7 +93,7 @@ def test_expected_workers_track_addresses_separately(world: World) -> None:
 
 
 def test_request_waits_for_expected_worker() -> None:
-    desk = Desk()
+    desk = AdmissionBench()
     desk.workers, desk.is_due = [], True
     first, second = desk.ask(), desk.ask(within_s=3.0)
     assert first.waiting
@@ -109,7 +109,7 @@ def test_request_waits_for_expected_worker() -> None:
 
 
 def test_request_wait_for_expected_worker_is_bounded() -> None:
-    desk = Desk()
+    desk = AdmissionBench()
     desk.workers, desk.is_due = [], True
     first = desk.ask()
     desk.now_s += 5.0
@@ -126,7 +126,7 @@ def test_request_wait_for_expected_worker_is_bounded() -> None:
 
 
 def test_drain_rate_is_not_learned_without_workers() -> None:
-    desk = Desk()
+    desk = AdmissionBench()
     desk.workers, desk.is_due = [], True
     desk.ask()
     rate = desk.admission._forecast.rate(desk.admission._watch.measure())

@@ -99,7 +99,7 @@ def test_log_positions_unreadable_log_is_retried_later() -> None:
     assert view.due(5.0 + RETRY_S) == [(ME, Reload.GAP)]
 
 
-def test_log_positions_restarted_worker_is_followed_anew() -> None:
+def test_log_positions_restarted_worker_is_read_from_its_start() -> None:
     view = followed()
     reborn = WorkerKey(ME.worker_id, Incarnation(6))
     view.drop(ME)
@@ -169,7 +169,7 @@ class Life:
         self.view.head(ME, head(self.sequence))
 
 
-def test_whatever_is_lost_or_spoilt_the_map_comes_to_hold_what_the_worker_holds() -> None:
+def test_prefix_map_after_lost_or_damaged_entries_converges() -> None:
     for seed in range(60):
         life = Life(seed)
         for step in range(120):

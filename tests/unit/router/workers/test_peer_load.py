@@ -152,13 +152,13 @@ def test_registries_of_several_routers_converge() -> None:
                 under_way.pop(rng.randrange(len(under_way))).end()
             if rng.random() < 0.3:
                 report += 1
-                told = WorkerLoad(
+                reported = WorkerLoad(
                     report_number=report,
                     num_running=len(under_way),
                     backlog_tokens=sum(sent.tokens for sent in under_way),
                 )
                 for registry in routers.values():
-                    registry.load_changed(key, told)
+                    registry.load_changed(key, reported)
                 for i, registry in routers.items():
                     for j in routers.keys() - {i}:
                         peers[j].update(load(Incarnation(i + 1), step + 1, *registry.in_flight()), 0.0)

@@ -62,7 +62,7 @@ def test_poison_bystanders_run_alone_and_are_acquitted() -> None:
     for one in (P, *others):
         assert not book.lost(one, A, 0.0)
     book.placed(others[0], (B,))
-    # Whoever comes next keeps away from there, and so does anybody else.
+    # The next request keeps away from there, and so do all others.
     assert book.avoid(others[1]) == {B}
     assert book.avoid(RequestId("new")) == {B}
     assert book.must_wait(others[1], lambda: [B], 0.0)
@@ -160,20 +160,20 @@ def test_poison_prompt_is_condemned_after_two_workers() -> None:
 
 
 def test_poison_equal_request_is_refused_for_a_while() -> None:
-    book, asked = PoisonRequestTracker(remembered_s=60.0), []
+    book, digests = PoisonRequestTracker(remembered_s=60.0), []
 
     def is_condemned(num_tokens: int, digest: bytes, now_s: float) -> bool:
-        return book.is_condemned(num_tokens, lambda: asked.append(digest) or digest, now_s)
+        return book.is_condemned(num_tokens, lambda: digests.append(digest) or digest, now_s)
 
     assert not is_condemned(9, b"digest", 0.0)
     book.condemn(9, b"digest", 0.0)
     assert not is_condemned(8, b"digest", 59.0)
     # A digest of a long prompt takes long: those that cannot be the like of it are let through without.
-    assert asked == []
+    assert digests == []
     assert is_condemned(9, b"digest", 59.0)
     assert not is_condemned(9, b"other", 59.0)
     assert not is_condemned(9, b"digest", 61.0)
-    assert asked == [b"digest", b"other"]
+    assert digests == [b"digest", b"other"]
     assert (book.num_condemned, book.num_refused) == (1, 1)
 
 

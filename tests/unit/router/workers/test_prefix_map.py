@@ -333,7 +333,7 @@ def test_prefix_map_any_event_ends_silence() -> None:
     prefix_map.computed(A, NAMES[:4], now_s=1.0)
     prefix_map.apply(A, _stored(0, 0, 1, 2, 3))
     assert not prefix_map.lacks_snapshot(A, 1e6)
-    # Nothing new was computed: nothing need be told.
+    # Nothing new was computed: nothing need be reported.
     prefix_map.expect(A, NAMES[:4], now_s=2.0)
     prefix_map.computed(A, NAMES[:4], now_s=3.0)
     assert not prefix_map.lacks_snapshot(A, 1e6)

@@ -62,26 +62,26 @@ def test_pin_of_less_than_a_block_is_not_made() -> None:
     assert len(world.pins) == 0
 
 
-@pytest.mark.parametrize("said", [None, PinOutcome.HELD])
-def test_pin_used_elsewhere_is_renewed_in_place(said: PinOutcome | None) -> None:
+@pytest.mark.parametrize("outcome", [None, PinOutcome.HELD])
+def test_pin_used_elsewhere_is_renewed_in_place(outcome: PinOutcome | None) -> None:
     world = World()
     world.use(P0)
-    if said is not None:
-        world.report_outcome(P0, said)
+    if outcome is not None:
+        world.report_outcome(P0, outcome)
     world.now_s += 200.0
     world.use(P1)
     assert [len(world.ports[key].pins) for key in (P0, P1)] == [2, 0]
     assert [left for _, _, left in world.pins.of_tenant("t")] == [300.0]
 
 
-@pytest.mark.parametrize("said", [PinOutcome.GAVE_WAY, PinOutcome.NOT_HERE, PinOutcome.NO_ROOM])
-def test_pin_refused_by_worker_is_made_anew_on_use(said: PinOutcome) -> None:
+@pytest.mark.parametrize("outcome", [PinOutcome.GAVE_WAY, PinOutcome.NOT_HERE, PinOutcome.NO_ROOM])
+def test_pin_refused_by_worker_is_recreated_on_use(outcome: PinOutcome) -> None:
     world = World()
     world.use(P0)
-    world.report_outcome(P0, said)
+    world.report_outcome(P0, outcome)
     record = world.pins.find("t", "x")
     assert record is not None
-    assert record.outcome is said
+    assert record.outcome is outcome
     world.use(P1)
     assert [len(world.ports[key].pins) for key in (P0, P1)] == [1, 1]
 

@@ -5,8 +5,8 @@ from router.workers.silence import SilenceWatch
 
 def test_silence_is_detected_within_a_period() -> None:
     watch = SilenceWatch(silence_s=1.5, period_s=0.2, now_s=10.0)
-    asked = [10.0 + 0.2 * look for look in range(1, 20)]
-    assert next(now_s for now_s in asked if watch.is_silent(now_s)) <= 11.7
+    checks_s = [10.0 + 0.2 * look for look in range(1, 20)]
+    assert next(now_s for now_s in checks_s if watch.is_silent(now_s)) <= 11.7
 
 
 def test_silence_ends_with_a_message() -> None:
@@ -19,5 +19,5 @@ def test_silence_ends_with_a_message() -> None:
 def test_silence_excludes_own_stalls() -> None:
     watch = SilenceWatch(silence_s=1.0, period_s=0.2, now_s=0.0)
     assert not watch.is_silent(30.0)
-    asked = [30.0 + 0.2 * look for look in range(1, 20)]
-    assert 30.4 < next(now_s for now_s in asked if watch.is_silent(now_s)) <= 31.2
+    checks_s = [30.0 + 0.2 * look for look in range(1, 20)]
+    assert 30.4 < next(now_s for now_s in checks_s if watch.is_silent(now_s)) <= 31.2

@@ -68,7 +68,7 @@ def test_cluster_view_equals_registry_after_any_events() -> None:
                 case 4 if sent:
                     rng.choice(sent).owes(rng.randrange(10))
                 case 5 if sent:
-                    # Of whoever it is, live, gone or back.
+                    # Of any worker: live, gone or back.
                     sent.pop(rng.randrange(len(sent))).end()
                 case 6:
                     registry.penalise(key, rng.random())

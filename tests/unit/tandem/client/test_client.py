@@ -1,4 +1,4 @@
-"""tandem.client against the real gRPC door: answers whole and streamed, typed errors, keys, certificates, breaks."""
+"""tandem.client against a real gRPC server: answers whole and streamed, typed errors, keys, certificates, breaks."""
 
 import asyncio
 import socket
@@ -42,7 +42,7 @@ def parts() -> fakes.Servers:
 
 
 @asynccontextmanager
-async def door_of(parts: fakes.Servers) -> AsyncIterator[str]:
+async def server_of(parts: fakes.Servers) -> AsyncIterator[str]:
     server = build_server(parts.frontend, parts.generator, parts.config, parts.metrics)
     async with GrpcServer(server, host="127.0.0.1", port=0, grace_s=0.0) as door:
         yield f"127.0.0.1:{door.port}"
@@ -50,9 +50,11 @@ async def door_of(parts: fakes.Servers) -> AsyncIterator[str]:
 
 async def test_whole_answers(parts: fakes.Servers) -> None:
     ids = parts.say(TEXT, logprobs=True)
-    async with door_of(parts) as address, AsyncClient(address) as client:
-        asked = Options(max_tokens=40, n=2, num_logprobs=1, seed=4, logit_bias={5: 1.5}, stop=["nothing"], priority=-1)
-        answer = await client.chat(HELLO, asked)
+    async with server_of(parts) as address, AsyncClient(address) as client:
+        options = Options(
+            max_tokens=40, n=2, num_logprobs=1, seed=4, logit_bias={5: 1.5}, stop=["nothing"], priority=-1
+        )
+        answer = await client.chat(HELLO, options)
         assert [choice.text for choice in answer.choices] == [TEXT, TEXT]
         assert [choice.token_ids for choice in answer.choices] == [ids, ids]
         assert (answer.choices[0].finish_reason, answer.usage.cached_tokens) == ("stop", 7)
@@ -71,29 +73,29 @@ async def test_whole_answers(parts: fakes.Servers) -> None:
 
 
 @pytest.fixture
-def thread_of_a_door(parts: fakes.Servers) -> Iterator[str]:
-    """The door on a loop of its own: a client for threads would stop this one."""
-    loop, told, over = asyncio.new_event_loop(), threading.Event(), asyncio.Event()
+def server_in_thread(parts: fakes.Servers) -> Iterator[str]:
+    """Run the server on a loop of its own: a synchronous client would block this one."""
+    loop, started, over = asyncio.new_event_loop(), threading.Event(), asyncio.Event()
     addresses: list[str] = []
 
     async def serve() -> None:
-        async with door_of(parts) as address:
+        async with server_of(parts) as address:
             addresses.append(address)
-            told.set()
+            started.set()
             await over.wait()
 
     thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
     thread.start()
-    assert told.wait(20.0)
+    assert started.wait(20.0)
     yield addresses[0]
     loop.call_soon_threadsafe(over.set)
     thread.join()
     loop.close()
 
 
-def test_sync_client_generates(parts: fakes.Servers, thread_of_a_door: str) -> None:
+def test_sync_client_generates(parts: fakes.Servers, server_in_thread: str) -> None:
     ids = parts.say(TEXT)
-    with Client(thread_of_a_door) as client:
+    with Client(server_in_thread) as client:
         pieces = list(client.stream("a"))
         assert "".join(piece.text for piece in pieces) == TEXT
         assert pieces[-1].usage is not None
@@ -123,14 +125,14 @@ def test_sync_client_generates(parts: fakes.Servers, thread_of_a_door: str) -> N
 async def test_errors_have_a_type_and_a_field(
     parts: fakes.Servers, options: Options, kind: type[Exception], param: str
 ) -> None:
-    async with door_of(parts) as address, AsyncClient(address) as client:
+    async with server_of(parts) as address, AsyncClient(address) as client:
         with pytest.raises(kind) as caught:
             await client.generate("a", options)
         assert caught.value.param == param  # type: ignore[attr-defined]
 
 
 async def test_refusals_of_the_server_are_not_asked_for_again(parts: fakes.Servers) -> None:
-    async with door_of(parts) as address, AsyncClient(address) as client:
+    async with server_of(parts) as address, AsyncClient(address) as client:
         for error in (Overloaded("full", retry_after_s=2.25), Unavailable("nobody is here", retry_after_s=0.5)):
             parts.generator.requests.clear()
             parts.generator.script = fakes.Script(error=error)
@@ -145,7 +147,7 @@ async def test_refusals_of_the_server_are_not_asked_for_again(parts: fakes.Serve
 async def test_keys(parts: fakes.Servers) -> None:
     guarded = fakes.make_servers(fakes.make_tokenizer(), RouterConfig(api_keys=["key-a"]))
     guarded.say(TEXT)
-    async with door_of(guarded) as address:
+    async with server_of(guarded) as address:
         async with AsyncClient(address, api_key="key-a") as client:
             assert (await client.generate("a")).text == TEXT
         async with AsyncClient(address, api_key="key-b") as client:
@@ -185,7 +187,7 @@ async def test_client_broken_stream_resumes_at_next_router(parts: fakes.Servers)
     other.say(TEXT)
     server = build_server(first.frontend, first.generator, first.config, first.metrics)
     dying, pieces = GrpcServer(server, host="127.0.0.1", port=0, grace_s=0.0), []
-    async with dying, door_of(other) as address, AsyncClient([f"127.0.0.1:{dying.port}", address]) as client:
+    async with dying, server_of(other) as address, AsyncClient([f"127.0.0.1:{dying.port}", address]) as client:
         async for piece in client.stream("a", Options(temperature=1.0)):
             pieces.append(piece)
             if len(pieces) == 3:
@@ -196,10 +198,10 @@ async def test_client_broken_stream_resumes_at_next_router(parts: fakes.Servers)
     assert other.generator.requests[0].sampling.seed == first.generator.requests[0].sampling.seed
 
 
-async def test_client_idempotent_call_is_retried_at_next_router(parts: fakes.Servers, thread_of_a_door: str) -> None:
-    async with door_of(parts) as gone:
+async def test_client_idempotent_call_is_retried_at_next_router(parts: fakes.Servers, server_in_thread: str) -> None:
+    async with server_of(parts) as gone:
         pass
-    addresses = [gone, thread_of_a_door]
+    addresses = [gone, server_in_thread]
     async with AsyncClient(addresses) as client:
         assert [model.id for model in await client.models()] == [fakes.MODEL]
     async with AsyncClient([gone, gone]) as client:
@@ -219,13 +221,13 @@ async def test_client_silent_router_is_abandoned(parts: fakes.Servers) -> None:
     parts.say(TEXT)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         silent_address = f"127.0.0.1:{silent.getsockname()[1]}"
-        async with door_of(parts) as address, AsyncClient([silent_address, address]) as client:
+        async with server_of(parts) as address, AsyncClient([silent_address, address]) as client:
             assert (await client.chat(HELLO, Options(timeout_s=15.0))).text == TEXT
 
 
 async def test_client_timeout_or_reconnect_limit_raises(parts: fakes.Servers) -> None:
     parts.say(TEXT, hang_after=1)
-    async with door_of(parts) as address, AsyncClient(address) as client:
+    async with server_of(parts) as address, AsyncClient(address) as client:
         with pytest.raises(DeadlineExceeded):
             await client.generate("a", Options(timeout_s=0.5))
     async with AsyncClient("127.0.0.1:1", max_reconnects=2) as client:

@@ -16,12 +16,12 @@ from tandem.errors import InvalidRequest, Unavailable
 from tandem.v1 import inference_pb2 as pb
 from tests.support.router.servers import fakes
 from tests.support.router.servers.tool_calls import CALLS
-from tests.unit.tandem.client.test_client import HELLO, door_of, thread_of_a_door
+from tests.unit.tandem.client.test_client import HELLO, server_in_thread, server_of
 
 CITY = json.dumps({"type": "object", "properties": {"city": {"type": "string"}}})
 TOOLS = [Tool(name="weather", description="Of a place.", parameters=CITY), Tool(name="clock")]
 
-__all__ = ["thread_of_a_door"]
+__all__ = ["server_in_thread"]
 
 
 @pytest.fixture
@@ -29,9 +29,9 @@ def parts() -> fakes.Servers:
     return fakes.make_servers(fakes.make_tokenizer(), grammars=fakes.AnyGrammar(), context=4096)
 
 
-def test_calls_and_how_a_conversation_goes_on_with_them(parts: fakes.Servers, thread_of_a_door: str) -> None:
+def test_calls_and_how_a_conversation_goes_on_with_them(parts: fakes.Servers, server_in_thread: str) -> None:
     parts.say(CALLS)
-    with Client(thread_of_a_door) as client:
+    with Client(server_in_thread) as client:
         options = Options(tools=TOOLS, n=2)
         first, second = client.chat(HELLO, options).choices
         assert (first.text, first.finish_reason) == ("I look.", "tool_calls")
@@ -63,7 +63,7 @@ def test_calls_and_how_a_conversation_goes_on_with_them(parts: fakes.Servers, th
 )
 async def test_choices_among_tools(parts: fakes.Servers, choice: ToolChoice, names: list[str]) -> None:
     parts.say(CALLS)
-    async with door_of(parts) as address, AsyncClient(address) as client:
+    async with server_of(parts) as address, AsyncClient(address) as client:
         await client.chat(HELLO, Options(tools=TOOLS, tool_choice=choice))
     grammar = parts.generator.requests[0].sampling.grammar or ""
     assert [tool.name for tool in TOOLS if tool.name in grammar] == names
@@ -71,7 +71,7 @@ async def test_choices_among_tools(parts: fakes.Servers, choice: ToolChoice, nam
 
 async def test_log_probabilities_of_a_prompt(parts: fakes.Servers) -> None:
     parts.say("hello")
-    async with door_of(parts) as address, AsyncClient(address) as client:
+    async with server_of(parts) as address, AsyncClient(address) as client:
         answer = await client.generate([10, 11, 12], Options(prompt_logprobs=2))
         assert [(place.token_id, place.logprob, place.rank) for place in answer.prompt_logprobs] == [
             (11, -11.0, 3),
@@ -85,7 +85,7 @@ async def test_log_probabilities_of_a_prompt(parts: fakes.Servers) -> None:
 
 async def test_options_best_of_vote_and_beams_arrive_at_end(parts: fakes.Servers) -> None:
     parts.say("it is 5", logprobs=True)
-    async with door_of(parts) as address, AsyncClient(address) as client:
+    async with server_of(parts) as address, AsyncClient(address) as client:
         answer = await client.generate("a", Options(n=3, vote=True, vote_pattern="[0-9]"))
         (choice,) = answer.choices
         assert choice.vote is not None
@@ -132,7 +132,7 @@ async def test_everything_has_its_field() -> None:
     ],
 )
 async def test_errors_name_the_field(parts: fakes.Servers, options: Options, param: str) -> None:
-    async with door_of(parts) as address, AsyncClient(address) as client:
+    async with server_of(parts) as address, AsyncClient(address) as client:
         with pytest.raises(InvalidRequest) as caught:
             await client.chat(HELLO, options)
         assert caught.value.param == param
@@ -154,7 +154,7 @@ async def test_thinking_stands_apart() -> None:
     template = "{% for m in messages %}[{{ m.reasoning_content }}]{{ m.content }}{% endfor %}<think>\n{# </think> #}"
     parts = fakes.make_servers(fakes.make_tokenizer(template))
     count = len(parts.say("so\n</think>\n\nfour")) - len(parts.tokenizer.encode("\n\nfour")) - 1
-    async with door_of(parts) as address, AsyncClient(address) as client:
+    async with server_of(parts) as address, AsyncClient(address) as client:
         answer = await client.chat(HELLO)
         (choice,) = answer.choices
         assert (choice.text, choice.reasoning_content) == ("four", "so")

@@ -1,4 +1,4 @@
-"""What stands on the board: entries survive the way there and back, and nothing else passes for one."""
+"""Entries in Redis: they survive the way there and back, and nothing else passes for one."""
 
 import hmac
 from random import Random
@@ -139,11 +139,11 @@ def test_entry_malformed_or_too_large_is_refused() -> None:
     nobody = pb.RouterLoad(router=99, shares=[pb.RouterLoadShare(incarnation=1)]).SerializeToString()
     with pytest.raises(BadEntry, match="no worker"):
         CODEC.open_load(sealed(b"load", nobody), Incarnation(99))
-    for tallies, said in (
+    for tallies, message in (
         ([pb.TenantTally()] * (MAX_TALLIES + 1), "too many"),
         ([pb.TenantTally(tenant=b"x")], "no ten"),
     ):
-        with pytest.raises(BadEntry, match=said):
+        with pytest.raises(BadEntry, match=message):
             CODEC.open_load(sealed(b"load", pb.RouterLoad(router=99, tallies=tallies).SerializeToString()), LOAD.router)
 
 

@@ -28,10 +28,10 @@ async def test_first_it_serves_then_it_lives_then_it_is_gone(monkeypatch: pytest
     reading, writing = os.pipe()
     with Heartbeat(writing, beats=True) as heart:
         heart.begin({"http": "x"})
-        said = b""
-        while said.count(b".") < 3:
-            said += await read(reading)
-        line, _, beats = said.partition(b"\n")
+        received = b""
+        while received.count(b".") < 3:
+            received += await read(reading)
+        line, _, beats = received.partition(b"\n")
         assert json.loads(line) == {"http": "x"}
         assert set(beats) == {ord(".")}
     while await read(reading):
@@ -77,12 +77,12 @@ async def test_news_come_whole_between_the_beats_and_the_last_of_several_counts(
             pass
         for number in range(3):
             heart.send({"number": number, "long": "y" * 100_000})
-        said = b""
-        while said.count(b"\n") < 5:  # the ready line; an end before each news and behind it
-            said += await read(reading)
-        while not said.endswith(b".."):
-            said += await read(reading)
+        received = b""
+        while received.count(b"\n") < 5:  # the ready line; an end before each news and behind it
+            received += await read(reading)
+        while not received.endswith(b".."):
+            received += await read(reading)
     os.close(reading)
-    news = [json.loads(line.strip(b".x")) for line in said.split(b"\n")[1:] if line.strip(b".x")]
+    news = [json.loads(line.strip(b".x")) for line in received.split(b"\n")[1:] if line.strip(b".x")]
     assert [one["number"] for one in news] == [0, 2], "one had begun"
     assert {len(one["long"]) for one in news} == {100_000}

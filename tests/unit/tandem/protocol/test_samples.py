@@ -41,9 +41,9 @@ def test_lacking_finds_missing_and_different_values() -> None:
 
 
 def test_everything_has_a_sample_that_can_be_read() -> None:
-    said = samples.written()
-    assert release.samples().keys() <= said.keys(), "what was said may still be said, by others"
-    read = samples.read(said) | {f"{name}, kept": value for name, value in release.samples_read().items()}
+    messages = samples.written()
+    assert release.samples().keys() <= messages.keys(), "what was said may still be said, by others"
+    read = samples.read(messages) | {f"{name}, kept": value for name, value in release.samples_read().items()}
     assert [name for name, value in read.items() if str(value).startswith(("cannot be read", "refused"))] == []
 
 
@@ -52,10 +52,10 @@ def test_samples_of_previous_version_are_read_equally() -> None:
 
 
 def test_previous_version_reads_samples_with_unknown_fields(previous: Release) -> None:
-    said = {name: data for name, data in samples.written().items() if name in release.samples()}
-    newer = {name: samples.with_news(name, data) for name, data in said.items()}
-    assert sum(newer[name] != data for name, data in said.items()) > 60
-    here = samples.read(said)
+    messages = {name: data for name, data in samples.written().items() if name in release.samples()}
+    newer = {name: samples.with_news(name, data) for name, data in messages.items()}
+    assert sum(newer[name] != data for name, data in messages.items()) > 60
+    here = samples.read(messages)
     assert lacking(here, previous.says_of(newer)) == []
 
 
@@ -69,16 +69,16 @@ def test_errors_go_by_names_that_the_version_before_knows() -> None:
 
 
 def test_fields_that_nobody_here_knows_change_nothing() -> None:
-    said = samples.written()
-    newer = {name: samples.with_news(name, data) for name, data in said.items()}
-    assert samples.read(newer) == samples.read(said)
+    messages = samples.written()
+    newer = {name: samples.with_news(name, data) for name, data in messages.items()}
+    assert samples.read(newer) == samples.read(messages)
 
 
 def test_samples_that_must_be_same_are_same() -> None:
-    said = samples.written()
+    messages = samples.written()
     kept = {name: data for name, data in release.samples().items() if name.startswith("same/")}
     assert len(kept) >= 4
-    assert {name: said[name] for name in kept} == kept
+    assert {name: messages[name] for name in kept} == kept
 
 
 def test_settings_of_the_version_before_are_settings_still(previous: Release) -> None:

@@ -145,8 +145,8 @@ def test_workers_without_a_common_version_are_not_paired() -> None:
     here = _hello(HANDOFF_SPOKEN)
     assert refuses(source=here, destination=_hello(VersionRange(HANDOFF_SPOKEN.oldest, HANDOFF_SPOKEN.oldest))) is None
     newer = VersionRange(HANDOFF_SPOKEN.newest + 1, HANDOFF_SPOKEN.newest + 2)
-    said = refuses(source=here, destination=_hello(newer))
-    assert said == f"protocol_version: {HANDOFF_SPOKEN} at the source, {newer} at the destination"
+    reason = refuses(source=here, destination=_hello(newer))
+    assert reason == f"protocol_version: {HANDOFF_SPOKEN} at the source, {newer} at the destination"
 
 
 async def test_handoff_sends_peer_no_newer_kind() -> None:

@@ -173,13 +173,13 @@ def changes() -> Iterator[tuple[str, Callable[[Definitions], Any], str]]:
     yield "answer", lambda d: setattr(d.services[worker].method[0], "output_type", ".x"), "is stream .tandem.v1.Router"
 
 
-@pytest.mark.parametrize(("change", "said"), [pytest.param(c, s, id=name) for name, c, s in changes()])
-def test_wire_guard_every_breaking_change_is_detected(change: Callable[[Definitions], Any], said: str) -> None:
+@pytest.mark.parametrize(("change", "message"), [pytest.param(c, s, id=name) for name, c, s in changes()])
+def test_wire_guard_every_breaking_change_is_detected(change: Callable[[Definitions], Any], message: str) -> None:
     new = release.descriptors()
     change(Definitions(new))
     found = breaks(release.descriptors(), new)
     assert found
-    assert said in found[0]
+    assert message in found[0]
 
 
 def test_wire_guard_removed_definitions_are_detected() -> None:

@@ -65,8 +65,8 @@ async def test_pipeline_exports_all_that_a_span_says(protocol: str) -> None:
     assert (child.parent_id, child.failed, child.state) == (request.span_id, True, "a=1")
     assert not request.failed
     assert child.end_ns - child.start_ns == pytest.approx(500_000_000, abs=2)
-    [(name, at_ns, said)] = child.events
-    assert (name, said) == ("chunk", {"seq": 1})
+    [(name, at_ns, attributes)] = child.events
+    assert (name, attributes) == ("chunk", {"seq": 1})
     assert at_ns - child.start_ns == pytest.approx(250_000_000, abs=2)
     assert {one["x-key"] for one in receiver.metadata} == {"k"}
 
@@ -97,17 +97,17 @@ async def test_pipeline_receiver_that_is_away_costs_spans_and_is_found_again(
     with exporting(port) as (tracer, pipeline):
         end_span(tracer, "lost")
 
-        def said(words: str) -> bool:
+        def is_logged(words: str) -> bool:
             return any(words in record.getMessage() for record in caplog.records)
 
         async with asyncio.timeout(60):
-            while not said("does not accept spans"):  # noqa: ASYNC110 - a thread says it
+            while not is_logged("does not accept spans"):  # noqa: ASYNC110 - a thread says it
                 await asyncio.sleep(0.01)
             async with otlp_receiver(port) as receiver:
                 while not receiver.spans:
                     end_span(tracer, "found")
                     await asyncio.sleep(0.01)
-                while not said("spans are exported again"):  # noqa: ASYNC110 - likewise
+                while not is_logged("spans are exported again"):  # noqa: ASYNC110 - likewise
                     await asyncio.sleep(0.01)
                 await asyncio.to_thread(pipeline.close)
     assert {one.name for one in receiver.spans} == {"found"}

@@ -188,16 +188,16 @@ def without_the_extra(config: str, **environment: str) -> str:
 
 
 def test_missing_library_is_named_when_the_yaml_asks_for_tracing() -> None:
-    said = without_the_extra("otlp_endpoint='http://localhost:4317'")
-    assert "telemetry.otlp_endpoint" in said
-    assert "tandem-serve[telemetry]" in said
+    output = without_the_extra("otlp_endpoint='http://localhost:4317'")
+    assert "telemetry.otlp_endpoint" in output
+    assert "tandem-serve[telemetry]" in output
 
 
 def test_missing_library_is_logged_when_only_a_variable_asks_for_tracing() -> None:
-    said = without_the_extra("", OTEL_EXPORTER_OTLP_ENDPOINT="http://localhost:4317")
-    assert "NoTracer" in said
-    assert "OTEL_EXPORTER_OTLP_ENDPOINT is set, but nothing is traced" in said
-    assert "tandem-serve[telemetry]" in said
+    output = without_the_extra("", OTEL_EXPORTER_OTLP_ENDPOINT="http://localhost:4317")
+    assert "NoTracer" in output
+    assert "OTEL_EXPORTER_OTLP_ENDPOINT is set, but nothing is traced" in output
+    assert "tandem-serve[telemetry]" in output
 
 
 @pytest.mark.parametrize("endpoint", ["localhost:4317", "ftp://host:1", "http://", "http://a/b c"])

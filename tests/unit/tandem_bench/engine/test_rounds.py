@@ -18,7 +18,7 @@ COST = ModelCost.from_config(SHAPES["tiny"].model_config(), "bfloat16")
 
 
 class FakeEngine:
-    """Takes as long as it is told to, on paper."""
+    """A contestant whose time, on paper, the test sets."""
 
     def __init__(self, name: str, step_s: float) -> None:
         self.name = name

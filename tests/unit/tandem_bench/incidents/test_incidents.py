@@ -47,8 +47,8 @@ def test_an_incident_is_shown_if_its_alarms_are_raised_in_trouble_alone(
 
 
 def test_the_table_has_a_column_for_each_phase() -> None:
-    told = [line.split() for line in lines(report(trouble=1.0, cured=0.0))]
-    assert told == [
+    table = [line.split() for line in lines(report(trouble=1.0, cured=0.0))]
+    assert table == [
         ["trouble", "cured"],
         ["answers", "3", "3"],
         ["loss", "5.5", "-"],

@@ -15,7 +15,7 @@ def stored(*numbers: int):
     return [(name(i), True) for i in numbers]
 
 
-class Board:
+class PublishedState:
     """What Redis holds of one process."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Board:
 
 
 def test_cache_journal_first_write_is_whole_state_then_changes() -> None:
-    journal, board = CacheJournal(), Board()
+    journal, published = CacheJournal(), PublishedState()
     assert journal.apply(0, stored(1)), "a snapshot is under way"
     assert journal.next_write() is None
     journal.restart(2, [name(1), name(2)])
@@ -66,15 +66,15 @@ def test_cache_journal_first_write_is_whole_state_then_changes() -> None:
     assert fresh.state == (name(1), name(2))
     assert journal.apply(2, stored(3)), "while the state is being written"
     assert journal.next_write() is None, "one at a time"
-    board.write(fresh)
+    published.write(fresh)
     journal.written(fresh)
     write = journal.next_write()
     assert write is not None
     assert write.state is None
     assert [entry.first_sequence for entry in write.entries] == [2]
-    board.write(write)
+    published.write(write)
     journal.written(write)
-    assert board.read() == (3, {name(1), name(2), name(3)})
+    assert published.read() == (3, {name(1), name(2), name(3)})
     assert not journal.is_behind
     assert journal.next_write() is None
 
@@ -145,51 +145,53 @@ def test_cache_journal_up_to_date_reader_continues_after_redis_loss() -> None:
 
 def test_cache_journal_uncertain_write_is_resolved_by_reading() -> None:
     for happened in (True, False):
-        journal, board = CacheJournal(), Board()
+        journal, published = CacheJournal(), PublishedState()
         journal.restart(0, [])
-        board.write(write := journal.next_write())
+        published.write(write := journal.next_write())
         journal.written(write)
         journal.apply(0, stored(1))
         write = journal.next_write()
         if happened:
-            board.write(write)
+            published.write(write)
         journal.doubt()
         assert journal.is_in_doubt
         assert journal.next_write() is None
-        assert journal.on_read(board.found())
+        assert journal.on_read(published.found())
         assert not journal.is_in_doubt
         again = journal.next_write()
         assert (again is None) == happened
         if again is not None:
             assert not again.is_fresh
-            board.write(again)
+            published.write(again)
             journal.written(again)
-        assert board.read() == (1, {name(1)})
+        assert published.read() == (1, {name(1)})
 
 
 def test_cache_journal_grown_log_is_compacted_and_bounded() -> None:
-    journal, board = CacheJournal(min_log=20), Board()
+    journal, published = CacheJournal(min_log=20), PublishedState()
     journal.restart(0, [])
     states = 0
     for step in range(400):
         journal.apply(step, [(name(step % 10), step % 3 != 0)])
         write = journal.next_write()
-        board.write(write)
+        published.write(write)
         journal.written(write)
         states += write.state is not None
-        assert len(board.log) <= 2 * 21 + 1
-        assert write.after == board.found()
+        assert len(published.log) <= 2 * 21 + 1
+        assert write.after == published.found()
     assert 15 <= states <= 25
-    assert min(entry.first_sequence for entry in board.log) <= board.head.state_sequence, "readers a little behind"
+    assert min(entry.first_sequence for entry in published.log) <= published.head.state_sequence, (
+        "readers a little behind"
+    )
 
 
 class Life:
-    """One worker whose board suffers whatever a seed thinks of."""
+    """One worker whose published state suffers whatever a seed picks."""
 
     def __init__(self, seed: int) -> None:
         self.rng = Random(seed)
         self.journal = CacheJournal(max_pending=self.rng.choice([5, 50]), min_log=self.rng.choice([3, 30]))
-        self.board = Board()
+        self.published = PublishedState()
         self.held: set[BlockHash] = set()
         self.sequence = 0
         self.late: Write | None = None
@@ -202,7 +204,7 @@ class Life:
         self.change(self.rng.randrange(4))
         self.suffer()
         if self.rng.random() < 0.3 or self.journal.is_in_doubt:
-            self.journal.on_read(self.board.found())
+            self.journal.on_read(self.published.found())
         if (write := self.journal.next_write()) is not None:
             self.try_to(write)
 
@@ -216,16 +218,16 @@ class Life:
     def suffer(self) -> None:
         fate = self.rng.random()
         if fate < 0.03:
-            self.board = Board()  # flushed
-        elif fate < 0.06 and self.board.log:
-            self.board.log.pop(self.rng.randrange(len(self.board.log)))
+            self.published = PublishedState()  # flushed
+        elif fate < 0.06 and self.published.log:
+            self.published.log.pop(self.rng.randrange(len(self.published.log)))
         elif fate < 0.08 and self.late is not None:
-            self.board.write(self.late)  # nobody waited for it any more
+            self.published.write(self.late)  # nobody waited for it any more
 
     def try_to(self, write: Write) -> None:
         outcome = self.rng.random()
         if outcome < 0.9:
-            self.board.write(write)
+            self.published.write(write)
         else:
             self.late = write
         if outcome < 0.8:
@@ -237,9 +239,9 @@ class Life:
     def settle(self) -> None:
         """Redis is well again: two looks, a second apart."""
         for _ in range(2):
-            self.journal.on_read(self.board.found())
+            self.journal.on_read(self.published.found())
             while (write := self.journal.next_write()) is not None:
-                self.board.write(write)
+                self.published.write(write)
                 self.journal.written(write)
 
 
@@ -249,4 +251,4 @@ def test_cache_journal_redis_becomes_consistent_after_faults() -> None:
         for _ in range(200):
             life.step()
         life.settle()
-        assert life.board.read() == (life.sequence, life.held), seed
+        assert life.published.read() == (life.sequence, life.held), seed

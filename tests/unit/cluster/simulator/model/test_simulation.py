@@ -1,4 +1,4 @@
-"""Whole simulations: everybody is answered, nothing leaks, and the same seed gives the same bytes."""
+"""Whole simulations: every request is answered, nothing leaks, and the same seed gives the same bytes."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""A simulated worker's schedule is the real one, whatever is taken at once and whoever calls in between."""
+"""A simulated worker's schedule equals the real one, whatever it does in one go and however often it is called."""
 
 from functools import partial
 from random import Random

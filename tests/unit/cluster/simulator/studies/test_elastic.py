@@ -23,7 +23,7 @@ TIMING = FleetTiming(start_s=2.0, flip_s=0.5, drain_s=1.0)
 
 
 class Script:
-    """Does at given times what it is told, and notes what it saw."""
+    """Acts at given times, and records what it saw."""
 
     def __init__(self, actions: dict[float, list[Action]]) -> None:
         self.actions = actions
@@ -218,10 +218,10 @@ LOAD = SimulateOptions(generate="rate=3,requests=60,prompt=900", latency="small-
 
 def test_a_dry_run_says_what_it_would_do_and_why() -> None:
     options = AutoscaleOptions(is_dry_run=True, timing=TIMING, period_s=2.0, first=Sizes(prefill=1, decode=1))
-    told = autoscale_day(LOAD, options)
-    assert "start decode: decode needs" in told
-    assert "requests/s forecast require" in told
-    assert "machine-hours" in told
+    report = autoscale_day(LOAD, options)
+    assert "start decode: decode needs" in report
+    assert "requests/s forecast require" in report
+    assert "machine-hours" in report
     figures = json.loads(autoscale_day(replace(LOAD, as_json=True), options))
     assert figures["report"]["num_finished"] == 60
     assert figures["starts"] == sum(action.startswith("start") for c in figures["changes"] for action in c["actions"])

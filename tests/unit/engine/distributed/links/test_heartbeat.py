@@ -35,20 +35,20 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_heartbeat_silent_rank_is_given_up(ends) -> None:
     losses = queue.SimpleQueue()
-    desk = HeartbeatServer(losses.put, silence_s=SILENCE_S)
-    desk.serve(ends[0])
+    heartbeats = HeartbeatServer(losses.put, silence_s=SILENCE_S)
+    heartbeats.serve(ends[0])
     RemoteKeys(ends[1], silence_s=WAIT_S).pulse()
     assert "rank 1 does not answer" in str(losses.get(timeout=WAIT_S))
-    desk.close()
+    heartbeats.close()
     assert losses.empty()
 
 
 def test_heartbeat_rank_that_never_begins_is_given_up(ends) -> None:
     losses = queue.SimpleQueue()
-    desk = HeartbeatServer(losses.put, silence_s=WAIT_S, start_s=SILENCE_S)
-    desk.serve(ends[0])
+    heartbeats = HeartbeatServer(losses.put, silence_s=WAIT_S, start_s=SILENCE_S)
+    heartbeats.serve(ends[0])
     assert "rank 1 does not answer" in str(losses.get(timeout=WAIT_S))
-    desk.close()
+    heartbeats.close()
 
 
 def test_heartbeat_silent_leader_is_given_up(ends) -> None:
@@ -60,16 +60,16 @@ def test_heartbeat_silent_leader_is_given_up(ends) -> None:
 def test_heartbeat_both_ends_alive_reports_nothing(ends) -> None:
     losses, ended = queue.SimpleQueue(), queue.SimpleQueue()
     requested = threading.Semaphore(0)
-    desk = HeartbeatServer(losses.put)
-    answer = desk.keys.answer
-    desk.keys.answer = lambda question: (requested.release(), answer(question))[1]
-    desk.serve(ends[0])
+    heartbeats = HeartbeatServer(losses.put)
+    answer = heartbeats.keys.answer
+    heartbeats.keys.answer = lambda question: (requested.release(), answer(question))[1]
+    heartbeats.serve(ends[0])
     Pulse(ends[1], end_process=ended.put)
     for _ in range(5):
         assert requested.acquire(timeout=WAIT_S)
     assert losses.empty()
     assert ended.empty()
-    desk.close()
+    heartbeats.close()
     assert ended.get(timeout=WAIT_S) == 1, "an end that is wanted ends the others"
     assert losses.empty(), "an orderly end is not reported"
 
@@ -77,31 +77,31 @@ def test_heartbeat_both_ends_alive_reports_nothing(ends) -> None:
 @pytest.mark.parametrize("question", [b'{"op": "format the disk"}', b"{", b"[]", b'{"op": "set", "key": 1}'])
 def test_nonsense_is_the_end(ends, question: bytes) -> None:
     losses = queue.SimpleQueue()
-    desk = HeartbeatServer(losses.put)
-    desk.serve(ends[0])
+    heartbeats = HeartbeatServer(losses.put)
+    heartbeats.serve(ends[0])
     ends[1].send(ChannelKind.ASK, question)
     assert re.search("malformed (heartbeat|rendezvous request)", str(losses.get(timeout=WAIT_S)))
-    desk.close()
+    heartbeats.close()
 
 
 def test_heartbeat_store_value_is_visible_to_other_ranks(ends) -> None:
-    desk = HeartbeatServer(pytest.fail)
-    desk.serve(ends[0])
+    heartbeats = HeartbeatServer(pytest.fail)
+    heartbeats.serve(ends[0])
     keys = RemoteKeys(ends[1], silence_s=WAIT_S)
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(keys.get, "address", WAIT_S)
-        desk.keys.set("address", b"\x00\xff")
+        heartbeats.keys.set("address", b"\x00\xff")
         assert waiting.result(timeout=WAIT_S) == b"\x00\xff"
         keys.set("mine", b"1")
-        assert desk.keys.get("mine", 0.0) == b"1"
-    assert [keys.add("count", 2), desk.keys.add("count", 1)] == [2, 3]
+        assert heartbeats.keys.get("mine", 0.0) == b"1"
+    assert [keys.add("count", 2), heartbeats.keys.add("count", 1)] == [2, 3]
     assert (keys.has("count"), keys.has("nothing")) == (True, False)
     assert keys.get("nothing", 0.01) is None
-    assert (keys.count(), keys.delete("mine"), keys.delete("mine"), desk.keys.count()) == (3, True, False, 2)
-    desk.hang_up()
+    assert (keys.count(), keys.delete("mine"), keys.delete("mine"), heartbeats.keys.count()) == (3, True, False, 2)
+    heartbeats.hang_up()
 
 
-def test_board_closed_releases_waiters() -> None:
+def test_heartbeat_store_closed_releases_waiters() -> None:
     board = RendezvousStore()
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(board.get, "never", WAIT_S)

@@ -30,7 +30,7 @@ WAIT_S = 20.0
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that knocks in vain knocks again at once."""
+    """Let a rank that was rejected try again at once."""
     monkeypatch.setattr(joining, "_AGAIN_S", 0.01)
 
 
@@ -40,7 +40,7 @@ def lost() -> list[RankLost]:
 
 
 @pytest.fixture
-def desk(lost: list[RankLost]) -> Iterator[HeartbeatServer]:
+def heartbeats(lost: list[RankLost]) -> Iterator[HeartbeatServer]:
     made = HeartbeatServer(lost.append)
     yield made
     made.close()
@@ -57,8 +57,8 @@ def given(authority: Authority, tmp_path: Path) -> NodeGroup:
 
 
 @pytest.fixture
-def node_listener(given: NodeGroup, desk: HeartbeatServer) -> Iterator[NodeListener]:
-    made = NodeListener(given, desk.serve)
+def node_listener(given: NodeGroup, heartbeats: HeartbeatServer) -> Iterator[NodeListener]:
+    made = NodeListener(given, heartbeats.serve)
     yield made
     made.close()
 
@@ -79,7 +79,7 @@ def rejected() -> Iterator[threading.Semaphore]:
     logging.getLogger("engine.distributed.links.listener").removeHandler(watcher)
 
 
-class Guests:
+class RemoteRanks:
     """Ranks that come, and both ends of what they opened, which are closed in the end."""
 
     def __init__(self, given: NodeGroup) -> None:
@@ -94,7 +94,7 @@ class Guests:
         return links
 
     def connect(self, rank: int, purpose: Purpose, token: str = "") -> str:
-        """One connection; the token that the door gives."""
+        """Open one connection and return the token that the listener gives."""
         channel, given, _ = joining._connect(self.given, rank, None, self.given.open_tls(), purpose, token)
         self.channels.append(channel)
         return given
@@ -106,16 +106,16 @@ class Guests:
 
 
 @pytest.fixture
-def guests(given: NodeGroup) -> Iterator[Guests]:
-    made = Guests(given)
+def remote(given: NodeGroup) -> Iterator[RemoteRanks]:
+    made = RemoteRanks(given)
     yield made
     for channel in made.channels:
         channel.close()
 
 
-def test_listener_all_remote_ranks_join(guests: Guests, node_listener: NodeListener, given: NodeGroup) -> None:
-    links = guests.come(3, 2)
-    channels = guests.gathered(node_listener)
+def test_listener_all_remote_ranks_join(remote: RemoteRanks, node_listener: NodeListener, given: NodeGroup) -> None:
+    links = remote.come(3, 2)
+    channels = remote.gathered(node_listener)
     assert sorted(channels) == [2, 3]
     for link, rank in zip(links, (3, 2), strict=True):
         link.steps.send(ChannelKind.READY, b"x" * 100_000)
@@ -124,20 +124,22 @@ def test_listener_all_remote_ranks_join(guests: Guests, node_listener: NodeListe
 
 
 def test_listener_after_gather_refuses_connections(
-    guests: Guests, node_listener: NodeListener, given: NodeGroup
+    remote: RemoteRanks, node_listener: NodeListener, given: NodeGroup
 ) -> None:
-    guests.come(2, 3)
-    guests.gathered(node_listener)
+    remote.come(2, 3)
+    remote.gathered(node_listener)
     node_listener.close()
     with pytest.raises(OSError, match="refused"):
         socket.create_connection((given.host, given.port))
 
 
-def test_listener_connection_between_gather_and_close_is_refused(guests: Guests, node_listener: NodeListener) -> None:
-    guests.come(2, 3)
-    guests.gathered(node_listener)
+def test_listener_connection_between_gather_and_close_is_refused(
+    remote: RemoteRanks, node_listener: NodeListener
+) -> None:
+    remote.come(2, 3)
+    remote.gathered(node_listener)
     with pytest.raises(RankLost):
-        guests.connect(2, Purpose.STEPS)
+        remote.connect(2, Purpose.STEPS)
 
 
 def test_listener_group_mismatch_is_refused(node_listener: NodeListener, given: NodeGroup) -> None:
@@ -147,23 +149,23 @@ def test_listener_group_mismatch_is_refused(node_listener: NodeListener, given: 
         knock(given, 1, None)
 
 
-def test_ranks_of_another_revision_knock_until_their_own_group_is_there(
-    given: NodeGroup, desk: HeartbeatServer, rejected: threading.Semaphore
+def test_ranks_of_another_revision_retry_until_their_group_listens(
+    given: NodeGroup, heartbeats: HeartbeatServer, rejected: threading.Semaphore
 ) -> None:
-    node_listener = NodeListener(replace(given, revision="new"), desk.serve)
+    node_listener = NodeListener(replace(given, revision="new"), heartbeats.serve)
     old = replace(given, revision="old")
     for other in (old, replace(old, size=6)):  # the roll-out may be of another size
         with pytest.raises(RankLost):
             joining._come(other, 2, None, other.open_tls())
         assert rejected.acquire(timeout=WAIT_S)
     for known in ("new", ""):  # nobody may have said it
-        same = Guests(replace(given, revision=known))
+        same = RemoteRanks(replace(given, revision=known))
         assert same.connect(2, Purpose.STEPS)
         same.channels[0].close()
     node_listener.close()
 
 
-def test_ranks_that_run_another_tandem_knock_until_they_run_the_same(
+def test_ranks_of_another_version_retry_until_versions_match(
     node_listener: NodeListener,
     given: NodeGroup,
     rejected: threading.Semaphore,
@@ -183,7 +185,7 @@ def test_ranks_that_run_another_tandem_knock_until_they_run_the_same(
         link.pulse.close()
 
 
-def test_another_secret_opens_nothing_and_ends_nobody(node_listener: NodeListener, given: NodeGroup) -> None:
+def test_rank_with_another_secret_is_rejected_and_ends_nothing(node_listener: NodeListener, given: NodeGroup) -> None:
     other = replace(given, secret=b"another secret !")
     with pytest.raises(RankLost, match="does not know this cluster's secret"):
         joining._come(other, 2, None, other.open_tls())
@@ -214,7 +216,7 @@ def test_handshake_false_leader_is_refused_without_ending_ranks(
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"),
+    ("kind", "content"),
     [
         (
             ChannelKind.HELLO,
@@ -224,12 +226,12 @@ def test_handshake_false_leader_is_refused_without_ending_ranks(
         (ChannelKind.REFUSED, b"go home"),
     ],
 )
-def test_nonsense_is_turned_away_with_a_word(
-    kind: ChannelKind, said: bytes, given: NodeGroup, desk: HeartbeatServer, rejected: threading.Semaphore
+def test_listener_malformed_hello_is_rejected_with_a_reason(
+    kind: ChannelKind, content: bytes, given: NodeGroup, heartbeats: HeartbeatServer, rejected: threading.Semaphore
 ) -> None:
-    node_listener = NodeListener(replace(given, tls=None), desk.serve)
+    node_listener = NodeListener(replace(given, tls=None), heartbeats.serve)
     with socket.create_connection((given.host, given.port)) as sock:
-        RankChannel(sock, "door", carries_descriptors=False).send(kind, said)
+        RankChannel(sock, "door", carries_descriptors=False).send(kind, content)
         assert rejected.acquire(timeout=WAIT_S)
     node_listener.close()
 
@@ -246,10 +248,10 @@ def test_handshake_man_in_the_middle_without_secret_is_refused(
         with tls.server.wrap_socket(sock, server_side=True) as follower:
             onward = socket.create_connection((given.host, given.port), WAIT_S)
             with tls.client.wrap_socket(onward) as leader:
-                heard, said = (
+                heard, upstream = (
                     RankChannel(end, "end", carries_descriptors=False, most_bytes=4096) for end in (follower, leader)
                 )
-                for source, sink in ((heard, said), (said, heard), (heard, said), (said, heard)):
+                for source, sink in ((heard, upstream), (upstream, heard), (heard, upstream), (upstream, heard)):
                     message = source.receive()
                     if message is None:
                         return
@@ -265,10 +267,10 @@ def test_handshake_man_in_the_middle_without_secret_is_refused(
 
 
 def test_listener_slow_caller_is_closed_at_deadline(
-    given: NodeGroup, desk: HeartbeatServer, monkeypatch: pytest.MonkeyPatch
+    given: NodeGroup, heartbeats: HeartbeatServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listener_module, "_GREETING_S", 0.2)
-    node_listener = NodeListener(replace(given, tls=None), desk.serve)
+    node_listener = NodeListener(replace(given, tls=None), heartbeats.serve)
     with socket.create_connection((given.host, given.port)) as sock:
         sock.settimeout(0.05)
         sock.sendall(struct.pack("<BI", ChannelKind.HELLO, 4000))
@@ -288,7 +290,7 @@ def test_listener_slow_caller_is_closed_at_deadline(
 
 
 def test_listener_one_address_cannot_take_all_slots(
-    guests: Guests, node_listener: NodeListener, given: NodeGroup, monkeypatch: pytest.MonkeyPatch
+    remote: RemoteRanks, node_listener: NodeListener, given: NodeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listener_module, "_GREETING_S", 600.0)
 
@@ -297,13 +299,13 @@ def test_listener_one_address_cannot_take_all_slots(
 
     with silent(), silent(), silent() as third:
         assert third.recv(1) == b"", "turned away at once: two ranks are to come"
-        guests.come(2, 3)
-        assert sorted(guests.gathered(node_listener)) == [2, 3]
+        remote.come(2, 3)
+        assert sorted(remote.gathered(node_listener)) == [2, 3]
 
 
 @pytest.mark.parametrize("stranger", ["another authority", "no TLS"])
 def test_listener_certificate_of_other_authority_is_refused(
-    guests: Guests,
+    remote: RemoteRanks,
     stranger: str,
     node_listener: NodeListener,
     given: NodeGroup,
@@ -316,44 +318,48 @@ def test_listener_certificate_of_other_authority_is_refused(
     with pytest.raises((OSError, RankLost)):
         joining._come(replace(given, tls=tls), 2, None, replace(given, tls=tls).open_tls())
     assert rejected.acquire(timeout=WAIT_S)
-    guests.come(2, 3)
-    assert sorted(guests.gathered(node_listener)) == [2, 3], "who belongs here came in all the same"
+    remote.come(2, 3)
+    assert sorted(remote.gathered(node_listener)) == [2, 3], "who belongs here came in all the same"
 
 
-def test_listener_silent_caller_delays_no_other(guests: Guests, node_listener: NodeListener, given: NodeGroup) -> None:
+def test_listener_silent_caller_delays_no_other(
+    remote: RemoteRanks, node_listener: NodeListener, given: NodeGroup
+) -> None:
     with socket.create_connection((given.host, given.port)), socket.create_connection((given.host, given.port)):
-        guests.come(2, 3)
-        assert sorted(guests.gathered(node_listener)) == [2, 3]
+        remote.come(2, 3)
+        assert sorted(remote.gathered(node_listener)) == [2, 3]
 
 
 def test_listener_second_connection_of_another_process_is_refused(
-    guests: Guests, node_listener: NodeListener, given: NodeGroup
+    remote: RemoteRanks, node_listener: NodeListener, given: NodeGroup
 ) -> None:
-    token = guests.connect(2, Purpose.STEPS)
-    other = guests.connect(2, Purpose.STEPS)
+    token = remote.connect(2, Purpose.STEPS)
+    other = remote.connect(2, Purpose.STEPS)
     assert token != other
     with pytest.raises(RankLost):
-        guests.connect(2, Purpose.PULSE, token)
-    guests.connect(2, Purpose.PULSE, other)
-    guests.come(3)
-    assert sorted(guests.gathered(node_listener)) == [2, 3]
+        remote.connect(2, Purpose.PULSE, token)
+    remote.connect(2, Purpose.PULSE, other)
+    remote.come(3)
+    assert sorted(remote.gathered(node_listener)) == [2, 3]
 
 
-def test_listener_rank_lost_while_joining_ends_wait(guests: Guests, given: NodeGroup, lost: list[RankLost]) -> None:
-    desk = HeartbeatServer(lambda gone: node_listener.fail(gone))
-    node_listener = NodeListener(given, desk.serve)
-    [link] = guests.come(2)
+def test_listener_rank_lost_while_joining_ends_wait(
+    remote: RemoteRanks, given: NodeGroup, lost: list[RankLost]
+) -> None:
+    heartbeats = HeartbeatServer(lambda gone: node_listener.fail(gone))
+    node_listener = NodeListener(given, heartbeats.serve)
+    [link] = remote.come(2)
     link.pulse.close()
     with pytest.raises(RankLost, match=r"rank 2 at 127\.0\.0\.2:\d+ has ended"):
-        guests.gathered(node_listener)
+        remote.gathered(node_listener)
     node_listener.close()
-    desk.close()
+    heartbeats.close()
 
 
-def test_ranks_that_do_not_come_are_named(guests: Guests, given: NodeGroup, desk: HeartbeatServer) -> None:
-    node_listener = NodeListener(replace(given, join_s=0.0), desk.serve)
+def test_ranks_that_do_not_come_are_named(remote: RemoteRanks, given: NodeGroup, heartbeats: HeartbeatServer) -> None:
+    node_listener = NodeListener(replace(given, join_s=0.0), heartbeats.serve)
     with pytest.raises(RankLost, match="ranks 2, 3 have not joined within 0 s"):
-        guests.gathered(node_listener)
+        remote.gathered(node_listener)
     node_listener.close()
 
 

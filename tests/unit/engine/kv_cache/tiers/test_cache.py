@@ -166,11 +166,11 @@ def tiny(
 
 def answers(served: Serving, rounds: int = 3) -> list[list[int]]:
     """Some prompts are repeated soon, others late."""
-    said = []
+    collected = []
     for k in rounds * [0, 1, 0, 2, 1, 3, 2, 4, 3, 5, 4]:
-        said.append(served.ask(prompt(k, 70 + 7 * k))[0])
+        collected.append(served.ask(prompt(k, 70 + 7 * k))[0])
         served.settle()
-    return said
+    return collected
 
 
 @pytest.mark.parametrize("pipelined", [False, True])

@@ -1,7 +1,7 @@
 """The scheduler's machines once more, with a cache below the pool: a disk that is slow, full or damaged included.
 
 Every token depends on all KV before it, so a block that comes up as anything but what went down shows. What the
-cluster is told is replayed: at any moment it names just what this worker holds in any tier.
+cluster is sent is replayed: at any moment it names just what this worker holds in any tier.
 """
 
 import random

@@ -138,7 +138,7 @@ def with_encrypted_key(files: TlsFiles, at: Path) -> TlsFiles:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (without("cert"), r"tls\.cert: .*absent\.pem: No such file"),
         (without("key"), r"tls\.key: .*absent\.pem: No such file"),
@@ -153,8 +153,8 @@ def with_encrypted_key(files: TlsFiles, at: Path) -> TlsFiles:
         (with_encrypted_key, r"tls\.key: the key is encrypted"),
     ],
 )
-def test_bad_files_are_config_errors_that_name_them(files: TlsFiles, tmp_path: Path, change, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_bad_files_are_config_errors_that_name_them(files: TlsFiles, tmp_path: Path, change, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         TlsIdentity(change(files, tmp_path))
 
 
@@ -245,7 +245,7 @@ def test_tls_sender_with_tls_to_plain_receiver_is_refused_with_reason(
     assert "the sender speaks TLS" in caplog.text
 
 
-# The receiver's side, at which anybody may knock
+# The receiver's side, to which anyone may connect
 
 
 def knock(receiver: TcpReceiver) -> socket.socket:
@@ -284,18 +284,18 @@ def test_tls_certificate_of_own_authority_is_accepted(secured: TcpReceiver, file
 
 
 @pytest.mark.parametrize(
-    ("shown", "said"),
+    ("shown", "message"),
     [("none", "certificate required"), ("stranger's", "unknown ca"), ("expired", "certificate expired")],
 )
-def test_tls_certificate_of_others_is_refused(
-    secured: TcpReceiver, authority: Authority, stranger: Authority, tmp_path: Path, shown: str, said: str
+def test_tls_certificate_of_another_authority_is_refused(
+    secured: TcpReceiver, authority: Authority, stranger: Authority, tmp_path: Path, shown: str, message: str
 ) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     if shown != "none":
         by, not_after = (authority, PAST) if shown == "expired" else (stranger, None)
         bad = by.issue(tmp_path, not_after=not_after)
         context.load_cert_chain(bad.cert, bad.key)
-    with pytest.raises(ssl.SSLError, match=said):
+    with pytest.raises(ssl.SSLError, match=message):
         answer_to_hello(secured, context)
 
 
@@ -330,9 +330,9 @@ def client_hello() -> bytes:
 def test_tls_handshake_cut_short_ends_its_connection_only(
     secured: TcpReceiver, files: TlsFiles, source: KVRegion, target: KVRegion, share: float
 ) -> None:
-    said = client_hello()
+    hello = client_hello()
     with knock(secured) as sock:
-        sock.sendall(said[: max(1, int(share * len(said)))])
+        sock.sendall(hello[: max(1, int(share * len(hello)))])
         sock.shutdown(socket.SHUT_WR)
         while sock.recv(4096):
             pass

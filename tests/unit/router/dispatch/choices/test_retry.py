@@ -174,9 +174,9 @@ def test_final_error_is_workers_own_or_generic() -> None:
     assert final_error(Unavailable("x"), retry_after_s=1.5).retry_after_s == 1.5
     assert final_error(Overloaded("x", retry_after_s=9.0), retry_after_s=1.5).retry_after_s == 9.0
     for inner in (InternalError("secret detail"), Cancelled("secret detail")):
-        told = final_error(inner, retry_after_s=1.5)
-        assert isinstance(told, InternalError)
-        assert "secret" not in told.message
+        error = final_error(inner, retry_after_s=1.5)
+        assert isinstance(error, InternalError)
+        assert "secret" not in error.message
     refused = RequestTooLarge("too large")
     assert final_error(refused, retry_after_s=1.5) is refused
 
@@ -349,8 +349,8 @@ def test_registry_other_model_is_rejected_when_empty(registry: WorkerRegistry) -
 
 def test_grammar_error_of_worker_names_clients_field() -> None:
     error = InvalidRequest("grammar: it takes too much")
-    told = in_clients_field(error, "response_format")
-    assert (type(told), told.message, told.param) == (
+    translated = in_clients_field(error, "response_format")
+    assert (type(translated), translated.message, translated.param) == (
         InvalidRequest,
         "response_format: it takes too much",
         "response_format",

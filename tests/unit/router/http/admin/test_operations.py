@@ -19,12 +19,12 @@ class Reader:
 
     async def read(self):
         self.num += 1
-        told = self.num
+        num = self.num
         self.began.set()
         await self.may_end.wait()
-        if told == 2:
+        if num == 2:
             raise ValueError("spoilt")
-        return str(told).encode()
+        return str(num).encode()
 
 
 async def test_shared_scrape_concurrent_callers_share_one_reading():

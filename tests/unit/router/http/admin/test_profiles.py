@@ -40,15 +40,15 @@ def tokenizer():
 
 
 class Worker(ProfilerServicer):
-    """Sends what it is told to, once it may."""
+    """Sends the trace that the test has set, once it may."""
 
     def __init__(self) -> None:
-        self.asked: list[tuple[int, float]] = []
+        self.requests: list[tuple[int, float]] = []
         self.was_asked, self.go_on, self.was_left = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.refuses: grpc.StatusCode | None = None
 
     async def Trace(self, request, context):
-        self.asked.append((request.num_steps, request.timeout_s))
+        self.requests.append((request.num_steps, request.timeout_s))
         self.was_asked.set()
         try:
             await self.go_on.wait()
@@ -195,7 +195,7 @@ async def test_profile_of_departed_client_is_cancelled(tokenizer, monkeypatch, p
 
 
 @pytest.mark.parametrize(
-    ("path", "asked", "says"),
+    ("path", "params", "says"),
     [
         (ROUTER, {"seconds": "61"}, "profiling.max_seconds"),
         (ROUTER, {"seconds": "0"}, "seconds"),
@@ -209,28 +209,28 @@ async def test_profile_of_departed_client_is_cancelled(tokenizer, monkeypatch, p
         (WORKER, {"worker": "decode-0", "steps": "1.5"}, "integer"),
     ],
 )
-async def test_profile_out_of_bounds_is_refused_by_name(tokenizer, path, asked, says):
+async def test_profile_out_of_bounds_is_refused_by_name(tokenizer, path, params, says):
     addresses = {WorkerKey(WorkerId("decode-0"), Incarnation(1)): "127.0.0.1:1"}
     async with http_server(tokenizer, addresses) as client:
-        answer = await client.post(path, params=asked, headers=OPERATOR)
+        answer = await client.post(path, params=params, headers=OPERATOR)
     assert answer.status_code == 400
     assert says in answer.json()["error"]["message"]
 
 
 async def test_worker_trace_is_returned_one_at_a_time(tokenizer):
     worker = Worker()
-    asked = {"worker": "decode-0", "steps": "7", "seconds": "2.5"}
+    params = {"worker": "decode-0", "steps": "7", "seconds": "2.5"}
     async with serving(worker) as addresses, http_server(tokenizer, addresses) as client:
-        first = asyncio.create_task(client.post(WORKER, params=asked, headers=OPERATOR))
+        first = asyncio.create_task(client.post(WORKER, params=params, headers=OPERATOR))
         await worker.was_asked.wait()
-        for path, more in ((WORKER, asked), (ROUTER, {"seconds": "0.01"})):
+        for path, more in ((WORKER, params), (ROUTER, {"seconds": "0.01"})):
             assert (await client.post(path, params=more, headers=OPERATOR)).status_code == 429
         worker.go_on.set()
         answer = await first
         assert (answer.status_code, answer.content) == (200, b"one two")
         assert answer.headers["x-tandem-steps"] == "3"
         assert answer.headers["content-type"] == "application/gzip"
-        assert worker.asked == [(7, 2.5)]
+        assert worker.requests == [(7, 2.5)]
         assert (await client.post(ROUTER, params={"seconds": "0.01"}, headers=OPERATOR)).status_code == 200
 
 

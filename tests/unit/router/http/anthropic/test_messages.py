@@ -92,9 +92,9 @@ async def test_anthropic_stream_has_typed_events(parts: fakes.Servers, client: h
     ids = parts.say("hello 😀")
     answer = await client.post(MESSAGES, json=HELLO | {"stream": True})
     assert answer.headers["content-type"].startswith("text/event-stream")
-    told = events(answer.text)
+    received = events(answer.text)
     prompt = len(parts.generator.requests[0].prompt_token_ids)
-    kinds = [one["type"] for one in told if one["type"] != "content_block_delta"]
+    kinds = [one["type"] for one in received if one["type"] != "content_block_delta"]
     assert kinds == [
         "message_start",
         "ping",
@@ -103,12 +103,12 @@ async def test_anthropic_stream_has_typed_events(parts: fakes.Servers, client: h
         "message_delta",
         "message_stop",
     ]
-    start = told[0]["message"]
+    start = received[0]["message"]
     assert (start["role"], start["content"], start["stop_reason"]) == ("assistant", [], None)
     assert start["usage"] == usage(prompt, 1)
-    assert "".join(one["delta"]["text"] for one in told if one["type"] == "content_block_delta") == "hello 😀"
-    assert told[-2]["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
-    assert told[-2]["usage"] == usage(prompt, len(ids))
+    assert "".join(one["delta"]["text"] for one in received if one["type"] == "content_block_delta") == "hello 😀"
+    assert received[-2]["delta"] == {"stop_reason": "end_turn", "stop_sequence": None}
+    assert received[-2]["usage"] == usage(prompt, len(ids))
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -258,8 +258,8 @@ async def test_anthropic_errors_have_its_format(parts: fakes.Servers, client: ht
 
 async def test_anthropic_error_after_first_token_is_an_event(parts: fakes.Servers, client: httpx.AsyncClient) -> None:
     parts.say("hello world", error=InternalError("broken"), error_after=2)
-    told = events((await client.post(MESSAGES, json=HELLO | {"stream": True})).text)
-    assert told[-1] == {"type": "error", "error": {"type": "api_error", "message": "broken"}}
+    received = events((await client.post(MESSAGES, json=HELLO | {"stream": True})).text)
+    assert received[-1] == {"type": "error", "error": {"type": "api_error", "message": "broken"}}
 
 
 async def test_anthropic_key_in_either_header_is_accepted(tokenizer: Tokenizer) -> None:
@@ -306,9 +306,9 @@ async def test_anthropic_tool_call_is_own_block(parts: fakes.Servers, client: ht
     assert answer.status_code == 200, answer.text
     blocks: list[dict[str, Any]]
     if stream:
-        told = events(answer.text)
-        blocks = [one["content_block"] for one in told if one["type"] == "content_block_start"]
-        for one in told:
+        received = events(answer.text)
+        blocks = [one["content_block"] for one in received if one["type"] == "content_block_start"]
+        for one in received:
             if one["type"] == "content_block_delta":
                 delta, block = one["delta"], blocks[one["index"]]
                 if delta["type"] == "text_delta":
@@ -316,8 +316,8 @@ async def test_anthropic_tool_call_is_own_block(parts: fakes.Servers, client: ht
                 else:
                     block["partial"] = block.get("partial", "") + delta["partial_json"]
         blocks[1]["input"] = json.loads(blocks[1].pop("partial"))
-        assert [one["index"] for one in told if one["type"] == "content_block_stop"] == [0, 1]
-        ending = told[-2]["delta"]
+        assert [one["index"] for one in received if one["type"] == "content_block_stop"] == [0, 1]
+        ending = received[-2]["delta"]
     else:
         ending = answer.json()
         blocks = ending["content"]

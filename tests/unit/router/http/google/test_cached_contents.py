@@ -99,10 +99,10 @@ async def test_cached_content_used_by_chat_keeps_worker_and_expiry(world: World,
     world.passes(100.0)
     answer = await client.post(CHAT, json=ASK | {"cached_content": cache["name"]})
     assert answer.status_code == 200, answer.text
-    kept, asked = world.parts.generator.requests
+    kept, request = world.parts.generator.requests
     num_tokens = cache["usageMetadata"]["totalTokenCount"]
-    assert asked.prompt_token_ids[:num_tokens] == kept.prompt_token_ids[:num_tokens]
-    text = world.parts.tokenizer.decode(asked.prompt_token_ids, skip_special_tokens=False)
+    assert request.prompt_token_ids[:num_tokens] == kept.prompt_token_ids[:num_tokens]
+    text = world.parts.tokenizer.decode(request.prompt_token_ids, skip_special_tokens=False)
     beginning = f"<|bos|><|user|>lazy dog<|end|><|user|>{LONG}<|end|><|assistant|>ok<|end|>"
     assert text == f"{beginning}<|user|>what does the fox do<|end|><|assistant|>"
     assert [order.ttl_s for order in world.keeper.orders] == [300.0, 200.0]

@@ -210,13 +210,13 @@ async def test_health_and_readyz_answer(client: httpx.AsyncClient, parts: fakes.
 
 
 @pytest.mark.parametrize(
-    ("asked", "along"), [({}, False), ({"stream": True}, True), ({"stop": ["wörld"]}, True), ({"n": 2}, False)]
+    ("options", "along"), [({}, False), ({"stream": True}, True), ({"stop": ["wörld"]}, True), ({"n": 2}, False)]
 )
 async def test_unstreamed_answer_reads_along_only_for_stop_strings(
-    parts: fakes.Servers, client: httpx.AsyncClient, asked: dict[str, object], along: bool
+    parts: fakes.Servers, client: httpx.AsyncClient, options: dict[str, object], along: bool
 ) -> None:
     parts.say("hello wörld")
-    assert (await client.post(CHAT, json=HELLO | asked)).status_code == 200
+    assert (await client.post(CHAT, json=HELLO | options)).status_code == 200
     assert parts.generator.requests[0].reads_along is along
 
 

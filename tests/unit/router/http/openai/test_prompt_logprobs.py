@@ -65,11 +65,11 @@ async def test_prompt_logprobs_are_the_tokens_own_and_the_most_likely(
     assert {choice["text"] for choice in answer["choices"]} == {"hello"}
 
 
-async def test_chat_prompt_logprobs_are_beside_choices(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
+async def test_chat_prompt_logprobs_are_next_to_choices(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     answer = await ask(client, CHAT, **HELLO, prompt_logprobs=0, n=2)
     prompt = parts.generator.requests[0].prompt_token_ids
-    told = answer["prompt_logprobs"]
-    assert [list(place) for place in told[1:]] == [[str(token)] for token in prompt[1:]]
+    logprobs = answer["prompt_logprobs"]
+    assert [list(place) for place in logprobs[1:]] == [[str(token)] for token in prompt[1:]]
     assert "prompt_logprobs" not in answer["choices"][0]
     assert "prompt_logprobs" not in await ask(client, CHAT, **HELLO)
 
@@ -83,13 +83,15 @@ async def test_echoed_prompt_has_logprobs(
     fox = parts.tokenizer.encode("the fox")
     answer = await ask(client, PLAIN, prompt=fox, echo=True, logprobs=1, max_tokens=4)
     (choice,) = answer["choices"]
-    told = choice["logprobs"]
+    logprobs = choice["logprobs"]
     assert choice["text"] == "the foxhello"
-    assert told["token_logprobs"] == [None, *(-float(token) for token in fox[1:]), *(-0.5 for _ in ids)]
-    assert told["top_logprobs"][:2] == [None, {"<|bos|>": 0.0}]
-    assert "".join(told["tokens"][:-1]) == "the foxhello"
-    assert [choice["text"][begin:][: len(t)] for begin, t in zip(told["text_offset"], told["tokens"], strict=True)] == [
-        *told["tokens"][:-1],
+    assert logprobs["token_logprobs"] == [None, *(-float(token) for token in fox[1:]), *(-0.5 for _ in ids)]
+    assert logprobs["top_logprobs"][:2] == [None, {"<|bos|>": 0.0}]
+    assert "".join(logprobs["tokens"][:-1]) == "the foxhello"
+    assert [
+        choice["text"][begin:][: len(t)] for begin, t in zip(logprobs["text_offset"], logprobs["tokens"], strict=True)
+    ] == [
+        *logprobs["tokens"][:-1],
         "",
     ]
     assert answer["usage"]["completion_tokens"] == len(ids)

@@ -12,7 +12,7 @@ from router.text.tokenizer import Tokenizer
 from tandem.config.cluster import RouterConfig
 from tandem.values.outputs import FinishReason
 from tests.support.router.servers import fakes
-from tests.support.router.servers.both_servers import answers_of, in_grpcs_words, service_of
+from tests.support.router.servers.both_servers import answers_of, grpc_request, service_of
 from tests.support.router.servers.http_client import CHAT, HELLO, PLAIN, client_of, error_of, events
 from tests.support.router.servers.openapi_check import Described, events_of
 
@@ -98,7 +98,7 @@ def lead_of(parts: fakes.Servers) -> str:
 
 
 @pytest.mark.parametrize(
-    ("asked", "answer"),
+    ("options", "answer"),
     [
         (JSON, '{"a":4}'),
         ({"tools": [TOOL], "tool_choice": "required"}, CALL),
@@ -109,10 +109,10 @@ def lead_of(parts: fakes.Servers) -> str:
     ids=["json", "required", "named", "strict", "json or calls"],
 )
 async def test_structured_output_follows_reasoning(
-    client: httpx.AsyncClient, parts: fakes.Servers, asked: dict[str, Any], answer: str
+    client: httpx.AsyncClient, parts: fakes.Servers, options: dict[str, Any], answer: str
 ) -> None:
     count = says(parts, is_open=True, answer=answer)
-    body = (await client.post(CHAT, json=HELLO | asked)).json()
+    body = (await client.post(CHAT, json=HELLO | options)).json()
     message = body["choices"][0]["message"]
     assert lead_of(parts).startswith("start: thinking ")
     assert message["reasoning_content"] == THOUGHT
@@ -120,7 +120,7 @@ async def test_structured_output_follows_reasoning(
     assert len(message.get("tool_calls", ())) == (answer == CALL)
     assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": count}
     parts.say(answer)
-    message = (await client.post(CHAT, json=HELLO | asked | NO_THOUGHT)).json()["choices"][0]["message"]
+    message = (await client.post(CHAT, json=HELLO | options | NO_THOUGHT)).json()["choices"][0]["message"]
     assert "thinking" not in lead_of(parts)
     assert message["content"] == (None if answer == CALL else answer)
 
@@ -134,11 +134,11 @@ async def test_reasoning_begun_by_model_is_optional() -> None:
     assert message["content"] == '{"a":4}'
 
 
-@pytest.mark.parametrize(("asked", "answer"), [({}, ANSWER), ({"tools": [TOOL], "tool_choice": "required"}, CALL)])
-async def test_grpc_separates_reasoning(parts: fakes.Servers, asked: dict[str, Any], answer: str) -> None:
+@pytest.mark.parametrize(("options", "answer"), [({}, ANSWER), ({"tools": [TOOL], "tool_choice": "required"}, CALL)])
+async def test_grpc_separates_reasoning(parts: fakes.Servers, options: dict[str, Any], answer: str) -> None:
     count = says(parts, is_open=True, answer=answer, per_delta=2)
     turns = [*HELLO["messages"], {"role": "assistant", "content": "b", "reasoning_content": "c"}, *HELLO["messages"]]
-    request = in_grpcs_words(HELLO | asked | {"messages": turns, "stream": True})
+    request = grpc_request(HELLO | options | {"messages": turns, "stream": True})
     whole = await answers_of(service_of(parts), request)
     assert "[c]b" in parts.tokenizer.decode(parts.generator.requests[-1].prompt_token_ids)
     assert whole[-1].usage.reasoning_tokens == count
@@ -146,10 +146,10 @@ async def test_grpc_separates_reasoning(parts: fakes.Servers, asked: dict[str, A
         if cut < len(whole):
             request.last_stream_id = whole[cut - 1].stream_id
         rest = await answers_of(service_of(parts), request) if cut < len(whole) else []
-        told = [*whole[:cut], *rest]
-        assert "".join(one.reasoning_content for one in told) == THOUGHT
-        assert "".join(one.text for one in told) == ("" if answer == CALL else answer)
-        assert "".join(call.name for one in told for call in one.tool_calls) == ("clock" if answer == CALL else "")
+        received = [*whole[:cut], *rest]
+        assert "".join(one.reasoning_content for one in received) == THOUGHT
+        assert "".join(one.text for one in received) == ("" if answer == CALL else answer)
+        assert "".join(call.name for one in received for call in one.tool_calls) == ("clock" if answer == CALL else "")
 
 
 async def test_answer_cut_during_reasoning_has_no_content(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
@@ -161,8 +161,8 @@ async def test_answer_cut_during_reasoning_has_no_content(client: httpx.AsyncCli
     assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": len(ids)}
 
 
-def deltas_of(told: list[dict[str, str]]) -> list[dict[str, Any]]:
-    return [json.loads(event["data"])["choices"][0]["delta"] for event in told]
+def deltas_of(events: list[dict[str, str]]) -> list[dict[str, Any]]:
+    return [json.loads(event["data"])["choices"][0]["delta"] for event in events]
 
 
 async def test_reasoning_stream_resumes_where_it_broke(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
@@ -171,9 +171,9 @@ async def test_reasoning_stream_resumes_where_it_broke(client: httpx.AsyncClient
     full = list(events_of((await client.post(CHAT, json=HELLO | {"stream": True}, headers=headers)).text))[:-1]
     for cut in (3, len(full) // 2, len(full) - 3):
         again = await client.post(CHAT, json=HELLO | {"stream": True}, headers={"Last-Event-ID": full[cut]["id"]})
-        told = deltas_of([*full[: cut + 1], *list(events_of(again.text))[:-1]])
+        deltas = deltas_of([*full[: cut + 1], *list(events_of(again.text))[:-1]])
         for name, expected in (("reasoning_content", THOUGHT), ("content", ANSWER)):
-            assert "".join(delta.get(name) or "" for delta in told) == expected
+            assert "".join(delta.get(name) or "" for delta in deltas) == expected
 
 
 async def test_responses_separate_reasoning(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
@@ -183,13 +183,13 @@ async def test_responses_separate_reasoning(client: httpx.AsyncClient, parts: fa
     streamed = await client.post("/v1/responses", json={"input": "a", "stream": True})
     for answer in (whole, streamed):
         described.check("POST", "/v1/responses", answer)
-    told = [json.loads(event["data"]) for event in events_of(streamed.text)]
-    for response in (whole.json(), told[-1]["response"]):
+    events = [json.loads(event["data"]) for event in events_of(streamed.text)]
+    for response in (whole.json(), events[-1]["response"]):
         thought, message = response["output"]
         assert (thought["type"], thought["content"]) == ("reasoning", [{"type": "reasoning_text", "text": THOUGHT}])
         assert message["content"][0]["text"] == ANSWER
         assert response["usage"]["output_tokens_details"] == {"reasoning_tokens": count}
-    assert "".join(e["delta"] for e in told if e["type"] == "response.reasoning_text.delta") == THOUGHT
+    assert "".join(e["delta"] for e in events if e["type"] == "response.reasoning_text.delta") == THOUGHT
     items = [{"role": "user", "content": "a"}, *whole.json()["output"], {"role": "user", "content": "b"}]
     assert (await client.post("/v1/responses", json={"input": items})).status_code == 200
     prompt = parts.tokenizer.decode(parts.generator.requests[-1].prompt_token_ids)
@@ -199,11 +199,11 @@ async def test_responses_separate_reasoning(client: httpx.AsyncClient, parts: fa
 async def test_log_probabilities_are_those_of_the_answer(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     says(parts, is_open=True, logprobs=True)
     body = {"input": "a", "include": ["message.output_text.logprobs"]}
-    told = await client.post("/v1/responses", json=body | {"stream": True})
+    response = await client.post("/v1/responses", json=body | {"stream": True})
     whole = (await client.post("/v1/responses", json=body)).json()
     shown = whole["output"][1]["content"][0]["logprobs"]
     assert bytes(b for entry in shown[:-1] for b in entry["bytes"]).decode().strip() == ANSWER
-    last = json.loads(list(events_of(told.text))[-1]["data"])["response"]
+    last = json.loads(list(events_of(response.text))[-1]["data"])["response"]
     assert last["output"][1]["content"][0]["logprobs"] == shown
 
 

@@ -107,13 +107,13 @@ async def test_tools_answer_without_calls_is_plain_text(client: httpx.AsyncClien
 )
 async def test_tools_stream_resumes_inside_a_call(tokenizer: Tokenizer, body: dict[str, Any], per_delta: int) -> None:
     """On another router, which gets its tokens in other batches: the same calls with the same ids, nothing twice."""
-    asked = TOOLS | body | {"stream": True}
+    request = TOOLS | body | {"stream": True}
 
     async def get(seed: int, per_delta: int, headers: dict[str, str]) -> list[dict[str, str]]:
         parts = fakes.make_servers(tokenizer, mint_seed=lambda: seed, context=4096)
         parts.say(CALLS, per_delta=per_delta, logprobs="logprobs" in body)
         async with client_of(parts) as client:
-            text = (await client.post(CHAT, json=asked, headers=headers)).text
+            text = (await client.post(CHAT, json=request, headers=headers)).text
         return [dict(line.split(": ", 1) for line in event.split("\n")) for event in text.split("\n\n") if event]
 
     def shown(lines: list[dict[str, str]]) -> dict[int, dict[str, Any]]:
@@ -130,11 +130,11 @@ async def test_tools_stream_resumes_inside_a_call(tokenizer: Tokenizer, body: di
 
 async def test_tools_stream_id_with_other_tools_is_refused(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     parts.say(CALLS)
-    asked = TOOLS | {"stream": True, "seed": 5}
-    first = (await client.post(CHAT, json=asked, headers=ASK)).text
+    request = TOOLS | {"stream": True, "seed": 5}
+    first = (await client.post(CHAT, json=request, headers=ASK)).text
     seen = {"Last-Event-ID": first.split("id: ")[2].split("\n")[0]}
     other = {"tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [NAMED]}}}
-    answer = await client.post(CHAT, json=asked | other, headers=seen)
+    answer = await client.post(CHAT, json=request | other, headers=seen)
     assert (answer.status_code, error_of(answer)["param"]) == (400, "Last-Event-ID")
 
 
@@ -196,9 +196,7 @@ async def test_tool_choice_makes_a_grammar(
     assert [name for name in NAMES if name in made["lark_grammar"]] == names
 
 
-async def test_strict_asks_for_a_grammar_that_leaves_room_for_text(
-    client: httpx.AsyncClient, parts: fakes.Servers
-) -> None:
+async def test_strict_tools_grammar_allows_text(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     parts.say(CALLS)
     await client.post(CHAT, json=TOOLS)
     strict = {"type": "function", "function": WEATHER["function"] | {"strict": True}}  # type: ignore[operator]
@@ -222,8 +220,13 @@ async def test_tool_conversation_is_rendered_by_plain_template(client: httpx.Asy
     assert answer.status_code == 200, answer.text
     ids = parts.generator.requests[0].prompt_token_ids
     text = parts.tokenizer.decode(ids, skip_special_tokens=False)
-    for said in ("Of a place.", '"city": "<|end|>"', "<tool_response>\nrain\n</tool_response>", '{"name": "weather"'):
-        assert said in text
+    for fragment in (
+        "Of a place.",
+        '"city": "<|end|>"',
+        "<tool_response>\nrain\n</tool_response>",
+        '{"name": "weather"',
+    ):
+        assert fragment in text
     # What the client wrote is text: tokens of the template's own stand around five turns, and open the answer.
     assert [i for i in ids if i in parts.tokenizer.special_ids] == [
         fakes.BOS, *([fakes.USER, fakes.END] * 2), fakes.ASSISTANT, fakes.END, fakes.USER, fakes.END, fakes.ASSISTANT,

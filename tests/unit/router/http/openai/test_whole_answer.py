@@ -131,12 +131,12 @@ async def test_large_unstreamed_answer_equals_stream(tokenizer: Tokenizer, monke
     parts = fakes.make_servers(tokenizer)
     monkeypatch.setattr(whole_answer, "_PIECE_BYTES", 10_000)
     parts.say("hello wörld 😀 " * 500, per_delta=7, logprobs=True)
-    asked = {"prompt": "a", "logprobs": 2, "return_token_ids": True}
+    request = {"prompt": "a", "logprobs": 2, "return_token_ids": True}
     async with client_of(parts) as client:
-        answer = await client.post(PLAIN, json=asked)
+        answer = await client.post(PLAIN, json=request)
         (whole,) = answer.json()["choices"]
         streamed = [
-            event["choices"][0] for event in events((await client.post(PLAIN, json=asked | {"stream": True})).text)
+            event["choices"][0] for event in events((await client.post(PLAIN, json=request | {"stream": True})).text)
         ]
     assert whole["text"] == "".join(choice["text"] for choice in streamed) == "hello wörld 😀 " * 500
     shown = [choice["logprobs"] for choice in streamed if choice["logprobs"]]

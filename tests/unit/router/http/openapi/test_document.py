@@ -98,8 +98,8 @@ def test_openapi_event_schema_rejects_other_events() -> None:
     """The comparison itself sees what is wrong."""
     number = {"type": "string", "contentSchema": {"type": "integer"}}
     schema = {"type": "object", "required": ["data"], "properties": {"data": number}}
-    told = {"200": {"content": {"text/event-stream": {"itemSchema": schema}}}}
-    described = Described({"components": {}, "paths": {"/x": {"get": {"responses": told}}}})
+    responses = {"200": {"content": {"text/event-stream": {"itemSchema": schema}}}}
+    described = Described({"components": {}, "paths": {"/x": {"get": {"responses": responses}}}})
     media = {"content-type": "text/event-stream"}
     described.check("GET", "/x", httpx.Response(200, headers=media, text="data: 5\n\n"))
     with pytest.raises(AssertionError):

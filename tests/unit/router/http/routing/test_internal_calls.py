@@ -31,10 +31,10 @@ async def test_internal_call_unexpected_error_is_500_answer() -> None:
         "/echoes": InternalEndpoint(echoes, JsonBody(Echoed)),
     }
     calls = InternalCalls(endpoints, BodyBounds.for_model(1 << 20, 512))
-    status, told = await calls.answer("acme", "/broken", {})
-    assert (status, json.loads(told)["error"]["message"]) == (500, "internal error")
+    status, content = await calls.answer("acme", "/broken", {})
+    assert (status, json.loads(content)["error"]["message"]) == (500, "internal error")
     deep: Any = 1
     for _ in range(300):
         deep = [deep]
-    status, told = await calls.answer("acme", "/echoes", {"prompt": deep})
-    assert (status, json.loads(told)["prompt"]) == (200, deep)
+    status, content = await calls.answer("acme", "/echoes", {"prompt": deep})
+    assert (status, json.loads(content)["prompt"]) == (200, deep)

@@ -156,15 +156,15 @@ async def test_connections_with_requests_are_not_closed_for_others() -> None:
     go = asyncio.Event()
 
     async def slow(scope: Scope, receive: Receive, send: Send) -> None:
-        asked.release()
+        requests.release()
         await go.wait()
         await hello(scope, receive, send)
 
-    asked = asyncio.Semaphore(0)
+    requests = asyncio.Semaphore(0)
     async with listener(slow, most=2) as opened:
         asking = [asyncio.create_task((await opened.connect()).ask()) for _ in range(2)]
         for _ in asking:
-            await asked.acquire()
+            await requests.acquire()
         refused = await (await opened.connect()).reader.read()
         assert refused.startswith(b"HTTP/1.1 503 ")
         assert b'"code":"unavailable"' in refused
@@ -178,10 +178,10 @@ async def test_connections_with_requests_are_not_closed_for_others() -> None:
 )
 async def test_connection_with_unread_answer_is_given_up(size: int, num_asked: int, headers: dict[str, str]) -> None:
     """Nothing of them stays in memory for a client that does not read."""
-    asked = asyncio.Event()
+    requested = asyncio.Event()
 
     async def large(scope: Scope, receive: Receive, send: Send) -> None:
-        asked.set()
+        requested.set()
         await Response(b"x" * size, headers=headers)(scope, receive, send)
 
     async with listener(large, write_timeout_s=0.1) as opened:
@@ -191,7 +191,7 @@ async def test_connection_with_unread_answer_is_given_up(size: int, num_asked: i
             loop = asyncio.get_running_loop()
             await loop.sock_connect(client, ("127.0.0.1", opened.http.port))
             await loop.sock_sendall(client, ASK * num_asked)
-            await asked.wait()
+            await requested.wait()
             while opened.http.num_connections:  # noqa: ASYNC110  # uvicorn tells nobody
                 await asyncio.sleep(0.01)
 

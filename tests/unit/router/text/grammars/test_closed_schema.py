@@ -177,9 +177,9 @@ def test_closed_schema_without_alternatives_agrees_with_unevaluated_properties(s
 def test_closed_schema_of_parts_that_repeat_each_other_ends_in_bounds(count: int) -> None:
     chain = {f"p{i}": {"allOf": [{"$ref": f"#/$defs/p{i + 1}"}] * 2, "required": [f"r{i}"]} for i in range(count)}
     schema = {"$ref": "#/$defs/p0", "$defs": {**chain, f"p{count}": fields("a")}}
-    asked = StructuredOutput(shape=Shape.JSON_SCHEMA, value=schema, param="field", disables_additional_properties=True)
+    output = StructuredOutput(shape=Shape.JSON_SCHEMA, value=schema, param="field", disables_additional_properties=True)
     with pytest.raises(InvalidRequest, match=r"field: .*(too many parts|cannot be parsed)"):
-        asked.grammar()
+        output.grammar()
 
 
 def spellings(name: str, count: int) -> list[str]:
@@ -198,7 +198,7 @@ def test_closed_schema_that_copies_one_part_many_times_is_refused() -> None:
         closed_schema(schema)
 
 
-def test_closed_schema_of_alternatives_beside_many_names_is_refused() -> None:
+def test_closed_schema_of_alternatives_with_many_names_is_refused() -> None:
     alternatives = [{"minProperties": 1}] * 3000
     schema = {"properties": {f"p{i}": {} for i in range(3000)}, "anyOf": alternatives}
     with pytest.raises(ValueError, match="too many parts"):
@@ -210,9 +210,9 @@ def test_schema_of_more_characters_than_a_grammar_may_have_is_refused_before_it_
 ) -> None:
     monkeypatch.setattr(structured_output, "closed_schema", lambda _: pytest.fail("it was closed"))
     schema = {"type": "object", "properties": {f"property-{i}": {"type": "string"} for i in range(20_000)}}
-    asked = StructuredOutput(shape=Shape.JSON_SCHEMA, value=schema, param="field", disables_additional_properties=True)
+    output = StructuredOutput(shape=Shape.JSON_SCHEMA, value=schema, param="field", disables_additional_properties=True)
     with pytest.raises(InvalidRequest, match="field: more than 262144 characters"):
-        asked.grammar()
+        output.grammar()
 
 
 def test_tools_parameters_have_the_steps_of_one_schema_in_all() -> None:

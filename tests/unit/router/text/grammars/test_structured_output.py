@@ -1,4 +1,4 @@
-"""What clients say an answer must be, over HTTP and gRPC, up to the sampling that workers are told."""
+"""Structured outputs as clients request them, over HTTP and gRPC, up to the sampling parameters that workers get."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -92,7 +92,7 @@ def as_format(**more: Any) -> dict[str, Any]:
         ({"response_format": {"type": "json_object"}}, True, {"type": "object"}),
     ],
 )
-async def test_schema_closes_where_it_is_strict_or_the_operator_says_so(
+async def test_schema_is_closed_if_strict_or_configured(
     tokenizer: Tokenizer, field: dict[str, Any], is_set: bool, expected: dict[str, Any]
 ) -> None:
     config = RouterConfig(grammars=GrammarsConfig(disable_additional_properties=is_set))

@@ -121,7 +121,7 @@ def test_grammar_with_thinking_samples_parse_back(follower: Follower) -> None:
             assert "".join(part.text for part in parts if part.is_reasoning) == "yes"
 
 
-def test_strict_calls_beside_text_come_behind_the_thinking(follower: Follower) -> None:
+def test_strict_calls_with_text_follow_the_reasoning(follower: Follower) -> None:
     grammar = grammar_of(Shape.LARK, CallGrammar(HERMES.form, {}, THINK.begin).with_text(USE))
     begins = with_thinking(grammar, THINK, follower.marks, is_open=False)
     mentioned = '<think>a <tool_call> of {"b"}?</think>'

@@ -129,7 +129,7 @@ def test_calls_in_text_obey_their_schemas_too(tokens: Any, signs: tuple[str, str
 
 @pytest.mark.parametrize("signs", SIGNS)
 @pytest.mark.parametrize("token", [False, True])
-def test_text_beside_calls_never_looks_like_a_call(tokens: Any, signs: tuple[str, str], token: bool) -> None:
+def test_text_around_calls_never_parses_as_a_call(tokens: Any, signs: tuple[str, str], token: bool) -> None:
     """Also where a marker is a token of its own: spelled out it would be read as well."""
     which = family(signs)
     ids = {which.form.trigger: 5} if token and which.form.trigger else {}

@@ -194,7 +194,9 @@ FRAGMENTS = [
     cuts=st.lists(st.integers(0, 400), max_size=6),
     data=st.data(),
 )
-def test_any_split_tells_the_same(family: str, fragments: list[str], cuts: list[int], data: st.DataObject) -> None:
+def test_tool_parser_any_split_gives_the_same_calls(
+    family: str, fragments: list[str], cuts: list[int], data: st.DataObject
+) -> None:
     """After every prefix, not only at the end: a stream that is continued is parsed again from its beginning."""
     text = "".join(fragments)
     at = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})

@@ -276,23 +276,23 @@ async def test_log_probabilities_of_the_text(client: httpx.AsyncClient, parts: f
     assert bytes(byte for entry in shown[:-1] for byte in entry["bytes"]).decode() == "hello 😀"
     assert [len(entry["top_logprobs"]) for entry in shown] == [2] * len(ids)
     streamed = await client.post(PATH, json=HELLO | LOGPROBS | {"stream": True})
-    told = [json.loads(event["data"]) for event in events_of(streamed.text)]
-    deltas = [entry for one in told if one["type"] == "response.output_text.delta" for entry in one["logprobs"]]
-    (done,) = [one["logprobs"] for one in told if one["type"] == "response.output_text.done"]
+    events = [json.loads(event["data"]) for event in events_of(streamed.text)]
+    deltas = [entry for one in events if one["type"] == "response.output_text.delta" for entry in one["logprobs"]]
+    (done,) = [one["logprobs"] for one in events if one["type"] == "response.output_text.done"]
     assert done == shown
     assert deltas == shown[: len(deltas)]
     assert len(deltas) >= len(shown) - 1, "the end has no text"
-    assert told[-1]["response"]["output"][0]["content"][0]["logprobs"] == shown
+    assert events[-1]["response"]["output"][0]["content"][0]["logprobs"] == shown
     plain = (await client.post(PATH, json=HELLO)).json()["output"][0]["content"][0]
     assert plain["logprobs"] == []
 
 
-@pytest.mark.parametrize(("told", "is_strict"), [(None, True), (True, True), (False, False)])
-async def test_functions_are_strict_unless_they_say_otherwise(
-    client: httpx.AsyncClient, parts: fakes.Servers, told: bool | None, is_strict: bool
+@pytest.mark.parametrize(("strict", "is_strict"), [(None, True), (True, True), (False, False)])
+async def test_functions_are_strict_by_default(
+    client: httpx.AsyncClient, parts: fakes.Servers, strict: bool | None, is_strict: bool
 ) -> None:
     parts.say("hello")
-    tools = [tool | ({} if told is None else {"strict": told}) for tool in TOOLS]
+    tools = [tool | ({} if strict is None else {"strict": strict}) for tool in TOOLS]
     answer = await client.post(PATH, json=HELLO | {"tools": tools})
     assert answer.status_code == 200, answer.text
     assert {tool["strict"] for tool in answer.json()["tools"]} == {is_strict}
@@ -306,5 +306,5 @@ async def test_responses_without_strict_fall_back_to_open_schema(tokenizer: Toke
         answer = await client.post(PATH, json=HELLO | {"tools": TOOLS})
         assert answer.status_code == 200, answer.text
         assert {tool["strict"] for tool in answer.json()["tools"]} == {False}
-        told = await client.post(PATH, json=HELLO | {"tools": [tool | {"strict": True} for tool in TOOLS]})
-        assert (told.status_code, error_of(told)["param"]) == (400, "tools")
+        response = await client.post(PATH, json=HELLO | {"tools": [tool | {"strict": True} for tool in TOOLS]})
+        assert (response.status_code, error_of(response)["param"]) == (400, "tools")

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.proofs.kills.nursery import Nursery
+from tests.proofs.kills.fork_server import ForkServer
 
 WAIT_S = 20.0
 
 
 @pytest.fixture
-def nursery(tmp_path: Path) -> Iterator[Nursery]:
-    with closing(Nursery(str(tmp_path / "n.sock"))) as made:
+def fork_server(tmp_path: Path) -> Iterator[ForkServer]:
+    with closing(ForkServer(str(tmp_path / "n.sock"))) as made:
         yield made
 
 
@@ -29,29 +29,29 @@ def ended_child(status: int) -> int:
     return pid
 
 
-@pytest.mark.parametrize("told", [b"15", b""])
-def test_who_speaks_to_a_worker_that_has_just_ended_hears_how(nursery: Nursery, told: bytes) -> None:
-    """Both are known in one round; `told` empty: whoever connected has gone."""
+@pytest.mark.parametrize("message", [b"15", b""])
+def test_connection_to_a_worker_that_has_just_ended_gets_its_status(fork_server: ForkServer, message: bytes) -> None:
+    """Both are known in one round; an empty `message`: the client has gone."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    nursery.look_after(theirs, ended_child(7))
-    if told:
-        ours.send(told)
+    fork_server.look_after(theirs, ended_child(7))
+    if message:
+        ours.send(message)
     else:
         ours.shutdown(socket.SHUT_WR)
     assert select.select([theirs], [], [], WAIT_S)[0]
-    nursery.look()
+    fork_server.look()
     ours.settimeout(WAIT_S)
     assert ours.recv(16) == b"7"
     ours.close()
 
 
-def test_what_is_told_reaches_the_worker(nursery: Nursery) -> None:
+def test_what_is_told_reaches_the_worker(fork_server: ForkServer) -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     worker = subprocess.Popen(["/bin/sleep", "1000"])
-    nursery.look_after(theirs, worker.pid)
+    fork_server.look_after(theirs, worker.pid)
     ours.send(str(int(signal.SIGTERM)).encode())
-    nursery.look()
-    nursery.look()
+    fork_server.look()
+    fork_server.look()
     ours.settimeout(WAIT_S)
     assert ours.recv(16) == str(-signal.SIGTERM).encode()
     worker.wait()

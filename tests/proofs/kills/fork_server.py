@@ -1,10 +1,11 @@
-"""Processes without the wait: one that has imported everything forks them, `python -m tests.proofs.kills.nursery
-SOCKET KIND`.
+"""Fork servers: a process that has imported everything forks workers, so that they start without the wait.
+
+`python -m tests.proofs.kills.fork_server SOCKET KIND`.
 
 Importing takes a worker seconds of processor time, its own work to start a few tenths. Each connection to the socket is
 the life of one process: its arguments and descriptors come in (see `standin`), then signals, and its exit status goes
 out. A process dies with its connection. What is forked runs the same `serve` as `python -m prefill_worker`; a worker
-says more about itself (`tests.proofs.kills.watched`). Routers come from a nursery of their own, where there is no
+says more about itself (`tests.proofs.kills.watched`). Routers come from a fork server of their own, where there is no
 torch.
 """
 
@@ -35,24 +36,27 @@ _KINDS = {
     _ROUTERS: (_MODULES[Role.ROUTER.value],),
     _WORKERS: (_MODULES[Role.PREFILL.value], _MODULES[Role.DECODE.value], "tests.proofs.kills.watched"),
 }
-"""What each kind of nursery imports."""
+"""What each kind of fork server imports."""
 
 
 @contextmanager
-def nursery(folder: Path) -> Iterator[Callable[[ProcessPlan, Path, int], Sequence[str]]]:
-    """Start one of each kind; how `LocalCluster` is to start its processes then. Workers are watched in `folder`."""
-    paths = {kind: folder / f"{kind}.nursery" for kind in _KINDS}
+def start_fork_servers(folder: Path) -> Iterator[Callable[[ProcessPlan, Path, int], Sequence[str]]]:
+    """Start one of each kind and yield the command by which `LocalCluster` then starts processes.
+
+    Workers are watched in `folder`.
+    """
+    paths = {kind: folder / f"{kind}.fork" for kind in _KINDS}
     environment = child_environment(os.environ) | {"OMP_NUM_THREADS": "1"}
     with ExitStack() as stack:
         begun = []
         for kind, path in paths.items():
-            command = [sys.executable, "-m", "tests.proofs.kills.nursery", str(path), kind]
+            command = [sys.executable, "-m", "tests.proofs.kills.fork_server", str(path), kind]
             begun.append(subprocess.Popen(command, env=environment, stdout=subprocess.PIPE))
             stack.callback(begun[-1].communicate)
             stack.callback(begun[-1].kill)
         for process in begun:
             assert process.stdout is not None
-            assert process.stdout.readline(), "the nursery has not started"
+            assert process.stdout.readline(), "the fork server has not started"
 
         def command_of(plan: ProcessPlan, config_path: Path, ready_fd: int) -> Sequence[str]:
             path = paths[_ROUTERS if plan.role is Role.ROUTER else _WORKERS]
@@ -62,8 +66,8 @@ def nursery(folder: Path) -> Iterator[Callable[[ProcessPlan, Path, int], Sequenc
         yield command_of
 
 
-class Nursery:
-    """Whoever was forked from one process."""
+class ForkServer:
+    """The parent of all processes that are forked from it, and the socket that they are requested by."""
 
     def __init__(self, path: str) -> None:
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -77,7 +81,7 @@ class Nursery:
             self.look()
 
     def look(self) -> None:
-        """Wait until somebody has something to say, and hear everybody who has."""
+        """Wait until a connection has something to read, and handle all that have."""
         for key, _ in self._selector.select():
             # One worker's end takes its connection away, too; and its number may by now be that of another.
             if self._selector.get_map().get(key.fd) is key:
@@ -90,15 +94,15 @@ class Nursery:
 
     def _admit(self) -> None:
         link, _ = self._server.accept()
-        told, descriptors, _, _ = socket.recv_fds(link, 1 << 16, 3)
-        if len(descriptors) != 3:  # whoever connected has died
+        order, descriptors, _, _ = socket.recv_fds(link, 1 << 16, 3)
+        if len(descriptors) != 3:  # the client has died
             link.close()
             return
         pid = os.fork()
         if pid == 0:
             code = 1
             try:
-                code = _be(descriptors, *json.loads(told))
+                code = _be(descriptors, *json.loads(order))
             finally:
                 os._exit(code)
         for descriptor in descriptors:
@@ -122,12 +126,12 @@ class Nursery:
                 link.send(str(os.waitstatus_to_exitcode(status)).encode())
             link.close()
 
-        def told() -> None:
+        def on_ready() -> None:
             number = link.recv(16)
             signal.pidfd_send_signal(pid_fd, int(number or signal.SIGKILL))
 
         self._selector.register(pid_fd, selectors.EVENT_READ, ended)
-        self._selector.register(link, selectors.EVENT_READ, told)
+        self._selector.register(link, selectors.EVENT_READ, on_ready)
 
 
 def _be(descriptors: list[int], role: str, watch_path: str, *arguments: str) -> int:
@@ -160,7 +164,7 @@ def main(path: str, kind: str) -> None:
         raise SystemExit("something that was imported has started threads: nothing can be forked from here")
     gc.collect()
     gc.freeze()
-    with closing(Nursery(path)) as served:
+    with closing(ForkServer(path)) as served:
         print("ready", flush=True)
         served.run()
 
