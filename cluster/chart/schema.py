@@ -109,6 +109,8 @@ def main() -> int:
     )
     parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 where a file differs")
     check = parser.parse_args().check
+    if not CHART.is_dir():
+        parser.error(f"{CHART} does not exist: the Helm chart is in a clone of the repository, not in the wheel")
     wrong = [path for path, text in rendered().items() if not path.is_file() or path.read_text("utf-8") != text]
     for path in wrong:
         if not check:

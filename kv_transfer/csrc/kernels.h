@@ -1,7 +1,7 @@
 // One run: copied, checksummed, or both at once while each byte is in a register.
 //
 // Long runs are stored past the caches, whole lines at a time: a store that fills a cache would first read what it
-// overwrites, which costs half as much again, and nobody reads the target before all of a chunk is there.
+// overwrites, which costs half as much again, and the target is not read before the whole chunk has landed.
 #pragma once
 
 #include "crc32.h"
@@ -164,8 +164,8 @@ TANDEM_AVX512 inline __m512i move_block(const uint8_t* source, uint8_t* target, 
 
 template <Store kStore, bool kSum>
 TANDEM_AVX512 inline uint32_t run_avx512(const uint8_t* source, uint8_t* target, size_t count, uint32_t state) {
-  // Two pages at once: a prefetcher follows each, and one alone fetches less than memory can give. What is in the
-  // caches waits for multiplications only, so more of them at once.
+  // Two pages at once: a hardware prefetcher follows each, and one alone does not use the full memory bandwidth.
+  // Cached data is bound by the latency of multiplications, so more lines are in flight.
   constexpr bool kIsHot = kStore == Store::kHot;
   constexpr size_t kParts = kIsHot ? 4 : 2, kPartLines = kIsHot ? 16 : 64;
   constexpr size_t kBlock = kParts * kPartLines * kLine, kFew = 4 * kLine;
@@ -203,7 +203,7 @@ inline uint32_t run(Level level, const uint8_t* source, uint8_t* target, size_t 
   return run_plain<kStore, kSum>(source, target, count, state);
 }
 
-// What this processor has.
+// Instruction sets of this processor.
 inline Level best_level() {
 #ifdef TANDEM_X86
   __builtin_cpu_init();

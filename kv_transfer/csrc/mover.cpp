@@ -14,7 +14,7 @@ uint32_t move_run(Level level, const uint8_t* source, uint8_t* target, int64_t c
   return run<Store::kCached, kSum>(level, source, target, size, state);
 }
 
-// A chunk to be moved, and how far it has been.
+// A chunk to move, and the progress so far.
 struct Move {
   int64_t level;
   const PoolBlocks* source;
@@ -69,7 +69,7 @@ struct Sum {
 TANDEM_EXPORT int64_t tandem_mover_level() { return tandem::best_level(); }
 
 // Goes on moving a chunk, and with the CRC-32 of what was moved if `with_sum`. kPaused when one of the flags was set
-// after a burst: then the same call goes on. On return everything that was stored is there for everybody.
+// after a burst: then the same call goes on. On return all stores are visible to other threads and processes.
 TANDEM_EXPORT int64_t tandem_move(tandem::Move* move) {
   if (!tandem::contains(*move->source, move->cells, move->source_unit) ||
       !tandem::contains(*move->target, move->cells, move->target_unit))

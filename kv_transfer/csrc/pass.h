@@ -1,4 +1,4 @@
-// What calls that go through a chunk burst by burst have in common.
+// Shared by the calls that process a chunk burst by burst.
 #pragma once
 
 #include "walk.h"
@@ -7,11 +7,11 @@
 
 namespace tandem {
 
-// What a call answers; numbers as in kv_transfer/memory/mover.py and kv_transfer/memory/socket_stream.py.
+// Return values of a call; numbers as in kv_transfer/memory/mover.py and kv_transfer/memory/socket_stream.py.
 constexpr int64_t kPaused = 0, kDone = 1, kBlocked = 2, kEnded = 3;
 constexpr int64_t kOutside = -1, kUnequal = -2, kFailed = -3;
 
-// Set by whoever waits for the lock under which bytes are moved.
+// Set by a thread that waits for the lock under which bytes are moved.
 struct Wanted {
   const int32_t* one;
   const int32_t* other;

@@ -12,7 +12,7 @@ namespace tandem {
 // Most buffers of one call (IOV_MAX).
 constexpr int kMaxBuffers = 1024;
 
-// A chunk on its way, and how far it has been; as in kv_transfer/memory/socket_stream.py.
+// A chunk in transfer, and the progress so far; as in kv_transfer/memory/socket_stream.py.
 struct Stream {
   int64_t level;
   int64_t fd;
@@ -52,7 +52,7 @@ uint32_t sum_of(const Burst& burst, int64_t count, Level level, uint32_t state) 
   return state;
 }
 
-// One call that does not wait; bytes moved, or -1 with errno.
+// One non-blocking call; bytes moved, or -1 with errno.
 int64_t move_some(const Stream& stream, Burst& burst) {
   msghdr message{};
   message.msg_iov = burst.buffers;
@@ -99,6 +99,6 @@ TANDEM_EXPORT int64_t tandem_stream_open(tandem::Stream* stream) {
   return stream->total;
 }
 
-// Goes on: kDone, or why not. kPaused: somebody wants the lock. kBlocked: nothing has come, or there is no room.
-// kEnded: the peer has ended. kFailed: see `error`.
+// Continues until kDone or one of: kPaused, another thread wants the lock; kBlocked, no bytes have arrived or there is
+// no room; kEnded, the peer has closed; kFailed, see `error`.
 TANDEM_EXPORT int64_t tandem_stream_advance(tandem::Stream* stream) { return tandem::go_on(*stream); }

@@ -1,5 +1,5 @@
 // One side of a chunk as runs of memory, in the order of the wire: planes, in each the units of tokens, in each its runs.
-// What is adjacent comes as one run. See kv_transfer/layout/strided_table.py, which makes the tables.
+// Adjacent runs are merged. See kv_transfer/layout/strided_table.py, which makes the tables.
 #pragma once
 
 #include <cstddef>

@@ -90,9 +90,9 @@ def test_node_group_pods_reach_no_other_group(pool: tuple[Rendered, str, dict[st
     name = one["metadata"]["name"]
     # Policies add up: what is open to all workers is open to first pods, so those alone may be of the pool's own.
     template = one["spec"]["leaderWorkerTemplate"]
-    first, beside = (template[part]["metadata"]["labels"] for part in ("leaderTemplate", "workerTemplate"))
+    first, neighbour = (template[part]["metadata"]["labels"] for part in ("leaderTemplate", "workerTemplate"))
     [of_pool] = [made for made in release.of("NetworkPolicy") if made["metadata"]["name"] == name]
-    assert (_selects(of_pool, first), _selects(of_pool, beside)) == (True, False)
+    assert (_selects(of_pool, first), _selects(of_pool, neighbour)) == (True, False)
     policies = [
         made for made in release.of("NetworkPolicy") if f"{name}-" in made["metadata"]["name"] and _groups(made)
     ]

@@ -58,9 +58,9 @@ def test_alerts_cover_only_their_own_release(path: Path, tmp_path: Path, *, is_o
     for one in yaml.safe_load(path.read_text())["rule_files"]:
         files.append(tmp_path / Path(one).name)
         files[-1].write_text(yaml.safe_dump(made[Path(one).stem]))
-    sick, well = (OURS, ANOTHER) if is_ours else (ANOTHER, OURS)
+    troubled, well = (OURS, ANOTHER) if is_ours else (ANOTHER, OURS)
     case = tmp_path / "tests.yaml"
-    case.write_text(yaml.safe_dump(two_releases(path, files, sick=sick, well=well, is_heard=is_ours)))
+    case.write_text(yaml.safe_dump(two_releases(path, files, troubled=troubled, well=well, fires=is_ours)))
     promtool("test", "rules", case)
 
 

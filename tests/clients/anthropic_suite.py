@@ -88,8 +88,10 @@ def main() -> None:
     ask = client.messages.create
     refused(anthropic.NotFoundError, lambda: ask(model="claude", messages=TALK, max_tokens=4))
     refused(anthropic.BadRequestError, lambda: ask(model=MODEL, messages=TALK, max_tokens=0))
-    stranger = anthropic.Anthropic(base_url=URL, api_key="wrong", max_retries=0)
-    refused(anthropic.AuthenticationError, lambda: stranger.messages.create(model=MODEL, messages=TALK, max_tokens=4))
+    unauthenticated = anthropic.Anthropic(base_url=URL, api_key="wrong", max_retries=0)
+    refused(
+        anthropic.AuthenticationError, lambda: unauthenticated.messages.create(model=MODEL, messages=TALK, max_tokens=4)
+    )
     assert asyncio.run(at_once()) == [text] * 16
     print(f"anthropic {anthropic.__version__}: messages, streams, count_tokens, cache_control, tools, errors, async")
 
@@ -97,8 +99,10 @@ def main() -> None:
 async def at_once() -> list[str]:
     """Sixteen at the same time."""
     async with anthropic.AsyncAnthropic(base_url=URL, api_key=KEY, timeout=120) as client:
-        asks = (client.messages.create(model=MODEL, messages=TALK, max_tokens=16, extra_body=GREEDY) for _ in range(16))
-        return [answer.content[0].text for answer in await asyncio.gather(*asks)]
+        requests = (
+            client.messages.create(model=MODEL, messages=TALK, max_tokens=16, extra_body=GREEDY) for _ in range(16)
+        )
+        return [answer.content[0].text for answer in await asyncio.gather(*requests)]
 
 
 main()

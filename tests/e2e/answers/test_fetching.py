@@ -50,10 +50,10 @@ async def test_fetch_from_lost_or_evicted_holder_recomputes(fork_servers, oracle
         second = [
             [*prompt, *tokens, *oracle.story(200, 150)] for prompt, tokens in zip(prompts, first_answers, strict=True)
         ]
-        asking = [asyncio.ensure_future(cluster.tokens(prompt, MAX_TOKENS)) for prompt in second]
+        tasks = [asyncio.ensure_future(cluster.tokens(prompt, MAX_TOKENS)) for prompt in second]
         await asyncio.sleep(0.05)
         cluster.local.kill("decode-0")
-        answers = await asyncio.gather(*asking)
+        answers = await asyncio.gather(*tasks)
         assert answers == [oracle.tokens(prompt, MAX_TOKENS) for prompt in second]
         await cluster.until_workers(len(cluster.local.workers))
         await cluster.until_idle()

@@ -92,7 +92,7 @@ def address(cluster):
     return url.hostname, url.port
 
 
-async def talk(cluster, data, *, reads=True):
+async def exchange(cluster, data, *, reads=True):
     """Over a connection of its own; what comes back."""
     reader, writer = await asyncio.open_connection(*address(cluster))
     received = b""
@@ -107,7 +107,7 @@ async def talk(cluster, data, *, reads=True):
 
 async def test_http_request_id_cannot_inject_headers(cluster):
     for forged in (b"a\r\nX-Forged: 1", b"a\nX-Forged: 1", b"a\rX-Forged: 1", b"a\r\n\r\nHTTP/1.1 200 OK"):
-        response = await talk(
+        response = await exchange(
             cluster,
             b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nX-Request-Id: " + forged + b"\r\n\r\n",
         )
@@ -123,7 +123,7 @@ async def test_http_client_leaving_at_any_byte_leaves_nothing(cluster, oracle, e
 
     async def leave():
         for size in range(len(data) + 1):
-            await talk(cluster, data[:size], reads=False)
+            await exchange(cluster, data[:size], reads=False)
 
     await beside_streams(cluster, oracle, expected, leave())
 

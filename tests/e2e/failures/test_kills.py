@@ -58,7 +58,7 @@ async def freeze_a_writer(workers, clients, prompts):
         for _ in range(100):
             if await held_for(workers, frozen, "streaming"):
                 os.kill(frozen["pid"], signal.SIGSTOP)
-                await asyncio.sleep(0.1)  # what it has said is digested
+                await workers.settle("prefill-0", frozen)
                 if await held_for(workers, frozen, *WITHIN):
                     return frozen, requests
                 os.kill(frozen["pid"], signal.SIGCONT)

@@ -106,7 +106,7 @@ async def test_worker_killed_mid_migration_leaves_nothing_behind(oracle, fork_se
         cluster.local.kill("decode-0", signal.SIGTERM)
         frozen = await first_frozen(cluster, {name: seen[name]["pid"] for name in able})
         others = [name for name in workers.names if name != frozen]
-        await asyncio.sleep(0.1)  # what it has said is digested
+        await workers.settle(frozen, seen[frozen])
         states = {name: await workers.look(name) for name in others}
         [peer] = [name for name in others if fetches_with(states[name]["attempts"], seen[frozen]["incarnation"])]
         assert victim == "leaver" or peer == "decode-0"

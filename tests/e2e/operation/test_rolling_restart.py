@@ -205,14 +205,14 @@ async def test_a_stream_waits_while_the_only_decode_worker_is_replaced_in_place(
                             received.extend(token for choice in choices for token in choice.get("token_ids") or ())
                             begun.set()
 
-        def tell(text):
+        def on_progress(text):
             if text.startswith("starting a "):
                 had.append(len(received))
                 waited.append(asyncio.create_task(ask_once(cluster, prompt)))
 
         reading = asyncio.create_task(read())
         await begun.wait()
-        await carry_out(cluster.local, RestartRequest(roles=("decode",), in_place=True), tell)
+        await carry_out(cluster.local, RestartRequest(roles=("decode",), in_place=True), on_progress)
         await reading
         assert 0 < had[0] < LONG_ANSWER, "the worker left in the middle"
         assert received == oracle.tokens(prompt, LONG_ANSWER)

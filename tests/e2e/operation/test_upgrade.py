@@ -56,7 +56,7 @@ class Load:
         self._answered = answered
         self._salts = count()
 
-    async def ask_for_ever(self, client):
+    async def send_requests(self, client):
         draw = random.Random(client)
         while True:
             prompt, tokens = draw.choice(self._answered)
@@ -87,7 +87,7 @@ async def test_an_upgrade_under_load_loses_nothing(fork_servers, release, answer
             load = Load(answered)
             async with second_router(first, release) as second:
                 load.routers = [first, second]
-                asking = [clients.create_task(load.ask_for_ever(client)) for client in range(CLIENTS)]
+                tasks = [clients.create_task(load.send_requests(client)) for client in range(CLIENTS)]
                 await load.until_more()
                 for name in sorted(old - {"router"}):
                     await replace(first, old, name)
@@ -106,7 +106,7 @@ async def test_an_upgrade_under_load_loses_nothing(fork_servers, release, answer
                     figures = await router.figures("tandem_worker_protocol_version")
                     assert set(figures.values()) == {SPOKEN.newest}
                     assert await router.figure("tandem_redis_bad_entries_total") == 0
-                for task in asking:
+                for task in tasks:
                     task.cancel()
 
 

@@ -24,7 +24,7 @@ from tandem.errors import ConfigError
 from tandem.values.ids import BlockId
 from tandem.values.sampling import SamplingParams
 from tests.integration.engine.test_rank_ends import setup
-from tests.integration.engine.test_ranks import BUILTIN, ODD, OUTPUT, request_of, run_step, say, spec
+from tests.integration.engine.test_ranks import BUILTIN, ODD, OUTPUT, generate, request_of, run_step, spec
 from tests.support.certificates import Authority
 from tests.support.node_processes import OTHER_HOST, another_node, group
 
@@ -62,7 +62,7 @@ def test_two_nodes_compute_and_store_what_one_does(size: int, tmp_path: Path) ->
         try:
             assert together.budget.num_blocks == alone.budget.num_blocks == 40
             for params in (greedy, ODD):
-                assert say(together, params) == say(alone, params)
+                assert generate(together, params) == generate(alone, params)
             mirror = together.ranks.mirror
             assert mirror is not None
             assert alone.ranks.mirror is None

@@ -86,7 +86,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leading, "_EXIT_S", 120.0)
 
 
-def say(parts: EngineParts, params: SamplingParams) -> list[list[int]]:
+def generate(parts: EngineParts, params: SamplingParams) -> list[list[int]]:
     """Continuations of three prompts, computed in chunks and then together."""
     rng = random.Random(3)
     requests = []
@@ -173,7 +173,7 @@ def test_step_is_sent_to_ranks_in_one_message(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(RankChannel, "send", counted)
     monkeypatch.setattr(parts.runner, "execute", lambda batch: steps.append(batch) or execute(batch))
     try:
-        say(parts, ODD)
+        generate(parts, ODD)
         assert len(steps) >= OUTPUT
         assert sent == [ChannelKind.STEP] * len(steps)
     finally:
@@ -196,7 +196,7 @@ def test_ranks_together_equal_one_process(architecture: str, size: int, tmp_path
     together = assemble(spec(tmp_path, size), pool=SharedPool)
     try:
         for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=0.9, top_p=0.9, seed=7), ODD):
-            assert say(together, params) == say(alone, params)
+            assert generate(together, params) == generate(alone, params)
         compare_logprobs(say_with_logprobs(together), say_with_logprobs(alone))
         for ours, expected in zip(read_prompt(together), read_prompt(alone), strict=True):
             assert len(expected) > 0
@@ -244,8 +244,8 @@ def test_every_rank_keeps_its_part_of_evicted_blocks(tmp_path: Path) -> None:
         assert [serve_all(together) for _ in range(2)] == [alone, alone]
         assert tiers.counts()[0].hits > 0
         # Between steps nobody can tell the other ranks to save: what a hand-off overwrites is lost, and counted.
-        stranger = request_of(range(3, 93), "stranger")
-        together.scheduler.reservations.reserve(TransferId("t"), stranger)
+        other_request = request_of(range(3, 93), "stranger")
+        together.scheduler.reservations.reserve(TransferId("t"), other_request)
         before = tiers.counts()[0]
         together.scheduler.reservations.bind(TransferId("t"))
         after = tiers.counts()[0]
@@ -328,7 +328,7 @@ def test_a_killed_rank_ends_the_group_idle_or_not() -> None:
     print(f"told after {(ended - started) * 1e3:.0f} ms")
     assert str(lost) == f"rank 1 (pid {pid}) was ended by SIGKILL"
     with pytest.raises(RankLost):
-        say(parts, SamplingParams(temperature=0.0))
+        generate(parts, SamplingParams(temperature=0.0))
     parts.ranks.close()
     assert children() == []
 

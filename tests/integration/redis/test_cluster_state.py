@@ -97,6 +97,8 @@ async def test_worker_logs_are_bounded(server: RedisServer) -> None:
 
 
 FAULTS = ("killed", "hung", "slow", "flushed", "replica", "no_replicas", "full", "restarted", "lying")
+REFUSED_OR_SILENT = ("killed", "hung", "slow", "replica", "no_replicas", "full")
+"""Faults in which commands fail again and again, so that circuit breakers open."""
 LIMITS = {"no_replicas": "min-replicas-to-write", "full": "maxmemory"}
 
 
@@ -178,6 +180,11 @@ def lie(server: RedisServer, workers: list[PublishingWorker]) -> None:
         server.do("SADD", key, b"not what you think")
 
 
+def failures_of(one: Router) -> int:
+    """Commands to Redis that failed on a router's links."""
+    return sum(link.failures for link in one.board.links)
+
+
 def notice(process: Process) -> Notice:
     return Notice(process=process, role=WorkerRole.DECODE, address="127.0.0.1:9")
 
@@ -198,10 +205,11 @@ async def test_redis_outage_fails_no_request_and_recovers(server: RedisServer, k
                 await asyncio.sleep(0.005)
 
         await ask(20)
-        fate = Fate(server, kind)
+        fate, before = Fate(server, kind), [(each, failures_of(each)) for each in routers]
         fate.begin(workers)
         await ask(40)
-        await asyncio.sleep(0.4)  # beyond time-outs, so that breakers have opened
+        if kind in REFUSED_OR_SILENT:
+            await until(lambda: all(failures_of(each) > most + 1 for each, most in before), "breakers have opened")
         await ask(20)
         fate.end()
         await ask(10)
@@ -213,7 +221,7 @@ async def test_redis_outage_fails_no_request_and_recovers(server: RedisServer, k
         if kind in ("replica", "no_replicas"):
             assert all(each.publisher.report().connects > 1 for each in workers), "another server may be there now"
         if kind == "lying":
-            assert sum(routers[0].board.counts.bad.values()) > 5
+            await until(lambda: sum(routers[0].board.counts.bad.values()) > 5, "lies are counted")
         await ask(4)
 
 
@@ -273,7 +281,9 @@ async def test_redis_starting_last_is_used() -> None:
         settings = board_at(server)
         async with PublishingWorker("d0", settings) as worker, router(0, settings, live=0) as reader:
             worker.store([block(1)])
-            await asyncio.sleep(0.4)
+            await until(
+                lambda: failures_of(reader) > 0 and worker.publisher._link.health.failures > 0, "both have tried"
+            )
             server.start()
             await until(lambda: reader.agrees_with(worker) and bool(reader.knows(worker)), "found and followed")
 
@@ -299,9 +309,9 @@ async def test_wrong_redis_password_fails_no_request_and_is_not_logged(
 
 async def test_clusters_sharing_a_redis_are_isolated(server: RedisServer) -> None:
     ours, theirs = board_at(server), board_at(server, cluster="other")
-    async with PublishingWorker("d0", ours) as worker, PublishingWorker("d0", theirs) as stranger:
+    async with PublishingWorker("d0", ours) as worker, PublishingWorker("d0", theirs) as foreign_worker:
         worker.store([block(1)])
-        stranger.store([block(2)])
+        foreign_worker.store([block(2)])
         async with router(0, ours, live=1) as reader:
             await until(lambda: reader.agrees_with(worker), "its own")
             assert {a.address for a in reader.board.directory._addresses} == {worker.address}

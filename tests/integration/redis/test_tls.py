@@ -63,8 +63,8 @@ async def test_redis_over_tls_works_and_refuses_foreign_certificate(tmp_path: Pa
         reader = await stack.enter_async_context(router(0, good, live=1))
         await reader.ask(tuple(range(100)))
         await until(lambda: bool(worker.held) and reader.agrees_with(worker), "through TLS")
-        stranger = await stack.enter_async_context(router(1, bad, live=0))
-        poll = stranger.board.links[1]
+        refused = await stack.enter_async_context(router(1, bad, live=0))
+        poll = refused.board.links[1]
         await until(lambda: poll.failures > 0, "refused")
         assert not poll.is_up
         assert "certificate verify failed" in poll.reason

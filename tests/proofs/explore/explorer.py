@@ -62,10 +62,10 @@ def explore(scope: Scope, *meetings: Meeting) -> Explored:
     )
 
 
-def strangers_do_nothing(names: Names) -> int:
+def foreign_messages_do_nothing(names: Names) -> int:
     """Show every message met, under another hand-off's name, to every machine met. Returns how many were shown."""
     machines: Machines = names.machines
-    strangers = [
+    others = [
         replace(envelope, key=replace(envelope.key, transfer_id=TransferId("another")))
         for envelope in names.envelopes.values
     ]
@@ -74,9 +74,9 @@ def strangers_do_nothing(names: Names) -> int:
         if state is None:
             continue
         machine = machines.get(machines.images.number(image))
-        for stranger in strangers:
-            if machine.on_message(stranger, 0.0) != ():
-                raise Violation(f"{stranger} of another hand-off does something to {image}")
+        for message in others:
+            if machine.on_message(message, 0.0) != ():
+                raise Violation(f"{message} of another hand-off does something to {image}")
             num_shown += 1
         if freeze(machine) != image:
             raise Violation(f"messages of another hand-off change {image}")

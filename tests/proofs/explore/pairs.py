@@ -1,10 +1,10 @@
 """Two requests at once: every pair of lives that shared workers allow, by breadth-first search over arrays.
 
-No machine, message, grant or write of one hand-off ever reaches another (`explorer.strangers_do_nothing` proves it on
-every state met). So two lives touch each other through four things only: the pool of a decode worker that they share,
-the death of a process, the end of a link, and the number of faults. The state of the whole cluster is thus a pair of
-nodes of the graph of all lives, and its moves are those of either life, and the events that reach both. No interleaving
-is left out: `whole.py` searches a small cluster in the plain way, and finds as many states.
+No machine, message, grant or write of one hand-off ever reaches another (`explorer.foreign_messages_do_nothing` proves
+it on every state met). So two lives touch each other through four things only: the pool of a decode worker that they
+share, the death of a process, the end of a link, and the number of faults. The state of the whole cluster is thus a
+pair of nodes of the graph of all lives, and its moves are those of either life, and the events that reach both. No
+interleaving is left out: `whole.py` searches a small cluster in the plain way, and finds as many states.
 
 What must hold of a pair and does not follow from its lives alone is that blocks change hands between them cleanly.
 """

@@ -57,7 +57,7 @@ class Batch:
         self._injector = Injector(plan.transfers, plan.greetings)
         self._unit = min(plan.source.block_size, plan.destination.block_size)
         self._records = {TransferId(p.name): self._record(p) for p in chosen}
-        self._talk = HandoffMessages(self._injector, LONG_SILENCE_S)
+        self._messages = HandoffMessages(self._injector, LONG_SILENCE_S)
         # Little more than all of them need at once, so that freed blocks are taken again soon.
         self._here = GuardedPool(plan.source, self._room(plan.source.block_size, 1), plan.seed)
         self._there = GuardedPool(plan.destination, self._room(plan.destination.block_size, 2), plan.seed + 1)
@@ -115,7 +115,9 @@ class Batch:
     def _dialer(self) -> Dialer:
         options = (*CLIENT_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
         return Dialer(
-            open_channel=lambda address: FaultyChannel(grpc.aio.insecure_channel(address, options=options), self._talk)
+            open_channel=lambda address: FaultyChannel(
+                grpc.aio.insecure_channel(address, options=options), self._messages
+            )
         )
 
     async def _transfer_all(self, hub: ReceiverHub) -> None:
@@ -184,7 +186,7 @@ class Batch:
             if not faults:
                 self._report.num_undisturbed += 1
                 continue
-            again = bool(record.errors) or record.plan.name in self._talk.nacks
+            again = bool(record.errors) or record.plan.name in self._messages.nacks
             if record.committed:
                 outcome = "committed after a retry" if again else "committed"
             else:

@@ -29,13 +29,13 @@ class HandoffMessages:
 class FaultyChannel:
     """As much of a grpc.aio channel as a ReceiverLink uses."""
 
-    def __init__(self, inner: grpc.aio.Channel, talk: HandoffMessages) -> None:
-        self._inner, self._talk = inner, talk
+    def __init__(self, inner: grpc.aio.Channel, messages: HandoffMessages) -> None:
+        self._inner, self._messages = inner, messages
 
     def stream_stream(self, *args: Any, **options: Any) -> Any:
         """A callable that begins a stream."""
         begin = self._inner.stream_stream(*args, **options)
-        return lambda **more: FaultyStream(begin(**more), self._talk)
+        return lambda **more: FaultyStream(begin(**more), self._messages)
 
     async def close(self) -> None:
         await self._inner.close()
@@ -44,8 +44,8 @@ class FaultyChannel:
 class FaultyStream:
     """The decode worker's end of a stream: both directions pass here."""
 
-    def __init__(self, inner: Any, talk: HandoffMessages) -> None:
-        self._inner, self._talk = inner, talk
+    def __init__(self, inner: Any, messages: HandoffMessages) -> None:
+        self._inner, self._messages = inner, messages
         self._ready: deque[pb.HandoffMessage] = deque()
         self._held: dict[Place, list[pb.HandoffMessage]] = {Place.ASKING: [], Place.TELLING: []}
 
@@ -64,38 +64,38 @@ class FaultyStream:
             await self._inner.write(passed)
 
     async def _passed(self, message: pb.HandoffMessage, place: Place) -> list[pb.HandoffMessage]:
-        talk, name = self._talk, message.transfer_id
+        messages, name = self._messages, message.transfer_id
         if message.WhichOneof("kind") == "nack":
-            talk.nacks.add(name)
-        hit = talk.injector.due(TransferId(name), place) if name else None
+            messages.nacks.add(name)
+        hit = messages.injector.due(TransferId(name), place) if name else None
         if hit is None:
             passed = [message]
         else:
             passed = await self._faulty(message, hit[1].kind, place, random.Random(hit[1].seed))
         if passed and self._held[place]:
             for held in self._held[place]:
-                talk.injector.suffered(TransferId(held.transfer_id), Kind.REORDER, place)
+                messages.injector.suffered(TransferId(held.transfer_id), Kind.REORDER, place)
             passed, self._held[place] = [*passed, *self._held[place]], []
         if name:
-            talk.history[place].append(message)
+            messages.history[place].append(message)
         return passed
 
     async def _faulty(
         self, message: pb.HandoffMessage, kind: Kind, place: Place, rng: random.Random
     ) -> list[pb.HandoffMessage]:
-        talk = self._talk
+        messages = self._messages
         if kind is Kind.REORDER:
             self._held[place].append(message)
             return []
-        talk.injector.suffered(TransferId(message.transfer_id), kind, place)
+        messages.injector.suffered(TransferId(message.transfer_id), kind, place)
         match kind:
             case Kind.TRUNCATE:
                 return []
             case Kind.REPLAY:
-                sent = [*talk.history[place], message]
+                sent = [*messages.history[place], message]
                 return [message, message if rng.random() < 0.5 else rng.choice(sent)]
             case Kind.STALL:
-                await asyncio.sleep(rng.uniform(0.002, 0.05) if rng.random() < 0.85 else talk.long_stall_s)
+                await asyncio.sleep(rng.uniform(0.002, 0.05) if rng.random() < 0.85 else messages.long_stall_s)
                 return [message]
             case _:
                 self._inner.cancel()

@@ -7,7 +7,8 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,24 @@ class Workers:
             raise EOFError(f"{name} does not answer")
         return json.loads(line)
 
+    async def settle(self, name: str, stopped: Mapping[str, Any]) -> None:
+        """Wait until all that a stopped worker has sent is read, and its peers' attempts with it no longer change.
+
+        `stopped`: its state before, by `look`.
+        """
+
+        async def is_read() -> bool:
+            return not unread_bytes(stopped["pid"])
+
+        async def attempts() -> list[Any]:
+            states = [await self.look(peer) for peer in self.names if peer != name]
+            return [a for state in states for a in state["attempts"] if a["peer"] == stopped["incarnation"]]
+
+        await self.cluster.until(is_read)
+        before = await attempts()
+        while (after := await attempts()) != before:
+            before = after
+
     async def come_back(self, name: str, old_pid: int | None) -> None:
         """Wait until a killed worker serves again and a router has it. `old_pid`: by the supervisor."""
         await self.cluster.local.wait_ready(name, after_pid=old_pid)
@@ -115,6 +134,24 @@ class Workers:
             found += [f"{name} has attempt {attempt}" for attempt in state["attempts"]]
             found += [f"{name} has {count} {what}" for what, count in state["engine"].items() if count]
         return found
+
+
+def unread_bytes(pid: int) -> int:
+    """Bytes that a process has sent over TCP on this machine and that nobody has read yet."""
+    inodes = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(OSError):  # it has just been closed
+            inodes.add(os.readlink(link).removeprefix("socket:[").removesuffix("]"))
+    rows = [
+        line.split()
+        for table in ("tcp", "tcp6")
+        if (path := Path(f"/proc/{pid}/net/{table}")).exists()
+        for line in path.read_text().splitlines()[1:]
+    ]
+    received = {(row[1], row[2]): int(row[4].partition(":")[2], 16) for row in rows}
+    return sum(
+        int(row[4].partition(":")[0], 16) + received.get((row[2], row[1]), 0) for row in rows if row[9] in inodes
+    )
 
 
 class Campaign:
@@ -136,7 +173,7 @@ class Campaign:
         async with asyncio.TaskGroup() as tasks:
             ticking = tasks.create_task(self._tick())
             async with self._clients.asking(NUM_CLIENTS):
-                await asyncio.sleep(0.5)
+                await self._workers.cluster.until(self._is_loaded)
                 while len(report.kills) < count and not (report.problems or self._clients.problems):
                     await self._kill_one(tasks)
             await asyncio.gather(*self._returns)
@@ -148,6 +185,10 @@ class Campaign:
         report.problems += await self._workers.leftovers()
         report.problems += self._strange_ends(len(report.kills) + report.num_missed)
         return report
+
+    async def _is_loaded(self) -> bool:
+        """Whether requests run, and the first of them have ended one way or another."""
+        return bool(self._clients.outcomes or self._clients.problems)
 
     async def _tick(self) -> None:
         while True:

@@ -42,9 +42,9 @@ class Ledger:
             setattr(Attempt, name, self._noting(getattr(Attempt, name)))
 
     def _noting(self, method: Any) -> Any:
-        def noting(attempt: Any, news: Any) -> None:
+        def noting(attempt: Any, change: Any) -> None:
             before, num_blocks = attempt.machine.state, held_by(attempt)
-            method(attempt, news)
+            method(attempt, change)
             after = attempt.machine.state
             if before in LIVE and after not in (*LIVE, HandoffState.COMMITTED) and not committed(attempt):
                 end = {"state": before.value, "blocks": num_blocks, "at_s": time.monotonic()}

@@ -124,7 +124,7 @@ class Campaign:
         async with asyncio.TaskGroup() as tasks:
             for _ in range(NUM_STREAMS):
                 tasks.create_task(self._stream_on())
-            await asyncio.sleep(2 * _REST_S)
+            await self._workers.cluster.until(self._is_loaded)
             for fault in order:
                 if report.problems:
                     break
@@ -138,6 +138,11 @@ class Campaign:
         report.problems += await self._workers.leftovers()
         self._reckon()
         return report
+
+    async def _is_loaded(self) -> bool:
+        """Whether most streams receive tokens: one that has ended takes a moment to be followed by another."""
+        streaming = await self._workers.cluster.figure("vllm:num_requests_running")
+        return streaming > NUM_STREAMS / 2 or bool(self.report.problems)
 
     async def _stream_on(self) -> None:
         while not self._stopping and not self.report.problems:

@@ -37,7 +37,7 @@ def stated() -> list[str]:
     return re.findall(r"^ *- (\S+:\d+)$", config.read_text(), re.MULTILINE)
 
 
-def tell(reached: list[str]) -> None:
+def publish(reached: list[str]) -> None:
     """As a real router does."""
     os.write(ready_fd, b"\n" + json.dumps({"reaches": reached}).encode() + b"\n")
 
@@ -47,7 +47,7 @@ def read_again(*_: object) -> None:
     record("hup")
     if is_router:
         with contextlib.suppress(OSError):  # a real one keeps the workers that it knows
-            tell(stated())
+            publish(stated())
     level = re.findall(r"^log_level: (\w+)$", config.read_text(), re.MULTILINE) if config.exists() else []
     os.write(1, f"{name} reads again: {level}\n".encode())
 
@@ -72,7 +72,7 @@ elif mode != "slow":
         ready = {"http": mode} if mode.startswith("http:") else {}
     os.write(ready_fd, json.dumps(ready).encode() + b"\n")
 if is_router and mode not in ("slow", "garbage"):
-    tell(reached)
+    publish(reached)
 else:
     os.close(ready_fd)
 while True:

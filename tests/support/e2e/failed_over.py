@@ -115,8 +115,8 @@ async def read(
 ) -> str:
     """A stream to its end, into `got`; its request's id."""
     more = {"stream": True, "stream_options": {"include_usage": True}}
-    asking = cluster.http.stream("POST", "/v1/completions", json=body(prompt, LONG, **more), headers=headers)
-    async with asking as response:
+    post = cluster.http.stream("POST", "/v1/completions", json=body(prompt, LONG, **more), headers=headers)
+    async with post as response:
         async for line in response.aiter_lines():
             if line.startswith("data: {"):
                 chunk = json.loads(line.removeprefix("data: "))

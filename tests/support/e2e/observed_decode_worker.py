@@ -27,10 +27,10 @@ def observe() -> None:
     def observed(self: BlockMover, inputs: StepInputs) -> None:
         move(self, inputs)
         steps = (inputs.offloads, inputs.loads, inputs.copies, inputs.feeds)
-        tells = any(map(len, steps[:3])) or (len(inputs.feeds) > 0 and not counts["ahead"])
+        is_reported = any(map(len, steps[:3])) or (len(inputs.feeds) > 0 and not counts["ahead"])
         for name, part in zip(NAMES, steps, strict=True):
             counts[name] += len(part)
-        if tells:
+        if is_reported:
             sys.stderr.write("observed " + " ".join(f"{name}={count}" for name, count in counts.items()) + "\n")
 
     BlockMover.move = observed  # type: ignore[method-assign]

@@ -112,7 +112,7 @@ def test_suite_phase_beside_another_is_counted_and_printed_after_it(
     (root / "test_it.py").write_text("def test_first():\n    pass\n\n\ndef test_second():\n    assert 1 == 2\n")
     quiet = ("-p", "no:cacheprovider", "-k")
     phases = (
-        run.Phase(name="low", args=(*quiet, "second"), beside=True),
+        run.Phase(name="low", args=(*quiet, "second"), parallel=True),
         run.Phase(name="high", args=(*quiet, "first")),
     )
     assert run.main([], phases, root) == 1

@@ -198,15 +198,17 @@ class Router(StuckRouter):
 
 
 @pytest.mark.parametrize(
-    ("publishes", "reads", "is_told"), [(True, True, False), (True, False, True), (False, True, True)]
+    ("publishes", "reads", "gets_events"), [(True, True, False), (True, False, True), (False, True, True)]
 )
-async def test_session_router_that_reads_redis_gets_no_kv_events(publishes: bool, reads: bool, is_told: bool) -> None:
+async def test_session_router_that_reads_redis_gets_no_kv_events(
+    publishes: bool, reads: bool, gets_events: bool
+) -> None:
     handler, router, publisher = Handler(), Router(reads_board=reads), FailingPublisher()
     sessions = WorkerSessions(handler, publisher if publishes else None)
     session = asyncio.create_task(sessions.Session(None, router))
     port = await handler.port
-    assert port.wants_events == is_told
-    assert sessions.event_sinks == [*([port] if is_told else []), *([publisher] if publishes else [])]
+    assert port.wants_events == gets_events
+    assert sessions.event_sinks == [*([port] if gets_events else []), *([publisher] if publishes else [])]
     telling = asyncio.create_task(sessions.send_loads())
     while len(router.written) < 2:  # noqa: ASYNC110 - a router's side has no event
         await asyncio.sleep(0)
@@ -214,6 +216,6 @@ async def test_session_router_that_reads_redis_gets_no_kv_events(publishes: bool
     load = router.written[1].load
     assert load.report_number == 1
     assert load.HasField("board") == publishes
-    assert load.publisher.entries == 3 * publishes
+    assert load.board.entries == 3 * publishes
     port.close()
     await session

@@ -24,7 +24,7 @@ class Host:
     def __init__(self, harness: Harness) -> None:
         self._engine = harness.engine
         self.runners: list[Runner] = []
-        self.was_asked = asyncio.Event()
+        self.was_requested = asyncio.Event()
 
     async def replace_runner(self, replace):
         def noted(runner):
@@ -32,7 +32,7 @@ class Host:
             return self.runners[-1]
 
         await asyncio.shield(asyncio.wrap_future(self._engine.call(lambda _: self._engine.replace_runner(noted))))
-        self.was_asked.set()
+        self.was_requested.set()
 
 
 def submit(harness: Harness, max_tokens: int) -> None:
@@ -50,7 +50,7 @@ async def test_step_trace_has_requested_number_of_steps(tmp_path):
     with running(runner) as harness:
         host, trace = Host(harness), StepTrace()
         recording = asyncio.create_task(trace_steps(host, trace, num_steps=3, timeout_s=WAIT_S))
-        await host.was_asked.wait()
+        await host.was_requested.wait()
         submit(harness, 30)
         assert await recording >= 3
         assert isinstance(host.runners[0], TracedRunner)
@@ -71,7 +71,7 @@ async def test_step_trace_cancelled_or_idle_changes_nothing(leaves):
         recording = asyncio.create_task(
             trace_steps(host, StepTrace(), num_steps=3, timeout_s=WAIT_S if leaves else 0.0)
         )
-        await host.was_asked.wait()
+        await host.was_requested.wait()
         if leaves:
             recording.cancel()
             with pytest.raises(asyncio.CancelledError):

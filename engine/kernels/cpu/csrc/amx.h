@@ -1,9 +1,9 @@
-// The blocked matrix product on AMX tiles, for bf16 and int8 alike: a tile row is 64 bytes, and only the dot differs.
+// Blocked matrix product on AMX tiles, for bf16 and int8: a tile row is 64 bytes in both, only the dot product differs.
 //
 // Weights are packed once as [panel of 32 columns][step of 64 bytes of depth][2 tiles of 1 KB]; a thread that walks
 // panels therefore reads memory in order. Every output element is one chain of tile products over the whole depth,
-// in order, whatever the number of rows and threads; cutting the depth only parks the float sums in memory. So a row's
-// result never depends on its neighbours.
+// in order, whatever the number of rows and threads; splitting the depth only spills the float sums to memory. So a
+// row's result is independent of the batch.
 #pragma once
 
 #include "linear.h"
@@ -24,14 +24,14 @@ namespace amx {
 constexpr int64_t kStepBytes = 2 * kTileBytes, kRowBytes = kTileRowBytes;
 constexpr int64_t kBlockRows = 32;   // two tiles of rows times two tiles of columns: four accumulators
 constexpr int64_t kL1Steps = 16;     // 32 KB of weights stay in the 48 KB L1 while rows stream past them
-constexpr int64_t kMostChunkRows = 640;  // rows kept in L2, by a team or by a thread for itself
-constexpr int64_t kApartRows = 160;      // rows a thread from which on threads take rows, not columns,
-constexpr int64_t kWideApartRows = 400;  // and those for a matrix of at least
-constexpr int64_t kWidePanels = 128;     // so many panels: see all_rows
-constexpr int64_t kBandPanels = 32;  // most panels past which a part of the rows goes while it is in L2
-constexpr int64_t kBandsEach = 2;    // bands for each thread of a team, so that none waits long for another at the end
-constexpr int64_t kLoosePart = 8;    // one panel in so many belongs to nobody's share: see Shares
-constexpr int64_t kAhead = 16 * 1024;  // bytes between the weights being used and those being asked for
+constexpr int64_t kMostChunkRows = 640;  // rows kept in L2, by a team or by one thread
+constexpr int64_t kApartRows = 160;      // rows per thread above which work is split by rows, not by columns,
+constexpr int64_t kWideApartRows = 400;  // and the same for matrices of at least
+constexpr int64_t kWidePanels = 128;     // this many panels: see all_rows
+constexpr int64_t kBandPanels = 32;  // most panels that a part of the rows is multiplied by while it is in L2
+constexpr int64_t kBandsEach = 2;    // bands per thread of a team: bounds the imbalance at the end
+constexpr int64_t kLoosePart = 8;    // one panel in this many is assigned dynamically: see Shares
+constexpr int64_t kAhead = 16 * 1024;  // prefetch distance in bytes
 
 inline void barrier() { asm volatile("" ::: "memory"); }
 
@@ -83,7 +83,7 @@ inline void zero() {
   }
 }
 
-// Accumulators parked between cuts of the depth: four tiles one after another.
+// Accumulators spilled between parts of the depth: four tiles, contiguous.
 template <bool two>
 inline void resume(const char* parked) {
   barrier();
@@ -119,8 +119,8 @@ inline void unload(char* block) {
   barrier();
 }
 
-// Rows as they come (at most 32 of them) against one panel. Weights are asked for `kAhead` bytes early: at the panel's
-// end the first of the panel that this thread takes next, if it takes one.
+// Rows in their own layout (at most 32) times one panel. Weights are prefetched `kAhead` bytes ahead: at the panel's
+// end the first of this thread's next panel, if there is one.
 template <class Dot, bool two, class Writer>
 inline void multiply_few(const char* x, int64_t stride, const char* weights, const char* following, int64_t steps,
                          Writer& writer) {
@@ -148,13 +148,13 @@ inline void multiply_few(const char* x, int64_t stride, const char* weights, con
   writer.flush();
 }
 
-// The weights that follow, fetched into L2 while a block is multiplied: so many cache lines of them per step.
+// Prefetches the next weights into L2 while a block is multiplied, a fixed number of cache lines per step.
 struct Ahead {
   const char* weights;
   int64_t lines;
 };
 
-// Rows in tiles against weights that stay in L1; `lower`: bytes from sixteen rows to the next. Rows are loaded as a
+// Rows in tiles times weights that stay in L1; `lower`: bytes from sixteen rows to the next. Rows are loaded as a
 // stream: they come from L2, and with ordinary loads they would push the weights out of L1 (67 % of the tile peak
 // instead of 92 %).
 template <class Dot, bool two, class Writer>
@@ -189,15 +189,15 @@ inline Scratches& scratches() {
   return own;
 }
 
-// The panels of a product among a team: most in equal shares, each one stretch of memory; the last go one by one to
-// whoever is free, since memory does not serve all threads alike.
+// Panels of a product divided among a team: most in equal, contiguous shares; the last ones are handed out dynamically,
+// since memory bandwidth is not the same for all threads.
 class Shares {
  public:
   explicit Shares(int64_t panels) : panels_(panels), loose_(panels - panels / kLoosePart), next_(loose_) {}
 
   Range own(int thread, int team) const { return split(loose_, thread, team); }
 
-  // A panel of nobody's share; -1 when there are no more.
+  // Next dynamically assigned panel; -1 when there are no more.
   int64_t claim() {
     const int64_t panel = next_.fetch_add(1, std::memory_order_relaxed);
     return panel < panels_ ? panel : -1;
@@ -208,7 +208,7 @@ class Shares {
   std::atomic<int64_t> next_;
 };
 
-// At most 32 rows in their own layout, depth a whole number of steps, against a thread's panels.
+// At most 32 rows in their own layout, depth a whole number of steps, times a thread's panels.
 template <class Dot, class Writer>
 void few_rows(const Linear& w, const char* x, int64_t stride, int64_t rows, Range own, Shares& shares,
               Writer& writer) {
@@ -247,7 +247,7 @@ struct Chunk {
   char* tile(int64_t row, int64_t step) const { return rows.tile(begin + row, step); }
 };
 
-// One cut of the depth, for all rows of a chunk and one panel; `next` are the weights to fetch in the course of it.
+// One part of the depth, for all rows of a chunk and one panel; `next`: the weights to prefetch meanwhile.
 template <class Dot, class Writer>
 inline void sweep(const Chunk& chunk, Range cut, const char* weights, const char* next, char* parked, int64_t panel,
                   Writer& writer) {
@@ -282,8 +282,8 @@ inline void sweep(const Chunk& chunk, Range cut, const char* weights, const char
   }
 }
 
-// A chunk against a band of panels. The depth is cut twice: rows stay in L2 for `kL2Steps` of it while all panels of
-// the band pass, and a panel's weights stay in L1 for `kL1Steps` while all rows pass.
+// A chunk times a band of panels. The depth is split at two levels: `kL2Steps` of the rows stay in L2 for all panels of
+// the band, and `kL1Steps` of a panel's weights stay in L1 for all rows.
 template <class Dot, class Writer>
 void many_rows(const Linear& w, const Chunk& chunk, Range panels, Writer& writer) {
   const bool deep = chunk.steps() > kL2Steps;
@@ -308,13 +308,13 @@ void many_rows(const Linear& w, const Chunk& chunk, Range panels, Writer& writer
   }
 }
 
-// The rows of a call that came in tiles.
+// Rows of a call whose input is in tiles already.
 inline TileRows given_tiles(const Call& call, int64_t steps) {
   return {const_cast<char*>(static_cast<const char*>(call.x)), call.rows, steps};
 }
 
-// Every thread takes whole chunks: it packs its own rows into its own L2, unless they came in tiles, and walks all
-// panels. Nobody waits, and the threads, side by side among the weights, fetch them from memory once.
+// Every thread takes whole chunks: it packs its rows into its own L2, unless they are in tiles already, and walks all
+// panels. No thread waits for another, and since all walk the weights at the same pace, memory is read once.
 template <class Dot, class Sums, class Pack>
 void rows_apart(const Linear& w, const Call& call, const float* row_scales, int64_t threads, const Pack& pack) {
   const int64_t steps = ceil_div(w.depth * Dot::kBytes, kRowBytes), panels = panels_of(w);
@@ -339,15 +339,15 @@ void rows_apart(const Linear& w, const Call& call, const float* row_scales, int6
   });
 }
 
-// The team packs one chunk after the other together, unless they came in tiles; each thread takes bands of panels until
-// none is left.
+// The team packs one chunk after the other together, unless they are in tiles already; each thread takes bands of
+// panels until none is left.
 template <class Dot, class Sums, class Pack>
 void rows_together(const Linear& w, const Call& call, const float* row_scales, int64_t threads, const Pack& pack) {
   const int64_t steps = ceil_div(w.depth * Dot::kBytes, kRowBytes), panels = panels_of(w);
   const int64_t chunks = ceil_div(call.rows, kMostChunkRows);
   const int64_t chunk_rows = round_up(ceil_div(call.rows, chunks), kBlockRows);
   char* packed = w.takes_tiles ? nullptr : scratches().rows.array<char>(chunk_rows * steps * kRowBytes);
-  // Even: the two panels of a tile that is given on have each other's half of its lines.
+  // Even: the two panels of an output tile write halves of the same cache lines.
   const int64_t width = std::min(kBandPanels, round_up(ceil_div(panels, kBandsEach * std::max<int64_t>(1, threads)), 2));
   const int64_t bands = ceil_div(panels, width);
   std::atomic<int64_t> taken{0};
@@ -375,9 +375,9 @@ void rows_together(const Linear& w, const Call& call, const float* row_scales, i
   });
 }
 
-// Walks all rows; `pack(rows of the chunk, chunk)` brings them into tiles. Threads that take rows apart never wait for
-// each other, but each fetches all weights, and a thread can have only so many lines on their way from memory: with few
-// rows to multiply them by, that costs more of a wide matrix than packing rows together does.
+// Walks all rows; `pack(rows of the chunk, chunk)` packs them into tiles. Threads that split the rows never wait for
+// each other, but each reads all weights, and a thread can have only a few cache misses in flight: with few rows to
+// reuse the weights for, that costs more for a wide matrix than packing rows together does.
 template <class Dot, class Sums, class Pack>
 void all_rows(const Linear& w, const Call& call, const float* row_scales, int64_t threads, const Pack& pack) {
   const int64_t enough = panels_of(w) < kWidePanels ? kApartRows : kWideApartRows;

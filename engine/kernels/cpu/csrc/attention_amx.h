@@ -1,11 +1,11 @@
 // Attention in bfloat16 on AMX tiles: scores and sums in float32, weights rounded to bfloat16 before the values.
 //
-// Keys are taken 512 at a time, in absolute order from position 0 up. Once per unit they are repacked for the tile
-// unit: keys transposed by pairs of dimensions, values interleaved by pairs of keys. Every 32 query rows (positions
+// Keys are processed in blocks of 512, in absolute order from position 0 up. Once per unit they are repacked for the
+// tile unit: keys transposed by pairs of dimensions, values interleaved by pairs of keys. Each 32 query rows (positions
 // times heads of the group) then take one tile of scores after the other, an online softmax (Milakov and Gimelshein,
 // 2018; tiled as in FlashAttention, Dao et al., 2022) and the weighted sum of values. Tiles that no row sees are
-// skipped. A row's tile arithmetic does not depend on its neighbours, keys that it does not see weigh exactly zero,
-// and the blocks are absolute: so a row alone and a row in any chunk give the same bits.
+// skipped. A row's tile arithmetic is independent of the other rows, masked keys have weight exactly zero, and block
+// boundaries are absolute: so a row alone and a row in any chunk give the same bits.
 #pragma once
 
 #include "tiles.h"
@@ -21,7 +21,7 @@
 namespace tandem {
 
 constexpr int kAmxKeys = 512;                // keys per block
-constexpr int kScoreStride = kAmxKeys + 16;  // not a power of two: rows of a tile fall into different cache sets
+constexpr int kScoreStride = kAmxKeys + 16;  // not a power of two, so that rows of a tile map to different cache sets
 constexpr int kWeightStride = kAmxKeys + 32;
 
 // c[16, 16 n] = or += a[16, 32 steps] * b, for n <= 4; b in tiles of 32 x 16, the n of one step `step_bytes` apart.
@@ -131,7 +131,7 @@ class AmxUnit {
         first_row_(step.first_rows[unit[0]] + unit[1]),
         column_(kv_head * group_ * step.head_dim),
         out_stride_(int64_t(step.num_heads) * step.head_dim),
-        scale_(step.scale * 1.44269504088896341f) {  // powers of 2 in place of e
+        scale_(step.scale * 1.44269504088896341f) {  // base 2 in place of e
     const int64_t padded = round_up(num_rows_, kTileRows);
     Carver carver(scratch(
         Carver::bytes<Bfloat16>(padded * dim_steps_ * 32) + Carver::bytes<float>(padded * dim_tiles_ * 16) +
@@ -166,7 +166,7 @@ class AmxUnit {
  private:
   int64_t position(int64_t row) const { return first_position_ + row / group_; }
 
-  // Queries one below the other, in whole steps of depth, with rows of zeros up to a whole tile.
+  // Stacks queries in whole steps of depth, padded with rows of zeros to a whole tile.
   void start(int64_t padded) {
     const int64_t width = dim_steps_ * 32;
     const Bfloat16* position = layer_.queries + first_row_ * layer_.query_stride + column_;
@@ -234,9 +234,9 @@ class AmxUnit {
     first ? add(std::false_type{}) : add(std::true_type{});
   }
 
-  // A tile's scores to weights; what its rows have so far, unless these are the first, is rescaled when a maximum
-  // rises. Maxima come first and for all rows, without a branch on any of them: a mispredicted one would stop the
-  // exponentials that are under way.
+  // Turns a tile's scores into weights; the rows' partial sums, unless this is the first tile, are rescaled when a
+  // maximum rises. Maxima of all rows are computed first and without branches: a misprediction would stall the
+  // exponentials in flight.
   void soften(int64_t row, int64_t tile_row, int64_t count, int64_t key, int64_t begin, int64_t limit,
               bool first) {
     Words highest[kTileRows];
@@ -267,7 +267,7 @@ class AmxUnit {
     }
   }
 
-  // Hides what a row of the tile, standing at `high` within the block, does not see; returns maxima by lane.
+  // Masks the keys that a row at position `high` within the block does not see; returns maxima by lane.
   Floats mask(int64_t tile_row, int64_t high, int64_t begin, int64_t limit) {
     float* scores = scores_ + tile_row * kScoreStride;
     const int64_t low = high - layer_.window;  // sees keys in (low, high]

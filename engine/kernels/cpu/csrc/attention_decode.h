@@ -1,9 +1,9 @@
 // Attention of one row per sequence in bfloat16, limited by how fast keys and values come from memory.
 //
-// Keys are read in place, 64 at a time and once for all query heads of their group, while the next 64 are on their
-// way (software prefetch, into L2: paging hides the next block from the hardware, and L1 has too few buffers). Softmax,
-// weights and the sum of values are float32. Sums are kept apart for even and odd dimensions, [32 dimensions: 16 even,
-// 16 odd]: a word of the cache holds one of each, and becomes two floats by a shift and a mask.
+// Keys are read in place, 64 at a time and once for all query heads of their group, while the next 64 are prefetched
+// (by software and into L2: the hardware prefetcher cannot follow block tables, and L1 has too few fill buffers).
+// Softmax, weights and the sum of values are float32. Even and odd dimensions have separate sums, [32 dimensions: 16
+// even, 16 odd]: a 32-bit word of the cache holds one of each, and becomes two floats by a shift and a mask.
 #pragma once
 
 #include "decode_scores.h"
@@ -33,7 +33,7 @@ TANDEM_INLINE void write_head(const float* sums, float factor, int64_t head_dim,
   }
 }
 
-// What one key-value head's queries have so far.
+// Running softmax and sums of one key-value head's queries.
 template <class Scores>
 class DecodeHead {
  public:
@@ -46,7 +46,7 @@ class DecodeHead {
       : head_dim_(head_dim),
         width_(round_up(head_dim, 32)),
         group_(group),
-        scale_(scale * 1.44269504088896341f),  // powers of 2 in place of e
+        scale_(scale * 1.44269504088896341f),  // base 2 in place of e
         scores_(carver, queries, group, head_dim) {
     out_ = carver.take<float>(group_ * width_);
     sums_ = carver.take<Floats>(group_);
@@ -155,7 +155,7 @@ class DecodeHead {
   Floats* sums_;
 };
 
-// What one thread does at a time: some neighbouring key-value heads of one segment of one sequence.
+// Unit of work of one thread: adjacent key-value heads of one segment of one sequence.
 struct DecodePart {
   int64_t single, segment, first_head, num_heads;
 
@@ -199,9 +199,9 @@ class KeySpans {
   int64_t lowest_, key_, end_;
 };
 
-// Asks for keys and values to come, evenly over the time: memory is then never idle, while after a burst of requests
-// instructions would wait for buffers and then memory for requests. In the order of addresses, not of use, since blocks
-// keep neighbouring heads together: sixteen keys of one head after the other.
+// Prefetches the next keys and values at an even pace, which keeps memory busy: a burst of prefetches would stall on
+// fill buffers and then leave memory idle. Follows the order of addresses, not of use, since adjacent heads of a block
+// are contiguous: sixteen keys of one head after the other.
 class DecodePrefetch {
  public:
   explicit DecodePrefetch(const AttentionStep& step)
@@ -210,7 +210,7 @@ class DecodePrefetch {
         head_size_(int64_t(step.block_size) * head_dim_),
         value_offset_(step.num_kv_heads * head_size_) {}
 
-  // From now on: these keys of so many heads.
+  // Sets the keys, and the number of heads, to prefetch from now on.
   void begin(const Bfloat16* const* rows, int64_t count, int64_t num_heads) {
     rows_ = rows;
     count_ = count;
@@ -265,7 +265,7 @@ void write_part(const AttentionStep& step, const AttentionLayer<Bfloat16>& layer
   }
 }
 
-// Answers part `index` of the step while asking for the part that this thread takes next, as like as not.
+// Computes part `index` of the step while prefetching the part that this thread most likely takes next.
 template <class Scores>
 void attend_part(const AttentionStep& step, const AttentionLayer<Bfloat16>& layer, int64_t index) {
   const DecodePart part = DecodePart::at(step, index);

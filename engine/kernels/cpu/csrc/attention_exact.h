@@ -1,6 +1,6 @@
-// Attention whose every row is a fixed function of its own query and keys, whatever else is computed beside it.
+// Batch-invariant attention: each row is a fixed function of its own query and keys, whatever else is in the batch.
 //
-// Keys are taken sixteen at a time, in absolute order from position 0 up: scores by sums over even and odd
+// Keys are processed sixteen at a time, in absolute order from position 0 up: scores by sums over even and odd
 // dimensions, an online softmax (Milakov and Gimelshein, 2018) in float32, then the values one after the other. Rows
 // share loads and never an accumulator, so a row alone and a row inside any chunk give the same bits. Keys that a row
 // does not see have weight exactly zero: x + 0 * v is x, and a step that changes no maximum rescales by exactly 1.
@@ -40,7 +40,7 @@ class ExactUnit {
     maxima_ = carver.take<float>(padded);
     keys_ = carver.take<Words>(width_);
     values_ = carver.take<float>(kLanes * width_);
-    start(padded, step.scale * 1.44269504088896341f);  // powers of 2 in place of e
+    start(padded, step.scale * 1.44269504088896341f);  // base 2 in place of e
   }
 
   void run() {
@@ -121,7 +121,7 @@ class ExactUnit {
     for (int r = 0; r < kExactRows; ++r) scores[r] = even[r] + odd[r];
   }
 
-  // Scores to weights; what the row has so far is rescaled when its maximum rises.
+  // Turns scores into weights; the row's partial sums are rescaled when its maximum rises.
   Floats soften(Floats scores, int64_t row, float* out) {
     const float highest = maximum(scores);
     if (highest > maxima_[row]) {

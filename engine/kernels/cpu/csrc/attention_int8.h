@@ -2,7 +2,7 @@
 //
 // 64 keys at a time, once for all query heads of their group. A key's scale is applied to its score, a value's to its
 // weight: codes are multiplied as they are. For scores, sixteen keys are transposed as words of four codes, which are
-// then widened column by column; the next 64 keys are asked for meanwhile.
+// then widened column by column; the next 64 keys are prefetched meanwhile.
 #pragma once
 
 #include <algorithm>
@@ -48,7 +48,7 @@ class Int8Unit {
     sums_ = carver.take<Floats>(group_);
     maxima_ = carver.take<float>(group_);
     columns_ = carver.take<Words>(query_width_ / 4);
-    const float scale = step.scale * 1.44269504088896341f;  // powers of 2 in place of e
+    const float scale = step.scale * 1.44269504088896341f;  // base 2 in place of e
     for (int64_t g = 0; g < group_; ++g)
       for (int64_t d = 0; d < query_width_; d += kLanes)
         store(queries_ + g * query_width_ + d, load_some(queries + g * head_dim_ + d, clamp(head_dim_ - d)) * scale);
@@ -196,7 +196,7 @@ class Int8Unit {
       store(scores + (head + h) * kSpanKeys, (sums[h][0] + sums[h][1] + (sums[h][2] + sums[h][3])) * scales);
   }
 
-  // Scores to weights, which take the values' scales; what the head has so far shrinks when its maximum rises.
+  // Turns scores into weights, times the values' scales; the head's partial sums are rescaled when its maximum rises.
   void soften(int64_t head, const Span& span, int64_t lowest) {
     float* scores = weights_ + head * kSpanKeys;
     const int32_t low = int32_t(std::max<int64_t>(lowest, 0)), high = int32_t(span.count);

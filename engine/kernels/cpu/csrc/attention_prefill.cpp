@@ -1,6 +1,6 @@
 // Attention over paged keys for any number of rows per sequence: causal, grouped queries, sliding windows.
 //
-// Work is cut into units (sequence, rows, key-value head), dearest first, which threads take one by one.
+// Work is split into units (sequence, rows, key-value head), the most expensive first, which threads take one by one.
 #include "attention_amx.h"
 #include "attention_exact.h"
 

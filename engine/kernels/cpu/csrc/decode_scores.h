@@ -12,11 +12,11 @@ namespace tandem {
 constexpr int kDecodeKeys = 64;
 constexpr int kDecodeHeads = 4;  // heads whose sums are in registers at once
 
-// How many of the next 64 keys are asked for in each part of the work, in sixteenths of a key: about as the time goes.
+// How many of the next 64 keys are prefetched in each part of the work, in sixteenths of a key: in proportion to time.
 constexpr int64_t kScoreShare = 24 * 16, kSoftenShare = 8 * 16, kAddShare = 32 * 16;
 
-// Any head size and block size. `score` writes [heads, kDecodeKeys]; keys beyond `count` get anything but a fault.
-// Again and again it calls `ahead(n)`, which asks for the next n sixteenths of a key.
+// Any head size and block size. `score` writes [heads, kDecodeKeys]; columns beyond `count` are unspecified.
+// At regular intervals it calls `ahead(n)`, which prefetches the next n sixteenths of a key.
 class TransposedScores {
  public:
   static size_t bytes(int64_t group, int64_t head_dim) {
@@ -90,7 +90,7 @@ class TransposedScores {
 #if TANDEM_AMX
 
 // Head sizes that are multiples of 32 in blocks of multiples of 16: keys are then tiles, sixteen of them by 32
-// dimensions. A key is a row of its tile, so what lies in slots beyond the sequence stays in rows that nobody reads.
+// dimensions. A key is a row of its tile, so slots beyond the sequence only affect rows that are not read.
 class TileScores {
  public:
   static bool fits(const AttentionStep& step) { return step.head_dim % 32 == 0 && step.block_size % kTileRows == 0; }

@@ -1,8 +1,8 @@
-// What lies between the matrix products of a decoder layer, each in one pass over its rows: norms, rotation and the
-// write into the paged cache, gating, gathering of rows.
+// Operators between the matrix products of a decoder layer, each in one pass over its rows: norms, rotation and write
+// into the paged cache, gating, gathering of rows.
 //
 // Everything is computed in float32 and rounded once, where it is stored; sums run in one fixed order that depends on
-// the row's length alone. Few elements are done by the calling thread: waking others costs about as much.
+// the row's length alone. Small inputs are left to the calling thread: waking others costs about as much.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -18,7 +18,7 @@ namespace {
 constexpr int64_t kSharedElements = 16384;  // some microseconds of work
 constexpr int64_t kLargestHead = 1024;      // values; engine/kernels/cpu/elementwise.py refuses more
 
-// Runs body(row) for every row, shared by threads when it pays.
+// Runs body(row) for every row, in parallel if there is enough work.
 template <class Body>
 void for_rows(int64_t num_rows, int64_t row_elements, int64_t threads, Body&& body) {
   const int64_t worth = std::min(num_rows, num_rows * row_elements / kSharedElements);
@@ -77,7 +77,7 @@ void add_rms_norm(T* residual, int64_t stride, const T* delta, const T* weight, 
 }
 
 // The same two for many rows, `delta` null or not, into tiles. Sixteen rows at a time, four steps of them together: a
-// row's own tiles lie a kilobyte apart, and would compete for a few sets of the cache.
+// row's own tiles are a kilobyte apart, and would map to few cache sets.
 void norm_to_tiles(Bfloat16* residual, int64_t stride, const Bfloat16* delta, const Bfloat16* weight,
                    const TileRows& out, float eps, int64_t threads) {
   constexpr int64_t kDepth = kTileRowBytes / int64_t(sizeof(Bfloat16)), kTogether = 4;

@@ -1,4 +1,4 @@
-// What this library may use on this machine, and requests to the kernel that are made once per process.
+// CPU features that this library may use, and requests to the operating system that are made once per process.
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>

@@ -64,7 +64,7 @@ TANDEM_EXPORT int64_t tandem_bf16_embed(const uint16_t* packed, int64_t columns,
 namespace {
 
 // Copies rows into the tiles of a chunk, zero beyond the depth and the last row. Four steps at a time: whole rows would
-// write lines 2 KB apart, which all compete for the same few cache sets.
+// write cache lines 2 KB apart, which map to the same few sets.
 void pack_rows(const uint16_t* x, int64_t stride, int64_t depth, Range rows, const amx::Chunk& chunk) {
   const int64_t whole = depth / kStepDepth;
   const __mmask32 tail = (1u << depth % kStepDepth) - 1;

@@ -2,8 +2,8 @@
 // multiply-adds over the depth, in order, whatever the number of rows and threads.
 //
 // Weights are packed as [panel of 32 columns][depth][32]. A block of rows times one panel lives in registers for the
-// whole depth; weights pass from L2 once per block. With few rows several panels go side by side, or the latency of the
-// chains would set the pace.
+// whole depth; weights are read from L2 once per block. With few rows several panels are computed at once, or the
+// latency of the chains would be the bottleneck.
 #include <cstring>
 
 #include "linear.h"
@@ -20,7 +20,7 @@ constexpr int kRegisterRows = 12;  // 24 accumulators of 32 registers
 constexpr int kRegisterRows = 3;  // each accumulator takes two of sixteen registers
 #endif
 constexpr int64_t kFewRows = kRegisterRows;
-constexpr int64_t kAhead = 48;             // rows of a panel between those in use and those being asked for
+constexpr int64_t kAhead = 48;             // prefetch distance in rows of a panel
 constexpr int64_t kThreadWork = 64 * 1024;  // multiply-adds below which a second thread costs more than it saves
 
 // x * sigmoid(x). e^-x = 2^n e^r with |r| <= ln 2 / 2; both steps keep full float precision.

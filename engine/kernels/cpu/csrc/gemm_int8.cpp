@@ -112,7 +112,7 @@ void pack_rows(const Call& call, int64_t depth, Range rows, const amx::Chunk& ch
   }
 }
 
-// Every thread quantizes the few rows for itself: that is cheaper than to wait for one another.
+// Every thread quantizes all of the few rows: that is cheaper than a barrier.
 void run_few(const Linear& w, const Call& call, Range own, amx::Shares& shares) {
   const int64_t steps = steps_of(w.depth), stride = steps * kStepDepth;
   char* rows = amx::scratches().rows.array<char>(call.rows * stride);

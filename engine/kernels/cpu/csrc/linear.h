@@ -1,4 +1,4 @@
-// What every packed matrix product shares with its Python face (engine/kernels/cpu/gemm.py: _Linear).
+// Parameters that every packed matrix product shares with its Python wrapper (engine/kernels/cpu/gemm.py: _Linear).
 #pragma once
 
 #include <algorithm>
@@ -11,11 +11,11 @@
 namespace tandem {
 
 constexpr int64_t kPanel = 32;  // columns of the product that are packed, and computed, together
-// Rows between the one being written and those being asked for. With a few less a product sometimes, for seconds, took
-// half as long again: as long as with none.
+// Prefetch distance in output rows. With slightly smaller values a product sometimes took 1.5 times as long, for seconds
+// at a time: as long as without prefetching.
 constexpr int64_t kOutAhead = 16;
 
-// What becomes of a product; the numbers are those of gemm.py: Epilogue.
+// Epilogue of a product; the numbers are those of gemm.py: Epilogue.
 enum Epilogue : int64_t {
   kStore = 0,     // out = product, in the type of the inputs
   kStoreF32 = 1,  // out = product, in float

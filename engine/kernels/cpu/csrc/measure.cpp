@@ -1,4 +1,4 @@
-// What the machine can do at best: the ceilings that the kernels are compared with.
+// Peak memory bandwidth and arithmetic rate of this machine, which the kernels are compared with.
 #include <atomic>
 
 #include "amx.h"
@@ -6,7 +6,8 @@
 
 using namespace tandem;
 
-// Reads [address, address + bytes) once, each thread its part in order, and returns something of it.
+// Reads [address, address + bytes) once, each thread its part in order; returns a value that depends on all of it, so
+// that no read is optimised away.
 TANDEM_EXPORT int64_t tandem_read_bytes(const int64_t* address, int64_t bytes, int64_t threads) {
   std::atomic<int64_t> all{0};
   parallel(threads, [&](int thread, int team) {

@@ -1,4 +1,4 @@
-// What every attention kernel is told, and how it finds a key. See engine/kernels/cpu/attention.py, which fills it in.
+// Parameters of every attention kernel, and how keys are addressed. Filled in by engine/kernels/cpu/attention.py.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ struct AttentionStep {
   const int32_t* units;       // [num_units, 3]: sequence, first row within it, number of rows
   float* partials;            // [num_singles * num_segments, num_heads, 2 + head_dim rounded up to 32]
   int32_t num_units;
-  int32_t num_singles;   // sequences that the decode kernel answers: the first, with one row each
+  int32_t num_singles;   // sequences for the decode kernel: the first ones, with one row each
   int32_t num_segments;  // parts into which it cuts each of them
   int32_t table_stride;
   int32_t num_heads;

@@ -1,5 +1,5 @@
-// A recorded sequence of kernel calls, made again by one call: what a step of decoding does between the calls, in
-// Python, costs as much as some kernels do. See engine/kernels/cpu/program.py.
+// Replays a recorded sequence of kernel calls in one call: the Python code between the kernels of a decode step costs
+// as much as some of the kernels. See engine/kernels/cpu/program.py.
 #include <cstring>
 #include <utility>
 
@@ -75,7 +75,7 @@ constexpr Signature kSignatures[] = {
 }  // namespace
 }  // namespace tandem
 
-// What calls kernels of this signature; null when there is none.
+// Returns the invoker for kernels of this signature; null when there is none.
 TANDEM_EXPORT tandem::Invoker tandem_invoker(const char* letters) {
   for (const tandem::Signature& known : tandem::kSignatures)
     if (std::strcmp(known.letters, letters) == 0) return known.invoker;

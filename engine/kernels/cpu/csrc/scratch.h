@@ -1,4 +1,4 @@
-// Memory for intermediate results that are read again and again out of L2.
+// Memory for intermediate results that are reused out of L2.
 #pragma once
 
 #include <sys/mman.h>
@@ -40,7 +40,7 @@ struct TimedPage {
   char* page;
 };
 
-// Gives memory to `count` pages from `page` on and orders them, the fastest first.
+// Backs `count` pages from `page` on with memory and sorts them, the fastest first.
 inline void time_pages(char* page, int64_t count, TimedPage* timed) {
   for (int64_t i = 0; i < count; ++i, page += kHugePage) {
     for (int64_t at = 0; at < kHugePage; at += 4096) page[at] = 1;
@@ -53,10 +53,10 @@ inline void time_pages(char* page, int64_t count, TimedPage* timed) {
 
 // `count` huge pages in a row that the calling thread's L2 holds well; null when there is no memory.
 //
-// L2 is addressed physically. A virtual machine's huge page may be small pages of its host, anywhere: in some one in
-// twenty so many of them fall into the same sets that half of it does not stay in L2, and whatever is multiplied from
-// there takes half as long again for as long as it is used. So a few more than needed are timed, and the slowest given
-// back: by one thread after the other, for the spare ones of all threads together would be much memory.
+// L2 is addressed physically. A virtual machine's huge page may be small pages of its host, anywhere: in about
+// one in twenty, so many of them map to the same sets that half of it does not stay in L2, and products that read it
+// take 1.5 times as long for as long as it is used. So a few more pages than needed are timed, and the slowest are
+// released: by one thread at a time, since the spare pages of all threads together would be much memory.
 inline char* well_placed_pages(int64_t count) {
   constexpr int64_t kSpare = 6;
   static std::mutex one_by_one;
@@ -75,7 +75,7 @@ inline char* well_placed_pages(int64_t count) {
     char* target = result + i * kHugePage;
     if (mremap(timed[i].page, kHugePage, kHugePage, MREMAP_MAYMOVE | MREMAP_FIXED, target) != target) std::abort();
   }
-  // Never where the chosen ones were: by now somebody else's memory may lie there.
+  // Never the range of the chosen pages: it may have been mapped again by now.
   for (int64_t i = count; i < tried; ++i) munmap(timed[i].page, kHugePage);
   std::free(timed);
   char* const behind = candidates + tried * kHugePage;
@@ -84,7 +84,7 @@ inline char* well_placed_pages(int64_t count) {
   return result;
 }
 
-// Memory that a thread keeps for its life and that grows rarely: no allocation in the steady state.
+// Memory that a thread keeps for its lifetime and that grows rarely: no allocation in the steady state.
 class Scratch {
  public:
   Scratch() = default;

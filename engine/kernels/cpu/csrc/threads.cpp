@@ -1,4 +1,4 @@
-// Where the threads of a team run.
+// Processor affinity of a team's threads.
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif

@@ -1,5 +1,5 @@
-// Rows kept as matrix products on tiles read them: who makes rows for such a product writes them so at once, and
-// nobody packs them.
+// Rows in the layout that matrix products on tiles read: a producer of such rows writes them so directly, which saves
+// the packing.
 #pragma once
 
 #include <algorithm>
@@ -9,10 +9,10 @@ namespace tandem {
 
 constexpr int64_t kTileRows = 16, kTileRowBytes = 64, kTileBytes = kTileRows * kTileRowBytes;
 constexpr int64_t kL2Steps = 32;  // depth, in tiles, of the rows that a product keeps in L2 at a time
-constexpr int64_t kFewRows = 32;  // up to here rows stay as they are: memory sets the pace, and weights are used once
+constexpr int64_t kFewRows = 32;  // up to this many rows keep their own layout: the product is memory-bound
 
-// [kL2Steps of depth][16 rows][step][tile]: what is in use together lies together, so that it spreads over all sets of
-// a cache. Rows beyond the last are anything; depth beyond the last is zero.
+// [kL2Steps of depth][16 rows][step][tile]: what is used together is contiguous, so that it spreads over all sets of a
+// cache. Rows beyond the last are anything; depth beyond the last is zero.
 struct TileRows {
   char* data;
   int64_t rows, steps;

@@ -57,13 +57,13 @@ class RelayedReceiver:
 
     def listen_quiet(self, listener: QuietListener) -> None:
 
-        def hear(key: TransferKey) -> None:
+        def on_quiet(key: TransferKey) -> None:
             # A writer that gives a claim up by itself may claim again, until the grant has ended.
             if key in self._revoked:
                 self._quiet.add(key)
             listener(key)
 
-        self._inner.listen_quiet(hear)
+        self._inner.listen_quiet(on_quiet)
 
     def close(self) -> None:
         self._inner.close()

@@ -101,12 +101,12 @@ def options(url: str, **changes: Any) -> LiveOptions:
     return replace(plain, **changes)
 
 
-async def run_until(planner: LivePlanner, lines: list[str], word: str) -> None:
+async def run_until(planner: LivePlanner, lines: list[str], awaited: str) -> None:
     """Until a line has this."""
     stop = asyncio.Event()
     running = asyncio.create_task(planner.run(stop))
     async with asyncio.timeout(60.0):
-        while not any(word in line for line in lines) and not running.done():  # noqa: ASYNC110 - lines are no event
+        while not any(awaited in line for line in lines) and not running.done():  # noqa: ASYNC110 - lines are no event
             await asyncio.sleep(0.01)
     stop.set()
     await running
@@ -165,13 +165,13 @@ async def test_planner_signal_that_files_changed_does_not_end_it(monkeypatch: py
     monkeypatch.setattr("tandem.process.hangup.has_terminal", lambda: False)
     printed: list[str] = []
 
-    def say(line: str) -> None:
+    def on_line(line: str) -> None:
         printed.append(line)
         os.kill(os.getpid(), signal.SIGTERM if len(printed) > 2 else signal.SIGHUP)
 
     try:
         with door() as router:
-            assert await autoscale_live(options(router.url, is_dry_run=True), None, say) == 0
+            assert await autoscale_live(options(router.url, is_dry_run=True), None, on_line) == 0
     finally:
         signal.signal(signal.SIGHUP, before)
     assert reached == []

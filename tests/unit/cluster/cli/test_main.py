@@ -88,15 +88,15 @@ def test_a_wrong_setting_is_one_line_and_exit_code_2(arguments, message):
     assert "Traceback" not in done.stdout + done.stderr
 
 
-@pytest.mark.parametrize(("url", "is_told"), [("redis://:hush@h:6379", True), ("redis://h:6379", False)])
-def test_a_password_on_the_command_line_is_warned_of(url, is_told, monkeypatch):
+@pytest.mark.parametrize(("url", "is_warned"), [("redis://:hush@h:6379", True), ("redis://h:6379", False)])
+def test_a_password_on_the_command_line_is_warned_of(url, is_warned, monkeypatch):
     async def serve(*_, **__):
         return 0
 
     monkeypatch.setattr("cluster.cli.up.serve", serve)
     done = CliRunner().invoke(app, ["up", "--redis", url])
     assert done.exit_code == 0, done.output
-    assert ("the password in --redis is visible" in done.stderr) is is_told
+    assert ("the password in --redis is visible" in done.stderr) is is_warned
     assert "hush" not in done.stderr
 
 

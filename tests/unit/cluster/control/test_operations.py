@@ -188,13 +188,13 @@ async def test_a_stop_ends_a_change(journal):
     cluster = make(journal, {"decode-1": "slow"})
     notes = []
 
-    def tell(text):
+    def on_progress(text):
         notes.append(text)
         cluster.request_stop()
 
     async with cluster:
         with pytest.raises(ChangeFailed, match="the cluster is stopping"):
-            await carry_out(cluster, ScaleRequest(decode=2), tell)
+            await carry_out(cluster, ScaleRequest(decode=2), on_progress)
 
 
 @pytest.mark.parametrize("decode", [1, 2])

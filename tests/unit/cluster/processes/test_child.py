@@ -12,7 +12,7 @@ from cluster.processes.child import MAX_LINE_BYTES, Callbacks, Child
 from tandem.process.load_progress import LoadReport
 
 
-class Heard:
+class RecordedCallbacks:
     """Everything that one child said."""
 
     def __init__(self):
@@ -38,109 +38,109 @@ class Heard:
         self.ended.set()
 
 
-def spawn(code, heard):
+def spawn(code, recorded):
     script = "import os, signal, sys, time\nfd = int(sys.argv[1])\n" + code
-    return Child(lambda fd: [sys.executable, "-I", "-S", "-c", script, str(fd)], dict(os.environ), heard.callbacks())
+    return Child(lambda fd: [sys.executable, "-I", "-S", "-c", script, str(fd)], dict(os.environ), recorded.callbacks())
 
 
 async def run(code):
-    heard = Heard()
-    spawn(code, heard)
-    await heard.ended.wait()
-    return heard
+    recorded = RecordedCallbacks()
+    spawn(code, recorded)
+    await recorded.ended.wait()
+    return recorded
 
 
 async def test_the_last_words_come_before_the_end():
-    heard = await run("os.write(fd, b'{\"a\": 1}\\n')\nprint('one\\n\\ntwo')\nsys.stderr.write('cut')\nsys.exit(4)")
-    assert heard.ready == [{"a": 1}]
-    assert sorted(heard.lines) == ["cut", "one", "two"]
-    assert heard.status == 4
+    recorded = await run("os.write(fd, b'{\"a\": 1}\\n')\nprint('one\\n\\ntwo')\nsys.stderr.write('cut')\nsys.exit(4)")
+    assert recorded.ready == [{"a": 1}]
+    assert sorted(recorded.lines) == ["cut", "one", "two"]
+    assert recorded.status == 4
 
 
 async def test_long_output_arrives_whole():
-    heard = await run(f"print('x' * {MAX_LINE_BYTES * 20})\nprint('end')")
-    assert "".join(heard.lines) == "x" * MAX_LINE_BYTES * 20 + "end"
-    assert max(map(len, heard.lines)) <= MAX_LINE_BYTES + (1 << 16)
+    recorded = await run(f"print('x' * {MAX_LINE_BYTES * 20})\nprint('end')")
+    assert "".join(recorded.lines) == "x" * MAX_LINE_BYTES * 20 + "end"
+    assert max(map(len, recorded.lines)) <= MAX_LINE_BYTES + (1 << 16)
 
 
 @pytest.mark.parametrize(
     "ready", ["b'[1]\\n'", "b'nonsense\\n'", "b'{\"loading\": 3}\\n'", 'b\'{"loading": {"share": 2, "left_s": 1}}\\n\'']
 )
 async def test_a_bad_ready_line_is_fatal(ready):
-    heard = await run(f"os.write(fd, {ready})\ntime.sleep(60)")
-    assert heard.ready == []
-    assert heard.status == -signal.SIGKILL
-    assert heard.lines == ["the ready line is not a JSON object"]
+    recorded = await run(f"os.write(fd, {ready})\ntime.sleep(60)")
+    assert recorded.ready == []
+    assert recorded.status == -signal.SIGKILL
+    assert recorded.lines == ["the ready line is not a JSON object"]
 
 
 async def test_a_ready_line_in_pieces():
-    heard = await run("os.write(fd, b'{\"a\":')\ntime.sleep(0.05)\nos.write(fd, b' 2}\\n')\nos.close(fd)")
-    assert heard.ready == [{"a": 2}]
+    recorded = await run("os.write(fd, b'{\"a\":')\ntime.sleep(0.05)\nos.write(fd, b' 2}\\n')\nos.close(fd)")
+    assert recorded.ready == [{"a": 2}]
 
 
 async def test_words_on_loading_come_before_the_ready_line():
     news = '{"loading": {"share": 0.5, "left_s": null}}\\n{"loading": {"share": 1.0, "left_s": 0.5}}\\n{"a": 2}\\n.'
-    heard = await run(f"os.write(fd, b'{news}')\nos.close(fd)")
-    assert heard.loading == [LoadReport(share=0.5, left_s=None), LoadReport(share=1.0, left_s=0.5)]
-    assert heard.ready == [{"a": 2}]
+    recorded = await run(f"os.write(fd, b'{news}')\nos.close(fd)")
+    assert recorded.loading == [LoadReport(share=0.5, left_s=None), LoadReport(share=1.0, left_s=0.5)]
+    assert recorded.ready == [{"a": 2}]
 
 
 async def test_beats_after_the_ready_line_are_heard():
-    heard = Heard()
-    child = spawn("os.write(fd, b'{\"a\": 1}\\n')\nos.read(0, 1)\nwhile os.write(fd, b'.'): time.sleep(0.01)", heard)
+    recorded = RecordedCallbacks()
+    child = spawn("os.write(fd, b'{\"a\": 1}\\n')\nos.read(0, 1)\nwhile os.write(fd, b'.'): time.sleep(0.01)", recorded)
     for _ in range(3):
-        await heard.beats.wait()
-        heard.beats.clear()
-    assert heard.ready == [{"a": 1}]
+        await recorded.beats.wait()
+        recorded.beats.clear()
+    assert recorded.ready == [{"a": 1}]
     child.send(signal.SIGKILL)
-    await heard.ended.wait()
+    await recorded.ended.wait()
 
 
 async def test_news_between_beats_are_heard_and_what_is_none_is_not():
     news = '{"a": 1}\\n...\\n{"reaches": ["b:1"]}\\n..\\nnonsense\\n[1]\\n.\\n{"reaches":'
     first = f"signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])\nos.write(fd, b'{news}')\n"
-    heard = Heard()
-    child = spawn(first + "signal.sigwait([signal.SIGHUP])\nos.write(fd, b' []}\\n.')", heard)
-    await heard.serves.wait()  # one write, one read: what stands in the middle of a line has come, too
+    recorded = RecordedCallbacks()
+    child = spawn(first + "signal.sigwait([signal.SIGHUP])\nos.write(fd, b' []}\\n.')", recorded)
+    await recorded.serves.wait()  # one write, one read: what stands in the middle of a line has come, too
     child.send(signal.SIGHUP)
-    await heard.ended.wait()
-    assert heard.ready == [{"a": 1}]
-    assert heard.news == [{"reaches": ["b:1"]}, {"reaches": []}]
+    await recorded.ended.wait()
+    assert recorded.ready == [{"a": 1}]
+    assert recorded.news == [{"reaches": ["b:1"]}, {"reaches": []}]
 
 
 async def test_a_sighup_ends_a_child_whose_parent_ignores_it():
     """It says something to a child that listens, also under `nohup`."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        heard = Heard()
-        child = spawn("os.write(fd, b'{}\\n')\nsignal.pause()", heard)
-        await heard.serves.wait()
+        recorded = RecordedCallbacks()
+        child = spawn("os.write(fd, b'{}\\n')\nsignal.pause()", recorded)
+        await recorded.serves.wait()
         child.send(signal.SIGHUP)
-        await heard.ended.wait()
+        await recorded.ended.wait()
     finally:
         signal.signal(signal.SIGHUP, before)
-    assert heard.status == -signal.SIGHUP
+    assert recorded.status == -signal.SIGHUP
 
 
 async def test_who_beats_no_more_is_heard_of_no_more():
-    heard = await run("os.write(fd, b'{}\\n.')\nos.close(fd)\nsys.exit(3)")
-    assert (heard.ready, heard.status) == ([{}], 3)
+    recorded = await run("os.write(fd, b'{}\\n.')\nos.close(fd)\nsys.exit(3)")
+    assert (recorded.ready, recorded.status) == ([{}], 3)
 
 
 async def test_a_grandchild_that_keeps_the_pipe_open_delays_nothing():
     code = "print('parent', flush=True)\npid = os.fork()\nif pid == 0:\n    time.sleep(60)\nprint(pid, flush=True)"
-    heard = await run(code)
-    assert heard.lines[0] == "parent"
-    os.kill(int(heard.lines[1]), signal.SIGKILL)
+    recorded = await run(code)
+    assert recorded.lines[0] == "parent"
+    os.kill(int(recorded.lines[1]), signal.SIGKILL)
 
 
 async def test_signals_reach_it_and_stop_reaching_it_after_its_end():
-    heard = Heard()
-    child = spawn("os.write(fd, b'{}\\n')\ntime.sleep(60)", heard)
-    await heard.serves.wait()
+    recorded = RecordedCallbacks()
+    child = spawn("os.write(fd, b'{}\\n')\ntime.sleep(60)", recorded)
+    await recorded.serves.wait()
     child.send(signal.SIGTERM)
-    await heard.ended.wait()
-    assert heard.status == -signal.SIGTERM
+    await recorded.ended.wait()
+    assert recorded.status == -signal.SIGTERM
     child.send(signal.SIGTERM)
 
 
@@ -167,7 +167,7 @@ async def test_a_child_that_cannot_be_started_leaves_no_descriptor_open(monkeypa
     before = set(os.listdir("/proc/self/fd"))
     monkeypatch.setattr(sys.modules[place], name, fails)
     with pytest.raises(OSError, match="Too many open files"):
-        spawn("signal.pause()", Heard())
+        spawn("signal.pause()", RecordedCallbacks())
     monkeypatch.undo()
     assert set(os.listdir("/proc/self/fd")) == before
     assert len(started) == (failing == "os.pidfd_open")

@@ -37,7 +37,7 @@ signal.pause()
 BECOMES = f"import sys; sys.stdin.readline()\n{SERVES}"
 
 
-class Heard:
+class RecordedCallbacks:
     """What one worker said."""
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ async def until_waiting(workers: StandbyWorkers, count: int, other_than: frozens
 
 def serve_something(workers: StandbyWorkers, name: str = "decode-0") -> Callbacks:
     """A process that started has become ready."""
-    callbacks = workers.observed(name, Heard().callbacks())
+    callbacks = workers.observed(name, RecordedCallbacks().callbacks())
     callbacks.on_ready({})
     return callbacks
 
@@ -99,14 +99,14 @@ async def test_standby_given_a_role_becomes_that_worker(monkeypatch: pytest.Monk
     workers = make(monkeypatch, ECHO)
     serve_something(workers)
     [pid] = await until_waiting(workers, 1)
-    heard = Heard()
-    child = workers.start(WorkerRole.DECODE, ["--index", "1"], heard.callbacks())
+    recorded = RecordedCallbacks()
+    child = workers.start(WorkerRole.DECODE, ["--index", "1"], recorded.callbacks())
     assert child is not None
     assert child.pid == pid
-    await heard.until(lambda: heard.ready and heard.status is not None)
-    assert heard.ready == [{"role": "decode", "arguments": ["--index", "1"]}]
-    assert heard.lines == ["serves"]
-    assert heard.status == 0
+    await recorded.until(lambda: recorded.ready and recorded.status is not None)
+    assert recorded.ready == [{"role": "decode", "arguments": ["--index", "1"]}]
+    assert recorded.lines == ["serves"]
+    assert recorded.status == 0
     workers.close()
 
 
@@ -114,18 +114,18 @@ async def test_standby_is_replaced_when_the_worker_that_it_became_is_ready(monke
     workers = make(monkeypatch, ECHO)
     serve_something(workers)
     [first] = await until_waiting(workers, 1)
-    heard = Heard()
-    callbacks = workers.observed("decode-1", heard.callbacks())
+    recorded = RecordedCallbacks()
+    callbacks = workers.observed("decode-1", recorded.callbacks())
     assert workers.start(WorkerRole.DECODE, [], callbacks) is not None
     assert workers.pids == []
-    await heard.until(lambda: heard.ready and heard.status is not None)
+    await recorded.until(lambda: recorded.ready and recorded.status is not None)
     assert await until_waiting(workers, 1, frozenset({first}))
     workers.close()
 
 
 async def test_standby_is_not_started_while_a_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     workers = make(monkeypatch, ECHO)
-    workers.observed("decode-1", Heard().callbacks())
+    workers.observed("decode-1", RecordedCallbacks().callbacks())
     serve_something(workers, "decode-0")
     await asyncio.sleep(0.05)
     assert workers.pids == []
@@ -153,7 +153,7 @@ async def test_standbys_that_cannot_live_are_given_up_and_the_log_says_why(
         while len(started) < MAX_FAILURES or workers.pids:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert len(started) == MAX_FAILURES
-    assert workers.start(WorkerRole.PREFILL, [], Heard().callbacks()) is None
+    assert workers.start(WorkerRole.PREFILL, [], RecordedCallbacks().callbacks()) is None
     workers.close()
     assert caplog.text.count("standby: no module named torch") == MAX_FAILURES
     assert caplog.text.count("ended by itself with status 3") == MAX_FAILURES
@@ -252,16 +252,16 @@ class Cluster:
 
     async def start(self) -> int:
         """The pid of the worker, which serves."""
-        heard = Heard()
-        child = self.launcher.start(self.plan, heard.callbacks())
+        recorded = RecordedCallbacks()
+        child = self.launcher.start(self.plan, recorded.callbacks())
         self.children.append(child)
-        await heard.until(lambda: heard.ready)
-        self.heard = heard
+        await recorded.until(lambda: recorded.ready)
+        self.recorded = recorded
         return child.pid
 
     async def end(self, signum: signal.Signals) -> None:
         self.children[-1].send(signum)
-        await self.heard.until(lambda: self.heard.status is not None)
+        await self.recorded.until(lambda: self.recorded.status is not None)
 
     def close(self) -> None:
         for child in self.children:

@@ -35,7 +35,7 @@ def speaker(monkeypatch):
     monkeypatch.setattr(ray_host, "_command", command)
 
 
-async def heard(host, words, wanted):
+async def listen_until(host, words, wanted):
     """Listen until this has been reported."""
     async with asyncio.timeout(WAIT_S):
         while wanted not in words:
@@ -46,14 +46,14 @@ async def test_ray_host_starts_reports_and_signals_its_worker(speaker, monkeypat
     monkeypatch.setenv("RAY_AUTH_TOKEN", "t" * 32)
     host, words = WorkerHost(WAIT_S), []
     pid = await host.start("decode", 3, "10.0.0.7:0", dump(load(None, {"secret": "s" * 32})))
-    await heard(host, words, ("ready", {"address": "10.0.0.7:0"}))
-    await heard(host, words, ("log", "read: True False"))
+    await listen_until(host, words, ("ready", {"address": "10.0.0.7:0"}))
+    await listen_until(host, words, ("log", "read: True False"))
     assert psutil.Process(pid).ppid() == os.getpid()
     await host.configure(dump(load(None, {"log_level": "debug", "secret": "s" * 32})))
     await host.send(signal.SIGHUP)
-    await heard(host, words, ("log", "again: True"))
+    await listen_until(host, words, ("log", "again: True"))
     await host.send(signal.SIGTERM)
-    await heard(host, words, ("exit", -signal.SIGTERM))
+    await listen_until(host, words, ("exit", -signal.SIGTERM))
     assert words[-1] == ("exit", -signal.SIGTERM)
     await host.send(signal.SIGKILL)  # it has ended: nothing happens
     host._look.cancel()
@@ -63,14 +63,14 @@ async def test_the_configuration_is_never_a_file_that_others_could_find(speaker,
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     host, words = WorkerHost(WAIT_S), []
     pid = await host.start("decode", 0, "127.0.0.1:0", dump(load(None, {"secret": "the-secret-of-all"})))
-    await heard(host, words, ("log", "read: True False"))
+    await listen_until(host, words, ("log", "read: True False"))
     path = Path(psutil.Process(pid).cmdline()[-3])
     assert "the-secret-of-all" in await asyncio.to_thread(path.read_text)
     assert path.parts[:3] == ("/", "proc", str(os.getpid()))
     assert os.readlink(path).startswith("/memfd:")
     assert list(tmp_path.iterdir()) == []
     await host.send(signal.SIGKILL)
-    await heard(host, words, ("exit", -signal.SIGKILL))
+    await listen_until(host, words, ("exit", -signal.SIGKILL))
     host._look.cancel()
 
 

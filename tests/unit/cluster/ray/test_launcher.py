@@ -82,7 +82,7 @@ class FakeSession:
             self.open -= 1
 
 
-class Heard:
+class RecordedCallbacks:
     """Records the calls of all callbacks, in order."""
 
     def __init__(self):
@@ -125,25 +125,25 @@ def launcher_of(session, **overrides):
 
 
 async def started(session, launcher):
-    heard = Heard()
-    process = launcher.start(PLAN, heard.callbacks())
+    recorded = RecordedCallbacks()
+    process = launcher.start(PLAN, recorded.callbacks())
     async with asyncio.timeout(WAIT_S):
         host = await session.hosts.get()
         await host.listens.wait()
-    return process, host, heard
+    return process, host, recorded
 
 
 async def test_ray_launcher_worker_reports_its_node_address_and_end():
     session = FakeSession()
-    process, host, heard = await started(session, launcher_of(session, secret="s" * 20))
+    process, host, recorded = await started(session, launcher_of(session, secret="s" * 20))
     assert host.started == ("decode", 1, "10.0.0.1:0"), "never where an earlier life of it was"
     assert host.config["secret"] == "s" * 20
     assert process.pid == 4711
     host.words.put_nowait([("log", "hello"), ("loading", {"share": 0.5, "left_s": None}), ("ready", {"address": "x"})])
     host.words.put_nowait([])
     host.words.put_nowait([("news", {"reaches": []}), ("beat", None), ("log", "bye"), ("exit", 0)])
-    assert await heard.exit() == 0
-    assert heard.events == [
+    assert await recorded.exit() == 0
+    assert recorded.events == [
         ("log", "hello"),
         ("loading", 0.5),
         ("ready", {"address": "x"}),
@@ -158,10 +158,10 @@ async def test_ray_launcher_worker_reports_its_node_address_and_end():
 async def test_a_worker_whose_node_is_gone_has_ended_and_goes_elsewhere():
     session = FakeSession()
     launcher = launcher_of(session)
-    _, host, heard = await started(session, launcher)
+    _, host, recorded = await started(session, launcher)
     host.words.put_nowait(NodeLost("the node has died"))
-    assert await heard.exit() == -signal.SIGKILL
-    assert heard.events[0] == ("log", "lost together with its node: the node has died")
+    assert await recorded.exit() == -signal.SIGKILL
+    assert recorded.events[0] == ("log", "lost together with its node: the node has died")
     _, again, _ = await started(session, launcher)
     assert (host.node.node_id, again.node.node_id) == ("a", "b")
     assert again.started == ("decode", 1, "[fd00::2]:0")
@@ -173,16 +173,16 @@ async def test_a_worker_of_which_nothing_is_heard_is_lost():
     launcher = launcher_of(session)
     impatient = launcher.config.ray.model_copy(update={"silence_s": 0.05})
     launcher.config = launcher.config.model_copy(update={"ray": impatient})
-    _, _, heard = await started(session, launcher)
-    assert await heard.exit() == -signal.SIGKILL
-    assert heard.events[0] == ("log", "lost together with its node: no answer for 0.05 s")
+    _, _, recorded = await started(session, launcher)
+    assert await recorded.exit() == -signal.SIGKILL
+    assert recorded.events[0] == ("log", "lost together with its node: no answer for 0.05 s")
     assert session.open == 0
 
 
 async def test_signals_go_to_the_process_and_a_new_configuration_goes_before_its_signal():
     session = FakeSession()
     launcher = launcher_of(session)
-    process, host, heard = await started(session, launcher)
+    process, host, recorded = await started(session, launcher)
     launcher.config = launcher.config.model_copy(update={"log_level": "debug"})
     process.send(signal.SIGHUP)
     process.send(signal.SIGTERM)
@@ -191,50 +191,50 @@ async def test_signals_go_to_the_process_and_a_new_configuration_goes_before_its
     assert sent == {signal.SIGHUP, signal.SIGTERM}
     assert host.config["log_level"] == "debug"
     host.words.put_nowait([("exit", 0)])
-    assert await heard.exit() == 0
+    assert await recorded.exit() == 0
     process.send(signal.SIGKILL)  # it has ended: nothing happens
     assert not process._orders
 
 
 async def test_ray_launcher_without_room_reports_repeatedly_and_ends_on_signal(monkeypatch):
     monkeypatch.setattr(ray_launcher, "_ROOM_S", 0.01)
-    session, heard = FakeSession(has_room=False), Heard()
-    process = launcher_of(session, ray__decode__cpus=64.0).start(PLAN, heard.callbacks())
+    session, recorded = FakeSession(has_room=False), RecordedCallbacks()
+    process = launcher_of(session, ray__decode__cpus=64.0).start(PLAN, recorded.callbacks())
     for _ in range(2):
         async with asyncio.timeout(WAIT_S):
-            await heard.logged.wait()
-        heard.logged.clear()
+            await recorded.logged.wait()
+        recorded.logged.clear()
     line = (
         " WARNING waits for a Ray node with 64 CPU free (10.0.0.1 has 8 CPU; fd00::2 has 8 CPU),"
         " and no node is that large"
     )
-    assert heard.events[:2] == [("log", line), ("log", line)]
+    assert recorded.events[:2] == [("log", line), ("log", line)]
     process.send(signal.SIGTERM)
-    assert await heard.exit() == -signal.SIGKILL
-    assert heard.room == [False]
+    assert await recorded.exit() == -signal.SIGKILL
+    assert recorded.room == [False]
     assert session.open == 0
 
 
 async def test_ray_launcher_after_finding_room_stops_reporting(monkeypatch):
     monkeypatch.setattr(ray_launcher, "_ROOM_S", 0.01)
-    session, heard = FakeSession(has_room=False), Heard()
-    process = launcher_of(session).start(PLAN, heard.callbacks())
+    session, recorded = FakeSession(has_room=False), RecordedCallbacks()
+    process = launcher_of(session).start(PLAN, recorded.callbacks())
     async with asyncio.timeout(WAIT_S):
-        await heard.logged.wait()
+        await recorded.logged.wait()
         session.room.set()
         host = await session.hosts.get()
         await host.listens.wait()
-    assert heard.room == [False, True]
+    assert recorded.room == [False, True]
     assert process.pid == 4711
     host.words.put_nowait([("exit", 0)])
-    assert await heard.exit() == 0
+    assert await recorded.exit() == 0
 
 
 async def test_ray_launcher_signal_before_start_reports_the_end():
-    session, heard = FakeSession(), Heard()
-    launcher_of(session).start(PLAN, heard.callbacks()).send(signal.SIGTERM)
-    assert await heard.exit() == -signal.SIGKILL
-    assert heard.events == [("exit", -signal.SIGKILL)]
+    session, recorded = FakeSession(), RecordedCallbacks()
+    launcher_of(session).start(PLAN, recorded.callbacks()).send(signal.SIGTERM)
+    assert await recorded.exit() == -signal.SIGKILL
+    assert recorded.events == [("exit", -signal.SIGKILL)]
     assert session.hosts.empty()
 
 
@@ -243,17 +243,17 @@ async def test_ray_launcher_unexpected_error_ends_the_worker(monkeypatch):
         raise LookupError("Ray has a new word")
 
     monkeypatch.setattr(FakeHost, "where", refuse)
-    session, heard = FakeSession(), Heard()
-    launcher_of(session).start(PLAN, heard.callbacks())
-    assert await heard.exit() == -signal.SIGKILL
-    assert heard.events[0] == ("log", "lost because of a Ray error: LookupError: Ray has a new word")
+    session, recorded = FakeSession(), RecordedCallbacks()
+    launcher_of(session).start(PLAN, recorded.callbacks())
+    assert await recorded.exit() == -signal.SIGKILL
+    assert recorded.events[0] == ("log", "lost because of a Ray error: LookupError: Ray has a new word")
     assert session.open == 0
 
 
 def test_ray_launcher_after_own_pause_does_not_count_silence():
     async def scenario():
         loop = asyncio.get_running_loop()
-        process, host, heard = await started(session := FakeSession(), launcher_of(session))
+        process, host, recorded = await started(session := FakeSession(), launcher_of(session))
         for _ in range(3):
             loop.away_s += 60.0
             # What waited to be read comes behind the timers, which are all due at once.
@@ -262,11 +262,11 @@ def test_ray_launcher_after_own_pause_does_not_count_silence():
             await passed
             host.words.put_nowait([("log", "still here")])
             async with asyncio.timeout(WAIT_S):
-                await heard.logged.wait()
-            heard.logged.clear()
-        assert heard.events == [("log", "still here")] * 3
+                await recorded.logged.wait()
+            recorded.logged.clear()
+        assert recorded.events == [("log", "still here")] * 3
         host.words.put_nowait([("exit", 0)])
-        assert await heard.exit() == 0
+        assert await recorded.exit() == 0
         assert process.pid == 4711
 
     with asyncio.Runner(loop_factory=ClockThatJumps) as runner:
@@ -278,10 +278,10 @@ async def test_one_that_cannot_start_says_why(monkeypatch):
         raise ConfigError("model.path: /m is neither a directory nor a hub id")
 
     monkeypatch.setattr(FakeHost, "start", refuse)
-    session, heard = FakeSession(), Heard()
-    launcher_of(session).start(PLAN, heard.callbacks())
-    assert await heard.exit() == EXIT_NOT_STARTED
-    assert heard.events[0] == ("log", "cannot start: model.path: /m is neither a directory nor a hub id")
+    session, recorded = FakeSession(), RecordedCallbacks()
+    launcher_of(session).start(PLAN, recorded.callbacks())
+    assert await recorded.exit() == EXIT_NOT_STARTED
+    assert recorded.events[0] == ("log", "cannot start: model.path: /m is neither a directory nor a hub id")
 
 
 def test_addresses_that_are_stated_contradict_ray():

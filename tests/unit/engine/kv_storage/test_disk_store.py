@@ -72,10 +72,10 @@ def test_disk_store_block_round_trips(rig):
     content = bytes(rig.place(0))
     wrote = rig.write(NAMES[1])
     assert (wrote.job, wrote.verdict, wrote.num_bytes) == (DiskJob.WRITE, DiskVerdict.DONE, BLOCK_BYTES)
-    heard = threading.Event()
-    rig.store.listen(heard.set)
+    notified = threading.Event()
+    rig.store.listen(notified.set)
     assert rig.read(NAMES[1], slot=5).verdict is DiskVerdict.DONE
-    assert heard.wait(WAIT_S)
+    assert notified.wait(WAIT_S)
     assert bytes(rig.place(5)) == content
     rig.store.delete(NAMES[1])
     rig.store._writer.submit(_nothing).result(WAIT_S)

@@ -126,9 +126,9 @@ def test_prompt_logprobs_skip_cache_and_fill_it(model, reference):
         plain = ledger.request(prompt, params=SamplingParams(max_tokens=2, temperature=0.0))
         serve.run([plain])
         assert plain.num_cached_tokens == 64
-        beside = [reader(prompt, 1, number=1), reader(prompt, None, number=2)]
-        serve.run([ledger.request(prompt, params=SamplingParams(max_tokens=3)), *beside])
-        for request in beside:
+        others = [reader(prompt, 1, number=1), reader(prompt, None, number=2)]
+        serve.run([ledger.request(prompt, params=SamplingParams(max_tokens=3)), *others])
+        for request in others:
             assert_read(reference, request)
 
 

@@ -259,7 +259,7 @@ class SlowGuides:
         return self._guides.guide(regex("[a-z]*"))
 
 
-def asking(grammar, output=()):
+def request_with(grammar, output=()):
     params = SamplingParams(max_tokens=64, grammar=grammar)
     return ledger.request([1, 2, 3], params=params, output=output)
 
@@ -272,11 +272,11 @@ async def test_other_streams_go_on_while_sixteen_grammars_are_compiled():
     host = EngineHost(made, on_fatal=faults.append)
     host.start(on_output=lambda output: [results.put_nowait(event) for event in output.events], ports=tuple)
     async with stopping(host), asyncio.timeout(WAIT_S):
-        slow = [asking(f"slow {index}") for index in range(16)]
+        slow = [request_with(f"slow {index}") for index in range(16)]
         waiting = [asyncio.ensure_future(host.guide(request)) for request in slow]
         assert await asyncio.to_thread(guides.begun.acquire, timeout=WAIT_S)
         # What nobody has to compile is not behind them, ...
-        known = asking(regex("[a-z]*"))
+        known = request_with(regex("[a-z]*"))
         await host.guide(known)
         assert known.guide is not None
         # ... and the engine steps from the first token to the last.
@@ -302,9 +302,9 @@ async def test_engine_host_guide_follows_existing_tokens():
     host = EngineHost(made, on_fatal=lambda error: None)
     host.start(on_output=lambda output: None, ports=tuple)
     async with stopping(host):
-        request = asking(regex("[a-z]*"), output=[2045, 2045, 2045])
+        request = request_with(regex("[a-z]*"), output=[2045, 2045, 2045])
         await host.guide(request)
         assert request.guide.num_tokens == 3
-        refused = asking(regex("[a-z]*"), output=[2045, 5, 2045])
+        refused = request_with(regex("[a-z]*"), output=[2045, 5, 2045])
         await host.guide(refused)
         assert refused.guide.has_refused

@@ -242,10 +242,10 @@ def chunk_of(batch: Batch) -> int:
 def test_chunk_size_only_steps_with_decodes_are_bounded() -> None:
     served = Served(Machine(slowness=2.0)).with_readers()
     served.add(5000, 10)
-    beside, _ = served.step()
-    assert reads(beside)
-    assert MIN_CHUNK_TOKENS < chunk_of(beside) < 0.6 * FULL
-    for item in beside.items[:-1]:
+    with_decodes, _ = served.step()
+    assert reads(with_decodes)
+    assert MIN_CHUNK_TOKENS < chunk_of(with_decodes) < 0.6 * FULL
+    for item in with_decodes.items[:-1]:
         served.sched.abort(item.request.request_id)
     alone, _ = served.step()
     assert (len(alone.items), chunk_of(alone)) == (1, FULL)

@@ -28,7 +28,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget=st.integers(1, 60),
         rows=st.integers(1, 5),
         num_slots=st.integers(0, 12),
-        beside_decodes=st.integers(1, 40),
+        with_decodes=st.integers(1, 40),
         policy=st.tuples(st.sampled_from(sorted(POLICIES)), st.integers(0, 3), st.sampled_from([None, 4.0])),
     )
     def start(
@@ -38,7 +38,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget: int,
         rows: int,
         num_slots: int,
-        beside_decodes: int,
+        with_decodes: int,
         policy: tuple[str, int, float | None],
     ) -> None:
         config = ledger.config(
@@ -59,7 +59,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.sched.offloading.rates = MeasuredRates(
             prefill_tokens_per_s=1.0, offload_bytes_per_s=1e9, load_bytes_per_s=1e9
         )
-        self.sched._planner._pace = ledger.Crawl(beside_decodes)
+        self.sched._planner._pace = ledger.Crawl(with_decodes)
         self.now = 0.0
         self.requests: dict[RequestId, Request] = {}
         self.prompts: dict[RequestId, list[int]] = {}

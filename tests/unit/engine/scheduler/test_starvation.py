@@ -87,7 +87,7 @@ def bound(num_before: int) -> int:
     after=st.lists(arrivals, min_size=1, max_size=6),
     num_blocks=st.integers(7, 16),
     chunk=st.integers(1, 40),
-    beside_decodes=st.none() | st.integers(1, 3),
+    with_decodes=st.none() | st.integers(1, 3),
 )
 def test_scheduler_later_requests_cause_no_starvation(
     before: list[Arrival],
@@ -95,12 +95,12 @@ def test_scheduler_later_requests_cause_no_starvation(
     after: list[Arrival],
     num_blocks: int,
     chunk: int,
-    beside_decodes: int | None,
+    with_decodes: int | None,
 ) -> None:
     """Nor when steps beside decodes are bounded by time, on a machine that has next to none."""
     sched, runner = scheduler(num_blocks, chunk), LedgerRunner()
-    if beside_decodes is not None:
-        sched._planner._pace = ledger.Crawl(beside_decodes)
+    if with_decodes is not None:
+        sched._planner._pace = ledger.Crawl(with_decodes)
     for arrival in before:
         sched.add(arrival.request(0.0))
     target = watched.request(1.0)

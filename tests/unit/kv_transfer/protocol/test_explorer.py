@@ -3,7 +3,7 @@
 import pytest
 
 from kv_transfer.protocol import guards
-from tests.proofs.explore.explorer import MEETINGS, Explored, explore, strangers_do_nothing
+from tests.proofs.explore.explorer import MEETINGS, Explored, explore, foreign_messages_do_nothing
 from tests.proofs.explore.lives import Lives
 from tests.proofs.explore.model import properties
 from tests.proofs.explore.model.environment import Environment
@@ -76,10 +76,10 @@ def test_pairs_of_lives_are_the_whole_cluster(scope: Scope, meeting: Meeting) ->
 
 def test_hand_offs_never_touch_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     lives = Lives(Environment(Scope(max_faults=1, shared_memory=False))).explore()
-    assert strangers_do_nothing(lives.environment.names) > 5_000
+    assert foreign_messages_do_nothing(lives.environment.names) > 5_000
     monkeypatch.setattr(guards, "stale_attempt", lambda _envelope, _key: False)
     with pytest.raises(properties.Violation):
-        strangers_do_nothing(lives.environment.names)
+        foreign_messages_do_nothing(lives.environment.names)
 
 
 def test_explorer_early_block_reuse_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,15 +93,15 @@ def test_hostile_peer_slow_hello_is_dropped(tcp) -> None:
 def test_hostile_peers_in_numbers_do_not_block_known_sender() -> None:
     target, source = make_region(seed=0), make_region(seed=3)
     receiver = TcpReceiver(settings=TcpSettings(stall_s=WAIT_S))
-    strangers = [dial(receiver, greet=False) for _ in range(MAX_CONNECTIONS)]
+    connections = [dial(receiver, greet=False) for _ in range(MAX_CONNECTIONS)]
     [(sender, offer)] = candidates([receiver.offer()], open_senders(source, choice="tcp"))
     writer = sender.connect(offer, PAIRING)
     grant = receiver.open_grant(KEY, landing(target, 1))
     writer.write(order(KEY, grant, cell_range(0, 1), [5])).result(WAIT_S)
-    strangers[0].settimeout(WAIT_S / 2)
-    assert strangers[0].recv(1) == b"", "the oldest made room"
-    for stranger in strangers:
-        stranger.close()
+    connections[0].settimeout(WAIT_S / 2)
+    assert connections[0].recv(1) == b"", "the oldest made room"
+    for accepted in connections:
+        accepted.close()
     writer.close()
     receiver.close()
     os.close(target.fd)

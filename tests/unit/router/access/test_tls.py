@@ -73,14 +73,14 @@ async def opened(
             yield keeper, http, rpc
 
 
-def believing(folder: Path, client: Path | None = None) -> ssl.SSLContext:
+def trusting(folder: Path, client: Path | None = None) -> ssl.SSLContext:
     context = ssl.create_default_context(cafile=folder / "ca.pem")
     if client is not None:
         context.load_cert_chain(client / "cert.pem", client / "key.pem")
     return context
 
 
-def asking(port: int, context: ssl.SSLContext) -> httpx.AsyncClient:
+def https_client(port: int, context: ssl.SSLContext) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=f"https://{LOCAL}:{port}", verify=context, trust_env=False, timeout=WAIT_S)
 
 
@@ -113,7 +113,7 @@ async def shown(port: int, context: ssl.SSLContext) -> bytes:
 
 async def test_answers_and_streams_come_in_tls(tls: RouterTls, tmp_path: Path) -> None:
     async with opened(tls) as (_, http, rpc):
-        async with asking(http.port, believing(tmp_path)) as client:
+        async with https_client(http.port, trusting(tmp_path)) as client:
             for _ in range(3):
                 assert (await client.get("/v1/models")).status_code == 200
             stream = await client.post("/v1/completions", json={"prompt": "x", "stream": True})
@@ -124,9 +124,9 @@ async def test_answers_and_streams_come_in_tls(tls: RouterTls, tmp_path: Path) -
 
 async def test_tls_request_sent_with_handshake_is_answered(tls: RouterTls, tmp_path: Path) -> None:
     ask = b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
-    context = believing(tmp_path)
+    context = trusting(tmp_path)
 
-    def talk(port: int) -> bytes:
+    def exchange(port: int) -> bytes:
         incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         end = context.wrap_bio(incoming, outgoing, server_hostname=LOCAL)
         with socket.create_connection((LOCAL, port), WAIT_S) as sock:
@@ -148,7 +148,7 @@ async def test_tls_request_sent_with_handshake_is_answered(tls: RouterTls, tmp_p
 
     async with opened(tls) as (_, http, _rpc):
         for _ in range(20):
-            assert (await asyncio.to_thread(talk, http.port)).startswith(b"HTTP/1.1 200")
+            assert (await asyncio.to_thread(exchange, http.port)).startswith(b"HTTP/1.1 200")
 
 
 async def test_tls_plaintext_or_old_version_is_refused(tls: RouterTls, tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ async def test_tls_plaintext_or_old_version_is_refused(tls: RouterTls, tmp_path:
         received = await reader.read()
         assert b"HTTP/1.1" not in received
         writer.close()
-        old = believing(tmp_path)
+        old = trusting(tmp_path)
         with pytest.warns(DeprecationWarning, match="TLSv1"):
             old.minimum_version, old.maximum_version = ssl.TLSVersion.TLSv1, ssl.TLSVersion.TLSv1_1
         with pytest.raises((ssl.SSLError, ConnectionError)):
@@ -172,10 +172,10 @@ async def test_tls_plaintext_or_old_version_is_refused(tls: RouterTls, tmp_path:
 async def test_new_certificates_reach_new_connections_and_keep_old_ones(
     tls: RouterTls, authority: Authority, tmp_path: Path
 ) -> None:
-    stranger = tmp_path / "stranger"
-    stranger.mkdir()
-    old = believing(tmp_path)
-    async with opened(tls) as (keeper, http, rpc), asking(http.port, old) as kept:
+    other_folder = tmp_path / "stranger"
+    other_folder.mkdir()
+    old = trusting(tmp_path)
+    async with opened(tls) as (keeper, http, rpc), https_client(http.port, old) as kept:
         assert (await kept.get("/v1/models")).status_code == 200
         first = await shown(http.port, old)
         authority.issue(tmp_path, name=LOCAL)
@@ -184,7 +184,7 @@ async def test_new_certificates_reach_new_connections_and_keep_old_ones(
         assert second != first
         assert await models(rpc.port, tmp_path) == [fakes.MODEL]
         # Half of a change, and then nonsense: what was there stays.
-        write(tls.key, authority.issue(stranger, name=LOCAL).key.read_text())
+        write(tls.key, authority.issue(other_folder, name=LOCAL).key.read_text())
         await looked(keeper)
         assert await shown(http.port, old) == second
         write(tls.cert, "no certificate")
@@ -195,7 +195,7 @@ async def test_new_certificates_reach_new_connections_and_keep_old_ones(
         await looked(keeper)
         with pytest.raises(ssl.SSLCertVerificationError):
             await shown(http.port, old)
-        assert await shown(http.port, believing(other.ca.parent)) != second
+        assert await shown(http.port, trusting(other.ca.parent)) != second
         assert await models(rpc.port, tmp_path) == [fakes.MODEL]
         assert (await kept.get("/v1/models")).status_code == 200
 
@@ -207,12 +207,12 @@ async def test_tls_client_authority_refuses_other_clients(tls: RouterTls, author
         issuer.issue(folder, name="client")
     both = tmp_path / "clients.pem"
     both.write_text((one / "ca.pem").read_text())
-    asks = tls.model_copy(update={"client_ca": str(both)})
+    with_client_ca = tls.model_copy(update={"client_ca": str(both)})
 
     async def served(client: Path | None) -> list[bool]:
         found = []
         try:
-            async with asking(http.port, believing(tmp_path, client)) as made:
+            async with https_client(http.port, trusting(tmp_path, client)) as made:
                 found.append((await made.get("/v1/models")).status_code == 200)
         except httpx.TransportError:
             found.append(False)
@@ -222,7 +222,7 @@ async def test_tls_client_authority_refuses_other_clients(tls: RouterTls, author
             found.append(False)
         return found
 
-    async with opened(asks) as (keeper, http, rpc):
+    async with opened(with_client_ca) as (keeper, http, rpc):
         assert [await served(client) for client in (None, one, other)] == [[False] * 2, [True] * 2, [False] * 2]
         both.write_text((other / "ca.pem").read_text())
         await looked(keeper)
@@ -238,7 +238,7 @@ async def test_handshakes_are_bounded_in_time_and_number(tls: RouterTls, tmp_pat
             async with asyncio.timeout(WAIT_S):
                 with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
                     await reader.readexactly(1)
-        async with asking(http.port, believing(tmp_path)) as client:
+        async with https_client(http.port, trusting(tmp_path)) as client:
             assert (await client.get("/v1/models")).status_code == 200
         for _, writer in silent:
             writer.close()

@@ -144,11 +144,11 @@ def test_shared_tallies_hide_tenant_names_and_cover_limited_ones() -> None:
 
 def test_unknown_tenants_are_ignored() -> None:
     routers = Routers(2, requests_per_minute=10)
-    stranger = SharedRateLimits(routers.limiters[1], tenants=("x",), tag_of=TAG_OF)
+    unrelated = SharedRateLimits(routers.limiters[1], tenants=("x",), tag_of=TAG_OF)
     routers.limiters[0].admit("a", 1.0)
     for _ in range(2):
-        stranger.apply_remote(Incarnation(1), routers.all[0].tallies())
-    assert stranger.limiter.num_elsewhere("a") == 0
+        unrelated.apply_remote(Incarnation(1), routers.all[0].tallies())
+    assert unrelated.limiter.num_elsewhere("a") == 0
 
 
 class Host:

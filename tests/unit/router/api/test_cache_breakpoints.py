@@ -27,10 +27,10 @@ def test_breakpoint_inside_a_turn_covers_text_before_it() -> None:
     blocks = [{"type": "text", "text": text} for text in texts]
     blocks[500]["cache_control"] = KEPT
     turns = [{"role": "user", "content": blocks[at : at + 100]} for at in range(0, 600, 100)]
-    talk = validate(MessagesBody, {"model": "m", "max_tokens": 1, "messages": turns}).conversation()
-    (message,) = talk.messages
+    conversation = validate(MessagesBody, {"model": "m", "max_tokens": 1, "messages": turns}).conversation()
+    (message,) = conversation.messages
     assert message.content == "\n".join(texts)
-    assert talk.marks == [CacheBreakpoint(1, len("\n".join(texts[:501])), 300.0)]
+    assert conversation.marks == [CacheBreakpoint(1, len("\n".join(texts[:501])), 300.0)]
 
 
 def test_calls_and_results_end_turns_and_marks_follow_them() -> None:
@@ -42,21 +42,25 @@ def test_calls_and_results_end_turns_and_marks_follow_them() -> None:
         {"role": "assistant", "content": [text, {**call, "cache_control": KEPT}, {"type": "text", "text": "two"}]},
         {"role": "user", "content": [{"type": "text", "text": "before"}, result, {**text, "cache_control": KEPT}]},
     ]
-    talk = validate(MessagesBody, {"model": "m", "max_tokens": 1, "messages": turns}).conversation()
-    shown = [(message.role, message.content) for message in talk.messages]
+    conversation = validate(MessagesBody, {"model": "m", "max_tokens": 1, "messages": turns}).conversation()
+    shown = [(message.role, message.content) for message in conversation.messages]
     assert shown == [("user", "hi"), ("assistant", "one\ntwo"), ("user", "before"), ("tool", "42"), ("user", "one")]
-    assert talk.messages[1].tool_calls == (AssistantToolCall(id="a", name="f", arguments="{}"),)
-    assert talk.marks == [CacheBreakpoint(2, 3, 300.0), CacheBreakpoint(4, 2, 300.0), CacheBreakpoint(5, 3, 300.0)]
+    assert conversation.messages[1].tool_calls == (AssistantToolCall(id="a", name="f", arguments="{}"),)
+    assert conversation.marks == [
+        CacheBreakpoint(2, 3, 300.0),
+        CacheBreakpoint(4, 2, 300.0),
+        CacheBreakpoint(5, 3, 300.0),
+    ]
 
 
 async def test_breakpoint_after_varying_template_head_covers_nothing_of_it() -> None:
     """What is asked of the thinking stands before the mark, so it is there where the mark's place is found as well."""
     template = "[{{ reasoning_effort }}]{% for m in messages %}{{ m.content }}{% endfor %}</think>"
     parts = fakes.make_servers(fakes.make_tokenizer(template))
-    talk = [Message(role="user", content="the quick brown fox " * 20), Message(role="user", content="jumps")]
+    conversation = [Message(role="user", content="the quick brown fox " * 20), Message(role="user", content="jumps")]
     for options in (TemplateOptions(), TemplateOptions(thinks=False), TemplateOptions(effort="low")):
         fields = ClientRequest(template=options)
         (pin,) = (
-            await prepare_with_breakpoints(parts.frontend, talk, [CacheBreakpoint(1, 380, 300.0)], fields)
+            await prepare_with_breakpoints(parts.frontend, conversation, [CacheBreakpoint(1, 380, 300.0)], fields)
         ).request.pins
         assert pin.num_tokens >= 64

@@ -2,8 +2,10 @@
 
 import asyncio
 import time
+from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
@@ -16,7 +18,7 @@ from tandem.circuit_breaker import BreakerState
 from tandem.errors import Unavailable
 from tandem.values.ids import Incarnation
 from tandem.values.roles import WorkerRole
-from tests.support.fake_worker import FakeWorker, Submission, answer, expected_tokens, hold
+from tests.support.fake_worker import FakeWorker, Script, Submission, answer, expected_tokens, hold
 from tests.support.router.cluster import LONG_PROMPT, PROMPT, cluster, collect, routed
 
 pytestmark = pytest.mark.alone
@@ -41,19 +43,19 @@ def deadly(worker: FakeWorker):
 
 
 async def test_failing_worker_is_avoided_until_it_recovers() -> None:
-    sick, well = FakeWorker("d0", script=broken), FakeWorker("d1")
-    async with cluster(sick, well) as router:
+    broken_worker, well = FakeWorker("d0", script=broken), FakeWorker("d1")
+    async with cluster(broken_worker, well) as router:
         health, registry = router.dispatcher.health, router.registry
         registry.penalise = lambda *_: None  # the breaker alone keeps it out
         for i in range(30):
             assert (await collect(router.generate(routed(request_id=f"r{i}"))))[0]
-        assert sick.submissions.qsize() == 5
+        assert broken_worker.submissions.qsize() == 5
         key = next(w.info.key for w in registry.snapshots() if w.info.key.worker_id == "d0")
         assert health.breakers.states(time.monotonic()) == {key: BreakerState.OPEN}
         text = generate_latest(_registry(router)).decode()
         assert 'tandem_worker_breaker{state="open",worker="d0"} 1.0' in text
         # Alone it is asked all the same: better one that may fail than none.
-        sick.script = answer
+        broken_worker.script = answer
         await well.crash()
         await registry.until_live(1)
         assert await collect(router.generate(routed()))
@@ -66,11 +68,11 @@ async def test_health_of_departed_worker_is_forgotten(role: WorkerRole) -> None:
     async with cluster(failing, decode) as router:
         health, registry = router.dispatcher.health, router.registry
         registry.penalise = lambda *_: None
-        asks = 0
+        num_requests = 0
         for life in (2, 3, 4):
             while not any(key.worker_id == "w0" for key in health.breakers.states(time.monotonic())):
-                asks += 1
-                await collect(router.generate(routed((asks, *LONG_PROMPT))))
+                num_requests += 1
+                await collect(router.generate(routed((num_requests, *LONG_PROMPT))))
             await failing.crash()
             await registry.until_live(1)
             assert not any(key.worker_id == "w0" for key in health.breakers.states(time.monotonic()))
@@ -255,8 +257,7 @@ async def test_hedging_is_off_by_default() -> None:
 
 async def test_hedged_request_crashing_two_workers_is_refused() -> None:
     workers = [FakeWorker(f"d{i}", incarnation=i + 1) for i in range(5)]
-    for worker in workers:
-        worker.script = deadly_once_hedged(worker)
+    become_deadly_once_hedged(workers)
     async with cluster(*workers, settings=HEDGED) as router, asyncio.timeout(20.0):
         await warm(router)
         with pytest.raises(Unavailable, match="crashed"):
@@ -267,23 +268,28 @@ async def test_hedged_request_crashing_two_workers_is_refused() -> None:
         assert router.dispatcher.health.poison.check(())
 
 
-def deadly_once_hedged(worker: FakeWorker):
-    """As `deadly`, once there has been time for a second attempt to begin."""
-    then = deadly(worker)
+def become_deadly_once_hedged(workers: Sequence[FakeWorker]) -> None:
+    """Have each end as `deadly` does, once a second attempt of the request has begun."""
+    begun: list[Submission] = []
+    hedged = asyncio.Event()
 
-    async def script(submission: Submission) -> None:
+    async def script(then: Script, submission: Submission) -> None:
         if submission.submit.sampling.max_tokens > 8:
-            await asyncio.sleep(0.15)
+            begun.append(submission)
+            if len(begun) == 2:
+                hedged.set()
+            await hedged.wait()
         await then(submission)
 
-    return script
+    for worker in workers:
+        worker.script = partial(script, deadly(worker))
 
 
 async def test_prefill_failure_reported_before_loss_counts_once() -> None:
     decode = FakeWorker("d0", script=hold)
     prefill = {f"p{i}": FakeWorker(f"p{i}", role=WorkerRole.PREFILL, incarnation=i + 1) for i in range(5)}
     async with cluster(decode, *prefill.values()) as router, asyncio.timeout(20.0):
-        asking = asyncio.create_task(collect(router.generate(routed(LONG_PROMPT))))
+        running = asyncio.create_task(collect(router.generate(routed(LONG_PROMPT))))
         submission = await decode.submissions.get()
         route = submission.submit.prefill
         for num_dead in (1, 2):
@@ -294,7 +300,7 @@ async def test_prefill_failure_reported_before_loss_counts_once() -> None:
             await router.registry.until_live(6 - num_dead)
         submission.fail_transfer(route.transfer_id)
         with pytest.raises(Unavailable, match="crashed"):
-            await asking
+            await running
         assert router.dispatcher.health.poison.check(())
 
 

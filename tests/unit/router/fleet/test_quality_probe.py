@@ -80,9 +80,9 @@ async def test_quality_probe_skips_refusing_and_departed_workers() -> None:
 
 
 @pytest.mark.parametrize(
-    "sick", [lambda reading: reading.refuse("Overloaded"), lambda reading: reading.give(scale=float("nan"))]
+    "broken_script", [lambda reading: reading.refuse("Overloaded"), lambda reading: reading.give(scale=float("nan"))]
 )
-async def test_quality_probe_failure_removes_earlier_loss(sick: Callable[[ReadAttempt], None]) -> None:
+async def test_quality_probe_failure_removes_earlier_loss(broken_script: Callable[[ReadAttempt], None]) -> None:
     decode = FakeWorker("d0")
     async with cluster(decode) as router:
         later_s = 0.0
@@ -99,7 +99,7 @@ async def test_quality_probe_failure_removes_earlier_loss(sick: Callable[[ReadAt
         await probe.probe_due()
         assert exported_loss(registry, "d0", "decode") == 10.0
         later_s = 61.0
-        decode.read_script = sick
+        decode.read_script = broken_script
         await probe.probe_due()
         assert exported_loss(registry, "d0", "decode") is None
 

@@ -59,7 +59,10 @@ def reached_workers(registry, canary, published):
         return {key: f"{key.worker_id}:1" for key in registry.workers}
 
     return ReachableWorkers(
-        registry, canary, addresses=addresses, publish=lambda news: published.put_nowait(news["reaches"])
+        registry,
+        canary,
+        addresses=addresses,
+        publish=lambda published_state: published.put_nowait(published_state["reaches"]),
     )
 
 
@@ -120,24 +123,24 @@ async def test_departed_worker_is_not_probed_again(monkeypatch):
         new = worker("d1")
         registry.put(new)
         await canary.probed.get()
-        (asking,) = watching._asking.values()
+        (probing,) = watching._asking.values()
         registry.remove(new)
-        await asking
+        await probing
         assert canary.probed.qsize() <= 1
     assert [published.get_nowait() for _ in range(published.qsize())] == [[]]
 
 
 async def test_stated_workers_are_those_of_the_file_and_malformed_files_change_nothing(tmp_path, caplog):
-    path, applied, heard = tmp_path / "cluster.yaml", [], asyncio.Event()
+    path, applied, called = tmp_path / "cluster.yaml", [], asyncio.Event()
 
     def apply(addresses):
         applied.append(addresses)
-        heard.set()
+        called.set()
 
     path.write_text('decode: {addresses: ["a:1", "b:2"]}\nprefill: {addresses: ["c:3"]}\n')
     workers = ConfiguredWorkers(path, apply)
     await asyncio.to_thread(workers.read)
-    await heard.wait()
+    await called.wait()
     assert applied == [stated_addresses(prefill=["c:3"], decode=["a:1", "b:2"])]
     for wrong in ('decode: {addresses: ["a:1", "a:1"]}', "nonsense: 1"):
         path.write_text(wrong)

@@ -97,24 +97,24 @@ async def test_prefill_workers_new_session_starts_without_load() -> None:
 async def test_repeated_session_breaks_condemn_no_request() -> None:
     worker = FakeWorker("d0", script=hold, incarnation=10)
     async with cluster(worker) as router, asyncio.timeout(WAIT_S):
-        asking = asyncio.create_task(collect(router.generate(routed())))
+        running = asyncio.create_task(collect(router.generate(routed())))
         for _ in range(2):
             await worker.submissions.get()
             await _break_sessions([worker], router)
         (await worker.submissions.get()).give_all()
-        assert (await asking)[0] == expected_tokens(PROMPT, count=8, seed=3)
+        assert (await running)[0] == expected_tokens(PROMPT, count=8, seed=3)
         assert router.dispatcher.health.poison.num_condemned == 0
         assert router.dispatcher.health.poison.check([])
         router.assert_idle()
 
 
 async def _back_and_answered(
-    asking: asyncio.Task[dict[int, list[int]]], away: list[FakeWorker], router: Cluster
+    running: asyncio.Task[dict[int, list[int]]], away: list[FakeWorker], router: Cluster
 ) -> None:
     """Two sessions are away at once: not before they are back is it known that nobody died."""
     for worker in away:
         await worker.start()
-    (tokens,) = (await asking).values()
+    (tokens,) = (await running).values()
     assert tokens in [expected_tokens(prompt, count=8, seed=3) for prompt in (PROMPT, LONG_PROMPT)]
     assert router.dispatcher.health.poison.num_condemned == 0
     assert router.dispatcher.health.poison.check([])
@@ -124,7 +124,7 @@ async def _back_and_answered(
 async def test_sessions_that_break_one_after_the_other_condemn_no_request() -> None:
     workers = [FakeWorker(f"d{i}", script=hold, incarnation=10 + i) for i in range(2)]
     async with cluster(*workers) as router, asyncio.timeout(WAIT_S):
-        asking = asyncio.create_task(collect(router.generate(routed())))
+        running = asyncio.create_task(collect(router.generate(routed())))
         submissions = [asyncio.create_task(worker.submissions.get()) for worker in workers]
         (first,), _ = await asyncio.wait(submissions, return_when=asyncio.FIRST_COMPLETED)
         await workers[submissions.index(first)].crash()
@@ -133,14 +133,14 @@ async def test_sessions_that_break_one_after_the_other_condemn_no_request() -> N
             await worker.crash()
             worker.script = answer
         await router.registry.until_live(0)
-        await _back_and_answered(asking, workers, router)
+        await _back_and_answered(running, workers, router)
 
 
 async def test_prefill_sessions_that_break_one_after_the_other_condemn_no_request() -> None:
     decode = FakeWorker("d0", script=hold)
     prefill = {f"p{i}": FakeWorker(f"p{i}", role=WorkerRole.PREFILL, incarnation=10 + i) for i in range(2)}
     async with cluster(decode, *prefill.values()) as router, asyncio.timeout(WAIT_S):
-        asking = asyncio.create_task(collect(router.generate(routed(LONG_PROMPT))))
+        running = asyncio.create_task(collect(router.generate(routed(LONG_PROMPT))))
         submission = await decode.submissions.get()
         route = submission.submit.prefill
         for num_live in (2, 1):
@@ -152,4 +152,4 @@ async def test_prefill_sessions_that_break_one_after_the_other_condemn_no_reques
         # Its own worker must not be the next, either.
         await submission.cancelled.wait()
         decode.script = answer
-        await _back_and_answered(asking, list(prefill.values()), router)
+        await _back_and_answered(running, list(prefill.values()), router)

@@ -217,9 +217,9 @@ async def test_session_with_wrong_role_or_secret_is_refused(caplog: pytest.LogCa
         worker.role = WorkerRole.PREFILL
         async with fleet_of(worker, registry=registry):
             await _until_logged(caplog, "expected a prefill worker, found a decode worker")
-        stranger = SessionSettings(metadata=(("x", "y"),), incarnation=Incarnation(1))
+        wrong_secret = SessionSettings(metadata=(("x", "y"),), incarnation=Incarnation(1))
         worker.role = WorkerRole.DECODE
-        async with fleet_of(worker, registry=registry, settings=stranger):
+        async with fleet_of(worker, registry=registry, settings=wrong_secret):
             await _until_logged(caplog, "UNAUTHENTICATED")
     assert registry.snapshots() == []
 

@@ -54,11 +54,16 @@ def shown(answers: Iterable[pb.GenerateResponse]) -> tuple[dict[int, list[Any]],
     return choices, usages
 
 
-def asking(**more: Any) -> pb.GenerateRequest:
+def request_of(**more: Any) -> pb.GenerateRequest:
     return pb.GenerateRequest(chat=HELLO, sampling=common_pb2.SamplingParams(num_logprobs=1), **more)
 
 
-REQUESTS = [asking(), asking(n=3), asking(stop=["over"], n=2), pb.GenerateRequest(prompt="a", cache_salt="mine")]
+REQUESTS = [
+    request_of(),
+    request_of(n=3),
+    request_of(stop=["over"], n=2),
+    pb.GenerateRequest(prompt="a", cache_salt="mine"),
+]
 
 
 @pytest.mark.parametrize("request_", REQUESTS, ids=["chat", "choices", "stop", "prompt"])
@@ -84,11 +89,11 @@ async def test_grpc_stream_broken_anywhere_is_resumed(tokenizer: Tokenizer, requ
 
 async def test_grpc_stream_broken_repeatedly_is_resumed(tokenizer: Tokenizer) -> None:
     async with serve(router(tokenizer)) as stub:
-        whole = [answer async for answer in stub.Generate(asking(n=2))]
+        whole = [answer async for answer in stub.Generate(request_of(n=2))]
         has: list[pb.GenerateResponse] = []
         for _ in range(len(whole) + 1):
             last = has[-1].stream_id if has else ""
-            more = [answer async for answer in stub.Generate(asking(n=2, stream_ids=True, last_stream_id=last))]
+            more = [answer async for answer in stub.Generate(request_of(n=2, stream_ids=True, last_stream_id=last))]
             has += more[:2]  # the client gets no further
             if not more:
                 break
@@ -97,16 +102,21 @@ async def test_grpc_stream_broken_repeatedly_is_resumed(tokenizer: Tokenizer) ->
 
 async def test_grpc_stream_ids_are_sent_on_request_only(tokenizer: Tokenizer) -> None:
     async with serve(router(tokenizer)) as stub:
-        assert not [answer.stream_id async for answer in stub.Generate(asking()) if answer.stream_id]
+        assert not [answer.stream_id async for answer in stub.Generate(request_of()) if answer.stream_id]
 
 
 async def test_grpc_stream_id_of_other_request_is_refused(tokenizer: Tokenizer) -> None:
     parts = router(tokenizer)
     async with serve(parts) as stub:
-        whole = [answer async for answer in stub.Generate(asking(stream_ids=True))]
+        whole = [answer async for answer in stub.Generate(request_of(stream_ids=True))]
         last = whole[1].stream_id
-        others = [asking(n=2), asking(cache_salt="mine"), asking(stop=["x"]), pb.GenerateRequest(prompt="a")]
-        for other, sent in [*((other, last) for other in others), (asking(), "made-up"), (asking(), last[:-4])]:
+        others = [
+            request_of(n=2),
+            request_of(cache_salt="mine"),
+            request_of(stop=["x"]),
+            pb.GenerateRequest(prompt="a"),
+        ]
+        for other, sent in [*((other, last) for other in others), (request_of(), "made-up"), (request_of(), last[:-4])]:
             other.last_stream_id = sent
             error = await refused(stub.Generate(other))
             assert error.code() is grpc.StatusCode.INVALID_ARGUMENT

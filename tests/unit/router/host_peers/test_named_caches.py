@@ -69,9 +69,9 @@ def processes(clock: list[float]) -> list[Process]:
     return [Process(clock) for _ in range(3)]
 
 
-def apply_to(news: NamedCacheUpdate, *receivers: Process) -> None:
+def apply_to(update: NamedCacheUpdate, *receivers: Process) -> None:
     for receiver in receivers:
-        receiver.names.apply(_decoded(_encoded(news)))
+        receiver.names.apply(_decoded(_encoded(update)))
 
 
 def test_named_cache_update_carries_pin_location(processes: list[Process], clock: list[float]) -> None:
@@ -107,26 +107,26 @@ def _record(ends_s: float) -> PinRecord:
 def test_named_cache_updates_in_any_order_agree(clock: list[float]) -> None:
     for seed in range(200):
         rng, processes = Random(seed), [Process(clock) for _ in range(3)]
-        news: list[NamedCacheUpdate] = []
+        update: list[NamedCacheUpdate] = []
         for name in "abc":
             processes[0].make(name)
-            news.append(processes[0].names.update_for("t", name))
-            apply_to(news[-1], *processes[1:])
+            update.append(processes[0].names.update_for("t", name))
+            apply_to(update[-1], *processes[1:])
             for _ in range(rng.randrange(4)):
                 writer = rng.choice(processes)
                 if writer.caches.find("t", name) is not None:
                     writer.caches.prolong("t", name, 1e9 + rng.randrange(1, 99))
-                    news.append(writer.names.update_for("t", name))
+                    update.append(writer.names.update_for("t", name))
             if rng.random() < 0.4:
                 writer = rng.choice(processes)
                 writer.caches.remove("t", name)
-                news.append(writer.names.update_for("t", name))
+                update.append(writer.names.update_for("t", name))
         for receiver in processes:
-            for one in rng.sample(news, len(news)) + rng.choices(news, k=3):
+            for one in rng.sample(update, len(update)) + rng.choices(update, k=3):
                 apply_to(one, receiver)
         shown = [{cache.name: cache.expires_s for cache in one.caches.all("t")} for one in processes]
         assert shown[0] == shown[1] == shown[2]
-        assert set(shown[0]) == set("abc") - {one.name for one in news if one.cache is None}
+        assert set(shown[0]) == set("abc") - {one.name for one in update if one.cache is None}
 
 
 def test_named_cache_removal_is_eventually_forgotten(processes: list[Process], clock: list[float]) -> None:

@@ -93,7 +93,7 @@ async def test_drain_both_servers_share_one_bound() -> None:
     worker = FakeWorker("d0", script=hold)
     async with _router(worker) as router:
         reading = asyncio.create_task(router.stub.Generate(pb.GenerateRequest(prompt="a")).read())
-        asking = asyncio.create_task(router.ask())
+        response = asyncio.create_task(router.ask())
         for _ in range(2):
             await worker.submissions.get()
         # Either server alone would wait for a minute.
@@ -101,7 +101,7 @@ async def test_drain_both_servers_share_one_bound() -> None:
         with pytest.raises(grpc.aio.AioRpcError):
             await reading
         # Nothing of it has been sent, so it can be asked elsewhere.
-        refused = await asking
+        refused = await response
         assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
         assert refused.json()["error"]["code"] == "unavailable"
 

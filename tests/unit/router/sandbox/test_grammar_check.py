@@ -137,8 +137,8 @@ async def test_64_such_regexes_are_refused_by_one_process_that_stays_small(check
     assert checker._process is not None
     pid = checker._process.pid
     before = _resident_bytes(pid)
-    asking = [checker.checked(grammar_of(Shape.REGEX, f"a{{{900_000_000 + index}}}"), "field") for index in range(64)]
-    errors = await asyncio.gather(*asking, return_exceptions=True)
+    checks = [checker.checked(grammar_of(Shape.REGEX, f"a{{{900_000_000 + index}}}"), "field") for index in range(64)]
+    errors = await asyncio.gather(*checks, return_exceptions=True)
     assert all(isinstance(one, InvalidRequest) for one in errors)
     assert checker._process.pid == pid
     assert _resident_bytes(pid) - before < 64 << 20

@@ -45,12 +45,12 @@ def test_calls_and_how_a_conversation_goes_on_with_them(parts: fakes.Servers, se
         assert begun == CallPart(index=0, id=begun.id, name="weather", arguments=begun.arguments)
         assert {part.id for part in parts_of_calls if not part.name} == {""}
         result = Turn(role="tool", content="rain", tool_call_id=first.tool_calls[0].id)
-        talk = [*HELLO, first.turn(), result]
-        client.chat(talk, Options(tools=TOOLS, tool_choice=ToolChoice(mode="none")))
+        conversation = [*HELLO, first.turn(), result]
+        client.chat(conversation, Options(tools=TOOLS, tool_choice=ToolChoice(mode="none")))
         prompt = parts.generator.requests[-1].prompt_token_ids
         assert '"city": "Köln 😀"' in parts.tokenizer.decode(prompt)
-        ids = client.tokenize(talk, tools=TOOLS)
-        assert len(ids) > len(client.tokenize(talk))
+        ids = client.tokenize(conversation, tools=TOOLS)
+        assert len(ids) > len(client.tokenize(conversation))
 
 
 @pytest.mark.parametrize(

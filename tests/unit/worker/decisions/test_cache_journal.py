@@ -129,13 +129,13 @@ def test_cache_journal_up_to_date_reader_continues_after_redis_loss() -> None:
     journal = CacheJournal(max_pending=10**6)
     journal.restart(0, [name(1)])
     journal.written(journal.next_write())
-    for first, count, is_told in ((0, 3, True), (3, 20_000, False)):
+    for first, count, is_sent in ((0, 3, True), (3, 20_000, False)):
         journal.apply(first, stored(*range(100 + first, 100 + first + count)))
         assert not journal.on_read(None)
         write = journal.next_write()
         assert write is not None
         assert write.is_fresh
-        assert [entry.first_sequence for entry in write.entries] == ([first] if is_told else [])
+        assert [entry.first_sequence for entry in write.entries] == ([first] if is_sent else [])
         assert write.after == Footprint(
             next_sequence=first + count, state_sequence=first + count, num_entries=len(write.entries)
         )

@@ -198,7 +198,7 @@ async def test_lending_unresponsive_disk_ends_in_time(sizes, tmp_path: Path, mon
             bench.host.parts.disk._readers.submit(free.wait, WAIT_S)
         lifting, next_read = asyncio.Event(), bench.host.next_read
         monkeypatch.setattr(bench.host, "next_read", lambda: lifting.set() or next_read())
-        asking = asyncio.create_task(bench.lender.submit(bench.job(1)))
+        response = asyncio.create_task(bench.lender.submit(bench.job(1)))
         if ends == "with who asked":
             async with asyncio.timeout(WAIT_S):
                 await lifting.wait()
@@ -208,7 +208,7 @@ async def test_lending_unresponsive_disk_ends_in_time(sizes, tmp_path: Path, mon
         try:
             with pytest.raises(Unavailable):
                 async with asyncio.timeout(WAIT_S / 4):
-                    await asking
+                    await response
         finally:
             free.set()
         assert lifting.is_set() == (ends != "with who asked at once"), "nothing is begun for nobody"

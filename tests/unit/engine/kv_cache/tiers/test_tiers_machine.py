@@ -164,7 +164,7 @@ def history(machine: type[TieredMachine | TieredPipelinedMachine], seed: int, *,
         budget=draw.choice([20, 60]),
         rows=draw.randint(1, 4),
         num_slots=draw.choice([0, 6]),
-        beside_decodes=draw.choice([5, 40]),
+        with_decodes=draw.choice([5, 40]),
         policy=(draw.choice(sorted(POLICIES)), draw.choice([0, 3]), None),
     )
     coming = prompts(draw)

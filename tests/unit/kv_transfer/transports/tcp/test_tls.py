@@ -46,7 +46,7 @@ def authority() -> Authority:
 
 
 @pytest.fixture(scope="module")
-def stranger() -> Authority:
+def other_authority() -> Authority:
     return Authority()
 
 
@@ -180,9 +180,9 @@ def test_tls_unreadable_key_is_config_error(files: TlsFiles) -> None:
 
 
 def test_tls_receiver_of_another_authority_is_refused(
-    secured: TcpReceiver, stranger: Authority, source: KVRegion, tmp_path: Path
+    secured: TcpReceiver, other_authority: Authority, source: KVRegion, tmp_path: Path
 ) -> None:
-    sender = TcpSender(source, settings=TcpSettings(tls=TlsIdentity(stranger.issue(tmp_path))))
+    sender = TcpSender(source, settings=TcpSettings(tls=TlsIdentity(other_authority.issue(tmp_path))))
     with pytest.raises(TransferError, match="certificate is refused: "):
         sender.connect(secured.offer(), PAIRING)
 
@@ -288,11 +288,11 @@ def test_tls_certificate_of_own_authority_is_accepted(secured: TcpReceiver, file
     [("none", "certificate required"), ("stranger's", "unknown ca"), ("expired", "certificate expired")],
 )
 def test_tls_certificate_of_another_authority_is_refused(
-    secured: TcpReceiver, authority: Authority, stranger: Authority, tmp_path: Path, shown: str, message: str
+    secured: TcpReceiver, authority: Authority, other_authority: Authority, tmp_path: Path, shown: str, message: str
 ) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     if shown != "none":
-        by, not_after = (authority, PAST) if shown == "expired" else (stranger, None)
+        by, not_after = (authority, PAST) if shown == "expired" else (other_authority, None)
         bad = by.issue(tmp_path, not_after=not_after)
         context.load_cert_chain(bad.cert, bad.key)
     with pytest.raises(ssl.SSLError, match=message):

@@ -44,12 +44,12 @@ class Worker(ProfilerServicer):
 
     def __init__(self) -> None:
         self.requests: list[tuple[int, float]] = []
-        self.was_asked, self.go_on, self.was_left = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.was_requested, self.go_on, self.was_left = asyncio.Event(), asyncio.Event(), asyncio.Event()
         self.refuses: grpc.StatusCode | None = None
 
     async def Trace(self, request, context):
         self.requests.append((request.num_steps, request.timeout_s))
-        self.was_asked.set()
+        self.was_requested.set()
         try:
             await self.go_on.wait()
         except asyncio.CancelledError:
@@ -182,7 +182,7 @@ async def test_profile_of_departed_client_is_cancelled(tokenizer, monkeypatch, p
     async with serving(worker) as addresses, http_server(tokenizer, addresses) as client:
         leaves = asyncio.Event()
         looking = asyncio.create_task(hangs_up(client, path, query, leaves))
-        await (sampling if path == ROUTER else worker.was_asked).wait()
+        await (sampling if path == ROUTER else worker.was_requested).wait()
         leaves.set()
         assert await looking == 499
         if path == WORKER:
@@ -195,7 +195,7 @@ async def test_profile_of_departed_client_is_cancelled(tokenizer, monkeypatch, p
 
 
 @pytest.mark.parametrize(
-    ("path", "params", "says"),
+    ("path", "params", "expected"),
     [
         (ROUTER, {"seconds": "61"}, "profiling.max_seconds"),
         (ROUTER, {"seconds": "0"}, "seconds"),
@@ -209,12 +209,12 @@ async def test_profile_of_departed_client_is_cancelled(tokenizer, monkeypatch, p
         (WORKER, {"worker": "decode-0", "steps": "1.5"}, "integer"),
     ],
 )
-async def test_profile_out_of_bounds_is_refused_by_name(tokenizer, path, params, says):
+async def test_profile_out_of_bounds_is_refused_by_name(tokenizer, path, params, expected):
     addresses = {WorkerKey(WorkerId("decode-0"), Incarnation(1)): "127.0.0.1:1"}
     async with http_server(tokenizer, addresses) as client:
         answer = await client.post(path, params=params, headers=OPERATOR)
     assert answer.status_code == 400
-    assert says in answer.json()["error"]["message"]
+    assert expected in answer.json()["error"]["message"]
 
 
 async def test_worker_trace_is_returned_one_at_a_time(tokenizer):
@@ -222,7 +222,7 @@ async def test_worker_trace_is_returned_one_at_a_time(tokenizer):
     params = {"worker": "decode-0", "steps": "7", "seconds": "2.5"}
     async with serving(worker) as addresses, http_server(tokenizer, addresses) as client:
         first = asyncio.create_task(client.post(WORKER, params=params, headers=OPERATOR))
-        await worker.was_asked.wait()
+        await worker.was_requested.wait()
         for path, more in ((WORKER, params), (ROUTER, {"seconds": "0.01"})):
             assert (await client.post(path, params=more, headers=OPERATOR)).status_code == 429
         worker.go_on.set()
@@ -235,17 +235,17 @@ async def test_worker_trace_is_returned_one_at_a_time(tokenizer):
 
 
 @pytest.mark.parametrize(
-    ("code", "status", "says"),
+    ("code", "status", "expected"),
     [(grpc.StatusCode.RESOURCE_EXHAUSTED, 429, "because"), (grpc.StatusCode.OUT_OF_RANGE, 503, "because")],
 )
-async def test_worker_trace_refusal_is_reported(tokenizer, code, status, says):
+async def test_worker_trace_refusal_is_reported(tokenizer, code, status, expected):
     worker = Worker()
     worker.refuses = code
     worker.go_on.set()
     async with serving(worker) as addresses, http_server(tokenizer, addresses) as client:
         answer = await client.post(WORKER, params={"worker": "decode-0"}, headers=OPERATOR)
     assert answer.status_code == status
-    assert says in answer.json()["error"]["message"]
+    assert expected in answer.json()["error"]["message"]
 
 
 async def test_worker_without_profiling_is_reported(tokenizer):

@@ -64,18 +64,18 @@ async def test_function_call_cut_short_finishes_with_length(client: httpx.AsyncC
 
 
 @pytest.mark.parametrize(
-    ("call", "is_forced", "is_told"),
+    ("call", "is_forced", "is_in_prompt"),
     [("auto", False, True), ("none", False, False), ({"name": "weather"}, True, True), (None, False, True)],
 )
 async def test_function_call_choice_is_honoured(
-    client: httpx.AsyncClient, parts: fakes.Servers, call: Any, is_forced: bool, is_told: bool
+    client: httpx.AsyncClient, parts: fakes.Servers, call: Any, is_forced: bool, is_in_prompt: bool
 ) -> None:
     parts.say("hello")
     answer = await client.post(CHAT, json=ASKED | {"function_call": call})
     assert answer.status_code == 200, answer.text
     request = parts.generator.requests[0]
     assert (request.sampling.grammar is not None) == is_forced
-    assert ("weather" in parts.tokenizer.decode(request.prompt_token_ids)) == is_told
+    assert ("weather" in parts.tokenizer.decode(request.prompt_token_ids)) == is_in_prompt
     assert answer.json()["choices"][0]["message"] == {"role": "assistant", "content": "hello", "refusal": None}
 
 

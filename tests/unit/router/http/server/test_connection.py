@@ -131,12 +131,12 @@ async def test_connection_with_slow_answer_stays_open() -> None:
 
     async with listener(slow, head_timeout_s=0.1, keep_alive_s=0.1, write_timeout_s=0.1) as opened:
         silent = await opened.connect()
-        asking = asyncio.create_task((await opened.connect()).ask())
+        response = asyncio.create_task((await opened.connect()).ask())
         await silent.closed()
         silent = await opened.connect()
         await silent.closed()
         go.set()
-        assert (await asking).endswith(b"hello")
+        assert (await response).endswith(b"hello")
 
 
 async def test_connections_silent_beyond_bound_make_way() -> None:
@@ -162,21 +162,21 @@ async def test_connections_with_requests_are_not_closed_for_others() -> None:
 
     requests = asyncio.Semaphore(0)
     async with listener(slow, most=2) as opened:
-        asking = [asyncio.create_task((await opened.connect()).ask()) for _ in range(2)]
-        for _ in asking:
+        response = [asyncio.create_task((await opened.connect()).ask()) for _ in range(2)]
+        for _ in response:
             await requests.acquire()
         refused = await (await opened.connect()).reader.read()
         assert refused.startswith(b"HTTP/1.1 503 ")
         assert b'"code":"unavailable"' in refused
         go.set()
-        for one in asking:
+        for one in response:
             assert (await one).endswith(b"hello")
 
 
 @pytest.mark.parametrize(
-    ("size", "num_asked", "headers"), [(8 << 20, 1, {}), (8 << 20, 1, {"Connection": "close"}), (200_000, 60, {})]
+    ("size", "num_requests", "headers"), [(8 << 20, 1, {}), (8 << 20, 1, {"Connection": "close"}), (200_000, 60, {})]
 )
-async def test_connection_with_unread_answer_is_given_up(size: int, num_asked: int, headers: dict[str, str]) -> None:
+async def test_connection_with_unread_answer_is_given_up(size: int, num_requests: int, headers: dict[str, str]) -> None:
     """Nothing of them stays in memory for a client that does not read."""
     requested = asyncio.Event()
 
@@ -190,7 +190,7 @@ async def test_connection_with_unread_answer_is_given_up(size: int, num_asked: i
             client.setblocking(False)
             loop = asyncio.get_running_loop()
             await loop.sock_connect(client, ("127.0.0.1", opened.http.port))
-            await loop.sock_sendall(client, ASK * num_asked)
+            await loop.sock_sendall(client, ASK * num_requests)
             await requested.wait()
             while opened.http.num_connections:  # noqa: ASYNC110  # uvicorn tells nobody
                 await asyncio.sleep(0.01)

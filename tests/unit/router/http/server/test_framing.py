@@ -258,13 +258,13 @@ async def test_aborted_answer_closes_connection_of_sending_client() -> None:
 
 
 async def test_requests_behind_the_last_answer_get_none() -> None:
-    num_asked = 0
+    num_requests = 0
 
     async def last(scope: Scope, receive: Receive, send: Send) -> None:
-        nonlocal num_asked
-        num_asked += 1
+        nonlocal num_requests
+        num_requests += 1
         await Response("hello", headers={"Connection": "close"})(scope, receive, send)
 
     async with listening(last) as listener:
         answer = await answer_to(listener, ASK * 3)
-    assert answer.count(b"HTTP/1.1 200 ") == num_asked == 1
+    assert answer.count(b"HTTP/1.1 200 ") == num_requests == 1
