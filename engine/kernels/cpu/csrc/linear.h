@@ -11,8 +11,8 @@
 namespace tandem {
 
 constexpr int64_t kPanel = 32;  // columns of the product that are packed, and computed, together
-// Prefetch distance in output rows. With slightly smaller values a product sometimes took 1.5 times as long, for seconds
-// at a time: as long as without prefetching.
+// Prefetch distance in output rows. With slightly smaller values a product sometimes took 1.5 times as long, for
+// seconds at a time: as long as without prefetching.
 constexpr int64_t kOutAhead = 16;
 
 // Epilogue of a product; the numbers are those of gemm.py: Epilogue.
