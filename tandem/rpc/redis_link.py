@@ -85,6 +85,11 @@ class RedisLink:
         """The server itself: where the sentinels pointed last."""
         self._found_s = 0.0
 
+    @property
+    def place(self) -> str:
+        """For people: where the server is, as far as the sentinels have told."""
+        return self._server.place
+
     async def allowed(self) -> None:
         """Wait until the circuit breaker allows a try."""
         await asyncio.sleep(self._breaker.wait_s(self._clock()))

@@ -8,8 +8,11 @@ from random import Random
 
 import pytest
 
+from cluster.doctor.checks import cluster_state
+from cluster.doctor.findings import Status
 from tandem.circuit_breaker import CircuitBreaker
 from tandem.cluster_state.redis_settings import RedisSettings, SentinelSettings
+from tandem.config.cluster import load
 from tandem.config.redis import RedisConfig
 from tandem.rpc.redis_link import RECHECK_S, RedisDown, RedisLink
 from tandem.values.ids import BlockHash
@@ -270,6 +273,23 @@ async def test_answer_that_names_no_master_counts_as_down(answer: bytes | None, 
         assert told in str(down.value)
         assert f"sentinel 127.0.0.1:{sentinel.address[1]}: " in str(down.value)
         assert rig.link.health.failures == 1
+
+
+async def test_doctor_asks_redis_through_each_sentinel(servers: tuple[RedisServer, RedisServer]) -> None:
+    one, _ = servers
+    async with FakeSentinel(points_to(one)) as good, FakeSentinel(b"*-1\r\n") as ignorant:
+        sentinels = [f"127.0.0.1:{each.address[1]}" for each in (good, ignorant)]
+        config = load(None, {"redis.sentinels": sentinels, "redis.timeout_s": 5.0})
+        found = await asyncio.to_thread(cluster_state, config)
+    assert [(each.name, each.status) for each in found] == [
+        (f"sentinel {sentinels[0]}", Status.OK),
+        (f"sentinel {sentinels[1]}", Status.WARN),
+    ]
+    assert found[0].detail == f"Redis at 127.0.0.1:{one.port}/0 answers"
+    assert "knows no master of the name 'mymaster'" in found[1].detail
+    (direct,) = await asyncio.to_thread(cluster_state, load(None, {"redis.url": one.url}))
+    assert (direct.name, direct.status) == ("cluster state", Status.OK)
+    assert cluster_state(load(None)) == []
 
 
 async def test_sentinel_that_points_to_a_replica_is_doubted(servers: tuple[RedisServer, RedisServer]) -> None:
