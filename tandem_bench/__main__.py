@@ -84,7 +84,7 @@ def _add_soak_options(parser: argparse.ArgumentParser) -> None:
         type=_above_zero,
         default=minutes,
         metavar="M",
-        help=f"how long, of which a third, at most 20 minutes, is warm-up; default: {minutes:g}",
+        help=f"how long, of which a sixth, and at least 5.5 minutes, is warm-up; default: {minutes:g}",
     )
     parser.add_argument(
         "--rate", type=_above_zero, default=rate, metavar="R", help=f"requests per second; default: {rate:g}"

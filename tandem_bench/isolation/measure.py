@@ -28,7 +28,7 @@ MAX_OFF = 0.03
 MIN_CONTROL = 0.9
 _ROUND = 10
 """Probes in a round; every other one of a prefix that was sent."""
-_PROMPT_CHARS = 2400
+_PROMPT_CHARS = 1000
 _TIMEOUT_S = 120.0
 
 

@@ -23,7 +23,8 @@ from tandem_bench.report import Row, figure, print_table
 from tandem_bench.soak.growth import Life, Sample
 from tandem_bench.soak.load import SoakLoad
 
-_MAX_WARM_UP_S = 1200.0
+_WARM_UP_S = 330.0
+"""A router's history of counters is full after five minutes."""
 _VICTIMS = ("prefill_worker 1", "decode_worker 1")
 _SETUP = Setup(
     mode="shm",
@@ -91,7 +92,7 @@ class _Watch:
         self._begun_s = time.monotonic()
         self._total_s = total_s
         self.period_s = min(10.0, max(0.5, total_s / 500))
-        self._warm_up_s = min(_MAX_WARM_UP_S, total_s / 3)
+        self._warm_up_s = min(max(_WARM_UP_S, total_s / 6), total_s / 2)
         self._lives: dict[int, Life] = {}
         self._num_killed = 0
 
