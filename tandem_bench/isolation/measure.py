@@ -29,6 +29,7 @@ MIN_CONTROL = 0.9
 _ROUND = 10
 """Probes in a round; every other one of a prefix that was sent."""
 _PROMPT_CHARS = 1000
+_SHOWN_EVERY = 200
 _TIMEOUT_S = 120.0
 
 
@@ -55,11 +56,15 @@ async def measure(options: argparse.Namespace, rows: list[Row], *, out: Console,
             rows += _rows("the same tenant", control)
             rows.append(figure("the same tenant: AUC", _auc(control), "", at_least=MIN_CONTROL))
             err.print("[dim]the other tenant ...[/dim]")
-            probes = await prober.probe(options.probes, victim=keys["victim"], attacker=keys["attacker"])
-            if Separation.from_probes(probes).off > MAX_OFF:
-                # One run in fifty is that far off by chance alone; twice as many probes are rarely so.
-                err.print(f"[dim]AUC {_auc(probes):.3f}: as many again ...[/dim]")
-                probes += await prober.probe(options.probes, victim=keys["victim"], attacker=keys["attacker"])
+            probes: list[Probe] = []
+            most = options.probes
+            while len(probes) < most:
+                some = min(_SHOWN_EVERY, most - len(probes))
+                probes += await prober.probe(some, victim=keys["victim"], attacker=keys["attacker"])
+                err.print(f"[dim]{len(probes)} probes: AUC {_auc(probes):.3f}[/dim]")
+                if len(probes) == options.probes and Separation.from_probes(probes).off > MAX_OFF:
+                    # One run in fifty is that far off by chance alone; twice as many probes are rarely so.
+                    most *= 2
             rows += _rows("another tenant", probes)
             rows += leak_rows(probes)
     finally:

@@ -82,7 +82,7 @@ class SoakLoad:
         try:
             await self._kinds[kind]()
         except (httpx.HTTPError, _Unexpected) as error:
-            self.failures[f"{kind}: {error or type(error).__name__}"[:200]] += 1
+            self.failures[f"{kind}: {str(error) or type(error).__name__}"[:200]] += 1
         else:
             self.served[kind] += 1
 

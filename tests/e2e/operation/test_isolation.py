@@ -23,11 +23,11 @@ async def test_guess_succeeds_within_a_tenant_and_tells_nothing_of_another(hatch
         running(command=hatchery.command, prefill__replicas=0, decode__replicas=2, **access) as cluster,
         Prober(cluster.local.http_url, Random(1)) as prober,
     ):
-        await prober.probe(10, victim=KEYS["victim"], attacker=KEYS["victim"])
-        control = await prober.probe(20, victim=KEYS["victim"], attacker=KEYS["victim"])
+        await prober.probe(4, victim=KEYS["victim"], attacker=KEYS["victim"])
+        control = await prober.probe(16, victim=KEYS["victim"], attacker=KEYS["victim"])
         assert all((probe.cached_tokens > 0) is probe.was_sent for probe in control)
         assert Separation.from_probes(control).auc >= MIN_CONTROL
-        foreign = await prober.probe(20, victim=KEYS["victim"], attacker=KEYS["attacker"])
+        foreign = await prober.probe(10, victim=KEYS["victim"], attacker=KEYS["attacker"])
         assert not any(probe.cached_tokens for probe in foreign)
 
 
