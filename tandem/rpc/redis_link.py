@@ -23,7 +23,7 @@ from tandem.cluster_state.redis_settings import Address, RedisSettings
 from tandem.errors import ConfigError
 from tandem.rpc.bounded_redis_reader import BoundedReader, ReplyTooLarge, most_bytes
 from tandem.rpc.certificates import read_authorities
-from tandem.rpc.redis_sentinel import MasterFinder, NoMaster
+from tandem.rpc.redis_sentinel import MasterFinder, NoMaster, is_master
 
 if TYPE_CHECKING:
     from redis.asyncio import Connection
@@ -191,7 +191,7 @@ class RedisLink:
         if self._finder is not None:
             (role,) = await self._exchange(connection, [("ROLE",)])
             # A server that does not let us ask is believed to be what the sentinels say.
-            if not isinstance(role, Refusal) and not (isinstance(role, list) and role[:1] == [b"master"]):
+            if not isinstance(role, Refusal) and not is_master(role):
                 raise NoMaster(f"the sentinels point to {self._server.place}, which is not a master")
         self.health.connects += 1
         return connection

@@ -57,3 +57,11 @@ class MasterFinder:
                 except ValueError:
                     pass
         raise NoMaster("an answer that no sentinel gives")
+
+
+def is_master(role: object) -> bool:
+    """Whether a server's reply to ROLE says that it is a master: a demoted one still serves reads."""
+    match role:
+        case [b"master", *_]:
+            return True
+    return False

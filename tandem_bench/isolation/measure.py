@@ -20,11 +20,9 @@ from rich.console import Console
 from tandem_bench import stories
 from tandem_bench.clusters import Setup, running
 from tandem_bench.errors import RequestFailed
-from tandem_bench.isolation.separation import Probe, Separation, median_ms
+from tandem_bench.isolation.separation import MAX_OFF, Probe, Separation, leak_rows, median_ms
 from tandem_bench.report import Row, figure, print_table
 
-MAX_OFF = 0.03
-"""Of the AUC from 0.5: two and a half standard errors of 2,000 probes."""
 MIN_CONTROL = 0.9
 _ROUND = 10
 """Probes in a round; every other one of a prefix that was sent."""
@@ -69,23 +67,6 @@ async def measure(options: argparse.Namespace, rows: list[Row], *, out: Console,
             rows += leak_rows(probes)
     finally:
         print_table(out, rows)
-
-
-def leak_rows(probes: list[Probe]) -> list[Row]:
-    """Figures that say whether another tenant's prefixes can be told; few probes have no goal for the AUC."""
-    found = Separation.from_probes(probes)
-    told = sum(probe.cached_tokens for probe in probes)
-    return [
-        figure("another tenant: AUC", found.auc, ""),
-        figure("another tenant: standard error of the AUC", found.standard_error, ""),
-        figure(
-            "another tenant: AUC off 0.5",
-            found.off,
-            "",
-            at_most=MAX_OFF if 2 * found.standard_error <= MAX_OFF else None,
-        ),
-        figure("another tenant: cached tokens that its answers told", told, "", at_most=0),
-    ]
 
 
 def _rows(name: str, probes: list[Probe]) -> list[Row]:

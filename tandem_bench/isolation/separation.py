@@ -7,6 +7,11 @@ from math import sqrt
 from statistics import median
 from typing import NamedTuple
 
+from tandem_bench.report import Row, figure
+
+MAX_OFF = 0.03
+"""Of the AUC from 0.5: two and a third standard errors of 2,000 probes."""
+
 
 class Probe(NamedTuple):
     """One guess of a prefix by its time to first token."""
@@ -55,3 +60,20 @@ class Separation:
 def median_ms(probes: Sequence[Probe], *, was_sent: bool) -> float:
     """Return the median time to first token of one kind, in milliseconds."""
     return median(probe.ttft_s for probe in probes if probe.was_sent is was_sent) * 1e3
+
+
+def leak_rows(probes: list[Probe]) -> list[Row]:
+    """Figures that say whether another tenant's prefixes can be told; few probes have no goal for the AUC."""
+    found = Separation.from_probes(probes)
+    told = sum(probe.cached_tokens for probe in probes)
+    return [
+        figure("another tenant: AUC", found.auc, ""),
+        figure("another tenant: standard error of the AUC", found.standard_error, ""),
+        figure(
+            "another tenant: AUC off 0.5",
+            found.off,
+            "",
+            at_most=MAX_OFF if 2 * found.standard_error <= MAX_OFF else None,
+        ),
+        figure("another tenant: cached tokens that its answers told", told, "", at_most=0),
+    ]

@@ -5,8 +5,7 @@ from random import Random
 
 import pytest
 
-from tandem_bench.isolation.measure import leak_rows
-from tandem_bench.isolation.separation import Probe, Separation, median_ms
+from tandem_bench.isolation.separation import Probe, Separation, leak_rows, median_ms
 from tandem_bench.report import num_missed
 
 
