@@ -201,7 +201,7 @@ def points_to(server: RedisServer, host: bytes = b"127.0.0.1") -> bytes:
 class LinkRig:
     """One link and its clock."""
 
-    def __init__(self, *sentinels: tuple[str, int], timeout_s: float = 2.0) -> None:
+    def __init__(self, *sentinels: tuple[str, int], timeout_s: float = 20.0) -> None:
         self.now_s = 0.0
         settings = RedisSettings(sentinel=SentinelSettings(addresses=sentinels, master="mymaster"), timeout_s=timeout_s)
         breaker = CircuitBreaker(QUICK, Random(1))
@@ -242,13 +242,13 @@ async def test_link_leaves_a_living_server_that_is_no_longer_the_master(
 
 async def test_sentinels_that_fail_are_passed_over(servers: tuple[RedisServer, RedisServer]) -> None:
     one, _ = servers
-    silent, good = FakeSentinel(None), FakeSentinel(points_to(one, b"localhost"))
-    async with silent, good:
-        rig = LinkRig(("127.0.0.1", free_port()), silent.address, good.address, timeout_s=0.3)
+    ignorant, good = FakeSentinel(b"*-1\r\n"), FakeSentinel(points_to(one, b"localhost"))
+    async with ignorant, good:
+        rig = LinkRig(("127.0.0.1", free_port()), ignorant.address, good.address)
         await rig.sets("a")
         await rig.link.close()
         await rig.sets("a")
-        assert (silent.num_asked, good.num_asked) == (1, 2), "the one that answered is asked first"
+        assert (ignorant.num_asked, good.num_asked) == (1, 2), "the one that answered is asked first"
         await rig.link.close()
 
 
@@ -279,7 +279,7 @@ async def test_doctor_asks_redis_through_each_sentinel(servers: tuple[RedisServe
     one, _ = servers
     async with FakeSentinel(points_to(one)) as good, FakeSentinel(b"*-1\r\n") as ignorant:
         sentinels = [f"127.0.0.1:{each.address[1]}" for each in (good, ignorant)]
-        config = load(None, {"redis.sentinels": sentinels, "redis.timeout_s": 5.0})
+        config = load(None, {"redis.sentinels": sentinels, "redis.timeout_s": 20.0})
         found = await asyncio.to_thread(cluster_state, config)
     assert [(each.name, each.status) for each in found] == [
         (f"sentinel {sentinels[0]}", Status.OK),
