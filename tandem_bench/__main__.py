@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import math
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Mapping
@@ -47,7 +48,63 @@ def parser() -> argparse.ArgumentParser:
         "--standby", type=int, metavar="N", help="value of `standby_workers`; default: that of the configuration"
     )
     recovery.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file as well")
+    _add_soak_options(subjects.add_parser("soak", help="growth of every process under a mixed load; two hours"))
+    isolation = subjects.add_parser("isolation", help="what TTFT tells one tenant of another's prompts; 3 minutes")
+    _add_isolation_options(isolation)
     return made
+
+
+def _add_isolation_options(parser: argparse.ArgumentParser) -> None:
+    probes, control = 2000, 200
+    parser.add_argument(
+        "--probes",
+        type=_even,
+        default=probes,
+        metavar="N",
+        help=f"prefixes that the attacker tries, half of which the victim has sent; default: {probes}",
+    )
+    parser.add_argument(
+        "--control", type=_even, default=control, metavar="N", help=f"the same within one tenant; default: {control}"
+    )
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the prompts; default: 1")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file as well")
+
+
+def _even(text: str) -> int:
+    value = int(text)
+    if value < 2 or value % 2:
+        raise argparse.ArgumentTypeError(f"must be an even number of at least 2, got {text}")
+    return value
+
+
+def _add_soak_options(parser: argparse.ArgumentParser) -> None:
+    minutes, rate, kill_every_s = 120.0, 10.0, 90.0
+    parser.add_argument(
+        "--minutes",
+        type=_above_zero,
+        default=minutes,
+        metavar="M",
+        help=f"how long, of which a sixth, and at least 5.5 minutes, is warm-up; default: {minutes:g}",
+    )
+    parser.add_argument(
+        "--rate", type=_above_zero, default=rate, metavar="R", help=f"requests per second; default: {rate:g}"
+    )
+    parser.add_argument(
+        "--kill-every",
+        type=_above_zero,
+        default=kill_every_s,
+        metavar="S",
+        help=f"seconds between two kills of a worker; default: {kill_every_s:g}",
+    )
+    parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the load; default: 1")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file as well")
+
+
+def _above_zero(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
+    return value
 
 
 def _add_telemetry_options(parser: argparse.ArgumentParser) -> None:
@@ -155,6 +212,18 @@ async def _recovery(options: argparse.Namespace, rows: list[Row], err: Console) 
     await measure(options, rows, out=_out(), err=err)
 
 
+async def _soak(options: argparse.Namespace, rows: list[Row], err: Console) -> None:
+    from tandem_bench.soak.measure import measure
+
+    await measure(options, rows, out=_out(), err=err)
+
+
+async def _isolation(options: argparse.Namespace, rows: list[Row], err: Console) -> None:
+    from tandem_bench.isolation.measure import measure
+
+    await measure(options, rows, out=_out(), err=err)
+
+
 def _out() -> Console:
     out = Console(highlight=False)
     return out if out.is_terminal else Console(highlight=False, width=WIDTH)
@@ -175,6 +244,8 @@ _SUBJECTS: Mapping[str, Callable[[argparse.Namespace, list[Row], Console], Corou
     "router": _router,
     "telemetry": _telemetry,
     "recovery": _recovery,
+    "soak": _soak,
+    "isolation": _isolation,
 }
 _SUBJECT_EXTRAS: Mapping[str, str] = {"spine": "transformers", "telemetry": "opentelemetry.proto"}
 """Packages of the extra `bench` that each subject needs."""

@@ -6,6 +6,7 @@ the router has its own process.
 
 import asyncio
 import os
+import re
 import secrets
 import signal
 import socket
@@ -29,7 +30,7 @@ _START_S = 120.0
 _STOP_S = 60.0
 _PERIOD_S = 0.02
 _LAST_WORDS = 2000
-_PREFILL_IS_LIVE = 'tandem_workers{role="prefill",state="live"} 1.0'
+_PREFILL_IS_LIVE = re.compile(r'^tandem_workers\{role="prefill",state="live"\} [1-9]', re.MULTILINE)
 _PORTS = range(20_000, 32_000)
 
 
@@ -205,4 +206,4 @@ async def _is_ready(http: httpx.AsyncClient) -> bool:
 
 
 async def _has_prefill_worker(http: httpx.AsyncClient) -> bool:
-    return _PREFILL_IS_LIVE in (await http.get("/metrics")).text
+    return _PREFILL_IS_LIVE.search((await http.get("/metrics")).text) is not None

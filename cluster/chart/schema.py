@@ -46,6 +46,10 @@ DECIDED_BY_THE_CHART = (
     "redis.url",
     "redis.password",
     "redis.ca",
+    "redis.sentinels",
+    "redis.sentinel_master",
+    "redis.sentinel_username",
+    "redis.sentinel_password",
 )
 """Keys of the cluster's YAML that pods, Services and secrets determine."""
 _Schema = dict[str, Any]

@@ -13,6 +13,7 @@ from tandem.config.section import Section
 _NAME = r"[a-z0-9]([a-z0-9-]*[a-z0-9])?"
 Name = Annotated[str, Field(pattern=rf"^({_NAME})?$", max_length=63)]
 ObjectName = Annotated[str, Field(pattern=rf"^({_NAME}(\.{_NAME})*)?$", max_length=253)]
+HostAndPort = Annotated[str, Field(pattern=r"^(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9_.-]+):[1-9][0-9]{0,4}$", max_length=260)]
 Key = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+$", max_length=253)]
 Quantity = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?(m|[kMGTPE]i?)?$")]
 NoQuantity = Annotated[str, Field(pattern=r"^([0-9]+(\.[0-9]+)?([kMGTPE]i?)?)?$")]
@@ -206,6 +207,11 @@ class ExternalRedis(Section):
     urlKey: Key
     port: PortNumber
     caSecret: ObjectName
+    sentinels: Annotated[list[HostAndPort], Field(max_length=16)]
+    sentinelMaster: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")]
+    sentinelUsername: str
+    sentinelPasswordSecret: ObjectName
+    sentinelPasswordKey: Key
 
 
 class Redis(Placed):

@@ -3,13 +3,21 @@
 Every check is a small function that returns one or more findings. Peculiarities of a machine are findings, not errors.
 """
 
+import asyncio
+import logging
 import socket
+import time
+from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 from cluster.doctor import machine, software
 from cluster.doctor.findings import Check, Finding, Status
+from tandem.circuit_breaker import CircuitBreaker
+from tandem.cluster_state.redis_settings import RedisSettings
 from tandem.config.cluster import ClusterConfig
 from tandem.errors import ConfigError
+from tandem.rpc.hosts import join
 
 
 def examine(config: ClusterConfig, *, router_only: bool = False) -> list[Finding]:
@@ -29,7 +37,7 @@ def examine(config: ClusterConfig, *, router_only: bool = False) -> list[Finding
         software.dtype,
     )
     here: tuple[Check, ...] = (machine.cores, machine.memory, machine.disk, machine.shared_memory, machine.limits)
-    checks = (*(router_checks if router_only else all_software), *here, ports, locks)
+    checks = (*(router_checks if router_only else all_software), *here, ports, locks, cluster_state)
     return [finding for check in checks for finding in check(config)]
 
 
@@ -73,3 +81,35 @@ def locks(config: ClusterConfig) -> list[Finding]:
     if router.warning is not None:
         found.append(Finding(name="locks", status=Status.WARN, detail=router.warning))
     return found
+
+
+def cluster_state(config: ClusterConfig) -> list[Finding]:
+    """Ask the configured Redis for an answer, through each of its sentinels."""
+    settings = config.redis.redis_settings()
+    if settings is None:
+        return []
+    sentinel = settings.sentinel
+    if sentinel is None:
+        return [asyncio.run(_ask_redis("cluster state", settings))]
+    return [
+        asyncio.run(
+            _ask_redis(f"sentinel {join(*one)}", replace(settings, sentinel=replace(sentinel, addresses=(one,))))
+        )
+        for one in sentinel.addresses
+    ]
+
+
+async def _ask_redis(name: str, settings: RedisSettings) -> Finding:
+    from tandem.rpc.redis_link import REDIS_BREAKER, RedisDown, RedisLink
+
+    logging.getLogger("tandem.rpc.redis_link").setLevel(logging.CRITICAL)  # the finding says the same
+    try:
+        link = RedisLink(settings, CircuitBreaker(REDIS_BREAKER, Random()), use="doctor", clock=time.monotonic)
+        try:
+            await link.ask([("PING",)], vital=1)
+        finally:
+            await link.close()
+    except (RedisDown, ConfigError) as error:
+        hint = "requests do not wait for Redis, but routers on several hosts share nothing without it"
+        return Finding(name=name, status=Status.WARN, detail=f"{settings.place}: {error}", hint=hint)
+    return Finding(name=name, status=Status.OK, detail=f"Redis at {link.place} answers")

@@ -1,28 +1,70 @@
-"""How the board's Redis is reached, and how long anybody waits for it."""
+"""How the board's Redis is reached, directly or through sentinels, and how long anybody waits for it."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Self
 from urllib.parse import unquote, urlsplit
 
 from tandem.errors import ConfigError
+from tandem.rpc.hosts import split
 
 _DEFAULT_PORT = 6379
 _SCHEMES = {"redis": False, "rediss": True}
 _FORM = "redis.url is not redis[s]://[user:password@]host[:port][/database]"
+HOSTLESS_URL = "redis:///0"
+"""What `redis.url` stands for when the sentinels are all that is named."""
+Address = tuple[str, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SentinelSettings:
+    """The sentinels that know which server is the master now."""
+
+    addresses: tuple[Address, ...]
+    master: str
+    """The master's name at the sentinels."""
+    username: str | None = None
+    password: str | None = field(default=None, repr=False)
+
+    @classmethod
+    def from_addresses(
+        cls, addresses: Sequence[str], *, master: str, username: str | None, password: str | None
+    ) -> Self | None:
+        """The sentinels at each `host:port`; None when there is none. Raises ConfigError."""
+        if not addresses:
+            for name, value in (("sentinel_username", username), ("sentinel_password", password)):
+                if value is not None:
+                    raise ConfigError(f"redis.{name} is set without redis.sentinels")
+            return None
+        if username is not None and password is None:
+            raise ConfigError("redis.sentinel_username is set without redis.sentinel_password")
+        found: list[Address] = []
+        for index, address in enumerate(addresses):
+            try:
+                one = split(address)
+            except ValueError as error:
+                raise ConfigError(f"redis.sentinels.{index}: {error}") from None
+            if one in found:
+                raise ConfigError(f"redis.sentinels.{index} is the same as redis.sentinels.{found.index(one)}")
+            found.append(one)
+        return cls(addresses=tuple(found), master=master, username=username, password=password)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedisSettings:
     """One Redis, and one cluster's keys there."""
 
-    host: str
-    port: int
+    host: str = ""
+    """Empty with sentinels, which name the host."""
+    port: int = _DEFAULT_PORT
     database: int = 0
     username: str | None = None
     password: str | None = field(default=None, repr=False)
     tls: bool = False
+    """To the sentinels, too."""
     ca: str | None = None
     """PEM file of who signed the server's certificate; the system's authorities when absent."""
+    sentinel: SentinelSettings | None = None
     cluster: str = "tandem"
     """What this cluster's keys begin with."""
     timeout_s: float = 1.0
@@ -33,21 +75,51 @@ class RedisSettings:
     @property
     def place(self) -> str:
         """For people: where it is, without who we are there."""
+        if self.sentinel is not None:
+            return f"master {self.sentinel.master}"
         return f"{self.host}:{self.port}/{self.database}"
+
+    def at(self, address: Address) -> Self:
+        """The server at the address to which the sentinels point."""
+        host, port = address
+        return replace(self, host=host, port=port, sentinel=None)
+
+    def sentinel_at(self, address: Address) -> Self:
+        """The sentinel at one of their addresses, with the credentials for sentinels."""
+        sentinel = self.sentinel
+        username, password = (sentinel.username, sentinel.password) if sentinel is not None else (None, None)
+        return replace(self.at(address), database=0, username=username, password=password)
 
     @classmethod
     def from_url(
-        cls, url: str, *, password: str | None, ca: str | None, cluster: str, timeout_s: float, lease_s: float
+        cls,
+        url: str,
+        *,
+        password: str | None,
+        ca: str | None,
+        sentinel: SentinelSettings | None,
+        cluster: str,
+        timeout_s: float,
+        lease_s: float,
     ) -> Self:
-        """The Redis at `url`; `password` goes before the one in it. Raises ConfigError, which never shows the URL."""
+        """The Redis at `url`; `password` goes before the one in it. Raises ConfigError, which never shows the URL.
+
+        With sentinels the URL names no host.
+        """
         try:
             parts = urlsplit(url)
             tls = _SCHEMES[parts.scheme]
             port, database = _DEFAULT_PORT if parts.port is None else parts.port, int(parts.path.strip("/") or 0)
         except (KeyError, ValueError):
             raise ConfigError(_FORM) from None
-        if not parts.hostname or parts.query or parts.fragment or not 0 <= database < 1024:
+        if parts.query or parts.fragment or not 0 <= database < 1024:
             raise ConfigError(_FORM)
+        if sentinel is None and not parts.hostname:
+            raise ConfigError(_FORM)
+        if sentinel is not None and (parts.hostname or parts.port is not None):
+            raise ConfigError(
+                "redis.url names a host, which redis.sentinels do: redis[s]://[user:password@]/[database]"
+            )
         if not port:
             raise ConfigError("redis.url: the port must be 1 to 65535, got 0")
         if ca is not None and not tls:
@@ -55,13 +127,14 @@ class RedisSettings:
         if password is None and parts.password is not None:
             password = unquote(parts.password)
         return cls(
-            host=parts.hostname,
+            host=parts.hostname or "",
             port=port,
             database=database,
             username=unquote(parts.username) if parts.username else None,
             password=password,
             tls=tls,
             ca=ca,
+            sentinel=sentinel,
             cluster=cluster,
             timeout_s=timeout_s,
             lease_s=lease_s,

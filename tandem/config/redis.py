@@ -4,7 +4,7 @@ from typing import Annotated
 
 from pydantic import Field, SecretStr
 
-from tandem.cluster_state.redis_settings import RedisSettings
+from tandem.cluster_state.redis_settings import HOSTLESS_URL, RedisSettings, SentinelSettings
 from tandem.config.section import Section
 from tandem.errors import ConfigError
 
@@ -13,12 +13,22 @@ class RedisConfig(Section):
     """State shared by routers and workers: where prefixes are cached, which processes are alive, each router's load."""
 
     url: SecretStr | None = None
-    """redis://[user:password@]host[:port][/database], rediss:// for TLS. null: workers report to their single router
-    directly. Needs the `redis` extra on every machine."""
+    """redis://[user:password@]host[:port][/database], rediss:// for TLS; with `sentinels` without host and port. null:
+    workers report to their single router directly, or redis:///0 if there are `sentinels`. Needs the `redis` extra on
+    every machine."""
     password: SecretStr | None = None
     """Password, instead of one in the URL."""
     ca: str | None = None
-    """PEM file of the CA of a rediss:// server. null: the system's CAs."""
+    """PEM file of the CA of a rediss:// server and its sentinels. null: the system's CAs."""
+    sentinels: Annotated[tuple[str, ...], Field(max_length=16)] = ()
+    """Addresses host:port of the Redis Sentinels that know which server is the master; three or more, so that a
+    majority survives. With rediss:// they are reached over TLS, too. []: no Sentinel."""
+    sentinel_master: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")] = "mymaster"
+    """Name of the master at the sentinels."""
+    sentinel_username: str | None = None
+    """User at the sentinels. null: their default user."""
+    sentinel_password: SecretStr | None = None
+    """Password at the sentinels, which is not that of Redis. null: they ask for none."""
     cluster: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")] = "tandem"
     """Prefix of all keys; clusters that share a Redis must have different ones."""
     timeout_s: Annotated[float, Field(ge=0.05, le=30.0)] = 1.0
@@ -28,16 +38,24 @@ class RedisConfig(Section):
 
     def redis_settings(self) -> RedisSettings | None:
         """How to reach Redis; None when none is named. Raises ConfigError, which never shows the URL."""
-        password = self.password.get_secret_value() if self.password is not None else None
-        if self.url is None:
+        password, url, sentinel_password = map(_shown, (self.password, self.url, self.sentinel_password))
+        sentinel = SentinelSettings.from_addresses(
+            self.sentinels, master=self.sentinel_master, username=self.sentinel_username, password=sentinel_password
+        )
+        if url is None and sentinel is None:
             if password is not None:
                 raise ConfigError("redis.password is set without redis.url")
             return None
         return RedisSettings.from_url(
-            self.url.get_secret_value(),
+            HOSTLESS_URL if url is None else url,
             password=password,
             ca=self.ca,
+            sentinel=sentinel,
             cluster=self.cluster,
             timeout_s=self.timeout_s,
             lease_s=self.lease_s,
         )
+
+
+def _shown(secret: SecretStr | None) -> str | None:
+    return None if secret is None else secret.get_secret_value()

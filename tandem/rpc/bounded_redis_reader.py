@@ -14,6 +14,8 @@ _FRAME_BYTES = 1024
 _MEMBER_BYTES = 4 * MAX_ID_LENGTH + 64
 """Maximum bytes of a member of our sorted sets: a worker's id, at most four bytes a character, and its process."""
 _ENTRY_BYTES = CHANGES_BYTES + 64
+_ROLE_BYTES = 1 << 16
+"""Bytes of what a master tells of itself and its replicas."""
 
 
 class ReplyTooLarge(ValueError):
@@ -70,4 +72,6 @@ def _contents(command: Sequence[str | bytes | int]) -> int:
             return (last - first + 1) * _MEMBER_BYTES
         case ["XREAD", "COUNT", int(count), "BLOCK", _, "STREAMS", *logs]:
             return len(logs) // 2 * (_FRAME_BYTES + count * _ENTRY_BYTES)
+        case ["ROLE"]:
+            return _ROLE_BYTES
     return 0

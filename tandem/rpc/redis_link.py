@@ -3,6 +3,10 @@
 What goes wrong becomes a RedisDown, after which the connection is thrown away: a late answer is never taken for
 another's. So is an answer larger than anything that one of us has written. A command that Redis itself refuses is an
 answer like any other, a Refusal. A circuit breaker says when to try again; state changes, not failures, are logged.
+
+With sentinels each new connection begins with their answer to which server is the master, and with that server's own
+word that it is. An open connection is checked against what they say now and then: a master that only its clients reach
+would otherwise keep them for ever.
 """
 
 import asyncio
@@ -15,16 +19,19 @@ from typing import TYPE_CHECKING, Any, cast
 
 from tandem.backoff import Backoff
 from tandem.circuit_breaker import BreakerPolicy, CircuitBreaker
-from tandem.cluster_state.redis_settings import RedisSettings
+from tandem.cluster_state.redis_settings import Address, RedisSettings
 from tandem.errors import ConfigError
 from tandem.rpc.bounded_redis_reader import BoundedReader, ReplyTooLarge, most_bytes
 from tandem.rpc.certificates import read_authorities
+from tandem.rpc.redis_sentinel import MasterFinder, NoMaster, is_master
 
 if TYPE_CHECKING:
     from redis.asyncio import Connection
 
 _GREETING_BYTES = 1 << 16
 """Maximum bytes of Redis's replies while a connection is made."""
+RECHECK_S = 5.0
+"""Seconds between two questions to sentinels whether the master is still the same."""
 _log = logging.getLogger(__name__)
 
 Command = Sequence[str | bytes | int]
@@ -73,6 +80,15 @@ class RedisLink:
         self._clock = clock
         self._connection: Connection | None = None
         self._errors, self._refusals = _error_classes()
+        self._finder = None if settings.sentinel is None else MasterFinder(settings.sentinel, self._ask_sentinel)
+        self._server = settings
+        """The server itself: where the sentinels pointed last."""
+        self._found_s = 0.0
+
+    @property
+    def place(self) -> str:
+        """For people: where the server is, as far as the sentinels have told."""
+        return self._server.place
 
     async def allowed(self) -> None:
         """Wait until the circuit breaker allows a try."""
@@ -117,6 +133,7 @@ class RedisLink:
     async def _bounded(self, commands: Sequence[Command], patience_s: float) -> list[Reply]:
         self._breaker.began(self._clock())
         try:
+            await self._find_master()
             async with asyncio.timeout(self._settings.timeout_s + patience_s):
                 connection = self._connection or await self._connect()
                 replies = await self._exchange(connection, commands)
@@ -135,14 +152,60 @@ class RedisLink:
             raise
         return replies
 
+    async def _find_master(self) -> None:
+        """With sentinels: know the master before connecting, and leave one that is no longer it. Raises NoMaster."""
+        if self._finder is None or (self._connection is not None and self._clock() - self._found_s < RECHECK_S):
+            return
+        try:
+            server = self._settings.at(await self._finder.find())
+        except NoMaster:
+            if self._connection is None:
+                raise
+            server = self._server  # no sentinel says otherwise
+        self._found_s = self._clock()
+        if self._connection is not None and server != self._server:
+            _log.info("sentinels name another Redis: %s instead of %s", server.place, self._server.place)
+            await self.close()
+        self._server = server
+
+    async def _ask_sentinel(self, address: Address, command: Command) -> Reply:
+        settings = self._settings.sentinel_at(address)
+        connection = None
+        try:
+            async with asyncio.timeout(settings.timeout_s):
+                connection = await self._opened(settings)
+                (reply,) = await self._exchange(connection, [command])
+        except TimeoutError:
+            raise NoMaster(f"no answer within {settings.timeout_s:g} s") from None
+        except self._errors as error:
+            raise NoMaster(str(error) or type(error).__name__) from None
+        finally:
+            if connection is not None:
+                await connection.disconnect(nowait=True)
+        if isinstance(reply, Refusal):
+            raise NoMaster(str(reply))
+        return reply
+
     async def _connect(self) -> "Connection":
-        ca = self._settings.ca
+        connection = self._connection = await self._opened(self._server)
+        if self._finder is not None:
+            (role,) = await self._exchange(connection, [("ROLE",)])
+            # A server that does not let us ask is believed to be what the sentinels say.
+            if not isinstance(role, Refusal) and not is_master(role):
+                raise NoMaster(f"the sentinels point to {self._server.place}, which is not a master")
+        self.health.connects += 1
+        return connection
+
+    async def _opened(self, settings: RedisSettings) -> "Connection":
+        ca = settings.ca
         # In a thread: a hanging file system must block this link only. Read anew each time, since authorities change.
         authorities = None if ca is None else await asyncio.to_thread(read_authorities, Path(ca), "redis.ca")
-        connection = _make_connection(self._settings, authorities)
-        self._connection = connection
-        await connection.connect()  # type: ignore[no-untyped-call]  # of theirs
-        self.health.connects += 1
+        connection = _make_connection(settings, authorities)
+        try:
+            await connection.connect()  # type: ignore[no-untyped-call]  # of theirs
+        except BaseException:
+            await connection.disconnect(nowait=True)
+            raise
         return connection
 
     async def _exchange(self, connection: "Connection", commands: Sequence[Command]) -> list[Reply]:
@@ -165,13 +228,15 @@ class RedisLink:
         self._breaker.succeeded(self._clock())
         if not self.health.is_up:
             self.health.is_up = True
-            _log.info("Redis at %s answers (%s)", self._settings.place, self.health.use)
+            _log.info("Redis at %s answers (%s)", self._server.place, self.health.use)
 
     def _failed(self, reason: str, kind: type[RedisDown] = RedisDown) -> RedisDown:
         self._breaker.failed(self._clock())
         self.health.failures += 1
+        if self._finder is not None:
+            self._finder.doubt()
         if self.health.is_up or self.health.failures == 1:
-            _log.warning("Redis at %s fails (%s): %s", self._settings.place, self.health.use, reason)
+            _log.warning("Redis at %s fails (%s): %s", self._server.place, self.health.use, reason)
         self.health.is_up, self.health.reason = False, reason
         return kind(reason)
 
@@ -183,7 +248,7 @@ def _error_classes() -> tuple[tuple[type[Exception], ...], type[Exception]]:
         raise ConfigError(f"redis.url: {error.name} is not installed: `pip install 'tandem-serve[redis]'`") from None
     # ValueError, as asyncio's streams raise it for what no Redis would say; RecursionError, for lists within lists.
     # ConfigError, for a file of authorities that cannot be read now.
-    return (RedisError, OSError, ValueError, EOFError, RecursionError, ConfigError), ResponseError
+    return (RedisError, OSError, ValueError, EOFError, RecursionError, ConfigError, NoMaster), ResponseError
 
 
 def _make_connection(settings: RedisSettings, authorities: str | None) -> "Connection":

@@ -121,8 +121,9 @@ def _shared(one: str, release: Rendered, config: ClusterConfig) -> set[Edge]:
     if values["redis"]["enabled"]:
         edges.add(Edge(one, "redis", (6379, 6379)))
     else:
-        port = values["redis"]["external"]["port"]
-        edges.add(Edge(one, OUTSIDE if policy["redis"] else ANYWHERE, (port, port)))
+        external = values["redis"]["external"]
+        for port in {external["port"], *(int(one.rpartition(":")[2]) for one in external["sentinels"])}:
+            edges.add(Edge(one, OUTSIDE if policy["redis"] else ANYWHERE, (port, port)))
     if endpoint := config.telemetry.otlp_endpoint:
         tail = endpoint.rpartition(":")[2]
         port = int(tail) if tail.isdecimal() else 443 if endpoint.startswith("https") else 80

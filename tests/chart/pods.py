@@ -13,7 +13,9 @@ from tests.chart.rendering import Rendered
 Object = Mapping[str, Any]
 _VOLUMES = {"configMap", "secret", "emptyDir", "persistentVolumeClaim", "projected"}
 _SECRETS = {"CLUSTER_SECRET": "7" * 20, "REDIS_PASSWORD": "0123", "REDIS_URL": "rediss://u:p@cache.example.com:6380/2"}
+_HOSTLESS_URL = "rediss://u:p@/2"
 _TOLD = _SECRETS | {
+    "SENTINEL_PASSWORD": "0456",
     "OTLP_HEADERS": '{"authorization": "Bearer x"}',
     "POD_INDEX": "1",
     "GROUP_INDEX": "1",
@@ -102,6 +104,8 @@ def read_by(release: Rendered, component: str, folder: Path, patch: pytest.Monke
         for name, value in environment(container).items():
             if name.startswith("TANDEM_"):
                 inside.setenv(name, value)
+        if release.values["redis"]["external"]["sentinels"] and "TANDEM_REDIS__URL" in environment(container):
+            inside.setenv("TANDEM_REDIS__URL", f"'{_HOSTLESS_URL}'")
         return load(path)
 
 

@@ -18,6 +18,7 @@ from cluster.autoscaler.kubernetes_scaler import ACCOUNT
 from cluster.chart.schema import CHART
 from cluster.cli.main import app
 from router.fleet.probes import CanarySettings
+from tandem.cluster_state.redis_settings import SentinelSettings
 from tandem.config.cluster import ClusterConfig
 from tandem.config.worker import cluster_secret, listen_address, num_ranks
 from tandem.errors import ConfigError
@@ -256,7 +257,7 @@ def test_each_process_reads_the_configuration_that_is_meant(
     for role in roles:
         config = read_by(release, role, tmp_path, monkeypatch)
         assert cluster_secret(config) == b"7" * 20
-        assert config.redis.url is not None
+        assert config.redis.redis_settings() is not None
         assert config.router.host == release.values["router"]["listen"]
         if role == "router":
             continue
@@ -264,6 +265,19 @@ def test_each_process_reads_the_configuration_that_is_meant(
         assert listen_address(pool, role, 1) == (f"[{POD_IP}]", release.values[role]["port"])
         assert num_ranks(config, pool) == pool.ranks_per_node
         assert config.engine.device == ("cuda" if release.values[role]["gpu"]["enabled"] else "cpu")
+
+
+def test_sentinels_reach_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    release = release_of("redis behind sentinels")
+    settings = read_by(release, "decode", tmp_path, monkeypatch).redis.redis_settings()
+    assert settings is not None
+    assert settings.tls
+    assert settings.sentinel == SentinelSettings(
+        addresses=(("sentinel-0.redis", 26379), ("sentinel-1.redis", 26379), ("fd00::7", 26380)),
+        master="cache",
+        username="tandem",
+        password="0456",
+    )
 
 
 def test_files_that_the_configuration_names_are_mounted(release: Rendered, config: ClusterConfig) -> None:

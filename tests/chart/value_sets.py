@@ -71,6 +71,22 @@ GOOD: dict[str, Values] = {
         "redis": {"enabled": False, "external": {"urlSecret": "shared-redis", "caSecret": "redis-ca"}},
         "networkPolicy": {"redis": [{"ipBlock": {"cidr": "10.9.0.0/16"}}]},
     },
+    "redis behind sentinels": {
+        "redis": {
+            "enabled": False,
+            "external": {
+                "urlSecret": "shared-redis",
+                "sentinels": ["sentinel-0.redis:26379", "sentinel-1.redis:26379", "[fd00::7]:26380"],
+                "sentinelMaster": "cache",
+                "sentinelUsername": "tandem",
+                "sentinelPasswordSecret": "sentinels",
+                "caSecret": "redis-ca",
+            },
+        },
+    },
+    "redis behind sentinels that ask for nothing": {
+        "redis": {"enabled": False, "external": {"sentinels": ["sentinels:26379"]}},
+    },
     "secrets that stand": {
         "secrets": {
             "cluster": {"existingSecret": "c", "key": "k"},
@@ -284,6 +300,27 @@ BAD: dict[str, tuple[Values, str]] = {
         "tls.kv.enabled: nixl",
     ),
     "no Redis": ({"redis": {"enabled": False}}, "redis.external.urlSecret"),
+    "sentinels of our Redis": (
+        {"redis": {"external": {"sentinels": ["a:26379"]}}},
+        "redis.external.sentinels: they watch",
+    ),
+    "a sentinel without a port": (
+        {"redis": {"enabled": False, "external": {"sentinels": ["a"]}}},
+        "/redis/external/sentinels/0",
+    ),
+    "a sentinel's password without one": (
+        {"redis": {"enabled": False, "external": {"urlSecret": "u", "sentinelPasswordSecret": "p"}}},
+        "redis.external.sentinels: sentinelUsername and sentinelPasswordSecret",
+    ),
+    "a sentinel's user without a password": (
+        {"redis": {"enabled": False, "external": {"sentinels": ["a:1"], "sentinelUsername": "u"}}},
+        "redis.external.sentinelPasswordSecret",
+    ),
+    "sentinels with an authority and no TLS": (
+        {"redis": {"enabled": False, "external": {"sentinels": ["a:1"], "caSecret": "c"}}},
+        "redis.external.urlSecret: caSecret",
+    ),
+    "sentinels of the configuration": ({"config": {"redis": {"sentinels": ["a:1"]}}}, "sentinels"),
     "a router's grace": (
         {"router": {"terminationGracePeriodSeconds": 54}},
         "router.terminationGracePeriodSeconds: 54 s",

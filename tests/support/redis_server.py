@@ -30,8 +30,9 @@ def binary() -> str:
 class RedisServer:
     """One server process after another, on one port; a context manager."""
 
-    def __init__(self, *, password: str | None = None) -> None:
+    def __init__(self, *, password: str | None = None, replica_of: "RedisServer | None" = None) -> None:
         self._password = password
+        self._master = replica_of
         self._folder = tempfile.TemporaryDirectory(prefix="tandem-redis-")
         self._process: subprocess.Popen[bytes] | None = None
         self.port = free_port()
@@ -59,6 +60,16 @@ class RedisServer:
         """Empty: nothing is ever saved."""
         command = [binary(), "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
         command += ["--dir", self._folder.name, "--requirepass", self._password or ""]
+        command += [
+            "--masterauth",
+            self._password or "",
+            "--repl-diskless-sync",
+            "yes",
+            "--repl-diskless-sync-delay",
+            "0",
+        ]
+        if self._master is not None:
+            command += ["--replicaof", "127.0.0.1", str(self._master.port)]
         self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         for _ in range(int(_START_S / 0.02)):
             try:

@@ -33,8 +33,19 @@
 {{- end -}}
 {{- if $v.redis.enabled -}}
 {{- $_ := set $own.redis "url" (printf "redis://%s-redis:6379/0" (include "tandem.fullname" .)) -}}
-{{- else if $v.redis.external.caSecret -}}
+{{- else -}}
+{{- with $v.redis.external -}}
+{{- if .caSecret -}}
 {{- $_ := set $own.redis "ca" "/etc/tandem/redis-ca/ca.crt" -}}
+{{- end -}}
+{{- if .sentinels -}}
+{{- $_ := set $own.redis "sentinels" .sentinels -}}
+{{- $_ := set $own.redis "sentinel_master" .sentinelMaster -}}
+{{- end -}}
+{{- if .sentinelUsername -}}
+{{- $_ := set $own.redis "sentinel_username" .sentinelUsername -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 {{- toYaml (mustMergeOverwrite (deepCopy $v.config) $own) -}}
 {{- end -}}
@@ -71,9 +82,7 @@ builtin
 {{- include "tandem.checkNames" . -}}
 {{- include "tandem.checkDoors" (dict "root" . "c" $c) -}}
 {{- include "tandem.checkModel" . -}}
-{{- if and (not $v.redis.enabled) (not $v.redis.external.urlSecret) -}}
-{{- fail "redis.enabled: false needs redis.external.urlSecret: without Redis no router hears of a worker" -}}
-{{- end -}}
+{{- include "tandem.checkRedis" $v.redis -}}
 {{- if and (has $c.transfer.transport (list "shm" "cuda_ipc" "memory")) -}}
 {{- fail (printf "config.transfer.transport: %s joins processes of one network namespace; workers here are pods, take auto, tcp or nixl" $c.transfer.transport) -}}
 {{- end -}}
@@ -101,6 +110,26 @@ builtin
 {{- if hasKey (index $.Values $pool).podAnnotations "checksum/config" -}}
 {{- fail (printf "%s.podAnnotations: checksum/config is the chart's own, by which a changed configuration starts new pods" $pool) -}}
 {{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The values of Redis. */}}
+{{- define "tandem.checkRedis" -}}
+{{- $e := .external -}}
+{{- if and (not .enabled) (not $e.urlSecret) (not $e.sentinels) -}}
+{{- fail "redis.enabled: false needs redis.external.urlSecret, or redis.external.sentinels: without Redis no router hears of a worker" -}}
+{{- end -}}
+{{- if and .enabled $e.sentinels -}}
+{{- fail "redis.external.sentinels: they watch a Redis of your own; set redis.enabled: false" -}}
+{{- end -}}
+{{- if and (or $e.sentinelUsername $e.sentinelPasswordSecret) (not $e.sentinels) -}}
+{{- fail "redis.external.sentinels: sentinelUsername and sentinelPasswordSecret are set, but no sentinel is named" -}}
+{{- end -}}
+{{- if and $e.caSecret $e.sentinels (not $e.urlSecret) -}}
+{{- fail "redis.external.urlSecret: caSecret is for a rediss:// server, as in rediss:///0" -}}
+{{- end -}}
+{{- if and $e.sentinelUsername (not $e.sentinelPasswordSecret) -}}
+{{- fail "redis.external.sentinelPasswordSecret: sentinelUsername needs a password" -}}
 {{- end -}}
 {{- end -}}
 

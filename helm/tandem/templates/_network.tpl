@@ -18,7 +18,14 @@
 - {{- with $v.networkPolicy.redis }}
   to: {{- toYaml . | nindent 4 }}
   {{- end }}
-  ports: [{port: {{ int $v.redis.external.port }}, protocol: TCP}]
+  {{- $ports := list (int $v.redis.external.port) }}
+  {{- range $v.redis.external.sentinels }}
+  {{- $ports = append $ports (regexFind "[0-9]+$" . | int) }}
+  {{- end }}
+  ports:
+    {{- range uniq $ports }}
+    - {port: {{ . }}, protocol: TCP}
+    {{- end }}
 {{- end }}
 {{- with .c.telemetry.otlp_endpoint }}
 - {{- with $v.networkPolicy.collector }}

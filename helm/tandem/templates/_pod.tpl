@@ -80,11 +80,22 @@ topologySpreadConstraints:
 - name: TANDEM_REDIS__PASSWORD
   value: "'$(REDIS_PASSWORD)'"
 {{- else }}
+{{- with .Values.redis.external }}
+{{- if .urlSecret }}
 - name: REDIS_URL
   valueFrom:
-    secretKeyRef: {name: {{ .Values.redis.external.urlSecret | quote }}, key: {{ .Values.redis.external.urlKey | quote }}}
+    secretKeyRef: {name: {{ .urlSecret | quote }}, key: {{ .urlKey | quote }}}
 - name: TANDEM_REDIS__URL
   value: "'$(REDIS_URL)'"
+{{- end }}
+{{- if .sentinelPasswordSecret }}
+- name: SENTINEL_PASSWORD
+  valueFrom:
+    secretKeyRef: {name: {{ .sentinelPasswordSecret | quote }}, key: {{ .sentinelPasswordKey | quote }}}
+- name: TANDEM_REDIS__SENTINEL_PASSWORD
+  value: "'$(SENTINEL_PASSWORD)'"
+{{- end }}
+{{- end }}
 {{- end }}
 {{- with .Values.telemetry.headersSecret }}
 - name: OTLP_HEADERS

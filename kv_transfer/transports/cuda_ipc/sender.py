@@ -30,20 +30,27 @@ class CudaIpcWriter(ClaimingWriter):
 
     def __init__(self, source: DevicePool, sock: socket.socket, target: Any, pairing: Pairing) -> None:
         self._source = source
-        self._target = TorchPool(target, pairing.destination)
+        self._target: TorchPool | None = TorchPool(target, pairing.destination)
         self._pairing = pairing
         self._moving = threading.Lock()
         super().__init__(sock, NAME)
 
+    def close(self) -> None:
+        super().close()
+        # Memory of a GPU that a peer has left is free only once nobody holds it open any more.
+        self._target = None
+
     def _perform(self, job: WriteJob) -> None:
-        order = job.order
+        pool, order = self._target, job.order
+        if pool is None:
+            raise TransferError("connection closed")
         token, slots = one_sided_wire.unpack_grant(order.grant)
         blocks = tuple(BlockId(slot) for slot in slots)
-        target = self._pairing.at_destination(order.source.at.held_tokens, blocks, self._target.num_blocks)
+        target = self._pairing.at_destination(order.source.at.held_tokens, blocks, pool.num_blocks)
         reads, writes = order.source.reads(order.cells), target.writes(order.cells)
         self._claim(job, token)
         with self._moving, self._under_way(job, token):
-            checksum = self._source.send(reads, self._target, writes)
+            checksum = self._source.send(reads, pool, writes)
             job.check()
         job.succeed(checksum, reads.num_bytes)
 

@@ -32,17 +32,25 @@ class ShmWriter(ClaimingWriter):
     ) -> None:
         self._pairing = pairing
         self._pool_blocks = target.num_blocks
-        self._copier = RegionCopier(source, target, pairing, mover)
+        self._copier: RegionCopier | None = RegionCopier(source, target, pairing, mover)
         self._last: tuple[bytes, bytes, PlacedCells] | None = None
         self._end = select.poll()
         self._end.register(sock, select.POLLRDHUP)
         super().__init__(sock, NAME)
 
+    def close(self) -> None:
+        super().close()
+        # The pool of a peer that has gone is unmapped now, not when the garbage collector comes by.
+        self._copier = None
+
     def _perform(self, job: WriteJob) -> None:
+        copier = self._copier
+        if copier is None:
+            raise TransferError("connection closed")
         token, target = self._unpacked(job.order)
         self._claim(job, token)
         gate = WriteStopLock(lambda: self._check_all(job, token), self._queue.lock)
-        job.succeed(*self._copier.copy(job.order, target, gate, lambda: self._queue.reading(job)))
+        job.succeed(*copier.copy(job.order, target, gate, lambda: self._queue.reading(job)))
 
     def _check_all(self, job: WriteJob, token: bytes) -> None:
         """The memory outlives its owner, and the thread that reads the socket may be late: nothing lands meanwhile."""

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -85,6 +86,23 @@ def test_peer_loss_killed_receiver_fails_present_and_later_writes(name: str) -> 
         while not peer.writer.closed and time.monotonic() < until + WAIT_S:  # the reader of its socket may run later
             os.sched_yield()
         assert peer.writer.closed
+
+
+def pools_mapped() -> int:
+    return Path("/proc/self/maps").read_text(encoding="utf-8").count("/memfd:")
+
+
+def test_peer_loss_closed_writer_gives_back_the_dead_peers_memory() -> None:
+    """Though the writer itself is still known to somebody, as to the garbage collector when there are cycles."""
+    with victim("shm") as peer:
+        peer.write().result(WAIT_S)
+        peer.process.kill()
+        peer.process.wait(WAIT_S)
+        mapped, opened = pools_mapped(), len(os.listdir("/proc/self/fd"))
+        peer.writer.close()
+        assert pools_mapped() == mapped - 1
+        assert len(os.listdir("/proc/self/fd")) <= opened - 2, "the socket and what mmap had kept"
+        assert isinstance(peer.write().exception(WAIT_S), TransferError)
 
 
 @pytest.mark.parametrize("name", ["nixl", "torch_dist"])

@@ -34,6 +34,33 @@ def test_redis_settings_separate_password_is_used_verbatim() -> None:
     assert (settings.password, settings.port, settings.database, settings.tls) == ("a%20b", 6379, 0, False)
 
 
+def test_redis_settings_with_sentinels_name_no_host() -> None:
+    config = RedisConfig(
+        url="rediss://me:p%40ss@/3",
+        ca="ca.pem",
+        sentinels=("sentinel-0:26379", "[::1]:5"),
+        sentinel_username="watch",
+        sentinel_password="tell-nobody",
+    )
+    settings = config.redis_settings()
+    assert settings is not None
+    sentinel = settings.sentinel
+    assert sentinel is not None
+    assert (sentinel.addresses, sentinel.master) == ((("sentinel-0", 26379), ("::1", 5)), "mymaster")
+    master, one = settings.at(("10.0.0.1", 7000)), settings.sentinel_at(("::1", 5))
+    assert (master.place, master.username, master.password, master.tls) == ("10.0.0.1:7000/3", "me", "p@ss", True)
+    assert (one.host, one.database, one.username, one.password) == ("::1", 0, "watch", "tell-nobody")
+    assert (one.tls, one.ca) == (True, "ca.pem"), "sentinels have the server's authority"
+    assert not {"p@ss", "tell-nobody"} & set(repr(settings).replace("'", " ").split())
+    assert settings.place == "master mymaster"
+
+
+def test_redis_settings_with_sentinels_need_no_url() -> None:
+    settings = RedisConfig(sentinels=("a:1",), password="p").redis_settings()
+    assert settings is not None
+    assert (settings.tls, settings.database, settings.password) == (False, 0, "p")
+
+
 @pytest.mark.parametrize(
     "url",
     [

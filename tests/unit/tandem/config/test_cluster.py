@@ -114,6 +114,28 @@ from worker.sessions import LOAD_PERIOD_S
         ("router: {worker_silence_s: 0.1}", "router.worker_silence_s: Input should be greater than or equal to 0.5"),
         ("{prefill: {block_size: 24}, decode: {block_size: 16}}", "prefill.block_size"),
         ("redis: {password: x}", "redis.password is set without redis.url"),
+        ("redis: {sentinels: [localhost]}", "redis.sentinels.0: 'localhost' is not host:port"),
+        ("redis: {sentinels: ['a:1', 'b:2', 'a:1']}", "redis.sentinels.2 is the same as redis.sentinels.0"),
+        ("redis: {sentinels: ['a:0']}", "redis.sentinels.0: 'a:0' is not host:port"),
+        (
+            f"redis: {{sentinels: [{', '.join(f'h:{port}' for port in range(1, 18))}]}}",
+            "redis.sentinels: Tuple should have at most 16 items",
+        ),
+        (
+            "redis: {sentinels: ['a:1'], url: 'redis://:hush@host/0'}",
+            "redis.url names a host, which redis.sentinels do",
+        ),
+        ("redis: {sentinels: ['a:1'], url: 'redis://:hush@/x'}", "redis.url is not redis[s]://"),
+        ("redis: {sentinels: ['a:1'], ca: ca.pem}", "redis.ca is set, but redis.url is not rediss://"),
+        ("redis: {sentinels: ['a:1'], sentinel_master: 'two words'}", "redis.sentinel_master: String should match"),
+        (
+            "redis: {sentinels: ['a:1'], sentinel_username: me}",
+            "redis.sentinel_username is set without redis.sentinel_password",
+        ),
+        (
+            "redis: {url: 'redis://host', sentinel_password: hush}",
+            "redis.sentinel_password is set without redis.sentinels",
+        ),
         ("decode: {addresses: [localhost]}", "decode.addresses.0: 'localhost' is not host:port"),
         ("decode: {addresses: ['127.0.0.1:4000', '127.0.0.1:99999']}", "decode.addresses.1: '127.0.0.1:99999' is not"),
         ("decode: {addresses: ['127.0.0.1:0']}", "decode.addresses.0: '127.0.0.1:0' is not host:port"),

@@ -1,0 +1,48 @@
+"""What a soak sends, and what it calls a failure."""
+
+import asyncio
+from contextlib import suppress
+from random import Random
+
+import pytest
+
+from tandem_bench.__main__ import parser
+from tandem_bench.soak.load import SoakLoad
+from tandem_bench.soak.measure import _name
+from tests.support.redis_server import free_port, until
+
+
+async def test_every_kind_of_request_fails_without_a_server_and_the_load_goes_on() -> None:
+    load = SoakLoad(f"http://127.0.0.1:{free_port()}", rate=500.0, rng=Random(1))
+    sending = asyncio.create_task(load.run())
+    await until(lambda: sending.done() or load.failures.total() >= 2 * len(load._kinds), "two rounds of failures")
+    sending.cancel()
+    with suppress(asyncio.CancelledError):
+        await sending
+    assert {reason.partition(":")[0] for reason in load.failures} == load._kinds.keys()
+    assert not load.served
+    assert not load._running
+
+
+def test_processes_are_told_apart_by_module_and_index() -> None:
+    worker = ["python", "-m", "decode_worker", "--config", "x.yaml", "--index", "1"]
+    assert _name(worker) == "decode_worker 1"
+    assert _name(["python", "-m", "cluster.cli.main", "up"]) == "tandem up"
+    assert _name(["python", "-m", "router.sandbox.grammar_worker"]) == "router.sandbox.grammar_worker 0"
+    assert _name(["cat"]) is _name([]) is _name(["python", "-c", "1"]) is None
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["soak", "--minutes", "0"],
+        ["soak", "--rate", "inf"],
+        ["soak", "--kill-every", "-1"],
+        ["isolation", "--probes", "7"],
+        ["isolation", "--control", "0"],
+    ],
+)
+def test_options_that_measure_nothing_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parser().parse_args(arguments)
+    assert f"got {arguments[-1]}" in capsys.readouterr().err
