@@ -15,12 +15,12 @@ KEYS = {"victim": "key-of-the-victim", "attacker": "key-of-the-attacker"}
 
 
 @pytest.mark.turn(2)
-async def test_guess_succeeds_within_a_tenant_and_tells_nothing_of_another(hatchery) -> None:
+async def test_guess_succeeds_within_a_tenant_and_tells_nothing_of_another(fork_servers) -> None:
     """So few probes decide nothing by time, but for the control; what answers tell is exact."""
     entries = [{"key": key, "tenant": tenant} for tenant, key in KEYS.items()]
     access = {"router__api_keys": entries, "router__operator_access": {"metrics": "open"}}
     async with (
-        running(command=hatchery.command, prefill__replicas=0, decode__replicas=2, **access) as cluster,
+        running(command=fork_servers.command, prefill__replicas=0, decode__replicas=2, **access) as cluster,
         Prober(cluster.local.http_url, Random(1)) as prober,
     ):
         await prober.probe(4, victim=KEYS["victim"], attacker=KEYS["victim"])
