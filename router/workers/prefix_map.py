@@ -15,8 +15,9 @@ blocks that follow it.
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from heapq import heappop, heappush
+from itertools import groupby, repeat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -155,10 +156,23 @@ class PrefixMap:
         if held.silent:
             self._store(held, own)
             return
-        known, expected, bit = held.known, held.expected, held.bit
         self._touch(held, own)
         lapses_s = now_s + self._expectation_s
         self._lapses.append((lapses_s, held))
+        known, expected = held.known, held.expected
+        fresh = [name for name in own if name not in known]
+        num_known = len(own) - len(fresh)
+        is_tail = not fresh or own[num_known] == fresh[0]
+        if is_tail and len(known) + len(expected) + len(fresh) <= held.capacity and expected.keys().isdisjoint(fresh):
+            positions = range((num_known + 1) * held.names_per_block - 1, len(names), held.names_per_block)
+            self._list_all(fresh, held.bit)
+            expected.update(zip(fresh, zip(repeat(lapses_s), positions, repeat(1)), strict=False))
+        else:
+            self._expect_each(held, own, lapses_s)
+
+    def _expect_each(self, held: _Holdings, own: Sequence[BlockHash], lapses_s: float) -> None:
+        """Expect blocks of which some are expected already, or may not fit."""
+        known, expected = held.known, held.expected
         for index, name in enumerate(own, 1):
             if name in known:
                 continue
@@ -167,11 +181,11 @@ class PrefixMap:
                 expected.move_to_end(name)
                 num_prompts += others[2]
             else:
-                self._list(name, bit)
+                self._list_all((name,), held.bit)
             expected[name] = lapses_s, index * held.names_per_block - 1, num_prompts
             # The newest expectation is dropped, not the oldest: a prefix is useful from its beginning.
             if len(known) + len(expected) > held.capacity:
-                self._forget(held, name)
+                self._forget(held, (name,))
                 return
 
     def use(self, worker: WorkerId, names: Sequence[BlockHash]) -> None:
@@ -212,14 +226,17 @@ class PrefixMap:
         held = self._workers.get(worker)
         if held is None:
             return
+        ended: list[BlockHash] = []
+        find = held.expected.get
         for name in names:
-            if (expected := held.expected.get(name)) is None:
+            if (expected := find(name)) is None:
                 continue
             lapses_s, position, num_prompts = expected
             if num_prompts > 1:
                 held.expected[name] = lapses_s, position, num_prompts - 1
             else:
-                self._forget(held, name)
+                ended.append(name)
+        self._forget(held, ended)
 
     def expire(self, now_s: float) -> None:
         """End expectations that were never confirmed."""
@@ -229,7 +246,7 @@ class PrefixMap:
                 name, (lapses_s, *_) = next(iter(held.expected.items()))
                 if lapses_s > now_s:
                     break
-                self._forget(held, name)
+                self._forget(held, (name,))
 
     def match(self, names: Sequence[BlockHash]) -> NDArray[np.int64]:
         """Count, by worker slot, the leading hash blocks of `names` that each worker holds without a gap:
@@ -267,6 +284,8 @@ class PrefixMap:
         if held.silent:
             return 0
         per_block, length = held.names_per_block, len(names)
+        if held.expected.keys().isdisjoint(names):
+            return length
         if len(held.expected) * per_block < length:
             items = held.expected.items()
             first = min((i for name, (_, i, _) in items if i < length and names[i] == name), default=None)
@@ -288,7 +307,7 @@ class PrefixMap:
             return
         depth, before = 0, 0
         for held in map(find, names):
-            # Runs of blocks are mostly held by the same workers, that is, by the very same number; see `_list`.
+            # Runs of blocks are mostly held by the same workers, that is, by the very same number; see `_shared`.
             if held is not before:
                 if held is None:
                     break
@@ -304,25 +323,33 @@ class PrefixMap:
 
     def _touch(self, held: _Holdings, names: Sequence[BlockHash]) -> None:
         known = held.known
-        for name in reversed(names):
-            if name in known:
-                known.move_to_end(name)
+        deque(map(known.move_to_end, filter(known.__contains__, reversed(names))), maxlen=0)
 
-    def _apply(self, held: _Holdings, changes: Iterable[tuple[BlockHash, bool]]) -> None:
-        run: list[BlockHash] = []
-        for name, stored in changes:
+    def _apply(self, held: _Holdings, changes: Sequence[tuple[BlockHash, bool]]) -> None:
+        for stored, run in groupby(changes, key=_is_stored):
+            names = [name for name, _ in run]
             if stored:
-                run.append(name)
-                continue
-            if run:
-                self._store(held, run)
-                run = []
-            self._forget(held, name)
-        self._store(held, run)
+                self._store(held, names)
+            else:
+                self._forget(held, names)
 
     def _store(self, held: _Holdings, names: Sequence[BlockHash]) -> None:
         """Mark blocks as known, each following those before it."""
-        known, expected, bit, most = held.known, held.expected, held.bit, held.capacity
+        known, expected = held.known, held.expected
+        if not known.keys().isdisjoint(names) or len(known) + len(expected) + len(names) > held.capacity:
+            self._store_each(held, names)
+            return
+        fresh = names
+        if not expected.keys().isdisjoint(names):
+            fresh = [name for name in names if name not in expected]
+            for name in names:
+                expected.pop(name, None)
+        self._list_all(fresh, held.bit)
+        known.update(dict.fromkeys(reversed(names)))
+
+    def _store_each(self, held: _Holdings, names: Sequence[BlockHash]) -> None:
+        """Mark blocks as known of which some are known already, or may not fit."""
+        known, expected = held.known, held.expected
         for name in reversed(names):
             if name in known:
                 known.move_to_end(name)
@@ -330,10 +357,10 @@ class PrefixMap:
             if name in expected:
                 del expected[name]
             else:
-                self._list(name, bit)
+                self._list_all((name,), held.bit)
             known[name] = None
-            if len(known) + len(expected) > most:
-                self._forget(held, next(iter(expected or known)))
+            if len(known) + len(expected) > held.capacity:
+                self._forget(held, (next(iter(expected or known)),))
 
     def _fall_silent(self, held: _Holdings) -> None:
         held.synchronised, held.silent, held.due_s = False, True, None
@@ -341,34 +368,57 @@ class PrefixMap:
             held.known[name] = None
         held.expected.clear()
 
-    def _forget(self, held: _Holdings, name: BlockHash) -> None:
-        if name in held.known:
-            del held.known[name]
-        elif name in held.expected:
-            del held.expected[name]
-        else:
-            return
-        self._unlist(name, held.bit)
+    def _forget(self, held: _Holdings, names: Sequence[BlockHash]) -> None:
+        known, expected = held.known, held.expected
+        gone = [name for name in dict.fromkeys(names) if name in known or name in expected]
+        self._unlist_all(gone, held.bit)
+        for name in gone:
+            if name in known:
+                del known[name]
+            else:
+                expected.pop(name, None)
 
     def _forget_all(self, held: _Holdings) -> None:
         for names in (held.known, held.expected):
-            for name in names:
-                self._unlist(name, held.bit)
+            self._unlist_all(names, held.bit)
         held.known.clear()
         held.expected.clear()
 
-    def _list(self, name: BlockHash, bit: int) -> None:
-        others = self._holders.get(name)
-        # Equal sets share one int object: that saves memory, and lets `_descend` compare by identity.
-        self._holders[name] = bit if others is None else self._shared(others | bit)
+    def _list_all(self, names: Collection[BlockHash], bit: int) -> None:
+        holders = self._holders
+        if holders.keys().isdisjoint(names):
+            holders.update(dict.fromkeys(names, bit))
+            return
+        # Runs of blocks are mostly held by the same workers, so most sets are those of the block before.
+        before, joined = None, bit
+        for name in names:
+            others = holders.get(name)
+            if others is not before:
+                before = others
+                joined = bit if others is None else self._shared(others | bit)
+            holders[name] = joined
+
+    def _unlist_all(self, names: Iterable[BlockHash], bit: int) -> None:
+        holders = self._holders
+        before, left = 0, 0
+        for name in names:
+            held = holders[name]
+            if held is not before:
+                before = held
+                left = held & ~bit
+                if left:
+                    left = self._shared(left)
+            if left:
+                holders[name] = left
+            else:
+                del holders[name]
 
     def _shared(self, bits: int) -> int:
+        # Equal sets share one int object: that saves memory, and lets `_descend` compare by identity.
         if len(self._sets) >= _MOST_SETS:
             self._sets.clear()
         return self._sets.setdefault(bits, bits)
 
-    def _unlist(self, name: BlockHash, bit: int) -> None:
-        if left := self._holders[name] & ~bit:
-            self._holders[name] = self._shared(left)
-        else:
-            del self._holders[name]
+
+def _is_stored(change: tuple[BlockHash, bool]) -> bool:
+    return change[1]
