@@ -15,7 +15,7 @@ blocks that follow it.
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 from itertools import groupby, repeat
 
@@ -156,19 +156,34 @@ class PrefixMap:
         if held.silent:
             self._store(held, own)
             return
-        self._touch(held, own)
         lapses_s = now_s + self._expectation_s
         self._lapses.append((lapses_s, held))
-        known, expected = held.known, held.expected
-        fresh = [name for name in own if name not in known]
-        num_known = len(own) - len(fresh)
-        is_tail = not fresh or own[num_known] == fresh[0]
-        if is_tail and len(known) + len(expected) + len(fresh) <= held.capacity and expected.keys().isdisjoint(fresh):
-            positions = range((num_known + 1) * held.names_per_block - 1, len(names), held.names_per_block)
-            self._list_all(fresh, held.bit)
-            expected.update(zip(fresh, zip(repeat(lapses_s), positions, repeat(1)), strict=False))
-        else:
+        num_held = self._num_leading(own, held.bit)
+        fresh = own[num_held:]
+        fits = len(held.known) + len(held.expected) + len(fresh) <= held.capacity
+        if not fits or not self._holders.keys().isdisjoint(fresh):
+            self._touch(held, own)
             self._expect_each(held, own, lapses_s)
+            return
+        # The usual case: what the worker lacks of a prompt, nobody has.
+        leading = own[:num_held]
+        self._touch(held, leading)
+        if held.expected:
+            self._expect_each(held, leading, lapses_s)
+        positions = range((num_held + 1) * held.names_per_block - 1, len(names), held.names_per_block)
+        self._holders.update(dict.fromkeys(fresh, held.bit))
+        held.expected.update(zip(fresh, zip(repeat(lapses_s), positions, repeat(1)), strict=False))
+
+    def _num_leading(self, names: Iterable[BlockHash], bit: int) -> int:
+        """Count the leading blocks that a worker holds."""
+        count, before = 0, 0
+        for held in map(self._holders.get, names):
+            if held is not before:
+                if held is None or not held & bit:
+                    break
+                before = held
+            count += 1
+        return count
 
     def _expect_each(self, held: _Holdings, own: Sequence[BlockHash], lapses_s: float) -> None:
         """Expect blocks of which some are expected already, or may not fit."""
@@ -181,7 +196,7 @@ class PrefixMap:
                 expected.move_to_end(name)
                 num_prompts += others[2]
             else:
-                self._list_all((name,), held.bit)
+                self._list(name, held.bit)
             expected[name] = lapses_s, index * held.names_per_block - 1, num_prompts
             # The newest expectation is dropped, not the oldest: a prefix is useful from its beginning.
             if len(known) + len(expected) > held.capacity:
@@ -284,11 +299,11 @@ class PrefixMap:
         if held.silent:
             return 0
         per_block, length = held.names_per_block, len(names)
-        if held.expected.keys().isdisjoint(names):
-            return length
         if len(held.expected) * per_block < length:
             items = held.expected.items()
             first = min((i for name, (_, i, _) in items if i < length and names[i] == name), default=None)
+        elif held.expected.keys().isdisjoint(names):
+            first = None
         else:
             first = next((i for i in range(per_block - 1, length, per_block) if names[i] in held.expected), None)
         return length if first is None else first - (per_block - 1)
@@ -336,30 +351,17 @@ class PrefixMap:
     def _store(self, held: _Holdings, names: Sequence[BlockHash]) -> None:
         """Mark blocks as known, each following those before it."""
         known, expected = held.known, held.expected
-        if not known.keys().isdisjoint(names) or len(known) + len(expected) + len(names) > held.capacity:
-            self._store_each(held, names)
-            return
-        fresh = names
-        if not expected.keys().isdisjoint(names):
-            fresh = [name for name in names if name not in expected]
-            for name in names:
-                expected.pop(name, None)
-        self._list_all(fresh, held.bit)
-        known.update(dict.fromkeys(reversed(names)))
-
-    def _store_each(self, held: _Holdings, names: Sequence[BlockHash]) -> None:
-        """Mark blocks as known of which some are known already, or may not fit."""
-        known, expected = held.known, held.expected
+        fits = len(known) + len(expected) + len(names) <= held.capacity
         for name in reversed(names):
-            if name in known:
-                known.move_to_end(name)
-                continue
             if name in expected:
                 del expected[name]
+            elif name in known:
+                known.move_to_end(name)
+                continue
             else:
-                self._list_all((name,), held.bit)
+                self._list(name, held.bit)
             known[name] = None
-            if len(known) + len(expected) > held.capacity:
+            if not fits and len(known) + len(expected) > held.capacity:
                 self._forget(held, (next(iter(expected or known)),))
 
     def _fall_silent(self, held: _Holdings) -> None:
@@ -368,50 +370,36 @@ class PrefixMap:
             held.known[name] = None
         held.expected.clear()
 
-    def _forget(self, held: _Holdings, names: Sequence[BlockHash]) -> None:
-        known, expected = held.known, held.expected
-        gone = [name for name in dict.fromkeys(names) if name in known or name in expected]
-        self._unlist_all(gone, held.bit)
-        for name in gone:
-            if name in known:
-                del known[name]
-            else:
-                expected.pop(name, None)
-
-    def _forget_all(self, held: _Holdings) -> None:
-        for names in (held.known, held.expected):
-            self._unlist_all(names, held.bit)
-        held.known.clear()
-        held.expected.clear()
-
-    def _list_all(self, names: Collection[BlockHash], bit: int) -> None:
-        holders = self._holders
-        if holders.keys().isdisjoint(names):
-            holders.update(dict.fromkeys(names, bit))
-            return
-        # Runs of blocks are mostly held by the same workers, so most sets are those of the block before.
-        before, joined = None, bit
-        for name in names:
-            others = holders.get(name)
-            if others is not before:
-                before = others
-                joined = bit if others is None else self._shared(others | bit)
-            holders[name] = joined
-
-    def _unlist_all(self, names: Iterable[BlockHash], bit: int) -> None:
-        holders = self._holders
+    def _forget(self, held: _Holdings, names: Iterable[BlockHash]) -> None:
+        known, expected, holders, bit = held.known, held.expected, self._holders, held.bit
         before, left = 0, 0
         for name in names:
-            held = holders[name]
-            if held is not before:
-                before = held
-                left = held & ~bit
-                if left:
-                    left = self._shared(left)
+            if name in known:
+                del known[name]
+            elif name in expected:
+                del expected[name]
+            else:
+                continue
+            others = holders[name]
+            if others is not before:
+                before = others
+                left = self._without(others, bit)
             if left:
                 holders[name] = left
             else:
                 del holders[name]
+
+    def _forget_all(self, held: _Holdings) -> None:
+        self._forget(held, list(held.known))
+        self._forget(held, list(held.expected))
+
+    def _list(self, name: BlockHash, bit: int) -> None:
+        others = self._holders.get(name)
+        self._holders[name] = bit if others is None else self._shared(others | bit)
+
+    def _without(self, bits: int, bit: int) -> int:
+        left = bits & ~bit
+        return self._shared(left) if left else 0
 
     def _shared(self, bits: int) -> int:
         # Equal sets share one int object: that saves memory, and lets `_descend` compare by identity.
