@@ -71,8 +71,8 @@ class CandidateCost:
     def total_ms(self) -> float:
         """The sum that is minimised."""
         return (
-            self.queue_ms + self.compute_ms + self.stall_ms + self.again_ms + self.transfer_ms + self.pair_ms + self.handoff_ms
-            + self.memory_ms + self.itl_ms + self.penalty_ms + self.copy_ms
+            self.queue_ms + self.compute_ms + self.stall_ms + self.again_ms + self.transfer_ms + self.pair_ms
+            + self.handoff_ms + self.memory_ms + self.itl_ms + self.penalty_ms + self.copy_ms
         )  # fmt: skip
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from router.types.worker_view import WorkerKey
 from router.workers.columns import Bools, Ints, PoolView
+from router.workers.pair_links import PairLinks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +25,8 @@ class PlacementDemand:
     """Leading tokens of which another worker may have a copy: one that lacks them is not charged for computing them."""
     now_s: float = 0.0
     """Time on the clock by which penalties end."""
+    links: PairLinks | None = None
+    """The links between the workers of both pools; None: they make no difference."""
 
     def closed(self, pool: PoolView, needed_tokens: int) -> Bools | None:
         """Return the rows that may not be chosen, a pool of no more than `needed_tokens` included; None when all

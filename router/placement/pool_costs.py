@@ -31,6 +31,8 @@ class PoolCosts:
     """Total cost; infinite for workers that may not be chosen."""
     explain: "Callable[[], ExplainedCosts]"
     """Splits the costs into their terms."""
+    transfer_ms: Column | None = None
+    """Time in which KV gets to each decode worker over its usual link; None: prefill workers."""
     local: Flags | None = None
     """Whether each decode worker would compute the prompt itself; None: prefill workers."""
 

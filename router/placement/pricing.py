@@ -25,6 +25,10 @@ FEW = 8
 _least, _most, _sum = np.minimum.reduce, np.maximum.reduce, np.add.reduce
 
 
+_Prices = Callable[[Floats, Floats, Floats, Floats], tuple[float | Floats, Floats | None]]
+"""See `Partners.prices`."""
+
+
 class _Columns(NamedTuple):
     """The columns that prices depend on, copied."""
 
@@ -70,7 +74,7 @@ def price_prefill(demand: PlacementDemand, pool: PoolView, model: CostModel) -> 
 
 
 def _price_many_prefill(demand: PlacementDemand, pool: PoolView, closed: Bools | None, model: CostModel) -> PoolCosts:
-    held = _held(demand, pool)
+    held = held_tokens(demand, pool)
     work = _work(demand.num_tokens, held, pool)
     token_ms = prefill_ms(pool, model)
     queue, compute = pool.backlog * token_ms, work * token_ms
@@ -139,19 +143,19 @@ def price_decode(
     """
     if len(pool.members) <= FEW:
         return _price_few_decode(demand, pool, _Columns.copied(pool, closed, model), partners, model, alone=alone)
-    return _price_many_decode(demand, pool, closed, partners.costs_ms, model, alone=alone)
+    return _price_many_decode(demand, pool, closed, partners.prices, model, alone=alone)
 
 
 def _price_many_decode(
     demand: PlacementDemand,
     pool: PoolView,
     closed: Bools | None,
-    partners_ms: Callable[[Floats, Floats], float | Floats],
+    prices: _Prices,
     model: CostModel,
     *,
     alone: bool,
 ) -> PoolCosts:
-    held = _held(demand, pool)
+    held = held_tokens(demand, pool)
     uncached = demand.num_tokens - held
     work = _work(demand.num_tokens, held, pool)
     token_ms, step = prefill_ms(pool, model), step_ms(pool, model)
@@ -163,13 +167,13 @@ def _price_many_decode(
     compute = work * token_ms
     queue, stall = pool.backlog * token_ms, compute * (np.maximum(pool.active, 1.0) * model.stall_share)
     transfer = uncached * link_ms(pool, model)
-    handoff = partners_ms(uncached, transfer) + model.handoff_ms
-    remote = transfer + handoff
     here = queue + compute + stall
     local_terms: dict[str, Floats] = {"queue_ms": queue, "compute_ms": compute, "stall_ms": stall}
     if demand.replicate_tokens and alone:
         local_terms["copy_ms"] = _uncharged(demand, held, work, pool) * token_ms
         here = here + local_terms["copy_ms"]
+    partner_ms, pair = prices(uncached, transfer, load, here)
+    remote = transfer + (partner_ms + model.handoff_ms)
     local: Bools = here <= remote
     if model.max_local_prefill_tokens is not None:
         local &= (uncached <= model.max_local_prefill_tokens) | (remote == np.inf)
@@ -180,6 +184,8 @@ def _price_many_decode(
         total[closed] = np.inf
 
     def explain() -> ExplainedDecodeCosts:
+        by_link = np.zeros(len(total)) if pair is None else pair
+        handoff = remote - transfer - by_link
         return ExplainedDecodeCosts(
             members=pool.members,
             held=held,
@@ -187,13 +193,22 @@ def _price_many_decode(
             terms=terms,
             local=local,
             local_terms=local_terms,
-            remote_terms={"transfer_ms": transfer, "handoff_ms": remote - transfer, "pair_ms": np.zeros(len(total))},
+            remote_terms={"transfer_ms": transfer, "handoff_ms": handoff, "pair_ms": by_link},
             num_tokens=demand.num_tokens,
             floor_tokens=model.local_prefill_tokens,
             most_tokens=model.max_local_prefill_tokens,
         )
 
-    return PoolCosts(held=held, work=work, compute_ms=compute, load=load, total=total, local=local, explain=explain)
+    return PoolCosts(
+        held=held,
+        work=work,
+        compute_ms=compute,
+        load=load,
+        total=total,
+        explain=explain,
+        transfer_ms=transfer,
+        local=local,
+    )
 
 
 def _price_few_decode(
@@ -209,7 +224,8 @@ def _price_few_decode(
     load: list[float] = []
     total: list[float] = []
     local: list[bool] = []
-    handoffs: list[float] = []
+    transfers: list[float] = []
+    priced: list[tuple[float, float]] = []
     for row, own in enumerate(held):
         token_ms, active, uncached = columns.token_ms[row], columns.active[row], num_tokens - own
         tokens = _few_work(num_tokens, own, columns.attention[row])
@@ -217,16 +233,17 @@ def _price_few_decode(
         if uncached > free[row]:
             waiting = (uncached - free[row]) * steps[row] * relief[row] + waiting
         transfer = uncached * links[row]
-        handoff = partners.cost_ms(row, uncached, transfer)
+        partner_ms, pair = partners.price(row, uncached, transfer)
         here = columns.backlog[row] * token_ms + reading + reading * (max(active, 1.0) * model.stall_share)
         if own < copied:
             here += (_few_work(num_tokens, copied, columns.attention[row]) - tokens) * token_ms
-        remote = transfer + (handoff + model.handoff_ms)
+        remote = transfer + (partner_ms + model.handoff_ms)
         is_local = prefers_local_prefill(demand, uncached, local_ms=here, remote_ms=remote, model=model)
         work.append(tokens)
         compute.append(reading)
         load.append(waiting)
-        handoffs.append(handoff)
+        transfers.append(transfer)
+        priced.append((partner_ms, pair))
         local.append(is_local)
         total.append(waiting + (here if is_local else remote))
     _few_closed(demand, columns, total)
@@ -240,9 +257,19 @@ def _price_few_decode(
             relief=np.array(relief),
         )
         closed = None if columns.closed is None else np.array(columns.closed, dtype=np.bool_)
-        return _price_many_decode(demand, then, closed, lambda *_: np.array(handoffs), model, alone=alone).explain()
+        partner_ms, pair = np.array(priced).T
+        return _price_many_decode(demand, then, closed, lambda *_: (partner_ms, pair), model, alone=alone).explain()
 
-    return PoolCosts(held=held, work=work, compute_ms=compute, load=load, total=total, local=local, explain=explain)
+    return PoolCosts(
+        held=held,
+        work=work,
+        compute_ms=compute,
+        load=load,
+        total=total,
+        explain=explain,
+        transfer_ms=transfers,
+        local=local,
+    )
 
 
 def prefers_local_prefill(
@@ -275,7 +302,7 @@ def _add_penalty(demand: PlacementDemand, pool: PoolView, terms: dict[str, Float
         total += terms["penalty_ms"]
 
 
-def _held(demand: PlacementDemand, pool: PoolView) -> Floats:
+def held_tokens(demand: PlacementDemand, pool: PoolView) -> Floats:
     """Return tokens that need not be computed: whole physical blocks, never the last token, whose logits are needed."""
     members = pool.members
     # Float from here on: operations that mix it with integers would convert it each time.

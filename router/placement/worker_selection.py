@@ -22,12 +22,12 @@ from random import Random
 
 import numpy as np
 
-from router.placement.costs import CandidateCost
+from router.placement.costs import CandidateCost, link_ms
 from router.placement.costs import CostModel as CostModel
 from router.placement.demand import PlacementDemand as PlacementDemand
-from router.placement.partners import AlikePartners, Partner, best_partner, pick
+from router.placement.partners import LinkedPartners, Partner, best_partner, partners_of, pick
 from router.placement.pool_costs import CandidateCosts, PoolCosts
-from router.placement.pricing import price_decode, price_prefill
+from router.placement.pricing import held_tokens, price_decode, price_prefill
 from router.types.worker_view import WorkerKey, WorkerSnapshot
 from router.workers.columns import Bools, ClusterView, PoolView
 from tandem.errors import RequestTooLarge
@@ -107,10 +107,11 @@ def place(demand: PlacementDemand, view: ClusterView, model: CostModel, rng: Ran
     """
     closed = _closed_decoders(demand, view.decode)
     prefill = price_prefill(demand, view.prefill, model)
-    partners = AlikePartners(prefill, view, model, rng)
+    partners = partners_of(prefill, view, demand.links, model, rng)
     decode = price_decode(demand, view.decode, closed, partners, model, alone=not len(view.prefill.members))
     row = pick(decode.total, decode.held, decode.load, model, rng)
-    partner = partners.find(row, 0.0, 0.0)
+    transfer_ms = 0.0 if decode.transfer_ms is None else float(decode.transfer_ms[row])
+    partner = partners.find(row, demand.num_tokens - float(decode.held[row]), transfer_ms)
     is_local = decode.local is None or bool(decode.local[row])
     costs, at = (decode, row) if partner is None or is_local else (prefill, partner.row)
     held = int(costs.held[at])
@@ -137,7 +138,13 @@ def place_prefill(
     """Choose another prefill worker for a request that stays on `decode`; return it and its work. None: none can
     pair."""
     costs = price_prefill(demand, view.prefill, model)
-    best = best_partner(costs, view.prefill.members.able(decode.info), model, rng)
+    row, links = view.decode.members.rows.get(decode.info.key), demand.links
+    if links is None or row is None or not len(costs.total):
+        best = best_partner(costs, view.prefill.members.able(decode.info), model, rng)
+    else:
+        uncached = float(demand.num_tokens - held_tokens(demand, view.decode)[row])
+        transfer_ms = uncached * float(link_ms(view.decode, model)[row])
+        best = LinkedPartners(costs, view, links, model, rng).find(row, uncached, transfer_ms)
     if best is None:
         return None
     return view.prefill.snapshot(best.row, demand.now_s), round(float(costs.work[best.row]))

@@ -116,10 +116,9 @@ def test_placement_decides_alike_one_by_one_and_by_columns(monkeypatch: pytest.M
                 decisions.append(str(error))
                 continue
             reasons.add(made.reason)
-            decisions.append(
-                (made.decode, made.prefill, made.reason, made.affinity, made.work_tokens, made.compute_ms)
-                + (made.predicted_ms, *made.decode_candidates, *made.prefill_candidates)
-            )
+            shown = (*made.decode_candidates, *made.prefill_candidates)
+            decisions.append((made.decode, made.prefill, made.reason, made.affinity, made.predicted_ms, shown))
+            decisions.append((made.work_tokens, made.compute_ms, made.held_by_decode, made.cached_tokens))
         found.append(decisions)
     assert found[0] == found[1]
     assert len(reasons) == 4
