@@ -70,9 +70,11 @@ def calibrated(spec: AgenticSpec, trace: Trace) -> AgenticSpec:
     outputs: list[float] = []
     for request in trace.requests:
         before = next((latest[name] for name in reversed(request.names) if name in latest), None)
-        if before is not None and request.num_prompt_tokens > before.num_prompt_tokens:
-            grown.append(request.num_prompt_tokens - before.num_prompt_tokens)
-            outputs.append(request.num_output_tokens)
+        if before is not None:
+            num_new = request.num_prompt_tokens - before.num_prompt_tokens - before.num_output_tokens
+            if num_new > 0:
+                grown.append(num_new)
+                outputs.append(request.num_output_tokens)
         if len(request.names) > 1:
             latest[request.names[-1]] = request
     if len(grown) < 100:
