@@ -1,14 +1,12 @@
-"""The inputs of placement's predictions: bounds and priors, rates by column, and the terms of every cost. Pure."""
+"""The inputs of placement's predictions: bounds and priors, rates by column, and what one worker costs. Pure."""
 
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import overload
 
 import numpy as np
 
 from router.types.worker_view import WorkerKey
-from router.workers.columns import Bools, Floats, PoolMembers, PoolView
+from router.workers.columns import Floats, PoolView
 from tandem.values.roles import WorkerRole
 
 
@@ -55,6 +53,9 @@ class CandidateCost:
     again_ms: float = 0.0
     """Cost to others of recomputing here what another worker of the pool has cached."""
     transfer_ms: float = 0.0
+    pair_ms: float = 0.0
+    """What the link from the best prefill worker adds to that, or, below zero, saves; see
+    `router.workers.pair_links`."""
     handoff_ms: float = 0.0
     """All other costs of the best prefill worker and the hand-off from it."""
     memory_ms: float = 0.0
@@ -70,102 +71,9 @@ class CandidateCost:
     def total_ms(self) -> float:
         """The sum that is minimised."""
         return (
-            self.queue_ms + self.compute_ms + self.stall_ms + self.again_ms + self.transfer_ms + self.handoff_ms
-            + self.memory_ms + self.itl_ms + self.penalty_ms + self.copy_ms
+            self.queue_ms + self.compute_ms + self.stall_ms + self.again_ms + self.transfer_ms + self.pair_ms
+            + self.handoff_ms + self.memory_ms + self.itl_ms + self.penalty_ms + self.copy_ms
         )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolCosts:
-    """All costs of one pool in one decision. Arrays are [num_workers], and belong to this decision alone."""
-
-    members: PoolMembers
-    held: Floats
-    """Leading tokens that the worker need not compute."""
-    work: Floats
-    """Tokens that it would compute, including what their context adds."""
-    total: Floats
-    """Total cost; infinite for workers that may not be chosen."""
-    terms: Mapping[str, Floats]
-
-    def candidate(self, row: int) -> CandidateCost:
-        info = self.members.infos[row]
-        return CandidateCost(
-            key=info.key,
-            role=info.role,
-            matched_tokens=int(self.held[row]),
-            local_threshold_tokens=self.local_threshold(row),
-            **{name: float(column[row]) for name, column in self.terms_of(row).items()},
-        )
-
-    def local_threshold(self, row: int) -> float | None:
-        return None
-
-    def terms_of(self, row: int) -> Mapping[str, Floats]:
-        """Return the cost terms that apply to one worker."""
-        return self.terms
-
-
-class CandidateCosts(Sequence[CandidateCost]):
-    """The candidates of a pool: the chosen one first, then cheapest first. Built when accessed."""
-
-    __slots__ = ("_chosen", "_costs")
-
-    def __init__(self, costs: PoolCosts, chosen: int | None) -> None:
-        self._costs = costs
-        self._chosen = chosen
-
-    def __len__(self) -> int:
-        return int((self._costs.total < inf).sum())
-
-    @overload
-    def __getitem__(self, index: int) -> CandidateCost: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[CandidateCost]: ...
-    def __getitem__(self, index: int | slice) -> CandidateCost | list[CandidateCost]:
-        order: list[int] = np.argsort(self._costs.total, kind="stable")[: len(self)].tolist()
-        if self._chosen is not None:
-            order.remove(self._chosen)
-            order.insert(0, self._chosen)
-        found = order[index]
-        return self._costs.candidate(found) if isinstance(found, int) else [self._costs.candidate(row) for row in found]
-
-    def __iter__(self) -> Iterator[CandidateCost]:
-        return iter(self[:])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeCosts(PoolCosts):
-    """Costs of decode workers, each with the cheaper of local prefill and a hand-off."""
-
-    local: Bools
-    """Whether each worker would compute the prompt itself."""
-    local_terms: Mapping[str, Floats]
-    """Terms of workers that compute it themselves."""
-    remote_terms: Mapping[str, Floats]
-    """Terms of workers that would have it handed over."""
-    load: Floats
-    """The part of the cost that is the worker's load alone."""
-    num_tokens: int
-    floor_tokens: int
-    """`CostModel.local_prefill_tokens`."""
-    most_tokens: int | None
-    """`CostModel.max_local_prefill_tokens`."""
-
-    def terms_of(self, row: int) -> Mapping[str, Floats]:
-        """Return the cost terms that apply to one worker."""
-        return {**self.terms, **(self.local_terms if self.local[row] else self.remote_terms)}
-
-    def local_threshold(self, row: int) -> float | None:
-        compute_ms, uncached = float(self.local_terms["compute_ms"][row]), float(self.num_tokens - self.held[row])
-        return local_threshold(
-            queue_ms=float(self.local_terms["queue_ms"][row]),
-            token_ms=(compute_ms + float(self.local_terms["stall_ms"][row])) / uncached,
-            link_ms=float(self.remote_terms["transfer_ms"][row]) / uncached,
-            handoff_ms=float(self.remote_terms["handoff_ms"][row]),
-            floor_tokens=self.floor_tokens,
-            most_tokens=self.most_tokens,
-        )
 
 
 def local_threshold(

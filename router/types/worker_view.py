@@ -37,6 +37,8 @@ class WorkerInfo:
     """Capacity for cached blocks in host memory and on disk."""
     protocol_version: int = SPOKEN.newest
     """Protocol version of the session; senders of newer messages check it first, and choose another worker."""
+    rack: str = ""
+    """Name of the rack, or another part of the network that is fast within itself; empty: unknown."""
 
     @property
     def cache_tokens(self) -> int:

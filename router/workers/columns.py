@@ -42,12 +42,16 @@ class PoolMembers:
         self.block_sizes = _one_or_all([info.layout.block_size for info in infos])
         self.tokens: float | Floats = np.float64(1.0) * self.block_sizes
         """Block sizes in tokens, as floats for multiplications."""
+        self.slot_list = list(slots)
+        self.block_size_list = [info.layout.block_size for info in infos]
+        """The same as lists, for pools of few workers."""
         numbers: dict[object, int] = {}
         # Workers that agree in this can pair with the same others.
         self.kinds: Ints = np.array(
             [numbers.setdefault((i.layout, i.transports, not i.handoff_address), len(numbers)) for i in infos],
             dtype=np.int64,
         )
+        self.kind_list: list[int] = self.kinds.tolist()
         firsts = {int(kind): info for info, kind in zip(reversed(infos), reversed(self.kinds), strict=True)}
         self.examples = tuple(firsts[kind] for kind in range(len(numbers)))
         """One worker of each kind."""
@@ -59,6 +63,10 @@ class PoolMembers:
     def rows(self) -> Mapping[WorkerKey, int]:
         """Row of each worker."""
         return {info.key: row for row, info in enumerate(self.infos)}
+
+    def none(self) -> Bools:
+        """Return flags of which none is set."""
+        return np.zeros(len(self.infos), dtype=np.bool_)
 
     def able(self, decode: WorkerInfo) -> Bools | None:
         """Return which rows of a prefill pool can pair with a decode worker; None when all can."""

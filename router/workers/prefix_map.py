@@ -17,6 +17,7 @@ blocks that follow it.
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from heapq import heappop, heappush
+from itertools import groupby, repeat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -155,10 +156,38 @@ class PrefixMap:
         if held.silent:
             self._store(held, own)
             return
-        known, expected, bit = held.known, held.expected, held.bit
-        self._touch(held, own)
         lapses_s = now_s + self._expectation_s
         self._lapses.append((lapses_s, held))
+        num_held = self._num_leading(own, held.bit)
+        fresh = own[num_held:]
+        fits = len(held.known) + len(held.expected) + len(fresh) <= held.capacity
+        if not fits or not self._holders.keys().isdisjoint(fresh):
+            self._touch(held, own)
+            self._expect_each(held, own, lapses_s)
+            return
+        # The usual case: what the worker lacks of a prompt, nobody has.
+        leading = own[:num_held]
+        self._touch(held, leading)
+        if held.expected:
+            self._expect_each(held, leading, lapses_s)
+        positions = range((num_held + 1) * held.names_per_block - 1, len(names), held.names_per_block)
+        self._holders.update(dict.fromkeys(fresh, held.bit))
+        held.expected.update(zip(fresh, zip(repeat(lapses_s), positions, repeat(1)), strict=False))
+
+    def _num_leading(self, names: Iterable[BlockHash], bit: int) -> int:
+        """Count the leading blocks that a worker holds."""
+        count, before = 0, 0
+        for held in map(self._holders.get, names):
+            if held is not before:
+                if held is None or not held & bit:
+                    break
+                before = held
+            count += 1
+        return count
+
+    def _expect_each(self, held: _Holdings, own: Sequence[BlockHash], lapses_s: float) -> None:
+        """Expect blocks of which some are expected already, or may not fit."""
+        known, expected = held.known, held.expected
         for index, name in enumerate(own, 1):
             if name in known:
                 continue
@@ -167,11 +196,11 @@ class PrefixMap:
                 expected.move_to_end(name)
                 num_prompts += others[2]
             else:
-                self._list(name, bit)
+                self._list(name, held.bit)
             expected[name] = lapses_s, index * held.names_per_block - 1, num_prompts
             # The newest expectation is dropped, not the oldest: a prefix is useful from its beginning.
             if len(known) + len(expected) > held.capacity:
-                self._forget(held, name)
+                self._forget(held, (name,))
                 return
 
     def use(self, worker: WorkerId, names: Sequence[BlockHash]) -> None:
@@ -212,14 +241,17 @@ class PrefixMap:
         held = self._workers.get(worker)
         if held is None:
             return
+        ended: list[BlockHash] = []
+        find = held.expected.get
         for name in names:
-            if (expected := held.expected.get(name)) is None:
+            if (expected := find(name)) is None:
                 continue
             lapses_s, position, num_prompts = expected
             if num_prompts > 1:
                 held.expected[name] = lapses_s, position, num_prompts - 1
             else:
-                self._forget(held, name)
+                ended.append(name)
+        self._forget(held, ended)
 
     def expire(self, now_s: float) -> None:
         """End expectations that were never confirmed."""
@@ -229,7 +261,7 @@ class PrefixMap:
                 name, (lapses_s, *_) = next(iter(held.expected.items()))
                 if lapses_s > now_s:
                     break
-                self._forget(held, name)
+                self._forget(held, (name,))
 
     def match(self, names: Sequence[BlockHash]) -> NDArray[np.int64]:
         """Count, by worker slot, the leading hash blocks of `names` that each worker holds without a gap:
@@ -270,6 +302,8 @@ class PrefixMap:
         if len(held.expected) * per_block < length:
             items = held.expected.items()
             first = min((i for name, (_, i, _) in items if i < length and names[i] == name), default=None)
+        elif held.expected.keys().isdisjoint(names):
+            first = None
         else:
             first = next((i for i in range(per_block - 1, length, per_block) if names[i] in held.expected), None)
         return length if first is None else first - (per_block - 1)
@@ -288,7 +322,7 @@ class PrefixMap:
             return
         depth, before = 0, 0
         for held in map(find, names):
-            # Runs of blocks are mostly held by the same workers, that is, by the very same number; see `_list`.
+            # Runs of blocks are mostly held by the same workers, that is, by the very same number; see `_shared`.
             if held is not before:
                 if held is None:
                     break
@@ -304,36 +338,31 @@ class PrefixMap:
 
     def _touch(self, held: _Holdings, names: Sequence[BlockHash]) -> None:
         known = held.known
-        for name in reversed(names):
-            if name in known:
-                known.move_to_end(name)
+        deque(map(known.move_to_end, filter(known.__contains__, reversed(names))), maxlen=0)
 
-    def _apply(self, held: _Holdings, changes: Iterable[tuple[BlockHash, bool]]) -> None:
-        run: list[BlockHash] = []
-        for name, stored in changes:
+    def _apply(self, held: _Holdings, changes: Sequence[tuple[BlockHash, bool]]) -> None:
+        for stored, run in groupby(changes, key=_is_stored):
+            names = [name for name, _ in run]
             if stored:
-                run.append(name)
-                continue
-            if run:
-                self._store(held, run)
-                run = []
-            self._forget(held, name)
-        self._store(held, run)
+                self._store(held, names)
+            else:
+                self._forget(held, names)
 
     def _store(self, held: _Holdings, names: Sequence[BlockHash]) -> None:
         """Mark blocks as known, each following those before it."""
-        known, expected, bit, most = held.known, held.expected, held.bit, held.capacity
+        known, expected = held.known, held.expected
+        fits = len(known) + len(expected) + len(names) <= held.capacity
         for name in reversed(names):
-            if name in known:
-                known.move_to_end(name)
-                continue
             if name in expected:
                 del expected[name]
+            elif name in known:
+                known.move_to_end(name)
+                continue
             else:
-                self._list(name, bit)
+                self._list(name, held.bit)
             known[name] = None
-            if len(known) + len(expected) > most:
-                self._forget(held, next(iter(expected or known)))
+            if not fits and len(known) + len(expected) > held.capacity:
+                self._forget(held, (next(iter(expected or known)),))
 
     def _fall_silent(self, held: _Holdings) -> None:
         held.synchronised, held.silent, held.due_s = False, True, None
@@ -341,34 +370,43 @@ class PrefixMap:
             held.known[name] = None
         held.expected.clear()
 
-    def _forget(self, held: _Holdings, name: BlockHash) -> None:
-        if name in held.known:
-            del held.known[name]
-        elif name in held.expected:
-            del held.expected[name]
-        else:
-            return
-        self._unlist(name, held.bit)
+    def _forget(self, held: _Holdings, names: Iterable[BlockHash]) -> None:
+        known, expected, holders, bit = held.known, held.expected, self._holders, held.bit
+        before, left = 0, 0
+        for name in names:
+            if name in known:
+                del known[name]
+            elif name in expected:
+                del expected[name]
+            else:
+                continue
+            others = holders[name]
+            if others is not before:
+                before = others
+                left = self._without(others, bit)
+            if left:
+                holders[name] = left
+            else:
+                del holders[name]
 
     def _forget_all(self, held: _Holdings) -> None:
-        for names in (held.known, held.expected):
-            for name in names:
-                self._unlist(name, held.bit)
-        held.known.clear()
-        held.expected.clear()
+        self._forget(held, list(held.known))
+        self._forget(held, list(held.expected))
 
     def _list(self, name: BlockHash, bit: int) -> None:
         others = self._holders.get(name)
-        # Equal sets share one int object: that saves memory, and lets `_descend` compare by identity.
         self._holders[name] = bit if others is None else self._shared(others | bit)
 
+    def _without(self, bits: int, bit: int) -> int:
+        left = bits & ~bit
+        return self._shared(left) if left else 0
+
     def _shared(self, bits: int) -> int:
+        # Equal sets share one int object: that saves memory, and lets `_descend` compare by identity.
         if len(self._sets) >= _MOST_SETS:
             self._sets.clear()
         return self._sets.setdefault(bits, bits)
 
-    def _unlist(self, name: BlockHash, bit: int) -> None:
-        if left := self._holders[name] & ~bit:
-            self._holders[name] = self._shared(left)
-        else:
-            del self._holders[name]
+
+def _is_stored(change: tuple[BlockHash, bool]) -> bool:
+    return change[1]

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from router.types.session_events import WorkerPort
 from router.types.worker_view import WorkerInfo, WorkerLoad, WorkerSnapshot
 from router.workers.columns import ClusterView, PoolColumns, PoolMembers, partners_of, split_by_role, view_of
+from router.workers.pair_links import PairLinks, PairTable
 from router.workers.peer_load import NO_PEERS, PeerShare
 from tandem.cluster_state.entries import Process, Share
 from tandem.values.roles import WorkerRole
@@ -208,13 +209,22 @@ class WorkerTable:
     """The columns of all live workers; rebuilt lazily after workers join or leave."""
 
     def __init__(self) -> None:
+        self.pairs = PairTable()
+        """Measurements of the links between the workers."""
         self._columns: dict[WorkerRole, PoolColumns] = {}
         self._view: ClusterView | None = None
+        self._links: PairLinks | None = None
 
     def changed(self) -> None:
         """Rebuild the columns at the next view: a worker joined or left."""
         self._columns.clear()
-        self._view = None
+        self._view = self._links = None
+
+    def links(self, view: ClusterView, now_s: float) -> PairLinks | None:
+        """Return the links between the workers of the present view; None: they make no difference to placement."""
+        if self._links is None:
+            self._links = PairLinks(self.pairs, view.decode.members, view.prefill.members)
+        return self._links if self._links.refreshed(now_s) else None
 
     def view(self, records: Iterable[WorkerRecord]) -> ClusterView:
         """Return both pools as they are now; `records` are all live workers. Valid until a record next changes."""

@@ -15,6 +15,7 @@ from router.workers.booking import Booking
 from router.workers.cache_migration import CacheMigrations
 from router.workers.columns import ClusterView
 from router.workers.expected_workers import ExpectedWorkers
+from router.workers.pair_links import PairLinks, PairTable
 from router.workers.peer_load import NO_PEERS, PeerShare
 from router.workers.prefix_map import PrefixMap
 from router.workers.prefix_pins import PinRegistry, PinSite
@@ -117,6 +118,7 @@ class WorkerRegistry:
         logger.log(logging.INFO if is_expected else logging.WARNING, "worker %s left: %s", key.worker_id, reason)
         self._migrations.left(key)
         self.pins.left(key)
+        self.pairs.left(key)
         self._notify_watchers()
 
     def live_decoders(self) -> set[WorkerKey]:
@@ -197,6 +199,15 @@ class WorkerRegistry:
     def view(self) -> ClusterView:
         """Return all live workers as placement sees them; valid until the registry next changes."""
         return self._table.view(self._workers.values())
+
+    def links(self, view: ClusterView, now_s: float) -> PairLinks | None:
+        """Return the links between the workers of a view just taken; None: they make no difference to placement."""
+        return self._table.links(view, now_s)
+
+    @property
+    def pairs(self) -> PairTable:
+        """Measurements of the links between prefill and decode workers."""
+        return self._table.pairs
 
     def port(self, key: WorkerKey) -> WorkerPort | None:
         """Return the port to a worker; None when that process is gone."""

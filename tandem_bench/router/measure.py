@@ -7,8 +7,8 @@ from rich.console import Console
 
 from tandem_bench.report import Row, figure
 from tandem_bench.report import print_table as show_rows
+from tandem_bench.router import agentic, options, overload, placement, prefix_map, proxies, redis
 from tandem_bench.router import costs as router_costs
-from tandem_bench.router import options, overload, placement, prefix_map, proxies, redis
 
 MAX_REQUEST_MS = 0.6
 MAX_TOKENIZE_RATIO = 1.2
@@ -57,6 +57,8 @@ async def measure(given: argparse.Namespace, rows: list[Row], *, out: Console) -
     for part in options.parts(given):
         if part == "doors":
             found = server_rows(given.rounds, given.peer)
+        elif part == "agentic":
+            found = agentic.rows(given.requests)
         else:
             found = await overload.rows() if part == "overload" else _PARTS[part](given.repeats)
         show_rows(out, found)

@@ -3,10 +3,11 @@
 import argparse
 from pathlib import Path
 
-PARTS = ("doors", "placement", "prefix_map", "redis", "overload")
+PARTS = ("doors", "placement", "prefix_map", "agentic", "redis", "overload")
 PEER_NAMES = ("nginx", "sglang-router")
 ROUNDS = 3
 REPEATS = 30
+AGENTIC_REQUESTS = 1_000
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -27,6 +28,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=REPEATS,
         metavar="N",
         help=f"repeats of the other parts, likewise; default: {REPEATS}",
+    )
+    parser.add_argument(
+        "--requests",
+        type=_positive,
+        default=AGENTIC_REQUESTS,
+        metavar="N",
+        help=f"requests of `agentic`, for each policy and seed; default: {AGENTIC_REQUESTS}",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file as well")
 

@@ -9,6 +9,8 @@
 - `dynamo`: the published cost of NVIDIA Dynamo's KV router: overlap weight x prefill blocks (in flight, and new ones
   not cached) + active decode blocks; the lowest cost, or a softmax of normalised costs at a temperature above 0. For a
   prefill-only pool it counts no decode blocks.
+- `approximate`: the same cost over an index without events from workers, as Dynamo's router keeps one: what was sent to
+  a worker counts as cached there for `ttl_s` after it was last used, whatever the worker has evicted.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -42,6 +44,7 @@ class Wanted(NamedTuple):
     names: Sequence[BlockHash]
     computes: bool
     """Whether the worker computes the prompt; else it only decodes."""
+    now_s: float = 0.0
 
 
 class Rule(Protocol):
@@ -175,6 +178,47 @@ class Dynamo:
         return (self.overlap_weight * num_prefill + num_decode) / worker.info.layout.block_size
 
 
+class Approximate(Dynamo):
+    ttl_s = 120.0
+
+    def __init__(self, rng: Random) -> None:
+        super().__init__(rng)
+        self._used_s: dict[BlockHash, dict[WorkerId, float]] = {}
+        """When each block was last sent to a worker."""
+
+    def __call__(self, wanted: Wanted, candidates: Sequence[Candidate]) -> Candidate:
+        if not wanted.computes:
+            return super().__call__(wanted, candidates)
+        spacing = candidates[0].worker.info.layout.block_size // HASH_BLOCK_TOKENS
+        blocks = wanted.names[spacing - 1 :: spacing]
+        depths = self._depths(blocks, wanted.now_s)
+        known = [
+            candidate._replace(
+                num_matched_tokens=min(
+                    depths.get(candidate.worker.info.key.worker_id, 0) * spacing * HASH_BLOCK_TOKENS,
+                    (wanted.num_tokens - 1) // (spacing * HASH_BLOCK_TOKENS) * spacing * HASH_BLOCK_TOKENS,
+                )
+            )
+            for candidate in candidates
+        ]
+        chosen = super().__call__(wanted, known)
+        for name in blocks:
+            self._used_s.setdefault(name, {})[chosen.worker.info.key.worker_id] = wanted.now_s
+        return chosen
+
+    def _depths(self, blocks: Sequence[BlockHash], now_s: float) -> dict[WorkerId, int]:
+        """Count the leading blocks that each worker was sent within the time to live."""
+        found: dict[WorkerId, int] = {}
+        for depth, name in enumerate(blocks, 1):
+            used = self._used_s.get(name, {})
+            alive = [worker for worker, at_s in used.items() if now_s - at_s <= self.ttl_s]
+            holders = [worker for worker in alive if found.get(worker, 0) == depth - 1]
+            if not holders:
+                break
+            found.update(dict.fromkeys(holders, depth))
+        return found
+
+
 RULES: Mapping[str, Callable[[Random], Rule]] = {
     "random": RandomRule,
     "round_robin": RoundRobin,
@@ -182,6 +226,7 @@ RULES: Mapping[str, Callable[[Random], Rule]] = {
     "longest_prefix": LongestPrefix,
     "sglang": SGLang,
     "dynamo": Dynamo,
+    "approximate": Approximate,
 }
 POLICIES = (*RULES, OURS)
 
@@ -218,8 +263,9 @@ class RulePlacer(Placer):
         decodes = [candidate for candidate in able if candidate.worker.info.role is WorkerRole.DECODE]
         if not decodes:
             raise NoDecodeWorker("no decode worker can accept the request")
-        prefill = self._rule(Wanted(num_tokens, names, True), prefills) if prefills and not is_local else None
-        decode = self._rule(Wanted(num_tokens, names, prefill is None), decodes)
+        now_s, remote = self._now(), bool(prefills) and not is_local
+        prefill = self._rule(Wanted(num_tokens, names, True, now_s), prefills) if remote else None
+        decode = self._rule(Wanted(num_tokens, names, prefill is None, now_s), decodes)
         return self._book(num_tokens, names, decode, prefill)
 
     def release(self, assignment: Assignment) -> None:

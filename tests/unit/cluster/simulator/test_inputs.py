@@ -2,15 +2,18 @@
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from cluster.simulator.command import PlanOptions, SimulateOptions, plan_cluster, simulate
+from cluster.simulator.inputs.agentic_load import AgenticSpec, LengthSpread, calibrated, generate_agentic
 from cluster.simulator.inputs.block_names import SpacedNames, TraceHasher, own_name, trace_name
 from cluster.simulator.inputs.generated_load import LoadSpec, generate
 from cluster.simulator.inputs.latency import StepLatency, StepWork
 from cluster.simulator.inputs.latency_files import fit_steps, load_latency
+from cluster.simulator.inputs.trace import TraceRequest
 from cluster.simulator.inputs.trace_files import load_trace
 from cluster.simulator.model.gap_histogram import GapHistogram, percentile
 from cluster.simulator.model.report import Slo
@@ -95,6 +98,32 @@ def test_generated_load_has_its_rate_and_shares_its_beginnings() -> None:
     assert shared_cache(trace, 100_000).hit_rate > 0.3
     alone = generate(LoadSpec(requests=200, prefixes=0, turns=1.0), 1)
     assert shared_cache(alone, 100_000).hit_rate == 0.0
+
+
+def test_agents_repeat_their_session_and_pause_for_their_tools() -> None:
+    spec = AgenticSpec(requests=300)
+    trace = generate_agentic(spec, 3)
+    assert trace == generate_agentic(spec, 3)
+    assert len(trace.requests) == 300
+    sessions: dict[int, list[TraceRequest]] = {}
+    for request in trace.requests:
+        sessions.setdefault(request.tail, []).append(request)
+    num_shared = spec.instruction_tokens // spec.block
+    assert len({request.names[:num_shared] for request in trace.requests}) == spec.kinds
+    for calls in sessions.values():
+        for before, after in pairwise(calls):
+            assert after.num_prompt_tokens > before.num_prompt_tokens + before.num_output_tokens
+            assert after.names[: len(before.names)] == before.names
+            assert after.arrival_s > before.arrival_s + before.num_output_tokens * spec.token_s
+
+
+def test_agents_are_calibrated_by_a_trace_with_sessions_only() -> None:
+    spec = AgenticSpec(requests=2_000)
+    longer = replace(spec, growth=LengthSpread(median=2_000.0, sigma=0.5))
+    found = calibrated(spec, generate_agentic(longer, 4))
+    assert found.growth.median == pytest.approx(2_000.0, rel=0.2)
+    assert found.output.median == pytest.approx(spec.output.median, rel=0.2)
+    assert calibrated(spec, generate(LoadSpec(requests=50), 1)) == spec
 
 
 def test_names_are_as_a_router_and_an_engine_expect_them() -> None:

@@ -8,6 +8,7 @@ from random import Random
 
 import pytest
 
+from router.placement import pricing
 from router.placement.costs import CostModel, local_threshold
 from router.placement.worker_selection import Affinity, NoDecodeWorker, Placement, PlacementReason, place
 from router.types.worker_view import WorkerLoad, WorkerSnapshot
@@ -73,7 +74,9 @@ def placed(workers: list[WorkerSnapshot], request: PlacementRequest, model: Cost
     return place(wanted, view, model, Random(seed))
 
 
-def test_placement_columns_equal_scalar_costs() -> None:
+@pytest.mark.parametrize("few", [0, pricing.FEW], ids=["by_columns", "one_by_one"])
+def test_placement_costs_equal_those_of_plain_python(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pricing, "FEW", few)
     rng, num_placed = Random(11), 0
     for _ in range(400):
         workers = cluster_at_random(rng)
@@ -100,6 +103,27 @@ def test_placement_columns_equal_scalar_costs() -> None:
             assert first.key == placement.prefill.info.key
             assert first.total_ms + EXACT.handoff_ms == pytest.approx(placement.decode_candidates[0].handoff_ms)
     assert num_placed > 200
+
+
+def test_placement_decides_alike_one_by_one_and_by_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng, found, reasons = Random(12), [], set()
+    cases = [(workers := cluster_at_random(rng), ask_at_random(rng, workers)) for _ in range(300)]
+    for few in (0, pricing.FEW):
+        monkeypatch.setattr(pricing, "FEW", few)
+        decisions: list[object] = []
+        for seed, (workers, asked) in enumerate(cases):
+            try:
+                made = placed(workers, asked, CostModel(), seed)
+            except (NoDecodeWorker, RequestTooLarge) as error:
+                decisions.append(str(error))
+                continue
+            reasons.add(made.reason)
+            shown = (*made.decode_candidates, *made.prefill_candidates)
+            decisions.append((made.decode, made.prefill, made.reason, made.affinity, made.predicted_ms, shown))
+            decisions.append((made.work_tokens, made.compute_ms, made.held_by_decode, made.cached_tokens))
+        found.append(decisions)
+    assert found[0] == found[1]
+    assert len(reasons) == 4
 
 
 def test_placement_excluded_workers_are_never_chosen() -> None:

@@ -4,7 +4,7 @@ import argparse
 from random import Random
 
 from router.workers.prefix_map import PrefixMap
-from tandem_bench.router import measure, options, placement, prefix_map, timing
+from tandem_bench.router import agentic, measure, options, placement, prefix_map, timing
 from tandem_bench.router.workers import names, registry, stored
 
 
@@ -13,7 +13,7 @@ def test_parts_are_those_that_are_named() -> None:
     options.add_options(parser)
     assert options.parts(parser.parse_args([])) == options.PARTS
     assert options.parts(parser.parse_args(["--only", "prefix_map"])) == ("prefix_map",)
-    assert {*measure._PARTS, "doors", "overload"} == set(options.PARTS)
+    assert {*measure._PARTS, "doors", "overload", "agentic"} == set(options.PARTS)
 
 
 def test_the_least_of_several_rounds() -> None:
@@ -39,3 +39,13 @@ def test_the_map_that_is_measured_holds_what_is_said() -> None:
     assert prefix_map._lookup_us([5, 1024], 1) > 0.0
     holdings = prefix_map._holdings(8)
     assert {name: max(depths) for name, depths in holdings.items()}["one"] == prefix_map.NUM_BLOCKS
+
+
+def test_agents_are_placed_by_every_policy_and_ours_is_judged() -> None:
+    rows = {row.name: row for row in agentic.rows(40, seeds=(1,), policies=(agentic.OURS, "approximate"))}
+    assert len(rows) == 8
+    judged = {name for name, row in rows.items() if row.goal is not None}
+    assert judged == {"agentic.tandem.hit_rate", "agentic.tandem.ttft_p99"}
+    for policy in (agentic.OURS, "approximate"):
+        assert 0.1 < rows[f"agentic.{policy}.hit_rate"].value < 1.0
+        assert 0.0 < rows[f"agentic.{policy}.ttft_p50"].value <= rows[f"agentic.{policy}.ttft_p99"].value

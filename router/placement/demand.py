@@ -1,0 +1,43 @@
+"""What one choice needs of its workers. Pure."""
+
+from dataclasses import dataclass
+
+from router.types.worker_view import WorkerKey
+from router.workers.columns import Bools, Ints, PoolView
+from router.workers.pair_links import PairLinks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementDemand:
+    """What one choice needs of its workers."""
+
+    num_tokens: int
+    """Tokens of the prompt and of earlier attempts' output, all of which need KV."""
+    matched: Ints
+    """[num_slots]: leading tokens whose KV a worker holds, by the worker's slot."""
+    excluded: frozenset[WorkerKey] = frozenset()
+    """Workers on which the choice has failed or was refused."""
+    pool_tokens_above: int = 0
+    """Pool size, in tokens, of a worker that reported that the request can never fit there."""
+    is_local: bool = False
+    """Whether a decode worker should prefill it itself, whatever a hand-off costs: others wait for the prefill pool."""
+    replicate_tokens: int = 0
+    """Leading tokens of which another worker may have a copy: one that lacks them is not charged for computing them."""
+    now_s: float = 0.0
+    """Time on the clock by which penalties end."""
+    links: PairLinks | None = None
+    """The links between the workers of both pools; None: they make no difference."""
+
+    def closed(self, pool: PoolView, needed_tokens: int) -> Bools | None:
+        """Return the rows that may not be chosen, a pool of no more than `needed_tokens` included; None when all
+        may."""
+        closed = None if pool.open is None else ~pool.open
+        if self.excluded:
+            for key in self.excluded:
+                if (row := pool.members.rows.get(key)) is not None:
+                    closed = pool.members.none() if closed is None else closed
+                    closed[row] = True
+        if pool.members.least_pool_tokens <= needed_tokens:
+            small = pool.members.pool_tokens <= needed_tokens
+            closed = small if closed is None else closed | small
+        return closed

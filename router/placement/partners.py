@@ -1,0 +1,169 @@
+"""The prefill worker from which each decode worker would get its prompt, and what that costs. Pure.
+
+Where all links are alike the cost of a pair separates, and the cheapest prefill worker is the same for all decode
+workers of a kind. Where they differ (`router/workers/pair_links.py`), every decode worker has the one that is cheapest
+with the link between the two.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import Protocol
+
+import numpy as np
+
+from router.placement.costs import CostModel
+from router.placement.pool_costs import Column, PoolCosts
+from router.workers.columns import Bools, ClusterView, Floats
+from router.workers.pair_links import PairLinks
+
+PROMISING = 24
+"""Decode workers of which every pair is priced."""
+
+# Methods of whole columns; the ndarray methods of the same names cost twice as much on short ones.
+_least = np.minimum.reduce
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partner:
+    """The prefill worker of a pair."""
+
+    row: int
+    cost_ms: float
+    """Its own cost, without the hand-off's."""
+
+
+class Partners(Protocol):
+    def price(self, row: int, uncached: float, transfer_ms: float) -> tuple[float, float]:
+        """Return the cost of the best prefill worker for one decode worker, and the part that their link makes of it.
+
+        `uncached`: tokens whose KV must get there, in `transfer_ms` over its usual link. Infinite: none can pair.
+        """
+        ...
+
+    def prices(
+        self, uncached: Floats, transfer_ms: Floats, load_ms: Floats, here_ms: Floats
+    ) -> tuple[float | Floats, Floats | None]:
+        """Return the same for all decode workers, or one number for all of them; None: links make no difference.
+
+        `load_ms`, `here_ms`: what the worker's load and local prefill would cost, to tell which are promising.
+        """
+        ...
+
+    def find(self, row: int, uncached: float, transfer_ms: float) -> Partner | None:
+        """Choose the prefill worker of one decode worker; None: none can pair."""
+        ...
+
+
+class AlikePartners:
+    """The cheapest prefill worker for each kind of decode worker: links make no difference."""
+
+    def __init__(self, costs: PoolCosts, view: ClusterView, model: CostModel, rng: Random) -> None:
+        self._kinds = view.decode.members.kinds
+        self._kind_list = view.decode.members.kind_list
+        self._found = [best_partner(costs, able, model, rng) for able in view.partners]
+        self._cost_ms = [np.inf if partner is None else partner.cost_ms for partner in self._found]
+
+    def price(self, row: int, uncached: float, transfer_ms: float) -> tuple[float, float]:
+        return self._cost_ms[self._kind_list[row]], 0.0
+
+    def prices(
+        self, uncached: Floats, transfer_ms: Floats, load_ms: Floats, here_ms: Floats
+    ) -> tuple[float | Floats, Floats | None]:
+        cost_ms = self._cost_ms
+        return cost_ms[0] if len(cost_ms) == 1 else np.array(cost_ms)[self._kinds], None
+
+    def find(self, row: int, uncached: float, transfer_ms: float) -> Partner | None:
+        return self._found[self._kind_list[row]]
+
+
+def best_partner(costs: PoolCosts, able: Bools | None, model: CostModel, rng: Random) -> Partner | None:
+    """Choose the cheapest prefill worker of those that are `able`; None: there is none."""
+    if not len(costs.total):
+        return None
+    total = costs.total
+    if able is not None:
+        total = np.where(able, total, np.inf) if isinstance(total, np.ndarray) else _masked(total, able.tolist())
+    row = pick(total, costs.held, costs.load, model, rng)
+    cost_ms = float(total[row])
+    return None if cost_ms == np.inf else Partner(row=row, cost_ms=cost_ms)
+
+
+def _masked(total: Sequence[float], able: Sequence[bool]) -> list[float]:
+    return [cost if is_able else np.inf for cost, is_able in zip(total, able, strict=True)]
+
+
+def pick(total: Column, held: Column, load: Column, model: CostModel, rng: Random) -> int:
+    """Pick, of the workers tied for the lowest cost, the one that holds most; then the least loaded; then at random."""
+    if isinstance(total, np.ndarray):
+        bound = _least(total) * (1.0 + model.tie_share) + model.tie_ms
+        rows: list[int] = (total <= bound).nonzero()[0].tolist()
+    else:
+        bound = min(total) * (1.0 + model.tie_share) + model.tie_ms
+        rows = [row for row, cost in enumerate(total) if cost <= bound]
+    if len(rows) > 1:
+        most = max([held[row] for row in rows])
+        rows = [row for row in rows if held[row] == most]
+    if len(rows) > 1:
+        waiting = min([load[row] for row in rows]) + model.tie_ms
+        rows = [row for row in rows if load[row] <= waiting]
+    return rows[0] if len(rows) == 1 else rows[rng.randrange(len(rows))]
+
+
+class LinkedPartners:
+    """The prefill worker that is cheapest for each decode worker with the link between the two."""
+
+    def __init__(self, costs: PoolCosts, view: ClusterView, links: PairLinks, model: CostModel, rng: Random) -> None:
+        self._costs = costs
+        self._view = view
+        self._links = links
+        self._model = model
+        self._rng = rng
+        self._total = np.asarray(costs.total)
+
+    def price(self, row: int, uncached: float, transfer_ms: float) -> tuple[float, float]:
+        pairs = self._pairs_ms(row, uncached, transfer_ms)
+        costs = self._total + pairs
+        best = int(costs.argmin())
+        return (float(costs[best]), float(pairs[best])) if costs[best] < np.inf else (np.inf, 0.0)
+
+    def prices(
+        self, uncached: Floats, transfer_ms: Floats, load_ms: Floats, here_ms: Floats
+    ) -> tuple[float | Floats, Floats | None]:
+        """See `Partners`. The promising decode workers are priced with every partner, the others with the cheapest
+        one over the slowest of their links."""
+        links, view = self._links, self._view
+        able = [self._total if rows is None else np.where(rows, self._total, np.inf) for rows in view.partners]
+        cheapest = np.array([_least(costs) for costs in able])[view.decode.members.kinds]
+        fastest = cheapest + np.maximum(links.least_ms * uncached, -transfer_ms)
+        pairs = np.maximum(links.most_ms * uncached, -transfer_ms)
+        costs = cheapest + pairs
+        rows = (load_ms + np.minimum(here_ms, transfer_ms + fastest)).argpartition(min(PROMISING, len(costs) - 1))
+        rows = rows[:PROMISING]
+        pairs_ms = np.maximum(
+            np.stack([links.column(row) for row in rows.tolist()]) * uncached[rows, None], -transfer_ms[rows, None]
+        )
+        whole = self._total + pairs_ms
+        best = whole.argmin(axis=1)
+        each = np.arange(len(rows))
+        costs[rows], pairs[rows] = whole[each, best], pairs_ms[each, best]
+        return costs, np.where(costs < np.inf, pairs, 0.0)
+
+    def find(self, row: int, uncached: float, transfer_ms: float) -> Partner | None:
+        costs = self._total + self._pairs_ms(row, uncached, transfer_ms)
+        found = pick(costs, self._costs.held, self._costs.load, self._model, self._rng)
+        return None if costs[found] == np.inf else Partner(row=found, cost_ms=float(costs[found]))
+
+    def _pairs_ms(self, row: int, uncached: float, transfer_ms: float) -> Floats:
+        # A link saves no more than the whole transfer.
+        pairs: Floats = np.maximum(self._links.column(row) * uncached, -transfer_ms)
+        return pairs
+
+
+def partners_of(
+    costs: PoolCosts, view: ClusterView, links: PairLinks | None, model: CostModel, rng: Random
+) -> AlikePartners | LinkedPartners:
+    """Return the partners for one decision, whose prefill workers have these costs."""
+    if links is None or not len(costs.total):
+        return AlikePartners(costs, view, model, rng)
+    return LinkedPartners(costs, view, links, model, rng)
