@@ -82,10 +82,11 @@ promtool: ## Install promtool for the tests of alerts (skipped if there is one; 
 	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends prometheus >/dev/null \
 	  || { echo "No promtool, and it cannot be installed here: sudo make promtool, or PROMTOOL=/path/to/one"; exit 1; }; }
 
-ENGINE := podman buildah runc containernetworking-plugins iptables catatonit debootstrap
+ENGINE := podman buildah runc netavark aardvark-dns iptables catatonit debootstrap
 .PHONY: engine
 engine: ## A container engine for tests/containers (skipped when there is one; else apt-get, as root; without one those tests say so)
-	@( for one in podman buildah runc iptables catatonit debootstrap; do command -v $$one >/dev/null || exit 1; done ) || { \
+	@( for one in podman buildah runc iptables catatonit debootstrap /usr/lib/podman/netavark /usr/lib/podman/aardvark-dns; do \
+	  command -v $$one >/dev/null || exit 1; done ) || { \
 	  echo "Installing podman and buildah (once) ..."; \
 	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(ENGINE) >/dev/null; } \
 	|| echo "No container engine, and it cannot be installed here: sudo make engine"

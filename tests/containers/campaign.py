@@ -21,10 +21,13 @@ from tests.proofs.kills.table import quantile
 from tests.support.oracle import Oracle
 
 NUM_STREAMS = 6
-_TOKENS = (60, 200)
+_TOKENS = (40, 150)
 _PATIENCE_S = 180.0
 """For what must happen, however slow the machine is; a stream that takes longer counts as lost."""
 _MAX_PROBLEMS = 5
+_NUM_BY_ORACLE = 3
+_LONG_S = 5.0
+"""Pauses beyond this are printed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,12 +76,14 @@ class Report:
 
 
 async def learn(nodes: Nodes, oracle: Oracle, count: int, *, seed: int) -> list[Known]:
-    """Prompts answered while nothing is wrong, as `transformers` answers them."""
+    """Prompts answered while nothing is wrong; the first ones as `transformers` answers them, too."""
     draw, known = random.Random(seed), []
     for number in range(count):
         prompt, length = oracle.story(90_000 + 100 * seed + number, draw.randrange(40, 600)), draw.randrange(*_TOKENS)
         answer, _ = await ask(nodes, number, prompt, length)
-        assert answer == oracle.tokens(prompt, length)
+        assert len(answer) == length
+        if number < _NUM_BY_ORACLE:
+            assert answer == oracle.tokens(prompt, length)
         known.append(Known(prompt=prompt, answer=answer))
     return known
 
@@ -109,6 +114,7 @@ class Campaign:
         self._draw = random.Random(seed)
         self._stopping = False
         self._serial = 0
+        self._began_s = 0.0
 
     async def run(self, blows: Sequence[Cut | Death]) -> Report:
         """In random order, one at a time; after each the cluster becomes whole again."""
@@ -121,6 +127,7 @@ class Campaign:
                     break
                 await asyncio.sleep(self._draw.uniform(0.2, 1.0))
                 self.report.blows.append(str(blow))
+                self._began_s = time.monotonic()
                 print(blow, flush=True)
                 await (self._cut(blow) if isinstance(blow, Cut) else self._end(blow))
                 await self.until_whole(str(blow))
@@ -131,6 +138,11 @@ class Campaign:
     @property
     def _is_over(self) -> bool:
         return self._stopping or len(self.report.problems) >= _MAX_PROBLEMS
+
+    def _when(self) -> str:
+        if not self.report.blows:
+            return "before all blows"
+        return f"{time.monotonic() - self._began_s:.1f} s into: {self.report.blows[-1]}"
 
     async def _stream_on(self) -> None:
         while not self._is_over:
@@ -145,6 +157,8 @@ class Campaign:
             self.report.num_answers += 1
             self.report.num_tokens += len(token_ids)
             self.report.longest_pauses_s.append(pause_s)
+            if pause_s > _LONG_S:
+                print(f"answer {serial} stood still for {pause_s:.1f} s; now {self._when()}", flush=True)
             if token_ids != known.answer:
                 self._problem(f"answer {serial} differs: {len(token_ids)} tokens for {len(known.answer)}")
 
@@ -156,7 +170,7 @@ class Campaign:
     async def _end(self, blow: Death) -> None:
         nodes = self._nodes
         leases = await nodes.leases()
-        await asyncio.to_thread(nodes.kill, blow.name, silently=blow.silently)
+        nodes.kill(blow.name, silently=blow.silently)
         if blow.name != "redis":
             await self._until_forgotten(blow, leases)
         await asyncio.to_thread(nodes.start, blow.name)

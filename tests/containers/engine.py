@@ -20,6 +20,7 @@ PROGRAMS = ("podman", "buildah", "runc", "iptables", "catatonit", "debootstrap",
 _GENTLY = ("nice", "-n", "19", "ionice", "-c3")
 _FOLDER = Path("/var/tmp")  # on disk: the images take some gigabytes
 _STOP_S = 30.0
+_HELPERS = ("/usr/lib/podman", "/usr/libexec/podman")
 
 
 def why_not() -> str | None:
@@ -27,6 +28,8 @@ def why_not() -> str | None:
     if os.geteuid() != 0:
         return "containers need root here"
     absent = [name for name in PROGRAMS if shutil.which(name) is None]
+    for name in ("netavark", "aardvark-dns"):
+        absent += [] if any(Path(folder, name).exists() for folder in _HELPERS) else [name]
     return f"no {', '.join(absent)} here: sudo make engine" if absent else None
 
 
@@ -71,7 +74,6 @@ class Engine:
             self._do(["podman", *command.split()], check=False)
         for name in names:
             self._do(["podman", "network", "rm", "--force", name], check=False)
-            shutil.rmtree(f"/var/lib/cni/networks/{name}", ignore_errors=True)
         self._do(["buildah", "rm", "--all"], check=False)
         mounts = [line.split()[1] for line in Path("/proc/mounts").read_text().splitlines()]
         for place in reversed([one for one in mounts if Path(one).is_relative_to(self.folder)]):
@@ -155,6 +157,8 @@ def _settings(folder: Path) -> str:
             "compat_api_enforce_docker_hub = false",
             f'tmp_dir = "{folder}/tmp"',
             "[network]",
+            # Knows containers by name on networks that lead nowhere, too.
+            'network_backend = "netavark"',
             f'network_config_dir = "{folder}/net"',
             "",
         ]

@@ -5,10 +5,13 @@ Workers are found through Redis, whose name is in each machine's list of hosts: 
 
 import hashlib
 import itertools
+import os
 import secrets
+import signal
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -101,6 +104,7 @@ class Nodes:
         if name in WORKERS:
             words += ["--volume", f"{self._folder}/cache:/cache", "--env", f"TANDEM_{role.upper()}__HOST={address}"]
             command = [self._images.worker, *command[1:], "--index", index]
+        self._engine.podman("rm", "--force", "--ignore", "--time", "0", name)
         self._engine.podman(*words, *command)
         self.addresses[name] = address
         self._pids[name] = int(self._engine.inspect(name)["State"]["Pid"])
@@ -110,9 +114,8 @@ class Nodes:
         if silently:
             for chain in ("INPUT", "OUTPUT"):
                 self._inside(name, *_CHAIN_WAIT, "--append", chain, "--jump", "DROP")
-        self._engine.podman("kill", "--signal", "KILL", name)
-        self._engine.podman("rm", "--force", "--time", "0", name)
-        del self.addresses[name], self._pids[name]
+        os.kill(self._pids.pop(name), signal.SIGKILL)
+        del self.addresses[name]
 
     def cut(self, one: str, other: str) -> None:
         """Nothing that one sends reaches the other, either way."""
@@ -125,8 +128,8 @@ class Nodes:
 
     def ended(self) -> list[str]:
         """Machines that nobody killed and that run no more, with their last words."""
-        running = self._engine.podman("ps", "--format", "{{.Names}}").split()
-        return [f"{name}: {self.log(name)[-500:]}" for name in self.addresses if name not in running]
+        gone = [name for name, pid in self._pids.items() if not Path(f"/proc/{pid}").exists()]
+        return [f"{name}: {self.log(name)[-500:]}" for name in gone]
 
     def log(self, name: str) -> str:
         return self._engine.logs(name)
