@@ -18,7 +18,7 @@ from tests.images.context import ROOT
 
 LEFT_OUT = ("grafana",)
 """No package of it is to be had where this runs."""
-_HEALTH_S = 2.0
+_HEALTH_S = 8.0
 
 
 class Composed:
@@ -66,7 +66,7 @@ class Composed:
     def up(self) -> list[str]:
         """Start everything that can be had here, and wait until it is healthy; names of the services."""
         names = [name for name in self.compose("config", "--services").split() if name not in LEFT_OUT]
-        self.compose("up", "--no-build", "--pull", "never", "--detach", "--wait", "--wait-timeout", "900", *names)
+        self.compose("up", "--no-build", "--pull", "never", "--detach", "--wait", "--wait-timeout", "1800", *names)
         return names
 
     def container(self, service: str) -> Any:

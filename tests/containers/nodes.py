@@ -76,7 +76,7 @@ class Nodes:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self._engine.podman("rm", "--force", "--all", "--time", "0")
+        self._engine.podman("rm", "--force", "--ignore", "--time", "0", *NODES)
         self._engine.podman("network", "rm", "--force", NETWORK)
 
     def start(self, name: str) -> None:
