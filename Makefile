@@ -82,6 +82,15 @@ promtool: ## Install promtool for the tests of alerts (skipped if there is one; 
 	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends prometheus >/dev/null \
 	  || { echo "No promtool, and it cannot be installed here: sudo make promtool, or PROMTOOL=/path/to/one"; exit 1; }; }
 
+ENGINE := podman buildah runc netavark aardvark-dns iptables catatonit debootstrap
+.PHONY: engine
+engine: ## A container engine for tests/containers (skipped when there is one; else apt-get, as root; without one those tests say so)
+	@( for one in podman buildah runc iptables catatonit debootstrap /usr/lib/podman/netavark /usr/lib/podman/aardvark-dns; do \
+	  command -v $$one >/dev/null || exit 1; done ) || { \
+	  echo "Installing podman and buildah (once) ..."; \
+	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(ENGINE) >/dev/null; } \
+	|| echo "No container engine, and it cannot be installed here: sudo make engine"
+
 .PHONY: test
 test: setup browser promtool ## All tests but the long proofs; failures are run once more, and reported as FLAKY if they pass
 	@$(BIN)/python -m tests.suite.run $(ARGS)
@@ -104,7 +113,7 @@ check: ## What CI runs
 	@$(MAKE) --no-print-directory test
 
 .PHONY: nightly
-nightly: setup browser promtool ## The full counts of the long proofs, in parts, with logs: make nightly ARGS="router kv"
+nightly: setup browser promtool engine ## The full counts of the long proofs, in parts, with logs: make nightly ARGS="router kv"
 	@$(BIN)/python -m tests.suite.nightly $(ARGS)
 
 .PHONY: bench
@@ -120,6 +129,10 @@ chart: setup promtool ## The Helm chart: every value set rendered, linted, check
 images: setup ## The images' files linted, built by their own steps in a folder and run, without an engine (as root; minutes)
 	$(BIN)/pytest -q tests/images --timeout 3600 -s $(ARGS)
 
+.PHONY: containers
+containers: setup engine ## Real containers: images built, compose, the chart's pods, a cluster whose network is cut (as root; half an hour)
+	$(BIN)/pytest -q tests/containers --timeout 3600 -s -rs $(ARGS)
+
 # One tag everywhere: the project's version, which the chart and compose name too.
 VERSION := $(shell sed -n 's/^version = "\(.*\)"/\1/p' pyproject.toml)
 CONTAINER ?= docker
@@ -128,11 +141,11 @@ ROUTER_IMAGE := $(REGISTRY:%=%/)tandem-router:$(VERSION)
 WORKER_IMAGE := $(REGISTRY:%=%/)tandem-worker$(if $(filter cuda,$(DEVICE)),-cuda):$(VERSION)
 
 .PHONY: image-build
-image-build: ## The images tandem-router and tandem-worker (TORCH_INDEX=ADDRESS; DEVICE=cuda; REGISTRY=REGISTRY)
+image-build: ## The images tandem-router and tandem-worker (TORCH_INDEX=ADDRESS; DEVICE=cuda; REGISTRY=REGISTRY; BUILD_ARGS=MORE)
 	@test -n "$${TORCH_INDEX:-}" || { echo "Set TORCH_INDEX: PyTorch's package index for this device, see docs/operate/images.md"; exit 1; }
-	$(CONTAINER) build -f deploy/docker/router.Dockerfile --build-arg VERSION=$(VERSION) -t $(ROUTER_IMAGE) .
+	$(CONTAINER) build -f deploy/docker/router.Dockerfile --build-arg VERSION=$(VERSION) $(BUILD_ARGS) -t $(ROUTER_IMAGE) .
 	$(CONTAINER) build -f deploy/docker/worker.Dockerfile --target $(DEVICE) --build-arg TORCH_INDEX="$$TORCH_INDEX" \
-	  --build-arg EXTRAS="$(EXTRAS)" --build-arg VERSION=$(VERSION) -t $(WORKER_IMAGE) .
+	  --build-arg EXTRAS="$(EXTRAS)" --build-arg VERSION=$(VERSION) $(BUILD_ARGS) -t $(WORKER_IMAGE) .
 
 .PHONY: image-load
 image-load: ## Load them into a local Kubernetes: kind, k3d or minikube (CLUSTER=, CLUSTER_NAME= where kubectl's context does not say)

@@ -16,10 +16,16 @@ RUN test -n "$TORCH_INDEX" || { \
             "If the index that pip is configured with here has that build, say TORCH_INDEX=configured." >&2; \
         exit 1; \
     }
-WORKDIR /said
+# Any file. (A WORKDIR that nothing uses is not made by buildah that keeps layers, nor by podman.)
+COPY LICENSE /said/
 
 FROM ${BASE} AS dependencies
 ARG EXTRAS=""
+# For an index or a proxy of your own; what is not given is not set.
+ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
+ARG PIP_FIND_LINKS
+ARG PIP_CERT
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_NO_COMPILE=1 PIP_ROOT_USER_ACTION=ignore
 WORKDIR /build
 # Only enforces an order: that check runs before anything is downloaded.
@@ -40,6 +46,10 @@ FROM dependencies AS torch
 ARG SOURCE_DATE_EPOCH
 ARG TORCH_VERSION=2.13.0
 ARG TORCH_INDEX=""
+ARG PIP_INDEX_URL
+ARG PIP_EXTRA_INDEX_URL
+ARG PIP_FIND_LINKS
+ARG PIP_CERT
 COPY pyproject.toml deploy/docker/seal.sh ./
 RUN case "$TORCH_INDEX" in configured) set -- ;; *) set -- --index-url "$TORCH_INDEX" ;; esac \
     && tools/bin/pip --python /opt/tandem/bin/python3 install --quiet "$@" "torch==$TORCH_VERSION" \

@@ -20,9 +20,12 @@ _HARMLESS = frozenset({"Embed", "Tokenize", "Detokenize", "ListModels", "GetCach
 """Calls that may be made twice."""
 _CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.max_receive_message_length", 64 << 20),
-    # As often as a router allows, and only while a call is under way, so that idle clients cost nothing.
-    ("grpc.keepalive_time_ms", 20_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
+    # A router whose machine is gone says nothing: it must be given up while workers still keep its streams going
+    # (`router.takeover_s`). Only while a call is under way, so that idle clients cost nothing; without a bound, since
+    # whoever reads a stream sends nothing, and gRPC would be content with two.
+    ("grpc.keepalive_time_ms", 4_000),
+    ("grpc.keepalive_timeout_ms", 4_000),
+    ("grpc.http2.max_pings_without_data", 0),
     # Time to connect: a router that hangs accepts and then says nothing, while another one may answer.
     ("grpc.min_reconnect_backoff_ms", 3_000),
     ("grpc.initial_reconnect_backoff_ms", 100),

@@ -3,7 +3,6 @@
 What Kubernetes would give is given here: a Redis, an address for each pod, mounted files. Nothing else is changed.
 """
 
-import base64
 import os
 import re
 import signal
@@ -11,18 +10,15 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.chart.pods import containers
 from tests.chart.rendering import RELEASE, Rendered, preset, render
+from tests.support.pod_probes import grpc_probe, http_probe, plain_secret
 from tests.support.redis_server import RedisServer
 
 pytestmark = pytest.mark.slow
@@ -38,7 +34,7 @@ class Release:
     def __init__(self, rendered: Rendered, folder: Path, redis: RedisServer) -> None:
         self._rendered = rendered
         self._etc = folder / "etc"
-        self._secrets = {one["metadata"]["name"]: _plain(one) for one in rendered.of("Secret")}
+        self._secrets = {one["metadata"]["name"]: plain_secret(one) for one in rendered.of("Secret")}
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         text = rendered.cluster_yaml().replace("/etc/tandem", str(self._etc))
         text = text.replace(f"{RELEASE}-tandem-redis:6379", f"127.0.0.1:{redis.port}")
@@ -79,9 +75,9 @@ class Release:
         [container] = containers(self._rendered.pod(component))
         probe, address = container[kind], _ADDRESSES[component]
         if "grpc" in probe:
-            return _grpc_probe(f"{address}:{probe['grpc']['port']}")
+            return grpc_probe(f"{address}:{probe['grpc']['port']}")
         ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-        return _http_probe(f"http://{address}:{ports[probe['httpGet']['port']]}{probe['httpGet']['path']}")
+        return http_probe(f"http://{address}:{ports[probe['httpGet']['port']]}{probe['httpGet']['path']}")
 
     def wait_for(self, component: str, kind: str) -> None:
         ends_s = time.monotonic() + _START_S
@@ -104,32 +100,10 @@ class Release:
         return made
 
 
-def _plain(secret: Any) -> dict[str, str]:
-    decoded = {name: base64.b64decode(value).decode() for name, value in secret.get("data", {}).items()}
-    return decoded | secret.get("stringData", {})
-
-
 def _write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
     path.chmod(0o600)
-
-
-def _grpc_probe(address: str) -> bool:
-    with grpc.insecure_channel(address) as channel:
-        try:
-            response = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=3.0)
-        except grpc.RpcError:
-            return False
-    return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
-
-
-def _http_probe(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=3.0) as answer:
-            return bool(answer.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False
 
 
 def _free_port(host: str) -> int:
@@ -147,7 +121,7 @@ def release(tmp_path: Path) -> Iterator[Release]:
         values[role] = values[role] | {"port": _free_port(_ADDRESSES[role])}
     rendered = render(values)
     [secret] = [one for one in rendered.of("Secret") if one["metadata"]["name"].endswith("-redis")]
-    with RedisServer(password=_plain(secret)["password"]) as redis, Release(rendered, tmp_path, redis) as running:
+    with RedisServer(password=plain_secret(secret)["password"]) as redis, Release(rendered, tmp_path, redis) as running:
         yield running
 
 

@@ -63,9 +63,9 @@ def read(path: Path) -> dict[str, Stage]:
 
 
 def argument(step: Step, given: Mapping[str, str]) -> dict[str, str]:
-    """Of an ARG: its name and its value."""
-    name, _, default = step.words[0].partition("=")
-    return {name: given.get(name, _bare(default))}
+    """Of an ARG: its name and its value; nothing without either a value or a default, as for a builder."""
+    name, is_default, default = step.words[0].partition("=")
+    return {name: given.get(name, _bare(default))} if is_default or name in given else {}
 
 
 def _with_default(step: Step, outside: Mapping[str, str]) -> Step:

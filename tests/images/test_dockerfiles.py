@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from tests.images import context
-from tests.images.dockerfile import FOLDER, Stage, lineage, needed, read
+from tests.images.dockerfile import FOLDER, Stage, argument, lineage, needed, read
 
 ROOT = Path(__file__).parents[2]
 TARGETS = [("router.Dockerfile", "router"), ("worker.Dockerfile", "cpu"), ("worker.Dockerfile", "cuda")]
@@ -91,6 +91,29 @@ def test_build_checks_torch_index_before_fetching(target):
     first = stages[fetching[0]].steps
     asks = next(i for i, step in enumerate(first) if step.flags.get("from") == "index")
     assert asks < next(i for i, step in enumerate(first) if step.name == "RUN")
+
+
+@pytest.mark.parametrize(("file", "stages"), [("router", ("dependencies",)), ("worker", ("dependencies", "torch"))])
+def test_an_index_of_ones_own_reaches_pip(file, stages):
+    """As build arguments, which a step sees only where its stage declares them, and only where they are given."""
+    names = ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "PIP_CERT")
+    found = read(FOLDER / f"{file}.Dockerfile")
+    for stage in stages:
+        declared = [step for step in found[stage].steps if step.name == "ARG" and step.words[0] in names]
+        assert tuple(step.words[0] for step in declared) == names
+        assert not any(argument(step, {}) for step in declared)
+        first = next(i for i, step in enumerate(found[stage].steps) if step.name == "RUN")
+        assert all(found[stage].steps.index(step) < first for step in declared)
+
+
+def test_what_a_stage_copies_from_another_was_put_there_by_a_step():
+    """podman, and buildah that keeps layers, make no folder of a WORKDIR that no RUN or COPY follows."""
+    for name in ("router", "worker"):
+        stages = read(FOLDER / f"{name}.Dockerfile")
+        copied = {step.flags["from"] for stage in stages.values() for step in stage.steps if "from" in step.flags}
+        assert copied
+        for stage in copied:
+            assert stages[stage].steps[-1].name in ("RUN", "COPY"), f"{name}: {stage}"
 
 
 def test_build_context_holds_only_the_wheels_sources():

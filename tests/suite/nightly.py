@@ -34,6 +34,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         *("tests/browser", "tests/unit/test_house_rules.py"),
     ),
     "images": ("tests/images", "tests/integration/test_hub_download.py"),
+    "containers": ("tests/containers",),
     "answers": ("tests/e2e/answers",),
     "failures": ("tests/e2e/failures",),
     "operation": ("tests/e2e/operation",),

@@ -14,6 +14,7 @@ import pytest
 import trustme
 
 from router.grpc.server import GrpcServer, build_server
+from tandem.client import base
 from tandem.client.aio import AsyncClient
 from tandem.client.options import Options, Structure, Tls, Turn
 from tandem.client.progress import StreamProgress
@@ -196,6 +197,61 @@ async def test_client_broken_stream_resumes_at_next_router(parts: fakes.Servers)
     assert "".join(piece.text for piece in pieces) == TEXT
     assert len({piece.id for piece in pieces}) == 1
     assert other.generator.requests[0].sampling.seed == first.generator.requests[0].sampling.seed
+
+
+@asynccontextmanager
+async def relay_to(address: str, is_cut: asyncio.Event) -> AsyncIterator[str]:
+    """The way to a router; once it is cut nothing comes through, and nobody is told."""
+    host, _, port = address.rpartition(":")
+    pumps: set[asyncio.Task[None]] = set()
+
+    async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1 << 16):
+            if not is_cut.is_set():
+                writer.write(data)
+
+    async def on_client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection(host, int(port))
+        both = [asyncio.create_task(pump(reader, far_writer)), asyncio.create_task(pump(far_reader, writer))]
+        pumps.update(both)
+        await asyncio.wait(both)
+        for one in (writer, far_writer):
+            one.close()
+
+    server = await asyncio.start_server(on_client, "127.0.0.1", 0)
+    try:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        server.close()
+        for task in pumps:
+            task.cancel()
+
+
+async def test_client_router_that_vanishes_is_given_up_while_its_streams_live(
+    parts: fakes.Servers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its machine lost power, say: no connection ends. A stream that was quiet for long is no exception."""
+    options = dict(base._CHANNEL_OPTIONS)
+    patience_ms = options["grpc.keepalive_time_ms"] + options["grpc.keepalive_timeout_ms"]  # type: ignore[operator]
+    assert patience_ms < 1e3 * RouterConfig().takeover_s  # type: ignore[operator]
+    quick = options | {"grpc.keepalive_time_ms": 100, "grpc.keepalive_timeout_ms": 1_000}
+    monkeypatch.setattr(base, "_CHANNEL_OPTIONS", tuple(quick.items()))
+    first, other = parts, fakes.make_servers(fakes.make_tokenizer(), mint_seed=lambda: 1)
+    ids, is_cut = first.say(TEXT, hang_after=3), asyncio.Event()
+    other.say(TEXT)
+    got: list[int] = []
+    async with (
+        server_of(first) as vanishing,
+        relay_to(vanishing, is_cut) as way,
+        server_of(other) as address,
+        AsyncClient([way, address]) as client,
+    ):
+        async for piece in client.stream("a", Options(temperature=1.0)):
+            got += piece.token_ids
+            if len(got) == 3:
+                await asyncio.sleep(0.8)  # more pings than gRPC sends by itself to somebody who sends nothing
+                is_cut.set()
+    assert got == ids
 
 
 async def test_client_idempotent_call_is_retried_at_next_router(parts: fakes.Servers, server_in_thread: str) -> None:
