@@ -36,7 +36,7 @@ def test_the_first_pod_waits_for_the_others_and_ends_with_them(
     pool: tuple[Rendered, str, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     release, role, one = pool
-    group = node_group(read_by(release, role, tmp_path, monkeypatch), WorkerRole(role), 1, POD_IP)
+    group = node_group(read_by(release, role, tmp_path, monkeypatch), WorkerRole(role), 1, POD_IP, None)
     assert group is not None
     # Not given up before the startup probe would: that makes the whole group anew.
     assert group.join_s == release.values[role]["startupSeconds"]
@@ -55,7 +55,7 @@ def test_the_other_pods_command_follows_that_worker(
     pool: tuple[Rendered, str, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     release, role, one = pool
-    waits = node_group(read_by(release, role, tmp_path, monkeypatch), WorkerRole(role), 1, POD_IP)
+    waits = node_group(read_by(release, role, tmp_path, monkeypatch), WorkerRole(role), 1, POD_IP, None)
     there = read_by(release, f"{role}-node", tmp_path, monkeypatch)
     [node] = one["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]["containers"]
     fields = {

@@ -37,8 +37,10 @@ class FaultyChannel:
         begin = self._inner.stream_stream(*args, **options)
         return lambda **more: FaultyStream(begin(**more), self._talk)
 
-    async def close(self) -> None:
-        """See grpc.aio.Channel."""
+    async def __aenter__(self) -> "FaultyChannel":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
         await self._inner.close()
 
 
