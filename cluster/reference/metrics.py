@@ -37,7 +37,8 @@ _ROUTER = """\
 
 At `/metrics` of every router; where several router processes share a port, one scrape answers for all of them.
 `tandem_redis_*` are there with `redis.url`, `tandem_audit_*` with `router.audit_log`, `tandem_file_*` with
-`router.api_keys_file` or `router.tls`, `tandem_member_*` with `cluster.tls`, and `tandem_quality_*` with `router.quality.period_s`.
+`router.api_keys_file` or `router.tls`, `tandem_member_*` with `cluster.tls`, and `tandem_quality_*` with
+`router.quality.period_s`.
 """
 _PLANNER = """\
 ## The autoscaler
@@ -94,7 +95,7 @@ def _router() -> Iterator[_Row]:
     for collector in (AdmissionMetrics(idle, idle), HealthMetrics(idle, None, idle), ClusterStateMetrics(idle)):
         yield from _collected(collector.collect())
     # These open files or follow workers, so they are built without either.
-    for show in (AuditFile.collect, FileWatcher.collect, QualityProbe.collect):
+    for show in (AuditFile.collect, FileWatcher.collect, CertificateWatch.collect, QualityProbe.collect):
         yield from _collected(show(idle))
 
 

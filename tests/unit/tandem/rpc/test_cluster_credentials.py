@@ -20,7 +20,7 @@ from tandem.rpc.cluster_credentials import ClusterCredentials, open_credentials
 from tandem.rpc.cluster_grpc import Channels, ClusterAuth, make_server, open_blocking_channel, open_port, serve_health
 from tandem.rpc.health import HEALTH_METHOD, SERVING, health_handler
 from tandem.rpc.mutual_tls import TlsFiles
-from tandem.rpc.tls_check import check_peer
+from tandem.rpc.tls_check import TlsCheck, check_peer
 from tests.support.certificates import Authority
 
 YESTERDAY = datetime.now(UTC) - timedelta(days=1)
@@ -71,7 +71,7 @@ async def test_member_is_served_by_member_whatever_their_certificates(authority:
     one, other = ClusterCredentials(issue(authority)), ClusterCredentials(issue(authority, "other"))
     async with serving(one) as address:
         assert await is_served(Channels(other), address)
-        assert (await check_peer(address, other)).mismatch is None
+        assert await check_peer(address, other) == TlsCheck(speaks_tls=True, not_after_s=one.not_after_s)
         with open_blocking_channel(address, other) as channel:
             assert await asyncio.to_thread(channel.unary_unary(HEALTH_METHOD), b"", 10) == SERVING
 
