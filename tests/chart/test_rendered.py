@@ -19,7 +19,7 @@ from cluster.chart.schema import CHART
 from cluster.cli.main import app
 from router.fleet.probes import CanarySettings
 from tandem.config.cluster import ClusterConfig
-from tandem.config.worker import cluster_secret, listen_address, num_ranks
+from tandem.config.worker import cluster_secret, health_port, listen_address, num_ranks
 from tandem.errors import ConfigError
 from tests.chart.edges import allowed, isolated, needed
 from tests.chart.metric_names import emitted, named_in
@@ -255,6 +255,10 @@ def test_each_process_reads_the_configuration_that_is_meant(
     assert {"router", "decode"} <= roles
     for role in roles:
         told = read_by(release, role, tmp_path, monkeypatch)
+        tls = told.cluster.tls
+        assert tls.mode == release.values["tls"]["cluster"]["mode"]
+        assert tls.has_certificates == (tls.mode != "off")
+        _assert_mounted(release.pod(role), [tls.cert, tls.key, tls.ca])
         assert cluster_secret(told) == b"7" * 20
         assert told.redis.url is not None
         assert told.router.host == release.values["router"]["listen"]
@@ -262,6 +266,7 @@ def test_each_process_reads_the_configuration_that_is_meant(
             continue
         pool = getattr(told, role)
         assert listen_address(pool, role, 1) == (f"[{POD_IP}]", release.values[role]["port"])
+        assert health_port(pool, 1) == release.values[role]["healthPort"]
         assert num_ranks(told, pool) == pool.ranks_per_node
         assert told.engine.device == ("cuda" if release.values[role]["gpu"]["enabled"] else "cpu")
 
@@ -320,7 +325,9 @@ def test_probes_allow_each_phase_its_time(release: Rendered) -> None:
             assert container["readinessProbe"]["httpGet"]["path"] == "/readyz?exclude=workers"
             assert container["livenessProbe"]["httpGet"]["path"] == "/health"
         else:
-            assert container["readinessProbe"]["grpc"] == {"port": release.values[role]["port"]}
+            # Not at the worker's own port: the kubelet speaks no TLS.
+            for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+                assert container[probe]["grpc"] == {"port": release.values[role]["healthPort"]}
 
 
 def test_a_rollout_goes_on_when_routers_have_had_a_token_of_the_new_worker(release: Rendered) -> None:
