@@ -11,7 +11,7 @@ from engine.assembly import assemble
 from kv_transfer.memory.shared_memory import SharedPool
 from kv_transfer.transports.tcp.settings import TcpSettings
 from tandem.config.cluster import ClusterConfig
-from tandem.config.worker import cluster_secret, free_address, health_port
+from tandem.config.worker import cluster_secret, cluster_tls, free_address, health_port
 from tandem.model_path import model_name
 from tandem.process.lifetime import Lifetime, WorkerPlace, announce, end, load_progress, worker_main
 from tandem.rpc.cluster_credentials import open_credentials
@@ -39,7 +39,7 @@ async def serve(config: ClusterConfig, place: WorkerPlace, lifetime: Lifetime) -
     started_s = time.monotonic()
     host_name, port = free_address(config.decode, "decode", place.index, stated=place.address)
     # Before the model is loaded, so that a bad setting fails at once.
-    credentials = open_credentials(config.cluster.tls, (host_name,))
+    credentials = open_credentials(cluster_tls(config, has_parent=place.ready_fd is not None), (host_name,))
     auth, tcp = ClusterAuth(cluster_secret(config)), tcp_settings(config.transfer, host_name, credentials)
     progress = load_progress(place.ready_fd)
     nodes = node_group(config, WorkerRole.DECODE, place.index, host_name, credentials)

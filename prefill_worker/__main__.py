@@ -11,7 +11,7 @@ from kv_transfer.memory.region import KVRegion
 from kv_transfer.memory.shared_memory import SharedPool
 from prefill_worker.worker import PrefillWorker
 from tandem.config.cluster import ClusterConfig
-from tandem.config.worker import cluster_secret, free_address, health_port
+from tandem.config.worker import cluster_secret, cluster_tls, free_address, health_port
 from tandem.errors import ConfigError
 from tandem.model_path import model_name
 from tandem.process.lifetime import Lifetime, WorkerPlace, announce, end, load_progress, worker_main
@@ -39,7 +39,7 @@ async def serve(config: ClusterConfig, place: WorkerPlace, lifetime: Lifetime) -
     """Load, serve until stopped, drain. What is entered last leaves first."""
     started_s = time.monotonic()
     host_name, port = free_address(config.prefill, "prefill", place.index, stated=place.address)
-    credentials = open_credentials(config.cluster.tls, (host_name,))
+    credentials = open_credentials(cluster_tls(config, has_parent=place.ready_fd is not None), (host_name,))
     auth, tcp = ClusterAuth(cluster_secret(config)), tcp_settings(config.transfer, host_name, credentials)
     nodes = node_group(config, WorkerRole.PREFILL, place.index, host_name, credentials)
     seat = take_gpus(config, WorkerRole.PREFILL, place)

@@ -55,7 +55,7 @@ from router.workers.prefix_map import PrefixMap
 from router.workers.registry import WorkerRegistry
 from tandem.config.cluster import ClusterConfig
 from tandem.config.engine import ModelSection
-from tandem.config.worker import cluster_secret, peer_hosts
+from tandem.config.worker import cluster_secret, cluster_tls, peer_hosts
 from tandem.model_path import model_directory
 from tandem.process.heartbeat import Heartbeat
 from tandem.process.lifetime import Lifetime, OneAtATime, RouterPlace, end, router_main
@@ -78,7 +78,7 @@ _log = logging.getLogger(__name__)
 async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -> None:
     """Join the workers, open the servers, serve until stopped, drain. What is entered last is closed first."""
     secret, registry = cluster_secret(config), _registry(config)
-    credentials = open_credentials(config.cluster.tls, peer_hosts(config))
+    credentials = open_credentials(cluster_tls(config, has_parent=place.ready_fd is not None), peer_hosts(config))
     channels = Channels(credentials)
     async with AsyncExitStack() as stack:
         predecessor = await _check_ports(stack, config, place)

@@ -32,8 +32,8 @@ class ClusterTls(Section):
     mode: Literal["auto", "required", "permissive", "off"] = "auto"
     """`auto`: `required` with certificates. Without any, `tandem up` makes them in memory if a worker listens beyond
     loopback, and processes started by hand refuse to listen or connect there. `required`: TLS on loopback, too.
-    `permissive`: TLS where the peer speaks it, which protects nothing; only for the time of a change from `off`, or
-    from a version without TLS, to `required`. `off`: nothing is encrypted."""
+    `permissive`: TLS where the peer speaks it, which protects nothing; only while a cluster changes to `required`
+    because it was `off` or its version had no TLS. `off`: nothing is encrypted."""
     cert: str | None = None
     """PEM file of this process's certificate, followed by any intermediate certificates. It carries the DNS name
     tandem-cluster and is valid for servers and clients."""

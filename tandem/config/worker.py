@@ -4,6 +4,7 @@ from collections import Counter
 from pathlib import Path
 
 from tandem.config.cluster import ClusterConfig
+from tandem.config.cluster_tls import ClusterTls
 from tandem.config.pools import PoolConfig
 from tandem.errors import ConfigError
 from tandem.rpc.hosts import hold, is_loopback
@@ -15,6 +16,15 @@ def cluster_secret(config: ClusterConfig) -> bytes:
     if config.secret is None:
         raise ConfigError("secret is not set: `tandem up` draws one; a cluster made by hand states it in its YAML")
     return config.secret.get_secret_value().encode()
+
+
+def cluster_tls(config: ClusterConfig, *, has_parent: bool) -> ClusterTls:
+    """How a process is to speak to others. `has_parent`: `tandem up` started it, and wrote its configuration.
+
+    A parent of the version before writes no such section and starts processes that know no TLS: they must be reached.
+    """
+    is_older = has_parent and "cluster" not in config.model_fields_set
+    return ClusterTls(mode="off") if is_older else config.cluster.tls
 
 
 def num_ranks(config: ClusterConfig, pool: PoolConfig) -> int:

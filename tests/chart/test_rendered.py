@@ -117,7 +117,7 @@ def test_the_planner_is_asked_for_what_its_command_takes(release: Rendered) -> N
     assert service["spec"]["clusterIP"] == "None"
     for certificate in release.of("Certificate"):
         names = certificate["spec"]["dnsNames"]
-        assert host in names or certificate["metadata"]["name"].endswith("-kv-tls")
+        assert host in names or certificate["metadata"]["name"].endswith(("-kv-tls", "-cluster-tls"))
     _assert_mounted(release.pod("planner"), [options.get("api-key-file"), options.get("ca"), str(ACCOUNT)])
     asked = [arg for arg in container["args"] if not arg.startswith(("--api-key-file", "--ca", "--url"))]
     # The command itself reads them all, and gets as far as an address that is none.
@@ -137,7 +137,7 @@ def test_secrets_are_there_or_named_by_the_user(release: Rendered) -> None:
     for component, pod in release.pods():
         for name, key in secrets_of(pod):
             assert name in made or name in issued or name in str(release.values), (component, name)
-            assert name not in made or key in made[name]
+            assert name not in made or key is None or key in made[name]
     for keys in (text for name, one in made.items() if name.endswith("-api-keys") for text in one.values()):
         assert all(one["operator"] for one in yaml.safe_load(keys)["api_keys"]), "/metrics is asked for with them"
     # Keys in the clear are for who asks alone.
@@ -413,6 +413,9 @@ def test_no_variable_but_a_setting_begins_like_one(release: Rendered) -> None:
 
 _SETTINGS = (
     "TANDEM_SECRET",
+    "TANDEM_CLUSTER__TLS",
+    "TANDEM_PREFILL__HEALTH_PORT",
+    "TANDEM_DECODE__HEALTH_PORT",
     "TANDEM_REDIS__",
     "TANDEM_PREFILL__HOST",
     "TANDEM_DECODE__HOST",

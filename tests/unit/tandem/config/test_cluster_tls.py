@@ -3,9 +3,9 @@
 import pytest
 import yaml
 
-from tandem.config.cluster import ClusterConfig, load
+from tandem.config.cluster import ClusterConfig, dump_for_processes, load
 from tandem.config.cluster_tls import ClusterTls, LinkSecurity, link_security, needs_certificates, plain_warning
-from tandem.config.worker import peer_hosts
+from tandem.config.worker import cluster_tls, peer_hosts
 from tandem.errors import ConfigError
 
 FILES = {"cert": "/c.pem", "key": "/k.pem", "ca": "/ca.pem"}
@@ -121,3 +121,11 @@ def test_health_port_that_collides_is_refused(pool: str, reason: str, tmp_path) 
     path.write_text(f"decode: {pool}")
     with pytest.raises(ConfigError, match=reason):
         load(path)
+
+
+def test_process_of_an_older_parent_speaks_in_the_clear_and_no_other() -> None:
+    older = ClusterConfig.model_validate({"decode": {"addresses": ["10.0.0.2:7000"]}})
+    assert cluster_tls(older, has_parent=True).mode == "off"
+    assert cluster_tls(older, has_parent=False).mode == "auto"
+    ours = ClusterConfig.model_validate(yaml.safe_load(dump_for_processes(older)))
+    assert cluster_tls(ours, has_parent=True).mode == "auto"
