@@ -28,6 +28,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"repeats of the other parts, likewise; default: {REPEATS}",
     )
+    parser.add_argument("--tls", action="store_true", help="`doors` once more with cluster.tls, in alternation")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file as well")
 
 
