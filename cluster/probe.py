@@ -26,7 +26,7 @@ def ask(config: ClusterConfig, role: str, index: int, *, is_ready: bool) -> _Com
         if role == "router":
             return _ask_router(config.router, "/readyz" if is_ready else "/health")
         pool = config.prefill if role == "prefill" else config.decode
-        return _ask_worker(*listen_address(pool, role, index))
+        return _ask_worker(config, *listen_address(pool, role, index))
     except (OSError, http.client.HTTPException) as error:
         return str(error) or type(error).__name__
 
@@ -51,12 +51,15 @@ def _ask_router(config: RouterConfig, path: str) -> _Complaint:
     return None if status == http.HTTPStatus.OK else f"{path}: {status}"
 
 
-def _ask_worker(host: str, port: int) -> _Complaint:
+def _ask_worker(config: ClusterConfig, host: str, port: int) -> _Complaint:
     import grpc
 
+    from tandem.rpc.cluster_credentials import open_credentials
+    from tandem.rpc.cluster_grpc import open_blocking_channel
     from tandem.rpc.health import HEALTH_METHOD, SERVING
 
-    with grpc.insecure_channel(f"{host}:{port}", options=(("grpc.enable_http_proxy", 0),)) as channel:
+    credentials = open_credentials(config.cluster.tls, (host,))
+    with open_blocking_channel(f"{host}:{port}", credentials) as channel:
         try:
             options = channel.unary_unary(HEALTH_METHOD)(b"", timeout=TIMEOUT_S)
         except grpc.RpcError as error:

@@ -11,10 +11,11 @@ from engine.assembly import assemble
 from kv_transfer.memory.shared_memory import SharedPool
 from kv_transfer.transports.tcp.settings import TcpSettings
 from tandem.config.cluster import ClusterConfig
-from tandem.config.worker import cluster_secret, free_address
+from tandem.config.worker import cluster_secret, cluster_tls, free_address, health_port
 from tandem.model_path import model_name
 from tandem.process.lifetime import Lifetime, WorkerPlace, announce, end, load_progress, worker_main
-from tandem.rpc.cluster_grpc import ClusterAuth, listen, make_server
+from tandem.rpc.cluster_credentials import open_credentials
+from tandem.rpc.cluster_grpc import Channels, ClusterAuth, make_server, open_port, serve_health
 from tandem.telemetry.setup import open_tracer
 from tandem.values.ids import WorkerId
 from tandem.values.roles import WorkerRole
@@ -38,9 +39,10 @@ async def serve(config: ClusterConfig, place: WorkerPlace, lifetime: Lifetime) -
     started_s = time.monotonic()
     host_name, port = free_address(config.decode, "decode", place.index, stated=place.address)
     # Before the model is loaded, so that a bad setting fails at once.
-    auth, tcp = ClusterAuth(cluster_secret(config)), tcp_settings(config.transfer, host_name)
+    credentials = open_credentials(cluster_tls(config, has_parent=place.ready_fd is not None), (host_name,))
+    auth, tcp = ClusterAuth(cluster_secret(config)), tcp_settings(config.transfer, host_name, credentials)
     progress = load_progress(place.ready_fd)
-    nodes = node_group(config, WorkerRole.DECODE, place.index, host_name)
+    nodes = node_group(config, WorkerRole.DECODE, place.index, host_name, credentials)
     seat = take_gpus(config, WorkerRole.DECODE, place)
     parts = await asyncio.to_thread(
         assemble, engine_spec(config, WorkerRole.DECODE, nodes, seat), pool=SharedPool, progress=progress
@@ -48,7 +50,7 @@ async def serve(config: ClusterConfig, place: WorkerPlace, lifetime: Lifetime) -
     async with AsyncExitStack() as stack:
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         server = make_server(auth)
-        bound = listen(server, host_name, port)
+        bound = await open_port(stack, server, host_name, port, credentials)
         identity = WorkerIdentity(
             worker_id=WorkerId(f"decode-{place.index}"),
             incarnation=draw_incarnation(),
@@ -64,12 +66,13 @@ async def serve(config: ClusterConfig, place: WorkerPlace, lifetime: Lifetime) -
         worker.migration_source = MigrationSource(host, lambda: sessions.ports)
         host.start(on_output=worker.on_output, ports=lambda: sessions.event_sinks)
         stack.push_async_callback(host.stop)
-        await _with_fabric(stack, server, worker, host, config, tcp, tasks.create_task)
+        await _with_fabric(stack, server, worker, host, config, tcp, Channels(credentials), tasks.create_task)
         sessions.register(server)
         serve_traces(server, host, config.profiling)
         await server.start()
         stack.push_async_callback(server.stop, 0.5)
         stack.callback(sessions.finish)
+        await serve_health(stack, host_name, health_port(config.decode, place.index), sessions.takes_work)
         stack.callback(tasks.create_task(sessions.send_loads()).cancel)
         await publish(stack, publisher, host)
         announce(place.ready_fd, identity.facts() | parts.facts() | {"load_s": round(time.monotonic() - started_s, 3)})
@@ -86,6 +89,7 @@ async def _with_fabric(
     host: EngineHost,
     config: ClusterConfig,
     tcp: TcpSettings,
+    channels: Channels,
     spawn: Spawn,
 ) -> None:
     """Let prompts be computed elsewhere, where the KV pool is in one piece that peers can reach."""
@@ -103,6 +107,7 @@ async def _with_fabric(
         settings=transfer_settings(config.transfer),
         tcp=tcp,
         auth=ClusterAuth(cluster_secret(config)),
+        channels=channels,
         spawn=spawn,
         handoffs=worker.handoffs,
         tracer=worker.tracer,

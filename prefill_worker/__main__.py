@@ -11,11 +11,12 @@ from kv_transfer.memory.region import KVRegion
 from kv_transfer.memory.shared_memory import SharedPool
 from prefill_worker.worker import PrefillWorker
 from tandem.config.cluster import ClusterConfig
-from tandem.config.worker import cluster_secret, free_address
+from tandem.config.worker import cluster_secret, cluster_tls, free_address, health_port
 from tandem.errors import ConfigError
 from tandem.model_path import model_name
 from tandem.process.lifetime import Lifetime, WorkerPlace, announce, end, load_progress, worker_main
-from tandem.rpc.cluster_grpc import ClusterAuth, listen, make_server
+from tandem.rpc.cluster_credentials import open_credentials
+from tandem.rpc.cluster_grpc import Channels, ClusterAuth, make_server, open_port, serve_health
 from tandem.telemetry.setup import open_tracer
 from tandem.values.ids import WorkerId
 from tandem.values.roles import WorkerRole
@@ -38,15 +39,16 @@ async def serve(config: ClusterConfig, place: WorkerPlace, lifetime: Lifetime) -
     """Load, serve until stopped, drain. What is entered last leaves first."""
     started_s = time.monotonic()
     host_name, port = free_address(config.prefill, "prefill", place.index, stated=place.address)
-    auth, tcp = ClusterAuth(cluster_secret(config)), tcp_settings(config.transfer, host_name)
-    nodes = node_group(config, WorkerRole.PREFILL, place.index, host_name)
+    credentials = open_credentials(cluster_tls(config, has_parent=place.ready_fd is not None), (host_name,))
+    auth, tcp = ClusterAuth(cluster_secret(config)), tcp_settings(config.transfer, host_name, credentials)
+    nodes = node_group(config, WorkerRole.PREFILL, place.index, host_name, credentials)
     seat = take_gpus(config, WorkerRole.PREFILL, place)
     parts = await asyncio.to_thread(_parts, engine_spec(config, WorkerRole.PREFILL, nodes, seat), place.ready_fd)
     async with AsyncExitStack() as stack:
         region = _region(parts, stack)
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         server = make_server(auth)
-        bound = listen(server, host_name, port)
+        bound = await open_port(stack, server, host_name, port, credentials)
         identity = _identity(config, place.index, f"{host_name}:{bound}")
         host = EngineHost(parts, on_fatal=lifetime.fail)
         worker = PrefillWorker(identity, host)
@@ -64,6 +66,7 @@ async def serve(config: ClusterConfig, place: WorkerPlace, lifetime: Lifetime) -
             settings=transfer_settings(config.transfer),
             tcp=tcp,
             auth=auth,
+            channels=Channels(credentials),
             spawn=tasks.create_task,
             prompts=worker,
             tracer=open_tracer(stack, config.telemetry, service="tandem-prefill", instance=identity.worker_id),
@@ -74,6 +77,7 @@ async def serve(config: ClusterConfig, place: WorkerPlace, lifetime: Lifetime) -
         await server.start()
         stack.push_async_callback(server.stop, 0.5)
         stack.callback(sessions.finish)
+        await serve_health(stack, host_name, health_port(config.prefill, place.index), sessions.takes_work)
         stack.callback(tasks.create_task(sessions.send_loads()).cancel)
         await publish(stack, publisher, host)
         announce(place.ready_fd, identity.facts() | parts.facts() | {"load_s": round(time.monotonic() - started_s, 3)})

@@ -25,6 +25,7 @@ from router.api.slow_client import WRITE_TIMEOUT_S
 from router.cluster_state.redis_tasks import RouterClusterState
 from router.dispatch.choices.context import DispatchSettings
 from router.dispatch.dispatcher import Dispatcher
+from router.fleet.certificate_watch import CertificateWatch
 from router.fleet.configured_workers import ConfiguredPoolSizes, ConfiguredWorkers, configured_addresses
 from router.fleet.connections import WorkerFleet
 from router.fleet.probes import CANARY_SALT, QUALITY_SALT, Canary, QualityProbe
@@ -54,11 +55,12 @@ from router.workers.prefix_map import PrefixMap
 from router.workers.registry import WorkerRegistry
 from tandem.config.cluster import ClusterConfig
 from tandem.config.engine import ModelSection
-from tandem.config.worker import cluster_secret
+from tandem.config.worker import cluster_secret, cluster_tls, peer_hosts
 from tandem.model_path import model_directory
 from tandem.process.heartbeat import Heartbeat
 from tandem.process.lifetime import Lifetime, OneAtATime, RouterPlace, end, router_main
-from tandem.rpc.cluster_grpc import ClusterAuth, open_channel
+from tandem.rpc.cluster_credentials import open_credentials
+from tandem.rpc.cluster_grpc import Channels, ClusterAuth
 from tandem.rpc.hosts import hold, join, reachable
 from tandem.rpc.worker_directory import ChangingDirectory, WorkerAddress
 from tandem.telemetry.setup import instance_id, open_tracer, reload_sample_ratio
@@ -76,6 +78,8 @@ _log = logging.getLogger(__name__)
 async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -> None:
     """Join the workers, open the servers, serve until stopped, drain. What is entered last is closed first."""
     secret, registry = cluster_secret(config), _registry(config)
+    credentials = open_credentials(cluster_tls(config, has_parent=place.ready_fd is not None), peer_hosts(config))
+    channels = Channels(credentials)
     async with AsyncExitStack() as stack:
         predecessor = await _check_ports(stack, config, place)
         tokenizer = await asyncio.to_thread(Tokenizer.load, model_directory(config.model.path))
@@ -85,7 +89,7 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         limits = _open_limits(stack, config, place, secret, incarnation := draw_incarnation())
         access = await stack.enter_async_context(AccessControl(config.router, limits))
         lifetime.on_reread(access.check_files)
-        cluster_state, fleet, named_anew = await _join_workers(stack, config, registry, secret, incarnation, limits)
+        cluster_state, fleet, named_anew = await _join_workers(stack, config, registry, channels, incarnation, limits)
         lifetime.on_reread(OneAtATime(ConfiguredWorkers(place.config_path, named_anew).read))
         if not await wait_for_workers(registry, fleet.addresses, lifetime, predecessor):
             return
@@ -93,6 +97,9 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         tokenizer.check_fits(model.vocab_size)
         metrics = make_metrics(config, model.name, access, cluster_state)
         lifetime.on_reread(OneAtATime(ConfiguredPoolSizes(place.config_path, config, metrics.stated_workers).read))
+        if credentials is not None:
+            watch = CertificateWatch(credentials, fleet.addresses)
+            metrics.registry.register(await stack.enter_async_context(watch))
         peers = await _join_host_peers(stack, place, metrics)
         decisions = DecisionLog(config.router.decisions_kept, clock=time.monotonic)
         dispatcher = make_dispatcher(config, registry, metrics, secret, decisions)
@@ -105,7 +112,7 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         status = await open_status(stack, place, model, dispatcher, gate, metrics, decisions, readiness)
         batches = await open_batches(stack, frontend, dispatcher, gate, config.router, metrics)
         extras = OptionalRoutes(
-            decisions=decisions, status=status, batches=batches, profiles=_profile_routes(config, secret, fleet)
+            decisions=decisions, status=status, batches=batches, profiles=_profile_routes(config, channels, fleet)
         )
         app = create_app(frontend, dispatcher, readiness, config.router, metrics, extras, access)
         bounds = connection_bounds(config.router.connections, raise_file_limit())
@@ -154,10 +161,11 @@ async def _begin_quality_probe(
     metrics.registry.register(await stack.enter_async_context(probe))
 
 
-def _profile_routes(config: ClusterConfig, secret: bytes, fleet: WorkerFleet) -> ProfileRoutes | None:
+def _profile_routes(config: ClusterConfig, channels: Channels, fleet: WorkerFleet) -> ProfileRoutes | None:
     if not config.profiling.enabled:
         return None
-    return ProfileRoutes(Profiles(config.profiling, fleet.addresses, ClusterAuth(secret).client_metadata()))
+    proof = ClusterAuth(cluster_secret(config)).client_metadata()
+    return ProfileRoutes(Profiles(config.profiling, fleet.addresses, proof, channels.open))
 
 
 def _announce(heart: Heartbeat, where: str, http: HttpServer, rpc: GrpcServer, model: ModelInfo) -> None:
@@ -229,7 +237,7 @@ async def _join_workers(
     stack: AsyncExitStack,
     config: ClusterConfig,
     registry: WorkerRegistry,
-    secret: bytes,
+    channels: Channels,
     incarnation: Incarnation,
     limits: SharedRateLimits,
 ) -> tuple[RouterClusterState | None, WorkerFleet, Callable[[frozenset[WorkerAddress]], None]]:
@@ -237,7 +245,7 @@ async def _join_workers(
 
     The last part of the result sets the addresses that the configuration names later.
     """
-    named = configured_addresses(config)
+    named, secret = configured_addresses(config), cluster_secret(config)
     directory = ChangingDirectory(named)
     settings, named_anew = config.redis.redis_settings(), directory.replace
     cluster_state: RouterClusterState | None = None
@@ -250,7 +258,7 @@ async def _join_workers(
     fleet = WorkerFleet(
         directory=directory,
         listener=registry,
-        channel_factory=open_channel,
+        open_channel=channels.open,
         rng=SystemRandom(),
         settings=SessionSettings(
             metadata=ClusterAuth(secret).client_metadata(),

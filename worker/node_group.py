@@ -1,25 +1,29 @@
 """From the cluster's configuration to what the ranks of a worker need that are on several nodes. Loads no torch."""
 
 import os
-from pathlib import Path
 
 from engine.distributed.links.node_group import NodeGroup
 from tandem.config.cluster import ClusterConfig
 from tandem.config.worker import cluster_secret, rank_port
 from tandem.errors import ConfigError
-from tandem.rpc.mutual_tls import TlsFiles
+from tandem.rpc.cluster_credentials import ClusterCredentials
 from tandem.values.roles import WorkerRole
+from worker.kv_exchange.config import kv_tls_files
 
 _REVISION = "GROUP_REVISION"
 """In the environment of a group's pods."""
 
 
-def node_group(config: ClusterConfig, role: WorkerRole, index: int, host: str) -> NodeGroup | None:
-    """The nodes of one worker whose first rank is at `host`; None when it is all on one. Raises ConfigError."""
+def node_group(
+    config: ClusterConfig, role: WorkerRole, index: int, host: str, credentials: ClusterCredentials | None
+) -> NodeGroup | None:
+    """The nodes of one worker whose first rank is at `host`; None when it is all on one. Raises ConfigError.
+
+    `credentials`: those of `cluster.tls`.
+    """
     pool = config.prefill if role is WorkerRole.PREFILL else config.decode
     if pool.nodes == 1:
         return None
-    tls = config.transfer.tls
     try:
         return NodeGroup(
             num_nodes=pool.nodes,
@@ -27,7 +31,7 @@ def node_group(config: ClusterConfig, role: WorkerRole, index: int, host: str) -
             host=host.strip("[]"),
             port=rank_port(pool, index),
             secret=cluster_secret(config),
-            tls=None if tls is None else TlsFiles(cert=Path(tls.cert), key=Path(tls.key), ca=Path(tls.ca)),
+            tls=kv_tls_files(config.transfer, credentials),
             isolated_network=config.transfer.isolated_network,
             join_s=pool.join_s,
             revision=os.environ.get(_REVISION, ""),

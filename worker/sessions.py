@@ -66,7 +66,11 @@ class WorkerSessions(WorkerServicer):
     def register(self, server: grpc.aio.Server) -> None:
         """Serve sessions and the health service, which reports whether the worker takes work."""
         add_WorkerServicer_to_server(self, server)  # type: ignore[no-untyped-call]
-        server.add_generic_rpc_handlers((health_handler(lambda: self._draining is None),))
+        server.add_generic_rpc_handlers((health_handler(self.takes_work),))
+
+    def takes_work(self) -> bool:
+        """Whether the worker is not draining."""
+        return self._draining is None
 
     @property
     def ports(self) -> frozenset[SessionPort]:

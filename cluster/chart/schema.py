@@ -17,6 +17,7 @@ CHART = Path(__file__).resolve().parents[2] / "helm" / "tandem"
 DECIDED_BY_THE_CHART = (
     "ray",
     "secret",
+    "cluster",
     "control_socket",
     "model.path",
     "engine.device",
@@ -34,6 +35,7 @@ DECIDED_BY_THE_CHART = (
     "prefill.gpus",
     "prefill.nodes",
     "prefill.rank_port",
+    "prefill.health_port",
     "prefill.join_s",
     "decode.host",
     "decode.port",
@@ -41,6 +43,7 @@ DECIDED_BY_THE_CHART = (
     "decode.gpus",
     "decode.nodes",
     "decode.rank_port",
+    "decode.health_port",
     "decode.join_s",
     "telemetry.otlp_headers",
     "redis.url",

@@ -159,6 +159,7 @@ class Pool(Placed):
     port: PodPort
     nodesPerWorker: Annotated[int, Field(ge=1, le=MAX_TENSOR_PARALLEL)]
     rankPort: PodPort
+    healthPort: PodPort
     gpu: Gpu
     rdma: Rdma
     resources: Resources
@@ -257,7 +258,14 @@ class TlsValues(Section):
     certManager: CertManager
 
 
-class TlsOfBoth(Section):
+class ClusterTlsValues(Section):
+    mode: Literal["required", "permissive", "off"]
+    existingSecret: ObjectName
+    certManager: CertManager
+
+
+class AllTls(Section):
+    cluster: ClusterTlsValues
     door: TlsValues
     kv: TlsValues
 
@@ -347,7 +355,7 @@ class ChartValues(Section):
     priorityClasses: PriorityClasses
     redis: Redis
     secrets: Secrets
-    tls: TlsOfBoth
+    tls: AllTls
     telemetry: Telemetry
     ingress: Ingress
     gateway: Gateway

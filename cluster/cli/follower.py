@@ -25,12 +25,14 @@ def follower(
     from engine.distributed.ranks.node_starter import NodeStarter
     from tandem.config.cluster import load
     from tandem.config.worker import worker_host
+    from tandem.rpc.cluster_credentials import open_credentials
     from tandem.telemetry.logs import configure
     from worker.node_group import node_group
 
     loaded = load(config)
     configure(loaded.log_level, f"{role.value}-{index}-node-{node}", loaded.log_format)
-    group = node_group(loaded, role, index, leader or worker_host(loaded, role, index))
+    first = leader or worker_host(loaded, role, index)
+    group = node_group(loaded, role, index, first, open_credentials(loaded.cluster.tls, (first,)))
     if group is None:
         raise ConfigError(f"{role.value}.nodes is 1: workers of this pool run on a single machine")
     raise typer.Exit(NodeStarter(group, node, source=host).run())

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 import typer
 
 from cluster.cli.autoscale import autoscale
+from cluster.cli.cert import cert
 from cluster.cli.doctor import doctor
 from cluster.cli.fleet import abort, flip, ps, restart, scale
 from cluster.cli.follower import follower
@@ -319,6 +320,9 @@ for change in (scale, flip, restart, abort, autoscale):
     app.command(rich_help_panel=_CHANGE)(change)
 for look in (ps, doctor, profile, simulate, plan):
     app.command(rich_help_panel=_LOOK)(look)
+
+
+app.command(rich_help_panel=_LOOK)(cert)
 
 
 @app.command(rich_help_panel=_LOOK)

@@ -8,6 +8,7 @@ import logging
 import socket
 import time
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
 from random import Random
 
@@ -16,8 +17,12 @@ from cluster.doctor.findings import Check, Finding, Status
 from tandem.circuit_breaker import CircuitBreaker
 from tandem.cluster_state.redis_settings import RedisSettings
 from tandem.config.cluster import ClusterConfig
+from tandem.config.cluster_tls import needs_certificates, plain_warning
+from tandem.config.worker import peer_hosts
 from tandem.errors import ConfigError
 from tandem.rpc.hosts import join
+
+_EXPIRES_SOON_S = 14 * 86_400.0
 
 
 def examine(config: ClusterConfig, *, router_only: bool = False) -> list[Finding]:
@@ -37,7 +42,7 @@ def examine(config: ClusterConfig, *, router_only: bool = False) -> list[Finding
         software.dtype,
     )
     here: tuple[Check, ...] = (machine.cores, machine.memory, machine.disk, machine.shared_memory, machine.limits)
-    checks = (*(router_checks if router_only else all_software), *here, ports, locks, cluster_state)
+    checks = (*(router_checks if router_only else all_software), *here, ports, locks, cluster_state, members)
     return [finding for check in checks for finding in check(config)]
 
 
@@ -59,6 +64,34 @@ def ports(config: ClusterConfig) -> list[Finding]:
         else:
             found.append(Finding(name=name, status=Status.OK, detail=f"{host}:{port} is free"))
     return found
+
+
+def members(config: ClusterConfig) -> list[Finding]:
+    """Check the certificates by which the cluster's processes know each other."""
+    from tandem.rpc.cluster_credentials import open_credentials
+
+    tls, hosts = config.cluster.tls, peer_hosts(config)
+    name = "cluster TLS"
+    if needs_certificates(tls, hosts):
+        detail = "no certificates: `tandem up` makes its own, and processes started by hand do not start"
+        hint = "`tandem cert` makes certificates; `cluster.tls: off` does without"
+        return [Finding(name=name, status=Status.WARN, detail=detail, hint=hint)]
+    try:
+        credentials = open_credentials(tls, hosts)
+    except ConfigError as error:
+        return [Finding(name=name, status=Status.FAIL, detail=str(error))]
+    found = []
+    if warning := plain_warning(tls, hosts):
+        found.append(Finding(name=name, status=Status.WARN, detail=warning))
+    if credentials is None:
+        return found
+    left_s = credentials.not_after_s - time.time()
+    date = datetime.fromtimestamp(credentials.not_after_s, UTC)
+    detail = f"{credentials.files.cert} and its CA are valid until {date:%Y-%m-%d}"
+    soon = left_s < _EXPIRES_SOON_S
+    hint = "renew it (`tandem cert --renew`): no new connection is possible afterwards" if soon else ""
+    status = Status.WARN if soon else Status.OK
+    return [*found, Finding(name=name, status=status, detail=detail, hint=hint)]
 
 
 def locks(config: ClusterConfig) -> list[Finding]:

@@ -11,20 +11,23 @@ import secrets
 import socket
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from pydantic import SecretStr
 
+from cluster.authority import draw_bundle
 from cluster.hub import download
 from cluster.supervisor.supervisor import ProcessPlan, Role
 from engine.model.config import load_model_config
 from engine.model.dtype import resolve_dtype
 from router.api.request.generation_defaults import load_generation_defaults
 from tandem.config.cluster import ClusterConfig, RouterConfig, dump_for_processes
+from tandem.config.cluster_tls import link_security, needs_certificates
 from tandem.config.engine import ModelSection
 from tandem.config.pools import PoolConfig
 from tandem.config.source.environment import ENV_PREFIX
+from tandem.config.worker import peer_hosts
 from tandem.errors import ConfigError
 from tandem.model_path import BUILTIN
 from tandem.rpc.hosts import hold, join, split
@@ -91,7 +94,7 @@ class PortDrawer:
 
 
 def make_effective(config: ClusterConfig) -> ClusterConfig:
-    """Fill in every address, port, the secret and the dtype.
+    """Fill in every address, port, the secret, certificates and the dtype.
 
     Raises ConfigError when a port is taken, a count contradicts, or the model here cannot be read.
     """
@@ -99,7 +102,7 @@ def make_effective(config: ClusterConfig) -> ClusterConfig:
         # First, so that none of these is drawn for another.
         _claim_rank_ports(config.prefill, "prefill", ports)
         _claim_rank_ports(config.decode, "decode", ports)
-        return config.model_copy(
+        settled = config.model_copy(
             update={
                 "model": _with_dtype(config.model),
                 "router": _with_ports(config.router, ports),
@@ -108,6 +111,19 @@ def make_effective(config: ClusterConfig) -> ClusterConfig:
                 "secret": config.secret or SecretStr(secrets.token_urlsafe(32)),
             }
         )
+    return with_certificates(settled, peer_hosts(settled))
+
+
+def with_certificates(config: ClusterConfig, hosts: Sequence[str]) -> ClusterConfig:
+    """Make certificates for a cluster whose workers listen at `hosts`, if it needs any that the user does not name.
+
+    Raises ConfigError when they are missing and cannot be made.
+    """
+    tls = config.cluster.tls
+    if needs_certificates(tls, hosts):
+        tls = tls.model_copy(update={"pem": SecretStr(draw_bundle())})
+    link_security(tls, hosts)
+    return config.model_copy(update={"cluster": config.cluster.model_copy(update={"tls": tls})})
 
 
 def _with_dtype(model: ModelSection) -> ModelSection:

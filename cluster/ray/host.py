@@ -192,8 +192,12 @@ def _on_this_node(config: str) -> str:
 
     from cluster.processes.effective_config import resolve_model
     from tandem.config.cluster import ClusterConfig, dump_for_processes
+    from tandem.config.cluster_tls import ClusterSection
+    from tandem.config.worker import cluster_tls
 
-    return dump_for_processes(resolve_model(ClusterConfig.model_validate(yaml.safe_load(config))))
+    read = ClusterConfig.model_validate(yaml.safe_load(config))
+    section = ClusterSection(tls=cluster_tls(read, has_parent=True))
+    return dump_for_processes(resolve_model(read.model_copy(update={"cluster": section})))
 
 
 def _command(plan: "ProcessPlan", config_path: Path, ready_fd: int) -> list[str]:

@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import SecretStr
 
 from cluster.processes.child import Callbacks
-from cluster.processes.effective_config import with_router_ports
+from cluster.processes.effective_config import with_certificates, with_router_ports
 from cluster.processes.launcher import EXIT_NOT_STARTED, Launched, LocalLauncher
 from cluster.ray.session import HostHandle, NodeLost, RaySession
 from cluster.supervisor.ray_placement import GPU, Node, RayPlacement, bundle_of, render_resources, worker_config
@@ -27,6 +27,8 @@ from tandem.errors import ConfigError
 from tandem.process.load_progress import LoadReport
 from tandem.rpc.hosts import join
 
+SOMEWHERE = "a Ray node"
+"""Where workers will be: not on loopback."""
 LEASE_S = 60.0
 """Time without a call from `tandem up` after which an actor ends, and its worker with it."""
 _ROOM_S = 5.0
@@ -49,12 +51,16 @@ class RayLauncher:
         self.config = ClusterConfig()
 
     def settle(self, config: ClusterConfig) -> ClusterConfig:
-        """Fill in the routers' ports and the secret; workers choose ports. Raises ConfigError for fixed addresses."""
+        """Fill in the routers' ports, the secret and certificates; workers choose ports.
+
+        Raises ConfigError for fixed addresses.
+        """
         for name, pool in (("prefill", config.prefill), ("decode", config.decode)):
             if pool.addresses:
                 raise ConfigError(f"{name}.addresses: not possible with Ray, which chooses the workers' nodes")
         secret = config.secret or SecretStr(secrets.token_urlsafe(32))
-        return with_router_ports(config).model_copy(update={"secret": secret})
+        settled = with_router_ports(config).model_copy(update={"secret": secret})
+        return with_certificates(settled, (SOMEWHERE,))
 
     @property
     def config_path(self) -> Path:

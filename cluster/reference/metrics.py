@@ -14,6 +14,7 @@ from cluster.autoscaler.report import PlannerMetrics
 from router.access.audit_file import AuditFile
 from router.access.watched_files import FileWatcher
 from router.cluster_state.redis_metrics import ClusterStateMetrics
+from router.fleet.certificate_watch import CertificateWatch
 from router.fleet.probes import QualityProbe
 from router.metrics.admission import AdmissionMetrics
 from router.metrics.router_metrics import RouterMetrics
@@ -36,7 +37,8 @@ _ROUTER = """\
 
 At `/metrics` of every router; where several router processes share a port, one scrape answers for all of them.
 `tandem_redis_*` are there with `redis.url`, `tandem_audit_*` with `router.audit_log`, `tandem_file_*` with
-`router.api_keys_file` or `router.tls`, and `tandem_quality_*` with `router.quality.period_s`.
+`router.api_keys_file` or `router.tls`, `tandem_member_*` with `cluster.tls`, and `tandem_quality_*` with
+`router.quality.period_s`.
 """
 _PLANNER = """\
 ## The autoscaler
@@ -93,7 +95,7 @@ def _router() -> Iterator[_Row]:
     for collector in (AdmissionMetrics(idle, idle), HealthMetrics(idle, None, idle), ClusterStateMetrics(idle)):
         yield from _collected(collector.collect())
     # These open files or follow workers, so they are built without either.
-    for show in (AuditFile.collect, FileWatcher.collect, QualityProbe.collect):
+    for show in (AuditFile.collect, FileWatcher.collect, CertificateWatch.collect, QualityProbe.collect):
         yield from _collected(show(idle))
 
 

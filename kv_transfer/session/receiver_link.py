@@ -27,7 +27,7 @@ class Dialer:
     """Opens a channel to a peer's address, with proof that this worker belongs to the cluster."""
 
     open_channel: Callable[[str], Any]
-    """Returns a grpc.aio channel; see tandem.rpc.cluster_grpc.open_channel."""
+    """Returns the context of a grpc.aio channel; see tandem.rpc.cluster_grpc.Channels."""
     metadata: Sequence[tuple[str, str]] = ()
 
 
@@ -128,28 +128,27 @@ class ReceiverLink:
 
     async def _session(self) -> tuple[str, bool]:
         """Run one connection to its end; returns (why it ended, whether it was ever up)."""
-        channel = self._dialer.open_channel(self.address)
         self._outbox = LinkOutbox()
         if self._closing:
             self._outbox.close()
         was_up = False
-        try:
-            stub = HandoffStub(channel)  # type: ignore[no-untyped-call]
-            stream = stub.Connect(metadata=tuple(self._dialer.metadata))
-            await self._handshake(stream)
-            was_up = True
-            self._user.link_up(self)
-            await carry(
-                stream,
-                self._outbox,
-                deliver=lambda envelope: self._user.deliver(self, envelope),
-                misbehaved=lambda key, reason: self._user.misbehaved(self, key, reason),
-            )
-        except LinkBroken as error:
-            return f"link to {self.address}: {error}", was_up
-        finally:
-            self.peer = None
-            await channel.close()
+        async with self._dialer.open_channel(self.address) as channel:
+            try:
+                stub = HandoffStub(channel)  # type: ignore[no-untyped-call]
+                stream = stub.Connect(metadata=tuple(self._dialer.metadata))
+                await self._handshake(stream)
+                was_up = True
+                self._user.link_up(self)
+                await carry(
+                    stream,
+                    self._outbox,
+                    deliver=lambda envelope: self._user.deliver(self, envelope),
+                    misbehaved=lambda key, reason: self._user.misbehaved(self, key, reason),
+                )
+            except LinkBroken as error:
+                return f"link to {self.address}: {error}", was_up
+            finally:
+                self.peer = None
         return "closed", was_up
 
     async def _handshake(self, stream: Any) -> None:

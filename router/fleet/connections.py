@@ -5,7 +5,6 @@ An open session outlives its address: a directory that drops a worker only ends 
 
 import asyncio
 import logging
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from random import Random
 from types import TracebackType
@@ -19,12 +18,11 @@ from router.types.worker_view import WorkerKey
 from router.workers.expected_workers import ExpectedWorkers
 from router.workers.registry import WorkerRejected
 from tandem.backoff import Backoff
+from tandem.rpc.cluster_grpc import ChannelOpener
 from tandem.rpc.worker_directory import WorkerAddress, WorkerDirectory
 from tandem.values.roles import WorkerRole
 
 logger = logging.getLogger(__name__)
-
-ChannelFactory = Callable[[str], grpc.aio.Channel]
 
 
 class WorkerFleet:
@@ -35,7 +33,7 @@ class WorkerFleet:
         *,
         directory: WorkerDirectory,
         listener: SessionListener,
-        channel_factory: ChannelFactory,
+        open_channel: ChannelOpener,
         settings: SessionSettings,
         rng: Random,
         backoff: Backoff | None = None,
@@ -44,7 +42,7 @@ class WorkerFleet:
         """`expected` is informed of every worker that is found or lost."""
         self._directory = directory
         self._listener = listener
-        self._channel_factory = channel_factory
+        self._open_channel = open_channel
         self._settings = settings
         self._rng = rng
         self._backoff = backoff or Backoff()
@@ -99,7 +97,7 @@ class WorkerFleet:
 
     async def _converse(self, address: WorkerAddress) -> tuple[str, bool]:
         """Run one session; return why it ended, and whether it was ever open."""
-        async with self._channel_factory(address.address) as channel:
+        async with self._open_channel(address.address) as channel:
             try:
                 session = await WorkerSession.open(channel, self._settings)
                 if session.info.role is not address.role:

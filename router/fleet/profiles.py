@@ -12,7 +12,7 @@ from tandem.config.telemetry import ProfilingConfig
 from tandem.errors import InvalidRequest, Overloaded, ServingError, Unavailable
 from tandem.profiling.sampler import StackSampler
 from tandem.profiling.stacks import StackTally
-from tandem.rpc.cluster_grpc import open_channel
+from tandem.rpc.cluster_grpc import ChannelOpener
 from tandem.v1 import profiling_pb2 as pb
 from tandem.v1.profiling_pb2_grpc import ProfilerStub
 
@@ -35,11 +35,13 @@ class Profiles:
         bounds: ProfilingConfig,
         addresses: Callable[[], Mapping[WorkerKey, str]],
         metadata: Sequence[tuple[str, str]],
+        open_channel: ChannelOpener,
     ) -> None:
         """`metadata`: authenticates the router to workers."""
         self.bounds = bounds
         self._addresses = addresses
         self._metadata = metadata
+        self._open_channel = open_channel
         self._is_busy = False
 
     async def of_router(self, seconds: float) -> StackTally:
@@ -68,7 +70,7 @@ class Profiles:
     async def _fetch(self, address: str, request: pb.TraceRequest) -> WorkerTrace:
         content, num_steps = bytearray(), 0
         try:
-            async with open_channel(address) as channel:
+            async with self._open_channel(address) as channel:
                 stub = ProfilerStub(channel)  # type: ignore[no-untyped-call]
                 call = stub.Trace(request, metadata=self._metadata, timeout=request.timeout_s + PREPARE_S)
                 async for part in call:

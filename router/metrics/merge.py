@@ -23,7 +23,7 @@ _ADDED_GAUGES = frozenset(
         "tandem_refused_choices",
     }
 )
-_LEAST_GAUGES = frozenset({"tandem_redis_up"})
+_LEAST_GAUGES = frozenset({"tandem_redis_up", "tandem_member_certificate_not_after_seconds"})
 """Gauges of each process of which the worst one matters."""
 _CREATED = "_created"
 _HELP, _TYPE = "# HELP ", "# TYPE "

@@ -17,8 +17,9 @@ from pydantic_core import ErrorDetails
 from tandem.config.access import RouterAccess
 from tandem.config.admission import HedgingConfig, LimitsConfig, QueueConfig, mistaken_keys
 from tandem.config.batches import BatchesConfig
+from tandem.config.cluster_tls import ClusterSection
 from tandem.config.engine import EngineSection, ModelSection
-from tandem.config.pools import PoolConfig, Port, mistaken_context, mistaken_nodes
+from tandem.config.pools import PoolConfig, Port, mistaken_context, mistaken_health_port, mistaken_nodes
 from tandem.config.prices import PriceConfig
 from tandem.config.ray import RayConfig
 from tandem.config.redis import RedisConfig
@@ -82,7 +83,8 @@ class TransferConfig(Section):
     """Maximum time, within its pool's `drain_s`, that a stopping worker stays so that others can fetch its cache. 0:
     it exits as soon as its work is done."""
     tls: TlsConfig | None = None
-    """Encrypt KV over `tcp` with mutual TLS 1.3. null: unencrypted."""
+    """Encrypt KV over `tcp` with mutual TLS 1.3 and these certificates. null: with those of `cluster.tls`, or
+    unencrypted where there are none or its mode is `permissive`."""
     wire_dtype: Literal["auto", "float32", "bfloat16", "float16", "int8", "fp8_e4m3"] = "auto"
     """Data type of keys and values on the wire where the receiver can convert them (over tcp). `auto`: the smaller of
     the two workers' cache types. Over shared memory they always have the receiver's type."""
@@ -173,6 +175,7 @@ class ClusterConfig(Section):
     ray: RayConfig = RayConfig()
     prices: PriceConfig = PriceConfig()
     profiling: ProfilingConfig = ProfilingConfig()
+    cluster: ClusterSection = ClusterSection()
     secret: SecretStr | None = None
     """Secret that keys block names and authenticates workers and routers to each other. null: `tandem up` generates
     one."""
@@ -222,7 +225,7 @@ class ClusterConfig(Section):
     @model_validator(mode="after")
     def _nodes(self) -> Self:
         for name, pool in (("prefill", self.prefill), ("decode", self.decode)):
-            if reason := mistaken_nodes(pool):
+            if reason := mistaken_nodes(pool) or mistaken_health_port(pool):
                 raise ValueError(f"{name}.{reason}")
             if pool.nodes > 1 and self.ray.address is not None:
                 raise ValueError(

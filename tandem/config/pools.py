@@ -52,6 +52,10 @@ class PoolConfig(Section):
     """Number of machines that the ranks of one worker are spread over evenly; it must divide `tensor_parallel_size`.
     The worker runs on the first machine, `tandem follower` on each other one. More than one machine needs
     `transfer.tls` and `transfer.isolated_network`."""
+    health_port: Annotated[int, Field(ge=1, le=65535)] | None = None
+    """Port, on the worker's own host, of a server in the clear with nothing but `grpc.health.v1`: the kubelet speaks no
+    TLS, so with `cluster.tls` it cannot ask at the worker's own port. Workers with stated `addresses` add their index
+    to it. null: none."""
     rank_port: Port = 0
     """With several `nodes`: port on the worker's own host for its ranks on the other nodes. Workers with stated
     `addresses`, which may share a machine, add their index to it."""
@@ -69,6 +73,18 @@ class PoolConfig(Section):
     def ranks_per_node(self) -> int:
         """Ranks of one worker on one machine."""
         return self.tensor_parallel_size // self.nodes
+
+
+def mistaken_health_port(pool: PoolConfig) -> str | None:
+    """Why workers of the pool cannot serve their health as it says; begins with the field. None: they can."""
+    if pool.health_port is None:
+        return None
+    for name in ("port", "rank_port"):
+        if pool.health_port == getattr(pool, name):
+            return f"health_port is {pool.health_port}, the same as {name}"
+    if pool.health_port + pool.replicas > 65536:
+        return f"health_port is {pool.health_port}: one port for each of {pool.replicas} workers goes beyond 65535"
+    return None
 
 
 def mistaken_nodes(pool: PoolConfig) -> str | None:

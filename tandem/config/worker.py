@@ -4,6 +4,7 @@ from collections import Counter
 from pathlib import Path
 
 from tandem.config.cluster import ClusterConfig
+from tandem.config.cluster_tls import ClusterTls
 from tandem.config.pools import PoolConfig
 from tandem.errors import ConfigError
 from tandem.rpc.hosts import hold, is_loopback
@@ -15,6 +16,15 @@ def cluster_secret(config: ClusterConfig) -> bytes:
     if config.secret is None:
         raise ConfigError("secret is not set: `tandem up` draws one; a cluster made by hand states it in its YAML")
     return config.secret.get_secret_value().encode()
+
+
+def cluster_tls(config: ClusterConfig, *, has_parent: bool) -> ClusterTls:
+    """How a process is to speak to others. `has_parent`: `tandem up` started it, and wrote its configuration.
+
+    A parent of the version before writes no such section and starts processes that know no TLS: they must be reached.
+    """
+    is_older = has_parent and "cluster" not in config.model_fields_set
+    return ClusterTls(mode="off") if is_older else config.cluster.tls
 
 
 def num_ranks(config: ClusterConfig, pool: PoolConfig) -> int:
@@ -74,6 +84,14 @@ def listen_address(pool: PoolConfig, name: str, index: int) -> tuple[str, int]:
     return host, int(port)
 
 
+def peer_hosts(config: ClusterConfig) -> list[str]:
+    """Hosts of the workers that the configuration names; those that register themselves are not known here."""
+    hosts: list[str] = []
+    for pool in (config.prefill, config.decode):
+        hosts += [pool.host] if has_own_host(pool) else [address.rpartition(":")[0] for address in pool.addresses]
+    return hosts
+
+
 def worker_host(config: ClusterConfig, role: WorkerRole, index: int) -> str:
     """The host of a worker that is elsewhere. Raises ConfigError where each has its own, which nobody states."""
     pool = config.prefill if role is WorkerRole.PREFILL else config.decode
@@ -85,6 +103,13 @@ def worker_host(config: ClusterConfig, role: WorkerRole, index: int) -> str:
 def rank_port(pool: PoolConfig, index: int) -> int:
     """Where one worker of a pool of several nodes listens for its ranks on the others."""
     return pool.rank_port if has_own_host(pool) else pool.rank_port + index
+
+
+def health_port(pool: PoolConfig, index: int) -> int | None:
+    """Where one worker of a pool serves its health in the clear; None: nowhere."""
+    if pool.health_port is None:
+        return None
+    return pool.health_port if has_own_host(pool) else pool.health_port + index
 
 
 def free_address(pool: PoolConfig, name: str, index: int, *, stated: str | None = None) -> tuple[str, int]:

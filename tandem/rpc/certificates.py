@@ -5,6 +5,7 @@
 
 import ssl
 from pathlib import Path
+from typing import Any
 
 from tandem.config.source.regular_file import read_regular_text
 from tandem.errors import ConfigError, UnreadableFile
@@ -68,16 +69,23 @@ def load_certificate(context: ssl.SSLContext, cert: Path, key: Path, setting: st
         raise ConfigError(f"{name}: {key}: no private key in PEM ({error.reason})") from None
 
 
-def shake_hands(client: ssl.SSLContext, server: ssl.SSLContext) -> None:
-    """Do a TLS handshake in memory. Raises ssl.SSLError when it fails."""
+def shake_hands(client: ssl.SSLContext, server: ssl.SSLContext, name: str | None = None) -> dict[str, Any]:
+    """Do a TLS handshake in memory, in which the client asks for `name`. Returns the server's certificate, decoded.
+
+    Raises ssl.SSLError when it fails.
+    """
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
-    ends = (client.wrap_bio(to_client, to_server), server.wrap_bio(to_server, to_client, server_side=True))
+    ends = (
+        client.wrap_bio(to_client, to_server, server_hostname=name),
+        server.wrap_bio(to_server, to_client, server_side=True),
+    )
     for _ in range(_FLIGHTS):
         for end in ends:
             try:
                 end.do_handshake()
             except ssl.SSLWantReadError:
                 continue
+    return ends[0].getpeercert() or {}
 
 
 def client_of(cert: Path, setting: str) -> ssl.SSLContext:

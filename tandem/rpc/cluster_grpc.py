@@ -1,16 +1,23 @@
-"""gRPC between processes of one cluster: authentication, keepalive, and shutdown of servers.
+"""gRPC between processes of one cluster: authentication, TLS, keepalive, and shutdown of servers.
 
-Peers prove that they belong to the cluster by a token derived from its secret; the secret itself never travels.
+Peers prove that they belong to the cluster by a token derived from its secret; the secret itself never travels. With
+`cluster.tls` they also show certificates (`tandem.rpc.cluster_credentials`).
 """
 
 import hmac
-from collections.abc import Awaitable, Callable, Sequence
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import grpc
 import grpc.aio
 
-from tandem.rpc.health import HEALTH_METHOD
+from tandem.config.cluster_tls import MEMBER_NAME
+from tandem.rpc.cluster_credentials import ClusterCredentials
+from tandem.rpc.health import HEALTH_METHOD, health_handler
+from tandem.rpc.mixed_port import MixedPort
+from tandem.rpc.tls_check import check_peer
 
 TOKEN_KEY = "tandem-cluster-token"  # noqa: S105  # the header's name
 MAX_MESSAGE_BYTES = 32 << 20
@@ -38,6 +45,7 @@ CLIENT_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.enable_http_proxy", 0),
 )
 
+_log = logging.getLogger(__name__)
 _Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
 
 
@@ -66,9 +74,52 @@ async def _refuse(_request: Any, context: Any) -> None:
     await context.abort(grpc.StatusCode.UNAUTHENTICATED, f"{TOKEN_KEY} is missing or wrong: not of this cluster")
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
-    """Open a channel to another process of the cluster."""
-    return grpc.aio.insecure_channel(address, options=CLIENT_OPTIONS)
+ChannelOpener = Callable[[str], AbstractAsyncContextManager[grpc.aio.Channel]]
+"""Opens a channel to the process at host:port, for as long as the context is entered."""
+
+
+class Channels:
+    """Opens channels to other processes of the cluster; `open` is a ChannelOpener."""
+
+    def __init__(self, credentials: ClusterCredentials | None) -> None:
+        """`credentials`: None for channels in the clear."""
+        self._credentials = credentials
+        self._logged: dict[str, str] = {}
+        """What was logged last about each peer that TLS keeps this process from."""
+
+    @asynccontextmanager
+    async def open(self, address: str) -> AsyncIterator[grpc.aio.Channel]:
+        """Open a channel; when it ends without a connection because of TLS, log why."""
+        credentials = self._credentials
+        if credentials is not None and credentials.is_permissive:
+            found = await check_peer(address, credentials)
+            credentials = None if found.speaks_tls is False else credentials
+        async with _channel(address, credentials) as channel:
+            try:
+                yield channel
+            finally:
+                if channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+                    await self._log_mismatch(address)
+                else:
+                    self._logged.pop(address, None)
+
+    async def _log_mismatch(self, address: str) -> None:
+        found = await check_peer(address, self._credentials)
+        if found.mismatch is not None and self._logged.get(address) != found.mismatch:
+            _log.warning("no connection with %s: %s", address, found.mismatch)
+            self._logged[address] = found.mismatch
+
+
+def open_blocking_channel(address: str, credentials: ClusterCredentials | None) -> grpc.Channel:
+    """Open a channel for use outside an event loop. A permissive process speaks TLS, too: its peers take both."""
+    return _channel(address, credentials, library=grpc)
+
+
+def _channel(address: str, credentials: ClusterCredentials | None, library: Any = grpc.aio) -> Any:
+    if credentials is None:
+        return library.insecure_channel(address, options=CLIENT_OPTIONS)
+    options = (*CLIENT_OPTIONS, ("grpc.ssl_target_name_override", MEMBER_NAME))
+    return library.secure_channel(address, credentials.grpc_channel(), options=options)
 
 
 def make_server(auth: ClusterAuth) -> grpc.aio.Server:
@@ -91,3 +142,32 @@ def listen(server: grpc.aio.Server, host: str, port: int, credentials: Any = Non
     if bound == 0:
         raise OSError(f"cannot listen on {host}:{port}")
     return bound
+
+
+async def serve_health(stack: AsyncExitStack, host: str, port: int | None, takes_work: Callable[[], bool]) -> None:
+    """Serve a worker's health, and nothing else, in the clear until `stack` ends. Raises OSError.
+
+    `port`: None for not at all.
+    """
+    if port is None:
+        return
+    server = grpc.aio.server(options=SERVER_OPTIONS)
+    server.add_generic_rpc_handlers((health_handler(takes_work),))
+    listen(server, host, port)
+    await server.start()
+    stack.push_async_callback(server.stop, None)
+
+
+async def open_port(
+    stack: AsyncExitStack, server: grpc.aio.Server, host: str, port: int, credentials: ClusterCredentials | None
+) -> int:
+    """Bind a cluster's server, in TLS with `credentials`, and return the real port. Raises OSError.
+
+    What a permissive port needs besides ends with `stack`.
+    """
+    if credentials is None or not credentials.is_permissive:
+        return listen(server, host, port, None if credentials is None else credentials.grpc_server())
+    mixed = await stack.enter_async_context(MixedPort(host.strip("[]"), port))
+    server.add_insecure_port(f"unix:{mixed.plain_path}")
+    server.add_secure_port(f"unix:{mixed.tls_path}", credentials.grpc_server())
+    return mixed.port

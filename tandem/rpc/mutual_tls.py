@@ -1,12 +1,14 @@
-"""TLS 1.3 between the workers of one cluster: both ends show certificates of one private authority.
+"""TLS 1.3 between the processes of one cluster: both ends show certificates of one private authority.
 
-Names and addresses change from pod to pod and are not checked. So the authority should sign for workers only.
+Addresses change from pod to pod and are not checked. So the authority should sign for members of the cluster only.
 """
 
 import hashlib
 import ssl
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tandem.errors import ConfigError
 from tandem.rpc.certificates import first_certificate, load_certificate, read_pem, shake_hands, trust
@@ -14,7 +16,7 @@ from tandem.rpc.certificates import first_certificate, load_certificate, read_pe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsFiles:
-    """PEM files of one worker: its certificate (and what lies between it and the authority), its key, the authority."""
+    """PEM files of one process: its certificate (and any between it and the authority), its key, the authority."""
 
     cert: Path
     key: Path
@@ -22,12 +24,13 @@ class TlsFiles:
 
 
 class MutualTls:
-    """A worker's certificate and trusted authority, for both ends of a connection."""
+    """A process's certificate and trusted authority, for both ends of a connection."""
 
-    def __init__(self, files: TlsFiles, setting: str) -> None:
+    def __init__(self, files: TlsFiles, setting: str, *, name: str | None = None) -> None:
         """Read the files and do a handshake with itself. Raises a ConfigError that names the file and the fault.
 
-        `setting`: the configuration's name of what the files are given for.
+        `setting`: the configuration's name of what the files are given for. `name`: DNS name that servers'
+        certificates must carry; None: any.
         """
         self.fingerprint = hashlib.sha256(first_certificate(files.cert, f"{setting}.cert")).digest()
         """SHA-256 of the presented certificate, in DER."""
@@ -36,18 +39,27 @@ class MutualTls:
         # Tickets would let a peer resume without a check of its certificate.
         self.server.num_tickets = 0
         self.client = _context(ssl.PROTOCOL_TLS_CLIENT, files, setting)
+        self.client.check_hostname = name is not None
         try:
-            shake_hands(self.client, self.server)
+            shown = shake_hands(self.client, self.server, name)
         except ssl.SSLCertVerificationError as error:
             reason = f"{files.cert} is not good for {files.ca}: {error.verify_message}"
             raise ConfigError(f"{setting}.cert: {reason}") from None
         except ssl.SSLError as error:
             raise ConfigError(f"{setting}: no handshake is possible: {error.reason}") from None
+        authorities = [not_after_s(one) for one in self.client.get_ca_certs()]
+        self.not_after_s = min(not_after_s(shown), max(authorities, default=float("inf")))
+        """Unix time at which the certificate or the last of its authorities expires."""
 
 
 def peer_fingerprint(sock: ssl.SSLSocket) -> bytes:
     """SHA-256 of the certificate that the peer presented, after the handshake."""
     return hashlib.sha256(sock.getpeercert(binary_form=True) or b"").digest()
+
+
+def not_after_s(certificate: Mapping[str, Any]) -> float:
+    """Unix time at which a decoded certificate expires."""
+    return float(ssl.cert_time_to_seconds(str(certificate["notAfter"])))
 
 
 def tls_reason(error: ssl.SSLError) -> str:

@@ -23,6 +23,7 @@ import psutil
 import tokenizers
 import yaml
 
+from cluster.authority import draw_bundle
 from router.text.chat_template import Message
 from router.text.tokenizer import Tokenizer
 from tandem.model_path import model_directory
@@ -56,11 +57,11 @@ def chat_body(*, max_tokens: int, stream: bool) -> dict[str, Any]:
     return {"messages": messages, "max_tokens": max_tokens, "temperature": 0, "stream": stream}
 
 
-def measure(*, num_requests: int = 3000, num_workers: int = 2) -> ServerCosts:
-    """Run one round: a router, its workers and a client in processes of their own."""
+def measure(*, num_requests: int = 3000, num_workers: int = 2, tls: bool = False) -> ServerCosts:
+    """Run one round: a router, its workers and a client in processes of their own. `tls`: between the first two."""
     directory = model_directory("builtin")
     tokenize_ms, bare_ms = tokenizing(directory)
-    with cluster(num_workers=num_workers) as (url, router):
+    with cluster(num_workers=num_workers, tls=tls) as (url, router):
         body = chat_body(max_tokens=ANSWER_TOKENS, stream=False)
         run_client(url, body, connections=NUM_CLIENTS, requests=num_requests // 4)
         before_s = cpu_s(router)
@@ -124,9 +125,10 @@ def run_client(
 
 @contextmanager
 def cluster(
-    *, num_workers: int, step_ms: float = 10.0, more: Mapping[str, Any] | None = None
+    *, num_workers: int, step_ms: float = 10.0, more: Mapping[str, Any] | None = None, tls: bool = False
 ) -> Iterator[tuple[str, psutil.Process]]:
     """Run a router over mock workers; yields its URL and process. `more`: sections of its configuration."""
+    pem = draw_bundle() if tls else None
     secret, ports = secrets.token_hex(16), free_ports(num_workers + 2)
     tokenizer = Tokenizer.load(model_directory("builtin"))
     says = [str(token_id) for token_id in tokenizer.encode(_WORDS, add_special_tokens=False)]
@@ -135,6 +137,9 @@ def cluster(
         for index, port in enumerate(ports[2:]):
             command = [sys.executable, "-m", "tandem_bench.router.mock_worker", "--port", str(port)]
             command += ["--index", str(index), "--secret", secret, "--vocab-size", str(tokenizer.size), "--says", *says]
+            if pem is not None:
+                (folder / "member.pem").write_text(pem)
+                command += ["--pem", str(folder / "member.pem")]
             worker = start(stack, [*command, "--step-ms", str(step_ms)], stdout=subprocess.PIPE)
             if worker.stdout is None or worker.stdout.readline() != b"ready\n":
                 raise CannotMeasure("a mock worker did not start")
@@ -144,6 +149,7 @@ def cluster(
             "router": {"port": ports[0], "grpc_port": ports[1], "max_inflight_requests": 4096},
             "prefill": {"replicas": 0},
             "decode": {"replicas": num_workers, "addresses": [f"127.0.0.1:{port}" for port in ports[2:]]},
+            **({} if pem is None else {"cluster": {"tls": {"pem": pem}}}),
             **(more or {}),
         }
         file = folder / "cluster.yaml"

@@ -15,15 +15,27 @@ MAX_TOKENIZE_RATIO = 1.2
 MIN_STREAM_TOKENS_PER_CPU_S = 40_000.0
 
 
-def server_rows(num_rounds: int, peers: Sequence[str]) -> list[Row]:
+def server_rows(num_rounds: int, peers: Sequence[str], *, tls: bool = False) -> list[Row]:
     """Run rounds of Tandem and its peers in alternation; the best of each figure counts. Raises CannotMeasure."""
     ours: list[router_costs.ServerCosts] = []
+    in_tls: list[router_costs.ServerCosts] = []
     theirs: dict[str, list[proxies.PeerCosts]] = {peer: [] for peer in peers}
     for _ in range(num_rounds):
         ours.append(router_costs.measure())
+        if tls:
+            in_tls.append(router_costs.measure(tls=True))
         for peer, costs in theirs.items():
             costs.append(proxies.measure(peer))
     found = our_rows(ours)
+    if in_tls:
+        found += [
+            figure("with cluster.tls: processor time per request", min(one.request_ms for one in in_tls), "ms"),
+            figure(
+                "with cluster.tls: streamed tokens per CPU-second",
+                max(one.stream_tokens_per_cpu_s for one in in_tls),
+                "1/s",
+            ),
+        ]
     for peer, costs in theirs.items():
         found += [
             figure(f"{peer}: processor time per request", min(one.request_ms for one in costs), "ms"),
@@ -56,7 +68,7 @@ async def measure(given: argparse.Namespace, rows: list[Row], *, out: Console) -
     """Measure and print the requested parts, adding to `rows` part by part, so that a later failure loses nothing."""
     for part in options.parts(given):
         if part == "doors":
-            found = server_rows(given.rounds, given.peer)
+            found = server_rows(given.rounds, given.peer, tls=given.tls)
         elif part == "agentic":
             found = agentic.rows(given.requests)
         else:

@@ -9,11 +9,15 @@ import argparse
 import asyncio
 import sys
 from collections.abc import Iterable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
+from tandem.config.cluster_tls import ClusterTls
 from tandem.protocol.session_versions import SPOKEN
 from tandem.protocol.wire import finish_reason_to_pb
-from tandem.rpc.cluster_grpc import ClusterAuth, listen, make_server
+from tandem.rpc.cluster_credentials import open_credentials
+from tandem.rpc.cluster_grpc import ClusterAuth, make_server, open_port
 from tandem.v1 import common_pb2 as common
 from tandem.v1 import session_pb2 as pb
 from tandem.v1.session_pb2_grpc import add_WorkerServicer_to_server
@@ -163,7 +167,9 @@ async def _serve(options: argparse.Namespace) -> None:
     sessions = WorkerSessions(worker)
     server = make_server(ClusterAuth(options.secret.encode()))
     add_WorkerServicer_to_server(sessions, server)  # type: ignore[no-untyped-call]
-    listen(server, "127.0.0.1", options.port)
+    tls = ClusterTls(pem=None if options.pem is None else options.pem.read_text())
+    listening = AsyncExitStack()
+    await open_port(listening, server, "127.0.0.1", options.port, open_credentials(tls, ()))
     await server.start()
     sys.stdout.write("ready\n")
     sys.stdout.flush()
@@ -180,6 +186,7 @@ def main() -> None:
     parser.add_argument("--model", default="mock")
     parser.add_argument("--vocab-size", type=int, required=True)
     parser.add_argument("--step-ms", type=float, default=10.0)
+    parser.add_argument("--pem", type=Path, help="a certificate of cluster.tls, as in cluster.tls.pem")
     parser.add_argument("--says", type=int, nargs="+", default=[5, 6, 7])
     asyncio.run(_serve(parser.parse_args()))
 

@@ -3,16 +3,23 @@
 import base64
 import re
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
+import helm_python as helm
 import pytest
 import yaml
 
 from cluster.chart.schema import CHART
+from tandem.rpc.cluster_credentials import ClusterCredentials
+from tandem.rpc.mutual_tls import TlsFiles
 from tests.chart.rendering import RELEASE, Rendered, preset, render
 
 _LOOKUP = re.compile(r'lookup "v1" "Secret" \$?\.Release\.Namespace (\$\w+|\((?:[^()]|\([^()]*\))*\))')
+
+
+_DRAWN = ("cluster", "cluster-tls", "redis", "first-key", "metrics-key")
 
 
 @pytest.fixture
@@ -22,7 +29,7 @@ def upgradable(tmp_path: Path) -> Path:
     shutil.copytree(CHART, copied)
     template = copied / "templates" / "secrets.yaml"
     text, count = _LOOKUP.subn(r"dig \1 (dict) $.Values.global.there", template.read_text(encoding="utf-8"))
-    assert count == 3
+    assert count == 4
     template.write_text(text, encoding="utf-8")
     return copied
 
@@ -35,7 +42,7 @@ def test_upgrade_keeps_every_secret_that_the_install_drew(upgradable: Path) -> N
     values = preset("h100-8x")
     first = render(values | {"global": {"there": {}}}, upgradable)
     drawn = _secrets(first)
-    assert drawn.keys() == {f"{RELEASE}-tandem-{name}" for name in ("cluster", "redis", "first-key", "metrics-key")}
+    assert drawn.keys() == {f"{RELEASE}-tandem-{name}" for name in _DRAWN}
     again = render(values | {"global": {"there": drawn}}, upgradable)
     assert _secrets(again) == drawn
     assert again.named("Secret", "-api-keys") == first.named("Secret", "-api-keys")
@@ -48,6 +55,27 @@ def test_upgrade_that_turns_scraping_on_adds_a_key_and_keeps_the_first(upgradabl
     assert before.items() <= _secrets(after).items()
     keys = yaml.safe_load(after.named("Secret", "-api-keys")["stringData"]["api-keys.yaml"])["api_keys"]
     assert [one["tenant"] for one in keys] == ["first", "metrics"]
+
+
+def test_drawn_certificates_are_good_for_both_ends_and_for_ten_years(tmp_path: Path) -> None:
+    data = render({}).named("Secret", "-cluster-tls")["data"]
+    names = {"cert": "tls.crt", "key": "tls.key", "ca": "ca.crt"}
+    files = TlsFiles(**{field: tmp_path / name for field, name in names.items()})
+    for name in names.values():
+        (tmp_path / name).write_bytes(base64.b64decode(data[name]))
+    assert ClusterCredentials(files).not_after_s > time.time() + 3600 * 86_400
+    other = base64.b64decode(render({}).named("Secret", "-cluster-tls")["data"]["ca.crt"])
+    assert other != files.ca.read_bytes()
+
+
+def test_upgrade_of_a_release_without_certificates_begins_permissive(upgradable: Path) -> None:
+    template = upgradable / "templates" / "secrets.yaml"
+    template.write_text(template.read_text().replace(".Release.IsUpgrade", "(not .Release.IsUpgrade)"))
+    with pytest.raises(helm.HelmError, match=r"tls\.cluster\.mode: the pods of this release have no certificates yet"):
+        render({"global": {"there": {}}}, upgradable)
+    permissive = {"tls": {"cluster": {"mode": "permissive"}}}
+    first = _secrets(render(permissive | {"global": {"there": {}}}, upgradable))
+    assert _secrets(render({"global": {"there": first}}, upgradable)) == first
 
 
 def test_template_without_a_cluster_draws_a_key_of_full_length() -> None:

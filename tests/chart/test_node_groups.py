@@ -10,6 +10,9 @@ from typer.testing import CliRunner
 
 from cluster.cli.main import app
 from engine.distributed.links.node_group import NodeGroup
+from tandem.config.cluster import ClusterConfig
+from tandem.rpc.cluster_credentials import open_credentials
+from tandem.rpc.mutual_tls import TlsFiles
 from tandem.values.roles import WorkerRole
 from tests.chart.pods import POD_IP, environment, read_by
 from tests.chart.rendering import Rendered, render
@@ -20,14 +23,27 @@ POOLS = [
     ("workers over nodes", "prefill"),
     ("workers over nodes", "decode"),
     ("workers over nodes, of GPUs, that grow", "decode"),
+    ("workers over nodes in the tls of the cluster", "decode"),
 ]
 _LABEL = "leaderworkerset.sigs.k8s.io"
 
 
+class _Unread:
+    """Credentials whose files nobody reads."""
+
+    def __init__(self, files: TlsFiles, *, is_permissive: bool) -> None:
+        self.files, self.is_permissive = files, is_permissive
+
+
+def group_of(config: ClusterConfig, role: str) -> NodeGroup | None:
+    return node_group(config, WorkerRole(role), 1, POD_IP, open_credentials(config.cluster.tls, (POD_IP,)))
+
+
 @pytest.fixture(params=POOLS, ids=lambda pool: "-".join(pool))
 def pool(request: pytest.FixtureRequest) -> tuple[Rendered, str, dict[str, Any]]:
-    """A release, the pool's name, and its set."""
+    """A release, the pool's name, and its set. The files of cluster.tls need not be there."""
     values, role = request.param
+    request.getfixturevalue("monkeypatch").setattr("tandem.rpc.cluster_credentials.ClusterCredentials", _Unread)
     release = render(GOOD[values])
     return release, role, release.named("LeaderWorkerSet", f"-{role}")
 
@@ -36,7 +52,7 @@ def test_the_first_pod_waits_for_the_others_and_ends_with_them(
     pool: tuple[Rendered, str, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     release, role, one = pool
-    group = node_group(read_by(release, role, tmp_path, monkeypatch), WorkerRole(role), 1, POD_IP)
+    group = group_of(read_by(release, role, tmp_path, monkeypatch), role)
     assert group is not None
     # Not given up before the startup probe would: that makes the whole group anew.
     assert group.join_s == release.values[role]["startupSeconds"]
@@ -55,7 +71,7 @@ def test_the_other_pods_command_follows_that_worker(
     pool: tuple[Rendered, str, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     release, role, one = pool
-    waits = node_group(read_by(release, role, tmp_path, monkeypatch), WorkerRole(role), 1, POD_IP)
+    waits = group_of(read_by(release, role, tmp_path, monkeypatch), role)
     there = read_by(release, f"{role}-node", tmp_path, monkeypatch)
     [node] = one["spec"]["leaderWorkerTemplate"]["workerTemplate"]["spec"]["containers"]
     fields = {

@@ -41,6 +41,9 @@ class Release:
         _write(self._etc / "cluster" / "cluster.yaml", text)
         _write(self._etc / "api-keys" / "api-keys.yaml", self._secrets[f"{RELEASE}-tandem-api-keys"]["api-keys.yaml"])
 
+        for name, content in self._secrets[f"{RELEASE}-tandem-cluster-tls"].items():
+            _write(self._etc / "cluster-tls" / name, content)
+
     def __enter__(self) -> "Release":
         return self
 
@@ -96,6 +99,7 @@ class Release:
                 value = address if source["fieldRef"]["fieldPath"] == "status.podIP" else "0"
             else:
                 value = re.sub(r"\$\((\w+)\)", lambda found: made[found[1]], variable["value"])
+            value = value.replace("/etc/tandem", str(self._etc))
             made[variable["name"]] = re.sub(r"[\w.-]+-router\.[\w.-]+\.svc", "127.0.0.1", value)
         return made
 

@@ -20,7 +20,7 @@ from cluster.cli.main import app
 from router.fleet.probes import CanarySettings
 from tandem.cluster_state.redis_settings import SentinelSettings
 from tandem.config.cluster import ClusterConfig
-from tandem.config.worker import cluster_secret, listen_address, num_ranks
+from tandem.config.worker import cluster_secret, health_port, listen_address, num_ranks
 from tandem.errors import ConfigError
 from tests.chart.edges import allowed, isolated, needed
 from tests.chart.metric_names import emitted, named_in
@@ -118,7 +118,7 @@ def test_planner_arguments_are_accepted_by_its_command(release: Rendered) -> Non
     assert service["spec"]["clusterIP"] == "None"
     for certificate in release.of("Certificate"):
         names = certificate["spec"]["dnsNames"]
-        assert host in names or certificate["metadata"]["name"].endswith("-kv-tls")
+        assert host in names or certificate["metadata"]["name"].endswith(("-kv-tls", "-cluster-tls"))
     _assert_mounted(release.pod("planner"), [options.get("api-key-file"), options.get("ca"), str(ACCOUNT)])
     arguments = [arg for arg in container["args"] if not arg.startswith(("--api-key-file", "--ca", "--url"))]
     # The command itself reads them all, and gets as far as an address that is none.
@@ -138,7 +138,7 @@ def test_secrets_are_there_or_named_by_the_user(release: Rendered) -> None:
     for component, pod in release.pods():
         for name, key in secrets_of(pod):
             assert name in made or name in issued or name in str(release.values), (component, name)
-            assert name not in made or key in made[name]
+            assert name not in made or key is None or key in made[name]
     for keys in (text for name, one in made.items() if name.endswith("-api-keys") for text in one.values()):
         assert all(one["operator"] for one in yaml.safe_load(keys)["api_keys"]), "/metrics is asked for with them"
     # Keys in the clear are for who asks alone.
@@ -256,6 +256,10 @@ def test_each_process_reads_the_configuration_that_is_meant(
     assert {"router", "decode"} <= roles
     for role in roles:
         config = read_by(release, role, tmp_path, monkeypatch)
+        tls = config.cluster.tls
+        assert tls.mode == release.values["tls"]["cluster"]["mode"]
+        assert tls.has_certificates == (tls.mode != "off")
+        _assert_mounted(release.pod(role), [tls.cert, tls.key, tls.ca])
         assert cluster_secret(config) == b"7" * 20
         assert config.redis.redis_settings() is not None
         assert config.router.host == release.values["router"]["listen"]
@@ -263,6 +267,7 @@ def test_each_process_reads_the_configuration_that_is_meant(
             continue
         pool = getattr(config, role)
         assert listen_address(pool, role, 1) == (f"[{POD_IP}]", release.values[role]["port"])
+        assert health_port(pool, 1) == release.values[role]["healthPort"]
         assert num_ranks(config, pool) == pool.ranks_per_node
         assert config.engine.device == ("cuda" if release.values[role]["gpu"]["enabled"] else "cpu")
 
@@ -334,7 +339,9 @@ def test_probes_allow_each_phase_its_time(release: Rendered) -> None:
             assert container["readinessProbe"]["httpGet"]["path"] == "/readyz?exclude=workers"
             assert container["livenessProbe"]["httpGet"]["path"] == "/health"
         else:
-            assert container["readinessProbe"]["grpc"] == {"port": release.values[role]["port"]}
+            # Not at the worker's own port: the kubelet speaks no TLS.
+            for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
+                assert container[probe]["grpc"] == {"port": release.values[role]["healthPort"]}
 
 
 def test_a_rollout_goes_on_when_routers_have_had_a_token_of_the_new_worker(release: Rendered) -> None:
@@ -420,6 +427,9 @@ def test_no_variable_but_a_setting_begins_like_one(release: Rendered) -> None:
 
 _SETTINGS = (
     "TANDEM_SECRET",
+    "TANDEM_CLUSTER__TLS",
+    "TANDEM_PREFILL__HEALTH_PORT",
+    "TANDEM_DECODE__HEALTH_PORT",
     "TANDEM_REDIS__",
     "TANDEM_PREFILL__HOST",
     "TANDEM_DECODE__HOST",

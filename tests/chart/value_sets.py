@@ -112,6 +112,20 @@ GOOD: dict[str, Values] = {
         "tls": {"door": {"enabled": True, "existingSecret": "d"}, "kv": {"enabled": True, "existingSecret": "k"}},
         "monitoring": _WATCHED | {"caSecret": {"name": "ca"}},
     },
+    "tls between the pods of cert-manager": {
+        "tls": {"cluster": {"certManager": {"issuerRef": {"name": "ours"}, "dnsNames": ["chat.internal"]}}}
+    },
+    "tls between the pods of a secret": {"tls": {"cluster": {"existingSecret": "m"}}},
+    "tls between the pods that begins": {"tls": {"cluster": {"mode": "permissive"}}, "decode": {"healthPort": 7777}},
+    "no tls between the pods": {"tls": {"cluster": {"mode": "off"}}, "networkPolicy": {"enabled": False}},
+    "workers over nodes in the tls of the cluster": {
+        "config": {
+            "prefill": {"replicas": 0},
+            "decode": {"tensor_parallel_size": 2},
+            "transfer": {"isolated_network": True},
+        },
+        "decode": {"nodesPerWorker": 2},
+    },
     "ingress": {"ingress": {"enabled": True, "host": "llm.example.com", "className": "nginx", "tlsSecret": "t"}},
     "gateway": {"gateway": _GATEWAY | {"grpcHostnames": ["grpc.example.com"]}},
     "gateways of their own": {"gateway": _GATEWAY | {"grpcParentRefs": [{"name": "g", "sectionName": "grpc"}]}},
@@ -221,6 +235,10 @@ IN_CI = (
 )
 
 BAD: dict[str, tuple[Values, str]] = {
+    "a mode of tls that is none": ({"tls": {"cluster": {"mode": "auto"}}}, "/tls/cluster/mode"),
+    "tls in the cluster's YAML": ({"config": {"cluster": {"tls": {"mode": "off"}}}}, "cluster"),
+    "health where sessions are": ({"decode": {"healthPort": 7000}}, "decode.healthPort and decode.port are both 7000"),
+    "health where ranks are": ({"prefill": {"healthPort": 7001}}, "prefill.healthPort and prefill.rankPort are both"),
     "no such value": ({"replicas": 2}, "replicas"),
     "no such value below": ({"router": {"replica": 2}}, "replica"),
     "no such setting": ({"config": {"engine": {"blok_size": 16}}}, "blok_size"),
@@ -255,7 +273,11 @@ BAD: dict[str, tuple[Values, str]] = {
         "decode.nodesPerWorker: 3: it must divide",
     ),
     "nodes in the clear": (
-        {"config": {"decode": {"tensor_parallel_size": 2}}, "decode": {"nodesPerWorker": 2}},
+        {
+            "config": {"decode": {"tensor_parallel_size": 2}},
+            "decode": {"nodesPerWorker": 2},
+            "tls": {"cluster": {"mode": "off"}},
+        },
         "decode.nodesPerWorker: 2: what a worker tells its ranks",
     ),
     "nodes on everybody's network": (

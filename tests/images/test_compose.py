@@ -14,6 +14,8 @@ import yaml
 
 from tandem.config.access import read_keys
 from tandem.config.cluster import ClusterConfig, load
+from tandem.rpc.cluster_credentials import ClusterCredentials
+from tandem.rpc.mutual_tls import TlsFiles
 from tests.support.monitoring_files import promtool
 
 ROOT = Path(__file__).parents[2]
@@ -115,6 +117,14 @@ def test_the_clusters_yaml_fits_the_services(whole, made, monkeypatch):
         config.router.port,
         config.router.grpc_port,
     }
+    files = TlsFiles(**{part: made / f"secrets/member_{part}" for part in ("cert", "key", "ca")})
+    tls = config.cluster.tls
+    assert [tls.cert, tls.key, tls.ca] == [f"/run/secrets/{path.name}" for path in (files.cert, files.key, files.ca)]
+    ClusterCredentials(files)
+    for name in OURS:
+        assert {path.name for path in (files.cert, files.key, files.ca)} <= {
+            one["source"] for one in whole["services"][name]["secrets"]
+        }
     keys, _ = read_keys(made / "secrets/api_keys", config.router.limits)
     # /metrics beyond loopback is for operators: Prometheus, and nobody else by a key that clients have.
     assert [(key.tenant, key.operator) for key in keys] == [("first", False), ("metrics", True)]

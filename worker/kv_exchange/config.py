@@ -1,9 +1,14 @@
 """From the cluster's configuration to what moving KV needs."""
 
+from pathlib import Path
+
 from kv_transfer.protocol.settings import TransferSettings
 from kv_transfer.transports.catalogue import check_choice
-from kv_transfer.transports.tcp.settings import TcpSettings, open_identity
+from kv_transfer.transports.tcp.settings import TcpSettings
+from kv_transfer.transports.tcp.tls import TlsIdentity
 from tandem.config.cluster import TransferConfig
+from tandem.rpc.cluster_credentials import ClusterCredentials
+from tandem.rpc.mutual_tls import TlsFiles
 
 
 def transfer_settings(transfer: TransferConfig) -> TransferSettings:
@@ -15,12 +20,19 @@ def transfer_settings(transfer: TransferConfig) -> TransferSettings:
     )
 
 
-def tcp_settings(transfer: TransferConfig, host: str) -> TcpSettings:
-    """How KV travels over tcp from and to `host`, before there is any.
+def tcp_settings(transfer: TransferConfig, host: str, credentials: ClusterCredentials | None = None) -> TcpSettings:
+    """How KV travels over tcp from and to `host`, before there is any. `credentials`: those of `cluster.tls`.
 
-    Raises ConfigError for files of `transfer.tls` that are no good, and for a forced transport that cannot work here.
+    Raises ConfigError for files that are no good, and for a forced transport that cannot work here.
     """
     check_choice(transfer.transport, host=host, isolated_network=transfer.isolated_network)
-    tls = transfer.tls
-    identity = None if tls is None else open_identity(cert=tls.cert, key=tls.key, ca=tls.ca)
-    return TcpSettings(streams=transfer.tcp_streams, tls=identity)
+    files = kv_tls_files(transfer, credentials)
+    return TcpSettings(streams=transfer.tcp_streams, tls=None if files is None else TlsIdentity(files))
+
+
+def kv_tls_files(transfer: TransferConfig, credentials: ClusterCredentials | None) -> TlsFiles | None:
+    """Certificates for KV and for ranks on other nodes: `transfer.tls`, else those of `cluster.tls`."""
+    if (tls := transfer.tls) is not None:
+        return TlsFiles(cert=Path(tls.cert), key=Path(tls.key), ca=Path(tls.ca))
+    # Both ends of a hand-off must agree, and peers of a permissive process may know no TLS.
+    return None if credentials is None or credentials.is_permissive else credentials.files

@@ -21,7 +21,7 @@ from kv_transfer.session.stats import TransferStats
 from kv_transfer.transports.catalogue import open_receivers, open_senders
 from kv_transfer.transports.in_process import MemoryFabric
 from kv_transfer.transports.tcp.settings import PLAIN, TcpSettings
-from tandem.rpc.cluster_grpc import ClusterAuth, open_channel
+from tandem.rpc.cluster_grpc import Channels, ClusterAuth
 from tandem.telemetry.tracing import NoTracer, Tracer
 from tandem.v1 import session_pb2 as pb
 from tandem.values.worker_identity import WorkerIdentity
@@ -82,6 +82,8 @@ class FabricPlan:
     settings: TransferSettings
     auth: ClusterAuth
     spawn: Spawn
+    channels: Channels = field(default_factory=lambda: Channels(None))
+    """Reach other workers."""
     prompts: SenderOwner | None = None
     """Computes prompts for others."""
     handoffs: ReceiverOwner | None = None
@@ -125,7 +127,7 @@ async def open_fabric(stack: AsyncExitStack, server: Any, plan: FabricPlan) -> F
         local,
         owner=IncomingTransfers(fetcher, plan.handoffs),
         receivers=receivers,
-        dialer=Dialer(open_channel=open_channel, metadata=plan.auth.client_metadata()),
+        dialer=Dialer(open_channel=plan.channels.open, metadata=plan.auth.client_metadata()),
         settings=plan.settings,
         tracer=plan.tracer,
     )

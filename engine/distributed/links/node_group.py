@@ -36,7 +36,9 @@ class NodeGroup:
         if is_loopback(self.host):
             return
         if self.tls is None:
-            raise ConfigError(f"nodes is {self.num_nodes}: beyond this machine (at {self.host}) that needs {_SETTING}")
+            raise ConfigError(
+                f"nodes is {self.num_nodes}: beyond this machine (at {self.host}) that needs {_SETTING} or cluster.tls"
+            )
         if not self.isolated_network:
             raise ConfigError(
                 f"nodes is {self.num_nodes}: gloo and NCCL neither encrypt nor authenticate what they sum, so beyond "

@@ -225,6 +225,11 @@ builtin
 
 {{/* A dict of `root`, `c`, `name`, `pool` (the chart's values), `settings` (the configuration's). */}}
 {{- define "tandem.checkPool" -}}
+{{- range $other := list "port" "rankPort" -}}
+{{- if eq (int $.pool.healthPort) (int (index $.pool $other)) -}}
+{{- fail (printf "%s.healthPort and %s.%s are both %d" $.name $.name $other (int $.pool.healthPort)) -}}
+{{- end -}}
+{{- end -}}
 {{- include "tandem.checkNodes" . -}}
 {{- if and .pool.gpu.enabled (gt (int .settings.tensor_parallel_size) 1) (gt (int .c.prefill.replicas) 0) -}}
 {{- fail (printf "config.%s.tensor_parallel_size: %d: KV in the memory of several GPUs cannot be handed over yet: one GPU per worker, or config.prefill.replicas: 0" .name (int .settings.tensor_parallel_size)) -}}
@@ -272,8 +277,8 @@ builtin
 {{- if ne (mod $ranks $nodes) 0 -}}
 {{- fail (printf "%s.nodesPerWorker: %d: it must divide config.%s.tensor_parallel_size, which is %d" .name $nodes .name $ranks) -}}
 {{- end -}}
-{{- if not .root.Values.tls.kv.enabled -}}
-{{- fail (printf "%s.nodesPerWorker: %d: what a worker tells its ranks on other nodes needs tls.kv.enabled" .name $nodes) -}}
+{{- if not (or .root.Values.tls.kv.enabled (eq .root.Values.tls.cluster.mode "required")) -}}
+{{- fail (printf "%s.nodesPerWorker: %d: what a worker tells its ranks on other nodes needs tls.cluster.mode: required, or tls.kv.enabled" .name $nodes) -}}
 {{- end -}}
 {{- if not .c.transfer.isolated_network -}}
 {{- fail (printf "%s.nodesPerWorker: %d: gloo and NCCL neither encrypt nor authenticate what ranks sum; config.transfer.isolated_network: true says that nobody else reaches that network" .name $nodes) -}}

@@ -84,6 +84,16 @@ true
 {{- define "tandem.doorTlsSecret" -}}
 {{- .Values.tls.door.existingSecret | default (printf "%s-door-tls" (include "tandem.fullname" .)) -}}
 {{- end -}}
+{{- define "tandem.clusterTlsSecret" -}}
+{{- .Values.tls.cluster.existingSecret | default (printf "%s-cluster-tls" (include "tandem.fullname" .)) -}}
+{{- end -}}
+{{/* "true" if the chart makes the certificates between the pods itself. Else empty. */}}
+{{- define "tandem.clusterTlsMade" -}}
+{{- $tls := .Values.tls.cluster -}}
+{{- if and (ne $tls.mode "off") (not $tls.existingSecret) (not $tls.certManager.issuerRef.name) -}}
+true
+{{- end -}}
+{{- end -}}
 {{- define "tandem.kvTlsSecret" -}}
 {{- .Values.tls.kv.existingSecret | default (printf "%s-kv-tls" (include "tandem.fullname" .)) -}}
 {{- end -}}

@@ -70,6 +70,15 @@ topologySpreadConstraints:
     secretKeyRef: {name: {{ include "tandem.clusterSecret" . | quote }}, key: {{ .Values.secrets.cluster.key | quote }}}
 - name: TANDEM_SECRET
   value: "'$(CLUSTER_SECRET)'"
+{{- /* Not in the ConfigMap: a pod of the version before that restarts during an upgrade would refuse settings that it does not know. */}}
+{{- if eq .Values.tls.cluster.mode "off" }}
+- {name: TANDEM_CLUSTER__TLS, value: "'off'"}
+{{- else }}
+- {name: TANDEM_CLUSTER__TLS__MODE, value: {{ .Values.tls.cluster.mode }}}
+- {name: TANDEM_CLUSTER__TLS__CERT, value: /etc/tandem/cluster-tls/tls.crt}
+- {name: TANDEM_CLUSTER__TLS__KEY, value: /etc/tandem/cluster-tls/tls.key}
+- {name: TANDEM_CLUSTER__TLS__CA, value: /etc/tandem/cluster-tls/ca.crt}
+{{- end }}
 {{- end -}}
 {{- define "tandem.secretEnv" -}}
 {{ include "tandem.clusterSecretEnv" . }}
@@ -146,6 +155,10 @@ initContainers:
   configMap: {name: {{ include "tandem.fullname" .root | quote }}}
 - name: tmp
   emptyDir: {sizeLimit: {{ .root.Values.tmpSize }}}
+{{- if ne .root.Values.tls.cluster.mode "off" }}
+- name: cluster-tls
+  secret: {secretName: {{ include "tandem.clusterTlsSecret" .root | quote }}, defaultMode: 0440}
+{{- end }}
 {{- if and (not .root.Values.redis.enabled) .root.Values.redis.external.caSecret }}
 - name: redis-ca
   secret: {secretName: {{ .root.Values.redis.external.caSecret | quote }}, defaultMode: 0440}
@@ -167,6 +180,9 @@ initContainers:
 {{- define "tandem.mounts" -}}
 - {name: config, mountPath: /etc/tandem/cluster, readOnly: true}
 - {name: tmp, mountPath: /tmp}
+{{- if ne .Values.tls.cluster.mode "off" }}
+- {name: cluster-tls, mountPath: /etc/tandem/cluster-tls, readOnly: true}
+{{- end }}
 {{- if and (not .Values.redis.enabled) .Values.redis.external.caSecret }}
 - {name: redis-ca, mountPath: /etc/tandem/redis-ca, readOnly: true}
 {{- end }}

@@ -30,6 +30,7 @@ spec:
         {{- include "tandem.groupRevision" $nodes | nindent 8 }}
         # The address on which it listens and which it publishes in Redis.
         - {name: TANDEM_{{ upper .component }}__HOST, value: "'$(POD_IP)'"}
+        - {name: TANDEM_{{ upper .component }}__HEALTH_PORT, value: "{{ int .pool.healthPort }}"}
         - {name: TANDEM_ENGINE__DEVICE, value: {{ ternary "cuda" "cpu" .pool.gpu.enabled }}}
         - {name: HOME, value: /tmp}
         - {name: XDG_CACHE_HOME, value: /cache}
@@ -38,24 +39,25 @@ spec:
         {{- include "tandem.secretEnv" .root | nindent 8 }}
       ports:
         - {name: grpc, containerPort: {{ int .pool.port }}, protocol: TCP}
+        - {name: health, containerPort: {{ int .pool.healthPort }}, protocol: TCP}
         {{- if gt $nodes 1 }}
         - {name: ranks, containerPort: {{ int .pool.rankPort }}, protocol: TCP}
         {{- end }}
       # Nothing listens until the weights are loaded and the largest steps have been run: this is the time allowed for that.
       startupProbe:
-        grpc: {port: {{ int .pool.port }}}
+        grpc: {port: {{ int .pool.healthPort }}}
         periodSeconds: 5
         timeoutSeconds: 3
         failureThreshold: {{ div (add (int .pool.startupSeconds) 4) 5 }}
       # Checks the event loop. A worker whose engine hangs in a step exits by itself (engine.stall_s).
       livenessProbe:
-        grpc: {port: {{ int .pool.port }}}
+        grpc: {port: {{ int .pool.healthPort }}}
         periodSeconds: 10
         timeoutSeconds: 5
         failureThreshold: 3
       # Checks that it accepts work; the routers' canaries check that it produces tokens.
       readinessProbe:
-        grpc: {port: {{ int .pool.port }}}
+        grpc: {port: {{ int .pool.healthPort }}}
         periodSeconds: 5
         timeoutSeconds: 3
         failureThreshold: 2

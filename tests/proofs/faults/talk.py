@@ -40,6 +40,12 @@ class FaultyChannel:
     async def close(self) -> None:
         await self._inner.close()
 
+    async def __aenter__(self) -> "FaultyChannel":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._inner.close()
+
 
 class FaultyStream:
     """The decode worker's end of a stream: both directions pass here."""

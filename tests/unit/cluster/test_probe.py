@@ -1,16 +1,22 @@
 """What a container's health check says of the process beside it."""
 
+import asyncio
 import http.server
 import threading
 from collections.abc import Iterator
 from concurrent import futures
+from contextlib import AsyncExitStack
 
 import grpc
 import pytest
 import yaml
 
 from cluster import probe
-from tandem.rpc.health import HEALTH_METHOD, SERVING
+from cluster.cli.cert import make_certificate
+from tandem.config.cluster_tls import ClusterTls
+from tandem.rpc.cluster_credentials import open_credentials
+from tandem.rpc.cluster_grpc import ClusterAuth, make_server, open_port
+from tandem.rpc.health import HEALTH_METHOD, SERVING, health_handler
 
 _PATHS: list[str] = []
 
@@ -68,6 +74,20 @@ def test_probe_worker_uses_the_grpc_health_protocol(tmp_path):
         assert [exit_code(tmp_path, "prefill", config, "--index", "1") for _ in range(2)] == [0, 1]
     finally:
         server.stop(None).wait()
+
+
+async def test_probe_worker_shows_the_certificate_of_cluster_tls(tmp_path):
+    make_certificate(tmp_path, "member", days=1)
+    tls = {"cert": f"{tmp_path}/member.pem", "key": f"{tmp_path}/member.key", "ca": f"{tmp_path}/ca.pem"}
+    async with AsyncExitStack() as stack:
+        server = make_server(ClusterAuth(b"s" * 16))
+        server.add_generic_rpc_handlers((health_handler(lambda: True),))
+        port = await open_port(stack, server, "127.0.0.1", 0, open_credentials(ClusterTls(**tls), ()))
+        await server.start()
+        stack.push_async_callback(server.stop, None)
+        config = {"decode": {"addresses": [f"127.0.0.1:{port}"]}}
+        assert await asyncio.to_thread(exit_code, tmp_path, "decode", config) == 1
+        assert await asyncio.to_thread(exit_code, tmp_path, "decode", config | {"cluster": {"tls": tls}}) == 0
 
 
 def test_probe_invalid_configuration_has_its_own_exit_code(tmp_path, capsys):

@@ -1,11 +1,12 @@
-"""What `tandem doctor` says of the dtype, and of who gets which GPU."""
+"""What `tandem doctor` says of the dtype, of who gets which GPU, and of the cluster's certificates."""
 
 import json
 from pathlib import Path
 
+from cluster.cli.cert import make_certificate
 from cluster.doctor import software
-from cluster.doctor.checks import examine
-from cluster.doctor.findings import Status
+from cluster.doctor.checks import examine, members
+from cluster.doctor.findings import Finding, Status
 from tandem.config.cluster import load
 from tests.unit.worker.test_gpus import FakeHost
 
@@ -93,3 +94,33 @@ def test_doctor_fails_for_gpus_that_are_not_there() -> None:
     )
     assert software.gpu_table(load(None, {"prefill.gpus": [1], "engine.device": "cpu"}), FakeHost(1)) == []
     assert software.gpu_table(load(None, {"prefill.gpus": [1]}), FakeHost(0)) == []
+
+
+def test_doctor_reads_the_certificates_of_cluster_tls(tmp_path: Path) -> None:
+    make_certificate(tmp_path, "member", days=365)
+    make_certificate(tmp_path, "old", days=5)
+
+    def told(name: str, **more: str) -> Finding:
+        pair = {"cluster.tls.cert": f"{tmp_path}/{name}.pem", "cluster.tls.key": f"{tmp_path}/{name}.key"}
+        config = load(None, {**pair, "cluster.tls.ca": f"{tmp_path}/ca.pem", **more})
+        (finding,) = members(config)
+        assert finding in examine(config, router_only=True)
+        return finding
+
+    assert told("member").status is Status.OK
+    assert "valid until 20" in told("member").detail
+    soon = told("old")
+    assert (soon.status, "`tandem cert --renew`" in soon.hint) == (Status.WARN, True)
+    (tmp_path / "member.key").write_text("no key")
+    assert (told("member").status, told("member").detail[:16]) == (Status.FAIL, "cluster.tls.key:")
+
+
+def test_doctor_says_what_is_not_protected() -> None:
+    assert members(load(None)) == []
+    beyond = {"decode.host": "10.0.0.2", "decode.port": 7000}
+    (missing,) = members(load(None, beyond))
+    assert (missing.status, "`tandem cert`" in missing.hint) == (Status.WARN, True)
+    (off,) = members(load(None, {**beyond, "cluster.tls": "off"}))
+    assert (off.status, "not encrypted" in off.detail) == (Status.WARN, True)
+    (wrong,) = members(load(None, {**beyond, "cluster.tls": "permissive"}))
+    assert wrong.status is Status.FAIL

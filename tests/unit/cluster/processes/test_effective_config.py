@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 from rich.console import Console
 
 from cluster.cli import banner
@@ -18,14 +19,16 @@ from cluster.processes.effective_config import (
     module_command,
     plan_processes,
     resolve_model,
+    with_certificates,
     written,
 )
 from cluster.supervisor.process_view import ProcessView
 from cluster.supervisor.supervisor import ProcessPlan, ProcessState, Role
-from tandem.config.cluster import ClusterConfig, RouterConfig, load
+from tandem.config.cluster import ClusterConfig, RouterConfig, dump_for_processes, load
 from tandem.config.engine import ModelSection
 from tandem.config.pools import PoolConfig
 from tandem.errors import ConfigError
+from tandem.rpc.cluster_credentials import open_credentials
 from tandem.rpc.hosts import hold, split
 from tests.unit.cluster.doctor.test_doctor import LLAMA
 
@@ -320,3 +323,23 @@ def test_defaults_are_not_settings_and_bytes_have_units():
     hedged = load(None, {"router.hedging": {}})
     assert banner.changed_settings(hedged, ClusterConfig()) == {"router.hedging": "with defaults"}
     assert [banner.format_bytes(n) for n in (12, 1536, 5 << 30, 3 << 40)] == ["12 B", "1.5 KiB", "5.0 GiB", "3.0 TiB"]
+
+
+def test_certificates_are_made_for_workers_beyond_loopback_and_stay():
+    made = with_certificates(ClusterConfig(), ("10.0.0.2",))
+    assert open_credentials(made.cluster.tls, ("10.0.0.2",)) is not None
+    assert with_certificates(ClusterConfig(), ("10.0.0.2",)).cluster != made.cluster
+    assert with_certificates(made, ("10.0.0.2",)).cluster == made.cluster
+    assert make_effective(ClusterConfig(router=FREE)).cluster == ClusterConfig().cluster
+    off = load(None, {"cluster.tls": "off"})
+    assert with_certificates(off, ("10.0.0.2",)).cluster == off.cluster
+
+
+def test_certificates_are_made_on_loopback_when_required_and_never_when_permissive():
+    required = load(None, {"cluster.tls": "required", "router.port": 0, "router.grpc_port": 0})
+    effective = make_effective(required)
+    assert "PRIVATE KEY" in effective.cluster.tls.pem.get_secret_value()
+    assert "PRIVATE KEY" not in repr(effective)
+    assert ClusterConfig.model_validate(yaml.safe_load(dump_for_processes(effective))) == effective
+    with pytest.raises(ConfigError, match=r"cluster\.tls: mode is permissive and there are no certificates"):
+        make_effective(load(None, {"cluster.tls": "permissive", "router.port": 0, "router.grpc_port": 0}))

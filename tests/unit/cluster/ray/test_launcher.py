@@ -18,6 +18,7 @@ from cluster.supervisor.ray_placement import Node
 from cluster.supervisor.supervisor import ProcessPlan, Role
 from tandem.config.cluster import load
 from tandem.errors import ConfigError
+from tandem.rpc.cluster_credentials import open_credentials
 from tests.support.cluster.clock_that_jumps import ClockThatJumps
 
 WAIT_S = 20.0
@@ -290,9 +291,12 @@ def test_addresses_that_are_stated_contradict_ray():
         RayLauncher(FakeSession()).settle(config)
 
 
-def test_the_secret_is_drawn_once():
+def test_the_secret_and_certificates_are_drawn_once():
     settled = RayLauncher(FakeSession()).settle(load(None, {"router.port": 0, "router.grpc_port": 0}))
     assert settled.secret is not None
+    assert open_credentials(settled.cluster.tls, ("10.0.0.2",)) is not None
+    plain = {"router.port": 0, "router.grpc_port": 0, "cluster.tls": "off"}
+    assert not RayLauncher(FakeSession()).settle(load(None, plain)).cluster.tls.has_certificates
     assert settled.router.port > 0
     assert settled.decode.addresses == ()
 

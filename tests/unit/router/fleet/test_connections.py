@@ -6,7 +6,7 @@ from random import Random
 
 from router.fleet.connections import WorkerFleet
 from tandem.backoff import Backoff
-from tandem.rpc.cluster_grpc import open_channel
+from tandem.rpc.cluster_grpc import Channels
 from tandem.rpc.worker_directory import WorkerAddress
 from tandem.values.roles import WorkerRole
 from tests.support.fake_worker import FakeWorker
@@ -37,7 +37,7 @@ def fleet(directory: Changing, registry: WatchedRegistry) -> WorkerFleet:
     return WorkerFleet(
         directory=directory,
         listener=registry,
-        channel_factory=open_channel,
+        open_channel=Channels(None).open,
         settings=session_settings(),
         rng=Random(1),
         backoff=Backoff(first_s=0.01, most_s=0.02),

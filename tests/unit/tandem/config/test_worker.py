@@ -112,16 +112,16 @@ def test_example_of_two_machines_is_valid():
     example = ClusterConfig.model_validate(yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0]))
     host, port = listen_address(example.decode, "decode", 0)
     assert (host, port, worker_host(example, WorkerRole.DECODE, 0)) == ("10.0.0.1", 7000, host)
-    group = node_group(example, WorkerRole.DECODE, 0, host)
+    group = node_group(example, WorkerRole.DECODE, 0, host, None)
     assert (list(group.ranks_of(1)), group.port, group.join_s) == ([2, 3], 7100, 600.0)
 
 
 def test_ranks_on_several_nodes_without_tls_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = PoolConfig(tensor_parallel_size=2, nodes=2, rank_port=7100)
     config = ClusterConfig(decode=pool, secret=SecretStr("0123456789abcdef"))
-    assert node_group(config, WorkerRole.PREFILL, 0, "10.0.0.2") is None
+    assert node_group(config, WorkerRole.PREFILL, 0, "10.0.0.2", None) is None
     monkeypatch.setenv("GROUP_REVISION", "7d9f")
-    group = node_group(config, WorkerRole.DECODE, 0, "[::1]")
+    group = node_group(config, WorkerRole.DECODE, 0, "[::1]", None)
     assert (group.host, group.revision) == ("::1", "7d9f")
     with pytest.raises(ConfigError, match=r"decode.nodes is 2: beyond this machine .* needs transfer.tls"):
-        node_group(config, WorkerRole.DECODE, 0, "10.0.0.2")
+        node_group(config, WorkerRole.DECODE, 0, "10.0.0.2", None)

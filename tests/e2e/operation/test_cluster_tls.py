@@ -1,0 +1,91 @@
+"""Clusters whose processes speak mutual TLS: hand-offs over tcp, a kill, rotation, and one that changes over."""
+
+import asyncio
+import signal
+
+import pytest
+import pytest_asyncio
+
+from cluster.cli.cert import make_certificate
+from tandem.rpc.cluster_credentials import ClusterCredentials
+from tandem.rpc.mutual_tls import TlsFiles
+from tandem.rpc.tls_check import check_peer
+from tests.previous.release import Release
+from tests.support.running_cluster import running
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+SHORT_DAYS, LONG_DAYS = 3, 30
+MEMBER = "tandem_member_certificate_not_after_seconds"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("certs")
+    make_certificate(made, "member", days=SHORT_DAYS)
+    return made
+
+
+def tls(folder, **more):
+    return {"cert": f"{folder}/member.pem", "key": f"{folder}/member.key", "ca": f"{folder}/ca.pem", **more}
+
+
+def credentials(folder):
+    return ClusterCredentials(TlsFiles(cert=folder / "member.pem", key=folder / "member.key", ca=folder / "ca.pem"))
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def cluster(folder, hatchery):
+    settings = {"cluster__tls": tls(folder), "transfer__transport": "tcp", "decode__replicas": 2}
+    async with running(command=hatchery.command, **settings) as made:
+        yield made
+
+
+async def test_cluster_in_tls_answers_through_both_pools_and_takes_nobody_in_the_clear(cluster, folder, oracle):
+    prompt = oracle.story(7100, 200)
+    assert await cluster.tokens(prompt, 40) == oracle.tokens(prompt, 40)
+    assert await cluster.disaggregated() > 0
+    assert await cluster.figure("tandem_worker_transfers_total", transport="tcp", outcome="committed") > 0
+    for worker in cluster.local.workers:
+        found = await check_peer(worker.address, None)
+        assert found.mismatch == "the peer takes TLS only, and cluster.tls is off here"
+        assert (await check_peer(worker.address, credentials(folder))).not_after_s is not None
+
+    async def watched():
+        return set(await cluster.figures(MEMBER)) == {
+            ("router",),
+            *((worker.name,) for worker in cluster.local.workers),
+        }
+
+    await cluster.until(watched)
+
+
+async def test_stream_survives_its_worker_and_renewed_certificates_need_no_restart(cluster, folder, oracle):
+    prompt = oracle.story(7200, 200)
+    reading = asyncio.create_task(cluster.stream(prompt, 300))
+    before = {worker.name: await check_peer(worker.address, credentials(folder)) for worker in cluster.local.workers}
+    make_certificate(folder, "member", days=LONG_DAYS, renew=True)
+    name, pid = await cluster.kill_the_busiest(signal.SIGKILL)
+    assert (await reading).token_ids == oracle.tokens(prompt, 300)
+    await cluster.comes_back(name, pid)
+    for worker in cluster.local.workers:
+        now = await check_peer(worker.address, credentials(folder))
+        assert now.not_after_s > before[worker.name].not_after_s, "also those that went on"
+    other = oracle.story(7300, 200)
+    assert await cluster.tokens(other, 40) == oracle.tokens(other, 40)
+
+
+@pytest.mark.turn(2)
+async def test_process_of_the_version_before_works_with_permissive_ones(tmp_path, folder, hatchery, oracle):
+    command = Release(tmp_path).among({"prefill-0", "decode-1"}, hatchery.command)
+    settings = {"cluster__tls": tls(folder, mode="permissive"), "transfer__transport": "tcp", "decode__replicas": 2}
+    async with running(command=command, **settings) as cluster:
+        addresses = {worker.name: worker.address for worker in cluster.local.workers}
+        speaks = {name: (await check_peer(at, credentials(folder))).speaks_tls for name, at in addresses.items()}
+        assert speaks == {"prefill-0": False, "decode-0": True, "decode-1": False}
+        for number in range(4):
+            prompt = oracle.story(7400 + number, 200)
+            assert await cluster.tokens(prompt, 20, cache_salt=f"{number}") == oracle.tokens(prompt, 20)
+        assert await cluster.disaggregated() > 0
+        reading = asyncio.create_task(cluster.stream(prompt, 300))
+        await cluster.kill_the_busiest(signal.SIGKILL)
+        assert (await reading).token_ids == oracle.tokens(prompt, 300)

@@ -1,0 +1,61 @@
+"""When the certificates of this router and of its workers expire."""
+
+from contextlib import AsyncExitStack
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from router.fleet.certificate_watch import CertificateWatch
+from router.types.worker_view import WorkerKey
+from tandem.config.cluster_tls import MEMBER_NAME
+from tandem.rpc.cluster_credentials import ClusterCredentials
+from tandem.rpc.cluster_grpc import ClusterAuth, make_server, open_port
+from tandem.values.ids import Incarnation, WorkerId
+from tests.support.certificates import Authority
+
+PERIOD_S = 600.0
+KEY = WorkerKey(WorkerId("decode-0"), Incarnation(1))
+
+
+def valid(authority: Authority, folder: Path, days: int) -> tuple[ClusterCredentials, float]:
+    folder.mkdir(exist_ok=True)
+    until = datetime.now(UTC).replace(microsecond=0) + timedelta(days=days)
+    return ClusterCredentials(authority.issue(folder, name=MEMBER_NAME, not_after=until)), until.timestamp()
+
+
+def exported(watch: CertificateWatch) -> dict[str, float]:
+    [family] = watch.collect()
+    return {sample.labels["member"]: sample.value for sample in family.samples}
+
+
+async def test_watch_tells_what_each_member_shows_and_asks_again_after_a_period(tmp_path: Path) -> None:
+    authority, now_s = Authority(), 0.0
+    (own, own_s), (worker, worker_s) = valid(authority, tmp_path / "own", 30), valid(authority, tmp_path / "worker", 3)
+    addresses: dict[WorkerKey, str] = {}
+    watch = CertificateWatch(own, lambda: addresses, period_s=PERIOD_S, clock=lambda: now_s)
+    await watch.look()
+    assert exported(watch) == {"router": own_s}
+    async with AsyncExitStack() as stack:
+        server = make_server(ClusterAuth(b"s" * 16))
+        addresses[KEY] = f"127.0.0.1:{await open_port(stack, server, '127.0.0.1', 0, worker)}"
+        await server.start()
+        stack.push_async_callback(server.stop, None)
+        await watch.look()
+        assert exported(watch) == {"router": own_s, "decode-0": worker_s}
+        _, renewed_s = valid(authority, tmp_path / "worker", 90)
+        await watch.look()
+        assert exported(watch)["decode-0"] == worker_s, "not due yet"
+        now_s = PERIOD_S
+        await watch.look()
+        assert exported(watch)["decode-0"] == renewed_s
+    now_s = 2 * PERIOD_S
+    await watch.look()
+    assert exported(watch)["decode-0"] == renewed_s, "out of reach: as it was last"
+    addresses.clear()
+    await watch.look()
+    assert exported(watch) == {"router": own_s}
+
+
+async def test_watch_looks_while_entered(tmp_path: Path) -> None:
+    own, own_s = valid(Authority(), tmp_path / "own", 30)
+    async with CertificateWatch(own, dict) as watch:
+        assert exported(watch) == {"router": own_s}
