@@ -37,8 +37,9 @@ def build_images(engine: Engine, version: str) -> Images:
     said = build_arguments()
     more = {"TORCH_INDEX": "configured"}
     engine.gently("make", "image-build", "CONTAINER=buildah", f"BUILD_ARGS={shlex.join(said)}", cwd=ROOT, more=more)
-    _build_services(engine)
-    return Images(router=f"localhost/tandem-router:{version}", worker=f"localhost/tandem-worker:{version}")
+    images = Images(router=f"localhost/tandem-router:{version}", worker=f"localhost/tandem-worker:{version}")
+    _build_services(engine, images.router)
+    return images
 
 
 def build_arguments() -> list[str]:
@@ -68,7 +69,7 @@ def _pip_settings() -> dict[str, str]:
     return told
 
 
-def _build_services(engine: Engine) -> None:
+def _build_services(engine: Engine, router: str) -> None:
     """Redis and Prometheus of Debian, in one layer; and what takes the place of OpenTelemetry's collector."""
     context = engine.folder / "services"
     context.mkdir()
@@ -76,7 +77,7 @@ def _build_services(engine: Engine) -> None:
     engine.build(f"FROM {BASE}\nRUN {install} && rm -rf /var/lib/apt/lists/*\n", SERVICES, context=context)
     engine.build(f'FROM {SERVICES}\nENTRYPOINT ["/usr/bin/prometheus"]\n', PROMETHEUS, context=context)
     shutil.copy(Path(__file__).with_name("collector.py"), context)
-    text = (
-        'FROM localhost/tandem-router:0.1.0\nCOPY collector.py /collector.py\nENTRYPOINT ["python3", "/collector.py"]\n'
-    )
+    lines = [f"FROM {router}", "COPY collector.py /collector.py", 'ENTRYPOINT ["python3", "/collector.py"]']
+    # Without the health check of the router, whose image this begins with.
+    text = "\n".join([*lines, "HEALTHCHECK NONE", ""])
     engine.build(text, COLLECTOR, context=context)
