@@ -82,14 +82,14 @@ promtool: ## Install promtool for the tests of alerts (skipped if there is one; 
 	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends prometheus >/dev/null \
 	  || { echo "No promtool, and it cannot be installed here: sudo make promtool, or PROMTOOL=/path/to/one"; exit 1; }; }
 
-ENGINE := podman buildah runc netavark aardvark-dns iptables catatonit debootstrap
-.PHONY: engine
-engine: ## A container engine for tests/containers (skipped when there is one; else apt-get, as root; without one those tests say so)
+CONTAINER_PACKAGES := podman buildah runc netavark aardvark-dns iptables catatonit debootstrap
+.PHONY: container-engine
+container-engine: ## A container engine for tests/containers (skipped when there is one; else apt-get, as root; without one those tests say so)
 	@( for one in podman buildah runc iptables catatonit debootstrap /usr/lib/podman/netavark /usr/lib/podman/aardvark-dns; do \
 	  command -v $$one >/dev/null || exit 1; done ) || { \
 	  echo "Installing podman and buildah (once) ..."; \
-	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(ENGINE) >/dev/null; } \
-	|| echo "No container engine, and it cannot be installed here: sudo make engine"
+	  apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(CONTAINER_PACKAGES) >/dev/null; } \
+	|| echo "No container engine, and it cannot be installed here: sudo make container-engine"
 
 .PHONY: test
 test: setup browser promtool ## All tests but the long proofs; failures are run once more, and reported as FLAKY if they pass
@@ -113,7 +113,7 @@ check: ## What CI runs
 	@$(MAKE) --no-print-directory test
 
 .PHONY: nightly
-nightly: setup browser promtool engine ## The full counts of the long proofs, in parts, with logs: make nightly ARGS="router kv"
+nightly: setup browser promtool container-engine ## The full counts of the long proofs, in parts, with logs: make nightly ARGS="router kv"
 	@$(BIN)/python -m tests.suite.nightly $(ARGS)
 
 .PHONY: bench
@@ -130,7 +130,7 @@ images: setup ## The images' files linted, built by their own steps in a folder 
 	$(BIN)/pytest -q tests/images --timeout 3600 -s $(ARGS)
 
 .PHONY: containers
-containers: setup engine ## Real containers: images built, compose, the chart's pods, a cluster whose network is cut (as root; half an hour)
+containers: setup container-engine ## Real containers: images built, compose, the chart's pods, a cluster whose network is cut (as root; half an hour)
 	$(BIN)/pytest -q tests/containers --timeout 3600 -s -rs $(ARGS)
 
 # One tag everywhere: the project's version, which the chart and compose name too.

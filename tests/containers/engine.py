@@ -1,6 +1,6 @@
 """A container engine of the tests' own: podman and buildah, with storage, networks and settings in one folder.
 
-Whatever it makes is gone when it is left. Needs root, and packages of Debian's that `make engine` installs.
+Whatever it makes is gone when it is left. Needs root, and packages of Debian's that `make container-engine` installs.
 """
 
 import json
@@ -30,7 +30,7 @@ def why_not() -> str | None:
     absent = [name for name in PROGRAMS if shutil.which(name) is None]
     for name in ("netavark", "aardvark-dns"):
         absent += [] if any(Path(folder, name).exists() for folder in _HELPERS) else [name]
-    return f"no {', '.join(absent)} here: sudo make engine" if absent else None
+    return f"no {', '.join(absent)} here: sudo make container-engine" if absent else None
 
 
 class EngineFailed(AssertionError):

@@ -26,7 +26,8 @@ _TESTS_FAILED, _NO_TESTS = 1, 5  # pytest's exit codes
 PARTS: dict[str, tuple[str, ...]] = {
     "engine": ("tests/unit/engine", "tests/unit/worker", "tests/unit/prefill_worker", "tests/unit/decode_worker"),
     "engine-whole": ("tests/integration/engine",),
-    "kv": ("tests/unit/kv_transfer", "tests/integration/handoff", "tests/proofs"),
+    "kv": ("tests/unit/kv_transfer", "tests/integration/handoff"),
+    "proofs": ("tests/proofs",),
     "router": ("tests/unit/router", "tests/integration/redis"),
     "cluster": (
         *("tests/unit/cluster", "tests/unit/tandem", "tests/unit/tandem_bench", "tests/unit/monitoring"),
