@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Self
 
-from tandem.config.cluster_tls import MEMBER_NAME
 from tandem.errors import ConfigError
+from tandem.rpc.mutual_tls import MEMBER_NAME
 
 CA_DAYS = 3650
 _SKEW = timedelta(hours=1)

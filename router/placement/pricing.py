@@ -174,10 +174,7 @@ def _price_many_decode(
         here = here + local_terms["copy_ms"]
     partner_ms, pair = prices(uncached, transfer, load, here)
     remote = transfer + (partner_ms + model.handoff_ms)
-    local: Bools = here <= remote
-    if model.max_local_prefill_tokens is not None:
-        local &= (uncached <= model.max_local_prefill_tokens) | (remote == np.inf)
-    local |= demand.is_local | (uncached <= model.local_prefill_tokens)
+    local = _local(demand, uncached, here, remote, model)
     total = load + np.where(local, here, remote)
     _add_penalty(demand, pool, terms, total)
     if closed is not None:
@@ -209,6 +206,15 @@ def _price_many_decode(
         transfer_ms=transfer,
         local=local,
     )
+
+
+def _local(demand: PlacementDemand, uncached: Floats, here: Floats, remote: Floats, model: CostModel) -> Bools:
+    """Decide for each decode worker whether it would compute the prompt itself."""
+    local: Bools = here <= remote
+    if model.max_local_prefill_tokens is not None:
+        local &= (uncached <= model.max_local_prefill_tokens) | (remote == np.inf)
+    local |= demand.is_local | (uncached <= model.local_prefill_tokens)
+    return local
 
 
 def _price_few_decode(

@@ -11,8 +11,6 @@ from tandem.errors import ConfigError
 from tandem.rpc.hosts import is_loopback
 
 _SCALARS = {"auto", "required", "permissive", "off"}
-MEMBER_NAME = "tandem-cluster"
-"""DNS name in the certificate of every member, whatever its role or address."""
 
 
 class LinkSecurity(Enum):

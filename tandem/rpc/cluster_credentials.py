@@ -12,14 +12,16 @@ import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from tandem.config.cluster_tls import MEMBER_NAME, ClusterTls, LinkSecurity, link_security, plain_warning
 from tandem.errors import ConfigError
 from tandem.rpc.certificates import read_pem
-from tandem.rpc.mutual_tls import MutualTls, TlsFiles
+from tandem.rpc.mutual_tls import MEMBER_NAME, MutualTls, TlsFiles
+
+if TYPE_CHECKING:
+    from tandem.config.cluster_tls import ClusterTls
 
 ALPN = "h2"
 """Without it a gRPC server hangs up."""
@@ -107,11 +109,14 @@ class ClusterCredentials:
             return self._loaded
 
 
-def open_credentials(tls: ClusterTls, hosts: Iterable[str]) -> ClusterCredentials | None:
+def open_credentials(tls: "ClusterTls", hosts: Iterable[str]) -> ClusterCredentials | None:
     """Credentials of a process that listens at, or connects to, `hosts`; None: it speaks in the clear.
 
     Raises ConfigError when certificates are missing or no good. Warns of traffic that leaves the machine unprotected.
     """
+    # The settings need pydantic, which the kernels' and the engine's own tests do without.
+    from tandem.config.cluster_tls import LinkSecurity, link_security, plain_warning
+
     hosts = list(hosts)
     security = link_security(tls, hosts)
     if warning := plain_warning(tls, hosts):
@@ -121,7 +126,7 @@ def open_credentials(tls: ClusterTls, hosts: Iterable[str]) -> ClusterCredential
     return ClusterCredentials(_files(tls), is_permissive=security is LinkSecurity.PERMISSIVE)
 
 
-def _files(tls: ClusterTls) -> TlsFiles:
+def _files(tls: "ClusterTls") -> TlsFiles:
     if tls.pem is not None:
         return _files_in_memory(tls.pem.get_secret_value())
     assert tls.cert and tls.key and tls.ca  # noqa: S101, PT018  # narrows: the section checks that all are set

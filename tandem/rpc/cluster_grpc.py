@@ -13,10 +13,10 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from tandem.config.cluster_tls import MEMBER_NAME
 from tandem.rpc.cluster_credentials import ClusterCredentials
 from tandem.rpc.health import HEALTH_METHOD, health_handler
 from tandem.rpc.mixed_port import MixedPort
+from tandem.rpc.mutual_tls import MEMBER_NAME
 from tandem.rpc.tls_check import check_peer
 
 TOKEN_KEY = "tandem-cluster-token"  # noqa: S105  # the header's name

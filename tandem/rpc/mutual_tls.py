@@ -13,6 +13,9 @@ from typing import Any
 from tandem.errors import ConfigError
 from tandem.rpc.certificates import first_certificate, load_certificate, read_pem, shake_hands, trust
 
+MEMBER_NAME = "tandem-cluster"
+"""DNS name in the certificate of every member of a cluster, whatever its role or address."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsFiles:

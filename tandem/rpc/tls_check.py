@@ -7,10 +7,9 @@ import asyncio
 import ssl
 from dataclasses import dataclass
 
-from tandem.config.cluster_tls import MEMBER_NAME
 from tandem.rpc.cluster_credentials import ALPN, ClusterCredentials
 from tandem.rpc.hosts import split
-from tandem.rpc.mutual_tls import not_after_s
+from tandem.rpc.mutual_tls import MEMBER_NAME, not_after_s
 
 _TIMEOUT_S = 2.0
 _VERDICT_S = 0.5

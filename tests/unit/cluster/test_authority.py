@@ -9,9 +9,10 @@ import pytest
 from cryptography import x509
 
 from cluster.authority import Authority, Issued, draw_bundle
-from tandem.config.cluster_tls import MEMBER_NAME, ClusterTls
+from tandem.config.cluster_tls import ClusterTls
 from tandem.errors import ConfigError
 from tandem.rpc.cluster_credentials import open_credentials
+from tandem.rpc.mutual_tls import MEMBER_NAME
 
 
 def test_member_is_for_both_ends_and_carries_the_fixed_name_alone() -> None:

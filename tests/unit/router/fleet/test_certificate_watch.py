@@ -6,9 +6,9 @@ from pathlib import Path
 
 from router.fleet.certificate_watch import CertificateWatch
 from router.types.worker_view import WorkerKey
-from tandem.config.cluster_tls import MEMBER_NAME
 from tandem.rpc.cluster_credentials import ClusterCredentials
 from tandem.rpc.cluster_grpc import ClusterAuth, make_server, open_port
+from tandem.rpc.mutual_tls import MEMBER_NAME
 from tandem.values.ids import Incarnation, WorkerId
 from tests.support.certificates import Authority
 

@@ -10,7 +10,7 @@ from router.placement.costs import CostModel
 from router.placement.worker_selection import Placement, place, place_prefill
 from router.types.worker_view import WorkerLoad, WorkerSnapshot
 from router.workers.pair_links import PairLinks, PairTable
-from tests.support.router.reference_costs import Asked, held, pair_cost
+from tests.support.router.reference_costs import PlacementRequest, held, pair_cost
 from tests.support.router.worker_views import demand_of, view_of, worker
 
 EXACT = CostModel(tie_ms=0.0, tie_share=0.0)
@@ -22,13 +22,13 @@ def at(host: str, one: WorkerSnapshot) -> WorkerSnapshot:
 
 
 def placed(
-    workers: list[WorkerSnapshot], asked: Asked, table: PairTable | None, model: CostModel = EXACT
+    workers: list[WorkerSnapshot], request: PlacementRequest, table: PairTable | None, model: CostModel = EXACT
 ) -> tuple[Placement, PairLinks | None]:
     view = view_of(workers)
     links = None if table is None else PairLinks(table, view.decode.members, view.prefill.members)
     if links is not None and not links.refreshed(0.0):
         links = None
-    wanted = demand_of(view, asked.num_tokens, matched=asked.matched, links=links)
+    wanted = demand_of(view, request.num_tokens, matched=request.matched, links=links)
     return place(wanted, view, model, Random(0)), links
 
 
@@ -41,13 +41,13 @@ def test_fast_pair_beats_the_two_best_singles() -> None:
     table = PairTable()
     workers = [at("a", worker("d0", load=LOAD, active=9)), at("b", worker("d1", load=LOAD, active=10))]
     workers += [at("c", worker("p0", backlog=0)), at("b", worker("p1", backlog=20))]
-    asked = Asked(num_tokens=1000, matched={})
-    assert pair_of(placed(workers, asked, None)[0]) == ("d0", "p0")
+    request = PlacementRequest(num_tokens=1000, matched={})
+    assert pair_of(placed(workers, request, None)[0]) == ("d0", "p0")
     # Exposed transfers between hosts take 20 ms per 100 tokens, within one host a tenth of it.
     for sender, receiver, seconds in ((2, 0, 0.02), (3, 0, 0.02), (2, 1, 0.02), (3, 1, 0.002)):
         for _ in range(20):
             table.observe(workers[sender].info, workers[receiver].info, num_tokens=100, exposed_s=seconds, now_s=0.0)
-    placement, _ = placed(workers, asked, table)
+    placement, _ = placed(workers, request, table)
     assert pair_of(placement) == ("d1", "p1")
     first = placement.decode_candidates[0]
     assert first.pair_ms < -50.0
@@ -57,7 +57,7 @@ def test_fast_pair_beats_the_two_best_singles() -> None:
 def test_fast_pair_loses_when_its_prefill_worker_has_a_long_queue() -> None:
     workers = [at("a", worker("d0", load=LOAD, active=9)), at("b", worker("d1", load=LOAD, active=9))]
     workers += [at("c", worker("p0")), at("b", worker("p1", backlog=9_000))]
-    assert pair_of(placed(workers, Asked(num_tokens=1000, matched={}), PairTable())[0])[1] == "p0"
+    assert pair_of(placed(workers, PlacementRequest(num_tokens=1000, matched={}), PairTable())[0])[1] == "p0"
 
 
 def test_rerouted_prefill_considers_the_link() -> None:
@@ -81,18 +81,18 @@ def test_linked_placement_finds_the_cheapest_of_all_pairs(few: int, monkeypatch:
     monkeypatch.setattr(pricing, "FEW", few)
     rng, num_remote, num_moved = Random(5), 0, 0
     for _ in range(150):
-        workers, asked, table = _cluster_at_random(rng)
-        placement, links = placed(workers, asked, table)
+        workers, request, table = _cluster_at_random(rng)
+        placement, links = placed(workers, request, table)
         if links is None:
             continue
-        costs = {pair: cost for pair, cost in _costs(workers, asked, links)}
+        costs = {pair: cost for pair, cost in _costs(workers, request, links)}
         assert placement.predicted_ms == pytest.approx(min(costs.values()), rel=1e-9)
         assert placement.predicted_ms == pytest.approx(costs[pair_of(placement)], rel=1e-9)
         for cost in placement.decode_candidates:
             least = min(value for (name, _), value in costs.items() if name == cost.key.worker_id)
             assert cost.total_ms == pytest.approx(least, rel=1e-9)
         num_remote += placement.prefill is not None
-        num_moved += pair_of(placement) != pair_of(placed(workers, asked, None)[0])
+        num_moved += pair_of(placement) != pair_of(placed(workers, request, None)[0])
     assert num_remote > 40
     assert num_moved > 10
 
@@ -105,23 +105,23 @@ def test_linked_placement_of_many_never_misses_by_more_than_the_spread_of_links(
     monkeypatch.setattr(partners, "PROMISING", 2)
     rng = Random(6)
     for _ in range(60):
-        workers, asked, table = _cluster_at_random(rng)
-        placement, links = placed(workers, asked, table)
+        workers, request, table = _cluster_at_random(rng)
+        placement, links = placed(workers, request, table)
         if links is None:
             continue
-        costs = {pair: cost for pair, cost in _costs(workers, asked, links)}
-        spread = asked.num_tokens * float((links.most_ms - links.least_ms).max())
+        costs = {pair: cost for pair, cost in _costs(workers, request, links)}
+        spread = request.num_tokens * float((links.most_ms - links.least_ms).max())
         assert min(costs.values()) - 1e-6 <= placement.predicted_ms <= min(costs.values()) + spread + 1e-6
 
 
-def _cluster_at_random(rng: Random) -> tuple[list[WorkerSnapshot], Asked, PairTable]:
+def _cluster_at_random(rng: Random) -> tuple[list[WorkerSnapshot], PlacementRequest, PairTable]:
     def one(name: str) -> WorkerSnapshot:
         load = replace(LOAD, kv_bytes_per_s=rng.choice([2e5, 1e6]), prefill_tokens_per_s=rng.choice([4e3, 9e3]))
         shown = worker(name, load=load, backlog=rng.randrange(600), active=rng.randrange(20))
         return at(rng.choice("abc"), shown)
 
     workers = [one(f"d{i}") for i in range(rng.randint(2, 5))] + [one(f"p{i}") for i in range(rng.randint(2, 5))]
-    asked = Asked(
+    request = PlacementRequest(
         num_tokens=rng.randint(100, 1500),
         matched={w.info.key.worker_id: rng.choice([0, 0, rng.randrange(1000)]) for w in workers},
     )
@@ -131,18 +131,18 @@ def _cluster_at_random(rng: Random) -> tuple[list[WorkerSnapshot], Asked, PairTa
             for _ in range(rng.randrange(9)):
                 exposed_s = rng.choice([0.0005, 0.02, 0.09])
                 table.observe(prefill.info, decode.info, num_tokens=100, exposed_s=exposed_s, now_s=0.0)
-    return workers, asked, table
+    return workers, request, table
 
 
-def _costs(workers: list[WorkerSnapshot], asked: Asked, links: PairLinks):
+def _costs(workers: list[WorkerSnapshot], request: PlacementRequest, links: PairLinks):
     """Yield every pair and its cost, each priced alone."""
     decoders = [w for w in workers if w.info.key.worker_id.startswith("d")]
     prefills = [w for w in workers if w.info.key.worker_id.startswith("p")]
     for row, decode in enumerate(decoders):
-        yield (decode.info.key.worker_id, None), pair_cost(decode, None, workers, asked, EXACT)
-        uncached = asked.num_tokens - held(decode, asked)
+        yield (decode.info.key.worker_id, None), pair_cost(decode, None, workers, request, EXACT)
+        uncached = request.num_tokens - held(decode, request)
         transfer_ms = uncached * 1e3 * decode.info.kv_bytes_per_token / decode.load.kv_bytes_per_s
         for other, prefill in enumerate(prefills):
             added = max(uncached * float(links.column(row)[other]), -transfer_ms)
-            cost = pair_cost(decode, prefill, workers, asked, EXACT)
+            cost = pair_cost(decode, prefill, workers, request, EXACT)
             yield (decode.info.key.worker_id, prefill.info.key.worker_id), cost + added

@@ -6,10 +6,13 @@ import pytest
 import yaml
 from pydantic import SecretStr
 
+from cluster.cli.cert import make_certificate
 from tandem.config.cluster import ClusterConfig
+from tandem.config.cluster_tls import ClusterTls
 from tandem.config.pools import PoolConfig
 from tandem.config.worker import cluster_secret, listen_address, memory_here_bytes, num_ranks, rank_port, worker_host
 from tandem.errors import ConfigError
+from tandem.rpc.cluster_credentials import open_credentials
 from tandem.values.roles import WorkerRole
 from worker.node_group import node_group
 
@@ -106,13 +109,19 @@ def test_ranks_on_other_nodes_find_leader() -> None:
     assert num_ranks(by_hand, stated) == 4, "the other four are on other machines"
 
 
-def test_example_of_two_machines_is_valid():
+def test_example_of_two_machines_is_valid(tmp_path):
     page = (ROOT / "docs/operate/kubernetes.md").read_text(encoding="utf-8")
     text = page.partition("Outside Kubernetes do the same by hand")[2]
     example = ClusterConfig.model_validate(yaml.safe_load(text.partition("```yaml\n")[2].partition("```")[0]))
     host, port = listen_address(example.decode, "decode", 0)
     assert (host, port, worker_host(example, WorkerRole.DECODE, 0)) == ("10.0.0.1", 7000, host)
-    group = node_group(example, WorkerRole.DECODE, 0, host, None)
+    tls = example.cluster.tls
+    assert (tls.cert, tls.key, tls.ca) == tuple(
+        f"/etc/tandem/{name}" for name in ("member.pem", "member.key", "ca.pem")
+    )
+    make_certificate(tmp_path, "member", days=1)
+    here = ClusterTls(cert=f"{tmp_path}/member.pem", key=f"{tmp_path}/member.key", ca=f"{tmp_path}/ca.pem")
+    group = node_group(example, WorkerRole.DECODE, 0, host, open_credentials(here, [host]))
     assert (list(group.ranks_of(1)), group.port, group.join_s) == ([2, 3], 7100, 600.0)
 
 

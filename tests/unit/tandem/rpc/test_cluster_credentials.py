@@ -14,12 +14,12 @@ import grpc.aio
 import pytest
 
 from cluster.authority import draw_bundle
-from tandem.config.cluster_tls import MEMBER_NAME, ClusterTls
+from tandem.config.cluster_tls import ClusterTls
 from tandem.errors import ConfigError
 from tandem.rpc.cluster_credentials import ClusterCredentials, open_credentials
 from tandem.rpc.cluster_grpc import Channels, ClusterAuth, make_server, open_blocking_channel, open_port, serve_health
 from tandem.rpc.health import HEALTH_METHOD, SERVING, health_handler
-from tandem.rpc.mutual_tls import TlsFiles
+from tandem.rpc.mutual_tls import MEMBER_NAME, TlsFiles
 from tandem.rpc.tls_check import TlsCheck, check_peer
 from tests.support.certificates import Authority
 
