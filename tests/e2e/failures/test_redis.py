@@ -8,7 +8,7 @@ from cluster.control.wire import RestartRequest, ScaleRequest
 from tandem.client.aio import AsyncClient
 from tandem.client.options import Options
 from tests.e2e.failures.test_router_takeover import second_router
-from tests.support.e2e.emitted import is_of_files, is_of_planner, unknown
+from tests.support.e2e.emitted import is_of_certificates, is_of_files, is_of_planner, unknown
 from tests.support.monitoring_files import UsedExpression, expressions
 from tests.support.redis_server import RedisServer
 from tests.support.running_cluster import running
@@ -120,8 +120,10 @@ async def test_dashboards_and_alerts_use_exported_metrics(cluster, oracle):
         return len(await cluster.figures("tandem_quality_loss_nats")) == 2
 
     await cluster.until(read_by_both)
-    # What a planner tells is held against one that runs: test_autoscale.py; of files: test_access_files.py.
-    used = [one for one in expressions() if not is_of_planner(one) and not is_of_files(one)]
+    # The others' are compared where there is what they are of: test_autoscale.py, test_access_control.py,
+    # test_cluster_tls.py.
+    elsewhere = (is_of_planner, is_of_files, is_of_certificates)
+    used = [one for one in expressions() if not any(is_of(one) for is_of in elsewhere)]
     exposition = (await cluster.http.get("/metrics")).text
     assert unknown(used, exposition) == []
     misspelt = [

@@ -11,6 +11,8 @@ from tandem.rpc.cluster_credentials import ClusterCredentials
 from tandem.rpc.mutual_tls import TlsFiles
 from tandem.rpc.tls_check import check_peer
 from tests.previous.release import Release
+from tests.support.e2e.emitted import is_of_certificates, unknown
+from tests.support.monitoring_files import expressions
 from tests.support.running_cluster import running
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -34,9 +36,9 @@ def credentials(folder):
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
-async def cluster(folder, hatchery):
+async def cluster(folder, fork_servers):
     settings = {"cluster__tls": tls(folder), "transfer__transport": "tcp", "decode__replicas": 2}
-    async with running(command=hatchery.command, **settings) as made:
+    async with running(command=fork_servers.command, **settings) as made:
         yield made
 
 
@@ -57,6 +59,9 @@ async def test_cluster_in_tls_answers_through_both_pools_and_takes_nobody_in_the
         }
 
     await cluster.until(watched)
+    of_certificates = [one for one in expressions() if is_of_certificates(one)]
+    assert of_certificates
+    assert unknown(of_certificates, (await cluster.http.get("/metrics")).text) == []
 
 
 async def test_stream_survives_its_worker_and_renewed_certificates_need_no_restart(cluster, folder, oracle):
@@ -75,8 +80,8 @@ async def test_stream_survives_its_worker_and_renewed_certificates_need_no_resta
 
 
 @pytest.mark.turn(2)
-async def test_process_of_the_version_before_works_with_permissive_ones(tmp_path, folder, hatchery, oracle):
-    command = Release(tmp_path).among({"prefill-0", "decode-1"}, hatchery.command)
+async def test_process_of_the_version_before_works_with_permissive_ones(tmp_path, folder, fork_servers, oracle):
+    command = Release(tmp_path).among({"prefill-0", "decode-1"}, fork_servers.command)
     settings = {"cluster__tls": tls(folder, mode="permissive"), "transfer__transport": "tcp", "decode__replicas": 2}
     async with running(command=command, **settings) as cluster:
         addresses = {worker.name: worker.address for worker in cluster.local.workers}

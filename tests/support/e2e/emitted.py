@@ -41,6 +41,11 @@ def is_of_files(expression: UsedExpression) -> bool:
     return any(selector.name.startswith("tandem_file_") for selector in named(expression.expr).selectors)
 
 
+def is_of_certificates(expression: UsedExpression) -> bool:
+    """Whether it names what only the router of a cluster in TLS tells."""
+    return any(selector.name.startswith("tandem_member_") for selector in named(expression.expr).selectors)
+
+
 def unknown(used: Iterable[UsedExpression], exposition: str) -> list[str]:
     """What expressions name and the cluster does not tell: metrics, labels, and values of labels."""
     metrics = emitted_labels(exposition)
