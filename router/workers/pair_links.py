@@ -4,10 +4,10 @@ A hand-off's exposed time is what its transfer takes after the prompt has been c
 request; here it is kept in seconds per byte, with exponential decay, for every class of links (how near the two workers
 are, and by which transport KV moves), for every receiver in each class, and for the pairs most recently used.
 
-Placement's transfer time already has the rate at which KV arrives at a decode worker. What is added is the difference
-from that worker's usual mix of links: the difference between classes, plus the pair's own difference from what the
-receiver sees in its class. The latter counts more the more hand-offs show it, and not at all below a fifth, which is
-noise. Where all links are of one class and no pair differs, nothing is added.
+Placement's transfer time already has the rate at which KV arrives at a decode worker. What is added is how the pair
+differs from that worker's usual mix of links: the difference between classes, plus the pair's own difference from what
+the receiver sees in its class. The latter counts more the more hand-offs show it, and not at all below a fifth, which
+is noise. Where all links are of one class and no pair differs, nothing is added.
 """
 
 from collections import OrderedDict
