@@ -4,6 +4,7 @@ Peers prove that they belong to the cluster by a token derived from its secret; 
 `cluster.tls` they also show certificates (`tandem.rpc.cluster_credentials`).
 """
 
+import asyncio
 import hmac
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -86,10 +87,12 @@ class Channels:
         self._credentials = credentials
         self._logged: dict[str, str] = {}
         """What was logged last about each peer that TLS keeps this process from."""
+        self._checks: dict[str, asyncio.Task[None]] = {}
+        """Handshakes that find out why; nobody waits for them, since the peer may be gone."""
 
     @asynccontextmanager
     async def open(self, address: str) -> AsyncIterator[grpc.aio.Channel]:
-        """Open a channel; when it ends without a connection because of TLS, log why."""
+        """Open a channel; when it ends without a connection because of TLS, log why a little later."""
         credentials = self._credentials
         if credentials is not None and credentials.is_permissive:
             found = await check_peer(address, credentials)
@@ -99,9 +102,18 @@ class Channels:
                 yield channel
             finally:
                 if channel.get_state() is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
-                    await self._log_mismatch(address)
+                    self._check(address)
                 else:
                     self._logged.pop(address, None)
+
+    async def checked(self) -> None:
+        """Wait until everything is logged that is to be logged."""
+        await asyncio.gather(*self._checks.values())
+
+    def _check(self, address: str) -> None:
+        if address not in self._checks:
+            check = self._checks[address] = asyncio.create_task(self._log_mismatch(address))
+            check.add_done_callback(lambda _: self._checks.pop(address))
 
     async def _log_mismatch(self, address: str) -> None:
         found = await check_peer(address, self._credentials)

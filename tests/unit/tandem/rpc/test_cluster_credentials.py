@@ -93,6 +93,7 @@ async def assert_refused(address: str, client: ClusterCredentials | None, reason
     channels = Channels(client)
     for _ in range(2):
         assert not await is_served(channels, address)
+        await channels.checked()
     told = [record.message for record in logs.records if record.levelno >= logging.WARNING]
     assert len(told) == 1
     assert told[0].startswith(f"no connection with {address}: {reason}")
@@ -151,7 +152,9 @@ def test_process_does_not_start_with_a_certificate_that_peers_refuse(details, re
 async def test_unreachable_peer_is_not_blamed_on_tls(authority, issue: Make, caplog) -> None:
     async with serving(None) as address:
         pass
-    assert not await is_served(Channels(ClusterCredentials(issue(authority))), address)
+    channels = Channels(ClusterCredentials(issue(authority)))
+    assert not await is_served(channels, address)
+    await channels.checked()
     assert caplog.records == []
 
 
