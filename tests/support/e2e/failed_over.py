@@ -13,6 +13,7 @@ from tests.support.running_cluster import WAIT_S, RunningCluster, Streamed, body
 PREFILL = frozenset({"prefill-0", "prefill-1"})
 ROOT = "text_completion tandem-tiny"
 LONG = 400
+_TOGETHER = 8
 ON_ONE_WORKER = {"tandem.reserve", "tandem.handoff", "tandem.first_decode_step"}
 """Below the `tandem.decode` of an attempt whose prompt was handed over."""
 
@@ -57,7 +58,9 @@ async def until_both_are_linked(cluster: RunningCluster, oracle) -> None:
     seeds = count(600)
 
     async def both() -> bool:
-        await cluster.tokens(oracle.story(next(seeds), 100), 1)
+        # Together, so that the slower one gets some; and more than one token: an answer that ends with its first
+        # cancels its hand-off before the KV has landed.
+        await asyncio.gather(*(cluster.tokens(oracle.story(next(seeds), 100), 8) for _ in range(_TOGETHER)))
         labels = {"role": "prefill", "direction": "sent", "kind": "handoff", "outcome": "committed"}
         # A worker that has sent nothing has no sample.
         sent = await cluster.figures("tandem_worker_transfers_total", **labels)
