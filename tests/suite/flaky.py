@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterator
 
 from tests.suite import rotation
-from tests.suite.run import QUICK, Phase, run_pytest
+from tests.suite.run import QUICK, ROOT, Phase, PytestRun
 
 _BUSY_LOOP = "while True: pass"
 
@@ -41,7 +41,8 @@ def main() -> int:
     broken = 0
     with busy_processors(options.load):
         for _ in range(options.times):
-            result = run_pytest(phase, ["-m", QUICK, *options.tests])
+            with PytestRun(phase, ["-m", QUICK, *options.tests], ROOT) as run:
+                result = run.result()
             broken += result.is_broken()
             for outcome in result.failed():
                 failures[outcome.test] += 1

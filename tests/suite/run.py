@@ -7,17 +7,18 @@ be committed with the cause once it is mended.
 """
 
 import collections
+import contextlib
 import datetime
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import Self
 
 from tests.suite import unsteady
 from tests.suite.unsteady import Unsteady
@@ -27,6 +28,10 @@ UNSTEADY_LIST = "tests/unsteady.yaml"
 QUICK = "not slow and not gpu"
 SLOWEST_FILES = 15
 _TESTS_FAILED, _NO_TESTS = 1, 5  # pytest's exit codes
+
+_LOWEST_PRIORITY = ("sh", "-c", '{ echo 19 > /proc/self/autogroup; } 2>/dev/null; exec nice -n 19 "$@"', "sh")
+"""In front of a command that has a session of its own. Where Linux divides the processors between sessions first
+(autogroups), niceness counts within each alone, and every process of a cluster has a session to itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,45 +92,69 @@ class PhaseResult:
         )
 
 
+class PytestRun:
+    """A run of pytest as a process of its own. As a context manager it ends with its block at the latest."""
+
+    def __init__(self, phase: Phase, args: Sequence[str], root: Path, *, quietly: bool = False) -> None:
+        """`quietly`: at the lowest priority, its output kept for `print_output`."""
+        self._phase = phase
+        self._quietly = quietly
+        self._folder = tempfile.TemporaryDirectory()
+        self._outcomes = Path(self._folder.name) / "outcomes.jsonl"
+        self._outcomes.touch()
+        self._output = Path(self._folder.name) / "output.txt"
+        plugin = ("-p", "tests.suite.outcomes", f"--outcomes={self._outcomes}")
+        command = [*(_LOWEST_PRIORITY if quietly else ()), sys.executable, "-m", "pytest", "-q", *plugin, *args]
+        with self._output.open("wb") as output:
+            self._process = subprocess.Popen(
+                command,
+                cwd=root,
+                env={**os.environ, **dict(phase.env)},
+                stdout=output if quietly else None,
+                stderr=subprocess.STDOUT if quietly else None,
+                start_new_session=quietly,
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        if self._process.poll() is None:
+            if self._quietly:
+                os.killpg(self._process.pid, signal.SIGKILL)
+            else:
+                self._process.kill()
+            self._process.wait()
+        self._folder.cleanup()
+
+    def result(self) -> PhaseResult:
+        """Wait for its end."""
+        exit_code = self._process.wait()
+        lines = self._outcomes.read_text(encoding="utf-8").splitlines()
+        outcomes = [Outcome(**json.loads(line)) for line in lines]
+        return PhaseResult(phase=self._phase, exit_code=exit_code, outcomes=outcomes)
+
+    def print_output(self) -> None:
+        """Print what it wrote, if it ran quietly."""
+        print(self._output.read_text(encoding="utf-8", errors="replace"), end="", flush=True)
+
+
 def run_phases(phases: Sequence[Phase], args: Sequence[str], root: Path) -> list[PhaseResult]:
     """Run all phases, in their order but for those that run beside the next one."""
     results: list[PhaseResult] = []
-    parallel: list[Future[tuple[PhaseResult, str]]] = []
-    with ThreadPoolExecutor() as pool:
+    with contextlib.ExitStack() as running:
+        parallel: list[PytestRun] = []
         for phase in phases:
+            run = running.enter_context(PytestRun(phase, [*phase.args, *args], root, quietly=phase.parallel))
             if phase.parallel:
-                parallel.append(pool.submit(_run_quietly, phase, [*phase.args, *args], root))
+                parallel.append(run)
                 continue
-            results.append(run_pytest(phase, [*phase.args, *args], root))
+            results.append(run.result())
             for quiet in parallel:
-                result, output = quiet.result()
-                print(output, end="", flush=True)
-                results.append(result)
+                results.append(quiet.result())
+                quiet.print_output()
             parallel.clear()
     return results
-
-
-def _run_quietly(phase: Phase, args: Sequence[str], root: Path) -> tuple[PhaseResult, str]:
-    """Run pytest at the lowest priority, and return what it printed."""
-    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
-        result = run_pytest(phase, args, root, before=("nice", "-n", "19"), stdout=output)
-        output.seek(0)
-        return result, output.read()
-
-
-def run_pytest(
-    phase: Phase, args: Sequence[str], root: Path = ROOT, *, before: Sequence[str] = (), stdout: IO[str] | None = None
-) -> PhaseResult:
-    """Run pytest as a process of its own. `before`: of its command line. `stdout`: where ours goes when absent."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "outcomes.jsonl"
-        path.touch()
-        command = [*before, sys.executable, "-m", "pytest", "-q", "-p", "tests.suite.outcomes", f"--outcomes={path}"]
-        env = {**os.environ, **dict(phase.env)}
-        errors = None if stdout is None else subprocess.STDOUT
-        done = subprocess.run([*command, *args], cwd=root, env=env, check=False, stdout=stdout, stderr=errors)
-        lines = path.read_text(encoding="utf-8").splitlines()
-    return PhaseResult(phase=phase, exit_code=done.returncode, outcomes=[Outcome(**json.loads(line)) for line in lines])
 
 
 def run_again(result: PhaseResult, root: Path) -> tuple[list[Unsteady], list[str]]:
@@ -133,7 +162,8 @@ def run_again(result: PhaseResult, root: Path) -> tuple[list[Unsteady], list[str
     failed = result.failed()
     if not failed:
         return [], []
-    again = run_pytest(result.phase, [o.test for o in failed], root)
+    with PytestRun(result.phase, [o.test for o in failed], root) as run:
+        again = run.result()
     passed = {o.test for o in again.outcomes if o.outcome == "passed"}
     today = datetime.datetime.now(tz=datetime.UTC).date().isoformat()
     flaky = [Unsteady(test=o.test, seen=today, failure=o.reason) for o in failed if o.test in passed]

@@ -1,5 +1,7 @@
 """How the suite handles tests that fail: unsteady ones are recognised and listed, and cannot become a habit."""
 
+import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -120,3 +122,37 @@ def test_suite_phase_beside_another_is_counted_and_printed_after_it(
     assert "failed twice: call: assert 1 == 2" in printed
     assert "1 passed, 1 failed, 0 skipped" in printed
     assert printed.index("1 passed, 1 deselected") < printed.index("1 failed, 1 deselected")
+
+
+def test_suite_phase_beside_another_has_the_lowest_priority(root: Path) -> None:
+    (root / "test_it.py").write_text(
+        "import os\nfrom pathlib import Path\n\n"
+        "def test_first():\n    pass\n\n"
+        "def test_second():\n"
+        "    assert os.nice(0) == 19\n"
+        "    assert os.getsid(0) == os.getpid()\n"
+        "    group = Path('/proc/self/autogroup')\n"
+        "    assert not group.exists() or group.read_text().endswith(' nice 19\\n')\n"
+    )
+    phases = (
+        run.Phase(name="low", args=("-p", "no:cacheprovider", "-k", "second"), parallel=True),
+        run.Phase(name="high", args=("-p", "no:cacheprovider", "-k", "first")),
+    )
+    assert all(result.exit_code == 0 for result in run.run_phases(phases, [], root))
+
+
+def test_suite_run_that_is_left_early_ends_its_processes(root: Path) -> None:
+    marker = f"left-early-{time.time_ns()}"
+    (root / "test_it.py").write_text(
+        "import subprocess, sys\nfrom pathlib import Path\n\n"
+        "def test_it():\n"
+        f"    child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)', '{marker}'])\n"
+        "    Path(__file__).with_name('started').touch()\n"
+        "    child.wait()\n"
+    )
+    phase = run.Phase(name="only", args=("-p", "no:cacheprovider"))
+    with run.PytestRun(phase, [], root, quietly=True):
+        while not (root / "started").exists():
+            time.sleep(0.01)
+    while marker in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout:
+        time.sleep(0.01)
