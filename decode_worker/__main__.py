@@ -57,6 +57,7 @@ async def serve(config: ClusterConfig, place: WorkerPlace, lifetime: Lifetime) -
             role=WorkerRole.DECODE,
             model_name=model_name(config.model.path, config.model.name),
             address=f"{host_name}:{bound}",
+            rack=config.decode.rack,
         )
         host = EngineHost(parts, on_fatal=lifetime.fail)
         tracer = open_tracer(stack, config.telemetry, service="tandem-decode", instance=identity.worker_id)

@@ -98,6 +98,7 @@ def _identity(config: ClusterConfig, index: int, address: str) -> WorkerIdentity
         role=WorkerRole.PREFILL,
         model_name=model_name(config.model.path, config.model.name),
         address=address,
+        rack=config.prefill.rack,
     )
 
 

@@ -107,4 +107,5 @@ def hello_to_pb(parts: EngineParts, identity: WorkerIdentity, transports: Sequen
         transports=transports,
         vocab_size=parts.model.vocab_size,
         eos_token_ids=sorted(parts.config.eos_token_ids),
+        rack=identity.rack,
     )

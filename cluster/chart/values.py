@@ -26,6 +26,7 @@ Seconds = Annotated[int, Field(ge=0, le=86400)]
 Path = Annotated[str, Field(pattern=r"^/[A-Za-z0-9._/-]*$")]
 ResourceName = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+(/[A-Za-z0-9._-]+)?$")]
 Spreading = Literal["ScheduleAnyway", "DoNotSchedule", "none"]
+LabelName = Annotated[str, Field(pattern=r"^(([a-z0-9.-]+/)?[A-Za-z0-9._-]+)?$", max_length=317)]
 Texts = dict[str, str]
 Kubernetes = dict[str, Any]
 """Kubernetes object, validated by Kubernetes."""
@@ -170,6 +171,7 @@ class Pool(Placed):
     maxUnavailable: Annotated[int, Field(ge=0)]
     autoscaling: PoolScaling
     runtimeClassName: ObjectName
+    rackLabel: LabelName
     podLabels: Texts
     podAnnotations: Texts
 

@@ -18,7 +18,8 @@ from router.fleet.certificate_watch import CertificateWatch
 from router.fleet.probes import QualityProbe
 from router.metrics.admission import AdmissionMetrics
 from router.metrics.router_metrics import RouterMetrics
-from router.metrics.worker_health import HealthMetrics
+from router.metrics.worker_health import HealthMetrics, LinkMetrics
+from router.workers.pair_links import PairTable
 
 _INTRODUCTION = """\
 # Metrics
@@ -92,7 +93,12 @@ def render() -> str:
 def _router() -> Iterator[_Row]:
     idle = cast(Any, _Idle())
     yield from _registered(RouterMetrics("model").registry)
-    for collector in (AdmissionMetrics(idle, idle), HealthMetrics(idle, None, idle), ClusterStateMetrics(idle)):
+    for collector in (
+        AdmissionMetrics(idle, idle),
+        HealthMetrics(idle, None, idle),
+        LinkMetrics(PairTable(), idle),
+        ClusterStateMetrics(idle),
+    ):
         yield from _collected(collector.collect())
     # These open files or follow workers, so they are built without either.
     for show in (AuditFile.collect, FileWatcher.collect, CertificateWatch.collect, QualityProbe.collect):

@@ -117,6 +117,7 @@ def hello_from_pb(message: pb.WorkerMessage) -> WorkerInfo:
         eos_token_ids=frozenset(hello.eos_token_ids),
         num_blocks_below=hello.num_blocks_below,
         protocol_version=version,
+        rack=hello.rack,
     )
 
 

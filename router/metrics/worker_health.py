@@ -1,4 +1,5 @@
-"""Metrics of worker health: circuit breakers, quarantined requests, hedged attempts."""
+"""Metrics of worker health (circuit breakers, quarantined requests, hedged attempts), and of the links between
+workers."""
 
 from collections.abc import Callable, Iterable
 
@@ -7,6 +8,7 @@ from prometheus_client.registry import Collector
 
 from router.dispatch.choices.hedging import Hedging
 from router.workers.health import WorkerHealth
+from router.workers.pair_links import PairTable
 from tandem.circuit_breaker import BreakerState
 
 
@@ -45,6 +47,33 @@ class HealthMetrics(Collector):
         yield _counter(
             "tandem_hedges_won", "Hedged attempts that produced the first token", hedging.num_won if hedging else 0
         )
+
+
+class LinkMetrics(Collector):
+    """Exports what hand-offs have shown of each class of links."""
+
+    def __init__(self, pairs: PairTable, clock: Callable[[], float]) -> None:
+        self._pairs = pairs
+        self._clock = clock
+
+    def collect(self) -> Iterable[Metric]:
+        labels = ("locality", "transport")
+        speeds = GaugeMetricFamily(
+            "tandem_link_bytes_per_second",
+            "KV bytes of a hand-off per second that its client waited for them, as placement expects of such links",
+            labels=labels,
+        )
+        evidence = GaugeMetricFamily(
+            "tandem_link_handoffs",
+            "Hand-offs over such links that this rests on; each counts half after two minutes",
+            labels=labels,
+        )
+        for rate in self._pairs.rates(self._clock()):
+            values = (rate.link.locality.value, rate.link.transport)
+            speeds.add_metric(values, rate.bytes_per_s)
+            evidence.add_metric(values, rate.num_handoffs)
+        yield speeds
+        yield evidence
 
 
 def _counter(name: str, text: str, value: float) -> Metric:

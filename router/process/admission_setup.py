@@ -15,7 +15,7 @@ from router.dispatch.dispatcher import Dispatcher
 from router.host_peers.rate_limits import RateLimitFile
 from router.metrics.admission import AdmissionMetrics
 from router.metrics.router_metrics import RouterMetrics
-from router.metrics.worker_health import HealthMetrics
+from router.metrics.worker_health import HealthMetrics, LinkMetrics
 from router.placement.costs import CostModel
 from router.workers.registry import WorkerRegistry
 from tandem.config.cluster import ClusterConfig, RouterConfig
@@ -85,6 +85,7 @@ def make_admission_queue(
     )
     metrics.registry.register(AdmissionMetrics(fair, metrics.tenants))
     metrics.registry.register(HealthMetrics(dispatcher.health, dispatcher.hedging, clock))
+    metrics.registry.register(LinkMetrics(registry.pairs, clock))
     continuations = Continuations(
         most=config.router.max_inflight_requests, remembered_s=config.router.request_timeout_s, clock=clock
     )

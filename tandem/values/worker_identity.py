@@ -17,6 +17,8 @@ class WorkerIdentity:
     model_name: str
     address: str
     """host:port of its gRPC server."""
+    rack: str = ""
+    """Part of the network that is fast within itself; empty: unknown."""
 
     @property
     def handoff_address(self) -> str:

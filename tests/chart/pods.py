@@ -88,7 +88,9 @@ def environment(container: Object) -> dict[str, str]:
     made: dict[str, str] = {}
     for variable in container.get("env", ()):
         name = variable["name"]
-        if "value" in variable:
+        if name.endswith("__RACK"):
+            made[name] = variable["valueFrom"]["fieldRef"]["fieldPath"].removeprefix("metadata.labels['").rstrip("]'")
+        elif "value" in variable:
             made[name] = re.sub(r"\$\((\w+)\)", lambda found: made[found[1]], variable["value"])
         else:
             made[name] = POD_IP if name == "POD_IP" else _TOLD[name]

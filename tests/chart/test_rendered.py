@@ -268,6 +268,7 @@ def test_each_process_reads_the_configuration_that_is_meant(
         pool = getattr(config, role)
         assert listen_address(pool, role, 1) == (f"[{POD_IP}]", release.values[role]["port"])
         assert health_port(pool, 1) == release.values[role]["healthPort"]
+        assert pool.rack == release.values[role]["rackLabel"]  # whose value is its name here
         assert num_ranks(config, pool) == pool.ranks_per_node
         assert config.engine.device == ("cuda" if release.values[role]["gpu"]["enabled"] else "cpu")
 

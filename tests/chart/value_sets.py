@@ -52,6 +52,7 @@ GOOD: dict[str, Values] = {
         "priorityClasses": {"create": True},
     },
     "stated shm": {"config": {"decode": {"tensor_parallel_size": 2}}, "decode": {"shmSize": "2Gi"}},
+    "racks": {"prefill": {"rackLabel": "topology.kubernetes.io/zone"}, "decode": {"rackLabel": "rack"}},
     "other GPUs": {
         "prefill": {"gpu": {"enabled": True, "resource": "amd.com/gpu"}, "runtimeClassName": "nvidia"},
         "decode": {"gpu": {"enabled": True, "resource": "amd.com/gpu"}},

@@ -31,6 +31,10 @@ spec:
         # The address on which it listens and which it publishes in Redis.
         - {name: TANDEM_{{ upper .component }}__HOST, value: "'$(POD_IP)'"}
         - {name: TANDEM_{{ upper .component }}__HEALTH_PORT, value: "{{ int .pool.healthPort }}"}
+        {{- with .pool.rackLabel }}
+        - name: TANDEM_{{ upper $.component }}__RACK
+          valueFrom: {fieldRef: {fieldPath: "metadata.labels['{{ . }}']"}}
+        {{- end }}
         - {name: TANDEM_ENGINE__DEVICE, value: {{ ternary "cuda" "cpu" .pool.gpu.enabled }}}
         - {name: HOME, value: /tmp}
         - {name: XDG_CACHE_HOME, value: /cache}

@@ -123,6 +123,7 @@ function factsOf(worker, role) {
     ? ["Prefill", worker.prefill_tokens_per_s ? `${rate(worker.prefill_tokens_per_s)} tokens/s` : "–"]
     : ["Step", worker.decode_step_s ? milliseconds(worker.decode_step_s * 1000) : "–"];
   const rare = worker.quarantined_blocks ? [["Quarantined", plural(worker.quarantined_blocks, "block")]] : [];
+  if (worker.rack) rare.push(["Rack", worker.rack]);
   return [
     ["Running", count(worker.running)],
     ["Waiting", count(worker.waiting)],

@@ -95,6 +95,7 @@ def _workers(sources: StatusSources) -> list[dict[str, Any]]:
             {
                 "id": info.key.worker_id,
                 "role": info.role.value,
+                "rack": info.rack,
                 "state": _state(worker, breakers.get(info.key)),
                 "report": load.report_number,
                 "blocks": info.num_blocks,

@@ -11,7 +11,13 @@ MAX_TOKENS = 24
 LAYERS = {"engine__prefill_chunk_tokens": 64, "transfer__chunk_bytes": 1 << 14}
 """Several steps for most prompts, and chunks of a few layers."""
 WAYS = {
-    "16-to-32-shm": {"decode__block_size": 32, "transfer__transport": "shm", **LAYERS},
+    "16-to-32-shm": {
+        "decode__block_size": 32,
+        "decode__rack": "r1",
+        "prefill__rack": "r1",
+        "transfer__transport": "shm",
+        **LAYERS,
+    },
     "64-to-16-tcp": {"prefill__block_size": 64, "transfer__transport": "tcp", **LAYERS},
     "16-to-64-tcp-2-ranks": {
         "decode__block_size": 64,
@@ -34,6 +40,12 @@ async def test_pools_of_unequal_block_sizes_answers_equal_transformers(way, fork
                 i for i, (answer, (_, expected)) in enumerate(zip(answers, cases, strict=True)) if answer != expected
             ] == []
         assert await cluster.disaggregated() > 0
+        transport = WAYS[way]["transfer__transport"]
+        assert await cluster.figure("tandem_link_handoffs", locality="host", transport=transport) > 0
+        assert await cluster.figure("tandem_link_bytes_per_second", locality="host", transport=transport) > 0
+        snapshot = (await cluster.http.get("/status/snapshot")).json()
+        racks = {worker["rack"] for pool in snapshot["pools"] for worker in pool["workers"]}
+        assert racks == {WAYS[way].get("decode__rack", "")}
         prompt = max((prompt for prompt, _ in cases), key=len)
         again = await cluster.complete(prompt, MAX_TOKENS, cache_salt="warm")
         # The router finds what is held whatever the size of the blocks that hold it.

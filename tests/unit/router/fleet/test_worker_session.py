@@ -295,6 +295,13 @@ def test_impossible_hello_is_refused(change: dict[str, object], message: str) ->
         hello_from_pb(pb.WorkerMessage(hello=hello))
 
 
+def test_hello_names_the_rack() -> None:
+    hello = FakeWorker("d0").hello
+    assert hello_from_pb(pb.WorkerMessage(hello=hello)).rack == ""
+    hello.rack = "r1"
+    assert hello_from_pb(pb.WorkerMessage(hello=hello)).rack == "r1"
+
+
 def test_first_message_must_be_hello() -> None:
     with pytest.raises(ProtocolError, match="got load"):
         hello_from_pb(pb.WorkerMessage(load=pb.LoadSnapshot()))

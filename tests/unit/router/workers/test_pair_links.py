@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 
+from router.metrics.worker_health import LinkMetrics
 from router.types.worker_view import WorkerInfo, WorkerKey
 from router.workers import pair_links
 from router.workers.columns import PoolMembers
@@ -129,3 +131,16 @@ def test_pair_table_ignores_what_cannot_be() -> None:
     table.observe(info("p0", "a"), info("d0", "b"), num_tokens=0, exposed_s=1.0, now_s=0.0)
     table.observe(info("p0", "a"), info("d0", "b"), num_tokens=9, exposed_s=-1.0, now_s=0.0)
     assert not table.pairs
+
+
+def test_link_metrics_export_every_measured_class() -> None:
+    table, registry = PairTable(), CollectorRegistry()
+    registry.register(LinkMetrics(table, lambda: HALF_LIFE_S))
+    assert b'locality="' not in generate_latest(registry)
+    observe(table, info("p0", "a"), info("d0", "a"), 1e-9)
+    observe(table, info("p0", "a"), info("d1", "b"), 1e-8)
+    host = {"locality": "host", "transport": "shm"}
+    assert registry.get_sample_value("tandem_link_handoffs", host) == pytest.approx(25.0)
+    assert registry.get_sample_value("tandem_link_bytes_per_second", host) == pytest.approx(1e9, rel=0.2)
+    beyond = {"locality": "beyond", "transport": "tcp"}
+    assert registry.get_sample_value("tandem_link_bytes_per_second", beyond) == pytest.approx(1e8, rel=0.2)
