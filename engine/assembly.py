@@ -27,10 +27,10 @@ from engine.model.decoder import Decoder
 from engine.model.gpu_memory import GpuWish, gpu_limit_bytes
 from engine.model.loader import Progress, load_model
 from engine.model.memory_budget import (
-    DEFAULT_MEMORY_SHARE,
     MemoryBudget,
     check_room,
     check_share_of_machine,
+    default_limit_bytes,
     estimate_workspace_bytes,
     kv_layout,
     plan_memory,
@@ -397,7 +397,7 @@ def _limit_bytes(spec: EngineSpec, device: torch.device) -> int:
         wish = GpuWish(index=spec.gpus[0] if spec.gpus else 0, sharers=spec.gpu_sharers, stated_bytes=stated_bytes)
         return gpu_limit_bytes(wish, device)
     if spec.memory_bytes is None or stated_bytes is None:
-        return int(free_memory_bytes() // max(1, spec.num_workers_here) * DEFAULT_MEMORY_SHARE)
+        return default_limit_bytes(free_memory_bytes(), spec.num_workers_here)
     here_bytes = max(stated_bytes * spec.ranks_here, spec.memory_here_bytes or 0)
     check_share_of_machine(spec.memory_bytes, here_bytes=here_bytes, capacity_bytes=memory_capacity_bytes())
     return stated_bytes

@@ -66,7 +66,7 @@ async def _first(one: Awaitable[object], other: Awaitable[object]) -> bool:
 
 
 class DrainingWorker(Protocol):
-    """What `drain` needs of a worker."""
+    """What `leave` needs of a worker."""
 
     fabric: Fabric | None
     migration_source: MigrationSource | None

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from cluster.supervisor.process_view import ProcessView
-from engine.model.memory_budget import DEFAULT_MEMORY_SHARE
+from engine.model.memory_budget import default_limit_bytes
 from tandem.config.cluster import ClusterConfig
 
 _ANSWER_S = 120.0
@@ -64,7 +64,7 @@ def has_room(ready: Mapping[str, Any], config: ClusterConfig, free_bytes: Sequen
     if (stated := config.engine.memory_bytes) is not None:
         return least >= stated // count
     kept = (int(ready.get("weights_bytes", 0)) + int(ready.get("kv_bytes", 0))) // count
-    return int(least * DEFAULT_MEMORY_SHARE) >= kept
+    return default_limit_bytes(least) >= kept
 
 
 def _num_gpus(ready: Mapping[str, Any]) -> int:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cluster.processes.child import Child
     from cluster.supervisor.supervisor import ProcessPlan
-    from router.workers.silence import SilenceWatch
+    from tandem.process.silence import SilenceWatch
 
 Word = tuple[str, Any]
 """Event as its kind and value; kinds are loading, ready, beat, news, log and exit."""
@@ -168,7 +168,7 @@ class WorkerHost:
 
     def _renew(self) -> None:
         """Renew the lease, as the worker is still wanted."""
-        from router.workers.silence import SilenceWatch
+        from tandem.process.silence import SilenceWatch
 
         now = asyncio.get_running_loop().time()
         if self._lease is None:

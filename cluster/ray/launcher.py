@@ -21,10 +21,10 @@ from cluster.processes.launcher import EXIT_NOT_STARTED, Launched, LocalLauncher
 from cluster.ray.session import HostHandle, NodeLost, RaySession
 from cluster.supervisor.ray_placement import GPU, Node, RayPlacement, bundle_of, render_resources, worker_config
 from cluster.supervisor.supervisor import ProcessPlan, Role
-from router.workers.silence import SilenceWatch
 from tandem.config.cluster import ClusterConfig, dump_for_processes
 from tandem.errors import ConfigError
 from tandem.process.load_progress import LoadReport
+from tandem.process.silence import SilenceWatch
 from tandem.rpc.hosts import join
 
 SOMEWHERE = "a Ray node"

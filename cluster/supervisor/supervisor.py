@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 
 from cluster.supervisor.exceptions import describe_exit
-from router.workers.silence import SilenceWatch
 from tandem.errors import InvariantError
+from tandem.process.silence import SilenceWatch
 
 LOOK_S = 1.0
 """Seconds between two checks."""
@@ -127,8 +127,15 @@ class RestartPolicy:
     max_backoff_s: float = 10.0
     max_rapid_deaths: int = 6
 
-    def backoff(self, rapid_deaths: int) -> float:
-        """Return the seconds to wait after the n-th rapid death in a row."""
+    def rapid_deaths(self, earlier: int, served_s: float | None) -> int:
+        """Return the rapid deaths in a row of a process that has died once more, after serving for `served_s` (None:
+        it did not serve)."""
+        return 1 if served_s is not None and served_s >= self.stable_s else earlier + 1
+
+    def restart_after_s(self, rapid_deaths: int) -> float | None:
+        """Return the seconds to wait before a process is restarted; None: it is given up."""
+        if rapid_deaths > self.max_rapid_deaths:
+            return None
         return min(self.max_backoff_s, self.backoff_s * 2.0 ** (rapid_deaths - 1))
 
 
@@ -282,12 +289,12 @@ class Supervisor:
             process.state = ProcessState.EXITED
             before = "" if process.was_ready else " before it was ready"
             return self._fail(name, f"{name} {describe_exit(status)}{before}", now)
-        stable = process.ready_at is not None and now - process.ready_at >= self.policy.stable_s
-        process.rapid_deaths = 1 if stable else process.rapid_deaths + 1
+        served_s = None if process.ready_at is None else now - process.ready_at
         process.ready_at = None
-        if process.rapid_deaths > self.policy.max_rapid_deaths:
+        process.rapid_deaths = self.policy.rapid_deaths(process.rapid_deaths, served_s)
+        wait_s = self.policy.restart_after_s(process.rapid_deaths)
+        if wait_s is None:
             return self._abandon(process, status, now)
-        wait_s = self.policy.backoff(process.rapid_deaths)
         process.state, process.deadline = ProcessState.BACKOFF, now + wait_s
         return [Note(name=name, text=f"{describe_exit(status)}; restart in {wait_s:.2g} s", is_error=True)]
 

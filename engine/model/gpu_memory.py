@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.model.memory_budget import DEFAULT_MEMORY_SHARE
+from engine.model.memory_budget import default_limit_bytes
 from tandem.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class GpuWish:
     def limit_bytes(self, memory: GpuMemory) -> int:
         """What the rank may take. Raises ConfigError when so much can never be there for each of them."""
         if self.stated_bytes is None:
-            return int(memory.total_bytes * DEFAULT_MEMORY_SHARE) // self.sharers
+            return default_limit_bytes(memory.total_bytes, self.sharers)
         if self.stated_bytes * self.sharers > memory.total_bytes:
             raise ConfigError(
                 f"{self._named(memory)}: engine.memory_bytes wants {_gib(self.stated_bytes)} for each of "

@@ -13,10 +13,17 @@ MAX_MASK_ELEMENTS = 2**24
 """Largest attention mask, in elements, that a step keeps."""
 
 
-DEFAULT_MEMORY_SHARE = 0.8
-"""Of what is free where a worker starts, when nobody has stated how much it may take."""
+_DEFAULT_SHARE = 0.8
 
 _HEADROOM_SHARE = 0.05
+
+
+def default_limit_bytes(available_bytes: int, num_sharers: int = 1) -> int:
+    """Return what each of `num_sharers` may take where `engine.memory_bytes` is not set: its part of 80 %.
+
+    `available_bytes`: on a CPU what is free when the worker starts, on a GPU all of the GPU's memory.
+    """
+    return int(available_bytes * _DEFAULT_SHARE) // max(1, num_sharers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -68,9 +68,9 @@ class ApiKeyStore:
 
     def tenant(self, authorization: str | None) -> str:
         """Return the tenant that an Authorization value proves, "" when no key is required. Raises Unauthenticated."""
-        return self.caller({} if authorization is None else {"authorization": authorization}).tenant
+        return self.authenticate({} if authorization is None else {"authorization": authorization}).tenant
 
-    def caller(self, headers: Mapping[str, str]) -> ApiCaller:
+    def authenticate(self, headers: Mapping[str, str]) -> ApiCaller:
         """Return the caller that the headers (lowercase names) prove.
 
         Raises Unauthenticated, or Unavailable while no key is accepted.

@@ -140,7 +140,7 @@ class FairAdmission:
             turns.append(entry)
         return turns
 
-    def hopeless(self) -> list[tuple[AdmissionEntry, ServingError]]:
+    def end_hopeless(self) -> list[tuple[AdmissionEntry, ServingError]]:
         """End waiting requests that can no longer be served in time; return each with its refusal."""
         if not len(self._queue):
             return []
@@ -156,7 +156,7 @@ class FairAdmission:
                 and (late := forecast.lateness(ticket, room, share=1.0, patience=patience)) is not None
             ):
                 entry = self._entries[ticket]
-                error = self._limits.too_late(ticket, *late, room, waited=True)
+                error = self._limits.too_late_error(ticket, *late, room, waited=True)
                 self.end(entry)
                 found.append((entry, error))
         return found
@@ -212,7 +212,7 @@ class FairAdmission:
     def _admit(self, call: Sequence[AdmissionRequest]) -> list[AdmissionEntry]:
         tenant, promised = call[0].tenant, all(wanted.promised for wanted in call)
         if self.ended or (self.closed and not promised):
-            raise self._limits.draining(tenant, len(call))
+            raise self._limits.draining_error(tenant, len(call))
         tickets = [self._tickets.make(wanted) for wanted in call]
         try:
             estimates = [ticket.num_tokens + ticket.output_tokens for ticket in tickets]
@@ -236,13 +236,13 @@ class FairAdmission:
         self._pass_time()
         late = forecast.lateness(ticket, room, share=1.0 if at_once else self._policy.entry_share)
         if late is not None and not too_large:
-            raise self._limits.too_late(ticket, *late, room)
+            raise self._limits.too_late_error(ticket, *late, room)
         if at_once:
             if ticket.tenant not in (waiting := self._queue.tenants):
                 self._counters.activate(ticket.tenant, waiting, credit=forecast.credit(ticket, room))
             entry.is_local = room.reads_itself(ticket.num_tokens) is not None
             return []
-        evicted = [self._displace(victim, room) for victim in self._limits.victims(ticket, room)]
+        evicted = [self._displace(victim, room) for victim in self._limits.evict_for(ticket, room)]
         self._queue.push(ticket, credit=forecast.credit(ticket, room))
         self._entries[ticket] = entry
         entry.waiting = True
@@ -251,7 +251,7 @@ class FairAdmission:
     def _displace(self, victim: Ticket, room: ClusterCapacity) -> tuple[AdmissionEntry, ServingError]:
         entry = self._entries[victim]
         self.end(entry)
-        return entry, self._limits.queue_full(victim, room)
+        return entry, self._limits.queue_full_error(victim, room)
 
     def _pass_time(self) -> None:
         # The drain rate is not learned while no worker drains the queue.

@@ -77,12 +77,12 @@ class QueueLimits:
         self._counts = counts
         self._clock = clock
 
-    def draining(self, tenant: str, num_requests: int) -> Unavailable:
+    def draining_error(self, tenant: str, num_requests: int) -> Unavailable:
         """Make the refusal of a whole call by a router that is shutting down."""
         self._counts.rejected(Rejection.DRAINING, tenant, num_requests)
         return Unavailable("the router is draining", retry_after_s=_DRAINING_RETRY_S)
 
-    def victims(self, ticket: Ticket, room: ClusterCapacity) -> list[Ticket]:
+    def evict_for(self, ticket: Ticket, room: ClusterCapacity) -> list[Ticket]:
         """Return the requests to evict in favour of `ticket`: of the worst priority, the end of the longest line.
 
         Raises Overloaded if evicting them would not make enough room, or they rank before `ticket`.
@@ -93,19 +93,19 @@ class QueueLimits:
             if num_waiting < self._policy.max_requests and num_tokens <= self._policy.max_tokens:
                 break
             if not self._displaces(ticket, victim, line_cost):
-                raise self.queue_full(ticket, room)
+                raise self.queue_full_error(ticket, room)
             found.append(victim)
             num_waiting, num_tokens = num_waiting - 1, num_tokens - victim.num_tokens
         return found
 
-    def queue_full(self, ticket: Ticket, room: ClusterCapacity) -> Overloaded:
+    def queue_full_error(self, ticket: Ticket, room: ClusterCapacity) -> Overloaded:
         """Make the refusal of a request that the queue has no room for."""
         wait_s = ticket.cost / self._forecast.rate(room)
         self._counts.rejected(Rejection.QUEUE_FULL, ticket.tenant)
         retry_s = self._forecast.retry_after_s(ticket, wait_s, room)
         return Overloaded(f"{len(self._queue)} requests are waiting", retry_after_s=retry_s)
 
-    def too_late(
+    def too_late_error(
         self, ticket: Ticket, why: Rejection, over_s: float, room: ClusterCapacity, *, waited: bool = False
     ) -> ServingError:
         """Make the refusal of a request that would come `over_s` too late; `waited`: it was admitted before."""

@@ -242,7 +242,7 @@ class Frontend:
             raise InvalidRequest("prompt: empty", param="prompt")
         if fields.truncate_prompt_tokens is not None:
             ids = ids[-self._num_kept(fields, fields.truncate_prompt_tokens) :]
-        room = self._room_for_answer(len(ids), fields, param)
+        room = self._check_context(len(ids), fields, param)
         wanted = fields.max_tokens if fields.max_tokens is not None else default_max_tokens
         fitting = room if wanted is None else max(1, min(wanted, room))
         most = self._max_tokens(fields, fitting, num_prompts, stated=fields.max_tokens is not None)
@@ -288,13 +288,13 @@ class Frontend:
         context = self.model.max_model_len
         return max(1, context - (fields.max_tokens or 1)) if num_tokens == -1 else num_tokens
 
-    def _room_for_answer(self, num_prompt_tokens: int, fields: ClientRequest, param: str) -> int:
+    def _check_context(self, num_prompt_tokens: int, fields: ClientRequest, param: str) -> int:
         """Return the tokens that the context leaves beside the prompt. Raises ContextLengthExceeded where too few are
         left."""
         context = self.model.max_model_len
         room = context - num_prompt_tokens
         if room < fields.least_tokens:
-            raise self.prompts.too_long(num_prompt_tokens, param, fields.least_tokens)
+            raise self.prompts.too_long_error(num_prompt_tokens, param, fields.least_tokens)
         for name, wanted in (("min_tokens", fields.sampling.min_tokens), (fields.max_tokens_param, fields.max_tokens)):
             if wanted is not None and wanted > max(1, room):
                 raise ContextLengthExceeded(

@@ -78,7 +78,7 @@ class PromptReader:
         if not value:
             raise InvalidRequest(f"{param}: empty", param=param)
         if len(value) > self._model.max_model_len:
-            raise self.too_long(len(value), param)
+            raise self.too_long_error(len(value), param)
         for item in value:
             if type(item) is not int or not 0 <= item < self._model.vocab_size:
                 raise InvalidRequest(f"{param}: token ids must be in [0, {self._model.vocab_size})", param=param)
@@ -134,7 +134,7 @@ class PromptReader:
             context = f"the model's context of {self._model.max_model_len} tokens"
             raise ContextLengthExceeded(f"{param}: {chars} characters cannot fit {context}", param=param)
 
-    def too_long(self, tokens: int, param: str, least: int = 1) -> ContextLengthExceeded:
+    def too_long_error(self, tokens: int, param: str, least: int = 1) -> ContextLengthExceeded:
         """Make the error for a prompt of so many tokens that fewer than `least` are left for the answer."""
         context = f"the model's context is {self._model.max_model_len} tokens"
         return ContextLengthExceeded(

@@ -247,7 +247,7 @@ class AdmissionQueue:
     def _recheck(self) -> None:
         self._recheck_timer = None
         self._pump()
-        self._refuse(self.admission.hopeless())
+        self._refuse(self.admission.end_hopeless())
         if self.admission.num_waiting:
             self._recheck_timer = asyncio.get_running_loop().call_later(_RECHECK_S, self._recheck)
 

@@ -55,8 +55,8 @@ from router.types.session_events import (
     WorkerPort,
 )
 from router.types.worker_view import PrefixChange, WorkerInfo, WorkerKey, WorkerLoad
-from router.workers.silence import SilenceWatch
 from tandem.errors import Unavailable
+from tandem.process.silence import SilenceWatch
 from tandem.protocol.pin_wire import result_from_pb
 from tandem.protocol.session_versions import router_dialect
 from tandem.v1 import session_pb2 as pb

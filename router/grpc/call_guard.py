@@ -179,7 +179,7 @@ def caller_by(metadata: Iterable[tuple[str, str | bytes]] | None, keys: ApiKeySt
     for key, value in metadata or ():
         if isinstance(value, str):
             sent.setdefault(key, value)
-    return keys.caller(sent)
+    return keys.authenticate(sent)
 
 
 def _raising(error: ServingError) -> Callable[[Any, Any], Awaitable[Any]]:

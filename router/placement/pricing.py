@@ -174,7 +174,7 @@ def _price_many_decode(
         here = here + local_terms["copy_ms"]
     partner_ms, pair = prices(uncached, transfer, load, here)
     remote = transfer + (partner_ms + model.handoff_ms)
-    local = _local(demand, uncached, here, remote, model)
+    local = _prefer_local_prefill(demand, uncached, here, remote, model)
     total = load + np.where(local, here, remote)
     _add_penalty(demand, pool, terms, total)
     if closed is not None:
@@ -208,8 +208,10 @@ def _price_many_decode(
     )
 
 
-def _local(demand: PlacementDemand, uncached: Floats, here: Floats, remote: Floats, model: CostModel) -> Bools:
-    """Decide for each decode worker whether it would compute the prompt itself."""
+def _prefer_local_prefill(
+    demand: PlacementDemand, uncached: Floats, here: Floats, remote: Floats, model: CostModel
+) -> Bools:
+    """Decide as `prefers_local_prefill`, for a whole pool of decode workers at once."""
     local: Bools = here <= remote
     if model.max_local_prefill_tokens is not None:
         local &= (uncached <= model.max_local_prefill_tokens) | (remote == np.inf)
@@ -282,6 +284,8 @@ def prefers_local_prefill(
     demand: PlacementDemand, uncached: float, *, local_ms: float, remote_ms: float, model: CostModel
 ) -> bool:
     """Whether a decode worker computes the prompt itself (local prefill), or a prefill worker does (disaggregated).
+
+    `_prefer_local_prefill` decides the same for pools of more than `FEW` workers.
 
     The cheaper of both, within the bounds on uncached tokens; local if the demand or the lack of a partner requires it.
     The demand does where admission let it in as local, the prefill pool being full (`ClusterCapacity.reads_itself`).

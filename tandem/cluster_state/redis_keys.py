@@ -1,7 +1,8 @@
-"""The keys in Redis: where on the board everything stands.
+"""The keys that Tandem uses in Redis.
 
-Under one cluster's name: `workers` and `routers`, sorted sets of who was there lately; and for each of those a value of
-its own that ends with its lease. Whatever is of a worker is of one process of it: a restarted worker starts afresh.
+All are under the cluster's name: `workers` and `routers`, sorted sets of the processes that were there lately; and for
+each of these a value of its own that expires with its lease. A worker's keys belong to one process of it: a restarted
+worker starts with new ones.
 """
 
 from tandem.cluster_state.entries import Process
@@ -21,21 +22,21 @@ class ClusterStateKeys:
         self.routers = f"{self._root}:routers"
 
     def notice(self, process: Process) -> str:
-        """Leased: the process is here."""
+        """A worker's registration (address, role, model), which expires with its lease."""
         return f"{self._root}:worker:{process.mark}"
 
     def head(self, process: Process) -> str:
-        """What there is of its cache."""
+        """The extent of the entries about its cache (`Footprint`)."""
         return f"{self._root}:head:{process.mark}"
 
     def state(self, process: Process) -> str:
-        """All that it held at one moment."""
+        """A snapshot of its cache: every block name at one moment."""
         return f"{self._root}:state:{process.mark}"
 
     def log(self, process: Process) -> str:
-        """A stream of what has changed; an entry's id is the number of the change after it."""
+        """A stream of changes of its cache since the snapshot; an entry's id is the sequence number after it."""
         return f"{self._root}:log:{process.mark}"
 
     def load(self, router: Incarnation) -> str:
-        """Leased: what the router has under way."""
+        """The load that a router has sent to each worker, which expires with its lease."""
         return f"{self._root}:load:{router:x}"

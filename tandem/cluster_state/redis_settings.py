@@ -1,4 +1,4 @@
-"""How the board's Redis is reached, directly or through sentinels, and how long anybody waits for it."""
+"""How Redis is reached, directly or through sentinels, and how long anybody waits for it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

@@ -1,6 +1,5 @@
 """The part of the router's configuration about access: keys, TLS, operator pages, the audit log."""
 
-import ipaddress
 import os
 from collections.abc import Collection
 from pathlib import Path
@@ -12,7 +11,7 @@ from tandem.config.admission import BearerKey, LimitsConfig, mistaken_keys
 from tandem.config.section import Seconds, Section
 from tandem.config.source.yaml_file import read_mapping
 from tandem.errors import ConfigError, UnreadableFile
-from tandem.rpc.hosts import checked_host, checked_origin
+from tandem.rpc.hosts import checked_host, checked_origin, is_loopback
 
 Host = Annotated[str, AfterValidator(checked_host)]
 Origin = Annotated[str, AfterValidator(checked_origin)]
@@ -97,9 +96,13 @@ class RouterAccess(Section):
     audit_log: AuditConfig | None = None
 
     @model_validator(mode="after")
-    def _refuse_open_beyond_loopback(self) -> Self:
+    def _refuse_two_sources_of_keys(self) -> Self:
         if self.api_keys and self.api_keys_file is not None:
             raise ValueError("api_keys and api_keys_file are both set: set only one of them")
+        return self
+
+    @model_validator(mode="after")
+    def _refuse_open_beyond_loopback(self) -> Self:
         if not (self.is_local or self.allow_open or self.asks_who):
             raise ValueError(
                 f"host {self.host} is reachable from other machines and clients are not authenticated: set api_keys,"
@@ -115,12 +118,7 @@ class RouterAccess(Section):
     @property
     def is_local(self) -> bool:
         """Whether the servers listen on loopback only."""
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        return is_loopback(self.host)
 
     @property
     def warning(self) -> str | None:

@@ -53,8 +53,9 @@ class EngineSection(PinnedShares):
     num_blocks: Annotated[int, Field(ge=2)] | None = None
     """Number of KV blocks. null: as many as `memory_bytes` holds, or on a CPU enough for 32 full contexts."""
     memory_bytes: PositiveInt | None = None
-    """Memory of one worker for weights, workspace and KV. null: 80 % of the memory of the machine or container, or of
-    the GPU, divided evenly among the workers there. A sum over all workers that exceeds what there is is an error."""
+    """Memory of one worker for weights, workspace and KV. null: an even part, with the other workers there, of 80 % of
+    what is free in the machine or container when the worker starts, or of the GPU's whole memory. A sum over all
+    workers that exceeds what there is is an error."""
     max_batched_tokens: PositiveInt = 2048
     """Maximum number of tokens computed in one step."""
     prefill_chunk_tokens: PositiveInt = 1024

@@ -24,7 +24,7 @@ from engine.kv_storage.paged_cache import PagedKVCache
 from engine.model.decoder import Decoder
 from engine.model.gpu_memory import gpu_limit_bytes
 from engine.model.loader import load_model
-from engine.model.memory_budget import DEFAULT_MEMORY_SHARE, check_share_of_rank
+from engine.model.memory_budget import check_share_of_rank, default_limit_bytes
 from engine.runner.dry_run import PeakMemory, give_back
 from engine.runner.model_runner import ModelRunner
 from tandem.errors import ConfigError
@@ -110,7 +110,7 @@ def _limit_bytes(setup: RankSetup, device: torch.device) -> int | None:
         return None
     free_bytes = free_memory_bytes() // setup.ranks_per_node
     if setup.stated_bytes is None:
-        return int(free_bytes * DEFAULT_MEMORY_SHARE)
+        return default_limit_bytes(free_bytes)
     check_share_of_rank(setup.stated_bytes, free_bytes=free_bytes)
     return setup.stated_bytes
 

@@ -60,7 +60,7 @@ class AccessGuard:
             entry = current_entry()
             if entry is not None:
                 entry.is_kept = True
-            caller = self._keys.caller(request.headers)
+            caller = self._keys.authenticate(request.headers)
             if entry is not None:
                 entry.caller = caller
             if page in self._for_operators and not caller.operator:

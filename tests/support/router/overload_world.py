@@ -143,7 +143,7 @@ class World:
         return [snapshot(w.name, backlog=int(w.backlog), active=w.active, rate=w.rate) for w in self._workers]
 
     def _look(self) -> None:
-        self._tell(self.admission.hopeless())
+        self._tell(self.admission.end_hopeless())
         self._pump()
         self.at(self.now_s + 0.1, self._look)
 

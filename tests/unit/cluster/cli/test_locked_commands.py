@@ -35,7 +35,7 @@ def test_new_key_with_entry_is_accepted() -> None:
     assert again.stdout.strip() == entry
     raised = CliRunner().invoke(app, ["key", "digest", "--operator"], input=f"{key}\n")
     config = RouterConfig(api_keys=[PlainLoader(raised.stdout).get_single_data()])
-    assert ApiKeyStore(config.api_keys).caller({"authorization": f"Bearer {key}"}).operator
+    assert ApiKeyStore(config.api_keys).authenticate({"authorization": f"Bearer {key}"}).operator
 
 
 @pytest.mark.parametrize(

@@ -266,7 +266,7 @@ def test_key_file_entry_maps_digest_to_tenant() -> None:
     assert len(key) >= 43
     plain, digest = ApiKeyStore([ApiKey(key=key)]), ApiKeyStore([ApiKey(key=entry_of(key))])
     assert plain.tenant(f"Bearer {key}") == digest.tenant(f"Bearer {key}")
-    caller = digest.caller({"authorization": f"Bearer {key}"})
+    caller = digest.authenticate({"authorization": f"Bearer {key}"})
     assert caller.key_id == key_id(kept_of(key))
     assert caller.key_id is not None
     assert caller.key_id not in key
@@ -359,7 +359,7 @@ async def test_key_file_unreadable_for_too_long_closes_access(tmp_path: Path, ca
         message = "no API key is accepted: router.api_keys_file was not read for 60 s"
         for headers in ({"authorization": "Bearer one"}, {"x-api-key": "nonsense"}, {}):
             with pytest.raises(Unavailable, match=message):
-                keeper.keys.caller(headers)
+                keeper.keys.authenticate(headers)
         assert keeper.not_ready_reason() == message
         assert "keys.yaml: a FIFO, not a regular file; what was read before stays in force for 60 s" in caplog.text
         path.unlink()

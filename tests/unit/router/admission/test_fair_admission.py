@@ -204,9 +204,9 @@ def test_admission_hopeless_queued_request_is_refused_early() -> None:
     desk = AdmissionBench()
     desk.fill()
     entry = desk.ask(within_s=3.0)
-    assert desk.admission.hopeless() == []
+    assert desk.admission.end_hopeless() == []
     desk.workers = [snapshot(backlog=5000, active=1)]
-    ((found, error),) = desk.admission.hopeless()
+    ((found, error),) = desk.admission.end_hopeless()
     assert found is entry
     assert isinstance(error, Unavailable)
     assert desk.admission.num_waiting == desk.admission.num_inflight == 0
@@ -215,7 +215,7 @@ def test_admission_hopeless_queued_request_is_refused_early() -> None:
     desk.fill()
     desk.ask(within_s=3.0)
     desk.now_s += 3.0
-    assert isinstance(desk.admission.hopeless()[0][1], DeadlineExceeded)
+    assert isinstance(desk.admission.end_hopeless()[0][1], DeadlineExceeded)
 
 
 def test_admitted_request_may_wait_longer_than_new_one() -> None:
@@ -226,7 +226,7 @@ def test_admitted_request_may_wait_longer_than_new_one() -> None:
     with pytest.raises(Unavailable):
         desk.ask(tokens=500)
     # Half a second each after 5.8: the fifth alone would come after more than twice four.
-    assert [entry for entry, _ in desk.admission.hopeless()] == [waiting[4]]
+    assert [entry for entry, _ in desk.admission.end_hopeless()] == [waiting[4]]
 
 
 def test_full_queue_evicts_end_of_longest_line() -> None:

@@ -100,7 +100,7 @@ def test_request_waits_for_expected_worker() -> None:
     assert second.waiting
     assert desk.turns() == []
     desk.now_s += 4.0
-    ((entry, error),) = desk.admission.hopeless()
+    ((entry, error),) = desk.admission.end_hopeless()
     assert entry is second
     assert isinstance(error, DeadlineExceeded)
     desk.now_s += 1.0
@@ -114,9 +114,9 @@ def test_request_wait_for_expected_worker_is_bounded() -> None:
     first = desk.ask()
     desk.now_s += 5.0
     second = desk.ask()
-    assert desk.admission.hopeless() == []
+    assert desk.admission.end_hopeless() == []
     desk.now_s += 5.1
-    ((entry, error),) = desk.admission.hopeless()
+    ((entry, error),) = desk.admission.end_hopeless()
     assert entry is first
     assert isinstance(error, Unavailable)
     assert error.message == "no decode worker accepts requests: the wait would be longer than 10 s"
@@ -131,5 +131,5 @@ def test_drain_rate_is_not_learned_without_workers() -> None:
     desk.ask()
     rate = desk.admission._forecast.rate(desk.admission._watch.measure())
     desk.now_s += 9.0
-    desk.admission.hopeless()
+    desk.admission.end_hopeless()
     assert desk.admission._forecast.rate(desk.admission._watch.measure()) == pytest.approx(rate)

@@ -1,6 +1,6 @@
 """Silence is the peer's, not our own."""
 
-from router.workers.silence import SilenceWatch
+from tandem.process.silence import SilenceWatch
 
 
 def test_silence_is_detected_within_a_period() -> None:
