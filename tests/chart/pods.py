@@ -23,6 +23,8 @@ _TOLD = _SECRETS | {
     "NODE_INDEX": "2",
 }
 POD_IP = "fd00::12"
+RACKS = {"topology.kubernetes.io/zone": "no", "rack": "12", "no.such.label": ""}
+"""Values of labels that name racks, which a worker must read as text; a pod without the label has an empty one."""
 
 
 def containers(pod: Object) -> Iterator[Object]:
@@ -88,12 +90,12 @@ def environment(container: Object) -> dict[str, str]:
     made: dict[str, str] = {}
     for variable in container.get("env", ()):
         name = variable["name"]
-        if name.endswith("__RACK"):
-            made[name] = variable["valueFrom"]["fieldRef"]["fieldPath"].removeprefix("metadata.labels['").rstrip("]'")
-        elif "value" in variable:
+        if "value" in variable:
             made[name] = re.sub(r"\$\((\w+)\)", lambda found: made[found[1]], variable["value"])
         else:
-            made[name] = POD_IP if name == "POD_IP" else _TOLD[name]
+            path = variable["valueFrom"].get("fieldRef", {}).get("fieldPath", "")
+            label = path.removeprefix("metadata.labels['").removesuffix("']")
+            made[name] = POD_IP if name == "POD_IP" else _TOLD[name] if name in _TOLD else RACKS[label]
     return made
 
 

@@ -26,6 +26,7 @@ from tests.chart.edges import allowed, isolated, needed
 from tests.chart.metric_names import emitted, named_in
 from tests.chart.pods import (
     POD_IP,
+    RACKS,
     containers,
     lapses,
     loose_ends,
@@ -268,7 +269,8 @@ def test_each_process_reads_the_configuration_that_is_meant(
         pool = getattr(config, role)
         assert listen_address(pool, role, 1) == (f"[{POD_IP}]", release.values[role]["port"])
         assert health_port(pool, 1) == release.values[role]["healthPort"]
-        assert pool.rack == release.values[role]["rackLabel"]  # whose value is its name here
+        label = release.values[role]["rackLabel"]
+        assert pool.rack == (RACKS[label] if label else "")
         assert num_ranks(config, pool) == pool.ranks_per_node
         assert config.engine.device == ("cuda" if release.values[role]["gpu"]["enabled"] else "cpu")
 
@@ -432,6 +434,8 @@ _SETTINGS = (
     "TANDEM_PREFILL__HEALTH_PORT",
     "TANDEM_DECODE__HEALTH_PORT",
     "TANDEM_REDIS__",
+    "TANDEM_PREFILL__RACK",
+    "TANDEM_DECODE__RACK",
     "TANDEM_PREFILL__HOST",
     "TANDEM_DECODE__HOST",
     "TANDEM_ENGINE__DEVICE",

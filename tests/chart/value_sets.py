@@ -53,6 +53,7 @@ GOOD: dict[str, Values] = {
     },
     "stated shm": {"config": {"decode": {"tensor_parallel_size": 2}}, "decode": {"shmSize": "2Gi"}},
     "racks": {"prefill": {"rackLabel": "topology.kubernetes.io/zone"}, "decode": {"rackLabel": "rack"}},
+    "racks that pods do not know": {"decode": {"rackLabel": "no.such.label"}},
     "other GPUs": {
         "prefill": {"gpu": {"enabled": True, "resource": "amd.com/gpu"}, "runtimeClassName": "nvidia"},
         "decode": {"gpu": {"enabled": True, "resource": "amd.com/gpu"}},

@@ -53,12 +53,16 @@ class PartResult:
     last_line: str
     flaky: Sequence[str] = ()
     """Tests that failed, and passed when they were run again."""
+    num_passed: int = 1
 
     def is_green(self) -> bool:
-        return self.exit_code in (0, _NO_TESTS)
+        """Whether all tests passed that there are here; a part whose tests were all skipped has shown nothing."""
+        return self.exit_code == _NO_TESTS or (self.exit_code == 0 and self.num_passed > 0)
 
     def render(self) -> str:
         state = "green" if self.is_green() else "RED" if self.exit_code is not None else "RED (out of time)"
+        if self.exit_code == 0 and not self.num_passed:
+            state = "all skipped"
         line = f"{self.part:14} {state:18} {self.seconds / 60:6.1f} min  {self.last_line}"
         return "\n".join([line, *(f"{'':14} FLAKY {test}" for test in self.flaky)])
 
@@ -86,6 +90,7 @@ def run_part(part: str, folder: Path, limit_s: float = LIMIT_S, root: Path = ROO
         seconds=round(time.monotonic() - began, 1),
         last_line=lines[-1].strip("= ") if lines else "",
         flaky=flaky,
+        num_passed=_num_passed(outcomes),
     )
     (folder / f"{part}.json").write_text(json.dumps(asdict(result)), encoding="utf-8")
     return result
@@ -109,6 +114,10 @@ def _run_pytest(args: Sequence[str], log: Path, outcomes: Path, limit_s: float, 
         except subprocess.TimeoutExpired:
             return None
     return done.returncode
+
+
+def _num_passed(outcomes: Path) -> int:
+    return outcomes.read_text(encoding="utf-8").count('"outcome": "passed"')
 
 
 def _failed(outcomes: Path) -> list[str]:

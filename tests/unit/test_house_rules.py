@@ -8,6 +8,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -172,6 +173,31 @@ def test_few_docstrings_have_at_most_three_words() -> None:
         and len(text.split()) <= 3
     ]
     assert len(short) < MAX_SHORT_DOCSTRINGS, short
+
+
+SERVING = tuple(name for name in PACKAGES if name not in ("tandem_bench", "training", "tests"))
+MAX_METHODS_NAMED_TAKE = 8
+
+
+def serving_nodes(kind: type[ast.AST]) -> Iterator[tuple[str, Any]]:
+    for path in sources():
+        if path.relative_to(ROOT).parts[0] in SERVING:
+            for node in ast.walk(tree(path)):
+                if isinstance(node, kind):
+                    yield f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}", node
+
+
+def test_public_class_names_are_unique() -> None:
+    places: dict[str, list[str]] = collections.defaultdict(list)
+    for place, node in serving_nodes(ast.ClassDef):
+        if not node.name.startswith("_"):
+            places[node.name].append(place)
+    assert not {name: found for name, found in places.items() if len(found) > 1}
+
+
+def test_few_methods_are_named_take() -> None:
+    found = [place for place, node in serving_nodes(ast.FunctionDef) if node.name == "take"]
+    assert len(found) < MAX_METHODS_NAMED_TAKE, found
 
 
 def test_packages_have_empty_init_files() -> None:

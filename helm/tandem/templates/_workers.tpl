@@ -32,8 +32,10 @@ spec:
         - {name: TANDEM_{{ upper .component }}__HOST, value: "'$(POD_IP)'"}
         - {name: TANDEM_{{ upper .component }}__HEALTH_PORT, value: "{{ int .pool.healthPort }}"}
         {{- with .pool.rackLabel }}
-        - name: TANDEM_{{ upper $.component }}__RACK
+        # Quoted, as settings are read as YAML: the label may be missing, or look like a number.
+        - name: RACK
           valueFrom: {fieldRef: {fieldPath: "metadata.labels['{{ . }}']"}}
+        - {name: TANDEM_{{ upper $.component }}__RACK, value: "'$(RACK)'"}
         {{- end }}
         - {name: TANDEM_ENGINE__DEVICE, value: {{ ternary "cuda" "cpu" .pool.gpu.enabled }}}
         - {name: HOME, value: /tmp}

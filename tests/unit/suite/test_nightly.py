@@ -52,6 +52,13 @@ def test_part_that_passes_is_green_and_keeps_its_log(root: Path) -> None:
     assert not green
 
 
+def test_part_whose_tests_are_all_skipped_is_not_green(root: Path) -> None:
+    write(root / "test_one.py", "pytest.skip('no engine here')")
+    result = nightly.run_part("one", root, root=root)
+    assert not result.is_green()
+    assert "all skipped" in nightly.summary(root)[0][0]
+
+
 def test_part_that_fails_is_red(root: Path) -> None:
     write(root / "test_one.py", "pass")
     write(root / "test_two.py", "raise AssertionError")
