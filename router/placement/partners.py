@@ -7,6 +7,7 @@ with the link between the two.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import copysign
 from random import Random
 from typing import Protocol
 
@@ -96,10 +97,10 @@ def _masked(total: Sequence[float], able: Sequence[bool]) -> list[float]:
 def pick(total: Column, held: Column, load: Column, model: CostModel, rng: Random) -> int:
     """Pick, of the workers tied for the lowest cost, the one that holds most; then the least loaded; then at random."""
     if isinstance(total, np.ndarray):
-        bound = _least(total) * (1.0 + model.tie_share) + model.tie_ms
+        bound = _tie_bound(float(_least(total)), model)
         rows: list[int] = (total <= bound).nonzero()[0].tolist()
     else:
-        bound = min(total) * (1.0 + model.tie_share) + model.tie_ms
+        bound = _tie_bound(min(total), model)
         rows = [row for row, cost in enumerate(total) if cost <= bound]
     if len(rows) > 1:
         most = max([held[row] for row in rows])
@@ -108,6 +109,12 @@ def pick(total: Column, held: Column, load: Column, model: CostModel, rng: Rando
         waiting = min([load[row] for row in rows]) + model.tie_ms
         rows = [row for row in rows if load[row] <= waiting]
     return rows[0] if len(rows) == 1 else rows[rng.randrange(len(rows))]
+
+
+def _tie_bound(least_ms: float, model: CostModel) -> float:
+    """Return the highest cost that ties with the lowest, which is below zero where a link saves more than its worker
+    costs."""
+    return least_ms * (1.0 + copysign(model.tie_share, least_ms)) + model.tie_ms
 
 
 class LinkedPartners:

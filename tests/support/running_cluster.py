@@ -22,6 +22,9 @@ WAIT_S = 60.0
 """For what must happen, however slow the machine is; no test passes or fails by how long it took."""
 
 
+_TRACEBACK_LINES = 80
+
+
 @dataclass(slots=True)
 class Streamed:
     """What a stream has received so far."""
@@ -43,6 +46,16 @@ class Logs(SilentWatcher):
 
     def on_log(self, name, line):
         self.lines.append(f"{name}: {line}")
+
+    def tracebacks(self) -> list[str]:
+        """Each process's lines from its first traceback on, at most `_TRACEBACK_LINES`."""
+        names = dict.fromkeys(line.partition(": ")[0] for line in self.lines if "Traceback" in line)
+        found: list[str] = []
+        for name in names:
+            own = [line for line in self.lines if line.startswith(f"{name}: ")]
+            first = next(number for number, line in enumerate(own) if "Traceback" in line)
+            found += own[max(0, first - 1) : first + _TRACEBACK_LINES]
+        return found
 
 
 class RunningCluster:

@@ -24,6 +24,6 @@ async def test_streams_under_faults_are_complete_and_equal(oracle, fork_servers,
         known = await learn(cluster.local.http_url, oracle, 9 if num_faults < 20 else 24, seed=num_faults)
         report = await Campaign(Workers(cluster, fork_servers.folder), known, seed=num_faults).run(faults)
     print(*lines(report), sep="\n")
-    assert not report.problems, "\n".join(lines(report))
+    assert not report.problems, "\n".join([*lines(report), *cluster.logs.tracebacks()])
     assert len(report.injected) == num_faults
     assert report.num_continued["worker_lost"] > num_faults

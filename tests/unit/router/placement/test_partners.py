@@ -1,12 +1,15 @@
 """The joint choice of a pair: links between two workers count."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
+import numpy as np
 import pytest
 
 from router.placement import partners, pricing
 from router.placement.costs import CostModel
+from router.placement.pool_costs import Column
 from router.placement.worker_selection import Placement, place, place_prefill
 from router.types.worker_view import WorkerLoad, WorkerSnapshot
 from router.workers.pair_links import PairLinks, PairTable
@@ -146,3 +149,10 @@ def _costs(workers: list[WorkerSnapshot], request: PlacementRequest, links: Pair
             added = max(uncached * float(links.column(row)[other]), -transfer_ms)
             cost = pair_cost(decode, prefill, workers, request, EXACT)
             yield (decode.info.key.worker_id, prefill.info.key.worker_id), cost + added
+
+
+@pytest.mark.parametrize("column", [list, np.array])
+def test_pick_ties_costs_below_zero(column: Callable[[list[float]], Column]) -> None:
+    """A link may save more than its prefill worker costs."""
+    total, held, load = column([-100.0, -99.0, 5.0]), column([0.0, 16.0, 99.0]), column([0.0, 0.0, 0.0])
+    assert partners.pick(total, held, load, CostModel(), Random(0)) == 1
