@@ -26,7 +26,8 @@ from tandem_bench.report import Row, figure, print_table
 MIN_CONTROL = 0.9
 _ROUND = 10
 """Probes in a round; every other one of a prefix that was sent."""
-_PROMPT_CHARS = 1000
+_PROMPT_CHARS = 4000
+"""Long enough that computing a prompt stands out from what else a busy machine does."""
 _SHOWN_EVERY = 200
 _TIMEOUT_S = 120.0
 

@@ -7,8 +7,7 @@ import pytest
 from rich.console import Console
 
 from tandem_bench.__main__ import parser
-from tandem_bench.isolation.measure import MIN_CONTROL, Prober, measure
-from tandem_bench.isolation.separation import Separation
+from tandem_bench.isolation.measure import Prober, measure
 from tests.support.running_cluster import running
 
 KEYS = {"victim": "key-of-the-victim", "attacker": "key-of-the-attacker"}
@@ -16,7 +15,7 @@ KEYS = {"victim": "key-of-the-victim", "attacker": "key-of-the-attacker"}
 
 @pytest.mark.turn(2)
 async def test_guess_succeeds_within_a_tenant_and_tells_nothing_of_another(fork_servers) -> None:
-    """So few probes decide nothing by time, but for the control; what answers tell is exact."""
+    """So few probes decide nothing by time; what answers tell is exact."""
     entries = [{"key": key, "tenant": tenant} for tenant, key in KEYS.items()]
     access = {"router__api_keys": entries, "router__operator_access": {"metrics": "open"}}
     async with (
@@ -26,7 +25,6 @@ async def test_guess_succeeds_within_a_tenant_and_tells_nothing_of_another(fork_
         await prober.probe(4, victim=KEYS["victim"], attacker=KEYS["victim"])
         control = await prober.probe(16, victim=KEYS["victim"], attacker=KEYS["victim"])
         assert all((probe.cached_tokens > 0) is probe.was_sent for probe in control)
-        assert Separation.from_probes(control).auc >= MIN_CONTROL
         foreign = await prober.probe(10, victim=KEYS["victim"], attacker=KEYS["attacker"])
         assert not any(probe.cached_tokens for probe in foreign)
 
