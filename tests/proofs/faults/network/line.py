@@ -213,9 +213,11 @@ class Line:
         view = memoryview(data)
         if self._fds:
             fds, self._fds = self._fds, []
-            view = view[socket.send_fds(self._target, [view], fds) :]
-            for fd in fds:
-                socket.close(fd)
+            try:
+                view = view[socket.send_fds(self._target, [view], fds) :]
+            finally:
+                for fd in fds:
+                    socket.close(fd)
         self._target.sendall(view)
 
 
