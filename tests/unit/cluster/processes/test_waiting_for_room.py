@@ -70,7 +70,7 @@ class Crowded:
         pass
 
 
-def test_a_worker_that_waits_for_room_for_long_serves_when_there_is_some():
+def test_local_cluster_worker_waiting_for_room_serves_later():
     async def scenario():
         loop, launcher = asyncio.get_running_loop(), Crowded("decode-1")
         cluster = LocalCluster(fake_config(decode=2), launcher=launcher, policy=POLICY)
@@ -125,7 +125,7 @@ class Noting(SilentWatcher):
         self.notes.append(str(note))
 
 
-def test_where_a_worker_is_now_is_written_as_soon_as_that_is_possible_again():
+def test_local_cluster_retries_writing_worker_addresses():
     """Once it hears that it is not; routers would otherwise wait for the next change of the set."""
 
     async def scenario():
@@ -164,7 +164,7 @@ def test_where_a_worker_is_now_is_written_as_soon_as_that_is_possible_again():
         runner.run(scenario())
 
 
-async def test_files_that_change_while_a_worker_waits_for_room_are_read_when_it_serves():
+async def test_local_cluster_reload_reaches_worker_once_it_has_room():
     launcher = Crowded("decode-0")
     cluster = LocalCluster(fake_config(), launcher=launcher, policy=POLICY)
     entering = asyncio.ensure_future(cluster.__aenter__())

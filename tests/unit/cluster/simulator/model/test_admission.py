@@ -54,7 +54,7 @@ def test_simulated_admission_local_prefill_turn_runs_on_the_decode_worker() -> N
     assert sum(is_local for is_local, _ in placed) > 5 < sum(not is_read_there for _, is_read_there in placed)
 
 
-def test_a_long_wait_is_refused_by_its_prediction() -> None:
+def test_simulated_admission_predicted_long_wait_is_refused() -> None:
     policy = AdmissionPolicy(max_queue_s=0.2, room=CapacityPolicy(max_running_per_worker=2, worker_backlog_s=0.05))
     simulation = simulated(policy)
     outcomes, counts = simulation.router.outcomes, simulation.router.admission.fair.counts
