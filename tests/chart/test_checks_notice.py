@@ -14,15 +14,15 @@ from tests.chart.rendering import render
 from tests.chart.value_sets import GOOD
 
 pytestmark = pytest.mark.slow
-_EDGES, _PODS = checks.test_exactly_the_needed_edges_are_open, checks.test_every_pod_is_restricted
-_OBJECTS = checks.test_every_object_is_one_that_kubernetes_takes
-_ENDS = checks.test_services_and_selectors_find_their_pods
+_EDGES, _PODS = checks.test_network_policies_allow_exactly_the_needed_edges, checks.test_rendered_pods_are_restricted
+_OBJECTS = checks.test_rendered_objects_validate_and_have_unique_names
+_ENDS = checks.test_services_and_selectors_match_their_pods
 _SIZES = checks.test_memory_gpus_and_shared_memory_fit_the_ranks
 _PROMETHEUS = checks.test_rendered_queries_use_exported_metrics
-_RIGHTS = checks.test_the_planner_alone_has_rights_and_only_over_two_sizes
+_RIGHTS = checks.test_only_planner_has_rbac_for_two_scale_subresources
 _ASKED = checks.test_planner_arguments_are_accepted_by_its_command
-_SECRETS = checks.test_no_secret_is_on_a_command_line
-_NAMES = checks.test_no_listener_is_given_two_routes_of_one_name
+_SECRETS = checks.test_secrets_are_never_on_command_lines
+_NAMES = checks.test_gateway_routes_are_unique_per_listener_and_host
 SPOILT = [
     ("networkpolicy.yaml", "policyTypes: [Ingress, Egress]", "policyTypes: [Ingress]", "defaults", _EDGES),
     ("networkpolicy.yaml", 'range concat (list "router") $roles', 'range list "router"', "defaults", _EDGES),
@@ -60,7 +60,7 @@ SPOILT = [
 
 
 @pytest.mark.parametrize(("file", "right", "wrong", "name", "check"), SPOILT)
-def test_a_spoilt_chart_is_noticed(
+def test_chart_checks_detect_broken_chart(
     file: str,
     right: str,
     wrong: str,

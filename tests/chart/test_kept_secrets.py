@@ -38,7 +38,7 @@ def _secrets(release: Rendered) -> dict[str, dict[str, Any]]:
     return {one["metadata"]["name"]: {"data": one["data"]} for one in release.of("Secret") if "data" in one}
 
 
-def test_upgrade_keeps_every_secret_that_the_install_drew(upgradable: Path) -> None:
+def test_upgrade_keeps_generated_secrets(upgradable: Path) -> None:
     values = preset("h100-8x")
     first = render(values | {"global": {"there": {}}}, upgradable)
     drawn = _secrets(first)
@@ -48,7 +48,7 @@ def test_upgrade_keeps_every_secret_that_the_install_drew(upgradable: Path) -> N
     assert again.named("Secret", "-api-keys") == first.named("Secret", "-api-keys")
 
 
-def test_upgrade_that_turns_scraping_on_adds_a_key_and_keeps_the_first(upgradable: Path) -> None:
+def test_upgrade_enabling_scraping_adds_metrics_key(upgradable: Path) -> None:
     before = _secrets(render({"global": {"there": {}}}, upgradable))
     after = render({"monitoring": {"scrape": "service"}, "global": {"there": before}}, upgradable)
     assert _secrets(after).keys() - before.keys() == {f"{RELEASE}-tandem-metrics-key"}
@@ -57,7 +57,7 @@ def test_upgrade_that_turns_scraping_on_adds_a_key_and_keeps_the_first(upgradabl
     assert [one["tenant"] for one in keys] == ["first", "metrics"]
 
 
-def test_drawn_certificates_are_good_for_both_ends_and_for_ten_years(tmp_path: Path) -> None:
+def test_generated_certificates_serve_both_sides_for_ten_years(tmp_path: Path) -> None:
     data = render({}).named("Secret", "-cluster-tls")["data"]
     names = {"cert": "tls.crt", "key": "tls.key", "ca": "ca.crt"}
     files = TlsFiles(**{field: tmp_path / name for field, name in names.items()})
@@ -68,7 +68,7 @@ def test_drawn_certificates_are_good_for_both_ends_and_for_ten_years(tmp_path: P
     assert other != files.ca.read_bytes()
 
 
-def test_upgrade_of_a_release_without_certificates_begins_permissive(upgradable: Path) -> None:
+def test_upgrade_without_certificates_requires_permissive_first(upgradable: Path) -> None:
     template = upgradable / "templates" / "secrets.yaml"
     template.write_text(template.read_text().replace(".Release.IsUpgrade", "(not .Release.IsUpgrade)"))
     with pytest.raises(helm.HelmError, match=r"tls\.cluster\.mode: the pods of this release have no certificates yet"):

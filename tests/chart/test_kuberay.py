@@ -52,7 +52,7 @@ def settings(tmp_path):
 
 
 @pytest.mark.parametrize("version", KUBERNETES)
-def test_kubernetes_and_kuberay_take_it(version):
+def test_kuberay_manifest_validates(version):
     wrong = [mistake for one in OBJECTS.values() for mistake in mistakes(one, version)]
     for group in (HEAD, WORKERS):
         pod = {"apiVersion": "v1", "kind": "Pod", **copy.deepcopy(group["template"])}
@@ -61,14 +61,14 @@ def test_kubernetes_and_kuberay_take_it(version):
     assert wrong == []
 
 
-def test_a_field_that_does_not_exist_is_noticed():
+def test_kuberay_validation_detects_unknown_field():
     spoilt = copy.deepcopy(OBJECTS["RayJob"])
     spoilt["spec"]["rayClusterSpec"]["authOption"] = spoilt["spec"]["rayClusterSpec"].pop("authOptions")
     assert any("authOption" in mistake for mistake in mistakes(spoilt, KUBERNETES[0]))
 
 
 @GROUPS
-def test_pods_are_restricted(group):
+def test_kuberay_pods_are_restricted(group):
     # The head's autoscaler, which KubeRay puts in, asks the API server for pods: its token is KubeRay's business.
     pod = copy.deepcopy(group["template"])
     pod["spec"]["automountServiceAccountToken"] = False
@@ -76,13 +76,13 @@ def test_pods_are_restricted(group):
 
 
 @GROUPS
-def test_every_volume_is_mounted_and_every_mount_is_there(group):
+def test_kuberay_volumes_and_mounts_match(group):
     spec = group["template"]["spec"]
     mounted = {mount["name"] for one in spec["containers"] for mount in one["volumeMounts"]}
     assert mounted == {volume["name"] for volume in spec["volumes"]}
 
 
-def test_the_command_is_one_of_ours_and_finds_its_file():
+def test_kuberay_command_accepts_its_options_and_mounted_file():
     given = options()
     assert given["ray"] == "auto"
     mounts = HEAD["template"]["spec"]["containers"][0]["volumeMounts"]
@@ -179,7 +179,7 @@ def test_ray_probes_use_only_programs_in_the_image(group):
     assert "wget" not in yaml.safe_dump(one["readinessProbe"])
 
 
-def test_there_is_time_to_drain(tmp_path):
+def test_kuberay_grace_period_covers_drain(tmp_path):
     config, spec = settings(tmp_path), HEAD["template"]["spec"]
     environment = {one["name"]: one.get("value") for one in spec["containers"][0]["env"]}
     stop_s = float(environment["RAY_JOB_STOP_WAIT_TIME_S"])

@@ -6,7 +6,7 @@ from tests.chart.rendering import render
 from tests.chart.schemas import KUBERNETES, mistakes
 
 
-def test_names_that_look_like_numbers_are_names() -> None:
+def test_chart_number_like_names_stay_strings() -> None:
     """Names of what stands are the user's: Kubernetes knows 123, true and 0x10 as text."""
     digits, key = {"existingSecret": "123"}, {"name": "0x10", "key": "1e3"}
     values = {
@@ -36,7 +36,7 @@ def test_names_that_look_like_numbers_are_names() -> None:
 
 
 @pytest.mark.parametrize("mode", ["hpa", "keda"])
-def test_releases_and_namespaces_may_be_called_by_numbers(mode: str) -> None:
+def test_chart_accepts_numeric_release_and_namespace(mode: str) -> None:
     values = {
         "fullnameOverride": "chat",
         "prefill": {"autoscaling": {"mode": mode}},

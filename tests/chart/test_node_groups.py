@@ -48,7 +48,7 @@ def pool(request: pytest.FixtureRequest) -> tuple[Rendered, str, dict[str, Any]]
     return release, role, release.named("LeaderWorkerSet", f"-{role}")
 
 
-def test_the_first_pod_waits_for_the_others_and_ends_with_them(
+def test_node_group_leader_waits_for_members(
     pool: tuple[Rendered, str, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     release, role, one = pool
@@ -67,7 +67,7 @@ def test_the_first_pod_waits_for_the_others_and_ends_with_them(
     assert ("replicas" in one["spec"]) == (release.values[role]["autoscaling"]["mode"] == "none")
 
 
-def test_the_other_pods_command_follows_that_worker(
+def test_node_pod_command_follows_leader(
     pool: tuple[Rendered, str, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     release, role, one = pool

@@ -38,7 +38,7 @@ def started(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
         process.wait()
 
 
-async def test_redis_wants_a_password_that_is_on_no_command_line(started: tuple[subprocess.Popen[bytes], int]) -> None:
+async def test_redis_pod_requires_password_and_hides_it(started: tuple[subprocess.Popen[bytes], int]) -> None:
     process, port = started
 
     def listens() -> bool:

@@ -129,7 +129,7 @@ def release(tmp_path: Path) -> Iterator[Release]:
         yield running
 
 
-def test_a_release_serves_passes_its_probes_and_drains(release: Release) -> None:
+def test_release_serves_passes_probes_and_drains(release: Release) -> None:
     release.start("decode")
     release.start("prefill")
     release.start("router")

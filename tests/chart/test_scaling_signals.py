@@ -163,14 +163,14 @@ def _worked(*workers: Work) -> dict[str, tuple[float, float]]:
         ((Work("prefill-0", busy=0.3), Work("decode-0", used=60, running=96), Work("decode-1", used=150)), (0.4, 0.35)),
     ],
 )
-def test_a_pool_shrinks_to_what_is_in_use(workers: Sequence[Work], use: tuple[float, float], tmp_path: Path) -> None:
+def test_pool_use_signal_reflects_load(workers: Sequence[Work], use: tuple[float, float], tmp_path: Path) -> None:
     series = [{"series": name, "values": f"{start}+{step}x40"} for name, (start, step) in _worked(*workers).items()]
     query = {**_expected("", use), "expr": "round(tandem_pool_use, 0.001)", "eval_time": "10m"}
     _check(tmp_path, [{"interval": "15s", "input_series": series, "promql_expr_test": [query]}])
 
 
 @pytest.mark.parametrize("bottleneck", ["prefill", "decode"])
-def test_a_cluster_that_is_short_of_one_pool_asks_for_that_pool_alone(bottleneck: Bottleneck, tmp_path: Path) -> None:
+def test_scaling_signals_of_overloaded_pool_leave_other_pool(bottleneck: Bottleneck, tmp_path: Path) -> None:
     """Production's admission and schedulers on a virtual clock; the rules read what its router shows."""
     shown: list[str] = []
     at_the_queue(bottleneck, lambda simulation: shown.append(exposition(simulation)))

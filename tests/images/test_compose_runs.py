@@ -149,7 +149,7 @@ def _wait(reached: Any, what: str) -> None:
         signal.sigtimedwait([], 0.1)
 
 
-async def test_the_services_find_each_other(tmp_path: Path) -> None:
+async def test_compose_services_reach_each_other(tmp_path: Path) -> None:
     async with otlp_receiver() as collector:
         with Composed(tmp_path, collector_port=collector.port) as composed:
             await asyncio.to_thread(_run, composed)

@@ -60,7 +60,7 @@ def test_image_contains_no_build_tools(file, target):
     assert "dependencies" in needed(stages, target)
 
 
-def test_a_router_needs_no_torch_to_be_built():
+def test_router_image_does_not_install_torch():
     assert "torch" not in read(FOLDER / "router.Dockerfile")
     assert "torch" in needed(read(FOLDER / "worker.Dockerfile"), "cpu")
 
@@ -94,7 +94,7 @@ def test_build_checks_torch_index_before_fetching(target):
 
 
 @pytest.mark.parametrize(("file", "stages"), [("router", ("dependencies",)), ("worker", ("dependencies", "torch"))])
-def test_an_index_of_ones_own_reaches_pip(file, stages):
+def test_custom_package_index_reaches_pip(file, stages):
     """As build arguments, which a step sees only where its stage declares them, and only where they are given."""
     names = ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "PIP_CERT")
     found = read(FOLDER / f"{file}.Dockerfile")
@@ -106,7 +106,7 @@ def test_an_index_of_ones_own_reaches_pip(file, stages):
         assert all(found[stage].steps.index(step) < first for step in declared)
 
 
-def test_what_a_stage_copies_from_another_was_put_there_by_a_step():
+def test_copied_stage_ends_with_run_or_copy():
     """podman, and buildah that keeps layers, make no folder of a WORKDIR that no RUN or COPY follows."""
     for name in ("router", "worker"):
         stages = read(FOLDER / f"{name}.Dockerfile")
@@ -116,7 +116,7 @@ def test_what_a_stage_copies_from_another_was_put_there_by_a_step():
             assert stages[stage].steps[-1].name in ("RUN", "COPY"), f"{name}: {stage}"
 
 
-def test_build_context_holds_only_the_wheels_sources():
+def test_build_context_contains_only_wheel_sources():
     sent = context.files()
     assert {"pyproject.toml", "README.md", "LICENSE", "cluster/cli/main.py", "engine/kernels/cpu/csrc/simd.h"} <= set(
         sent
@@ -128,7 +128,7 @@ def test_build_context_holds_only_the_wheels_sources():
     )
 
 
-def test_constants_of_both_files_agree():
+def test_dockerfiles_share_the_same_constants():
     """What stands in both stands there twice because a Dockerfile includes nothing."""
     router, worker = (read(FOLDER / f"{name}.Dockerfile") for name in ("router", "worker"))
     assert router["dependencies"].base == worker["dependencies"].base == router["router"].base == worker["worker"].base

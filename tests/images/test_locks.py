@@ -64,7 +64,7 @@ def test_lock_covers_all_requirements(lock, without, extras):
 
 
 @pytest.mark.parametrize("lock", ["router", "worker", "ray", "nixl"])
-def test_versions_are_those_of_development(lock):
+def test_locked_versions_match_constraints(lock):
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     tried = {canonicalize_name(one.name): one for line in lines if line.strip() and (one := Requirement(line))}
     differing = {
@@ -75,7 +75,7 @@ def test_versions_are_those_of_development(lock):
     assert not differing, "make locks"
 
 
-def test_torch_needs_what_is_locked_for_it():
+def test_torch_requirements_are_locked():
     listed = {canonicalize_name(Requirement(line).name) for line in _lines("torch-needs.in")}
     wanted = [Requirement(text) for text in importlib.metadata.requires("torch") or ()]
     names = {canonicalize_name(one.name) for one in wanted if one.marker is None or "extra" not in str(one.marker)}
@@ -89,20 +89,20 @@ def test_torch_needs_what_is_locked_for_it():
     )
 
 
-def test_routers_import_nothing_that_their_lock_leaves_out():
+def test_router_imports_nothing_excluded_from_its_lock():
     """Wherever the import stands: what a router leaves for later it must find as well."""
     left_out = {module for name in excluded("router") for module in _modules_of(name)}
     assert left_out >= {"torch", "safetensors", "isal"}
     assert not {path: modules & left_out for path, modules in _imports_of_routers().items() if modules & left_out}
 
 
-def test_whatever_a_router_imports_is_locked_or_its_own():
+def test_router_imports_are_locked_or_first_party():
     there = {module for name in locked("router") for module in _modules_of(name)}
     known = there | sys.stdlib_module_names | {"router", "tandem"}
     assert not {path: modules - known for path, modules in _imports_of_routers().items() if modules - known}
 
 
-def test_a_wheel_has_all_that_is_no_python():
+def test_wheel_contains_all_data_files():
     """Kernels' sources, the built-in model, the page: what is not stated in package-data only checkouts would have."""
     data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     shipped = {
