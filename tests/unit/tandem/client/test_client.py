@@ -49,7 +49,7 @@ async def server_of(parts: fakes.Servers) -> AsyncIterator[str]:
         yield f"127.0.0.1:{door.port}"
 
 
-async def test_whole_answers(parts: fakes.Servers) -> None:
+async def test_client_chat_generate_tokenize_and_models(parts: fakes.Servers) -> None:
     ids = parts.say(TEXT, logprobs=True)
     async with server_of(parts) as address, AsyncClient(address) as client:
         options = Options(
@@ -123,7 +123,7 @@ def test_sync_client_generates(parts: fakes.Servers, server_in_thread: str) -> N
         (Options(max_tokens=10, min_tokens=511, truncate_prompt_tokens=5000), InvalidRequest, "truncate_prompt_tokens"),
     ],
 )
-async def test_errors_have_a_type_and_a_field(
+async def test_client_errors_have_type_and_field(
     parts: fakes.Servers, options: Options, kind: type[Exception], param: str
 ) -> None:
     async with server_of(parts) as address, AsyncClient(address) as client:
@@ -132,7 +132,7 @@ async def test_errors_have_a_type_and_a_field(
         assert caught.value.param == param  # type: ignore[attr-defined]
 
 
-async def test_refusals_of_the_server_are_not_asked_for_again(parts: fakes.Servers) -> None:
+async def test_client_server_refusals_are_not_retried(parts: fakes.Servers) -> None:
     async with server_of(parts) as address, AsyncClient(address) as client:
         for error in (Overloaded("full", retry_after_s=2.25), Unavailable("nobody is here", retry_after_s=0.5)):
             parts.generator.requests.clear()
@@ -227,7 +227,7 @@ async def relay_to(address: str, is_cut: asyncio.Event) -> AsyncIterator[str]:
             task.cancel()
 
 
-async def test_client_router_that_vanishes_is_given_up_while_its_streams_live(
+async def test_client_vanished_router_is_abandoned_and_stream_resumes(
     parts: fakes.Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its machine lost power, say: no connection ends. A stream that was quiet for long is no exception."""

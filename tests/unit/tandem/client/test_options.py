@@ -29,7 +29,7 @@ def parts() -> fakes.Servers:
     return fakes.make_servers(fakes.make_tokenizer(), grammars=fakes.AnyGrammar(), context=4096)
 
 
-def test_calls_and_how_a_conversation_goes_on_with_them(parts: fakes.Servers, server_in_thread: str) -> None:
+def test_options_tool_calls_continue_the_conversation(parts: fakes.Servers, server_in_thread: str) -> None:
     parts.say(CALLS)
     with Client(server_in_thread) as client:
         options = Options(tools=TOOLS, n=2)
@@ -98,7 +98,7 @@ async def test_options_best_of_vote_and_beams_arrive_at_end(parts: fakes.Servers
         assert (beam_search.num_beams, beam_search.length_penalty, beam_search.early_stopping) == (2, 2.0, "never")
 
 
-async def test_everything_has_its_field() -> None:
+async def test_options_map_to_request_fields() -> None:
     options = Options(
         tools=TOOLS,
         chat_template_kwargs={"think": True, "level": 7, "share": 0.5, "name": "x", "nothing": None},
@@ -150,7 +150,7 @@ def test_options_stream_without_ids_is_not_resumed(more: dict[str, Any]) -> None
     assert progress.after(broken, from_server=False) is None
 
 
-async def test_thinking_stands_apart() -> None:
+async def test_options_reasoning_is_separate_from_answer() -> None:
     template = "{% for m in messages %}[{{ m.reasoning_content }}]{{ m.content }}{% endfor %}<think>\n{# </think> #}"
     parts = fakes.make_servers(fakes.make_tokenizer(template))
     count = len(parts.say("so\n</think>\n\nfour")) - len(parts.tokenizer.encode("\n\nfour")) - 1

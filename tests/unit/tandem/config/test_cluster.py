@@ -211,7 +211,7 @@ class CountedKey(str):
     __hash__ = str.__hash__
 
 
-def test_looking_for_keys_that_stand_twice_takes_time_in_proportion_to_their_number() -> None:
+def test_config_duplicate_key_check_is_linear() -> None:
     CountedKey.comparisons = 0
     tag = "tag:yaml.org,2002:str"
     keys = [yaml.ScalarNode(tag, CountedKey(f"k{index}")) for index in range(2000)]
@@ -321,7 +321,7 @@ def test_config_variable_fills_null_section(tmp_path, monkeypatch):
         load(path)
 
 
-def test_dump_for_processes_leaves_out_default_nulls_and_keeps_stated_ones(tmp_path: Path) -> None:
+def test_dump_for_processes_omits_default_nulls_only(tmp_path: Path) -> None:
     config = ClusterConfig.model_validate({"engine": {"max_step_s": None}, "model": {"name": "mine"}})
     dumped = yaml.safe_load(dump_for_processes(config))
     assert "sample_ratio" not in dumped["telemetry"]
@@ -331,7 +331,7 @@ def test_dump_for_processes_leaves_out_default_nulls_and_keeps_stated_ones(tmp_p
     assert load(path) == config
 
 
-def test_allowed_origins_are_read_as_browsers_write_them() -> None:
+def test_allowed_origins_are_normalised_like_browsers() -> None:
     given = ("HTTPS://Chat.Example.com:443", "http://localhost:3000", "http://[::1]:80", "https://a.example:80")
     config = ClusterConfig.model_validate({"router": {"allowed_origins": given}})
     written = ("https://chat.example.com", "http://localhost:3000", "http://[::1]", "https://a.example:80")

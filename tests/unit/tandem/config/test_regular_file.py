@@ -80,7 +80,7 @@ def test_regular_file_check_receives_opened_file(tmp_path: Path) -> None:
     assert seen == [path.stat().st_ino]
 
 
-def test_text_of_another_encoding_is_refused_and_not_shown(tmp_path: Path) -> None:
+def test_regular_text_not_utf8_is_refused_and_not_shown(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"hush\xff")
     with pytest.raises(ConfigError, match=r"file: not UTF-8 \(byte 4\)$") as refusal:

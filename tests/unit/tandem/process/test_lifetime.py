@@ -107,7 +107,7 @@ def test_lifetime_ignored_sighup_stays_ignored(monkeypatch: pytest.MonkeyPatch) 
     assert not on_hangup(Untouched(), closed=lambda: None, reread=lambda: None)
 
 
-def test_however_often_files_are_to_be_read_again_they_are_read_once_more():
+def test_one_at_a_time_coalesces_pending_calls():
     begun, go_on, turns = threading.Event(), threading.Event(), []
 
     def work() -> None:

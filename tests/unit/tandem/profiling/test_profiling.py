@@ -18,7 +18,7 @@ def tally_of(*stacks: str) -> StackTally:
     return made
 
 
-def test_equal_stacks_are_one_line():
+def test_collapsed_stacks_merge_equal_ones():
     assert collapsed(tally_of("a b", "a b", "a c", "a")) == "a 1\na;b 2\na;c 1\n"
     made = StackTally()
     made.add(["a;b"])

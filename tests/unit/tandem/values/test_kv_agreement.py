@@ -9,7 +9,7 @@ from tandem.values.kv_layout import DTYPE_BYTES
 from tests.support.kv_transfer.plain_worker import layout
 
 
-def test_unequal_workers_of_one_model_agree():
+def test_kv_agreement_pairs_unequal_layouts_of_one_model():
     for tp, size, dtype in product((1, 2, 4, 8), (16, 32, 64), ("bfloat16", "int8", "fp8_e4m3")):
         for heads in (1, 2, 4, 8, 16):
             assert agree(layout(heads=heads), layout(dtype, heads=heads, tp=tp, block_size=size)) is None
