@@ -135,7 +135,7 @@ async def test_operator_access_setting_opens_chosen_pages(access: dict[str, str]
         assert set(with_key.values()) == {200}
 
 
-def test_beyond_loopback_only_probes_are_open() -> None:
+def test_access_beyond_loopback_leaves_only_probes_open() -> None:
     far = RouterConfig(host="10.0.0.2", api_keys=("a-key",))
     guard = AccessGuard(ApiKeyStore(far.api_keys), far)
     assert guard.is_open(OperatorPage.HEALTH)
@@ -173,7 +173,7 @@ def tenants_in(page: str) -> set[str | None]:
     return {sample.labels.get("tenant") for family in families for sample in family.samples}
 
 
-async def test_metrics_beyond_loopback_are_for_operators_keys() -> None:
+async def test_metrics_beyond_loopback_require_operator_key() -> None:
     async with used_by_two(FAR) as client:
         assert (await client.get("/metrics")).status_code == 401
         refused = await client.get("/metrics", headers={"x-api-key": "acmes"})
@@ -186,7 +186,7 @@ async def test_metrics_beyond_loopback_are_for_operators_keys() -> None:
         assert tenants_in(everything.text) == {None, "acme", "other-company"}
 
 
-async def test_metrics_for_every_key_show_a_tenant_its_own_series_alone() -> None:
+async def test_metrics_open_to_keys_show_only_own_tenant() -> None:
     for_keys = FAR.model_copy(update={"operator_access": OperatorAccess(metrics="key")})
     async with used_by_two(for_keys) as client:
         own = (await client.get("/metrics", headers={"x-api-key": "acmes"})).text
@@ -305,7 +305,7 @@ def accepted(keys: ApiKeyStore, *given: str) -> list[bool]:
     return [passes(key) for key in given]
 
 
-async def test_keys_change_while_the_router_runs_and_a_broken_file_changes_nothing(
+async def test_key_file_reload_applies_changes_and_rejects_broken_file(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "keys.yaml"
@@ -431,6 +431,6 @@ def _about(mode: int, user: int, group: int) -> os.stat_result:
         (0o440, 7, 10001, True),
     ],
 )
-def test_root_may_give_keys_to_our_group(mode: int, owner: int, group: int, shared: bool) -> None:
+def test_key_file_may_be_readable_by_own_group(mode: int, owner: int, group: int, shared: bool) -> None:
     assert is_shared(_about(mode, owner, group), user=10001, groups=(10001,)) is shared
     assert is_shared(_about(mode, owner, group), user=0, groups=(0, 10001)) is bool(mode & 0o077)

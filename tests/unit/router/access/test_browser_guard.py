@@ -42,7 +42,7 @@ def refused(config: RouterConfig, headers: Mapping[str, str], method: str = "POS
         "[::1]",
     ],
 )
-def test_host_of_loopback_is_let_in_on_any_port(host: str) -> None:
+def test_browser_guard_allows_loopback_host_on_any_port(host: str) -> None:
     assert refused(RouterConfig(), {"Host": host}) is None
 
 
@@ -51,11 +51,11 @@ def test_host_of_loopback_is_let_in_on_any_port(host: str) -> None:
     ["evil.example", "evil.example:8000", "localhost.evil.example", "evillocalhost", "127.0.0.1.evil.example", "", "["],
 )
 @pytest.mark.parametrize("method", ["GET", "POST", "HEAD"])
-def test_host_of_another_name_is_refused_on_loopback(host: str, method: str) -> None:
+def test_browser_guard_refuses_foreign_host_on_loopback(host: str, method: str) -> None:
     assert refused(RouterConfig(), {"Host": host}, method) == "Host"
 
 
-def test_host_is_any_where_names_are_not_known_or_certificates_tell() -> None:
+def test_browser_guard_allows_any_host_beyond_loopback_or_with_tls() -> None:
     assert refused(RouterConfig(host="0.0.0.0", allow_open=True), EVIL) is None
     assert refused(RouterConfig(tls=TLS), EVIL) is None
     assert refused(RouterConfig(allowed_origins=("http://evil.example",)), EVIL) is None
@@ -93,13 +93,13 @@ def test_post_is_refused_by_its_page_and_get_is_not(
     assert refused(config, headers | {"Host": LOCAL}, "GET") is None
 
 
-def test_client_certificate_alone_does_not_let_pages_in() -> None:
+def test_browser_guard_client_certificate_does_not_allow_foreign_origin() -> None:
     """A browser presents its certificate for whatever page asks."""
     config = RouterConfig(tls=TLS.model_copy(update={"client_ca": "ca.pem"}))
     assert refused(config, {"Host": "router.example", "Origin": "https://evil.example"}) == "Origin"
 
 
-def test_guard_is_absent_where_keys_are_required() -> None:
+def test_browser_guard_is_absent_when_keys_are_required() -> None:
     assert BrowserGuard.from_config(RouterConfig(api_keys=("a-key",))) is None
     assert BrowserGuard.from_config(RouterConfig(api_keys_file="keys.yaml")) is None
 

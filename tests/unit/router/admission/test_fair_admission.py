@@ -81,7 +81,7 @@ def test_admission_request_larger_than_pools_blocks_no_other() -> None:
     assert desk.turns() == [behind]
 
 
-def test_priorities_go_first_and_may_be_bounded() -> None:
+def test_admission_priorities_go_first_and_are_bounded() -> None:
     desk = AdmissionBench(
         limits=LimitsConfig(tenants={"a": TenantLimits(best_priority=-1), "b": TenantLimits(best_priority=1)})
     )
@@ -90,14 +90,14 @@ def test_priorities_go_first_and_may_be_bounded() -> None:
     assert order(desk, 4) == [sooner, normal, bounded, later]
 
 
-def test_within_one_tenant_the_earlier_deadline_goes_first() -> None:
+def test_admission_earlier_deadline_goes_first_within_tenant() -> None:
     desk = AdmissionBench()
     desk.fill()
     late, early, never = desk.ask(within_s=9.0), desk.ask(within_s=8.0), desk.ask()
     assert order(desk, 3) == [early, late, never]
 
 
-def test_turns_alternate_between_tenants_however_many_wait() -> None:
+def test_admission_alternates_between_tenants() -> None:
     desk = AdmissionBench()
     desk.fill()
     many = [desk.ask("greedy") for _ in range(6)]
@@ -115,7 +115,7 @@ def test_weights_divide_the_turns() -> None:
     assert tenants.count("heavy") == 9
 
 
-def test_answers_count_and_an_idle_tenant_saves_nothing_up() -> None:
+def test_admission_counts_answers_and_lifts_idle_tenants() -> None:
     desk = AdmissionBench(credit_s=0.0)
     first = desk.ask("talker")
     desk.admission.generated(first, 10_000)
@@ -287,7 +287,7 @@ def test_promised_stream_runs_at_once() -> None:
         (TenantLimits(tokens_per_minute=250), "tokens_per_minute"),
     ],
 )
-def test_limits_are_named_and_are_each_tenants_own(limits: TenantLimits, name: str) -> None:
+def test_admission_limits_are_named_and_per_tenant(limits: TenantLimits, name: str) -> None:
     desk = AdmissionBench(limits=LimitsConfig(default=limits, tenants={"free": TenantLimits()}))
     held = [desk.ask(tokens=99) for _ in range(2)]
     with pytest.raises(Overloaded, match=f"limit {name} of") as caught:
@@ -318,7 +318,7 @@ def test_refused_call_counts_all_its_requests() -> None:
     assert desk.admission.counts.tenants["a"].rejected == 6
 
 
-def test_tokens_are_settled_with_what_was_used() -> None:
+def test_admission_settles_tokens_actually_used() -> None:
     desk = AdmissionBench(limits=LimitsConfig(default=TenantLimits(tokens_per_minute=1000)))
     entry = desk.ask(tokens=100, output=500)
     desk.admission.generated(entry, 2000)

@@ -78,7 +78,7 @@ def desk(*workers: WorkerSnapshot, costs: CostModel | None = EXACT) -> Admission
     return made
 
 
-def test_short_prompt_passes_long_ones_that_wait_for_prefill() -> None:
+def test_local_prefill_short_prompt_passes_queued_long_ones() -> None:
     full = desk(writer(), reader(5000))
     long = [full.ask(tokens=9000) for _ in range(3)]
     short = [full.ask(tokens=40) for _ in range(2)]
@@ -90,7 +90,7 @@ def test_short_prompt_passes_long_ones_that_wait_for_prefill() -> None:
     assert [blind.ask(tokens=tokens).waiting for tokens in (9000, 40)] == [True, True]
 
 
-def test_short_prompt_waits_for_busy_decode_worker_only() -> None:
+def test_local_prefill_short_prompt_waits_only_for_decode_worker() -> None:
     full = desk(writer(backlog=500), reader(5000))
     long, first, second = full.ask(tokens=9000), full.ask("b", tokens=40), full.ask("c", tokens=60)
     assert (long.waiting, first.waiting, second.waiting) == (True, True, True)
@@ -108,7 +108,7 @@ def test_short_prompt_waits_for_busy_decode_worker_only() -> None:
     [(writer(active=7), _MANY), (writer(free_blocks=565), _MANY), (writer(), 1)],
     ids=["slots", "memory", "places"],
 )
-def test_passing_prompt_leaves_what_the_first_needs(decode: WorkerSnapshot, places: int) -> None:
+def test_local_prefill_passing_prompt_leaves_room_for_first_in_line(decode: WorkerSnapshot, places: int) -> None:
     """One place, or KV of 9,040 tokens, is free: just what the long one needs once the prefill pool has room."""
     tight = desk(decode, reader(5000))
     tight.places = places
@@ -117,7 +117,7 @@ def test_passing_prompt_leaves_what_the_first_needs(decode: WorkerSnapshot, plac
     assert tight.turns() == []
 
 
-def test_first_in_line_waiting_for_decode_is_not_passed() -> None:
+def test_local_prefill_does_not_pass_request_waiting_for_decode() -> None:
     """Else the short ones would take the memory that it waits for, again and again."""
     full = desk(writer(free_blocks=200), reader(5000))
     assert full.ask(tokens=9000).waiting
@@ -126,7 +126,7 @@ def test_first_in_line_waiting_for_decode_is_not_passed() -> None:
     assert full.admission.held()[Shortage.BOTH].num_requests == 2
 
 
-def test_its_wait_is_predicted_by_what_it_waits_for() -> None:
+def test_local_prefill_wait_is_predicted_by_decode_load() -> None:
     full = desk(writer(backlog=500), reader(5000))
     for _ in range(4):
         full.ask(tokens=9000)
@@ -141,7 +141,7 @@ def test_its_wait_is_predicted_by_what_it_waits_for() -> None:
 
 
 @pytest.mark.parametrize("lacks_decode", [False, True])
-def test_forecast_of_prompt_that_cannot_pass_equals_the_firsts(lacks_decode: bool) -> None:
+def test_local_prefill_forecast_behind_blocked_first_equals_its_wait(lacks_decode: bool) -> None:
     """The first one has no room for its KV either, so the short one behind it is not read soon."""
     full = desk(writer(free_blocks=200 if lacks_decode else _MANY), reader(5000))
     assert full.ask(tokens=9000).waiting
@@ -153,7 +153,7 @@ def test_forecast_of_prompt_that_cannot_pass_equals_the_firsts(lacks_decode: boo
             full.ask(tokens=40, within_s=6.0)
 
 
-def test_unpaired_decode_worker_does_not_raise_threshold() -> None:
+def test_local_prefill_unpaired_decode_worker_does_not_raise_threshold() -> None:
     alone = worker("d1", layout=replace(LAYOUT, dtype="bfloat16"), num_blocks=_MANY, load=writer().load)
     pair = [writer(), reader(5000)]
     found = local_prefill_capacity(
@@ -175,7 +175,7 @@ def test_passed_prompt_is_computed_locally_despite_cached_prefix(is_local: bool)
 
 
 @pytest.mark.parametrize("is_local", [False, True])
-async def test_dispatch_learns_which_entries_passed(is_local: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_local_prefill_passed_entry_is_dispatched_locally(is_local: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     room = LocalPrefillCapacity(most_tokens=1e3, always_tokens=0, slack_tokens=1e6, tokens_per_s=1e3, wait_s=0.0)
     async with gated(FakeWorker("d0"), FakeWorker("p0", role=WorkerRole.PREFILL)) as (gate, core):
         watch = gate.queue.admission._watch

@@ -33,7 +33,7 @@ def test_breakpoint_inside_a_turn_covers_text_before_it() -> None:
     assert conversation.marks == [CacheBreakpoint(1, len("\n".join(texts[:501])), 300.0)]
 
 
-def test_calls_and_results_end_turns_and_marks_follow_them() -> None:
+def test_breakpoints_follow_tool_calls_and_results() -> None:
     call = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
     result = {"type": "tool_result", "tool_use_id": "a", "content": "42", "cache_control": KEPT}
     text = {"type": "text", "text": "one"}

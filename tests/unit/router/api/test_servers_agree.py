@@ -231,7 +231,7 @@ def case_of(rng: random.Random) -> tuple[dict[str, Any], list[str]]:
 
 @pytest.mark.parametrize(("count", "seed"), [(2_000, 11), pytest.param(100_000, 12, marks=pytest.mark.slow)])
 @pytest.mark.timeout(3600)
-async def test_http_and_grpc_answer_alike(count: int, seed: int) -> None:
+async def test_http_and_grpc_accept_and_refuse_the_same(count: int, seed: int) -> None:
     both, rng = BothServers(), random.Random(seed)
     seen: Counter[str] = Counter()
     while seen["asked"] < count:

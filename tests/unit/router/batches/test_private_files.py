@@ -74,7 +74,7 @@ async def test_upload_in_progress_is_private(tmp_path: Path) -> None:
     assert content.read_bytes() == b"hello"
 
 
-def test_folder_of_earlier_version_is_made_private(tmp_path: Path) -> None:
+def test_batch_folder_of_earlier_version_is_made_private(tmp_path: Path) -> None:
     old = tmp_path / "batches"
     for name in ("incoming", "uploads", "tenants"):
         (old / name / "below").mkdir(parents=True)

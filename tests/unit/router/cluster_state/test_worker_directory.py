@@ -50,7 +50,7 @@ async def test_directory_watcher_receives_every_change() -> None:
     assert await waiting == {at("s:1"), at("a:1"), at("b:1")}
 
 
-async def test_directory_reread_file_changes_stated_addresses_only(tmp_path: Path) -> None:
+async def test_directory_reload_changes_only_configured_addresses(tmp_path: Path) -> None:
     """SIGHUP of a router with Redis: it forgets nobody whom the file has never named."""
     path = tmp_path / "cluster.yaml"
     directory = RedisDirectory(KnownAddresses(frozenset({at("s:1")}), forget_s=30.0))

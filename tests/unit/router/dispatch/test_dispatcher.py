@@ -112,7 +112,7 @@ async def test_cancelled_client_task_cancels_on_the_worker() -> None:
         router.assert_idle()
 
 
-async def test_finish_choice_ends_it_with_what_is_known() -> None:
+async def test_finish_choice_ends_with_known_figures() -> None:
     async def two_tokens(submission: Submission) -> None:
         submission.give(submission.tokens[:2], cached=5)
 
@@ -132,7 +132,7 @@ async def test_finish_choice_ends_it_with_what_is_known() -> None:
         router.dispatcher.finish_choice(routed().request_id, 0)
 
 
-async def test_finish_one_choice_of_two_leaves_the_other_running() -> None:
+async def test_finish_choice_leaves_other_choice_running() -> None:
     async def first_is_endless(submission: Submission) -> None:
         if submission.submit.choice_index == 0:
             submission.give(submission.tokens[:1])

@@ -126,7 +126,7 @@ async def test_evicted_request_of_call_is_refused_on_run() -> None:
         await asyncio.gather(running, return_exceptions=True)
 
 
-async def test_over_http_the_limit_is_named_and_the_next_call_is_served() -> None:
+async def test_call_over_http_names_limit_and_frees_slots() -> None:
     parts = fakes.make_servers(fakes.make_tokenizer())
     parts.frontend.clock = time.monotonic
     bounds = limits(concurrent_requests=1, requests_per_minute=1)

@@ -19,7 +19,7 @@ async def _overloaded(submission: Submission) -> None:
     submission.refuse("Overloaded", retry_after_s=2.5)
 
 
-async def test_refusal_goes_to_another_worker() -> None:
+async def test_refused_request_goes_to_another_worker() -> None:
     busy = FakeWorker("d0", script=_overloaded)
     free = FakeWorker("d1")
     async with cluster(busy, free) as router:
@@ -57,7 +57,7 @@ async def test_request_too_large_for_one_pool_runs_on_larger() -> None:
             await collect(router.generate(routed()))
 
 
-async def test_larger_than_every_pool_is_refused_without_asking() -> None:
+async def test_request_larger_than_every_pool_is_refused_unsent() -> None:
     worker = FakeWorker("d0", num_blocks=2)
     async with cluster(worker) as router:
         with pytest.raises(RequestTooLarge):
@@ -135,7 +135,7 @@ async def test_crash_with_four_choices_loses_none() -> None:
         router.assert_idle()
 
 
-async def test_lost_stream_waits_for_the_restarted_worker() -> None:
+async def test_lost_stream_waits_for_restarted_worker() -> None:
     worker = FakeWorker("d0", script=_first_attempt_gives(2))
     async with cluster(worker) as router:
         client = asyncio.create_task(collect(router.generate(routed())))
@@ -148,7 +148,7 @@ async def test_lost_stream_waits_for_the_restarted_worker() -> None:
             router.assert_idle()
 
 
-async def test_lost_stream_ends_when_no_worker_comes_back() -> None:
+async def test_lost_stream_ends_after_rejoin_timeout() -> None:
     settings = DispatchSettings(rejoin_s=0.05)
     worker = FakeWorker("d0", script=hold)
     async with cluster(worker, settings=settings) as router:
@@ -222,7 +222,7 @@ async def test_prefill_workers_final_refusal_ends_the_request() -> None:
         router.assert_idle()
 
 
-async def test_tokens_come_before_the_error_that_came_with_them() -> None:
+async def test_tokens_precede_error_delivered_with_them() -> None:
     async def gives_up(submission: Submission) -> None:
         submission.give(submission.tokens[:3], finish=FinishReason.ERROR)
 
@@ -265,7 +265,7 @@ async def test_failed_transfer_is_rerouted_then_computed_locally() -> None:
         router.assert_idle()
 
 
-async def test_prefill_worker_gone_before_dispatch_means_local() -> None:
+async def test_prefill_worker_lost_before_dispatch_falls_back_to_local() -> None:
     prefill = FakeWorker("p0", role=WorkerRole.PREFILL)
     decode = FakeWorker("d0")
     async with cluster(decode, prefill) as router:
@@ -275,7 +275,7 @@ async def test_prefill_worker_gone_before_dispatch_means_local() -> None:
         assert router.observed.modes == ["no_prefill_worker"]
 
 
-async def test_draining_worker_gets_nothing_new() -> None:
+async def test_draining_worker_gets_no_new_requests() -> None:
     one = FakeWorker("d0")
     two = FakeWorker("d1")
     async with cluster(one, two) as router:

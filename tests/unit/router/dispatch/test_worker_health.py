@@ -181,7 +181,7 @@ async def warm(router, count: int = 80) -> None:
 
 
 @pytest.mark.parametrize("prompt", [PROMPT, LONG_PROMPT], ids=["local", "handed_over"])
-async def test_late_first_token_is_hedged_and_first_answer_wins(prompt: tuple[int, ...]) -> None:
+async def test_hedge_on_late_first_token_first_answer_wins(prompt: tuple[int, ...]) -> None:
     workers = [FakeWorker("d0"), FakeWorker("d1")]
     async with cluster(*workers, FakeWorker("p0", role=WorkerRole.PREFILL), settings=HEDGED) as router:
         await warm(router)

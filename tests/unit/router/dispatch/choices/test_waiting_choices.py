@@ -157,7 +157,7 @@ def test_waits_grow_and_respect_retry_after() -> None:
     assert waits_s[-1] == waits_s[-2] == 8 * waits_s[0]
 
 
-def test_room_goes_to_the_first_that_fit() -> None:
+def test_waiting_choices_wakes_first_that_fit_by_priority() -> None:
     room, woken = WaitingChoices(), list[str]()
     places = {name: room.new_place(priority) for name, priority in (("a", 0), ("b", 0), ("urgent", -1), ("c", 0))}
     for name, num_tokens in (("c", 16), ("b", 48), ("a", 17), ("urgent", 16)):
