@@ -79,7 +79,7 @@ async def test_readyz_with_dead_engine_is_503() -> None:
             assert (await client.get("/readyz")).status_code == 200
 
 
-async def test_readyz_without_workers_is_ready_while_the_pools_are_down_and_not_while_draining() -> None:
+async def test_readyz_without_workers_ignores_pools_but_not_draining() -> None:
     parts = fakes.make_servers(fakes.make_tokenizer())
     async with cluster(FakeWorker("d0")) as router:
         parts.ready = readiness = ReadinessCheck(router.registry, RouterMetrics("m"), lambda _: False)
@@ -101,7 +101,7 @@ async def test_readyz_without_workers_is_not_ready_while_no_key_is_good() -> Non
         assert readiness.not_ready_reason(exclude_workers=True) == "no API key is accepted"
 
 
-async def test_queue_with_every_engine_dead_refuses_new_requests_until_a_token_comes() -> None:
+async def test_queue_with_all_engines_dead_refuses_until_a_token() -> None:
     dead = FakeWorker("d0", script=hold)
     async with gated(dead) as (gate, router), _canary(router, timeout_s=0.1) as (canary, _):
         gate.queue.refuse_while(canary.no_tokens_reason)
@@ -118,7 +118,7 @@ async def test_queue_with_every_engine_dead_refuses_new_requests_until_a_token_c
         router.assert_idle()
 
 
-async def test_queue_with_one_engine_alive_takes_new_requests() -> None:
+async def test_queue_with_one_live_engine_accepts_requests() -> None:
     workers = [FakeWorker("d0"), FakeWorker("d1", script=hold)]
     async with gated(*workers) as (gate, router), _canary(router, timeout_s=0.1) as (canary, _):
         gate.queue.refuse_while(canary.no_tokens_reason)

@@ -130,7 +130,7 @@ async def test_departed_worker_is_not_probed_again(monkeypatch):
     assert [published.get_nowait() for _ in range(published.qsize())] == [[]]
 
 
-async def test_stated_workers_are_those_of_the_file_and_malformed_files_change_nothing(tmp_path, caplog):
+async def test_configured_workers_follow_file_and_reject_malformed_ones(tmp_path, caplog):
     path, applied, called = tmp_path / "cluster.yaml", [], asyncio.Event()
 
     def apply(addresses):

@@ -121,7 +121,7 @@ async def _back_and_answered(
     router.assert_idle()
 
 
-async def test_sessions_that_break_one_after_the_other_condemn_no_request() -> None:
+async def test_successive_session_breaks_condemn_no_request() -> None:
     workers = [FakeWorker(f"d{i}", script=hold, incarnation=10 + i) for i in range(2)]
     async with cluster(*workers) as router, asyncio.timeout(WAIT_S):
         running = asyncio.create_task(collect(router.generate(routed())))
@@ -136,7 +136,7 @@ async def test_sessions_that_break_one_after_the_other_condemn_no_request() -> N
         await _back_and_answered(running, workers, router)
 
 
-async def test_prefill_sessions_that_break_one_after_the_other_condemn_no_request() -> None:
+async def test_successive_prefill_session_breaks_condemn_no_request() -> None:
     decode = FakeWorker("d0", script=hold)
     prefill = {f"p{i}": FakeWorker(f"p{i}", role=WorkerRole.PREFILL, incarnation=10 + i) for i in range(2)}
     async with cluster(decode, *prefill.values()) as router, asyncio.timeout(WAIT_S):

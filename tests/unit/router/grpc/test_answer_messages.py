@@ -101,7 +101,7 @@ def chat_of(*texts: str) -> pb.GenerateRequest:
     return grpc_request({"messages": [{"role": "user", "content": text} for text in texts]})
 
 
-async def test_marks_are_kept(tokenizer: Tokenizer) -> None:
+async def test_grpc_breakpoints_are_pinned(tokenizer: Tokenizer) -> None:
     world = World(tokenizer)
     request = chat_of(LONG, "and now")
     request.chat.messages[0].cache_control.ttl = "1h"

@@ -81,7 +81,7 @@ async def test_grpc_generate_streams_text(parts: fakes.Servers, stub: InferenceS
     assert usage.prompt_tokens == len(routed.prompt_token_ids)
 
 
-async def test_absent_fields_are_not_zero(parts: fakes.Servers, stub: InferenceStub) -> None:
+async def test_grpc_absent_fields_get_defaults(parts: fakes.Servers, stub: InferenceStub) -> None:
     parts.say("hello")
     inputs = (
         pb.GenerateRequest(prompt="hello"),

@@ -49,7 +49,7 @@ async def _rest(call: grpc.aio.UnaryStreamCall) -> grpc.aio.AioRpcError:
     pytest.fail("the call went well")
 
 
-async def test_grpc_client_reading_nothing_is_given_up() -> None:
+async def test_grpc_client_not_reading_is_disconnected() -> None:
     parts = fakes.make_servers(fakes.make_tokenizer())
     parts.say("hello world " * 20_000, per_delta=64)
     async with grpc_server(parts, parts.generator, write_timeout_s=0.05) as stub:
@@ -107,7 +107,7 @@ async def test_grpc_slow_client_gets_whole_answer() -> None:
         assert got == ids
 
 
-async def test_connections_are_bounded_and_silent_ones_are_closed() -> None:
+async def test_grpc_connections_are_bounded_and_silent_ones_closed() -> None:
     config = RouterConfig(connections=ConnectionsConfig(head_timeout_s=0.5))
     parts = fakes.make_servers(fakes.make_tokenizer(), config)
     parts.say("hello")

@@ -101,7 +101,7 @@ async def test_handover_same_port_other_address_is_ignored(unnamed, server, capl
     assert list((runtime_folder()).iterdir()) == []
 
 
-async def test_router_that_starts_removes_sockets_of_killed_ones(unnamed, server):
+async def test_router_start_removes_dead_handover_sockets(unnamed, server):
     runtime_folder().mkdir(mode=0o700)
     dead = runtime_folder() / "router-8999.sock"
     with socket.socket(socket.AF_UNIX) as killed:

@@ -85,7 +85,7 @@ class Soak:
 
 @pytest.mark.parametrize("num_requests", [2_000, pytest.param(100_000, marks=pytest.mark.slow)])
 @pytest.mark.turn(2)
-async def test_memory_does_not_grow_with_the_requests_that_were_served(num_requests: int) -> None:
+async def test_memory_does_not_grow_with_served_requests(num_requests: int) -> None:
     soak = Soak(1)
     # One sample may be off by 2,000 objects, as full as the logs happen to be: the slope needs many.
     meter = await soak.measured(num_requests, num_samples=max(NUM_SAMPLES, num_requests // 2_500))

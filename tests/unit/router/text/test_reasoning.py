@@ -67,7 +67,7 @@ def test_reasoning_marks_of_every_family_are_parsed(marks: ThinkingMarks) -> Non
     assert one.answer_in(text) == "It is 4."
 
 
-def test_white_space_without_end_is_looked_at_once() -> None:
+def test_reasoning_parser_endless_whitespace_takes_linear_time() -> None:
     """A model that loops writes it for as long as it may: each piece costs the same, however much was held back."""
     pieces = ["\n" * 8] * 5_000
     assert read([*pieces, "<think>", *pieces, "a", *pieces, "</think>", *pieces, "b"], is_open=False) == ("a", "b")

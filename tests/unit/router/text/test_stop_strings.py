@@ -40,7 +40,7 @@ def test_stop_matcher_holds_only_possible_matches(stops: list[str], text: str) -
         assert not held or any(stop.startswith(held) for stop in stops)
 
 
-def test_held_text_is_emitted_as_soon_as_it_cannot_match() -> None:
+def test_stop_matcher_emits_text_once_no_match_is_possible() -> None:
     matcher = StopMatcher(StopStrings(["STOP"]), include_match=False)
     assert [matcher.feed(part) for part in ("a S", "T", "x", "STO", "P more", "never")] == ["a ", "", "STx", "", "", ""]
     assert matcher.match == "STOP"

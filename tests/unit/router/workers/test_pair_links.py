@@ -58,7 +58,7 @@ def test_priors_prefer_the_nearer_link_and_average_out() -> None:
     assert added.sum() == pytest.approx(0.0, abs=1e-18)
 
 
-def test_links_of_one_class_make_no_difference_until_a_pair_is_measured_to_differ() -> None:
+def test_pair_links_of_one_class_are_equal_until_measured() -> None:
     table, prefill, decode = PairTable(), [info("p0", "b"), info("p1", "c")], [info("d0", "a")]
     links = PairLinks(table, pool(*decode), pool(*prefill))
     assert not links.refreshed(0.0)
@@ -94,12 +94,12 @@ def test_pair_measurement_fades_to_its_class() -> None:
     assert faded[2] < faded[0]
 
 
-def test_pairs_that_cannot_exist_are_infinite() -> None:
+def test_pair_links_impossible_pair_is_infinite() -> None:
     prefill = [info("p0", "a"), info("p1", "b"), info("p2", "b", transports=frozenset({"nixl"}))]
     assert np.isinf(column_of(PairTable(), [info("d0", "a")], prefill, 0)).tolist() == [False, False, True]
 
 
-def test_pair_table_keeps_the_most_recently_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pair_table_keeps_most_recently_used_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pair_links, "MAX_PAIRS", 3)
     table, decode = PairTable(), info("d0", "a")
     senders = [info(f"p{number}", "b") for number in range(5)]
@@ -109,7 +109,7 @@ def test_pair_table_keeps_the_most_recently_used(monkeypatch: pytest.MonkeyPatch
     assert set(table.changed) == set(table.pairs)
 
 
-def test_pair_table_forgets_workers_that_left() -> None:
+def test_pair_table_forgets_departed_workers() -> None:
     table, decode = PairTable(), info("d0", "a")
     for one in (info("p0", "b"), info("p1", "b")):
         observe(table, one, decode, 1e-9)
@@ -124,7 +124,7 @@ def test_pair_table_forgets_workers_that_left() -> None:
     assert [rate.link.locality for rate in table.rates(0.0)] == [Locality.BEYOND]
 
 
-def test_pair_table_ignores_what_cannot_be() -> None:
+def test_pair_table_ignores_impossible_measurements() -> None:
     table = PairTable()
     table.observe(info("p0", "a"), info("d0", "b"), num_tokens=0, exposed_s=1.0, now_s=0.0)
     table.observe(info("p0", "a"), info("d0", "b"), num_tokens=9, exposed_s=-1.0, now_s=0.0)

@@ -55,7 +55,7 @@ def test_pin_covers_whole_blocks_of_computing_worker() -> None:
     assert larger.ports[P0].pins[0].last_block == NAMES[1]
 
 
-def test_pin_of_less_than_a_block_is_not_made() -> None:
+def test_pin_shorter_than_block_is_not_created() -> None:
     world = World()
     world.use(P0, num_tokens=15)
     assert world.ports[P0].pins == []

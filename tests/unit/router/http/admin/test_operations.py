@@ -51,7 +51,7 @@ async def test_shared_scrape_during_reading_shares_the_next():
     assert await shared() == b"3"
 
 
-async def test_scrapes_that_come_at_once_are_answered_with_one_reading():
+async def test_metrics_concurrent_scrapes_share_one_reading():
     parts, readings = fakes.make_servers(fakes.make_tokenizer()), []
 
     async def read():

@@ -157,7 +157,7 @@ async def test_anthropic_breakpoint_is_pinned_and_counted(parts: fakes.Servers, 
     assert answer.json()["usage"] == usage(prompt, len(ids), created=pin.num_tokens - 7)
 
 
-async def test_anthropic_breakpoints_of_both_ttls_are_counted_apart(
+async def test_anthropic_breakpoints_of_both_ttls_are_counted_separately(
     parts: fakes.Servers, client: httpx.AsyncClient
 ) -> None:
     ids = parts.say("ok", cached_tokens=16)
@@ -283,7 +283,7 @@ async def test_anthropic_key_in_either_header_is_accepted(tokenizer: Tokenizer) 
     assert [request.tenant for request in parts.generator.requests] == ["a", "a"]
 
 
-async def test_tenants_share_blocks_only_where_it_is_configured(tokenizer: Tokenizer) -> None:
+async def test_anthropic_tenants_share_blocks_only_if_configured(tokenizer: Tokenizer) -> None:
     keys = tuple(ApiKey(key=SecretStr(f"secret-of-{name}"), tenant=name) for name in "ab")
     roots = []
     for cache in ({}, {"shared_by_tenants": True}):

@@ -78,7 +78,7 @@ async def test_chat_separates_reasoning(template: str) -> None:
             assert chunks[-1]["usage"]["completion_tokens_details"] == {"reasoning_tokens": count}
 
 
-async def test_calls_come_after_thinking(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
+async def test_tool_calls_follow_reasoning(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     say_with_thought(parts, is_open=True, answer=CALL)
     tools = [{"type": "function", "function": CLOCK}]
     choice = (await client.post(CHAT, json=HELLO | {"tools": tools})).json()["choices"][0]
@@ -196,7 +196,7 @@ async def test_responses_separate_reasoning(client: httpx.AsyncClient, parts: fa
     assert f"[{THOUGHT}]{ANSWER}" in prompt
 
 
-async def test_log_probabilities_are_those_of_the_answer(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
+async def test_responses_logprobs_exclude_reasoning(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     say_with_thought(parts, is_open=True, logprobs=True)
     body = {"input": "a", "include": ["message.output_text.logprobs"]}
     response = await client.post("/v1/responses", json=body | {"stream": True})
@@ -239,7 +239,7 @@ async def test_reasoning_turned_off_is_absent(client: httpx.AsyncClient, parts: 
         assert prompt.endswith("<think>\n\n</think>\n\n")
 
 
-async def test_reasoning_that_cannot_be_turned_off_is_refused() -> None:
+async def test_reasoning_not_disableable_is_refused() -> None:
     async with client_of(parts_of(WRITES)) as client:
         answer = await client.post("/v1/messages", json=WORDS | {"thinking": {"type": "disabled"}})
         assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
@@ -260,7 +260,7 @@ async def test_answer_without_reasoning_family_is_all_content() -> None:
         assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
 
 
-async def test_plain_prompts_are_shown_as_they_are(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
+async def test_completions_do_not_separate_reasoning(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     say_with_thought(parts, is_open=False)
     text = (await client.post(PLAIN, json={"prompt": "a"})).json()["choices"][0]["text"]
     assert text.startswith("<think>")

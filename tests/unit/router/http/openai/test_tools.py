@@ -74,7 +74,7 @@ def without_ids(choices: dict[int, dict[str, Any]]) -> list[Any]:
     ]
 
 
-async def test_calls_whole_and_streamed(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
+async def test_tool_calls_are_equal_whole_and_streamed(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     parts.say(CALLS)
     expected = ("I look.", [("weather", {"city": "Köln 😀"}), ("clock", {})], "tool_calls")
     whole = (await client.post(CHAT, json=TOOLS | {"n": 2})).json()

@@ -62,7 +62,7 @@ async def test_unstreamed_answer_without_length_is_bounded(small: fakes.Servers)
     assert streamed.sampling.max_tokens > 400
 
 
-async def test_length_that_the_model_states_is_cut_to_what_the_bound_leaves(tokenizer: Tokenizer) -> None:
+async def test_model_default_length_is_cut_to_memory_bound(tokenizer: Tokenizer) -> None:
     defaults = GenerationDefaults(max_tokens=100)
     parts = fakes.make_servers(tokenizer, RouterConfig(max_answer_values=10_000), defaults=defaults)
     parts.say("hello")
@@ -95,7 +95,7 @@ def choice_of(count: int, alternatives: int) -> TextDelta:
 
 @pytest.mark.parametrize("shape", [ChatAnswer, CompletionAnswer])
 @pytest.mark.parametrize(("count", "alternatives"), [(1000, 20), (5000, 0), (1, 20)])
-async def test_log_probabilities_are_shown_in_slices_that_leave_turns_to_others(
+async def test_logprobs_are_rendered_in_slices_between_loop_turns(
     small: fakes.Servers, shape: type[ChatAnswer | CompletionAnswer], count: int, alternatives: int
 ) -> None:
     prepared = await small.frontend.prepare_prompts(["a"], ClientRequest())

@@ -169,7 +169,7 @@ async def test_openapi_document_marks_routes_that_require_keys(keys: tuple[str, 
                 assert (answer.status_code == 401) == bool(operation["security"]), path
 
 
-async def test_document_has_every_route_of_the_api_first_and_no_page() -> None:
+async def test_openapi_lists_all_api_routes_and_no_pages() -> None:
     app = whole_app()
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
         document = (await Described.by(client)).document
@@ -193,7 +193,7 @@ async def test_document_has_every_route_of_the_api_first_and_no_page() -> None:
     assert not {"HTTPValidationError", "ValidationError"} & document["components"]["schemas"].keys()
 
 
-async def test_document_describes_the_bodies_that_routes_are_validated_with() -> None:
+async def test_openapi_bodies_match_validated_models() -> None:
     """Of each body the very class that its route's dependency validates with."""
     app = whole_app()
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:

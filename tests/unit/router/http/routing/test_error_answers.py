@@ -38,14 +38,14 @@ async def answer(app: ErrorAnswers) -> bytes:
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-async def test_error_before_the_answer_is_the_answer(error: Exception) -> None:
+async def test_error_before_response_head_becomes_answer(error: Exception) -> None:
     found = await answer(application(error))
     assert found.startswith(b"HTTP/1.1 ")
     assert b'{"error"' in found
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-async def test_error_behind_a_head_cuts_the_answer_off(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+async def test_error_after_response_head_cuts_connection(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
     sent: list[Message] = []
 
     async def send(message: Message) -> None:

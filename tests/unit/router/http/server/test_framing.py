@@ -149,7 +149,7 @@ async def test_ambiguous_head_is_refused(head: bytes, named: bytes) -> None:
     assert answer.count(b"HTTP/1.1 ") == 1, "what is behind it is nobody's request"
 
 
-async def test_connection_requests_that_are_none_are_logged_once_in_a_while_with_their_number(
+async def test_connection_malformed_requests_are_logged_with_rate_limit(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with listening() as listener:
@@ -162,7 +162,7 @@ async def test_connection_requests_that_are_none_are_logged_once_in_a_while_with
     assert "; 19 more were refused" in caplog.text
 
 
-async def test_connection_upgrade_that_is_not_served_is_answered_and_not_logged(
+async def test_connection_unsupported_upgrade_is_answered_and_not_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     offer = b"Connection: Upgrade, close\r\nUpgrade: websocket\r\n\r\n"
@@ -257,7 +257,7 @@ async def test_aborted_answer_closes_connection_of_sending_client() -> None:
         writer.close()
 
 
-async def test_requests_behind_the_last_answer_get_none() -> None:
+async def test_requests_after_connection_close_get_no_answer() -> None:
     num_requests = 0
 
     async def last(scope: Scope, receive: Receive, send: Send) -> None:

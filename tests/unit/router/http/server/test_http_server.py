@@ -113,7 +113,7 @@ async def test_leaving_client_cancels(
     assert parts.generator.open_streams == 0
 
 
-async def test_endless_body_is_answered_while_it_comes(listener: HttpServer) -> None:
+async def test_endless_body_is_refused_early(listener: HttpServer) -> None:
     chunk = b"10000\r\n" + b" " * 65536 + b"\r\n"
     answer = await raw(listener, CHAT + b"Transfer-Encoding: chunked\r\n\r\n", *[chunk] * 17)
     assert answer.startswith(b"HTTP/1.1 413 ")
@@ -130,14 +130,14 @@ async def test_endless_body_is_answered_while_it_comes(listener: HttpServer) -> 
         (400, [b"GET /health HTTP/1.1\r\nX-Request-Id: a\r\nBad Header\r\n\r\n"]),
     ],
 )
-async def test_hostile_heads_are_cut_off(listener: HttpServer, head: list[bytes], status: int) -> None:
+async def test_hostile_head_is_cut_off(listener: HttpServer, head: list[bytes], status: int) -> None:
     answer = await raw(listener, *head)
     assert answer.startswith(b"HTTP/1.1 %d " % status)
     async with httpx.AsyncClient(trust_env=False) as client:
         assert (await client.get(f"http://127.0.0.1:{listener.port}/health")).status_code == 200
 
 
-async def test_reader_that_never_reads_is_given_up() -> None:
+async def test_sse_client_not_reading_is_disconnected() -> None:
     closed = asyncio.Event()
 
     async def endless(stream: EventStream) -> None:
@@ -172,7 +172,7 @@ async def test_stalled_body_times_out(listener: HttpServer, monkeypatch: pytest.
     assert b"connection: close" in answer.lower()
 
 
-async def test_closing_lets_running_streams_end(parts: fakes.Servers) -> None:
+async def test_http_server_close_lets_running_streams_end(parts: fakes.Servers) -> None:
     parts.say("hello world")
     app = create_app(parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics)
     async with httpx.AsyncClient(trust_env=False) as client:

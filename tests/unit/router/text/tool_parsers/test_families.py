@@ -166,7 +166,7 @@ def test_tool_parser_text_without_call_is_unchanged(family: str, text: str) -> N
     assert read(family, text) == (text, [])
 
 
-def test_arguments_come_as_they_are_written() -> None:
+def test_tool_parser_streams_arguments_as_written() -> None:
     """Nothing of them waits for the call's end; nothing of a call is text."""
     pieces = list(HERMES)
     for end in range(len(pieces) + 1):
@@ -208,7 +208,7 @@ def test_tool_parser_any_split_gives_the_same_calls(
     assert parse(family, text[:end], flush=False) == parse(family, *text[:end], flush=False)
 
 
-def test_long_texts_take_linear_time() -> None:
+def test_tool_parser_long_text_takes_linear_time() -> None:
     """A parser that read what it holds again and again would not come to their end before the suite's limit."""
     text = (' <tool_call> {"name": "x' * 6_000) + '{"' * 30_000
     for family in FAMILIES:
@@ -223,7 +223,7 @@ def test_long_texts_take_linear_time() -> None:
         ("pythonic", '[clock(at="\\ud83d")]'),
     ],
 )
-def test_half_a_character_can_be_sent(family: str, text: str) -> None:
+def test_tool_parser_lone_surrogate_stays_encodable(family: str, text: str) -> None:
     """Models cut the escapes of emoji in two."""
     ((name, arguments),) = read(family, text)[1]
     assert name == "clock"

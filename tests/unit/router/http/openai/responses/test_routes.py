@@ -99,7 +99,7 @@ async def test_responses_prompt_equals_chat(client: httpx.AsyncClient, parts: fa
     assert first.prompt_token_ids == second.prompt_token_ids
 
 
-async def test_calls_whole_and_streamed_are_the_same(sdk: openai.AsyncOpenAI, parts: fakes.Servers) -> None:
+async def test_responses_calls_are_equal_whole_and_streamed(sdk: openai.AsyncOpenAI, parts: fakes.Servers) -> None:
     parts.say(CALLS)
     whole = await sdk.responses.create(model=fakes.MODEL, input="hello", tools=TOOLS)  # type: ignore[arg-type]
     expected = [("message", "I look."), ("function_call", {"city": "Köln 😀"}), ("function_call", {})]
@@ -134,7 +134,7 @@ async def read(client: httpx.AsyncClient, body: dict[str, Any]) -> list[dict[str
     return events
 
 
-async def test_events_come_in_order_and_are_numbered(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
+async def test_responses_events_are_ordered_and_numbered(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     parts.say(CALLS)
     events = await read(client, {"tools": TOOLS})
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
@@ -288,7 +288,7 @@ async def test_log_probabilities_of_the_text(client: httpx.AsyncClient, parts: f
 
 
 @pytest.mark.parametrize(("strict", "is_strict"), [(None, True), (True, True), (False, False)])
-async def test_functions_are_strict_by_default(
+async def test_responses_functions_are_strict_by_default(
     client: httpx.AsyncClient, parts: fakes.Servers, strict: bool | None, is_strict: bool
 ) -> None:
     parts.say("hello")
