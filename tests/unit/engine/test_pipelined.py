@@ -64,7 +64,7 @@ class Poisoned:
 
 
 @pytest.mark.parametrize("pipelined", [False, True])
-def test_nan_fails_only_its_own_request_and_nothing_of_it_is_found_again(models, pipelined, monkeypatch):
+def test_pipelined_nan_fails_only_its_request_and_is_not_cached(models, pipelined, monkeypatch):
     model = models["torch"]
     params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
     prompts = [random_tokens(random.Random(i), 40) for i in range(3)]

@@ -69,7 +69,7 @@ def test_stall_progressing_engine_is_not_reported() -> None:
     assert watch.age_s == 0.5
 
 
-def test_time_in_which_the_process_did_not_run_counts_for_nothing() -> None:
+def test_stall_excludes_time_process_was_stopped() -> None:
     watch, known = StallWatch(stall_s=3.0, period_s=0.5, now_s=0.0), rates(decode_s=0.001)
     for now_s in (0.0, 0.5, 3600.0, 3600.5):
         watch.check(EngineTurn(1, 4), known, now_s)

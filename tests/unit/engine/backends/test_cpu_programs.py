@@ -86,7 +86,7 @@ def test_cpu_programs_two_pools_have_separate_programs(path):
     assert list(requests[0].token_ids) == list(requests[1].token_ids)
 
 
-def test_embeddings_of_any_number_of_rows_lie_in_one_place(path):
+def test_cpu_embeddings_of_any_batch_share_one_buffer(path):
     """A program keeps what it reads; one tensor for each number of rows would grow with the square of their largest."""
     model = load_model(path, backend=backend())
     found = model.embedding(torch.tensor([3, 1, 4])).clone()

@@ -36,7 +36,7 @@ def case(request, tmp_path_factory):
     return reference, path, save_and_load(reference, path)
 
 
-def test_logits_are_transformers(case):
+def test_cuda_backend_logits_equal_transformers(case):
     reference, path, _ = case
     model = load_model(path, backend=backend())
     tokens = random_tokens(random.Random(0), 24)
@@ -50,7 +50,7 @@ def test_logits_are_transformers(case):
 
 @pytest.mark.in_turns
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_tokens_are_torchs_in_any_company(case, deterministic):
+def test_cuda_backend_tokens_equal_torch_in_any_batch(case, deterministic):
     """Greedy and drawn, in mixed batches of chunks and single rows."""
     _, path, plain = case
     answers = []
@@ -63,7 +63,7 @@ def test_tokens_are_torchs_in_any_company(case, deterministic):
     assert answers[0] == answers[1]
 
 
-def test_deterministic_means_the_same_bits(case):
+def test_cuda_backend_deterministic_mode_is_bitwise_reproducible(case):
     """Logits and KV of a token are the same however the sequence was cut: decode-made KV is recomputed KV."""
     _, path, _ = case
     model = load_model(path, backend=backend(deterministic=True))
@@ -109,7 +109,7 @@ def replayed(graphs, inputs):
 
 
 @torch.inference_mode()
-def test_padded_replays_are_the_eager_step(case):
+def test_cuda_graph_padded_replay_equals_eager_step(case):
     _, path, _ = case
     model = load_model(path, backend=backend())
     session = Session(model, num_blocks=40, block_size=16)
@@ -141,7 +141,7 @@ def test_padded_replays_are_the_eager_step(case):
     assert replayed(graphs, build_step_inputs(chunk, 16)) is None
 
 
-def test_packed_steps_hold_what_was_packed(case):
+def test_cuda_graph_packed_step_matches_inputs(case):
     _, _, plain = case
     session = Session(plain, num_blocks=40, block_size=4)
     requests = [session.request(random_tokens(random.Random(i), 11), capacity=12) for i in range(3)]

@@ -58,7 +58,7 @@ def say(session: Session) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("size", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
-def test_ranks_together_are_the_model(directory, size: int) -> None:
+def test_sharded_model_equals_single_rank(directory, size: int) -> None:
     alone = Session(load_plain(directory), num_blocks=80)
     tokens = random_tokens(random.Random(9), 33)
     expected = alone.logits(alone.request(tokens, capacity=40), len(tokens))

@@ -134,7 +134,7 @@ def test_cpu_attention_long_sequence_is_split_among_threads(limited, head_dim, w
     case.check(limited)
 
 
-def test_long_prefix_and_window_over_many_key_blocks(limited):
+def test_cpu_attention_long_prefix_and_window_match_reference(limited):
     rng = random.Random(2)
     for dtype in (torch.float32, torch.bfloat16):
         for window in (None, 600):
@@ -168,7 +168,7 @@ def test_cpu_attention_nan_query_affects_its_row_only(limited):
     assert torch.equal(spoiled, clean)
 
 
-def test_large_scores_do_not_overflow(limited):
+def test_cpu_attention_large_scores_do_not_overflow(limited):
     for dtype in (torch.float32, torch.bfloat16):
         case = Case(random.Random(5), dtype, starts=[100, 0], counts=[1, 90])
         case.qkv.mul_(64.0)
@@ -229,7 +229,7 @@ def test_cpu_attention_empty_step_does_nothing(library):
     assert (metadata.num_rows, metadata.num_units, metadata.num_singles) == (0, 0, 0)
 
 
-def test_wrong_tensors_are_refused(library):
+def test_cpu_attention_mismatched_tensors_are_refused(library):
     case = Case(random.Random(7), torch.bfloat16, starts=[3], counts=[5])
     attention = PagedAttention(library, case.shape, num_threads=1)
     metadata = attention.plan(case.inputs)
@@ -265,6 +265,6 @@ def test_units_cover_every_row_once(library):
         assert all((rows == 1).all() for rows in covered)
 
 
-def test_measuring_gives_figures(library):
+def test_attention_bench_yields_positive_figures(library):
     figures = AttentionBench(library, 1, max_cache_bytes=10**6).measure("few", [40], [8], rounds=1)
     assert min(figures.attend_s, figures.layer_s, figures.torch_s, figures.gb_per_s, figures.gflop_per_s) > 0

@@ -138,7 +138,7 @@ def test_cpu_kv_write_stores_non_finite_as_zero(library, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_do_not_depend_on_company_or_threads(library, dtype):
+def test_cpu_norm_row_is_independent_of_batch_and_threads(library, dtype):
     torch.manual_seed(1)
     x, weight = torch.randn(90, 1000).to(dtype), torch.randn(1000).to(dtype)
     together, alone = torch.empty_like(x), torch.empty_like(x)
@@ -162,7 +162,7 @@ def test_gather_rows(library):
             ops.gather_rows(table, index, out)
 
 
-def test_wrong_tensors_are_refused(library):
+def test_cpu_elementwise_mismatched_tensors_are_refused(library):
     ops = CpuElementwise(library, torch.bfloat16, num_threads=1)
     x, weight = torch.zeros(4, 32, dtype=torch.bfloat16), torch.zeros(32, dtype=torch.bfloat16)
     for wrong in (

@@ -79,7 +79,7 @@ def test_cpu_tiles_unsupported_shape_is_refused(library):
         kernels.norm_to_tiles(rows, None, rows[0], EPS, tiled(33, 48))
 
 
-def test_memory_without_room_for_whole_tiles_is_refused(library):
+def test_cpu_tiles_memory_too_small_for_whole_tiles_is_refused(library):
     weight = torch.zeros(64, 64, dtype=torch.bfloat16)
     gates = PackedLinear(library, weight, epilogue=Epilogue.GATED, tiles=Tiles.INPUT | Tiles.OUTPUT)
     short, enough = (torch.zeros(count, 64, dtype=torch.bfloat16) for count in (47, 48))

@@ -125,12 +125,12 @@ def test_decode_is_attention(seed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100, 220))
-def test_attention_over_many_shapes(seed):
+def test_triton_attention_random_shapes_match_reference(seed):
     prefill_case(seed)
     decode_case(seed)
 
 
-def test_rows_without_a_sequence_are_left_alone():
+def test_triton_prefill_leaves_rows_without_sequence_untouched():
     case = Case(4, single=False)
     case.queries = torch.cat((case.queries, torch.full_like(case.queries[:3], float("nan"))))
     out = case.prefill(PrefillLaunch(block_m=16, block_n=16, num_warps=4, num_stages=2))
@@ -162,7 +162,7 @@ def far_layer():
     return LayerPages(pages=pages), int32([[block + 1, block]])
 
 
-def test_offsets_do_not_wrap():
+def test_triton_attention_large_offsets_do_not_wrap():
     layer, tables = far_layer()
     queries = randn(random.Random(2), 3, 2, layer.head_dim, dtype=torch.float16)
     expected = reference.attention(queries, layer, tables=tables, starts=int32([18]), counts=int32([3]), window=None)
@@ -205,7 +205,7 @@ def test_fixed_runs_give_the_same_bits_in_any_chunks(seed):
         begin += count
 
 
-def test_splits_fill_the_machine_and_no_more():
+def test_choose_splits_fills_the_machine():
     launch = DecodeLaunch(block_n=64, num_warps=4, num_stages=3, min_keys=128)
 
     def splits(batch, max_length, fixed_keys=0):

@@ -24,7 +24,7 @@ TOLERANCE = {torch.float32: {"atol": 2e-6, "rtol": 2e-6}, torch.float16: {"atol"
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "size"), [(1, 48), (3, 1024), (5, 1100), (0, 64)])
-def test_norm_adds_on_the_way(dtype, rows, size):
+def test_triton_norm_adds_residual(dtype, rows, size):
     rng = random.Random(size)
     residual, weight = randn(rng, rows, size, dtype=dtype), randn(rng, size, dtype=dtype)
     delta = randn(rng, rows, size + 8, dtype=dtype)[:, :size]
@@ -90,7 +90,7 @@ def test_rotation_and_write(seed, cache):
 
 
 @pytest.mark.parametrize("cache", ["same", "int8"])
-def test_writes_beyond_two_to_the_32_do_not_wrap(cache):
+def test_triton_kv_write_large_offsets_do_not_wrap(cache):
     """The cache is memory that is reserved, and touched only where it is written."""
     block, head_dim, block_size = 2**21, 64, 16
     qkv = randn(random.Random(3), 2, 4 * head_dim, dtype=torch.float16)

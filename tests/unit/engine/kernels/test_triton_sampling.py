@@ -68,7 +68,7 @@ def test_triton_sampling_noise_matches_sampler(seed):
     torch.testing.assert_close(out, expected, atol=2e-6, rtol=1e-6)
 
 
-def test_logarithms_keep_their_digits_near_one():
+def test_triton_log_is_accurate_near_one():
     near_one = 1.0 + torch.linspace(-0.3, 0.3, 1024, dtype=torch.float64).pow(3)
     wide = torch.logspace(-37.5, 38, 1024, dtype=torch.float64)
     for x in (near_one.float(), wide.float()):
@@ -130,7 +130,7 @@ def test_draws_over_large_vocabularies(vocab_size, rows, seed):
 
 
 @pytest.mark.parametrize("cut", [{"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.9}])
-def test_ties_with_the_last_one_kept_are_kept(cut):
+def test_triton_sampling_keeps_ties_at_cutoff(cut):
     logits = torch.full((40, 64), -4.0)
     logits[:, ::8] = 2.0  # eight equal ones: each of them is the third, holds the half, is the largest
     rows = len(logits)
@@ -150,7 +150,7 @@ def test_ties_with_the_last_one_kept_are_kept(cut):
 
 
 @pytest.mark.parametrize("vocab_size", [1, 15, 5000])
-def test_argmax_takes_the_first(vocab_size):
+def test_triton_argmax_picks_first_of_equals(vocab_size):
     logits = torch.randn(4, vocab_size, generator=torch.Generator().manual_seed(0)).round()
     logits[3] = 1.0
     expected = torch.from_numpy(logits.numpy().argmax(axis=-1))

@@ -55,7 +55,7 @@ def test_pool_audit_finds_damage() -> None:
         pool.check_invariants()
 
 
-def test_promises_are_a_hard_count() -> None:
+def test_block_manager_promises_are_exact() -> None:
     blocks = manager(4)
     blocks.promise(3)
     taken = blocks.allocate(1)
@@ -104,7 +104,7 @@ def test_event_log_shows_a_gap_instead_of_growing() -> None:
     assert log.drain().events == ()
 
 
-def test_clearing_the_cache_keeps_and_reports_blocks_in_use() -> None:
+def test_block_manager_clear_cache_keeps_blocks_in_use() -> None:
     sched = ledger.scheduler()
     sched.add(ledger.request(range(40)))
     ledger.run(sched, ledger.LedgerRunner())

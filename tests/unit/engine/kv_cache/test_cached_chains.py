@@ -53,7 +53,7 @@ def number_of(of: BlockHash) -> int:
     return int.from_bytes(of, "big")
 
 
-def test_cached_chains_last_used_comes_first_shared_blocks_once() -> None:
+def test_cached_chains_are_hottest_first_and_share_blocks_once() -> None:
     cache = Cache()
     cache.store(1, 2, 3)
     cache.end(1, 2, 3)
@@ -101,7 +101,7 @@ def number_of_block(block: BlockId) -> int:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_random_caches_are_reported_whole(policy: str) -> None:
+def test_cached_chains_report_random_caches_completely(policy: str) -> None:
     rng = Random(11)
     for _ in range(30):
         cache = Cache(policy)

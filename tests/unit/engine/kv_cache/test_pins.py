@@ -85,7 +85,7 @@ def test_pin_expires_unless_renewed() -> None:
     assert world.compute(first(1)) == 0
 
 
-def test_pin_expired_on_idle_engine_takes_no_room() -> None:
+def test_pin_expired_on_idle_engine_frees_its_room() -> None:
     world = World()
     for number in (1, 2):
         world.compute(first(number, 5))
@@ -169,7 +169,7 @@ def test_pins_on_one_chain_share_their_blocks() -> None:
     world.sched.check_invariants()
 
 
-def test_pins_take_nothing_that_is_promised() -> None:
+def test_pins_leave_promised_blocks_alone() -> None:
     world = World()
     world.compute(first(1))
     wanted = ledger.request(range(5000, 5000 + 19 * BLOCK))

@@ -27,7 +27,7 @@ def group_v2(folder: Path, limit: object, usage: int, inactive: int = 0) -> None
     write(folder / "memory.stat", f"anon 5\ninactive_file {inactive}\nactive_file 9\n")
 
 
-def test_pages_that_files_hold_can_be_had(root: Path) -> None:
+def test_free_memory_includes_page_cache(root: Path) -> None:
     assert free_memory_bytes(root) == 4000 * 1024
 
 
@@ -70,7 +70,7 @@ def test_free_memory_container_uses_mounted_cgroup(root: Path) -> None:
     assert memory_capacity_bytes(root) == 800_000
 
 
-def test_this_machine_has_some_and_not_more_than_it_has() -> None:
+def test_free_memory_is_within_machine_total() -> None:
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert 0 < free_memory_bytes() <= total
     assert free_memory_bytes() <= memory_capacity_bytes() <= total

@@ -55,7 +55,7 @@ def refused(path, match):
         load_plain(path)
 
 
-def test_parameters_are_the_stored_tensors_fused(pristine):
+def test_loader_fuses_stored_tensors_exactly(pristine):
     stored = load_file(pristine / "model.safetensors")
     model = load_plain(pristine)
     prefix = "model.layers.0."
@@ -68,7 +68,7 @@ def test_parameters_are_the_stored_tensors_fused(pristine):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_dtypes_are_cast_once(pristine, dtype):
+def test_loader_casts_dtype_once(pristine, dtype):
     stored = load_file(pristine / "model.safetensors")["lm_head.weight"]
     model = load_plain(pristine, dtype=dtype)
     assert torch.equal(model.head.weight, stored.to(model.dtype))
@@ -97,7 +97,7 @@ def test_shards_tie_and_progress(tmp_path):
     assert sharded.fingerprint == whole.fingerprint
 
 
-def test_fingerprint_names_the_computation_only(model_dir, pristine):
+def test_fingerprint_covers_only_the_computation(model_dir, pristine):
     first = load_plain(model_dir).fingerprint
     assert first == load_plain(pristine).fingerprint
     set_config(model_dir, eos_token_id=[2, 5], _name_or_path="elsewhere")
@@ -111,7 +111,7 @@ def test_fingerprint_names_the_computation_only(model_dir, pristine):
     assert load_plain(model_dir).fingerprint != first
 
 
-def test_hub_cache_links_are_followed(pristine, tmp_path):
+def test_loader_follows_hub_cache_links(pristine, tmp_path):
     blobs, snapshot = tmp_path / "models--org--name" / "blobs", tmp_path / "models--org--name" / "snapshots" / "abc"
     blobs.mkdir(parents=True)
     snapshot.mkdir(parents=True)
@@ -124,7 +124,7 @@ def test_hub_cache_links_are_followed(pristine, tmp_path):
     refused(snapshot, r"config\.json is a link out of the directory")
 
 
-def test_links_and_special_files_are_refused(model_dir, pristine):
+def test_loader_links_and_special_files_are_refused(model_dir, pristine):
     weights = model_dir / "model.safetensors"
     weights.unlink()
     weights.symlink_to(pristine / "model.safetensors")
@@ -234,7 +234,7 @@ def test_wrong_tensors(model_dir):
     load_plain(model_dir)
 
 
-def test_geometry_is_checked_before_memory_is_taken(model_dir):
+def test_loader_checks_shapes_before_allocating(model_dir):
     set_config(model_dir, vocab_size=500)
     refused(model_dir, r"embed_tokens\.weight has shape \[97, 48\], config\.json implies \[500, 48\]")
     set_config(model_dir, vocab_size=97, hidden_size=2**20, num_hidden_layers=4000)
@@ -246,7 +246,7 @@ def test_unknown_dtype():
         select_backend(BackendOptions(device=torch.device("cpu"), dtype="int8"))
 
 
-def test_loading_does_not_keep_the_file_in_memory(tmp_path):
+def test_loader_forgets_mapped_pages(tmp_path):
     def mapped(path):
         sizes, here = 0, False
         for line in Path("/proc/self/smaps").read_text().splitlines():

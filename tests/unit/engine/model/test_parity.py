@@ -123,7 +123,7 @@ def test_dynamic_rope_beyond_its_context_equals_transformers_generating_with_a_c
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_stays_near_float32(dtype: str, tmp_path: Path) -> None:
+def test_parity_half_precision_stays_near_float32(dtype: str, tmp_path: Path) -> None:
     reference = reference_model("Qwen3ForCausalLM")
     model = save_and_load(reference, tmp_path, dtype=dtype)
     tokens = random_tokens(random.Random(1), 30)

@@ -74,7 +74,7 @@ def test_sharded_loading_rank_reads_its_slices_in_place(directory, views) -> Non
         assert num_bytes == stored[name].nbytes * copies, name
 
 
-def test_progress_counts_what_the_rank_holds(directory) -> None:
+def test_sharded_loading_progress_counts_own_bytes(directory) -> None:
     seen = []
     load_plain(directory, group=StillGroup(1), progress=lambda done, total: seen.append((done, total)))
     num_tensors = len(expected_shapes(load_model_config(directory))) - 2 * 3

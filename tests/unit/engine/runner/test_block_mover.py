@@ -55,7 +55,7 @@ def moves(*, offloads: object = (), loads: object = (), copies: object = ()) -> 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
-def test_blocks_go_and_come_back_over_all_layers(dtype: str) -> None:
+def test_block_mover_moves_all_layers_in_order(dtype: str) -> None:
     cache = PagedKVCache(layout(dtype), num_blocks=6)
     mover = BlockMover(cache, num_host_slots=3)
     assert mover.host_bytes == 3 * cache.layout.block_bytes
@@ -69,7 +69,7 @@ def test_blocks_go_and_come_back_over_all_layers(dtype: str) -> None:
     assert torch.equal(cache.blocks, before[:, [5, 0, 2, 5, 0, 1]])
 
 
-def test_measuring_leaves_the_pool_as_it_was() -> None:
+def test_block_mover_measurement_leaves_pool_unchanged() -> None:
     cache = PagedKVCache(layout("float32"), num_blocks=6)
     cache.blocks.random_()
     before = cache.blocks.clone()

@@ -32,7 +32,7 @@ def test_dry_run_covers_last_chunk_of_longest_context() -> None:
 
 
 @pytest.mark.alone
-def test_growth_is_the_most_that_was_in_use_at_once() -> None:
+def test_peak_memory_growth_is_largest_simultaneous_use() -> None:
     peak = PeakMemory(torch.device("cpu"))
     gc.collect()  # what other tests have left behind must not be counted, nor go meanwhile
     if not peak.start():
@@ -42,7 +42,7 @@ def test_growth_is_the_most_that_was_in_use_at_once() -> None:
     assert 60 * MB < peak.growth_bytes() < 120 * MB
 
 
-def test_graphs_are_recorded_within_what_is_measured(tmp_path, monkeypatch) -> None:
+def test_dry_run_records_graphs_within_measured_memory(tmp_path, monkeypatch) -> None:
     """Their memory counts: they are recorded before the budget is made, as large as they will be."""
     reference_model("LlamaForCausalLM").save_pretrained(tmp_path)
     model = load_plain(tmp_path)

@@ -79,7 +79,7 @@ def sampling(i):
     return SamplingParams(temperature=0.9, top_p=0.9, repetition_penalty=1.1, seed=i)
 
 
-def test_sampled_tokens_do_not_depend_on_company_chunks_or_blocks(model):
+def test_model_runner_tokens_are_independent_of_batch_and_chunks(model):
     expected = run_all(model, seed=0, chunk=100, params=sampling, together=False)
     assert expected == run_all(model, seed=1, chunk=7, params=sampling)
     assert expected == run_all(model, seed=2, chunk=3, params=sampling, rng=random.Random(0))
@@ -98,7 +98,7 @@ def test_model_runner_preempted_request_continues_equally(model):
     assert first.token_ids == second.token_ids
 
 
-def test_garbage_in_other_blocks_changes_nothing(full_model):
+def test_model_runner_ignores_foreign_blocks(full_model):
     tokens = random_tokens(random.Random(0), 21)
     session = Session(full_model)
     request = session.request(tokens, capacity=24)
@@ -121,7 +121,7 @@ def test_model_runner_nan_request_leaves_no_nan_in_cache(full_model):
 
 
 @pytest.mark.parametrize("which", ["model", "full_model"])
-def test_tiles_and_groups_give_the_same_answer(which, request, monkeypatch):
+def test_model_runner_tiled_attention_gives_same_tokens(which, request, monkeypatch):
     decoder = request.getfixturevalue(which)
 
     def params(_):
@@ -207,7 +207,7 @@ def test_budget_divides_the_limit_and_refuses_with_figures(full_model):
         plan_memory(limit_bytes=2**10, **common)
 
 
-def test_rows_without_sampling_still_store_keys_and_values(full_model):
+def test_model_runner_rows_without_sampling_store_kv(full_model):
     tokens = random_tokens(random.Random(4), 30)
     whole, part = Session(full_model), Session(full_model)
     all_rows = whole.logits(whole.request(tokens, capacity=32), 30)

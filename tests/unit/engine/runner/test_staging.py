@@ -83,7 +83,7 @@ def test_staging_steady_state_allocates_nothing():
     assert queue.num_allocations == before
 
 
-def test_results_are_waited_for_and_no_later_work_with_them():
+def test_download_waits_for_own_result_only():
     queue = LateQueue()
     first = queue.download(torch.arange(4))
     later = queue.mark()

@@ -22,7 +22,7 @@ def word(value: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("counter", "key", "expected"), VECTORS)
-def test_known_answers(counter, key, expected):
+def test_philox_matches_known_answers(counter, key, expected):
     c, k = [word(v) for v in counter], [word(v) for v in key]
     assert tuple(int(w) for w in philox4x32((c[0], c[1], c[2], c[3]), (k[0], k[1]))) == expected
 

@@ -54,7 +54,7 @@ def frequencies(row, count=20_000, **params):
     return torch.bincount(drawn, minlength=len(row)) / count
 
 
-def test_greedy_takes_the_largest():
+def test_sampler_greedy_takes_largest_logit():
     logits = logits_of(0, 1, 2)
     assert ids(logits, [make(temperature=0.0)] * 3) == logits.argmax(-1).tolist()
 
@@ -69,7 +69,7 @@ def test_draws_follow_the_softmax(temperature):
 @pytest.mark.parametrize(
     "params", [{"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.2}, {"top_k": 6, "top_p": 0.8, "min_p": 0.05}, {"top_k": 1}]
 )
-def test_truncation_keeps_the_right_tokens(params):
+def test_sampler_truncation_keeps_right_tokens(params):
     row = logits_of(4)[0]
     kept = row.clone()
     probabilities = row.softmax(-1)
@@ -86,7 +86,7 @@ def test_truncation_keeps_the_right_tokens(params):
     assert (observed - kept.softmax(-1)).abs().max() < 0.015
 
 
-def test_penalties_follow_their_formulas():
+def test_sampler_penalties_follow_their_formulas():
     row = logits_of(5)[0]
     prompt, output = [1, 2, 3, 3], [3, 4, 4, 4]
     expected = row.clone()
@@ -173,7 +173,7 @@ def test_min_tokens_bans_every_end_until_reached():
     assert ids(logits, [make(output=[5], ignore_eos=True, **ends)]) == [EOS]
 
 
-def test_logprobs_are_of_the_untouched_distribution():
+def test_sampler_logprobs_are_of_unmodified_distribution():
     logits = logits_of(8, 9, 10)
     requests = [
         make(temperature=0.0, logit_bias={4: 100.0}, num_logprobs=3),

@@ -130,7 +130,7 @@ def test_chunk_size_after_cold_start_recovers() -> None:
 @pytest.mark.parametrize("decode_s", [0.02, 0.1, 0.15, 0.2, 0.25])
 @pytest.mark.parametrize("token_s", [0.0005, 0.001])
 @pytest.mark.parametrize("alone_every", [2, 4, 0])
-def test_chunks_settle_where_they_fill_the_time(decode_s: float, token_s: float, alone_every: int) -> None:
+def test_chunk_size_converges_to_step_time_bound(decode_s: float, token_s: float, alone_every: int) -> None:
     """However much of it decodes take, and however seldom they are alone."""
     paced = Paced(Machine(decode_s=decode_s, token_s=token_s)).warm()
     for i in range(60):
@@ -251,7 +251,7 @@ def test_chunk_size_only_steps_with_decodes_are_bounded() -> None:
     assert (len(alone.items), chunk_of(alone)) == (1, FULL)
 
 
-def test_newcomers_and_those_in_the_middle_share_the_smaller_chunk() -> None:
+def test_chunk_size_is_shared_by_all_prompts_in_step() -> None:
     served = Served(Machine(slowness=2.0)).with_readers()
     for _ in range(8):
         served.add(150, 10)
@@ -268,7 +268,7 @@ def test_chunk_size_prefill_worker_is_not_bounded() -> None:
     assert chunks == [FULL] * 5
 
 
-def test_once_two_steps_were_slow_no_step_that_is_read_is_late() -> None:
+def test_chunk_size_keeps_steps_within_bound_after_two_slow_ones() -> None:
     """The machine halves its speed while prompts are computed, thirds it, and recovers: the chunk follows."""
     served = Served(Machine()).with_readers()
     assert (chunk_of(served.step()[0]), served.sched.load().num_waiting) == (0, 0)

@@ -20,7 +20,7 @@ from tests.support.engine.ledger import LedgerRunner, assert_empty, continuation
 RATES = MeasuredRates(prefill_tokens_per_s=100.0, offload_bytes_per_s=1000.0, load_bytes_per_s=500.0)
 
 
-def test_cost_model() -> None:
+def test_preempted_kv_cost_model_prefers_cheaper_way() -> None:
     assert recompute_s(50, RATES) == pytest.approx(0.5)
     assert offload_s(100, RATES) == pytest.approx(0.1 + 0.2)
     assert prefers_offload(50, 100, RATES)
@@ -59,7 +59,7 @@ DEAR_COPY = MeasuredRates(prefill_tokens_per_s=1e9, offload_bytes_per_s=1.0, loa
 
 
 @pytest.mark.parametrize(("rates", "slots"), [(CHEAP_COPY, 16), (DEAR_COPY, 16), (CHEAP_COPY, 1)])
-def test_tokens_are_the_same_whatever_becomes_of_the_kv(rates: MeasuredRates, slots: int) -> None:
+def test_preempted_kv_tokens_are_equal_saved_or_recomputed(rates: MeasuredRates, slots: int) -> None:
     tier, runner = HostTier(slots), LedgerRunner()
     sched = scheduler(tier, rates)
     params = SamplingParams(max_tokens=70, ignore_eos=True)

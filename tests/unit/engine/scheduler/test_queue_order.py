@@ -53,7 +53,7 @@ def test_levels_age() -> None:
 @pytest.mark.parametrize(
     "change", [{"max_overtakes": -1}, {"priority_aging_s": 0.0}, {"max_step_s": 0.0}, {"eviction": "fifo"}]
 )
-def test_impossible_policies_are_refused(change: dict[str, object]) -> None:
+def test_queue_order_impossible_policy_is_refused(change: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=f"engine.{next(iter(change))}"):
         ledger.config(**change)
 
@@ -118,7 +118,7 @@ def shares(batch: Batch | None, *requests: Request) -> list[int]:
     return [sum(item.num_tokens for item in batch.items if item.request is request) for request in requests]
 
 
-def test_queue_order_chunk_of_a_step_goes_to_prompts_in_order() -> None:
+def test_queue_order_chunk_goes_to_prompts_in_order() -> None:
     """A later prompt's chunk never makes an earlier prompt's step longer than one chunk."""
     sched, runner = ledger.scheduler(prefill_chunk_tokens=20, max_batched_tokens=100, num_blocks=64), LedgerRunner()
     first, second, third = (ledger.request([k] * 30, arrival_s=float(k)) for k in range(3))

@@ -16,7 +16,7 @@ PROMPT = list(range(50))
 T1 = TransferId("t1")
 
 
-def test_tokens_do_not_depend_on_chunks_or_company() -> None:
+def test_scheduler_tokens_are_independent_of_chunks_and_batch() -> None:
     prompts = [[k * 13 % 97 for k in range(n)] for n in (1, 15, 16, 17, 33, 90)]
     for chunk, budget in ((1, 1), (7, 7), (16, 48), (200, 200)):
         sched, runner = ledger.scheduler(prefill_chunk_tokens=chunk, max_batched_tokens=budget), LedgerRunner()
@@ -40,7 +40,7 @@ def test_block_of_several_hash_blocks() -> None:
     assert_empty(sched)
 
 
-def test_prefix_hit_leaves_one_token_and_is_reported() -> None:
+def test_scheduler_prefix_hit_leaves_one_token_and_is_reported() -> None:
     sched, runner = ledger.scheduler(), LedgerRunner()
     sched.add(ledger.request(range(48)))
     run(sched, runner)
@@ -80,7 +80,7 @@ def test_preemption_changes_no_token_and_favours_the_oldest() -> None:
     assert_empty(sched)
 
 
-def test_higher_priority_takes_room_from_lower() -> None:
+def test_scheduler_higher_priority_preempts_lower() -> None:
     sched, runner = ledger.scheduler(num_blocks=6, max_model_len=96), LedgerRunner()
     low = ledger.request(range(60), priority=5, params=SamplingParams(max_tokens=30, ignore_eos=True))
     sched.add(low)
@@ -158,7 +158,7 @@ def test_queue_is_bounded() -> None:
     assert refusal.value.retry_after_s
 
 
-def test_resume_continues_and_repeats_a_lost_end() -> None:
+def test_scheduler_resume_continues_and_repeats_lost_end() -> None:
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     output = continuation(PROMPT, params)
     sched, runner = ledger.scheduler(), LedgerRunner()

@@ -55,7 +55,7 @@ def test_channel_refusal_is_config_error(ends) -> None:
         far.expect(ChannelKind.LOADED)
 
 
-def test_another_message_than_the_expected_is_the_end(ends) -> None:
+def test_channel_unexpected_message_or_end_is_rank_lost(ends) -> None:
     near, far, _ = ends
     near.send(ChannelKind.READY)
     with pytest.raises(RankLost, match="rank 0 sent READY, not LOADED"):

@@ -43,7 +43,7 @@ def test_heartbeat_silent_rank_is_given_up(ends) -> None:
     assert losses.empty()
 
 
-def test_heartbeat_rank_that_never_begins_is_given_up(ends) -> None:
+def test_heartbeat_rank_silent_since_start_is_given_up(ends) -> None:
     losses = queue.SimpleQueue()
     heartbeats = HeartbeatServer(losses.put, silence_s=WAIT_S, start_s=SILENCE_S)
     heartbeats.serve(ends[0])
@@ -57,7 +57,7 @@ def test_heartbeat_silent_leader_is_given_up(ends) -> None:
     assert ended.get(timeout=WAIT_S) == 1
 
 
-def test_heartbeat_both_ends_alive_reports_nothing(ends) -> None:
+def test_heartbeat_live_ends_report_nothing(ends) -> None:
     losses, ended = queue.SimpleQueue(), queue.SimpleQueue()
     requested = threading.Semaphore(0)
     heartbeats = HeartbeatServer(losses.put)

@@ -36,7 +36,7 @@ def test_messages_survive_json() -> None:
         assert type(value).from_json(memoryview(value.to_json())) == value
 
 
-def test_ranks_on_several_devices_get_one_each() -> None:
+def test_rank_setup_gives_each_rank_its_gpu() -> None:
     assert SETUP.of_rank(3) == replace(SETUP, rank=3)
     on_gpu = replace(SETUP, backend=replace(SETUP.backend, device=torch.device("cuda")))
     there = RankSetup.from_json(memoryview(on_gpu.of_rank(3).to_json()))

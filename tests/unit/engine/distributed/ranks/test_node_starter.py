@@ -71,7 +71,7 @@ def run() -> int:
     return NodeStarter(group(size=4, num_nodes=2), 1).run()
 
 
-def test_ranks_that_cannot_be_started_now_are_started_later(played: type[Played]) -> None:
+def test_node_starter_retries_ranks_after_failed_fork(played: type[Played]) -> None:
     none_left = OSError(errno.EAGAIN, "Resource temporarily unavailable")
     played.lives = [none_left, [signal.SIGTERM]]
     assert run() == 0
