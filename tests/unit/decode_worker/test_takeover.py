@@ -93,7 +93,7 @@ async def until_finished(bench: Bench) -> None:
     await bench.worker._idle.wait()
 
 
-async def test_another_router_gets_every_token_from_the_first() -> None:
+async def test_takeover_router_gets_all_tokens_from_the_first() -> None:
     async with worker() as bench:
         bench.submit(prefill=False, max_tokens=LONG)
         first = (await bench.next_message("tokens")).deltas[0]
@@ -166,7 +166,7 @@ def test_takeover_two_tasks_of_one_choice_yields_latest_good() -> None:
     assert orphans.lapsed(10.0) == []
 
 
-async def test_whose_two_routers_have_gone_is_generated_once_for_the_third() -> None:
+async def test_takeover_choice_of_two_lost_routers_is_generated_once() -> None:
     async with worker() as bench:
         bench.submit(prefill=False, max_tokens=LONG)
         await bench.next_message("tokens")
@@ -282,7 +282,7 @@ async def test_takeover_failed_handoff_of_orphan_requests_no_route(router_leaves
         assert tokens == expected()
 
 
-async def test_logprobs_that_nobody_kept_are_not_made_up() -> None:
+async def test_takeover_without_kept_logprobs_is_refused() -> None:
     """Of a stream that was itself continued here: the first tokens came without."""
     async with worker() as bench:
         sampling = common.SamplingParams(max_tokens=LONG, temperature=0.0, ignore_eos=True, num_logprobs=0)

@@ -239,7 +239,7 @@ async def test_decode_worker_second_attempt_requests_only_missing_tokens(bench: 
     await bench.assert_empty()
 
 
-async def test_cancelled_in_the_breath_in_which_the_hand_off_failed(bench: Bench) -> None:
+async def test_decode_worker_cancel_during_failed_handoff_leaves_nothing(bench: Bench) -> None:
     bench.submit()
     blocks = await bench.bound(await bench.started())
     bench.owner.failed(TRANSFER, (), TransferError("the link was lost"))
@@ -319,7 +319,7 @@ async def test_decode_worker_router_lost_ends_its_requests(bench: Bench) -> None
 
 
 @pytest.mark.parametrize("teller", ["worker", "engine"])
-async def test_time_that_runs_out(bench: Bench, monkeypatch: pytest.MonkeyPatch, teller: str) -> None:
+async def test_decode_worker_timeout_names_the_queue(bench: Bench, monkeypatch: pytest.MonkeyPatch, teller: str) -> None:
     if teller == "engine":  # which ends who still waits in its queue
         monkeypatch.setattr(bench.worker, "_time_out", lambda _task: None)
     bench.submit(timeout_s=0.0, prefill=teller == "worker")

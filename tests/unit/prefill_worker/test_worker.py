@@ -169,7 +169,7 @@ async def test_prefill_worker_aborted_prompt_keeps_blocks_until_release(bench: B
     await bench.assert_empty()
 
 
-async def test_released_before_it_was_computed(bench: Bench) -> None:
+async def test_prefill_worker_prompt_released_before_computing_leaves_nothing(bench: Bench) -> None:
     busy = threading.Event()
     bench.host.post(lambda _: busy.wait(WAIT_S))
     submitted = asyncio.ensure_future(bench.worker.submit(job()))

@@ -142,7 +142,7 @@ async def sent(port: SessionPort) -> list[pb.KVEvents]:
     return found
 
 
-async def test_events_that_the_snapshot_had_are_not_told_again() -> None:
+async def test_session_events_covered_by_snapshot_are_not_sent_again() -> None:
     port = SessionPort(Incarnation(1))
     assert port.send_events(0, stored(b"early"))  # before the snapshot: it will hold them
     port.send_snapshot(5, stored(b"a", b"b"))

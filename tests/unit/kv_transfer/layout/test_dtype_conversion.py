@@ -93,7 +93,7 @@ def test_int8_is_the_engines(dtype, head_dim):
 
 
 @pytest.mark.parametrize("dtype", PLAIN)
-def test_restored_values_are_the_engines(dtype):
+def test_conversion_restored_values_equal_engine(dtype):
     codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).repeat(64).view(-1, 32)
     scales = torch.logspace(-8, 3, len(codes))
     scales[::4] = torch.tensor([3.0, 5.0, 33.0, 513.0]).repeat(len(codes) // 16)  # ties of bfloat16 and float16
@@ -186,7 +186,7 @@ def test_conversion_prompt_equals_engine_output(source, target, early, batch, mo
         assert np.array_equal(moved(kv, tables, pools, ranges, head_scales, wire), expected)
 
 
-def test_codes_on_the_wire_alone_are_what_the_engine_would_read():
+def test_conversion_wire_codes_equal_engine_codes():
     rng = torch.Generator().manual_seed(4)
     kv = [layout("bfloat16", tp=tp, heads=4, head_dim=8) for tp in (2, 1)]
     values = torch.randn(2, 32, 2, 4, 8, generator=rng).bfloat16()
@@ -219,7 +219,7 @@ def test_conversion_every_declared_pair_exists():
         Converter("int8", "fp8_e4m3")
 
 
-def test_payloads_of_another_size_are_refused():
+def test_conversion_payload_of_wrong_size_is_refused():
     mapping = CellMapping(layout(), layout("int8"))
     payload, converter = mapping.payload(cells(layout(), 0, 1)), Converter("bfloat16", "int8")
     data, room = np.zeros(1024, np.uint8), np.zeros(1024, np.uint8)

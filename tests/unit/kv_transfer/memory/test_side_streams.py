@@ -99,7 +99,7 @@ def test_side_stream_thread_does_not_wait_for_another(cuda: FakeCuda, work: str)
     assert [stream.log for stream in cuda.made] == [["synchronized"]] * 2
 
 
-def test_streams_are_used_again_and_bounded(cuda: FakeCuda) -> None:
+def test_side_streams_are_reused_and_bounded(cuda: FakeCuda) -> None:
     pool = a_pool(cuda, max_streams=2)
     for _ in range(5):
         pool.checksum(READS)

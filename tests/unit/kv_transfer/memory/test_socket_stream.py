@@ -70,7 +70,7 @@ def open_pair(
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_random_runs_arrive_exactly_and_touch_nothing_else(
+def test_socket_stream_random_runs_arrive_exactly(
     mover: Mover, sockets: tuple[socket.socket, socket.socket], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = random.Random(seed)
@@ -143,7 +143,7 @@ def test_socket_stream_full_buffer_never_blocks(mover: Mover, sockets: tuple[soc
     assert target.all()
 
 
-def test_stream_ends_and_failures_are_reported(mover: Mover, sockets: tuple[socket.socket, socket.socket]) -> None:
+def test_socket_stream_reports_end_and_failure(mover: Mover, sockets: tuple[socket.socket, socket.socket]) -> None:
     near, far = sockets
     source, target = np.ones(100, np.uint8), np.zeros(100, np.uint8)
     going, coming = open_pair(mover, sockets, Somewhere(source, [(0, 100)]), Somewhere(target, [(0, 100)]), BurstLock())
@@ -160,7 +160,7 @@ def test_stream_ends_and_failures_are_reported(mover: Mover, sockets: tuple[sock
     far.close()
 
 
-def test_cells_that_are_not_there_are_refused(mover: Mover, sockets: tuple[socket.socket, socket.socket]) -> None:
+def test_socket_stream_missing_cells_are_refused(mover: Mover, sockets: tuple[socket.socket, socket.socket]) -> None:
     target = np.zeros(100, np.uint8)
     with pytest.raises(TransferError, match="outside"):
         mover.streams.open(

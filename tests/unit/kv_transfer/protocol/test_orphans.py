@@ -81,7 +81,7 @@ def test_hold_of_silent_peer_ends_with_lease(stage: Callable[[], Half]) -> None:
     assert_over(half, half.machine.on_timer(1.0 + DEFAULT.lease_s + MARGIN_S))
 
 
-def test_leases_are_two_seconds_unless_somebody_wants_longer_ones() -> None:
+def test_handoff_lease_default_is_two_seconds_everywhere() -> None:
     """Looked at often enough that a lease lasts little longer than it says."""
     assert sending().machine.plan.lease_s == DEFAULT.lease_s == ClusterConfig().transfer.lease_s == 2.0
     assert DEFAULT.sweep_s <= 0.1

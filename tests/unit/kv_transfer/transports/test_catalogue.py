@@ -141,7 +141,7 @@ def test_catalogue_insecure_transport_needs_private_network(
 
 
 @pytest.mark.parametrize("broken", [ImportError("No module named 'nixl'"), OSError("libucp.so: wrong ELF class")])
-def test_nixl_not_loadable_is_not_offered_and_forcing_it_fails_clearly(
+def test_catalogue_unloadable_nixl_is_not_offered_and_forcing_it_fails(
     monkeypatch: pytest.MonkeyPatch, region: KVRegion, broken: Exception
 ) -> None:
     def load(name: str) -> object:
@@ -167,13 +167,13 @@ def test_catalogue_host_transport_refuses_gpu_memory(region: KVRegion, choice: s
         open_receivers(on_device(region), choice=choice, fabric=MemoryFabric())
 
 
-def test_cuda_ipc_is_refused_where_there_is_no_gpu(region: KVRegion) -> None:
+def test_catalogue_cuda_ipc_without_gpu_is_refused(region: KVRegion) -> None:
     for force in (open_receivers, open_senders):
         with pytest.raises(ConfigError, match="GPU"):
             force(region, choice="cuda_ipc")
 
 
-def test_rdma_is_what_the_kernel_lists(tmp_path) -> None:
+def test_has_rdma_follows_the_kernels_list(tmp_path) -> None:
     assert not same_host.has_rdma(tmp_path / "infiniband")
     (tmp_path / "infiniband").mkdir()
     assert not same_host.has_rdma(tmp_path / "infiniband")

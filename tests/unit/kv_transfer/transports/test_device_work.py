@@ -87,7 +87,7 @@ def begin(pair: Pair, busy: Busy) -> tuple["Future[object]", bytes]:
     return future, grant
 
 
-def test_orders_are_taken_while_the_device_reads(from_device: tuple[Pair, Busy], loop) -> None:
+def test_device_orders_are_accepted_during_device_read(from_device: tuple[Pair, Busy], loop) -> None:
     pair, busy = from_device
     first, grant = begin(pair, busy)
     second = loop(lambda: pair.writer.write(order(KEY, grant, cell_range(1, 1), [6])))

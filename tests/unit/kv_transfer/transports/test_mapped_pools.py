@@ -112,7 +112,7 @@ def cell_range(pairing: Pairing, **changes: int) -> CellRange:
         (layout(2, 32), layout(8, 8)),
     ],
 )
-def test_unequal_workers_hand_over_what_numpy_would(ends: Ends, source_kv: KVLayout, target_kv: KVLayout) -> None:
+def test_mapped_pools_of_unequal_layouts_equal_numpy(ends: Ends, source_kv: KVLayout, target_kv: KVLayout) -> None:
     rng = random.Random(3)
     pairing = Pairing.from_layouts(source_kv, target_kv, wire_dtype="bfloat16")
     source, target, receiver, writer = ends(pairing)

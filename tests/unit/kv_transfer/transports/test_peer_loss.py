@@ -92,7 +92,7 @@ def pools_mapped() -> int:
     return Path("/proc/self/maps").read_text(encoding="utf-8").count("/memfd:")
 
 
-def test_peer_loss_closed_writer_gives_back_the_dead_peers_memory() -> None:
+def test_peer_loss_closed_writer_unmaps_dead_peers_memory() -> None:
     """Though the writer itself is still known to somebody, as to the garbage collector when there are cycles."""
     with victim("shm") as peer:
         peer.write().result(WAIT_S)

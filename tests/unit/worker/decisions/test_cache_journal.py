@@ -79,7 +79,7 @@ def test_cache_journal_first_write_is_whole_state_then_changes() -> None:
     assert journal.next_write() is None
 
 
-def test_events_that_were_had_are_skipped_and_a_gap_asks_for_a_snapshot() -> None:
+def test_cache_journal_skips_old_events_and_needs_snapshot_after_gap() -> None:
     journal = CacheJournal()
     journal.restart(2, [name(1)])
     assert journal.apply(0, stored(8, 9, 3)), "two of them are old"
@@ -96,7 +96,7 @@ def test_events_that_were_had_are_skipped_and_a_gap_asks_for_a_snapshot() -> Non
     assert again.state == (name(4),)
 
 
-def test_too_much_to_catch_up_with_becomes_one_fresh_state() -> None:
+def test_cache_journal_too_many_pending_events_become_fresh_state() -> None:
     journal = CacheJournal(max_pending=10)
     journal.restart(0, [])
     journal.written(journal.next_write())

@@ -107,7 +107,7 @@ async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
     assert not faults
 
 
-async def test_everything_is_fetched_by_name_and_each_block_once(bench: Bench) -> None:
+async def test_migration_fetches_by_name_and_each_block_once(bench: Bench) -> None:
     bench.migrate()
     first, second = await bench.next_job(), await bench.next_job_or_none()
     assert first.fetch
@@ -219,7 +219,7 @@ async def test_migration_timeout_counts_rest_as_no_time(bench: Bench) -> None:
     await bench.assert_empty()
 
 
-async def test_migration_target_that_drains_fetches_nothing(bench: Bench) -> None:
+async def test_migration_draining_target_fetches_nothing(bench: Bench) -> None:
     bench.migrate()
     job = await bench.next_job()
     bench.migration_target.close()
@@ -246,7 +246,7 @@ async def test_migration_prompt_joins_running_fetch(bench: Bench) -> None:
     await bench.assert_empty()
 
 
-async def test_larger_blocks_here_are_asked_for_by_the_names_that_the_leaver_has(bench: Bench) -> None:
+async def test_migration_larger_blocks_are_requested_by_source_names(bench: Bench) -> None:
     bench.migrate([chain(TRUNK)], block_size=32)
     await bench.answered()
     assert bench.hub.jobs.empty(), "blocks of 32 do not make up blocks of 16"
@@ -281,7 +281,7 @@ async def test_migration_short_parent_is_fetched_with_child(bench: Bench) -> Non
 
 
 @LARGE
-async def test_blocks_are_counted_along_the_path_and_rests_of_runs_are_not_lost(bench: Bench) -> None:
+async def test_migration_whole_blocks_span_chain_boundaries(bench: Bench) -> None:
     first, second, third = line(10, 6), line(11, 3), line(12, 8)
     bench.migrate([chain(first), chain(second, after=first[-1]), chain(third, after=second[-1])])
     for length, held in ((4, 0), (8, 4), (16, 8)):

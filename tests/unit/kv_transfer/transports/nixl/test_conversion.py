@@ -143,7 +143,7 @@ def test_nixl_conversion_releases_lock_between_parts(ends: Ends) -> None:
     ends.agent.on_wait = lambda: None
 
 
-def test_cells_that_are_not_there_are_refused_and_end_nothing(ends: Ends) -> None:
+def test_nixl_missing_cells_are_refused_and_connection_stays_open(ends: Ends) -> None:
     order = ends.order()
     wrong = WriteOrder(key=KEY, grant=order.grant, cells=cells(num_units=99), source=order.source)
     with pytest.raises(TransferError):

@@ -79,7 +79,7 @@ def all_bytes(region: KVRegion, blocks: list[int]) -> bytes:
     return b"".join(block_views(region, blocks))
 
 
-def test_writes_take_the_stream_with_the_fewest(ends: Ends) -> None:
+def test_streams_write_uses_the_least_busy_stream(ends: Ends) -> None:
     [peer] = ends.receiver._peers.values()
     assert len(peer.channels) == STREAMS
     with ends.lock:

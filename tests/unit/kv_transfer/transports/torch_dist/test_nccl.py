@@ -105,7 +105,7 @@ def with_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
         ("cpu", "cpu", (False, False), PAIRING, True),
     ],
 )
-def test_which_pools_are_joined_directly(
+def test_torch_dist_direct_path_requires_matching_pools(
     own: str, theirs: str, isolated: tuple[bool, bool], pairing: Pairing, direct: bool
 ) -> None:
     ours, others = isolated
