@@ -27,7 +27,7 @@ def model(tmp_path: Path) -> Path:
     return directory
 
 
-async def test_models_own_sampling_holds_on_every_wire_unless_stated_or_switched_off(fork_servers, model, tmp_path):
+async def test_generation_config_applies_on_every_wire_unless_overridden(fork_servers, model, tmp_path):
     batches = {"path": str(tmp_path / "batches")}
     named = {"model__path": str(model), "model__dtype": "float32"}
 

@@ -98,7 +98,7 @@ def ways(*names: str):
 
 @ways("both")
 @pytest.mark.turn(2)
-async def test_workers_over_two_nodes_answers_equal_transformers(cluster, oracle):
+async def test_multi_node_cluster_answers_equal_transformers(cluster, oracle):
     made, nodes = cluster
     cases = [(prompt, oracle.tokens(prompt, MAX_TOKENS)) for prompt in prompts(oracle, 6, seed=5)]
     hands_off = made.local.config.prefill.replicas > 0

@@ -72,7 +72,7 @@ async def test_breakpoint_keeps_prefix_through_eviction(cluster, client):
     assert lost.cache_read_input_tokens < 64, "nothing but what every such prompt begins with"
 
 
-async def test_use_renews_a_pin_and_the_page_shows_it(cluster, client):
+async def test_pin_is_renewed_by_use_and_shown_on_pins_page(cluster, client):
     await ask(client, "Tom", kept=True)
     renewed = await cluster.figure("tandem_worker_pinned_prefix_events_total", event="renewed")
     await ask(client, "Tom", kept=True)
@@ -114,7 +114,7 @@ async def test_anthropic_stream_counts_cached_tokens(cluster, client):
     assert counted.input_tokens == final.usage.input_tokens + final.usage.cache_read_input_tokens
 
 
-async def test_refusals_are_the_clients_own_exceptions(client):
+async def test_anthropic_refusals_raise_client_exceptions(client):
     with pytest.raises(anthropic.BadRequestError) as refused:
         await client.messages.create(
             model=MODEL,

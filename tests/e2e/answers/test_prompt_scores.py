@@ -166,7 +166,7 @@ async def test_cluster_beam_search_equals_transformers(
     await cluster.until_idle()
 
 
-async def test_embeddings_are_the_mean_of_the_last_hidden_states(cluster, client, oracle):
+async def test_embeddings_equal_mean_of_last_hidden_states(cluster, client, oracle):
     """As floats and as base64, which the client asks for by itself; longer than a chunk and shorter."""
     batch = [*prompts(oracle, 5, seed=4), [5], oracle.encode("A fox.")]
     expected = torch.nn.functional.normalize(torch.stack([oracle.mean_state(prompt) for prompt in batch]), dim=-1)

@@ -120,7 +120,7 @@ async def test_structured_answer_beyond_grammar_limits_fails_naming_its_field(cl
     assert (set(short.message.content), short.finish_reason) == ({"a"}, "length")
 
 
-async def test_any_json_object(client):
+async def test_json_object_format_yields_an_object(client):
     choice = await chat(client, {"type": "json_object"}, temperature=0, max_completion_tokens=None)
     text = choice.message.content
     assert text.startswith("{")

@@ -78,7 +78,7 @@ async def test_forced_calls(cluster, client, choice, names):
 
 
 @pytest.mark.parametrize("tool_choice", ["required", {"type": "function", "function": {"name": "paint"}}])
-async def test_forced_calls_of_a_schema_that_closes_nothing_end(client, tool_choice):
+async def test_forced_call_of_open_schema_terminates(client, tool_choice):
     """As instructor and LangChain write them: a grammar that allowed other properties had this model invent them."""
     colour = {"$ref": "#/$defs/Colour"}
     wall = {"type": "object", "properties": {"side": {"enum": ["left", "right"]}, "colour": colour}}

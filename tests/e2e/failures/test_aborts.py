@@ -77,7 +77,7 @@ async def test_random_aborts_leave_nothing_behind(cluster, oracle, count):
     await cluster.until_idle()
 
 
-async def test_leaving_during_a_long_prefill_frees_both_workers(cluster):
+async def test_client_leaving_during_long_prefill_frees_both_workers(cluster):
     async def leaves(seed):
         """Whether the prompt was still being computed."""
         before = await cluster.disaggregated()

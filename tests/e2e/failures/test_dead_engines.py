@@ -33,7 +33,7 @@ async def until(client: httpx.AsyncClient, path: str, status: int) -> None:
 
 
 @pytest.mark.turn(1)
-async def test_router_with_every_engine_dead_answers_503_and_stays_ready_for_its_service(tmp_path: Path) -> None:
+async def test_router_with_dead_engines_answers_503_and_stays_ready(tmp_path: Path) -> None:
     with PortDrawer() as ports:
         http, grpc = (ports.draw("127.0.0.1", "router.host") for _ in range(2))
     async with FakeWorker("decode-0") as worker:

@@ -69,7 +69,7 @@ async def send(port, data):
         await writer.wait_closed()
 
 
-async def test_random_bytes_on_every_port_harm_nothing(cluster, oracle):
+async def test_random_bytes_on_worker_ports_are_harmless(cluster, oracle):
     pids = [cluster.pid(name) for name in WORKERS]
     servers = {name: ports(cluster, name) for name in WORKERS}
     assert len(servers["decode-0"]) == 2, "gRPC, and the KV port of the tcp transport"

@@ -42,7 +42,7 @@ async def cluster(folder, fork_servers):
         yield made
 
 
-async def test_cluster_in_tls_answers_through_both_pools_and_takes_nobody_in_the_clear(cluster, folder, oracle):
+async def test_cluster_tls_serves_over_both_pools_and_refuses_plain_peers(cluster, folder, oracle):
     prompt = oracle.story(7100, 200)
     assert await cluster.tokens(prompt, 40) == oracle.tokens(prompt, 40)
     assert await cluster.disaggregated() > 0
@@ -80,7 +80,7 @@ async def test_stream_survives_its_worker_and_renewed_certificates_need_no_resta
 
 
 @pytest.mark.turn(2)
-async def test_process_of_the_version_before_works_with_permissive_ones(tmp_path, folder, fork_servers, oracle):
+async def test_previous_version_works_with_permissive_tls(tmp_path, folder, fork_servers, oracle):
     command = Release(tmp_path).among({"prefill-0", "decode-1"}, fork_servers.command)
     settings = {"cluster__tls": tls(folder, mode="permissive"), "transfer__transport": "tcp", "decode__replicas": 2}
     async with running(command=command, **settings) as cluster:

@@ -15,7 +15,7 @@ KEYS = {"victim": "key-of-the-victim", "attacker": "key-of-the-attacker"}
 
 
 @pytest.mark.turn(2)
-async def test_guess_succeeds_within_a_tenant_and_tells_nothing_of_another(fork_servers) -> None:
+async def test_prefix_guess_succeeds_only_within_own_tenant(fork_servers) -> None:
     """So few probes decide nothing by time, but for the control; what answers tell is exact."""
     entries = [{"key": key, "tenant": tenant} for tenant, key in KEYS.items()]
     access = {"router__api_keys": entries, "router__operator_access": {"metrics": "open"}}
@@ -32,7 +32,7 @@ async def test_guess_succeeds_within_a_tenant_and_tells_nothing_of_another(fork_
 
 
 @pytest.mark.slow
-async def test_two_thousand_guesses_of_another_tenants_prefixes_are_guesses() -> None:
+async def test_prefix_guesses_of_other_tenant_are_at_chance() -> None:
     rows, out = [], Console(file=io.StringIO(), width=120)
     await measure(parser().parse_args(["isolation"]), rows, out=out, err=out)
     print(out.file.getvalue())

@@ -56,7 +56,7 @@ async def test_ray_node_dying_under_streams_loses_none(nodes, upped, cluster, an
 
 
 @pytest.mark.turn(1)
-async def test_new_workers_join_upon_an_order(upped, cluster, answers):
+async def test_ray_scale_up_adds_workers(upped, cluster, answers):
     ordered_s = monotonic()
     await upped.order("scale", "decode=3")
     await cluster.until_workers(4)
@@ -65,7 +65,7 @@ async def test_new_workers_join_upon_an_order(upped, cluster, answers):
 
 
 @pytest.mark.turn(1)
-async def test_workers_change_pools_and_leave_and_no_request_fails(nodes, upped, cluster, answers):
+async def test_ray_flip_and_scale_down_lose_no_request(nodes, upped, cluster, answers):
     """Restarts take the same steps; `test_ray_bounds` has them."""
     before = await nodes.workers()
     async with asked_all_the_while(cluster, answers, clients=1):

@@ -52,7 +52,7 @@ def answers(oracle):
     return prompts, oracle.batch(prompts, ANSWER)
 
 
-async def test_a_node_is_lost_and_new_workers_join_within_the_bounds(nodes, upped, cluster, answers):
+async def test_ray_lost_node_and_scale_up_stay_within_bounds(nodes, upped, cluster, answers):
     lost = await lose_a_node(nodes.kill_one, upped, cluster, answers)
     print(f"\n{lost}")
     await cluster.until_idle()
@@ -67,7 +67,7 @@ async def test_a_node_is_lost_and_new_workers_join_within_the_bounds(nodes, uppe
     assert lost.replaced_s <= REPLACE_S
 
 
-async def test_everything_is_restarted_and_no_request_fails(nodes, upped, cluster, answers):
+async def test_ray_restart_of_all_processes_loses_no_request(nodes, upped, cluster, answers):
     async with asked_all_the_while(cluster, answers, clients=4):
         before = await nodes.workers()
         await upped.order("restart")
@@ -78,7 +78,7 @@ async def test_everything_is_restarted_and_no_request_fails(nodes, upped, cluste
     await says_the_same(cluster, answers, "restarted")
 
 
-async def test_the_planner_grows_the_pool_whose_requests_are_late(upped, cluster, answers):
+async def test_ray_planner_grows_the_late_pool(upped, cluster, answers):
     """Run the planner as a user does; it finds the control socket by the router's port and queries the routers."""
     output = []
     planning = await tandem(
@@ -104,7 +104,7 @@ async def test_the_planner_grows_the_pool_whose_requests_are_late(upped, cluster
     await says_the_same(cluster, answers, "planned")
 
 
-async def test_a_head_that_does_not_answer_holds_up_nothing_that_does_not_need_it(nodes, upped, cluster, answers):
+async def test_ray_silent_head_blocks_only_what_needs_it(nodes, upped, cluster, answers):
     since = len(upped.logs.lines)
     await nodes.still_the_head()
     pid, name = max((await nodes.workers()).items(), key=lambda one: one[1].startswith("decode"))
@@ -137,7 +137,7 @@ async def test_ray_cluster_without_a_fitting_node_waits(nodes, tmp_path):
     assert await process.wait() == 0, made.logs.lines[-40:]
 
 
-async def test_workers_do_not_outlive_the_command(nodes, tmp_path):
+async def test_ray_workers_end_with_killed_command(nodes, tmp_path):
     before = await nodes.workers()
     environment = nodes.environment | {"XDG_RUNTIME_DIR": str(tmp_path), "TANDEM_ENGINE__NUM_THREADS": "1"}
     process = await tandem(

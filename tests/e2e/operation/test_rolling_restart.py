@@ -178,7 +178,7 @@ async def test_restart_under_load_replaces_every_process(cluster, oracle):
 
 
 @pytest.mark.slow
-async def test_workers_are_replaced_in_place_under_load(cluster, oracle):
+async def test_rolling_restart_in_place_loses_no_request(cluster, oracle):
     """Where there is no room for both the others do its work."""
     async with loaded(cluster, oracle, 9760) as load:
         await roll(cluster, load, ScaleRequest(decode=2))
@@ -188,7 +188,7 @@ async def test_workers_are_replaced_in_place_under_load(cluster, oracle):
 
 
 @pytest.mark.slow
-async def test_a_stream_waits_while_the_only_decode_worker_is_replaced_in_place(fork_servers, oracle):
+async def test_stream_waits_while_only_decode_worker_restarts_in_place(fork_servers, oracle):
     """What is new waits as well, in line."""
     settings = {"decode__drain_s": SHORT_DRAIN_S, "transfer__succession_s": 1.0}
     prompt, received, had = oracle.story(9750, 100), [], []
@@ -305,7 +305,7 @@ async def test_single_router_hands_its_listeners_to_its_successor(cluster, oracl
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-async def test_a_stream_that_outlives_its_router_goes_on_at_the_successor(cluster, oracle, tmp_path):
+async def test_stream_outliving_its_router_continues_at_successor(cluster, oracle, tmp_path):
     async with standing_alone(cluster, tmp_path) as lone:
         await lone.start(SHORT_DRAIN_S)
         streams = LongStreams(lone.http_url, oracle.story(9740, 100))
@@ -341,7 +341,7 @@ class LongStreams:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-async def test_routers_that_share_a_port_are_replaced_again_and_again(fork_servers, oracle):
+async def test_rolling_restarts_of_routers_on_shared_port_lose_nothing(fork_servers, oracle):
     settings = {"router__processes": 2, "decode__replicas": 2, "transfer__succession_s": 1.0}
     async with running(command=fork_servers.command, **settings) as cluster, loaded(cluster, oracle, 9720) as load:
         for _ in range(ROUNDS):

@@ -163,7 +163,7 @@ async def test_router_process_killed_is_restarted(cluster, oracle):
     assert await looks_at(cluster, cache["name"]) == [(200, cache)] * LOOKS, "it has learned what the others have"
 
 
-async def test_router_process_that_hangs_is_replaced(cluster, oracle):
+async def test_hung_router_process_is_replaced(cluster, oracle):
     prompt, pid = oracle.story(9502, 60), cluster.pid("router-2")
     cluster.local.kill("router-2", signal.SIGSTOP)
     await cluster.local.wait_ready("router-2", after_pid=pid)
@@ -171,7 +171,7 @@ async def test_router_process_that_hangs_is_replaced(cluster, oracle):
     assert await asyncio.gather(*(ask(cluster, prompt) for _ in range(ASKED))) == [oracle.tokens(prompt, 8)] * ASKED
 
 
-async def test_requests_per_minute_over_all_processes_are_exact(cluster):
+async def test_rate_limit_over_router_processes_is_exact(cluster):
     began_s = time.monotonic()
     answers = [await post(cluster, (300, 301), 1, key="key-of-few") for _ in range(IN_A_ROW)]
     served = [answer.status_code for answer in answers].count(200)

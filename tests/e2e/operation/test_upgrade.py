@@ -74,7 +74,7 @@ class Load:
         await self.routers[0].until(all_had)
 
 
-async def test_an_upgrade_under_load_loses_nothing(fork_servers, release, answered):
+async def test_upgrade_under_load_loses_nothing(fork_servers, release, answered):
     """One process after another, workers first; who leaves drains, a router once nobody is sent there any more."""
     old = {"router", "prefill-0", "prefill-1", "decode-0", "decode-1"}
 
@@ -118,7 +118,7 @@ async def replace(cluster, old, name):
     await cluster.local.wait_ready(name, after_pid=pid)
 
 
-async def test_router_processes_of_both_versions_share_the_ports(fork_servers, release, answered):
+async def test_router_processes_of_both_versions_share_ports(fork_servers, release, answered):
     """As after `pip install` under a running `tandem up`: a process that it starts again is of the new version."""
     command = release.among({"router-0"}, fork_servers.command)
     async with running(command=command, router__processes=2) as cluster:

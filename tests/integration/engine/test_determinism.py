@@ -79,7 +79,7 @@ class Crowd:
 
 @on_every_way
 @both_kinds
-def test_a_requests_bits_depend_on_nothing_around_it(workers, params) -> None:
+def test_deterministic_answer_is_independent_of_batch_and_worker(workers, params) -> None:
     here, there = workers
     alone, seen = here.answer(here.request(PROMPT, params), prefill_chunk_tokens=CONTEXT)
     assert seen.num_computed == COMPUTED

@@ -53,7 +53,7 @@ def go_on(parts: EngineParts, num_computed_tokens: int) -> list[int]:
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_two_nodes_compute_and_store_what_one_does(size: int, tmp_path: Path) -> None:
+def test_two_nodes_compute_and_store_the_same_as_one(size: int, tmp_path: Path) -> None:
     given = group(size=size, tls=Authority().issue(tmp_path))
     greedy = SamplingParams(temperature=0.0)
     alone = assemble(spec(BUILTIN, size), pool=SharedPool)

@@ -52,7 +52,7 @@ def open_files() -> list[str]:
     return sorted(names)
 
 
-def test_a_death_in_the_middle_of_a_sum_ends_the_wait() -> None:
+def test_killed_rank_ends_wait_for_all_reduce() -> None:
     leader = Leader(setup(3))
     try:
         frozen, killed = leader.pids[1], leader.pids[2]
@@ -70,7 +70,7 @@ def test_a_death_in_the_middle_of_a_sum_ends_the_wait() -> None:
     assert children() == []
 
 
-def test_a_group_that_ends_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_rank_group_leaks_no_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     Leader(setup()).close()  # torch keeps a few things of its first group
     before = open_files()
 
@@ -95,7 +95,7 @@ def test_a_group_that_ends_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) 
     assert children() == []
 
 
-def test_a_rank_that_dies_while_it_starts_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_killed_during_start_ends_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Killed after it has started and before it knows what to load; the leader, not notified, waits for it to load."""
     meet = Leader._meet
 
@@ -156,7 +156,7 @@ print("lived on")
 """
 
 
-def test_reference_to_an_ended_group_does_not_end_the_process() -> None:
+def test_reference_to_closed_group_keeps_process_alive() -> None:
     """An exception on its way does. torch's store opens its file by name when it goes: what has its number by then."""
     done = subprocess.run([sys.executable, "-c", HELD], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (0, "lived on\n"), done.stderr

@@ -189,7 +189,7 @@ def children() -> list[psutil.Process]:
     [("Qwen3ForCausalLM", 2)]
     + [pytest.param(name, size, marks=pytest.mark.slow) for name in ARCHITECTURES for size in (2, 4)],
 )
-def test_ranks_together_equal_one_process(architecture: str, size: int, tmp_path: Path) -> None:
+def test_rank_group_tokens_equal_single_process(architecture: str, size: int, tmp_path: Path) -> None:
     model = reference_model(architecture, num_attention_heads=8, num_key_value_heads=4, head_dim=8)
     model.save_pretrained(tmp_path)
     alone = assemble(spec(tmp_path, 1))
@@ -215,7 +215,7 @@ def test_ranks_together_equal_one_process(architecture: str, size: int, tmp_path
         together.ranks.close()
 
 
-def test_every_rank_saves_and_brings_back_its_part_of_a_preempted_request(tmp_path: Path) -> None:
+def test_ranks_offload_and_restore_their_parts_of_preempted_kv(tmp_path: Path) -> None:
     model = reference_model("Qwen3ForCausalLM", num_attention_heads=8, num_key_value_heads=4, head_dim=8)
     model.save_pretrained(tmp_path)
     alone = serve_all(assemble(spec(tmp_path, 1)))
@@ -230,7 +230,7 @@ def test_every_rank_saves_and_brings_back_its_part_of_a_preempted_request(tmp_pa
         together.ranks.close()
 
 
-def test_every_rank_keeps_its_part_of_evicted_blocks(tmp_path: Path) -> None:
+def test_ranks_keep_their_parts_of_evicted_blocks(tmp_path: Path) -> None:
     model = reference_model("Qwen3ForCausalLM", num_attention_heads=8, num_key_value_heads=4, head_dim=8)
     model.save_pretrained(tmp_path)
     alone = serve_all(assemble(spec(tmp_path, 1)))
@@ -306,18 +306,18 @@ def test_invalid_shard_is_refused_by_its_rank_and_all_ranks_end(tmp_path: Path) 
     assert children() == []
 
 
-def test_what_cannot_be_split_is_refused_before_anything_starts() -> None:
+def test_indivisible_model_is_refused_before_ranks_start() -> None:
     with pytest.raises(ConfigError, match=r"tensor_parallel_size is 3: it must divide config\.json's num_attention"):
         assemble(spec(BUILTIN, 3))
 
 
-def test_the_memory_is_divided_among_the_ranks() -> None:
+def test_memory_limit_is_divided_among_ranks() -> None:
     with pytest.raises(ConfigError, match=r"not enough memory.*\(memory 8\.0 MiB"):
         assemble(spec(BUILTIN, 2, memory_bytes=16 << 20, num_blocks=None, max_model_len=2048))
     assert children() == []
 
 
-def test_a_killed_rank_ends_the_group_idle_or_not() -> None:
+def test_killed_rank_ends_group() -> None:
     parts = assemble(spec(BUILTIN, 2), pool=SharedPool)
     losses = queue.SimpleQueue()
     parts.ranks.watch(lambda lost: losses.put((lost, time.monotonic())))
@@ -333,7 +333,7 @@ def test_a_killed_rank_ends_the_group_idle_or_not() -> None:
     assert children() == []
 
 
-def test_a_frozen_rank_does_not_hang_the_leader() -> None:
+def test_frozen_rank_does_not_hang_leader() -> None:
     options = BackendOptions(device=torch.device("cpu"), dtype="float32", kernels="torch")
     setup = RankSetup(rank=0, size=2, model_path=BUILTIN, backend=options, log_level="INFO", timeout_s=3.0)
     leader = Leader(setup)
@@ -356,7 +356,7 @@ sys.stdin.read()
 """
 
 
-def test_ranks_end_with_their_leader() -> None:
+def test_ranks_end_with_killed_leader() -> None:
     leader = subprocess.Popen(
         [sys.executable, "-c", LEADER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
     )

@@ -24,7 +24,7 @@ IMPATIENT = replace(SETTINGS, lease_s=0.4, drain_s=0.1, reroute_s=0.2)
 
 @pytest.mark.parametrize("transport", ["memory", "tcp"])
 @pytest.mark.parametrize("gate_after", [0, 16])
-async def test_a_cancel_stops_the_prefill_by_itself(transport: str, gate_after: int) -> None:
+async def test_handoff_cancel_stops_prefill_without_timers(transport: str, gate_after: int) -> None:
     """The prompt would be computed for ever. Nothing but the cancel can end it, and it frees both pools."""
     fabric = MemoryFabric()
     async with (

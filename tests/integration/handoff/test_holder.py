@@ -54,7 +54,7 @@ async def test_reroute_to_second_prefill_worker_names_second_holder() -> None:
         assert [job.holder for job in worker.owner.jobs] == [FIRST, SECOND]
 
 
-async def test_route_without_holder_forgets_the_former_one() -> None:
+async def test_reroute_without_holder_forgets_previous_one() -> None:
     async with once_failed() as (hub, owner, worker, transfer):
         message = reroute_to_pb(RequestId("r"), 1, None).reroute
         assert holder_of(message) is None

@@ -52,7 +52,7 @@ async def until_all_agree(workers: list[PublishingWorker], routers: list[Router]
     await until(lambda: all(each.agrees_with(*workers) for each in routers), "all routers know what workers hold")
 
 
-async def test_routers_agree_on_a_prefix_that_only_one_of_them_has_routed(server: RedisServer) -> None:
+async def test_routers_share_prefix_routed_by_one(server: RedisServer) -> None:
     async with AsyncExitStack() as stack:
         workers, (first, second) = await two_of_each(stack, server)
         await first.ask(prompt(1))
