@@ -68,7 +68,7 @@ def test_half_precision_runs(model_path, dtype):
     assert torch.isfinite(session.cache.tensor).all()
 
 
-def test_pipelined_tokens_are_the_same_with_graphs_and_without(model_path):
+def test_cuda_pipelined_tokens_are_equal_with_and_without_graphs(model_path):
     """Whatever is sampled with: what penalties count never leaves the device."""
     answers = []
     model = load_model(

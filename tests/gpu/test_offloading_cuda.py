@@ -30,7 +30,7 @@ def test_moves_follow_the_stream(dtype: str) -> None:
         assert torch.equal(cache.blocks, before[:, [5, 0, 2, 5, 0, 1]])
 
 
-def test_copies_are_queued_while_the_device_is_busy() -> None:
+def test_cuda_block_copies_are_queued_without_waiting() -> None:
     """The host goes on, and what it says next does not change what the device has yet to read."""
     cache = PagedKVCache(layout("bfloat16"), num_blocks=64, device="cuda")
     mover = BlockMover(cache)

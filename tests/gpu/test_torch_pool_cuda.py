@@ -67,7 +67,7 @@ WORK: dict[str, Callable[[TorchPool], object]] = {
 
 
 @pytest.mark.parametrize("work", WORK)
-def test_it_returns_while_the_engines_stream_sleeps(pool: TorchPool, work: str) -> None:
+def test_torch_pool_does_not_wait_for_engine_stream(pool: TorchPool, work: str) -> None:
     WORK[work](pool)  # whatever the first call of anything waits for: kernels are loaded, memory is got
     with engine_asleep() as behind:
         WORK[work](pool)

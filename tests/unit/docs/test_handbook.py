@@ -71,7 +71,7 @@ def parsers() -> dict[str, Callable[[], argparse.ArgumentParser]]:
     }
 
 
-def test_every_command_that_is_printed_parses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_handbook_commands_parse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("azure.csv", "mooncake.jsonl"):
         (tmp_path / name).touch()
@@ -96,12 +96,12 @@ def test_every_command_that_is_printed_parses(monkeypatch: pytest.MonkeyPatch, t
         ("tandem fly", "fly"),
     ],
 )
-def test_a_command_that_is_wrong_is_found(line: str, message: str) -> None:
+def test_handbook_check_finds_wrong_command(line: str, message: str) -> None:
     with pytest.raises(Exception, match=message):
         parse_tandem(shlex.split(line)[1:])
 
 
-def test_every_link_leads_somewhere() -> None:
+def test_handbook_links_resolve() -> None:
     links = [(page, link) for page, text in PAGES.items() for link in re.findall(r"\]\(([^)]+)\)", text)]
     assert len(links) > 20
     for page, link in links:
