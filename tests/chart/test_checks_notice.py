@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 _EDGES, _PODS = checks.test_network_policies_allow_exactly_the_needed_edges, checks.test_rendered_pods_are_restricted
 _OBJECTS = checks.test_rendered_objects_validate_and_have_unique_names
 _ENDS = checks.test_services_and_selectors_match_their_pods
-_SIZES = checks.test_memory_gpus_and_shared_memory_fit_the_ranks
+_SIZES = checks.test_pod_resources_match_ranks
 _PROMETHEUS = checks.test_rendered_queries_use_exported_metrics
 _RIGHTS = checks.test_only_planner_has_rbac_for_two_scale_subresources
 _ASKED = checks.test_planner_arguments_are_accepted_by_its_command
@@ -43,9 +43,9 @@ SPOILT = [
     ("_signals.tpl", "tandem_worker_kv_blocks", "tandem_worker_blocks", "keda", _PROMETHEUS),
     ("autoscaling.yaml", "name: tandem_pool_use", "name: tandem_pools_use", "hpa", _PROMETHEUS),
     ("autoscaling.yaml", '"tandem_pool_waiting_tokens"', '"tandem_pool_tokens"', "hpa", _PROMETHEUS),
-    ("_config.tpl", "(int .root.Values.terminationMarginSeconds)", "0", "defaults", checks.test_graces_add_up),
+    ("_config.tpl", "(int .root.Values.terminationMarginSeconds)", "0", "defaults", checks.test_termination_grace_covers_drain_and_margin),
     ("_workers.tpl", "(mul 256 (int .ranks))", "64", "ranks on a CPU", _SIZES),
-    ("router.yaml", "/readyz?exclude=workers", "/readyz", "defaults", checks.test_probes_allow_each_phase_its_time),
+    ("router.yaml", "/readyz?exclude=workers", "/readyz", "defaults", checks.test_probes_cover_startup_and_drain_of_each_role),
     ("planner.yaml", "resources: [statefulsets/scale]", "resources: [statefulsets]", "planned", _RIGHTS),
     ("planner.yaml", "{{ $full }}-decode]", "{{ $full }}-router]", "planned", _RIGHTS),
     ("planner.yaml", "clusterIP: None", "type: ClusterIP", "planned", _ASKED),

@@ -78,7 +78,7 @@ def test_upgrade_without_certificates_requires_permissive_first(upgradable: Path
     assert _secrets(render({"global": {"there": first}}, upgradable)) == first
 
 
-def test_template_without_a_cluster_draws_a_key_of_full_length() -> None:
+def test_chart_generates_full_length_key_without_cluster_lookup() -> None:
     release = render({"monitoring": {"scrape": "pod"}})
     key = base64.b64decode(release.named("Secret", "-metrics-key")["data"]["api-key"]).decode()
     assert re.fullmatch(r"tandem-[A-Za-z0-9]{43}", key)

@@ -89,12 +89,12 @@ def test_kuberay_command_accepts_its_options_and_mounted_file():
     assert str(given["config"]) in [mount["mountPath"] for mount in mounts]
 
 
-def test_ray_requires_a_token():
+def test_kuberay_requires_a_token():
     assert RAY["authOptions"] == {"mode": "token"}
     assert tuple(map(int, RAY["rayVersion"].split("."))) >= (2, 52, 0)
 
 
-def test_workers_fit_into_the_pods(tmp_path):
+def test_kuberay_workers_fit_into_pods(tmp_path):
     config = settings(tmp_path)
     limits = WORKERS["template"]["spec"]["containers"][0]["resources"]["limits"]
     nodes = [

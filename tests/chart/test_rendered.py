@@ -272,7 +272,7 @@ def test_processes_read_the_intended_configuration(
         assert config.engine.device == ("cuda" if release.values[role]["gpu"]["enabled"] else "cpu")
 
 
-def test_sentinels_reach_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sentinel_values_reach_redis_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     release = release_of("redis behind sentinels")
     settings = read_by(release, "decode", tmp_path, monkeypatch).redis.redis_settings()
     assert settings is not None
@@ -309,7 +309,7 @@ def _assert_mounted(pod: Any, files: list[str | None]) -> None:
         assert file is None or any(Path(file).is_relative_to(place) for place in places), file
 
 
-def test_graces_add_up(release: Rendered, config: ClusterConfig) -> None:
+def test_termination_grace_covers_drain_and_margin(release: Rendered, config: ClusterConfig) -> None:
     margin = release.values["terminationMarginSeconds"]
     for role, pod in release.pods():
         if role in ("redis", "test", "planner"):
@@ -325,7 +325,7 @@ def test_graces_add_up(release: Rendered, config: ClusterConfig) -> None:
         assert pod["spec"]["terminationGracePeriodSeconds"] == (stated or pre + math.ceil(drain) + margin)
 
 
-def test_probes_allow_each_phase_its_time(release: Rendered) -> None:
+def test_probes_cover_startup_and_drain_of_each_role(release: Rendered) -> None:
     for role, pod in release.pods():
         if role in ("redis", "test", "planner"):
             continue
@@ -366,7 +366,7 @@ def test_gateway_routes_are_unique_per_listener_and_host(release: Rendered) -> N
                     assert taken.setdefault((str(parent), name), kind) == kind
 
 
-def test_memory_gpus_and_shared_memory_fit_the_ranks(release: Rendered, config: ClusterConfig) -> None:
+def test_pod_resources_match_ranks(release: Rendered, config: ClusterConfig) -> None:
     for role in ("prefill", "decode"):
         ranks = getattr(config, role).ranks_per_node
         values = release.values[role]

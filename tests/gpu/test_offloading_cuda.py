@@ -17,7 +17,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
-def test_moves_follow_the_stream(dtype: str) -> None:
+def test_cuda_block_moves_follow_stream_order(dtype: str) -> None:
     cache = PagedKVCache(layout(dtype), num_blocks=6, device="cuda")
     mover = BlockMover(cache, num_host_slots=3)
     for _ in range(20):

@@ -74,7 +74,7 @@ def test_torch_pool_does_not_wait_for_engine_stream(pool: TorchPool, work: str) 
         assert not behind.query(), "it has waited for the engine's stream"
 
 
-def test_threads_work_side_by_side_and_get_the_right_bytes(pool: TorchPool) -> None:
+def test_torch_pool_threads_get_right_bytes_beside_engine(pool: TorchPool) -> None:
     """What is gathered, sent and summed beside a sleeping engine is what lies there."""
     expected = pool.checksum(READS)
     payload = pool.allocate(READS.num_bytes)

@@ -185,7 +185,7 @@ def test_compose_grafana_has_dashboards_and_prometheus_source(whole):
     assert (dashboards / Path(service["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]).name).is_file()
 
 
-def test_traces_find_the_collector(whole, made, monkeypatch):
+def test_compose_collector_receives_traces_of_services(whole, made, monkeypatch):
     config = yaml.safe_load((DEPLOY / "config/collector.yaml").read_text())
     for pipeline in config["service"]["pipelines"].values():
         for kind, used in pipeline.items():

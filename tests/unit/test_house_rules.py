@@ -201,7 +201,7 @@ def test_no_unsafe_deserialization() -> None:
     assert not found
 
 
-def test_pure_contracts_name_folders_and_forbid_the_world() -> None:
+def test_pure_contracts_name_folders_and_forbid_impure_modules() -> None:
     contracts = pure_contracts()
     assert len(contracts) >= 10
     for contract in contracts:
@@ -211,7 +211,7 @@ def test_pure_contracts_name_folders_and_forbid_the_world() -> None:
 
 
 @pytest.mark.parametrize("contract", pure_contracts(), ids=lambda contract: str(contract["id"]))
-def test_pure_folders_run_without_the_world(contract: dict[str, list[str]]) -> None:
+def test_pure_folders_import_no_impure_module(contract: dict[str, list[str]]) -> None:
     """import-linter follows imports in the text; this follows what really happens."""
     modules = [
         str(path.relative_to(ROOT).with_suffix("")).replace("/", ".")
@@ -230,7 +230,7 @@ def test_router_starts_without_torch_and_redis_client() -> None:
     assert done.stdout.strip() == "False"
 
 
-def test_gpu_code_imports_with_little_installed() -> None:
+def test_gpu_code_imports_without_router_packages() -> None:
     """A GPU machine need not have what only routers and tools use."""
     absent = ("fastapi", "pydantic", "redis", "ray", "prometheus_client", "opentelemetry", "yaml", "uvloop")
     code = (

@@ -128,7 +128,7 @@ async def test_json_object_format_yields_an_object(client):
         assert isinstance(json.loads(text), dict)
 
 
-async def test_grpc_promises_the_same(cluster):
+async def test_grpc_structured_answer_validates(cluster):
     async with grpc.aio.insecure_channel(cluster.local.grpc_address) as channel:
         request = pb.GenerateRequest(
             prompt="Once upon a time",

@@ -65,7 +65,7 @@ def check(message, names):
 
 
 @pytest.mark.parametrize(("choice", "names"), [("required", set(SCHEMAS)), (NAMED, {"get_weather"})])
-async def test_forced_calls(cluster, client, choice, names):
+async def test_forced_tool_calls_obey_schemas(cluster, client, choice, names):
     for seed in range(2):
         answer = await client.chat.completions.create(**chat_fields(choice, n=2, temperature=1.0, seed=seed))
         for one in answer.choices:
@@ -100,7 +100,7 @@ async def test_forced_call_of_open_schema_terminates(client, tool_choice):
         jsonschema.validate(json.loads(call.function.arguments), closed)
 
 
-async def test_forced_calls_in_a_stream(client):
+async def test_forced_tool_calls_stream_equals_whole_answer(client):
     """Put together by the client itself, as users do it; the same answer as whole but for its ids."""
     body = chat_fields("required", temperature=1.0, seed=4)
     whole = (await client.chat.completions.create(**body)).choices[0]
@@ -200,7 +200,7 @@ async def test_unsupported_tool_schema_is_refused(client):
 FLAT = [{"type": "function", **tool["function"]} for tool in TOOLS]
 
 
-async def test_responses_with_calls_and_a_second_turn(client):
+async def test_responses_tool_results_yield_an_answer(client):
     body = {"model": MODEL, "input": ASKED, "tools": FLAT, "tool_choice": "required", "max_output_tokens": 600}
     body["extra_body"] = {"seed": 5}
     whole = await client.responses.create(**body)
@@ -224,7 +224,7 @@ async def test_responses_with_calls_and_a_second_turn(client):
     assert again.usage.input_tokens > whole.usage.input_tokens
 
 
-async def test_responses_of_a_schema(client):
+async def test_responses_schema_format_validates(client):
     form = {"type": "json_schema", "name": "place", "schema": WEATHER, "strict": True}
     body = {"model": MODEL, "input": "Where is the fox?", "text": {"format": form}, "extra_body": {"seed": 2}}
     whole = await client.responses.create(**body)

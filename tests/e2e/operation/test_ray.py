@@ -82,7 +82,7 @@ async def test_ray_flip_and_scale_down_lose_no_request(nodes, upped, cluster, an
 
 
 @pytest.mark.turn(0)
-async def test_ray_writes_no_secret_down(nodes, upped):
+async def test_ray_session_files_contain_no_secret(nodes, upped):
     """Of a cluster whose actors have been started, signalled and lost by now."""
     written = {path: path.read_bytes() for path in nodes.session.rglob("*") if path.is_file()}
     assert any(b"WorkerHost" in content for content in written.values()), "there is something to look at"
@@ -93,7 +93,7 @@ async def test_ray_writes_no_secret_down(nodes, upped):
 @pytest.mark.parametrize(
     ("token", "message"), [("wrong" * 8, "rejected the token"), (None, "no Ray token")], ids=["wrong", "none"]
 )
-async def test_up_on_ray_without_its_token_is_refused(nodes, tmp_path, token, message):
+async def test_ray_up_without_valid_token_is_refused(nodes, tmp_path, token, message):
     environment = nodes.environment | {"HOME": str(tmp_path), "RAY_AUTH_TOKEN": token or ""}
     process = await tandem(environment, "up", "--ray", nodes.address, "--port", "0", "--grpc-port", "0")
     out, _ = await process.communicate()

@@ -173,7 +173,7 @@ async def test_handoff_of_other_tokens_is_not_committed(cluster: Cluster) -> Non
     await cluster.settled()
 
 
-async def test_misuse_of_the_hub_is_refused(cluster: Cluster) -> None:
+async def test_handoff_hub_misuse_is_refused(cluster: Cluster) -> None:
     cluster.prefill.owner.gate.clear()
     transfer = begin(cluster.hub, cluster.decode, make_job("a", 30), cluster.prefill.route(1))
     with pytest.raises(TransferError):

@@ -28,7 +28,7 @@ def receiving(tcp: TcpSettings):
     return decode_worker(lambda region: open_receivers(region, choice="tcp", tcp=tcp), pool=Pool(48))
 
 
-async def test_hand_offs_in_tls_over_several_streams(tmp_path: Path) -> None:
+async def test_handoff_tls_over_several_streams_commits(tmp_path: Path) -> None:
     tcp = tcp_settings(configured(tmp_path), LOOPBACK)
     assert tcp.streams == 3
     async with sending(tcp) as worker, receiving(tcp) as (hub, owner):

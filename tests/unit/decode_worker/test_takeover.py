@@ -127,7 +127,7 @@ async def test_takeover_answer_ended_meanwhile_keeps_its_end() -> None:
         assert (await bench.next_message("refused")).failure.code == "Unavailable", "it was given away once"
 
 
-async def test_nobodys_stream_ends_when_its_time_is_up() -> None:
+async def test_takeover_orphaned_stream_ends_after_timeout() -> None:
     async with worker(takeover_s=0.05) as bench:
         bench.submit(prefill=False, max_tokens=100)
         await bench.next_message("tokens")
@@ -144,7 +144,7 @@ def orphan(router: int) -> DecodeTask:
     return task(SessionPort(Incarnation(router)), "r")
 
 
-def test_orphans_lapsed_choice_drops_all_its_tasks() -> None:
+def test_takeover_lapsed_choice_drops_all_its_tasks() -> None:
     first, second = orphan(1), orphan(2)
     orphans = OrphanedStreams(keep_s=10.0)
     orphans.add(first, now_s=0.0)

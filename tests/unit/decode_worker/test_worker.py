@@ -201,7 +201,7 @@ async def test_decode_worker_landed_blocks_are_kept_when_rest_is_released(bench:
     await bench.assert_empty()
 
 
-async def test_quarantine_ends_when_writer_is_quiet(bench: Bench) -> None:
+async def test_decode_worker_quarantine_ends_when_writer_is_quiet(bench: Bench) -> None:
     bench.submit()
     blocks = await bench.bound(await bench.started())
     bench.owner.first_token(TRANSFER, first_token_of(expected()[0]))
@@ -251,7 +251,7 @@ async def test_decode_worker_cancel_during_failed_handoff_leaves_nothing(bench: 
 
 
 @pytest.mark.parametrize("phase", ["submitted", "reserved", "bound", "first token", "rerouting", "running"])
-async def test_cancelled_at_every_stage(bench: Bench, phase: str) -> None:
+async def test_decode_worker_cancel_at_any_stage_leaves_nothing(bench: Bench, phase: str) -> None:
     bench.submit(max_tokens=100)
     blocks: tuple[BlockId, ...] = ()
     if phase != "submitted":

@@ -96,7 +96,7 @@ def test_engine_requests_from_many_threads_get_own_answers() -> None:
         harness.engine.call(ledger.assert_empty).result(WAIT_S)
 
 
-def test_wakes_from_idle_for_every_call() -> None:
+def test_engine_wakes_from_idle_for_every_call() -> None:
     with running() as harness:
         for k in range(20):
             assert harness.engine.call(lambda s, k=k: (threading.current_thread().name, k)).result(WAIT_S) == (

@@ -35,7 +35,7 @@ def models(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_pipelined_tokens_are_the_same(models, kernels):
+def test_pipelined_tokens_equal_unpipelined(models, kernels):
     """In a pool that is too small for all, so that some are preempted."""
     answers, ends = [], set()
     for pipelined in (False, True):

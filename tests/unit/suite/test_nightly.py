@@ -17,7 +17,7 @@ def parts_of(path: Path) -> list[str]:
     ]
 
 
-def test_parts_hold_every_test_file_once() -> None:
+def test_nightly_parts_cover_every_test_file_once() -> None:
     files = [path for path in TESTS.rglob("test_*.py") if not path.is_relative_to(TESTS / "gpu")]
     assert len(files) > 400
     assert {str(path): parts for path in files if len(parts := parts_of(path)) != 1} == {}

@@ -68,7 +68,7 @@ def test_rotation_decides_between_daily_run_and_nightly(
     assert outcome in done.stdout, done.stdout
 
 
-def test_cases_in_turns_run_once_in_all_turns_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rotation_all_turns_run_each_case_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow: long\n    in_turns: in turns\n")
     (tmp_path / "conftest.py").write_text(

@@ -97,7 +97,7 @@ def test_suite_without_selected_tests_exits_with_5(root: Path) -> None:
     assert run.main(["-k", "nothing_like_it"], ONE_RUN, root) == 5
 
 
-def test_list_with_an_unknown_field_is_refused_by_its_entry() -> None:
+def test_unsteady_list_unknown_field_names_the_entry() -> None:
     with pytest.raises(ValueError, match="entry 0"):
         unsteady.parse("- {test: a, seen: b, failure: c, colour: red}")
 

@@ -70,7 +70,7 @@ def test_circuit_breaker_ignores_old_requests_when_open() -> None:
     assert breaker.state(2.0) is BreakerState.HALF_OPEN
 
 
-def test_breaker_with_randomness_waits_between_half_and_all_of_its_time() -> None:
+def test_circuit_breaker_jitter_is_half_to_full_timeout() -> None:
     breaker, now_s = CircuitBreaker(POLICY, Random(1)), 0.0
     for longest in (2.0, 4.0, 6.0, 6.0):
         for _ in range(3 if longest == 2.0 else 1):

@@ -56,7 +56,7 @@ def test_cert_second_name_is_signed_by_same_ca(tmp_path: Path) -> None:
     ClusterCredentials(files(tmp_path, "host-b"))
 
 
-def test_renewed_certificate_replaces_the_pair(tmp_path: Path) -> None:
+def test_cert_renewal_replaces_the_pair(tmp_path: Path) -> None:
     make_certificate(tmp_path, "member", days=1)
     credentials = ClusterCredentials(files(tmp_path))
     soon = credentials.not_after_s
@@ -67,7 +67,7 @@ def test_renewed_certificate_replaces_the_pair(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["ca", "", "../x", "a/b", "x" * 65])
-def test_bad_name_is_refused(name: str, tmp_path: Path) -> None:
+def test_cert_bad_name_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--name: "):
         make_certificate(tmp_path, name, days=1)
     assert list(tmp_path.iterdir()) == []
@@ -78,7 +78,7 @@ def test_cert_renewal_without_files_is_refused(tmp_path: Path) -> None:
         make_certificate(tmp_path, "member", days=1, renew=True)
 
 
-def test_ca_without_its_key_is_not_replaced(tmp_path: Path) -> None:
+def test_cert_ca_without_key_is_not_replaced(tmp_path: Path) -> None:
     make_certificate(tmp_path, "member", days=1)
     (tmp_path / "ca.key").unlink()
     with pytest.raises(ConfigError, match=r"ca\.key is missing: without it the CA here cannot sign"):

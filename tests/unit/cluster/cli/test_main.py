@@ -25,7 +25,7 @@ def tandem(*arguments, **environment):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env, timeout=60, check=False)
 
 
-def test_help_is_by_section():
+def test_cli_help_groups_commands():
     done = tandem("--help")
     assert done.returncode == 0
     for expected in (
@@ -117,7 +117,7 @@ def test_up_taken_port_is_reported_at_once():
         (["bench", "serve", "--rate", "3", "--help"], ["tandem_bench", "serve", "--rate", "3", "--help"]),
     ],
 )
-def test_processes_replace_the_command(arguments, module, tmp_path, monkeypatch):
+def test_cli_process_commands_exec_their_module(arguments, module, tmp_path, monkeypatch):
     config = tmp_path / "cluster.yaml"
     config.write_text("log_level: info\n")
     calls = []
@@ -165,7 +165,7 @@ def test_doctor_router_only_skips_worker_checks(tmp_path):
     assert set(of_routers) >= {"Python", "packages", "HTTP port", "open files"}
 
 
-def test_doctor_exit_code_is_about_essentials(monkeypatch):
+def test_doctor_exit_code_follows_failed_checks(monkeypatch):
     for status, code in ((Status.FAIL, 1), (Status.WARN, 0)):
         finding = Finding(name="thing", status=status, detail="broken", hint="mend it")
         monkeypatch.setattr(doctor_checks, "examine", lambda _config, finding=finding, **_: [finding])

@@ -110,7 +110,7 @@ def test_controller_failed_orders_back_off() -> None:
     assert waits[-1] >= 4 * waits[0]
 
 
-def test_controller_half_carried_out_order_is_not_taken_for_a_foreign_change() -> None:
+def test_controller_partly_executed_order_is_no_foreign_change() -> None:
     bench = Bench(SMALL)
     order = bench.turn(BUSY).order
     assert order is not None

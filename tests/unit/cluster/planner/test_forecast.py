@@ -28,7 +28,7 @@ def test_forecast_extrapolates_ramp() -> None:
     assert forecaster.ahead(5).value == pytest.approx(20.4, rel=0.05)
 
 
-def test_scatter_widens_the_band_and_the_band_holds_the_level() -> None:
+def test_forecast_noise_widens_band_around_level() -> None:
     rng = Random(5)
     calm, wild = (fed([10.0 + scale * rng.gauss(0, 1) for _ in range(400)]).ahead(5) for scale in (0.5, 3.0))
     assert 0.0 < calm.error < wild.error < 3.0

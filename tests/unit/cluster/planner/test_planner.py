@@ -104,7 +104,7 @@ def test_planner_growing_pool_flips_a_warm_worker_first() -> None:
     assert str(flips[0]) == "flip prefill -> decode"
 
 
-def test_growth_is_at_once_and_shrinking_waits_for_the_hold() -> None:
+def test_planner_grows_at_once_and_shrinks_after_hold() -> None:
     warm = planner()
     calm = drive(warm, [seen(8)] * 40, Sizes(prefill=1, decode=2))[-1][1]
     grown = [warm.decide((41 + n) * PERIOD_S, seen(90), FleetView(sizes=calm)) for n in range(6)]

@@ -94,7 +94,7 @@ def test_effective_config_shared_rank_port_is_refused():
         make_effective(ClusterConfig(router=FREE, prefill=prefill, decode=PoolConfig(rank_port=port + 1, **spread)))
 
 
-def test_addresses():
+def test_split_address_removes_ipv6_brackets():
     assert split("127.0.0.1:80") == ("127.0.0.1", 80)
     assert split("[::1]:80") == ("::1", 80)
 
@@ -128,14 +128,14 @@ def test_process_plan_and_module_commands():
     ]
 
 
-def test_children_inherit_no_settings():
+def test_child_environment_has_no_settings():
     environment = child_environment({"TANDEM_SECRET": "x", "HOME": "/root", "PYTHONPATH": "/mine"})
     assert "TANDEM_SECRET" not in environment
     assert environment["HOME"] == "/root"
     assert environment["PYTHONPATH"].endswith("/mine")
 
 
-def test_models(tmp_path, monkeypatch):
+def test_resolve_model_finds_directories_or_refuses(tmp_path, monkeypatch):
     builtin = ClusterConfig()
     assert resolve_model(builtin) is builtin
     (tmp_path / "my-model").mkdir()
@@ -165,7 +165,7 @@ def test_resolve_model_unsupported_architecture_is_refused(tmp_path):
     assert resolve_model(config, runs_workers=False).model.path == str(tmp_path)
 
 
-def test_generation_config_beyond_bounds_is_refused_before_processes_start_unless_switched_off(tmp_path):
+def test_resolve_model_bad_generation_config_is_refused_unless_off(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     (tmp_path / "generation_config.json").write_text('{"temperature": 7}')

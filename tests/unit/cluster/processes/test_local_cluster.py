@@ -67,7 +67,7 @@ def gone(pid):
     return not Path(f"/proc/{pid}").exists()
 
 
-async def test_starts_serves_and_stops_in_order(journal):
+async def test_local_cluster_starts_serves_and_stops_in_order(journal):
     watcher = Recorder()
     async with make(journal, watcher=watcher, prefill=2, decode=2) as cluster:
         assert [view.name for view in cluster.workers] == ["prefill-0", "prefill-1", "decode-0", "decode-1"]

@@ -316,6 +316,6 @@ def test_ray_launcher_unwritable_configuration_changes_nothing():
         launcher.close()
 
 
-def test_rays_client_is_refused_by_name():
+def test_ray_client_address_is_refused():
     with pytest.raises(ConfigError, match="ray:// is for interactive clients"):
         connect("ray://head:10001", {})

@@ -50,7 +50,7 @@ def test_shared_cache_counts_prefix_hits(mooncake: Path) -> None:
     assert shared_cache(trace, 4).cached_tokens == (0, 1024, 512)
 
 
-def test_utilisation_is_the_ideal_s_work_by_the_workers_time(mooncake: Path) -> None:
+def test_utilised_stretches_trace_to_requested_share(mooncake: Path) -> None:
     trace, latency = load_trace(mooncake), StepLatency(prompt_token_s=1e-3)
     ideal = shared_cache(trace, 100)
     stretched = utilised(trace, ideal, latency, num_workers=2, share=0.5)
@@ -137,7 +137,7 @@ def test_trace_names_expand_to_engine_blocks() -> None:
     assert chain == [own_name(1, index) for index in range(3)]
 
 
-def test_tables_become_latencies(tmp_path: Path) -> None:
+def test_latency_is_loaded_from_published_tables(tmp_path: Path) -> None:
     fit = {
         "prefill": [20.0, 0.1, 1e-6],
         "decoding_smallbs": [15.0, 5e-4, 0.04],

@@ -199,7 +199,7 @@ def test_rollout_restart_keeps_capacity_and_failed_process(members, fates, roles
     assert rollout.advance(world.members, world.now) == []
 
 
-def test_restart_by_name_replaces_each_named_process_once():
+def test_rollout_restart_by_name_replaces_each_once():
     members = cluster(2, 3, 1)
     assert [step.retire for step in replacement_steps(members, [], ["decode-2", "decode-0", "decode-2"])] == [
         "decode-2",

@@ -35,7 +35,7 @@ def path(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"dtype": "bfloat16", "deterministic": True}])
-def test_programs_give_the_tokens_and_the_kv_of_eager_steps(path, options):
+def test_cpu_programs_equal_eager_tokens_and_kv(path, options):
     if options:
         needs(Arithmetic.BF16)
     answers = []

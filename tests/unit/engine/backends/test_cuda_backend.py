@@ -161,7 +161,7 @@ def test_cuda_graph_packed_step_matches_inputs(case):
     assert step.tables.tolist() == inputs.tables.tolist()
 
 
-def test_batch_sizes_pad_little():
+def test_graph_batch_sizes_bound_padding():
     assert graph_batch_sizes(1) == (1,)
     assert graph_batch_sizes(20) == (1, 2, 4, 8, 16, 20)
     sizes = graph_batch_sizes(256)
@@ -169,6 +169,6 @@ def test_batch_sizes_pad_little():
     assert all(later - earlier <= max(8, later // 3) for earlier, later in pairwise(sizes[3:]))
 
 
-def test_unknown_quantization_is_refused():
+def test_cuda_backend_unknown_quantization_is_refused():
     with pytest.raises(ConfigError, match="quantization"):
         backend(quantization="int8")

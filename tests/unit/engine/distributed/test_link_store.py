@@ -21,7 +21,7 @@ def meet(keys: RendezvousStore, rank: int, host: str, timeout_s: float = TIMEOUT
     return TorchGroup(None, rank=rank, size=2, device=CPU, timeout_s=timeout_s, over_nodes=over_nodes)
 
 
-def test_ranks_of_two_nodes_meet_and_sum() -> None:
+def test_link_store_ranks_of_two_nodes_meet_and_sum() -> None:
     keys = RendezvousStore()
 
     def run(rank: int) -> list[float]:

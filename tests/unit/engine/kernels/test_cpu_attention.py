@@ -108,7 +108,7 @@ def random_case(rng, dtype, **fixed):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("seed", range(24))
-def test_random_steps_equal_float64(limited, dtype, seed):
+def test_cpu_attention_random_steps_equal_float64(limited, dtype, seed):
     rng = random.Random(seed)
     case = random_case(rng, dtype, head_dim=HEAD_DIMS[seed % len(HEAD_DIMS)])
     case.check(limited, threads=1 + seed % 2, deterministic=seed % 3 == 0)
@@ -213,7 +213,7 @@ def test_cpu_attention_row_is_bitwise_independent_of_batch(limited, dtype, head_
     assert torch.equal(in_parts(case, limited, parts + [1] * tail, companions), whole)
 
 
-def test_threads_change_no_bit(library):
+def test_cpu_attention_thread_count_changes_no_bit(library):
     for dtype in (torch.float32, torch.bfloat16):
         case = Case(random.Random(6), dtype, starts=[300, 17, 0], counts=[1, 1, 70])
         assert torch.equal(case.attend(library, threads=1), case.attend(library, threads=2))
@@ -250,7 +250,7 @@ def test_cpu_attention_mismatched_tensors_are_refused(library):
             PagedAttention(library, shape, num_threads=1)
 
 
-def test_units_cover_every_row_once(library):
+def test_cpu_attention_plan_covers_every_row_once(library):
     rng = random.Random(8)
     for _ in range(30):
         case = random_case(rng, rng.choice([torch.float32, torch.bfloat16]))

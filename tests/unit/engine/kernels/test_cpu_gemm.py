@@ -67,7 +67,7 @@ def assert_near(result, reference, arithmetic, depth):
 
 @pytest.mark.parametrize("epilogue", list(Epilogue))
 @pytest.mark.parametrize("arithmetic", ALL)
-def test_products_agree_with_torch(library, arithmetic, epilogue):
+def test_cpu_gemm_products_equal_torch(library, arithmetic, epilogue):
     needs(arithmetic)
     generator = torch.Generator().manual_seed(7)
     dtype = dtype_of(arithmetic)
@@ -144,7 +144,7 @@ def test_cpu_gemm_add_epilogue_equals_residual_sum(library, arithmetic):
 
 
 @pytest.mark.parametrize("arithmetic", [Arithmetic.BF16, Arithmetic.FLOAT32])
-def test_gates_far_out_close_and_open(library, arithmetic):
+def test_cpu_gemm_gate_saturates_for_extreme_inputs(library, arithmetic):
     needs(arithmetic)
     dtype = dtype_of(arithmetic)
     gates = torch.tensor([-1e30, -200.0, -88.5, -20.0, -1.0, -0.0, 0.0, 1e-3, 3.0, 20.0, 90.0, 1e30])
@@ -299,7 +299,7 @@ def test_onednn_linear_sees_few_batch_sizes_and_respects_strides():
     assert max(sizes) == 576
 
 
-def test_measuring_yields_figures(library):
+def test_cpu_ceilings_and_projection_rates_are_positive(library):
     ceilings = measure_ceilings(library, num_threads=1, rounds=1, read_bytes=2**22)
     assert 0.1 < ceilings.read_gb_s < 10_000
     assert (ceilings.tile_tflop_s > 0) == library.features.amx_bf16

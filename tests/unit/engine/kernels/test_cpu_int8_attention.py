@@ -125,7 +125,7 @@ class Case:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("seed", range(16))
-def test_random_steps_equal_float64(limited, dtype, seed):
+def test_cpu_int8_attention_random_steps_equal_float64(limited, dtype, seed):
     case = Case(seed, dtype)
     case.check(limited, threads=1 + seed % 2, deterministic=seed % 3 == 0, max_blocks=9 if seed % 2 else None)
 

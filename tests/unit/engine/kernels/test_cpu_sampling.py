@@ -34,7 +34,7 @@ def draw_params(rng, rows):
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("vocab_size", [1, 3, 63, 64, 65, 2048, 32_003])
-def test_draws_the_reference_token(library, vocab_size, threads):
+def test_cpu_sampling_draws_reference_token(library, vocab_size, threads):
     rng = random.Random(vocab_size)
     torch.manual_seed(vocab_size)
     ours, reference = CpuSampling(library, threads), TorchSampling()
@@ -48,7 +48,7 @@ def test_draws_the_reference_token(library, vocab_size, threads):
 
 
 @pytest.mark.parametrize("vocab_size", [1, 15, 16, 17, 1000, 4099])
-def test_argmax_is_numpys(library, vocab_size):
+def test_cpu_argmax_equals_numpy(library, vocab_size):
     rng = np.random.default_rng(vocab_size)
     ours = CpuSampling(library, 2)
     for _ in range(20):

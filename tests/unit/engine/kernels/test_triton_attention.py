@@ -114,12 +114,12 @@ def decode_case(seed):
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_prefill_is_attention(seed):
+def test_triton_prefill_equals_reference(seed):
     prefill_case(seed)
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_decode_is_attention(seed):
+def test_triton_decode_equals_reference(seed):
     decode_case(seed)
 
 
@@ -141,7 +141,7 @@ def test_triton_prefill_leaves_rows_without_sequence_untouched():
 
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("fixed_keys", [0, 32])
-def test_padding_gets_zeros(splits, fixed_keys):
+def test_triton_decode_padding_rows_are_zero(splits, fixed_keys):
     """A CUDA graph's spare rows: length 0, whatever the query and the table hold."""
     case = Case(6, single=True)
     case.starts = case.starts[:1] * 3
@@ -179,7 +179,7 @@ def test_triton_attention_large_offsets_do_not_wrap():
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_fixed_runs_give_the_same_bits_in_any_chunks(seed):
+def test_triton_fixed_keys_are_bitwise_equal_in_any_chunks(seed):
     """Decode equals prefill, whole or in pieces, alone or in company, bit for bit."""
     case = Case(2 * seed, single=False)  # float32
     launch = PrefillLaunch(block_m=64, block_n=16, num_warps=4, num_stages=2, fixed_keys=32)

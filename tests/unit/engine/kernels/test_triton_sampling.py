@@ -118,14 +118,14 @@ def draw_case(vocab_size, rows, seed=0):
 
 
 @pytest.mark.parametrize(("vocab_size", "rows"), [(1, 4), (3, 8), (65, 16), (2048, 8), (4099, 8), (32_003, 2)])
-def test_draws_the_samplers_token(vocab_size, rows):
+def test_triton_sampling_draws_reference_token(vocab_size, rows):
     draw_case(vocab_size, rows)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("vocab_size", "rows"), [(2048, 32), (65_536, 4), (152_064, 2)])
-def test_draws_over_large_vocabularies(vocab_size, rows, seed):
+def test_triton_sampling_draws_over_large_vocabularies(vocab_size, rows, seed):
     draw_case(vocab_size, rows, seed + 1)
 
 
@@ -242,7 +242,7 @@ def test_triton_sampling_matches_reference_sampler():
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter is numpy, which warns of NaN
 @pytest.mark.parametrize("vocab_size", [9, 5000])
 @pytest.mark.parametrize("greedy", [True, False])
-def test_rows_without_candidates_get_no_token_and_disturb_no_other(vocab_size, greedy):
+def test_triton_sampling_rows_without_candidates_get_no_token(vocab_size, greedy):
     """Both kernels agree on which those are, and the others' tokens are what they would be alone."""
     rng, rows = random.Random(vocab_size), 12
     logits = torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(1))
@@ -269,7 +269,7 @@ def test_rows_without_candidates_get_no_token_and_disturb_no_other(vocab_size, g
     assert counts[0].counts.sum() == (0 if greedy else 2 * (rows - 4))
 
 
-def test_rows_without_penalties_need_no_slot():
+def test_triton_sampling_rows_without_penalties_need_no_slot():
     logits = torch.randn(2, 100, generator=torch.Generator().manual_seed(0))
     counts = TokenCounts.allocate(1, 100, "cpu")
     penalties = Penalties(

@@ -46,7 +46,7 @@ def test_free_memory_uses_tightest_cgroup(root: Path) -> None:
     assert free_memory_bytes(root) == 750_000
 
 
-def test_capacity_is_of_the_machine_or_of_the_smallest_limit_around_the_process(root: Path) -> None:
+def test_memory_capacity_is_machine_or_smallest_cgroup_limit(root: Path) -> None:
     """Whatever of it is used."""
     assert memory_capacity_bytes(root) == 9000 * 1024
     write(root / "proc/self/cgroup", "0::/pods/worker\n")

@@ -55,7 +55,7 @@ def paths(tmp_path_factory):
 # What it takes.
 
 
-def test_bytes_of_a_block():
+def test_kv_layout_block_bytes_follow_dtype():
     real = {"num_layers": 36, "num_kv_heads": 8, "head_dim": 128, "block_size": 16}
     plain, fp8, int8 = (layout(dtype, **real) for dtype in ("bfloat16", "fp8_e4m3", "int8"))
     assert plain.block_bytes == 2 * fp8.block_bytes == 36 * 2 * 8 * 16 * 128 * 2
@@ -78,7 +78,7 @@ def test_kv_layouts_of_different_dtypes_mismatch():
     assert layout("int8").mismatch(layout("fp8_e4m3")) == "dtype: int8 here, fp8_e4m3 there"
 
 
-def test_memory_holds_twice_the_blocks():
+def test_kv_codes_double_the_number_of_blocks():
     config = parse_model_config(
         {
             "architectures": ["Qwen3ForCausalLM"],
@@ -193,7 +193,7 @@ def test_kv_codes_tokens_are_independent_of_batch_and_kernels(paths, name, kv_dt
 
 
 @pytest.mark.parametrize("kv_dtype", QUANTISED_DTYPES)
-def test_copied_blocks_continue_the_same(paths, kv_dtype):
+def test_kv_codes_copied_blocks_continue_equally(paths, kv_dtype):
     model = load_model(paths["Qwen3ForCausalLM"], backend=backend(kv_dtype=kv_dtype))
     session = Session(model, block_size=16, kv_dtype=kv_dtype)
     first, second = (session.request(random_tokens(random.Random(1), 40)) for _ in range(2))
@@ -312,7 +312,7 @@ def test_checkpoint_with_kv_scales_only_is_float():
 # Configuration.
 
 
-def test_engine_with_kv_codes_is_assembled(caplog):
+def test_kv_codes_engine_holds_fewer_bytes(caplog):
     held = {}
     for kv_dtype in ("auto", *QUANTISED_DTYPES):
         with caplog.at_level(logging.WARNING):

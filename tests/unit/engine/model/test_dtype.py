@@ -62,7 +62,7 @@ def test_dtype_auto_follows_majority_of_values(checkpoint: Path) -> None:
     assert resolve_dtype("auto", str(checkpoint)) == "float16"
 
 
-def test_auto_dtype_of_an_unusable_checkpoint_is_refused_by_field(checkpoint: Path) -> None:
+def test_dtype_auto_unusable_checkpoint_dtype_is_refused(checkpoint: Path) -> None:
     state(checkpoint, dtype="float8_e4m3fn")
     with pytest.raises(ConfigError, match=r"config\.json.*dtype.*must be one of float32, bfloat16, float16"):
         resolve_dtype("auto", str(checkpoint))

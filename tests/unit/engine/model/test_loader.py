@@ -75,7 +75,7 @@ def test_loader_casts_dtype_once(pristine, dtype):
     assert str(model.dtype) == f"torch.{dtype}"
 
 
-def test_shards_tie_and_progress(tmp_path):
+def test_loader_sharded_checkpoint_equals_whole(tmp_path):
     reference = reference_model("Qwen2ForCausalLM", tie_word_embeddings=True)
     whole = save_and_load(reference, tmp_path / "whole")
     reference.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
@@ -172,12 +172,12 @@ def test_loader_pickled_weights_are_refused(model_dir):
         ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, b"1" * 9, None, "end at byte"),
     ],
 )
-def test_hostile_headers(model_dir, header, data, length, match):
+def test_loader_hostile_header_is_refused(model_dir, header, data, length, match):
     write_safetensors(model_dir / "model.safetensors", header, data, length)
     refused(model_dir, match)
 
 
-def test_truncated_files(model_dir):
+def test_loader_truncated_file_is_refused(model_dir):
     file = model_dir / "model.safetensors"
     whole = file.read_bytes()
     for size in (0, 5, 100, len(whole) - 1):
@@ -185,7 +185,7 @@ def test_truncated_files(model_dir):
         refused(model_dir, r"model\.safetensors")
 
 
-def test_hostile_indices(model_dir):
+def test_loader_hostile_index_is_refused(model_dir):
     file = model_dir / "model.safetensors"
     names = list(load_file(file))
     index = model_dir / "model.safetensors.index.json"
@@ -214,7 +214,7 @@ def test_hostile_indices(model_dir):
     refused(model_dir, "in more than one shard")
 
 
-def test_wrong_tensors(model_dir):
+def test_loader_wrong_tensors_are_refused(model_dir):
     norm = torch.ones(48)
     norm[3] = float("nan")
     spoil(model_dir, **{"model.norm.weight": norm})
@@ -241,7 +241,7 @@ def test_loader_checks_shapes_before_allocating(model_dir):
     refused(model_dir, "config.json implies")
 
 
-def test_unknown_dtype():
+def test_select_backend_unknown_dtype_is_refused():
     with pytest.raises(ConfigError, match=r"model\.dtype must be one of float32, bfloat16, float16, is 'int8'"):
         select_backend(BackendOptions(device=torch.device("cpu"), dtype="int8"))
 
@@ -271,7 +271,7 @@ def test_loader_forgets_mapped_pages(tmp_path):
         stored.close()
 
 
-def test_code_of_a_checkpoint_is_ignored_with_a_warning(model_dir, caplog):
+def test_loader_ignores_checkpoint_code_with_warning(model_dir, caplog):
     load_plain(model_dir)
     assert "auto_map" not in caplog.text
     set_config(model_dir, auto_map={"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"})

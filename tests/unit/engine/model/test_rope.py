@@ -43,7 +43,7 @@ def reference(scaling, theta, max_positions, head_dim):
 
 
 @pytest.mark.parametrize(("scaling", "theta", "max_positions", "head_dim"), CASES)
-def test_angles_equal_transformers(scaling, theta, max_positions, head_dim):
+def test_rope_angles_equal_transformers(scaling, theta, max_positions, head_dim):
     expected = reference(scaling, theta, max_positions, head_dim)
     old = parse_rope({"rope_theta": theta, "rope_scaling": scaling}, max_positions)
     flat = {**(scaling or {}), "rope_theta": theta}
@@ -87,7 +87,7 @@ def test_rope_rotation_keeps_norms_and_depends_on_distance():
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 50}, 200),
     ],
 )
-def test_context_length(rope, max_context):
+def test_rope_scaling_extends_context(rope, max_context):
     assert parse_rope({"rope_parameters": rope}, 100).max_context == max_context
 
 
@@ -110,7 +110,7 @@ def test_context_length(rope, max_context):
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     ],
 )
-def test_bad_settings_are_named(raw, field):
+def test_rope_bad_settings_are_named(raw, field):
     with pytest.raises(ConfigError, match=field):
         parse_rope(raw, 64)
 

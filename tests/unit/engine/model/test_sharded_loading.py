@@ -86,7 +86,7 @@ def test_sharded_loading_progress_counts_own_bytes(directory) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_parts_of_a_tensor_at_any_offset(tmp_path, dtype) -> None:
+def test_sharded_loading_reads_parts_at_any_offset(tmp_path, dtype) -> None:
     name = {torch.float32: "F32", torch.bfloat16: "BF16"}[dtype]
     tensors = {"odd": torch.arange(35).view(5, 7).to(dtype), "flat": torch.arange(9).to(dtype)}
     data, header = b"", {}

@@ -165,7 +165,7 @@ def test_block_mover_rates_are_measured_by_engine() -> None:
     assert min(rates.prefill_tokens_per_s, rates.offload_bytes_per_s, rates.load_bytes_per_s) > 0.0
 
 
-def test_host_memory_is_counted_in_the_budget() -> None:
+def test_block_mover_host_memory_is_in_the_budget() -> None:
     parts = assemble(TIGHT)
     num_slots = TIGHT.offload_bytes // parts.layout.block_bytes
     assert parts.budget.offload_bytes == parts.facts()["offload_bytes"] == num_slots * parts.layout.block_bytes

@@ -157,7 +157,7 @@ def test_split_bounds_padding():
     assert list(_split([5, 4, 4, 2], 10**6)) == [(0, 4)]
 
 
-def test_small_gather_limit_is_honoured(full_model):
+def test_torch_attention_respects_gather_limit(full_model):
     session = Session(full_model)
     backend = TorchAttention(full_model.attention_spec, session.cache, max_gather_bytes=1)
     runner = ModelRunner(full_model, session.cache, attention=backend)
@@ -169,13 +169,13 @@ def test_small_gather_limit_is_honoured(full_model):
     assert [t.token_id for t in runner.execute(batch)] == [t.token_id for t in session.runner.execute(batch)]
 
 
-def test_mismatched_cache_is_refused(full_model):
+def test_model_runner_mismatched_cache_is_refused(full_model):
     layout = kv_layout(full_model.config, fingerprint="f", dtype="bfloat16", block_size=4)
     with pytest.raises(ConfigError, match="KV cache is"):
         ModelRunner(full_model, PagedKVCache(layout, num_blocks=2))
 
 
-def test_positions_cross_blocks_vectorised(model):
+def test_step_inputs_slots_cross_blocks(model):
     session = Session(model, num_blocks=40)
     requests = [session.request(range(40), capacity=40) for _ in range(3)]
     spans = [(0, 40), (7, 20), (39, 1)]
@@ -185,7 +185,7 @@ def test_positions_cross_blocks_vectorised(model):
     assert np.array_equal(inputs.slots, expected)
 
 
-def test_budget_divides_the_limit_and_refuses_with_figures(full_model):
+def test_plan_memory_divides_limit_or_refuses_with_figures(full_model):
     layout = kv_layout(full_model.config, fingerprint="f", dtype="float32", block_size=16)
     workspace = estimate_workspace_bytes(
         full_model.config, dtype="float32", max_batch_tokens=64, max_num_seqs=4, max_context=128

@@ -60,7 +60,7 @@ def test_sampler_greedy_takes_largest_logit():
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
-def test_draws_follow_the_softmax(temperature):
+def test_sampler_draws_follow_softmax(temperature):
     row = logits_of(3)[0]
     expected = (row / temperature).softmax(-1)
     assert (frequencies(row, temperature=temperature) - expected).abs().max() < 0.015
@@ -150,12 +150,12 @@ def test_sampler_nan_row_has_no_token_and_affects_no_other(params):
     assert [tokens[i].token_id for i in (0, 3, 5)] == [expected[i] for i in (0, 3, 5)]
 
 
-def test_penalties_before_any_output():
+def test_sampler_penalties_without_output_change_nothing():
     row = logits_of(5)
     assert ids(row, [make(temperature=0.0, presence_penalty=2.0)]) == row.argmax(-1).tolist()
 
 
-def test_logit_bias_decides_and_bans():
+def test_sampler_logit_bias_forces_and_bans():
     logits = logits_of(6, 6)
     best = int(logits[0].argmax())
     biased = [make(temperature=0.0, logit_bias={7: 100.0}), make(temperature=0.0, logit_bias={best: -100.0})]
@@ -164,7 +164,7 @@ def test_logit_bias_decides_and_bans():
     assert second == int(logits[0].topk(2).indices[1])
 
 
-def test_min_tokens_bans_every_end_until_reached():
+def test_sampler_min_tokens_bans_all_end_tokens():
     logits = torch.zeros(1, VOCAB)
     logits[0, EOS], logits[0, 9] = 9.0, 8.0
     ends = {"temperature": 0.0, "min_tokens": 2, "stop_token_ids": (9,)}
@@ -211,7 +211,7 @@ def test_sampler_row_is_independent_of_batch_and_slot():
     assert together[::-1] == ids(logits.flip(0), requests[::-1])
 
 
-def test_choices_and_positions_draw_independently():
+def test_sampler_choices_and_positions_draw_independently():
     flat = torch.zeros(64, VOCAB)
     by_choice = ids(flat, [make(seed=1, choice=i) for i in range(64)])
     by_position = ids(flat, [make(seed=1, output=[5] * i) for i in range(64)])

@@ -43,7 +43,7 @@ def test_handoff_source_blocks_are_reported_once_and_held() -> None:
     assert_empty(sched)
 
 
-def test_pinned_blocks_outlive_abort_until_every_transfer_is_quiet() -> None:
+def test_handoff_pinned_blocks_outlive_abort_until_all_unpinned() -> None:
     sched, runner = ledger.scheduler(num_blocks=8, max_model_len=128), LedgerRunner()
     source = ledger.request(range(75), prefill_only=True)
     sched.add(source)
@@ -73,7 +73,7 @@ def land(sched: Scheduler, runner: LedgerRunner, transfer_id: TransferId, tokens
         runner.write(blocks, position - held, entries[position])
 
 
-def test_hand_off_commits_and_continues() -> None:
+def test_handoff_commit_continues_the_request() -> None:
     sched, runner = ledger.scheduler(), LedgerRunner()
     sched.add(ledger.request(PROMPT[:33]))
     run(sched, runner)
@@ -152,7 +152,7 @@ def test_handoff_first_token_may_be_last() -> None:
     assert_empty(sched)
 
 
-def test_credit_is_hard_and_growth_preempts_growth_instead() -> None:
+def test_handoff_reserved_blocks_are_not_taken_by_growth() -> None:
     sched, runner = ledger.scheduler(num_blocks=10, max_model_len=160), LedgerRunner()
     params = SamplingParams(max_tokens=60, ignore_eos=True)
     for k in range(2):

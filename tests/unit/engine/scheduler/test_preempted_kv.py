@@ -30,7 +30,7 @@ def test_preempted_kv_cost_model_prefers_cheaper_way() -> None:
     assert not prefers_offload(50, 100, MeasuredRates(prefill_tokens_per_s=1e-9))
 
 
-def test_host_tier_is_bounded_and_notices_misuse() -> None:
+def test_host_tier_is_bounded_and_refuses_misuse() -> None:
     tier = HostTier(3)
     blocks = [BlockId(k) for k in (7, 8)]
     handle = tier.store(blocks)

@@ -30,7 +30,7 @@ def warmed(**changes: object) -> tuple[Scheduler, LedgerRunner]:
     return sched, runner
 
 
-def test_rank_is_level_then_due_time_then_arrival() -> None:
+def test_ranking_is_level_then_due_time_then_arrival() -> None:
     rank = Ranking(None)
     early, late, urgent, low = (
         ledger.request([1], arrival_s=1.0),
@@ -44,7 +44,7 @@ def test_rank_is_level_then_due_time_then_arrival() -> None:
     assert rank(patient) < rank(newcomer)
 
 
-def test_levels_age() -> None:
+def test_ranking_levels_age() -> None:
     rank = Ranking(10.0)
     low = ledger.request([1], arrival_s=0.0, priority=2)
     assert rank(ledger.request([1], arrival_s=19.0)) < rank(low) < rank(ledger.request([1], arrival_s=21.0))

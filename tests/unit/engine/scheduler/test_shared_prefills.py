@@ -134,7 +134,7 @@ def test_shared_prefill_lower_priority_leader_is_not_awaited() -> None:
     assert_empty(sched)
 
 
-def test_prefills_of_all_choices_share_blocks_under_pins() -> None:
+def test_shared_prefill_of_choices_shares_pinned_blocks() -> None:
     sched, runner = ledger.scheduler(num_blocks=64, max_running_requests=8), LedgerRunner()
     four = choices(range(75), 4, prefill_only=True)
     for request in four:

@@ -36,7 +36,7 @@ def settled() -> RateMeter:
     return meter
 
 
-def test_later_steps_count_a_fifth_each() -> None:
+def test_rate_meter_weighs_later_steps_by_a_fifth() -> None:
     meter = settled()
     meter.observe(prefill(0.08))
     meter.observe(decode(0.015))

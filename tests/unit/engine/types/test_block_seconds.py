@@ -12,7 +12,7 @@ from tandem.values.sampling import SamplingParams
 from tests.support.engine import ledger
 
 
-def test_blocks_times_seconds() -> None:
+def test_block_seconds_sum_blocks_over_time() -> None:
     held = BlockSeconds()
     held.change(3, 10.0)
     held.change(4, 12.0)

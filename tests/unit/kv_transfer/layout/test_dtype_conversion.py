@@ -62,7 +62,7 @@ def values_of(dtype, seed=0):
 
 @pytest.mark.parametrize("dtype", PLAIN)
 @pytest.mark.parametrize("scale", [None, 1.0, 0.037, 3e-39, 1e20])
-def test_e4m3_is_the_engines(dtype, scale):
+def test_conversion_to_fp8_equals_engine(dtype, scale):
     values = values_of(dtype).view(-1, 64)
     made = converted(
         as_bytes(values),
@@ -78,7 +78,7 @@ def test_e4m3_is_the_engines(dtype, scale):
 
 @pytest.mark.parametrize("dtype", PLAIN)
 @pytest.mark.parametrize("head_dim", [1, 4, 64, 128])
-def test_int8_is_the_engines(dtype, head_dim):
+def test_conversion_to_int8_equals_engine(dtype, head_dim):
     generator = torch.Generator().manual_seed(head_dim)
     flat = values_of(dtype, head_dim)
     mixed = flat[torch.randperm(flat.numel(), generator=generator)]
@@ -204,7 +204,7 @@ def test_conversion_wire_codes_equal_engine_codes():
         assert np.array_equal(moved(kv, tables, pools, [cells(kv[0], 0, 2)], head_scales, wire), expected)
 
 
-def test_equal_dtypes_copy_bytes():
+def test_conversion_between_equal_dtypes_copies_bytes():
     for dtype in (*PLAIN, *QUANTISED_DTYPES):
         size = 32 * (CACHE_DTYPES[dtype].itemsize * 4 + 4 * (dtype == "int8"))
         data = np.random.default_rng(0).integers(0, 256, size, np.uint8)

@@ -193,7 +193,7 @@ def test_mapping_runs_of_smaller_blocks_are_whole_blocks(sizes):
     assert len(runs[sizes.index(64)]) == 2 * 4 * 4 - 1
 
 
-def test_replicas_share_reads_and_writes_by_layer():
+def test_mapping_replicas_share_reads_and_writes_by_layer():
     kv = [layout(tp=tp, heads=2, layers=8) for tp in (8, 4)]
     mapping, at = CellMapping(*kv), TokenBlocks(blocks=(0, 1), pool_blocks=2)
     two = cells(kv[0], 0, 2)
@@ -255,7 +255,7 @@ def test_mapping_of_incompatible_layouts_is_refused():
     assert mapping.writes(one, at).num_bytes == mapping.payload(one).num_bytes("int8") == vectors * (4 + 4)
 
 
-def test_gather_of_a_wrong_size_is_refused():
+def test_mapping_gather_of_wrong_size_is_refused():
     mapping = CellMapping(layout(), layout())
     at = TokenBlocks(blocks=(1,), pool_blocks=2)
     runs, region = mapping.reads(cells(layout(), 0, 1), at), np.zeros(2 * layout().worker_block_bytes, np.uint8)

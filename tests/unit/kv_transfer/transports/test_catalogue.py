@@ -108,7 +108,7 @@ def test_catalogue_impossible_forced_transport_is_config_error(region: KVRegion,
         open_receivers(region, choice=choice)
 
 
-def test_shm_needs_shared_memory(region: KVRegion) -> None:
+def test_catalogue_shm_without_shared_memory_is_refused(region: KVRegion) -> None:
     with pytest.raises(ConfigError, match="shared memory"):
         open_receivers(replace(region, fd=None), choice="shm")
 

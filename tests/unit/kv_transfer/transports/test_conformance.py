@@ -209,7 +209,7 @@ def test_transport_after_revocation_nothing_lands(pair: Pair) -> None:
     assert block_bytes(pair.target, [2]) == block_bytes(pair.source, [6])
 
 
-def test_revoking_an_unused_grant_is_proven_at_once(pair: Pair) -> None:
+def test_transport_unused_grant_is_revoked_at_once(pair: Pair) -> None:
     pair.receiver.open_grant(KEY, landing(pair.lands_in, 1))
     assert pair.receiver.revoke(KEY)
     assert pair.receiver.revoke(replace(KEY, attempt=9))
@@ -230,7 +230,7 @@ def test_transport_revocation_during_writes_is_final(pair: Pair) -> None:
         assert not any(pair.target.buffer), "bytes landed after the proof"
 
 
-def test_cancel_stops_reading_sources(pair: Pair) -> None:
+def test_transport_cancel_stops_reading_sources(pair: Pair) -> None:
     pattern = bytes(pair.source.buffer)
     for attempt in range(1, 30):
         pair.source.buffer[:] = bytes([attempt]) * len(pattern)
@@ -294,7 +294,7 @@ def test_transport_sender_end_proves_quiet(pair: Pair) -> None:
         assert pair.quieted.wait(WAIT_S)
 
 
-def test_connecting_needs_the_secret(pair: Pair) -> None:
+def test_transport_connecting_without_secret_is_refused(pair: Pair) -> None:
     offer = pair.receiver.offer()
     middle = offer.advert[:-10] + b"0" * 8 + offer.advert[-2:]
     forged = bytes(16) + offer.advert[16:] if offer.name in ("memory", "shm", "cuda_ipc") else middle

@@ -369,7 +369,7 @@ async def test_key_file_unreadable_for_too_long_closes_access(tmp_path: Path, ca
         assert keeper.not_ready_reason() is None
 
 
-async def test_limits_of_tenants_change_with_the_file(tmp_path: Path) -> None:
+async def test_key_file_reload_changes_tenant_limits(tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
     one = f"api_keys: [{{key: '{entry_of('one')}', tenant: acme}}]\n"
     write_keys(path, one + "limits: {tenants: {acme: {requests_per_minute: 2}}}")

@@ -83,7 +83,7 @@ def test_browser_guard_allows_any_host_beyond_loopback_or_with_tls() -> None:
     ],
 )
 @pytest.mark.parametrize("open_beyond", [False, True])
-def test_post_is_refused_by_its_page_and_get_is_not(
+def test_browser_guard_checks_origin_except_for_get(
     headers: dict[str, str], header: str | None, open_beyond: bool
 ) -> None:
     host = "0.0.0.0" if open_beyond else "127.0.0.1"
@@ -105,7 +105,7 @@ def test_browser_guard_is_absent_when_keys_are_required() -> None:
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/embeddings", "/v1/messages", "/tokenize"])
-async def test_router_without_keys_refuses_pages_of_other_origins_on_every_kind_of_route(path: str) -> None:
+async def test_browser_guard_refuses_foreign_pages_on_every_route(path: str) -> None:
     parts = fakes.make_servers(fakes.make_tokenizer())
     parts.say("hello")
     async with client_of(parts) as client:

@@ -159,7 +159,7 @@ async def test_continuations_beyond_bound_wait_their_turn() -> None:
         core.assert_idle()
 
 
-async def test_takeover_of_a_stream_inherits_former_readers_slot() -> None:
+async def test_continuation_inherits_slot_of_former_reader() -> None:
     """A client whose connections break again and again, half open each time, never has more than one request."""
     worker = FakeWorker("d0", script=hold)
     limits = LimitsConfig(default=TenantLimits(concurrent_requests=1))

@@ -43,7 +43,7 @@ def test_admission_without_live_worker_passes_to_dispatch() -> None:
     assert not desk.ask().waiting
 
 
-def test_places_memory_and_running_requests_hold_back() -> None:
+def test_admission_waits_for_places_memory_and_running_requests() -> None:
     desk = AdmissionBench()
     desk.places = 0
     entry = desk.ask()
@@ -105,7 +105,7 @@ def test_admission_alternates_between_tenants() -> None:
     assert order(desk, 6) == [many[0], few[0], many[1], few[1], many[2], many[3]]
 
 
-def test_weights_divide_the_turns() -> None:
+def test_admission_turns_follow_weights() -> None:
     desk = AdmissionBench(limits=LimitsConfig(tenants={"heavy": TenantLimits(weight=3.0)}))
     desk.fill()
     for _ in range(12):
@@ -347,7 +347,7 @@ def test_full_bucket_admits_request_larger_than_itself() -> None:
     assert bucket.wait_s(1.0, 0.0) == pytest.approx(441.0)
 
 
-def test_drafts_penalties_and_pools_in_the_view() -> None:
+def test_measure_capacity_covers_penalties_pools_and_prior_rates() -> None:
     prefill = snapshot("p0", backlog=500)
     object.__setattr__(prefill, "info", info("p0", role=WorkerRole.PREFILL))
     room = measure_capacity(view_of([snapshot(), prefill]), CapacityPolicy(), InTransit(), 0.0)

@@ -167,7 +167,7 @@ def test_local_prefill_unpaired_decode_worker_does_not_raise_threshold() -> None
 
 
 @pytest.mark.parametrize("is_local", [False, True])
-def test_passed_prompt_is_computed_locally_despite_cached_prefix(is_local: bool) -> None:
+def test_local_prefill_request_stays_local_despite_cached_prefix(is_local: bool) -> None:
     """Else those that pass keep the prefill pool busy, for which the one waits that they passed."""
     view = view_of([writer(active=8), reader(200)])
     placed = place(demand_of(view, 400, matched={"p0": 380}, is_local=is_local), view, EXACT, Random(1))
@@ -186,7 +186,7 @@ async def test_local_prefill_passed_entry_is_dispatched_locally(is_local: bool, 
         assert core.observed.modes == ["local_cheaper" if is_local else "disaggregated"]
 
 
-def test_tenants_pass_in_fair_order() -> None:
+def test_local_prefill_tenants_pass_in_fair_order() -> None:
     full = desk(writer(backlog=500), reader(5000))
     full.ask("x", tokens=9000)
     greedy = [full.ask("greedy", tokens=60) for _ in range(3)]
@@ -195,7 +195,7 @@ def test_tenants_pass_in_fair_order() -> None:
     assert full.turns() == [greedy[0], modest]
 
 
-def test_idle_work_waits_for_the_prefill_pool_despite_passing_requests() -> None:
+def test_local_prefill_queue_leaves_no_idle_room() -> None:
     full = desk(writer(), reader(5000))
     assert not full.admission.has_idle_room()
     assert desk(writer(), reader(0)).admission.has_idle_room()

@@ -106,7 +106,7 @@ def test_overload_leaves_no_capacity_idle() -> None:
     assert tokens >= 0.95 * RATE * WORKERS * SECONDS
 
 
-def test_equal_demands_get_service_by_weight() -> None:
+def test_overload_equal_demands_are_served_by_weight() -> None:
     limits = LimitsConfig(tenants={"gold": TenantLimits(weight=3.0)})
     pressed = run(world(limits=limits), [*arrivals("gold", 2 * MOST, 7), *arrivals("iron", 2 * MOST, 8)])
     served = {

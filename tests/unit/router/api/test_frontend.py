@@ -54,7 +54,7 @@ async def test_frontend_stated_fields_are_kept(parts: fakes.Servers) -> None:
     assert one.prompt_text is None
 
 
-async def test_cache_salt_and_tenant_make_different_names(parts: fakes.Servers) -> None:
+async def test_frontend_cache_salt_and_tenant_separate_block_names(parts: fakes.Servers) -> None:
     async def root(**fields: str) -> bytes:
         return (await parts.frontend.prepare_chat(HELLO, ClientRequest(**fields))).request.hash_root
 
@@ -106,7 +106,7 @@ async def test_frontend_unknown_model_is_refused(parts: fakes.Servers) -> None:
         await parts.frontend.prepare_chat(HELLO, ClientRequest(model="gpt-4"))
 
 
-async def test_context_bound_names_the_figures(parts: fakes.Servers) -> None:
+async def test_frontend_context_error_names_the_figures(parts: fakes.Servers) -> None:
     fits = (5,) * (fakes.CONTEXT - 1)
     (one,) = await parts.frontend.prepare_prompts([fits], ClientRequest())
     assert one.request.sampling.max_tokens == 1

@@ -18,7 +18,7 @@ from tests.support.fake_worker import FakeWorker, Submission, answer, expected_t
 from tests.support.router.cluster import LONG_PROMPT, PROMPT, ROOT, cluster, collect, routed
 
 
-async def test_streams_tokens_in_order_and_ends_once() -> None:
+async def test_dispatch_streams_tokens_in_order_and_ends_once() -> None:
     worker = FakeWorker("d0")
     async with cluster(worker) as router:
         deltas = [d async for d in router.generate(routed())]

@@ -174,7 +174,7 @@ async def test_attempts_without_progress_are_bounded() -> None:
         router.assert_idle()
 
 
-async def test_missing_and_repeated_tokens() -> None:
+async def test_worker_token_gap_is_retried_and_repeats_are_dropped() -> None:
     """A gap is the worker's fault and another continues; tokens that the client has are dropped."""
 
     async def stutters_then_skips(submission: Submission) -> None:

@@ -93,7 +93,7 @@ async def test_readyz_without_workers_ignores_pools_but_not_draining() -> None:
             assert (await client.get("/readyz?exclude=workers")).status_code == 503
 
 
-async def test_readyz_without_workers_is_not_ready_while_no_key_is_good() -> None:
+async def test_readyz_without_workers_still_needs_an_accepted_key() -> None:
     async with cluster(FakeWorker("d0")) as router:
         readiness = ReadinessCheck(
             router.registry, RouterMetrics("m"), lambda _: True, lambda: "no API key is accepted"

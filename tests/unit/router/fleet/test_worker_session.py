@@ -76,7 +76,7 @@ async def test_load_and_cache_events_reach_the_registry() -> None:
         assert not prefix_map.is_approximate(WorkerId("d0"))
 
 
-async def test_missed_events_make_a_worker_approximate_until_its_snapshot() -> None:
+async def test_missed_events_make_worker_approximate_until_snapshot() -> None:
     worker = FakeWorker("d0")
     worker.first_messages = [_events(1, (0, True), cleared=True)]
     async with cluster(worker) as router:
@@ -157,7 +157,7 @@ async def test_silent_worker_is_removed() -> None:
         await registry.until_live(0)
 
 
-async def test_killed_process_is_noticed_by_the_end_of_its_socket() -> None:
+async def test_killed_worker_is_noticed_by_closed_socket() -> None:
     """Long before any keepalive or silence could tell."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "tests.support.fake_worker", stdout=asyncio.subprocess.PIPE

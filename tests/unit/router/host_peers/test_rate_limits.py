@@ -189,7 +189,7 @@ def test_host_limits_killed_process_frees_its_slots(peers: Peers) -> None:
     assert peers.call(3, "admit", 4) == 2
 
 
-def test_process_killed_with_the_lock_blocks_no_other(peers: Peers) -> None:
+def test_host_limits_killed_lock_holder_blocks_no_other(peers: Peers) -> None:
     peers.start(2, concurrent_requests=2)
     peers.call(0, "hold_lock")
     peers.kill(0)
@@ -250,7 +250,7 @@ def test_host_limits_file_is_private(tmp_path: Path) -> None:
     assert made.stat().st_mode & 0o777 == 0o600
 
 
-def test_link_in_place_of_the_file_is_refused(tmp_path: Path) -> None:
+def test_host_limits_symlink_in_place_of_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other").touch()
     (tmp_path / "rate-limits-1").symlink_to(tmp_path / "other")
     with pytest.raises(OSError, match="symbolic link"), RateLimitFile(tmp_path, router=Incarnation(1)):

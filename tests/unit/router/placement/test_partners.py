@@ -37,7 +37,7 @@ def pair_of(placement: Placement) -> tuple[str, str | None]:
     return placement.decode.info.key.worker_id, None if prefill is None else prefill.info.key.worker_id
 
 
-def test_fast_pair_beats_the_two_best_singles() -> None:
+def test_pair_placement_fast_pair_beats_best_single_workers() -> None:
     table = PairTable()
     workers = [at("a", worker("d0", load=LOAD, active=9)), at("b", worker("d1", load=LOAD, active=10))]
     workers += [at("c", worker("p0", backlog=0)), at("b", worker("p1", backlog=20))]

@@ -41,7 +41,7 @@ def chosen(wanted: PlacementDemand, *workers: WorkerSnapshot, seed: int = 0) -> 
     return placement.decode.info.key.worker_id, prefill.info.key.worker_id if prefill else None
 
 
-def test_long_prompt_is_disaggregated() -> None:
+def test_placement_long_prompt_is_disaggregated() -> None:
     placement = place(demand(500), [worker("d0"), worker("p0")], MODEL, Random(0))
     assert placement.reason is PlacementReason.DISAGGREGATED
     assert placement.computing.info.key.worker_id == "p0"
@@ -71,7 +71,7 @@ def test_placement_without_prefill_workers_is_local() -> None:
     assert placement.computing.info.key.worker_id == "d0"
 
 
-def test_prefix_attracts() -> None:
+def test_placement_prefers_cached_prefix() -> None:
     for seed in range(10):
         assert chosen(demand(500, p1=320), worker("d0"), worker("p0"), worker("p1"), seed=seed) == ("d0", "p1")
 
@@ -88,11 +88,11 @@ def test_placement_hot_worker_keeps_affinity_of_others() -> None:
     assert chosen(demand(500, p0=480, p1=320), *workers) == ("d0", "p1")
 
 
-def test_least_loaded_decode_worker() -> None:
+def test_placement_prefers_least_loaded_decode_worker() -> None:
     assert chosen(demand(500), worker("d0", active=9), worker("d1", active=2), worker("p0"))[0] == "d1"
 
 
-def test_measured_rates_decide() -> None:
+def test_placement_uses_measured_rates() -> None:
     slow = worker("p0", load=WorkerLoad(prefill_tokens_per_s=1_000.0))
     fast = worker("p1", load=WorkerLoad(prefill_tokens_per_s=10_000.0), backlog=2_000)
     decode = worker("d0", active=50)
@@ -107,19 +107,19 @@ def test_placement_unmeasured_worker_uses_pool_mean() -> None:
     assert [cost.compute_ms for cost in placement.prefill_candidates] == pytest.approx([5_000.0, 5_000.0])
 
 
-def test_slow_link_counts() -> None:
+def test_placement_avoids_slow_link() -> None:
     slow = worker("d0", load=WorkerLoad(num_free_blocks=1000, kv_bytes_per_s=1e5))
     fast = worker("d1", load=WorkerLoad(num_free_blocks=1000, kv_bytes_per_s=1e9))
     assert chosen(demand(500), slow, fast, worker("p0"))[0] == "d1"
 
 
-def test_prefix_held_by_the_decode_worker_need_not_travel() -> None:
+def test_placement_prefers_decode_worker_holding_prefix() -> None:
     link = WorkerLoad(num_free_blocks=1000, kv_bytes_per_s=1e6)
     pair = worker("d0", load=link, active=9), worker("d1", load=link, active=9)
     assert chosen(demand(500, d1=400), *pair, worker("p0")) == ("d1", "p0")
 
 
-def test_full_memory_repels() -> None:
+def test_placement_avoids_full_memory() -> None:
     full = worker("d0", load=WorkerLoad(num_free_blocks=1, num_running=2))
     assert chosen(demand(500), full, worker("d1"), worker("p0"))[0] == "d1"
 

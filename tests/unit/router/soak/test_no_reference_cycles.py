@@ -85,7 +85,7 @@ async def test_departed_clients_leave_no_cycles() -> None:
     assert "_DirectLink" not in found
 
 
-async def test_runs_on_workers() -> None:
+async def test_dispatched_requests_leave_no_cycles() -> None:
     async with cluster(FakeWorker("d0")) as core, asyncio.timeout(WAIT_S):
         with collecting() as found:
             for number in range(NUM_REQUESTS):

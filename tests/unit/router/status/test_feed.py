@@ -86,7 +86,7 @@ async def test_status_handoffs_end_with_their_requests() -> None:
     assert len(whole.dispatcher.placer.handoffs) == 0
 
 
-async def test_latencies_and_rates_of_the_last_minutes() -> None:
+async def test_status_recent_latencies_and_rates_cover_last_minutes() -> None:
     whole = WholeRouter(4)
     feed = feed_of(whole)
     for _ in range(4):

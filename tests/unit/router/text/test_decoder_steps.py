@@ -106,7 +106,7 @@ def streamed(tokenizer: Tokenizer, ids: Sequence[int], *, skip: bool) -> list[st
 
 @settings(max_examples=150, deadline=None)
 @given(text=TEXTS, skip=st.booleans())
-def test_stream_of_a_text_joins_to_its_decode(kind: Tokenizer, text: str, skip: bool) -> None:
+def test_stream_of_text_joins_to_decode(kind: Tokenizer, text: str, skip: bool) -> None:
     ids = kind.encode(text)
     assert "".join(streamed(kind, ids, skip=skip)) == kind.decode(ids, skip_special_tokens=skip)
 

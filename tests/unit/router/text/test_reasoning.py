@@ -47,7 +47,7 @@ def test_reasoning_parser_any_split_agrees(text: str, is_open: bool, data: st.Da
 
 
 @given(TEXTS, st.booleans())
-def test_tokens_up_to_the_end_of_thinking(text: str, is_open: bool) -> None:
+def test_reasoning_tokens_are_counted_up_to_end_of_thinking(text: str, is_open: bool) -> None:
     tokens = list(text.encode())
     counter = ReasoningTokens(THINK, lambda token: bytes([token]), is_open=is_open)
     for token in tokens:

@@ -25,7 +25,7 @@ _AB = st.text(alphabet="ab", min_size=1, max_size=5)
     parts=st.lists(st.text(alphabet="abc", max_size=4), max_size=12),
     include=st.booleans(),
 )
-def test_cut_anywhere_the_result_is_the_same(stops: list[str], parts: list[str], include: bool) -> None:
+def test_stop_matcher_any_split_gives_the_same_result(stops: list[str], parts: list[str], include: bool) -> None:
     matcher = StopMatcher(StopStrings(stops), include_match=include)
     shown = "".join(map(matcher.feed, parts)) + matcher.flush()
     assert (shown, matcher.match is not None) == expected("".join(parts), stops, include)

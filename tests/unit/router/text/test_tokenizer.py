@@ -48,7 +48,7 @@ _PIECES = st.lists(
 
 @settings(max_examples=200, deadline=None)
 @given(contents=st.lists(_PIECES.map("".join), min_size=1, max_size=4))
-def test_clients_write_no_control_token_in_a_conversation(contents: list[str]) -> None:
+def test_conversation_texts_never_encode_control_tokens(contents: list[str]) -> None:
     # Messages that touch: nothing stands between them.
     touching = Tokenizer(_SPEC, ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}<|assistant|>", {}))
     ids = chat(touching, *contents)
@@ -148,7 +148,7 @@ def test_template_may_refuse_messages_and_failure_hides_content() -> None:
     assert "secret" not in caught.value.message
 
 
-def test_template_dialect_of_hugging_face() -> None:
+def test_template_supports_hugging_face_dialect() -> None:
     source = (
         "{% generation %}a{% endgeneration %}{{ {'x': '<é>'} | tojson }}{% for i in [1, 2] %}{% break %}{% endfor %}"
     )

@@ -51,7 +51,7 @@ def test_link_class_is_by_host_rack_and_transport(decode: WorkerInfo, expected: 
     assert link_class(info("p0", "a", rack="r"), decode) == expected
 
 
-def test_priors_prefer_the_nearer_link_and_average_out() -> None:
+def test_pair_links_priors_prefer_nearer_link() -> None:
     prefill = [info("p0", "a", rack="r"), info("p1", "b", rack="r"), info("p2", "c", rack="s")]
     added = column_of(PairTable(), [info("d0", "a", rack="r")], prefill, 0)
     assert added[0] < added[1] < added[2]
@@ -71,7 +71,7 @@ def test_pair_links_of_one_class_are_equal_until_measured() -> None:
     assert links.column(0)[1] > 0.0 > links.column(0)[0]
 
 
-def test_measured_class_replaces_its_prior() -> None:
+def test_pair_links_measured_class_replaces_prior() -> None:
     """A shared-memory link that is slower than TCP is found out."""
     table, decode = PairTable(), [info("d0", "a"), info("d1", "b")]
     prefill = [info("p0", "a"), info("p1", "b")]
@@ -83,7 +83,7 @@ def test_measured_class_replaces_its_prior() -> None:
     assert after[1] > after[0]
 
 
-def test_pair_measurement_fades_to_its_class() -> None:
+def test_pair_links_measurement_fades_to_class() -> None:
     table, decode, prefill = PairTable(), [info("d0", "a")], [info("p0", "b"), info("p1", "c"), info("p2", "a")]
     observe(table, prefill[0], decode[0], 1e-9)
     observe(table, prefill[1], decode[0], 9e-9)

@@ -37,7 +37,7 @@ def two() -> PrefixMap:
     return prefix_map
 
 
-def test_counts_leading_blocks_per_worker(two: PrefixMap) -> None:
+def test_prefix_map_counts_leading_blocks_per_worker(two: PrefixMap) -> None:
     two.apply(A, _stored(0, 0, 1, 2))
     two.apply(B, _stored(0, 0, 2, 3))
     assert two.longest_prefix(NAMES[:4]) == {A: 3, B: 1}
@@ -73,7 +73,7 @@ def test_prefix_map_repeated_events_change_nothing(two: PrefixMap) -> None:
     assert not two.is_approximate(A)
 
 
-def test_overlapping_message_applies_its_new_part(two: PrefixMap) -> None:
+def test_prefix_map_overlapping_message_applies_new_part(two: PrefixMap) -> None:
     two.apply(A, _stored(0, 0, 1))
     two.apply(A, _stored(1, 1, 2))
     assert two.longest_prefix(NAMES) == {A: 3}
@@ -144,7 +144,7 @@ def test_prefix_map_expectations_never_evict_confirmed_blocks(two: PrefixMap) ->
     assert two.longest_prefix(NAMES) == {A: 6}
 
 
-def test_capacity_bounds_a_lying_worker(two: PrefixMap) -> None:
+def test_prefix_map_capacity_bounds_a_lying_worker(two: PrefixMap) -> None:
     two.apply(A, _stored(0, *range(12)))
     assert two.num_blocks(A) == 8
     assert len(two) == 8

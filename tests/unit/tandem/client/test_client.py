@@ -94,7 +94,7 @@ def server_in_thread(parts: fakes.Servers) -> Iterator[str]:
     loop.close()
 
 
-def test_sync_client_generates(parts: fakes.Servers, server_in_thread: str) -> None:
+def test_sync_client_streams_generates_and_chats(parts: fakes.Servers, server_in_thread: str) -> None:
     ids = parts.say(TEXT)
     with Client(server_in_thread) as client:
         pieces = list(client.stream("a"))
@@ -145,7 +145,7 @@ async def test_client_server_refusals_are_not_retried(parts: fakes.Servers) -> N
             await client.generate([5] * fakes.CONTEXT)
 
 
-async def test_keys(parts: fakes.Servers) -> None:
+async def test_client_api_key_is_sent_and_wrong_one_refused(parts: fakes.Servers) -> None:
     guarded = fakes.make_servers(fakes.make_tokenizer(), RouterConfig(api_keys=["key-a"]))
     guarded.say(TEXT)
     async with server_of(guarded) as address:
@@ -156,7 +156,7 @@ async def test_keys(parts: fakes.Servers) -> None:
                 await client.models()
 
 
-async def test_certificates(parts: fakes.Servers) -> None:
+async def test_client_mutual_tls_is_used(parts: fakes.Servers) -> None:
     parts.say(TEXT)
     authority = trustme.CA()
     ours, theirs = authority.issue_cert("router.example"), authority.issue_cert("client.example")

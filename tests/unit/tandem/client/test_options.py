@@ -61,7 +61,7 @@ def test_options_tool_calls_continue_the_conversation(parts: fakes.Servers, serv
         (ToolChoice(mode="required", allowed=["weather"]), ["weather"]),
     ],
 )
-async def test_choices_among_tools(parts: fakes.Servers, choice: ToolChoice, names: list[str]) -> None:
+async def test_options_tool_choice_limits_the_grammar(parts: fakes.Servers, choice: ToolChoice, names: list[str]) -> None:
     parts.say(CALLS)
     async with server_of(parts) as address, AsyncClient(address) as client:
         await client.chat(HELLO, Options(tools=TOOLS, tool_choice=choice))
@@ -69,7 +69,7 @@ async def test_choices_among_tools(parts: fakes.Servers, choice: ToolChoice, nam
     assert [tool.name for tool in TOOLS if tool.name in grammar] == names
 
 
-async def test_log_probabilities_of_a_prompt(parts: fakes.Servers) -> None:
+async def test_options_prompt_logprobs_are_returned(parts: fakes.Servers) -> None:
     parts.say("hello")
     async with server_of(parts) as address, AsyncClient(address) as client:
         answer = await client.generate([10, 11, 12], Options(prompt_logprobs=2))
@@ -131,7 +131,7 @@ async def test_options_map_to_request_fields() -> None:
         (Options(cached_content="cachedContents/x"), "cached_content"),
     ],
 )
-async def test_errors_name_the_field(parts: fakes.Servers, options: Options, param: str) -> None:
+async def test_options_errors_name_the_field(parts: fakes.Servers, options: Options, param: str) -> None:
     async with server_of(parts) as address, AsyncClient(address) as client:
         with pytest.raises(InvalidRequest) as caught:
             await client.chat(HELLO, options)

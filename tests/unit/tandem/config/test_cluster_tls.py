@@ -22,7 +22,7 @@ def test_tls_mode_off_in_any_yaml_spelling_is_plain(text: str) -> None:
     assert link_security(section(text), REMOTE) is LinkSecurity.PLAIN
 
 
-def test_mode_from_the_environment_replaces_the_section(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+def test_tls_mode_from_environment_replaces_section(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text(yaml.safe_dump({"cluster": {"tls": FILES}}))
     monkeypatch.setenv("TANDEM_CLUSTER__TLS", "off")
@@ -38,7 +38,7 @@ def test_tls_certificates_are_used_on_loopback(mode: str, expected: LinkSecurity
     assert link_security(ClusterTls(mode=mode, **FILES), hosts) is expected
 
 
-def test_auto_without_certificates_on_loopback_is_plain() -> None:
+def test_tls_auto_on_loopback_without_certificates_is_plain() -> None:
     assert link_security(ClusterTls(), LOCAL) is LinkSecurity.PLAIN
 
 
@@ -50,7 +50,7 @@ def test_tls_auto_beyond_loopback_without_certificates_is_refused(host: str) -> 
 
 
 @pytest.mark.parametrize("mode", ["required", "permissive"])
-def test_stated_mode_without_certificates_is_refused_on_loopback(mode: str) -> None:
+def test_tls_stated_mode_without_certificates_is_refused(mode: str) -> None:
     with pytest.raises(ConfigError, match=rf"cluster.tls: mode is {mode} and there are no certificates.*`tandem cert`"):
         link_security(ClusterTls(mode=mode), LOCAL)
 
@@ -65,7 +65,7 @@ def test_stated_mode_without_certificates_is_refused_on_loopback(mode: str) -> N
         ("{mode: sometimes}", "cluster.tls.mode: Input should be 'auto', 'required', 'permissive' or 'off'"),
     ],
 )
-def test_bad_section_names_the_field(tls: str, reason: str, tmp_path) -> None:
+def test_tls_bad_section_names_the_field(tls: str, reason: str, tmp_path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text(f"cluster: {{tls: {tls}}}")
     with pytest.raises(ConfigError) as refused:

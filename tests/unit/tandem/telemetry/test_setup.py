@@ -72,7 +72,7 @@ def test_telemetry_reload_without_tracer_does_nothing(tmp_path: Path) -> None:
         ("always_on", 0.0, False),
     ],
 )
-async def test_sampler_of_the_environment_decides_unless_the_yaml_names_a_ratio(
+async def test_tracer_sampler_from_environment_unless_yaml_has_ratio(
     monkeypatch: pytest.MonkeyPatch, sampler: str, ratio: float | None, is_traced: bool
 ) -> None:
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler)

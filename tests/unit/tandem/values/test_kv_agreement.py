@@ -35,7 +35,7 @@ def test_kv_agreement_reason_begins_with_field(change, reason):
     assert agree(layout(**change), layout()).split(":")[0] == reason.split(":")[0]
 
 
-def test_codes_become_no_other_codes():
+def test_kv_agreement_needs_a_listed_conversion():
     for source, target in permutations(DTYPE_BYTES, 2):
         disagreement = agree(layout(source), layout(target))
         assert (disagreement is None) == ((source, target) in CONVERSIONS)

@@ -34,7 +34,7 @@ def test_bench_engine_option_names_match_modules() -> None:
     assert set(options.BASELINE_NAMES) == _BASELINES.keys()
 
 
-def test_parts_and_peers_follow_from_the_flags() -> None:
+def test_bench_engine_flags_choose_parts_and_peers() -> None:
     assert options.parts(parsed()) == options.MODEL_PARTS
     assert options.parts(parsed("--full")) == options.PARTS
     assert options.parts(parsed("--baseline", "no-kv-cache")) == ("baselines",)

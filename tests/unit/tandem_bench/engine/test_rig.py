@@ -91,7 +91,7 @@ def test_bench_lengths_are_mixed_and_bounded() -> None:
     assert lengths[-20] > 24
 
 
-def test_closed_batches_hold_the_same_requests() -> None:
+def test_policies_closed_and_padded_batches_hold_same_requests() -> None:
     asks = LENGTHS.draw(Random(0), 10, 50)
     static, padded = deque(asks), deque(asks)
     for size in (4, 4, 2):
@@ -113,7 +113,7 @@ def test_bench_arrivals_have_requested_rate() -> None:
     assert [ask.arrival_s for ask in asks] == sorted(ask.arrival_s for ask in asks)
 
 
-def test_memory_of_slots_is_counted_in_full(rig: Rig) -> None:
+def test_policies_reserved_slots_count_full_memory(rig: Rig) -> None:
     parts = rig.parts
     asks = [Ask(prompt=tuple(range(20, 36)), num_tokens=4)]
     paged = policies.serve(parts.scheduler, parts.runner, asks, policies.continuous)

@@ -31,13 +31,13 @@ def test_roofline_untied_embedding_is_not_streamed() -> None:
     ("gb_per_s", "concurrency", "tokens_per_s"),
     [(23, 1, 25.1), (23, 4, 91.8), (23, 16, 274), (12, 1, 13.1), (12, 4, 47.9), (12, 16, 143)],
 )
-def test_decode_limits_of_the_issue(cost: ModelCost, gb_per_s: float, concurrency: int, tokens_per_s: float) -> None:
+def test_roofline_decode_limits_match_issue(cost: ModelCost, gb_per_s: float, concurrency: int, tokens_per_s: float) -> None:
     limit = cost.decode_limit(concurrency, mean_context(512, 128), gb_per_s * 1e9)
     assert limit == pytest.approx(tokens_per_s, rel=2e-3)
 
 
 @pytest.mark.parametrize(("tflops", "tokens_per_s"), [(5.3, 6790), (1.45, 1860)])
-def test_prefill_limits_of_the_issue(cost: ModelCost, tflops: float, tokens_per_s: float) -> None:
+def test_roofline_prefill_limits_match_issue(cost: ModelCost, tflops: float, tokens_per_s: float) -> None:
     assert cost.prefill_limit(512, tflops * 1e12) == pytest.approx(tokens_per_s, rel=2e-3)
 
 

@@ -118,7 +118,7 @@ def test_rounds_without_tandem_or_peer_are_not_compared() -> None:
     assert round_ratios(done, FOUR, lambda seen: seen.decode_tokens_per_s) == {}
 
 
-def test_goals_against_the_best_peer() -> None:
+def test_rounds_goals_are_against_best_peer() -> None:
     done = [measurement("tandem", 0, 1.0), measurement("a", 0, 1.3), measurement("b", 0, 1.1)]
     rows = {row.name: row for row in ratio_rows(done, COST, judged=True)}
     assert rows["ratio.c4.p8.decode.a"].met is None

@@ -48,7 +48,7 @@ def test_leak_of_either_direction_misses_the_goal(gain: float, num_wrong: int) -
     assert num_missed(leak_rows(probes(2000, gain=gain))) == num_wrong
 
 
-def test_few_probes_have_no_goal_but_what_answers_tell() -> None:
+def test_leak_rows_of_few_probes_judge_only_cached_tokens() -> None:
     assert num_missed(leak_rows(probes(100, gain=5.0))) == 0
     assert num_missed(leak_rows(probes(100, gain=0.0, cached=1))) == 1
 

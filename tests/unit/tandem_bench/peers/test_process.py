@@ -95,7 +95,7 @@ async def test_engine_process_memory_is_watched(tmp_path: Path) -> None:
         await process.stop()
 
 
-def test_memory_lines_of_a_status() -> None:
+def test_parse_status_reads_memory_lines() -> None:
     text = "Name:\tx\nVmHWM:\t    2048 kB\nVmRSS:\t 1024 kB\nRssAnon:\t 512 kB\nThreads:\t3\n"
     assert parse_status(text) == {"VmHWM": 2 << 20, "VmRSS": 1 << 20, "RssAnon": 512 << 10, "RssShmem": 0}
 

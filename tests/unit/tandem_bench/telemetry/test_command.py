@@ -77,7 +77,7 @@ def test_bench_telemetry_switch_keeps_rest_of_file(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o077 == 0
 
 
-def test_spans_part_measures_each_step_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_telemetry_spans_part_measures_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spans, "_UNSAMPLED_CALLS", 3)
     monkeypatch.setattr(spans, "_SAMPLED_CALLS", 3)
     unsampled, sampled, encoded = spans.measure_spans()

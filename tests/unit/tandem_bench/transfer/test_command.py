@@ -88,7 +88,7 @@ async def test_bench_transfer_honest_contestant_is_admitted(tmp_path: Path) -> N
     assert not field.absent
 
 
-async def test_wrong_bytes_end_the_measurement(tmp_path: Path) -> None:
+async def test_bench_transfer_wrong_bytes_end_the_measurement(tmp_path: Path) -> None:
     with pytest.raises(WrongBytes, match="made up"):
         await admitted(contestant(tmp_path, "self.target[there] ^= 1"), may_fail=False)
 

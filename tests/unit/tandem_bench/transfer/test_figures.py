@@ -35,7 +35,7 @@ def test_transfer_reference_shape_has_49_kb_per_token() -> None:
 
 
 @pytest.mark.parametrize("payload_bytes", [2 * SMALL.block_bytes, 40 * SMALL.block_bytes + 5])
-def test_copies_move_each_layer_of_each_block(payload_bytes: int) -> None:
+def test_transfer_copies_cover_each_layer_of_each_block(payload_bytes: int) -> None:
     for case in make_cases(payload_bytes, (SMALL,)):
         shape = (SMALL.num_layers, case.pool_blocks, SMALL.layer_block_bytes)
         source = np.random.default_rng(1).integers(1, 256, shape, dtype=np.uint8)
@@ -86,7 +86,7 @@ def test_transfer_checksum_cost_is_in_time() -> None:
     assert [row.met for row in rows] == [True, False]
 
 
-def test_python_is_judged_by_the_block() -> None:
+def test_transfer_python_time_is_judged_per_block() -> None:
     rows = figures.python_rows({("a", "shm"): 0.9e-6, ("a", "tcp"): 1.1e-6})
     assert [row.met for row in rows] == [True, False]
 
@@ -105,7 +105,7 @@ def test_transfer_rates_are_medians() -> None:
     assert describe(done, 1) == "copy 3.00-3.00 GB/s"
 
 
-def test_options_name_parts_and_peers() -> None:
+def test_transfer_options_name_parts_and_peers() -> None:
     assert options.parts(parsed()) == options.DEFAULT_PARTS
     assert options.parts(parsed("--only", "planning", "rates")) == ("rates", "planning")
     assert options.peers(parsed()) == options.PEER_NAMES

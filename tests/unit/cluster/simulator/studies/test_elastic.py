@@ -69,7 +69,7 @@ def test_fleet_scales_and_flips_without_losing_requests() -> None:
     assert script.views[8.0].sizes == Sizes(prefill=2, decode=2)
 
 
-def test_machine_time_counts_from_the_order_to_the_end_of_the_drain() -> None:
+def test_fleet_machine_time_runs_from_order_to_end_of_drain() -> None:
     trace = load(requests=60, rate=10.0)
     still = run_elastic(elastic(trace), Script({}), Sizes(prefill=2, decode=2))
     assert still.machine_hours == pytest.approx(4 * trace.span_s / 3600.0)

@@ -75,7 +75,7 @@ def test_heartbeat_live_ends_report_nothing(ends) -> None:
 
 
 @pytest.mark.parametrize("question", [b'{"op": "format the disk"}', b"{", b"[]", b'{"op": "set", "key": 1}'])
-def test_nonsense_is_the_end(ends, question: bytes) -> None:
+def test_heartbeat_malformed_request_is_rank_lost(ends, question: bytes) -> None:
     losses = queue.SimpleQueue()
     heartbeats = HeartbeatServer(losses.put)
     heartbeats.serve(ends[0])

@@ -29,7 +29,7 @@ LAYOUT = KVLayout(
 )
 
 
-def test_messages_survive_json() -> None:
+def test_rank_messages_round_trip_json() -> None:
     facts = RankFacts(weights_bytes=2**40, fingerprint="f", room=HostRoom(7, "10.0.0.2"))
     plan = PoolPlan(layout=replace(LAYOUT, tp_rank=1), num_blocks=9, num_host_slots=3)
     for value in (SETUP, replace(SETUP, gpus=(3, 1), gpu_sharers=2, stated_bytes=5), facts, plan):

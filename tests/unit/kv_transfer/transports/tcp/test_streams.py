@@ -162,7 +162,7 @@ def test_streams_revocation_waits_for_landing_call(ends: Ends, monkeypatch: pyte
     assert not any(ends.target.buffer)
 
 
-def test_cancel_is_final_on_every_stream(ends: Ends) -> None:
+def test_streams_cancel_is_final_on_every_stream(ends: Ends) -> None:
     with ends.lock:
         futures = ends.start_whole_frames()
         assert ends.writer.cancel(KEY)

@@ -246,7 +246,7 @@ def pair(fakes: Fakes) -> Iterator[tuple[NcclCommunicator, NcclCommunicator]]:
         yield ends[0].result(10), ends[1].result(10)
 
 
-def test_tensors_cross_in_order(pair: tuple[NcclCommunicator, NcclCommunicator], fakes: Fakes) -> None:
+def test_nccl_tensors_arrive_in_order(pair: tuple[NcclCommunicator, NcclCommunicator], fakes: Fakes) -> None:
     receiver, sender = pair
     sent = [torch.full((size,), size % 251, dtype=torch.uint8) for size in (1, 5, 70_000)]
     came = [torch.zeros_like(tensor) for tensor in sent]

@@ -235,7 +235,7 @@ def test_ledger_follows_an_assignment(registry: WorkerRegistry) -> None:
     assert registry.prefix_map.longest_prefix(_names(20)) == {computing: 20}
 
 
-def test_second_request_of_a_prefix_follows_the_first(registry: WorkerRegistry) -> None:
+def test_placer_repeated_prefix_follows_first_request(registry: WorkerRegistry) -> None:
     placer = _placer(registry)
     first = placer.assign(num_tokens=3200, names=_names(200))
     placer.prompt_computed(first)
@@ -245,7 +245,7 @@ def test_second_request_of_a_prefix_follows_the_first(registry: WorkerRegistry) 
         assert again.computing == first.computing or again.placement.prefill is None
 
 
-def test_abandoned_prompt_is_not_expected_any_more(registry: WorkerRegistry) -> None:
+def test_placer_abandoned_prompt_is_not_expected(registry: WorkerRegistry) -> None:
     placer = _placer(registry)
     placer.release(placer.assign(num_tokens=320, names=_names(20)))
     assert registry.prefix_map.longest_prefix(_names(20)) == {}
@@ -254,7 +254,7 @@ def test_abandoned_prompt_is_not_expected_any_more(registry: WorkerRegistry) -> 
     assert set(_books(registry).values()) == {(0, 0)}
 
 
-def test_rerouted_prefill_moves_its_booking(registry: WorkerRegistry) -> None:
+def test_placer_rerouted_prefill_moves_its_booking(registry: WorkerRegistry) -> None:
     placer = _placer(registry)
     assignment = placer.assign(num_tokens=320, names=_names(20))
     failed = assignment.computing
@@ -280,7 +280,7 @@ def test_ledger_release_for_dead_worker_spares_its_successor(registry: WorkerReg
     assert _books(registry)["d0"] == (0, 0)
 
 
-def test_record_of_new_session_starts_empty(registry: WorkerRegistry) -> None:
+def test_registry_new_session_starts_without_bookings(registry: WorkerRegistry) -> None:
     placer = _placer(registry)
     lost, kept = (placer.assign(num_tokens=320, names=_names(20)) for _ in range(2))
     for snapshot in registry.snapshots():
@@ -311,7 +311,7 @@ def test_ledger_load_report_replaces_earlier_bookings(registry: WorkerRegistry) 
     assert placer.registry is registry
 
 
-def test_penalty_runs_out(registry: WorkerRegistry) -> None:
+def test_registry_penalty_keeps_the_longest(registry: WorkerRegistry) -> None:
     key = worker("d0").info.key
     registry.penalise(key, 2.0)
     registry.penalise(key, 1.0)

@@ -52,7 +52,7 @@ async def _until_it_waits(router: Cluster) -> None:
 
 
 @pytest.mark.parametrize("code", ["Unavailable", "Overloaded"])
-async def test_full_pool_is_waited_for_without_costing_attempts(code: str) -> None:
+async def test_full_pool_waits_without_costing_attempts(code: str) -> None:
     pool = _Pool(code=code)
     async with cluster(FakeWorker("d0", script=pool)) as router:
         client = asyncio.create_task(collect(router.generate(routed())))
@@ -148,7 +148,7 @@ async def test_expected_worker_not_joining_ends_the_wait() -> None:
         assert leaving.submissions.qsize() == 1
 
 
-def test_waits_grow_and_respect_retry_after() -> None:
+def test_waiting_times_grow_and_respect_retry_after() -> None:
     progress = ChoiceProgress(prompt_length=1, max_tokens=1, max_attempts=1)
     progress.was_full(worker("d0").info.key, Unavailable("full", retry_after_s=1.0))
     waits_s = [progress.wait_for_room_s(Random(0)) for _ in range(6)]

@@ -268,7 +268,7 @@ async def test_responses_stream_cannot_be_resumed(client: httpx.AsyncClient) -> 
 LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
 
 
-async def test_log_probabilities_of_the_text(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
+async def test_responses_logprobs_cover_the_text(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     ids = parts.say("hello 😀", logprobs=True)
     whole = (await client.post(PATH, json=HELLO | LOGPROBS)).json()
     assert (parts.generator.requests[-1].sampling.num_logprobs, whole["top_logprobs"]) == (2, 2)
