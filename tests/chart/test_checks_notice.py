@@ -23,6 +23,8 @@ _RIGHTS = checks.test_only_planner_has_rbac_for_two_scale_subresources
 _ASKED = checks.test_planner_arguments_are_accepted_by_its_command
 _SECRETS = checks.test_secrets_are_never_on_command_lines
 _NAMES = checks.test_gateway_routes_are_unique_per_listener_and_host
+_GRACE = checks.test_termination_grace_covers_drain_and_margin
+_PROBES = checks.test_probes_cover_startup_and_drain_of_each_role
 SPOILT = [
     ("networkpolicy.yaml", "policyTypes: [Ingress, Egress]", "policyTypes: [Ingress]", "defaults", _EDGES),
     ("networkpolicy.yaml", 'range concat (list "router") $roles', 'range list "router"', "defaults", _EDGES),
@@ -43,9 +45,9 @@ SPOILT = [
     ("_signals.tpl", "tandem_worker_kv_blocks", "tandem_worker_blocks", "keda", _PROMETHEUS),
     ("autoscaling.yaml", "name: tandem_pool_use", "name: tandem_pools_use", "hpa", _PROMETHEUS),
     ("autoscaling.yaml", '"tandem_pool_waiting_tokens"', '"tandem_pool_tokens"', "hpa", _PROMETHEUS),
-    ("_config.tpl", "(int .root.Values.terminationMarginSeconds)", "0", "defaults", checks.test_termination_grace_covers_drain_and_margin),
+    ("_config.tpl", "(int .root.Values.terminationMarginSeconds)", "0", "defaults", _GRACE),
     ("_workers.tpl", "(mul 256 (int .ranks))", "64", "ranks on a CPU", _SIZES),
-    ("router.yaml", "/readyz?exclude=workers", "/readyz", "defaults", checks.test_probes_cover_startup_and_drain_of_each_role),
+    ("router.yaml", "/readyz?exclude=workers", "/readyz", "defaults", _PROBES),
     ("planner.yaml", "resources: [statefulsets/scale]", "resources: [statefulsets]", "planned", _RIGHTS),
     ("planner.yaml", "{{ $full }}-decode]", "{{ $full }}-router]", "planned", _RIGHTS),
     ("planner.yaml", "clusterIP: None", "type: ClusterIP", "planned", _ASKED),

@@ -64,7 +64,7 @@ async def test_cluster_tls_serves_over_both_pools_and_refuses_plain_peers(cluste
     assert unknown(of_certificates, (await cluster.http.get("/metrics")).text) == []
 
 
-async def test_stream_survives_its_worker_and_renewed_certificates_need_no_restart(cluster, folder, oracle):
+async def test_tls_stream_survives_worker_loss_and_certificate_renewal(cluster, folder, oracle):
     prompt = oracle.story(7200, 200)
     reading = asyncio.create_task(cluster.stream(prompt, 300))
     before = {worker.name: await check_peer(worker.address, credentials(folder)) for worker in cluster.local.workers}

@@ -203,7 +203,7 @@ async def test_takeover_returned_router_has_continued_elsewhere() -> None:
         assert bench.worker._idle.is_set()
 
 
-async def test_takeover_router_returned_before_loss_noticed_has_continued_elsewhere() -> None:
+async def test_takeover_keeps_tasks_until_former_session_leaves() -> None:
     async with worker() as bench:
         bench.submit(prefill=False, max_tokens=100)
         await bench.next_message("tokens")

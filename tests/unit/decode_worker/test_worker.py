@@ -319,7 +319,7 @@ async def test_decode_worker_router_lost_ends_its_requests(bench: Bench) -> None
 
 
 @pytest.mark.parametrize("teller", ["worker", "engine"])
-async def test_decode_worker_timeout_names_the_queue(bench: Bench, monkeypatch: pytest.MonkeyPatch, teller: str) -> None:
+async def test_decode_worker_timeout_names_queue(bench: Bench, monkeypatch: pytest.MonkeyPatch, teller: str) -> None:
     if teller == "engine":  # which ends who still waits in its queue
         monkeypatch.setattr(bench.worker, "_time_out", lambda _task: None)
     bench.submit(timeout_s=0.0, prefill=teller == "worker")

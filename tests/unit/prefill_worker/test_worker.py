@@ -125,7 +125,7 @@ async def bench() -> AsyncIterator[Bench]:
     assert not faults
 
 
-async def test_prefill_worker_prompt_is_reported_in_chunks_and_held_until_release(bench: Bench) -> None:
+async def test_prefill_worker_reports_chunks_and_holds_blocks_until_release(bench: Bench) -> None:
     one = job()
     await bench.worker.submit(one)
     await bench.finished()

@@ -151,7 +151,7 @@ def test_supervisor_stop_drains_router_before_workers():
     assert supervisor.failure is None
 
 
-def test_supervisor_reload_signals_serving_processes_at_once_and_starting_ones_later():
+def test_supervisor_reload_signals_starting_processes_once_serving():
     supervisor = running()
     assert sent(supervisor.reread()) == [(name, signal.SIGHUP) for name in NAMES]
     supervisor.on_exited(NAMES[0], -9, 101)

@@ -191,7 +191,7 @@ def test_conversion_sources_outside_pool_are_refused_before_sending(ends: Ends) 
 
 @pytest.mark.parametrize("limit", [1, 200, 1000, 5000, 1 << 20])
 @pytest.mark.parametrize("tps", [(1, 1), (2, 1), (1, 4), (4, 2)])
-def test_conversion_slabs_concatenate_to_the_payload(monkeypatch: pytest.MonkeyPatch, tps: tuple[int, int], limit: int) -> None:
+def test_conversion_slabs_form_the_payload(monkeypatch: pytest.MonkeyPatch, tps: tuple[int, int], limit: int) -> None:
     monkeypatch.setattr(departure, "MAX_CONVERTED_BYTES", limit)
     pairing = Pairing.from_layouts(layout("bfloat16", tps[0]), layout("int8", tps[1]), wire_dtype="int8")
     leaving = Departure(region(pairing.source, 3), pairing)

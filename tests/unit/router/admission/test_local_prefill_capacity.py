@@ -175,7 +175,7 @@ def test_local_prefill_request_stays_local_despite_cached_prefix(is_local: bool)
 
 
 @pytest.mark.parametrize("is_local", [False, True])
-async def test_local_prefill_passed_entry_is_dispatched_locally(is_local: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_local_prefill_dispatches_passed_entry(is_local: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     room = LocalPrefillCapacity(most_tokens=1e3, always_tokens=0, slack_tokens=1e6, tokens_per_s=1e3, wait_s=0.0)
     async with gated(FakeWorker("d0"), FakeWorker("p0", role=WorkerRole.PREFILL)) as (gate, core):
         watch = gate.queue.admission._watch

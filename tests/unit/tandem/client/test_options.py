@@ -61,7 +61,7 @@ def test_options_tool_calls_continue_the_conversation(parts: fakes.Servers, serv
         (ToolChoice(mode="required", allowed=["weather"]), ["weather"]),
     ],
 )
-async def test_options_tool_choice_limits_the_grammar(parts: fakes.Servers, choice: ToolChoice, names: list[str]) -> None:
+async def test_options_tool_choice_limits_grammar(parts: fakes.Servers, choice: ToolChoice, names: list[str]) -> None:
     parts.say(CALLS)
     async with server_of(parts) as address, AsyncClient(address) as client:
         await client.chat(HELLO, Options(tools=TOOLS, tool_choice=choice))

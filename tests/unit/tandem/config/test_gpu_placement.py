@@ -113,7 +113,7 @@ def test_gpu_placement_worker_uses_gpus_from_ray() -> None:
         ),
     ],
 )
-def test_gpu_placement_impossible_gpus_are_refused_by_name(settings: dict[str, Any], role: WorkerRole, words: str) -> None:
+def test_gpu_placement_refuses_impossible_gpus(settings: dict[str, Any], role: WorkerRole, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         allowed_gpus(cluster(**settings), role, 8)
 

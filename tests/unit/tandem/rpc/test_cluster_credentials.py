@@ -174,7 +174,7 @@ async def test_rotated_certificates_apply_to_new_connections(
     assert any("new certificates of cluster.tls are in force" in record.message for record in caplog.records)
 
 
-async def test_rotation_to_invalid_file_keeps_certificates(authority, issue: Make, caplog: pytest.LogCaptureFixture) -> None:
+async def test_rotation_rejects_invalid_certificates(authority, issue: Make, caplog: pytest.LogCaptureFixture) -> None:
     files = issue(authority)
     server, client = ClusterCredentials(files), ClusterCredentials(issue(authority, "other"))
     async with serving(server) as address:

@@ -117,7 +117,7 @@ def test_bench_engine_plot_of_many_or_busy_cells_is_a_png(tmp_path: Path) -> Non
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_bench_engine_other_parts_measure_no_model(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_engine_parts_without_model(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eviction, "traces", lambda _folder: iter([("small", eviction.mixture(num_requests=40))]))
     monkeypatch.setattr(eviction, "POOLS", (500,))
     monkeypatch.setattr(step_cost, "rows", lambda: [figure("16 sequences: step p50", 0.1, "ms")])

@@ -31,7 +31,7 @@ def test_roofline_untied_embedding_is_not_streamed() -> None:
     ("gb_per_s", "concurrency", "tokens_per_s"),
     [(23, 1, 25.1), (23, 4, 91.8), (23, 16, 274), (12, 1, 13.1), (12, 4, 47.9), (12, 16, 143)],
 )
-def test_roofline_decode_limits_match_issue(cost: ModelCost, gb_per_s: float, concurrency: int, tokens_per_s: float) -> None:
+def test_roofline_decode_limits(cost: ModelCost, gb_per_s: float, concurrency: int, tokens_per_s: float) -> None:
     limit = cost.decode_limit(concurrency, mean_context(512, 128), gb_per_s * 1e9)
     assert limit == pytest.approx(tokens_per_s, rel=2e-3)
 

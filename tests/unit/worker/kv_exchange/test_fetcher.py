@@ -305,7 +305,7 @@ async def test_fetcher_decides_by_peers_own_rate(bench: Bench) -> None:
     await bench.assert_empty()
 
 
-async def test_fetcher_last_waiting_prompt_gone_ends_fetch_and_keeps_landed_blocks(bench: Bench) -> None:
+async def test_fetcher_ends_fetch_with_last_prompt_and_keeps_landed_blocks(bench: Bench) -> None:
     first, second = bench.request(), bench.request()
     bringing = bench.bring(request=first)
     job = await bench.next_job()

@@ -356,7 +356,7 @@ def test_listener_rank_lost_while_joining_ends_wait(
     heartbeats.close()
 
 
-def test_listener_missing_ranks_are_named_at_deadline(remote: RemoteRanks, given: NodeGroup, heartbeats: HeartbeatServer) -> None:
+def test_listener_names_missing_ranks(remote: RemoteRanks, given: NodeGroup, heartbeats: HeartbeatServer) -> None:
     node_listener = NodeListener(replace(given, join_s=0.0), heartbeats.serve)
     with pytest.raises(RankLost, match="ranks 2, 3 have not joined within 0 s"):
         remote.gathered(node_listener)
