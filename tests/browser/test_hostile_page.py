@@ -74,7 +74,7 @@ async def test_page_markup_in_names_and_answers_stays_text(browser):
 
 
 async def test_page_policy_blocks_injected_markup(browser):
-    """The second line: were there a way in, nothing of it would run."""
+    """The second line of defence: markup that got in would still not run."""
     async with served() as router, tab(browser) as seen:
         await seen.open(router.url)
         await seen.is_live()

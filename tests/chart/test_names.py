@@ -7,7 +7,7 @@ from tests.chart.schemas import KUBERNETES, mistakes
 
 
 def test_chart_number_like_names_stay_strings() -> None:
-    """Names of what stands are the user's: Kubernetes knows 123, true and 0x10 as text."""
+    """Users choose these names; Kubernetes must get 123, true and 0x10 as strings."""
     digits, key = {"existingSecret": "123"}, {"name": "0x10", "key": "1e3"}
     values = {
         "nameOverride": "123",

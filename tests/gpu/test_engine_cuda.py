@@ -69,7 +69,7 @@ def test_cuda_half_precision_yields_finite_kv(model_path, dtype):
 
 
 def test_cuda_pipelined_tokens_are_equal_with_and_without_graphs(model_path):
-    """Whatever is sampled with: what penalties count never leaves the device."""
+    """With all sampling parameters: penalty counts never leave the device."""
     answers = []
     model = load_model(
         model_path, backend=select_backend(BackendOptions(device=torch.device("cuda", 0), dtype="float32"))

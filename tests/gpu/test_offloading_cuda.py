@@ -31,7 +31,7 @@ def test_cuda_block_moves_follow_stream_order(dtype: str) -> None:
 
 
 def test_cuda_block_copies_are_queued_without_waiting() -> None:
-    """The host goes on, and what it says next does not change what the device has yet to read."""
+    """The host continues, and its next orders do not change data that the device has yet to read."""
     cache = PagedKVCache(layout("bfloat16"), num_blocks=64, device="cuda")
     mover = BlockMover(cache)
     cache.blocks.random_()

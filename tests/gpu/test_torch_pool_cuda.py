@@ -75,7 +75,7 @@ def test_torch_pool_does_not_wait_for_engine_stream(pool: TorchPool, work: str) 
 
 
 def test_torch_pool_threads_get_right_bytes_beside_engine(pool: TorchPool) -> None:
-    """What is gathered, sent and summed beside a sleeping engine is what lies there."""
+    """Gathers, sends and checksums beside a sleeping engine use the right bytes."""
     expected = pool.checksum(READS)
     payload = pool.allocate(READS.num_bytes)
 

@@ -52,7 +52,7 @@ def test_image_user_is_unprivileged_and_arbitrary(file, target):
 
 @pytest.mark.parametrize(("file", "target"), TARGETS)
 def test_image_contains_no_build_tools(file, target):
-    """The last stage copies from others and compiles nothing; it began at the base."""
+    """The final stage descends from no build stage and runs no pip; it copies the dependencies."""
     stages = read(FOLDER / file)
     first = lineage(stages, target)[0]
     assert not any(first.base == name for name in stages)
@@ -95,7 +95,7 @@ def test_build_checks_torch_index_before_fetching(target):
 
 @pytest.mark.parametrize(("file", "stages"), [("router", ("dependencies",)), ("worker", ("dependencies", "torch"))])
 def test_custom_package_index_reaches_pip(file, stages):
-    """As build arguments, which a step sees only where its stage declares them, and only where they are given."""
+    """As build arguments without defaults, declared in each stage before its first RUN."""
     names = ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "PIP_CERT")
     found = read(FOLDER / f"{file}.Dockerfile")
     for stage in stages:
@@ -107,7 +107,7 @@ def test_custom_package_index_reaches_pip(file, stages):
 
 
 def test_copied_stage_ends_with_run_or_copy():
-    """podman, and buildah that keeps layers, make no folder of a WORKDIR that no RUN or COPY follows."""
+    """podman, and buildah with layers, create no folder for a WORKDIR without a RUN or COPY after it."""
     for name in ("router", "worker"):
         stages = read(FOLDER / f"{name}.Dockerfile")
         copied = {step.flags["from"] for stage in stages.values() for step in stage.steps if "from" in step.flags}
@@ -129,7 +129,7 @@ def test_build_context_contains_only_wheel_sources():
 
 
 def test_dockerfiles_share_the_same_constants():
-    """What stands in both stands there twice because a Dockerfile includes nothing."""
+    """Duplicated because a Dockerfile cannot include another."""
     router, worker = (read(FOLDER / f"{name}.Dockerfile") for name in ("router", "worker"))
     assert router["dependencies"].base == worker["dependencies"].base == router["router"].base == worker["worker"].base
     assert [step.words for step in router["own"].steps if step.name != "RUN"] == [

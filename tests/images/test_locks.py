@@ -90,7 +90,7 @@ def test_torch_requirements_are_locked():
 
 
 def test_router_imports_nothing_excluded_from_its_lock():
-    """Wherever the import stands: what a router leaves for later it must find as well."""
+    """Wherever the import stands: lazy imports must be found as well."""
     left_out = {module for name in excluded("router") for module in _modules_of(name)}
     assert left_out >= {"torch", "safetensors", "isal"}
     assert not {path: modules & left_out for path, modules in _imports_of_routers().items() if modules & left_out}
@@ -103,7 +103,7 @@ def test_router_imports_are_locked_or_first_party():
 
 
 def test_wheel_contains_all_data_files():
-    """Kernels' sources, the built-in model, the page: what is not stated in package-data only checkouts would have."""
+    """Kernel sources, the built-in model, the page: without an entry in package-data only checkouts have them."""
     data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     shipped = {
         path for package, patterns in data.items() for pattern in patterns for path in (ROOT / package).glob(pattern)

@@ -75,7 +75,7 @@ def test_wheel_imports_only_shipped_packages() -> None:
 
 
 def test_wheel_runs_only_shipped_modules() -> None:
-    """As an argument of Python. The gates of the bench are left out where there is no clone."""
+    """As an argument of `python -m`. The bench's gates are skipped without a clone."""
     found = {
         str(path.relative_to(ROOT))
         for path in sources()
@@ -89,7 +89,7 @@ def test_wheel_runs_only_shipped_modules() -> None:
 
 
 def test_no_small_module_has_a_single_importer() -> None:
-    """It would be found sooner in its importer. Commands and parsers are entries of registries."""
+    """It belongs in its importer. Commands and parsers are exempt, as entries of registries."""
     registries = ("cluster/cli", "router/text")
     by_module = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in sources()}
     importers: dict[str, set[Path]] = {name: set() for name in by_module}
@@ -212,7 +212,7 @@ def test_pure_contracts_name_folders_and_forbid_impure_modules() -> None:
 
 @pytest.mark.parametrize("contract", pure_contracts(), ids=lambda contract: str(contract["id"]))
 def test_pure_folders_import_no_impure_module(contract: dict[str, list[str]]) -> None:
-    """import-linter follows imports in the text; this follows what really happens."""
+    """import-linter follows imports in the text; this follows imports at run time."""
     modules = [
         str(path.relative_to(ROOT).with_suffix("")).replace("/", ".")
         for name in contract["source_modules"]
@@ -231,7 +231,7 @@ def test_router_starts_without_torch_and_redis_client() -> None:
 
 
 def test_gpu_code_imports_without_router_packages() -> None:
-    """A GPU machine need not have what only routers and tools use."""
+    """A GPU machine need not have packages that only routers and tools use."""
     absent = ("fastapi", "pydantic", "redis", "ray", "prometheus_client", "opentelemetry", "yaml", "uvloop")
     code = (
         f"import sys\nfor name in {absent!r}: sys.modules[name] = None\n"

@@ -160,7 +160,7 @@ async def test_named_cache_survives_eviction_until_deleted(cluster):
 
 
 async def test_cached_tokens_after_handoff_are_exact(cluster, client):
-    """The prefill worker has the marked prefix, the decode worker nothing: what travelled is no less cached."""
+    """Only the prefill worker has the marked prefix; transferred tokens still count as cached."""
     first = await ask(client, "Zoe", kept=True)
     await evict_everything(cluster, 5)
     before = await cluster.disaggregated()

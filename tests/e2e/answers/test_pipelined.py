@@ -169,7 +169,7 @@ async def test_nan_mid_stream_fails_that_stream_only(cluster, oracle):
 
 
 async def test_clients_leaving_at_any_token_disturb_no_other(cluster, oracle):
-    """While others stream; some in the queue, some saved to host memory."""
+    """While others stream; some of those that leave are queued, some offloaded to host memory."""
     stays = [oracle.story(700 + i, 100) for i in range(3)]
     expected = [oracle.tokens(prompt, 150) for prompt in stays]
 
@@ -190,7 +190,7 @@ async def test_clients_leaving_at_any_token_disturb_no_other(cluster, oracle):
 
 
 async def test_deadline_exceeded_leaves_nothing_behind(cluster, oracle, inference):
-    """Before its first token or after some, waiting, running or saved."""
+    """Before the first token or after some, while waiting, running or offloaded."""
     made = [oracle.story(800 + i, 100) for i in range(6)]
     sampling = common.SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
 
@@ -213,7 +213,7 @@ async def test_deadline_exceeded_leaves_nothing_behind(cluster, oracle, inferenc
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 async def test_decode_worker_leaving_mid_step_loses_no_stream(cluster, long, signum):
-    """With all the pool in use: some of its requests wait, some lie in its host memory."""
+    """With a full pool: some of its requests wait, some are offloaded to host memory."""
     made, expected = long
     answers = asyncio.gather(*(cluster.stream(prompt, LONG, cache_salt=signum.name) for prompt in made))
     victim, pid = await cluster.kill_the_busiest(signum)

@@ -39,7 +39,7 @@ def own(logprobs, prompt):
 
 
 async def test_echoed_logprobs_add_up_to_transformers_sums(cluster, client, oracle):
-    """Several prompts of token ids in one call, with an answer of one token or of none, twice: past the caches."""
+    """Several prompts of token ids in one call, with zero or one answer token, twice: the caches change nothing."""
     batch = prompts(oracle, 6)
     for max_tokens in (1, 0):
         answer = await client.completions.create(

@@ -79,7 +79,7 @@ async def test_forced_tool_calls_obey_schemas(cluster, client, choice, names):
 
 @pytest.mark.parametrize("tool_choice", ["required", {"type": "function", "function": {"name": "paint"}}])
 async def test_forced_call_of_open_schema_terminates(client, tool_choice):
-    """As instructor and LangChain write them: a grammar that allowed other properties had this model invent them."""
+    """As instructor and LangChain write schemas: a grammar with open properties had this model invent some."""
     colour = {"$ref": "#/$defs/Colour"}
     wall = {"type": "object", "properties": {"side": {"enum": ["left", "right"]}, "colour": colour}}
     schema = {
@@ -101,7 +101,7 @@ async def test_forced_call_of_open_schema_terminates(client, tool_choice):
 
 
 async def test_forced_tool_calls_stream_equals_whole_answer(client):
-    """Put together by the client itself, as users do it; the same answer as whole but for its ids."""
+    """Assembled by the client library; equal to the whole answer except for the ids."""
     body = chat_fields("required", temperature=1.0, seed=4)
     whole = (await client.chat.completions.create(**body)).choices[0]
     async with client.chat.completions.stream(**body) as stream:
@@ -117,7 +117,7 @@ async def test_forced_tool_calls_stream_equals_whole_answer(client):
 
 
 async def test_tool_calls_over_grpc_equal_http(cluster, client):
-    """With `tandem.client`; and what else is new there against what HTTP says, on real workers."""
+    """With `tandem.client`; gRPC's other newer fields against HTTP's as well, on real workers."""
     whole = (
         (await client.chat.completions.create(**chat_fields("required", temperature=1.0, seed=4))).choices[0].message
     )
@@ -174,7 +174,7 @@ async def test_tool_result_yields_an_answer(client):
 
 
 async def test_strict_tools_with_response_format_obey_both(client):
-    """What the small model says of itself is text, in the format that was asked for."""
+    """Unforced, the small model answers with text, in the requested format."""
     strict = [{"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}]
     plain = await client.chat.completions.create(**chat_fields("auto", tools=strict, max_tokens=30))
     assert plain.choices[0].message.content or plain.choices[0].message.tool_calls

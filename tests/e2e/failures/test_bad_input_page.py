@@ -158,7 +158,7 @@ async def test_grpc_bad_calls_are_refused(cluster, oracle, expected):
 
 
 async def test_grpc_reset_calls_leave_nothing(cluster, oracle, expected):
-    """In the middle of whatever a worker has begun for them: a reservation, a hand-off, a first token."""
+    """Reset during each step on a worker: a reservation, a hand-off, a first token."""
     prompt = pb.TokenIds(ids=oracle.story(8000, 200))
 
     async def reset():

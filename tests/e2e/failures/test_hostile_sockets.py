@@ -118,7 +118,7 @@ async def answers(call, message):
 
 
 async def test_worker_invalid_orders_are_refused_one_by_one(cluster, oracle):
-    """A peer of the cluster that sends rubbish harms only its own requests."""
+    """A peer of the cluster that sends invalid messages harms only its own requests."""
     metadata = ClusterAuth(cluster.local.config.secret.get_secret_value().encode()).client_metadata()
     decode = cluster.local.workers[1]
     bad = {

@@ -87,7 +87,7 @@ async def test_routers_share_prefixes_through_redis_outages(cluster, server, ora
 
 @pytest.mark.slow
 async def test_worker_in_file_and_redis_counts_once(cluster, oracle):
-    """`tandem restart` has the routers read the file again (SIGHUP) while Redis tells them of the same workers."""
+    """`tandem restart` has the routers reload the file (SIGHUP) while Redis lists the same workers."""
     for change in (
         RestartRequest(roles=("prefill", "decode", "router")),
         ScaleRequest(decode=2),
@@ -109,7 +109,7 @@ async def followed(cluster, count):
 
 
 async def test_dashboards_and_alerts_use_exported_metrics(cluster, oracle):
-    """Metrics, labels and values of labels: of everything that a panel or a rule names."""
+    """Metrics, labels and label values in every panel and rule."""
     await cluster.stream(prompt(oracle, 7), 6)
     await cluster.tokens(prompt(oracle, 8)[:32], 2)
     await cluster.tokens(prompt(oracle, 7), 6, ignore_eos=False, structured_outputs={"choice": ["yes", "no"]})

@@ -160,7 +160,7 @@ async def test_other_router_takes_over_streams(cluster, oracle):
 
 
 async def test_restarted_router_takes_over_its_streams(cluster, oracle):
-    """One router is enough: its clients come back to it, with a seed that only it had known."""
+    """One router is enough: clients come back to it, although only its former process knew the seed."""
     request = body(oracle.story(9200, 150), ANSWER, temperature=0.7)
     reader, pid = Reader(request), cluster.pid("router")
     reading = asyncio.ensure_future(reader.read(cluster.http))

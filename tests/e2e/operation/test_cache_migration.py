@@ -90,7 +90,7 @@ def fetches_with(attempts, incarnation: int) -> list[dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["leaver", "target"])
 async def test_worker_killed_mid_migration_leaves_nothing_behind(oracle, fork_servers, victim):
-    """Killed while blocks move between the two; then what the target was to have another one has."""
+    """Killed while blocks move between the two; another worker then inherits the cache."""
     sizes = {
         "prefill__replicas": 0,
         "decode__replicas": 3,

@@ -16,7 +16,7 @@ KEYS = {"victim": "key-of-the-victim", "attacker": "key-of-the-attacker"}
 
 @pytest.mark.turn(2)
 async def test_prefix_guess_succeeds_only_within_own_tenant(fork_servers) -> None:
-    """So few probes decide nothing by time, but for the control; what answers tell is exact."""
+    """So few probes prove nothing by time, except in the control; what answers report is exact."""
     entries = [{"key": key, "tenant": tenant} for tenant, key in KEYS.items()]
     access = {"router__api_keys": entries, "router__operator_access": {"metrics": "open"}}
     async with (

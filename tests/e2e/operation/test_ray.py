@@ -66,7 +66,7 @@ async def test_ray_scale_up_adds_workers(upped, cluster, answers):
 
 @pytest.mark.turn(1)
 async def test_ray_flip_and_scale_down_lose_no_request(nodes, upped, cluster, answers):
-    """Restarts take the same steps; `test_ray_bounds` has them."""
+    """Restarts take the same steps; `test_ray_bounds` tests them."""
     before = await nodes.workers()
     async with asked_all_the_while(cluster, answers, clients=1):
         await upped.order("flip", "prefill")
@@ -83,7 +83,7 @@ async def test_ray_flip_and_scale_down_lose_no_request(nodes, upped, cluster, an
 
 @pytest.mark.turn(0)
 async def test_ray_session_files_contain_no_secret(nodes, upped):
-    """Of a cluster whose actors have been started, signalled and lost by now."""
+    """After actors of the cluster have been started, signalled and lost."""
     written = {path: path.read_bytes() for path in nodes.session.rglob("*") if path.is_file()}
     assert any(b"WorkerHost" in content for content in written.values()), "there is something to look at"
     assert [path for path, content in written.items() if SECRET.encode() in content] == []

@@ -156,7 +156,7 @@ async def test_ray_workers_end_with_killed_command(nodes, tmp_path):
 
 
 async def test_ray_silent_node_is_lost_and_its_workers_end_on_return(tmp_path, answers):
-    """No process hears of an end there: neither by a closed connection nor, for 15 s and more, by Ray."""
+    """No process learns of the loss by a closed connection, nor from Ray for 15 s and more."""
     async with (
         ray_nodes(is_quick=False) as nodes,
         upped_on(nodes, tmp_path) as upped,

@@ -179,7 +179,7 @@ async def test_restart_under_load_replaces_every_process(cluster, oracle):
 
 @pytest.mark.slow
 async def test_rolling_restart_in_place_loses_no_request(cluster, oracle):
-    """Where there is no room for both the others do its work."""
+    """Without room for a second process, the others take over its work."""
     async with loaded(cluster, oracle, 9760) as load:
         await roll(cluster, load, ScaleRequest(decode=2))
         before = pids(cluster)
@@ -189,7 +189,7 @@ async def test_rolling_restart_in_place_loses_no_request(cluster, oracle):
 
 @pytest.mark.slow
 async def test_stream_waits_while_only_decode_worker_restarts_in_place(fork_servers, oracle):
-    """What is new waits as well, in line."""
+    """New requests wait as well, in order."""
     settings = {"decode__drain_s": SHORT_DRAIN_S, "transfer__succession_s": 1.0}
     prompt, received, had = oracle.story(9750, 100), [], []
     async with running(command=fork_servers.command, **settings) as cluster:

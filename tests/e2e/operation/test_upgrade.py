@@ -75,7 +75,7 @@ class Load:
 
 
 async def test_upgrade_under_load_loses_nothing(fork_servers, release, answered):
-    """One process after another, workers first; who leaves drains, a router once nobody is sent there any more."""
+    """One process at a time, workers first; each drains, a router once it gets no more requests."""
     old = {"router", "prefill-0", "prefill-1", "decode-0", "decode-1"}
 
     def command(plan, config_path, ready_fd):

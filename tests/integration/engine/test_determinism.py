@@ -101,7 +101,7 @@ def test_deterministic_answer_is_independent_of_batch_and_worker(workers, params
 @on_every_way
 @both_kinds
 def test_recomputed_kv_equals_decoded_kv(workers, params) -> None:
-    """After a preemption, and continued on another worker, prompts cover what decoding computed token by token."""
+    """After a preemption or a takeover, prompts include tokens whose KV was made by decoding."""
     here, there = workers
     alone, _ = here.answer(here.request(PROMPT, params))
     # Who ranks before it takes its blocks, and enough of them that nothing is found again in the cache.

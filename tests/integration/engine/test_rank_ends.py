@@ -96,7 +96,7 @@ def test_closed_rank_group_leaks_no_descriptors(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_rank_killed_during_start_ends_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed after it has started and before it knows what to load; the leader, not notified, waits for it to load."""
+    """Killed after its start and before it knows what to load, while the leader waits for it to load."""
     meet = Leader._meet
 
     def kill_and_meet(self: Leader, given: RankSetup):
@@ -127,7 +127,7 @@ Leader(setup(3))
 
 
 def test_ranks_of_a_leader_killed_at_start_end() -> None:
-    """They may not even have come to ask for a signal at its death."""
+    """They may not yet have asked for a signal at its death."""
     leader = subprocess.Popen(
         [sys.executable, "-c", STARTING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
     )
@@ -156,7 +156,7 @@ print("lived on")
 """
 
 
-def test_reference_to_closed_group_keeps_process_alive() -> None:
-    """An exception on its way does. torch's store opens its file by name when it goes: what has its number by then."""
+def test_lingering_reference_to_closed_group_is_harmless() -> None:
+    """As an exception in flight holds one. On destruction torch's store opens its file by descriptor number."""
     done = subprocess.run([sys.executable, "-c", HELD], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (0, "lived on\n"), done.stderr

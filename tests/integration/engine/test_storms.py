@@ -52,7 +52,7 @@ def test_storm_equals_undisturbed_answers(model, mode, count):
     [("ahead-offload", 2), ("late-offload", 2), *(pytest.param(mode, 300, marks=pytest.mark.slow) for mode in MODES)],
 )
 def test_storm_with_cache_tiers_equals_undisturbed_answers(model, mode, count, tmp_path):
-    """Each storm but the first finds files that another one has left."""
+    """Each storm but the first finds files left by another."""
     host_hits = disk_hits = 0
     for seed in range(10 * count):
         one = storm(model, seed, **MODES[mode], count=6, cache_folder=tmp_path)

@@ -41,7 +41,7 @@ def prefilling(choice: str, **options: object):
 
 
 async def test_killed_decode_worker_leaves_no_hold() -> None:
-    """Its half is a bare client here: it hangs up without a word after it has asked for a prefill."""
+    """A bare client stands in for it, and hangs up without a word after it has requested a prefill."""
     fabric = MemoryFabric()
     pool = Pool(48)
     [receiver] = open_receivers(pool.region, choice="memory", fabric=fabric)

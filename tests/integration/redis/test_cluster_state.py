@@ -352,7 +352,7 @@ async def test_unencodable_load_is_skipped_and_ends_no_router(
 
 
 async def test_load_from_before_router_start_is_ignored(server: RedisServer) -> None:
-    """Authentic, and never heard there: somebody kept it."""
+    """An authentic message from before this router's start, replayed."""
     config = RouterConfig.model_validate({"limits": {"default": {"concurrent_requests": 2}}})
     limits = [make_limits(config, SECRET, lambda: 0.0) for _ in range(2)]
     former = Incarnation(1000)

@@ -262,7 +262,7 @@ async def test_takeover_prompt_in_transfer_arrives_for_next_router() -> None:
 
 @pytest.mark.parametrize("router_leaves", ["before", "after"])
 async def test_takeover_failed_handoff_of_orphan_requests_no_route(router_leaves: str) -> None:
-    """A hand-off fails while no router has the stream: the prompt is computed here."""
+    """A hand-off fails while no router owns the stream: the prompt is computed here."""
     async with worker(num_steps=PLENTY) as bench:
         bench.submit()
         blocks = await bench.bound(await bench.started())
@@ -283,7 +283,7 @@ async def test_takeover_failed_handoff_of_orphan_requests_no_route(router_leaves
 
 
 async def test_takeover_without_kept_logprobs_is_refused() -> None:
-    """Of a stream that was itself continued here: the first tokens came without."""
+    """For a stream that was itself continued here, whose first tokens came without them."""
     async with worker() as bench:
         sampling = common.SamplingParams(max_tokens=LONG, temperature=0.0, ignore_eos=True, num_logprobs=0)
         order = pb.Submit(request_id="r", attempt=1, hash_root=ledger.ROOT, sampling=sampling)

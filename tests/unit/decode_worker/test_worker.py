@@ -185,7 +185,7 @@ async def test_decode_worker_handoff_runs_from_reservation_to_last_token(bench: 
 
 
 async def test_decode_worker_landed_blocks_are_kept_when_rest_is_released(bench: Bench) -> None:
-    """tcp proves at once that a lost writer is quiet: the hub says `released` before `failed` has had its turn."""
+    """tcp proves a lost writer quiet at once: the hub reports `released` before `failed` is handled."""
     bench.submit()
     blocks = await bench.bound(await bench.started())
     bench.write(blocks, 0, 2)
@@ -290,7 +290,7 @@ async def test_decode_worker_one_token_request_ends_with_first_token(bench: Benc
 
 
 async def test_decode_worker_full_pool_refuses_handoff_with_retry_time(bench: Bench) -> None:
-    """24 blocks: hand-offs of 8 blocks each, of which none has ended, leave no room for a fourth."""
+    """24 blocks: three unfinished hand-offs of 8 blocks leave no room for a fourth."""
     for i in range(3):
         bench.submit(f"{i}", prompt=[i, *PROMPT, *PROMPT], transfer_id=f"t{i}")
     bench.submit("r", prompt=[4, *PROMPT, *PROMPT], transfer_id="t3")

@@ -66,7 +66,7 @@ def test_assembly_budget_includes_compiled_grammars() -> None:
 
 
 def test_assembly_memory_beyond_machine_is_refused_before_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A zero too many, and the system's out-of-memory killer would choose whom to end, anybody on the host."""
+    """For a zero too many the out-of-memory killer would choose a victim anywhere on the host."""
     monkeypatch.setattr(assembly, "load_model", lambda *_, **__: pytest.fail("loaded"))
     message = rf"engine\.memory_bytes is {1 << 50} for each worker: .* may take {1 << 50} bytes, and it has \d+ \("
     with pytest.raises(ConfigError, match=message):
@@ -157,7 +157,7 @@ def test_assembly_pipelines_on_request_but_not_over_ranks(caplog: pytest.LogCapt
 
 
 def test_assembly_model_of_nan_still_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its requests fail one by one; the dry run samples for nobody."""
+    """Its requests fail one by one; the dry run samples nothing."""
     logits = Decoder.logits
     monkeypatch.setattr(Decoder, "logits", lambda self, hidden: logits(self, hidden) * float("nan"))
     assert assemble(SPEC).budget.workspace_bytes > 0

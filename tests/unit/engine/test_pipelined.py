@@ -178,7 +178,7 @@ class TimedRunner(DelayedRunner):
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("pipelined", [False, True])
 def test_pipelined_step_duration_on_any_device_is_its_own(pipelined, is_late):
-    """Rates are learnt from these: a prompt's step must not include the time of the decode step after it."""
+    """Rates are derived from these: a prompt's step must not include the next decode step."""
     runner, outputs = TimedRunner(is_late=is_late), []
     scheduler = ledger.scheduler(prefill_chunk_tokens=48)
     engine = Engine(

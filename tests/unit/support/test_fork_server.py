@@ -31,7 +31,7 @@ def ended_child(status: int) -> int:
 
 @pytest.mark.parametrize("message", [b"15", b""])
 def test_fork_server_connection_to_ended_worker_gets_its_status(fork_server: ForkServer, message: bytes) -> None:
-    """Both are known in one round; an empty `message`: the client has gone."""
+    """Both events come in one round; an empty `message` means that the client has gone."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     fork_server.look_after(theirs, ended_child(7))
     if message:

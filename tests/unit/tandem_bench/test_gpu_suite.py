@@ -167,7 +167,7 @@ def test_gpu_suite_failed_process_start_fails_only_its_part(monkeypatch: pytest.
 
 
 def test_gpu_suite_default_limits_are_those_of_serving() -> None:
-    """With its steps recorded, unless a part asks for something else."""
+    """With recorded steps, unless a part sets something else."""
     bounds = {"num_blocks": 1, "max_rows": 1, "max_tokens": 1, "chunk_tokens": 1, "max_model_len": 1}
     limits = Limits(**bounds)
     assert limits.graphs

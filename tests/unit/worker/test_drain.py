@@ -146,7 +146,7 @@ async def test_drain_returns_at_deadline() -> None:
 
 
 async def test_drain_waits_for_senders_before_receivers() -> None:
-    """A prompt may begin a fetch as long as it is here: what comes is waited for after what leaves."""
+    """A prompt may begin a fetch while it is here: receivers are awaited after senders."""
     stages_seen: list[str] = []
     prompt_left = asyncio.Event()
 

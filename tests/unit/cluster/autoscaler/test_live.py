@@ -159,7 +159,6 @@ async def test_planner_failed_order_is_reported_and_retried() -> None:
 
 
 async def test_planner_survives_sighup_and_ends_on_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a unit's reload does; SIGTERM ends it."""
     reached: list[int] = []
     before = signal.signal(signal.SIGHUP, lambda number, _frame: reached.append(number))
     monkeypatch.setattr("tandem.process.hangup.has_terminal", lambda: False)

@@ -49,7 +49,7 @@ def bash(script: str, path: str, home: Path) -> str:
 
 
 def test_completion_offers_commands_and_options_in_bash(path: str, tmp_path: Path) -> None:
-    """What a real bash offers, with the script that `--show-completion` printed."""
+    """In a real bash, with the script that `--show-completion` prints."""
     lines = ["tandem ", "tandem top --o", "tandem up --p"]
     named = "complete=$(complete -p tandem | sed -E 's/.*-F ([^ ]+).*/\\1/')"
     script = ['eval "$(tandem --show-completion bash)"', named]

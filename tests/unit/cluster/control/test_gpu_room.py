@@ -53,6 +53,6 @@ async def test_gpu_room_is_queried_only_for_gpu_workers_and_tolerates_failure(tm
 
 @pytest.mark.slow
 async def test_gpu_room_query_sees_the_worker_gpus():
-    """Without a GPU here that is nothing, in which a worker on one has no room."""
+    """Without a GPU on this machine it sees none, and a GPU worker has no room."""
     full = await workers_without_room([view("a", {"num_gpus": torch.cuda.device_count() + 1})], load(None))
     assert full == {"a"}

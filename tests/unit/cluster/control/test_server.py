@@ -274,7 +274,7 @@ async def test_control_socket_start_removes_dead_sockets(folder, monkeypatch):
 
 
 async def test_control_socket_of_other_cluster_is_left_alone(folder, monkeypatch):
-    """At one port of two addresses the sockets would have one name."""
+    """Clusters with one port on two addresses would have the same socket name."""
     cluster, other = make(folder), make(folder)
     async with ControlSocket(cluster, report=[].append) as control:
         with pytest.raises(ConfigError, match="another cluster answers at"):

@@ -291,7 +291,7 @@ def test_histogram_plus_uses_common_bounds() -> None:
 
 
 def test_load_watch_sums_routers_with_different_buckets() -> None:
-    """Both sum up while there are both; what was remembered of lengths begins anew with the buckets."""
+    """Both are summed while both live; recorded lengths start anew with the new buckets."""
 
     def newer(router: RouterCounters) -> RouterFigures:
         """Without each second bound of prompts' lengths."""

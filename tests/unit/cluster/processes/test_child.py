@@ -109,7 +109,7 @@ async def test_child_news_between_heartbeats_is_parsed_and_noise_ignored():
 
 
 async def test_child_sighup_is_not_ignored_like_the_parents():
-    """It says something to a child that listens, also under `nohup`."""
+    """A child handles SIGHUP, also under `nohup`."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         recorded = RecordedCallbacks()
@@ -146,7 +146,7 @@ async def test_child_signals_are_sent_only_while_it_runs():
 
 @pytest.mark.parametrize("failing", ["os.pipe", "os.pidfd_open", "subprocess.Popen"])
 async def test_child_failed_start_leaks_no_descriptor_or_process(monkeypatch, failing):
-    """Out of descriptors it is tried again and again: each time would take some more."""
+    """Starts are retried while descriptors are exhausted; each retry would leak more."""
     started, calls = [], []
 
     class Noted(subprocess.Popen):

@@ -226,7 +226,7 @@ def test_banner_shows_cluster_and_hides_secrets():
 
 
 def test_effective_config_resolves_auto_dtype(tmp_path):
-    """A worker of the version before knows no `auto`."""
+    """A worker of the previous version knows no `auto`."""
     assert make_effective(ClusterConfig()).model.dtype == "float32"
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"dtype": "bfloat16"}))
     assert make_effective(load(None, {"model.path": str(tmp_path)})).model.dtype == "bfloat16"

@@ -252,7 +252,7 @@ async def test_up_drains_when_its_terminal_closes(journal):
 
 @pytest.mark.parametrize(("mode", "level"), [("ok", "debug"), ("spoilt", "info")])
 async def test_up_without_terminal_reloads_on_sighup(journal, mode, level):
-    """What the user has written since is handed to all, unless it makes no sense."""
+    """All processes get the edited file, unless it is invalid."""
     process = await start_up(journal, f"anybody={mode}", before=("setsid",))
     assert await process.stdout.readline() == b"serving\n"
     process.send_signal(signal.SIGHUP)

@@ -126,7 +126,7 @@ class Noting(SilentWatcher):
 
 
 def test_local_cluster_retries_writing_worker_addresses():
-    """Once it hears that it is not; routers would otherwise wait for the next change of the set."""
+    """As soon as writing has failed; routers would otherwise wait for the next change of the set."""
 
     async def scenario():
         loop, launcher, watcher = asyncio.get_running_loop(), Moving(), Noting()

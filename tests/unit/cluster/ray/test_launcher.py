@@ -302,7 +302,7 @@ def test_ray_launcher_settle_draws_secret_and_certificates():
 
 
 def test_ray_launcher_unwritable_configuration_changes_nothing():
-    """Nodes take their bundles after it."""
+    """Nodes take their bundles after it has been written."""
     launcher = RayLauncher(FakeSession())
     shared = SharedConfig(launcher, load(None, {"router.port": 0, "router.grpc_port": 0, "decode.replicas": 1}))
     launcher.open(shared.config)

@@ -43,7 +43,7 @@ def running():
 
 
 def test_supervisor_added_process_waits_for_room_within_bound():
-    """Its requester gets an answer, and may request something else."""
+    """Its requester gets an answer, and may make another request."""
     supervisor = running()
     supervisor.add(plan("decode-1"), 10)
     supervisor.on_room("decode-1", False, 11)

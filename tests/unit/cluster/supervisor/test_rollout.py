@@ -379,7 +379,7 @@ def test_rollout_restarted_worker_gets_full_contact_time():
     [lambda them: scale_steps(them, {Role.PREFILL: 2, Role.DECODE: 1}), lambda them: flip_steps(them, Role.PREFILL)],
 )
 def test_rollout_only_answering_process_stays_until_another_answers(steps):
-    """A new worker may take minutes to load: decode-0 was well when decode-1 was chosen."""
+    """A new worker may take minutes to load: decode-0 was healthy when decode-1 was chosen."""
     members = cluster(decode=2)
     rollout = Rollout(steps(members), known_s=KNOWN_S)
     rollout.advance(members, 0.0)

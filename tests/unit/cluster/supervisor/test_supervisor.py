@@ -220,7 +220,7 @@ def test_supervisor_slow_start_is_killed():
 
 
 def test_supervisor_start_timeout_includes_join_time():
-    """A worker whose ranks come from other nodes, whenever these are there."""
+    """For a worker whose ranks come from other nodes."""
     supervisor = Supervisor([ProcessPlan(name="decode-0", role=Role.DECODE, join_s=600)], POLICY)
     supervisor.start(0)
     assert sent(supervisor.tick(600)) == []
@@ -242,7 +242,7 @@ def test_describe_exit_names_code_or_signal():
     st.lists(st.tuples(st.sampled_from(("ready", "exit", "tick", "stop", "kill")), st.sampled_from(NAMES)), max_size=60)
 )
 def test_supervisor_any_event_order_sends_only_valid_actions(events):
-    """A world of processes follows the supervisor; at the end the exits of all that live must stop it."""
+    """A simulated set of processes obeys the supervisor; in the end their exits must stop it."""
     supervisor, now, alive, stopping = make(), 0.0, set(), False
 
     def carry_out(actions):

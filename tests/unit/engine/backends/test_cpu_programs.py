@@ -58,7 +58,7 @@ def test_cpu_programs_equal_eager_tokens_and_kv(path, options):
 
 
 def test_cpu_programs_moved_buffer_drops_programs(path):
-    """The program of one row was recorded over buffers that a long chunk has since replaced."""
+    """The one-row program was recorded over buffers that a long chunk has replaced."""
     model = load_model(path, backend=backend())
     session = Session(model, num_blocks=60, block_size=16)
     session.runner.record_graphs(max_rows=4, max_length=400)
@@ -87,7 +87,7 @@ def test_cpu_programs_two_pools_have_separate_programs(path):
 
 
 def test_cpu_embeddings_of_any_batch_share_one_buffer(path):
-    """A program keeps what it reads; one tensor for each number of rows would grow with the square of their largest."""
+    """A program keeps its inputs: one tensor per number of rows would grow with the square of the largest."""
     model = load_model(path, backend=backend())
     found = model.embedding(torch.tensor([3, 1, 4])).clone()
     places = {model.embedding(torch.arange(count)).data_ptr() for count in (3, 2, 1)}

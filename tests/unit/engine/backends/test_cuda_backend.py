@@ -51,7 +51,7 @@ def test_cuda_backend_logits_equal_transformers(case):
 @pytest.mark.in_turns
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_cuda_backend_tokens_equal_torch_in_any_batch(case, deterministic):
-    """Greedy and drawn, in mixed batches of chunks and single rows."""
+    """Greedy and sampled, in mixed batches of chunks and single rows."""
     _, path, plain = case
     answers = []
     for model in (plain, load_model(path, backend=backend(deterministic=deterministic))):
@@ -64,7 +64,7 @@ def test_cuda_backend_tokens_equal_torch_in_any_batch(case, deterministic):
 
 
 def test_cuda_backend_deterministic_mode_is_bitwise_reproducible(case):
-    """Logits and KV of a token are the same however the sequence was cut: decode-made KV is recomputed KV."""
+    """Logits and KV of a token are the same for any chunks: decoded KV equals recomputed KV."""
     _, path, _ = case
     model = load_model(path, backend=backend(deterministic=True))
     assert model.backend.name == "triton-deterministic"

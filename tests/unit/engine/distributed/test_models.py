@@ -180,7 +180,7 @@ class RecordingGroup(CountingGroup):
 
 
 def test_sharded_step_without_sample_ends_after_last_keys(directory) -> None:
-    """Rank 0 sends what such a step has computed to decode workers at once, of all ranks' parts of the pool."""
+    """Rank 0 sends the KV of such a step to decode workers at once, from all ranks' parts of the pool."""
     last_layer = load_model_config(directory).num_layers - 1
     as_far_as_it_can, written = threading.Event(), threading.Event()
 

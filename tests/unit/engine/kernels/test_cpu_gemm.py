@@ -115,7 +115,7 @@ def test_cpu_gemm_row_is_independent_of_batch(library, arithmetic, epilogue):
     threads=st.integers(1, 3),
 )
 def test_cpu_gemm_any_size_stays_in_bounds(library, arithmetic, columns, depth, num_rows, apart, threads):
-    """Rows lie apart in memory, and what lies between them is neither used nor changed."""
+    """Rows have gaps in memory, which are neither read nor written."""
     needs(arithmetic)
     dtype = dtype_of(arithmetic)
     weight = torch.randn(columns, depth).to(dtype)
@@ -157,7 +157,6 @@ def test_cpu_gemm_gate_saturates_for_extreme_inputs(library, arithmetic):
 @pytest.mark.parametrize("arithmetic", ALL)
 @pytest.mark.parametrize("num_rows", [3, 40])
 def test_cpu_gemm_nan_affects_its_row_only(library, arithmetic, num_rows):
-    """A NaN spoils its own row and no other."""
     needs(arithmetic)
     dtype = dtype_of(arithmetic)
     x = torch.randn(num_rows, 64).to(dtype)
@@ -278,7 +277,7 @@ def test_onednn_linear_matches_packed_interface(epilogue, num_rows, has_bias):
 
 @pytest.mark.skipif(not onednn_bf16(), reason="oneDNN has no bf16 here")
 def test_onednn_linear_sees_few_batch_sizes_and_respects_strides():
-    """It keeps a compiled kernel for every size."""
+    """oneDNN caches a compiled kernel for every size."""
     weight = (torch.randn(96, 64) / 8).bfloat16()
     linear = OneDnnLinear(weight)
     multiply, sizes = torch.ops.mkldnn._linear_pointwise, set()

@@ -40,7 +40,7 @@ def tiled(rows, columns):
     seed=st.integers(0, 2**32),
 )
 def test_cpu_tiles_norm_gate_and_residual_match_reference(library, rows, hidden, inner, threads, adds, seed):
-    """Few rows stay rows; so do they all where nobody speaks of tiles."""
+    """Few rows stay rows; without tiles all do."""
     generator = torch.Generator().manual_seed(seed)
     hidden, inner = 32 * hidden, 32 * inner
     rows = min(rows, 1 + 2**25 // (hidden * inner))

@@ -142,7 +142,7 @@ def test_triton_prefill_leaves_rows_without_sequence_untouched():
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("fixed_keys", [0, 32])
 def test_triton_decode_padding_rows_are_zero(splits, fixed_keys):
-    """A CUDA graph's spare rows: length 0, whatever the query and the table hold."""
+    """A CUDA graph's spare rows: length 0, with any query and any table."""
     case = Case(6, single=True)
     case.starts = case.starts[:1] * 3
     case.queries = torch.cat((case.queries[:1], torch.full_like(case.queries[:2], 9.0)))
@@ -180,7 +180,7 @@ def test_triton_attention_large_offsets_do_not_wrap():
 
 @pytest.mark.parametrize("seed", range(8))
 def test_triton_fixed_keys_are_bitwise_equal_in_any_chunks(seed):
-    """Decode equals prefill, whole or in pieces, alone or in company, bit for bit."""
+    """Decode equals prefill, whole or in chunks, alone or batched, bit for bit."""
     case = Case(2 * seed, single=False)  # float32
     launch = PrefillLaunch(block_m=64, block_n=16, num_warps=4, num_stages=2, fixed_keys=32)
     whole = case.prefill(launch)

@@ -91,7 +91,7 @@ def test_triton_rope_kv_write_equals_reference(seed, cache):
 
 @pytest.mark.parametrize("cache", ["same", "int8"])
 def test_triton_kv_write_large_offsets_do_not_wrap(cache):
-    """The cache is memory that is reserved, and touched only where it is written."""
+    """The cache is reserved memory, of which only the written pages are touched."""
     block, head_dim, block_size = 2**21, 64, 16
     qkv = randn(random.Random(3), 2, 4 * head_dim, dtype=torch.float16)
     if cache == "int8":

@@ -194,7 +194,7 @@ def edits_of(requests, sampler):
 
 
 def test_triton_sampling_matches_reference_sampler():
-    """Biases, bans and penalties too, from state that lives on the device and is updated by the kernel."""
+    """Biases, bans and penalties too, from device state that the kernel updates."""
     rng, vocab_size, rows = random.Random(5), 600, 24
     requests = [request(rng, vocab_size, row) for row in range(rows)]
     logits = torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(3)) * 2
@@ -243,7 +243,7 @@ def test_triton_sampling_matches_reference_sampler():
 @pytest.mark.parametrize("vocab_size", [9, 5000])
 @pytest.mark.parametrize("greedy", [True, False])
 def test_triton_sampling_rows_without_candidates_get_no_token(vocab_size, greedy):
-    """Both kernels agree on which those are, and the others' tokens are what they would be alone."""
+    """Both kernels agree on those rows, and the other rows' tokens are unchanged."""
     rng, rows = random.Random(vocab_size), 12
     logits = torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(1))
     logits[0] = float("nan")

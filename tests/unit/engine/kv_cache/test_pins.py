@@ -249,7 +249,7 @@ def test_pins_without_limits_refuse_all() -> None:
 
 
 def test_pin_many_giving_way_weighs_each_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once for each of thousands it holds every stream of the worker up."""
+    """Weighing all anew for each of thousands would stall every stream of the worker."""
     looks = 0
 
     class Chain(list[BlockId]):

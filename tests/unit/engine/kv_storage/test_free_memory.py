@@ -47,7 +47,7 @@ def test_free_memory_uses_tightest_cgroup(root: Path) -> None:
 
 
 def test_memory_capacity_is_machine_or_smallest_cgroup_limit(root: Path) -> None:
-    """Whatever of it is used."""
+    """Whatever part of it is in use."""
     assert memory_capacity_bytes(root) == 9000 * 1024
     write(root / "proc/self/cgroup", "0::/pods/worker\n")
     groups = root / "sys/fs/cgroup"
@@ -60,7 +60,7 @@ def test_memory_capacity_is_machine_or_smallest_cgroup_limit(root: Path) -> None
 
 
 def test_free_memory_container_uses_mounted_cgroup(root: Path) -> None:
-    """The path in /proc/self/cgroup is the host's, and is not there."""
+    """The path in /proc/self/cgroup is the host's and does not exist in the container."""
     write(root / "proc/self/cgroup", "4:memory,hugetlb:/docker/1234\n3:cpuset:/docker/1234\n0::/docker/1234\n")
     own = root / "sys/fs/cgroup/memory"
     write(own / "memory.limit_in_bytes", 800_000)

@@ -135,7 +135,7 @@ def test_block_mover_saved_kv_gives_same_output() -> None:
 
 
 def test_block_mover_rates_are_measured_by_engine() -> None:
-    """Copy rates from start, the rate of computing from its steps: no test says what is cheaper here."""
+    """Copy rates at start, compute rate from steps: no test states which is cheaper here."""
     parts = assemble(replace(TIGHT, num_blocks=32, max_batched_tokens=128, prefill_chunk_tokens=128))
     ended: queue.Queue[str] = queue.Queue()
 

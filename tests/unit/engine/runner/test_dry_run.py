@@ -43,7 +43,7 @@ def test_peak_memory_growth_is_largest_simultaneous_use() -> None:
 
 
 def test_dry_run_records_graphs_within_measured_memory(tmp_path, monkeypatch) -> None:
-    """Their memory counts: they are recorded before the budget is made, as large as they will be."""
+    """Graphs are recorded at their final size before the budget is computed."""
     reference_model("LlamaForCausalLM").save_pretrained(tmp_path)
     model = load_plain(tmp_path)
     recorded = []

@@ -63,7 +63,7 @@ def assert_read(reference, request):
 
 @pytest.mark.parametrize("pipelined", [False, True])
 def test_prompt_logprobs_are_independent_of_batch_and_chunks(model, reference, pipelined, monkeypatch):
-    """Beside requests that decode, in a pool too small for all; logits are made for three rows at a time."""
+    """Beside decoding requests, in a pool too small for all; logits are computed for three rows at a time."""
     monkeypatch.setattr(row_reader, "_SLICE_LOGITS", {"cpu": 3 * 97})
     rng = random.Random(7)
     readers = [
@@ -81,7 +81,7 @@ def test_prompt_logprobs_are_independent_of_batch_and_chunks(model, reference, p
 
 @pytest.mark.parametrize("num_top", [None, 4])
 def test_prompt_logprobs_preempted_request_continues(model, reference, num_top):
-    """And takes over the blocks that it has read itself, as far as they are still there."""
+    """It reuses those of its own blocks that are still cached."""
     serve = Serve(model, pipelined=False, num_blocks=10, prefill_chunk_tokens=20)
     rng = random.Random(5)
     read, urgent = reader(random_tokens(rng, 110), num_top), ledger.request(random_tokens(rng, 70), priority=-1)
@@ -105,7 +105,7 @@ def advance(serve, most):
 
 
 def test_prompt_logprobs_do_not_affect_other_requests(model):
-    """Tokens beside rows that are read are those of an engine that reads nothing."""
+    """Their tokens equal those of an engine without prompt logprobs."""
     rng = random.Random(3)
     answers = []
     for readers in ([], [reader(random_tokens(rng, 50), top, number=i) for i, top in enumerate((3, None, 0))]):

@@ -135,7 +135,7 @@ def test_grammar_forbids_tokens_and_keeps_model_logprobs(model, guides):
 
 
 def test_grammar_mismatch_fails_only_its_request(model, guides):
-    """As after damage: the tokens of another worker do not match the grammar."""
+    """As after corruption: tokens from another worker do not match the grammar."""
     with serve(model, pipelined=False) as engine:
         spoilt, sound = engine.run([ask(guides, "schema", output=[700, 701]), ask(guides, "schema", seed=1)])
     assert (spoilt.ids, spoilt.reason) == ([], FinishReason.ERROR)

@@ -51,7 +51,7 @@ SLOW_GROWING = "(.{0,%d}b){0,1000}"
 
 
 def test_grammar_cache_huge_regexes_stay_small():
-    """Routers refuse them; a worker that is given one all the same is safe."""
+    """Routers refuse them; a worker that gets one is safe nevertheless."""
     guides = llguides()
     guides.guide(regex("a"))
     before = resident_bytes()
@@ -77,7 +77,7 @@ print(guide.num_tokens)
 
 @pytest.mark.parametrize("lark", ENDLESS)
 def test_grammar_endless_grammar_terminates(lark):
-    """In a process that can be killed: the loop is in llguidance, and nothing else ends it."""
+    """In a process that can be killed: the loop is inside llguidance, and nothing else ends it."""
     other = {"name": "other", "lark_grammar": 'start: /a+/ "a"'}
     grammar = json.dumps({"grammars": [{"lark_grammar": lark}, other]})
     command = [sys.executable, "-c", FOLLOW_ENDLESS, grammar]

@@ -115,7 +115,7 @@ class Spy(TorchSampling):
 
 
 def test_sampler_penalty_counts_survive_pause():
-    """One sampler over steps in changing company, where each row's counts outlive some steps and not others."""
+    """One sampler over steps of varying batches; each row's counts outlive the steps without it."""
     kept, rng = Sampler(eos_token_ids=(EOS,)), Random(3)
     params = {"repetition_penalty": 1.4, "frequency_penalty": 0.6, "presence_penalty": 0.3}
     requests = [make(prompt=[i, 7], seed=i, temperature=i % 2, **params) for i in range(6)]

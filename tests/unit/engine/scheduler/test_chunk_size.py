@@ -64,7 +64,7 @@ def test_chunk_size_before_measurement_or_without_bound_is_maximum() -> None:
 @pytest.mark.parametrize("num_readers", [0, NUM_READERS])
 @pytest.mark.parametrize("slowness", [0.5, 1.0, 1.3, 2.0, 3.0])
 def test_chunk_size_known_rate_fills_time_bound(slowness: float, num_readers: int) -> None:
-    """Whether its rate was seen beside decodes or on a prompt alone."""
+    """Whether the rate was measured beside decodes or on a prompt alone."""
     paced = Paced(Machine(slowness=slowness))
     for _ in range(12):
         paced.observe(0)
@@ -102,7 +102,7 @@ def test_chunk_size_two_slow_steps_shorten_until_three_faster_ones() -> None:
 
 @pytest.mark.parametrize("stall_s", [0.5, 1.0, 2.0, 10.0])
 def test_chunk_size_one_stalled_decode_is_ignored(stall_s: float) -> None:
-    """A machine that stood still for once; no pure decode follows, since prompts keep coming."""
+    """The machine stalled once, and no pure decode follows since prompts keep coming."""
     served = Served(Machine()).with_readers()
     served.step()
     usual, served.machine.decode_s = served.machine.decode_s, stall_s
@@ -115,7 +115,7 @@ def test_chunk_size_one_stalled_decode_is_ignored(stall_s: float) -> None:
 
 
 def test_chunk_size_after_cold_start_recovers() -> None:
-    """Every kind of step took seconds when it was made first; again, prompts keep coming."""
+    """The first step of every kind took seconds; again, prompts keep coming."""
     paced = Paced(Machine(slowness=50.0))
     paced.observe(0)
     paced.observe(FULL)
@@ -131,7 +131,7 @@ def test_chunk_size_after_cold_start_recovers() -> None:
 @pytest.mark.parametrize("token_s", [0.0005, 0.001])
 @pytest.mark.parametrize("alone_every", [2, 4, 0])
 def test_chunk_size_converges_to_step_time_bound(decode_s: float, token_s: float, alone_every: int) -> None:
-    """However much of it decodes take, and however seldom they are alone."""
+    """However much of it decodes take, and however seldom they run alone."""
     paced = Paced(Machine(decode_s=decode_s, token_s=token_s)).warm()
     for i in range(60):
         paced.observe(0 if alone_every and i % alone_every == 0 else paced.pace.chunk_tokens())
@@ -294,7 +294,7 @@ def test_chunk_size_keeps_steps_within_bound_after_two_slow_ones() -> None:
 
 
 def test_chunk_size_without_bound_exceeds_step_time() -> None:
-    """What the test above would see if nothing were bounded."""
+    """Control of the previous test."""
     served = Served(Machine(slowness=2.0), None).with_readers()
     served.add(4000, 10)
     assert served.step()[1] > BOUND_S

@@ -268,7 +268,7 @@ def test_handoff_second_attempt_holds_no_more_than_announced() -> None:
 
 
 def test_handoff_prompt_blocks_are_reported_once() -> None:
-    """The counts of `StepEventCollector` would be wrong after a preemption: none happens under load."""
+    """A preempted hand-off would make the counts of `StepEventCollector` wrong; under load none is preempted."""
     sched, runner = ledger.scheduler(num_blocks=13, max_batched_tokens=24, max_overtakes=0), LedgerRunner()
     urgent = [ledger.request(range(40 * i, 40 * i + 30), priority=-1, arrival_s=float(i)) for i in range(3)]
     for one in urgent:

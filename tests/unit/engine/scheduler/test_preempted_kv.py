@@ -135,7 +135,7 @@ def test_preempted_kv_restores_only_evicted_blocks() -> None:
 
 
 def test_preempted_kv_unsaved_blocks_are_recomputed() -> None:
-    """A request that preempts itself leaves nobody to run: its blocks may be a hand-off's before the next step."""
+    """After preempting itself nothing runs: a hand-off may take its blocks before the next step."""
     tier = HostTier(16)
     sched, runner = scheduler(tier, CHEAP_COPY), LedgerRunner()
     alone = ledger.request(range(70), params=SamplingParams(max_tokens=30, ignore_eos=True))

@@ -100,7 +100,7 @@ def test_shared_prefill_other_requests_run_while_choices_wait() -> None:
 
 
 def test_shared_prefill_stalled_leader_is_not_awaited_forever() -> None:
-    """Progress buys patience, and only progress."""
+    """Only progress extends the wait."""
     sched, runner = ledger.scheduler(num_blocks=64, max_batched_tokens=2, prefill_chunk_tokens=2), LedgerRunner()
     leader = ledger.request(range(60), params=PARAMS)
     follower = ledger.request(range(60), params=PARAMS, arrival_s=1.0)

@@ -97,7 +97,7 @@ def test_scheduler_later_requests_cause_no_starvation(
     chunk: int,
     with_decodes: int | None,
 ) -> None:
-    """Nor when steps beside decodes are bounded by time, on a machine that has next to none."""
+    """Nor on a very slow machine with time-bounded steps beside decodes."""
     sched, runner = scheduler(num_blocks, chunk), LedgerRunner()
     if with_decodes is not None:
         sched._planner._pace = ledger.Crawl(with_decodes)

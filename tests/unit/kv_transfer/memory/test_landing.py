@@ -86,7 +86,7 @@ def test_landing_revocation_waits_for_one_piece_only(watched) -> None:
 
 
 def test_landing_revocation_does_not_wait_for_device_and_notifies(watched) -> None:
-    """The event loop revokes: what a device is writing would hold it up for as long as the device takes."""
+    """The event loop revokes, and must not block until the device's write ends."""
     table, landing, _ = watched
     landing.is_on_device = True
     calls: list[TransferKey] = []
@@ -134,7 +134,7 @@ def test_landing_ended_before_revocation_is_not_reported(watched) -> None:
 
 
 def test_landing_from_several_threads_counts_room_once() -> None:
-    """As the streams of `tcp` do: each finds room under the lock, and room is never counted twice."""
+    """As the streams of `tcp` do: each reserves room under the lock."""
     pairing = Pairing.from_layouts(layout("bfloat16"), layout("bfloat16"), wire_dtype="int8")
     target = region(pairing.destination, 0)
     table = GrantTable()

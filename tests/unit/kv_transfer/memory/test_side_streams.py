@@ -79,7 +79,7 @@ def test_side_streams_do_not_wait_for_engine(cuda: FakeCuda, work: str) -> None:
 
 @pytest.mark.parametrize("work", [work for work in WORK if work != "blank"])
 def test_side_stream_thread_does_not_wait_for_another(cuda: FakeCuda, work: str) -> None:
-    """One of them is held up on the device until all the others have done the same work."""
+    """One is blocked on the device until all others have done the same work."""
     pool = a_pool(cuda)
     held_up, go_on = threading.Event(), threading.Event()
 

@@ -83,7 +83,7 @@ def test_explorer_handoffs_never_affect_each_other(monkeypatch: pytest.MonkeyPat
 
 
 def test_explorer_early_block_reuse_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the search of pairs alone, with what one life would notice switched off."""
+    """By the pairwise search alone, with the checks of a single life switched off."""
     for name in ("no_writer_into", "writes_its_own"):
         monkeypatch.setattr(properties, name, lambda *_, **_options: None)
     monkeypatch.setattr("tests.proofs.explore.model.life.Life.put", lambda *_: None)
@@ -163,7 +163,7 @@ def test_explorer_tokens_differing_only_in_seal_are_not_kept() -> None:
 
 @pytest.mark.turn(1)
 def test_explorer_offer_hash_protects_unsealed_attempt() -> None:
-    """What no identity can tell: an engine that goes on with other tokens than those it has named."""
+    """Identities cannot tell: the engine continues with other tokens than it has named."""
     faults = frozenset({"goes on with other tokens", "crash"})
     with pytest.raises(Broken, match="keeps wrong KV"):
         explore(Scope(steps=(1, 1), num_layers=1, max_faults=2, mistakes=True, only=faults))

@@ -82,6 +82,6 @@ def test_hold_of_silent_peer_ends_with_lease(stage: Callable[[], Half]) -> None:
 
 
 def test_handoff_lease_default_is_two_seconds_everywhere() -> None:
-    """Looked at often enough that a lease lasts little longer than it says."""
+    """Checked often enough that a lease hardly outlasts it."""
     assert sending().machine.plan.lease_s == DEFAULT.lease_s == ClusterConfig().transfer.lease_s == 2.0
     assert DEFAULT.sweep_s <= 0.1

@@ -137,7 +137,7 @@ def test_mapped_pools_of_unequal_layouts_equal_numpy(ends: Ends, source_kv: KVLa
 
 
 def test_mapped_pool_under_load_nothing_moves_after_proof(ends: Ends) -> None:
-    """Two hand-offs at a time, one revoked and one cancelled at any moment; their blocks are then somebody else's."""
+    """Two hand-offs at a time, one revoked and one cancelled at random; their blocks are then reused."""
     kv, rng = layout(1, 16, head_dim=128), random.Random(4)
     pairing = Pairing.from_layouts(kv, kv, wire_dtype=kv.dtype)
     source, target, receiver, writer = ends(pairing)

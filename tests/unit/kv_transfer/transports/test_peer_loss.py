@@ -93,7 +93,7 @@ def pools_mapped() -> int:
 
 
 def test_peer_loss_closed_writer_unmaps_dead_peers_memory() -> None:
-    """Though the writer itself is still known to somebody, as to the garbage collector when there are cycles."""
+    """Although something still references the writer, as the garbage collector does with cycles."""
     with victim("shm") as peer:
         peer.write().result(WAIT_S)
         peer.process.kill()

@@ -231,7 +231,7 @@ def test_application_route_without_stated_access_is_refused() -> None:
 
 
 def test_application_routes_have_one_access_dependency_each() -> None:
-    """All that there can be: with batches, profiles, named caches, decisions and a status."""
+    """All possible routes: with batches, profiles, named caches, decisions and a status."""
     found = {route.path: access_of(route) for route in routes_of(whole_app(KEYED))}
     pages = {path: access.page.value for path, access in found.items() if access.page is not None}
     assert pages.keys() - {path for path in pages if path.startswith("/status/")} == {
@@ -243,7 +243,7 @@ def test_application_routes_have_one_access_dependency_each() -> None:
 
 
 async def test_application_routes_without_key_are_refused() -> None:
-    """Pages open to everyone excepted; and no request body is read."""
+    """Except the public pages; and no request body is read."""
     app = whole_app(KEYED)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
 
@@ -344,7 +344,7 @@ async def test_key_file_reload_applies_changes_and_rejects_broken_file(
 
 
 async def test_key_file_unreadable_for_too_long_closes_access(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A pipe in its place: who waited for it to be written to would never hear that a key was revoked."""
+    """A FIFO in its place: a reader that blocks on it would never see a key revoked."""
     path, now = tmp_path / "keys.yaml", 0.0
     write_keys(path, f"api_keys: ['{entry_of('one')}', '{entry_of('two')}']")
     config = RouterConfig(api_keys_file=str(path), api_keys_trust_s=60.0)

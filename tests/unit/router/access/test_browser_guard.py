@@ -94,7 +94,7 @@ def test_browser_guard_checks_origin_except_for_get(
 
 
 def test_browser_guard_client_certificate_does_not_allow_foreign_origin() -> None:
-    """A browser presents its certificate for whatever page asks."""
+    """Browsers present their certificate on behalf of any page."""
     config = RouterConfig(tls=TLS.model_copy(update={"client_ca": "ca.pem"}))
     assert refused(config, {"Host": "router.example", "Origin": "https://evil.example"}) == "Origin"
 

@@ -160,7 +160,7 @@ async def test_continuations_beyond_bound_wait_their_turn() -> None:
 
 
 async def test_continuation_inherits_slot_of_former_reader() -> None:
-    """A client whose connections break again and again, half open each time, never has more than one request."""
+    """Repeated reconnects with half-open connections never count as more than one request."""
     worker = FakeWorker("d0", script=hold)
     limits = LimitsConfig(default=TenantLimits(concurrent_requests=1))
     async with gated(worker, running=9, limits=limits) as (gate, core):

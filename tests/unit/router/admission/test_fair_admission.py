@@ -62,7 +62,7 @@ def test_admission_waits_for_places_memory_and_running_requests() -> None:
 
 
 def test_admission_request_larger_than_pools_blocks_no_other() -> None:
-    """Dispatch refuses it. The one worker is busy with a stream, and so has no moment in which it is empty."""
+    """Dispatch refuses it. The only worker is busy with a stream and never empty."""
     desk = AdmissionBench(max_queue_s=1000.0)
     desk.fill()
     pool_tokens = desk.workers[0].info.pool_tokens
@@ -379,7 +379,7 @@ def test_drain_meter_idle_time_only_fades() -> None:
 
 
 def test_drain_meter_forgets_a_slow_hour() -> None:
-    """If it were, they would all be refused, and that the cluster is fast again would never be measured."""
+    """Otherwise all would be refused, and the recovered speed would never be measured."""
     desk = AdmissionBench(max_queue_s=4.0)
     desk.fill()
     patient = desk.ask(tokens=100)

@@ -109,7 +109,7 @@ def test_local_prefill_short_prompt_waits_only_for_decode_worker() -> None:
     ids=["slots", "memory", "places"],
 )
 def test_local_prefill_passing_prompt_leaves_room_for_first_in_line(decode: WorkerSnapshot, places: int) -> None:
-    """One place, or KV of 9,040 tokens, is free: just what the long one needs once the prefill pool has room."""
+    """One slot, or 9,040 tokens of KV, is free: what the long prompt needs once the prefill pool has room."""
     tight = desk(decode, reader(5000))
     tight.places = places
     assert tight.ask(tokens=9000).waiting
@@ -118,7 +118,7 @@ def test_local_prefill_passing_prompt_leaves_room_for_first_in_line(decode: Work
 
 
 def test_local_prefill_does_not_pass_request_waiting_for_decode() -> None:
-    """Else the short ones would take the memory that it waits for, again and again."""
+    """Otherwise short requests would take the memory that it waits for, again and again."""
     full = desk(writer(free_blocks=200), reader(5000))
     assert full.ask(tokens=9000).waiting
     assert full.ask(tokens=40).waiting
@@ -142,7 +142,7 @@ def test_local_prefill_wait_is_predicted_by_decode_load() -> None:
 
 @pytest.mark.parametrize("lacks_decode", [False, True])
 def test_local_prefill_forecast_behind_blocked_first_equals_its_wait(lacks_decode: bool) -> None:
-    """The first one has no room for its KV either, so the short one behind it is not read soon."""
+    """The first has no room for its KV either, so the short one behind it is not prefilled soon."""
     full = desk(writer(free_blocks=200 if lacks_decode else _MANY), reader(5000))
     assert full.ask(tokens=9000).waiting
     wanted = AdmissionRequest(tenant="a", priority=0, num_tokens=40, max_output_tokens=1, deadline_s=None)
@@ -168,7 +168,7 @@ def test_local_prefill_unpaired_decode_worker_does_not_raise_threshold() -> None
 
 @pytest.mark.parametrize("is_local", [False, True])
 def test_local_prefill_request_stays_local_despite_cached_prefix(is_local: bool) -> None:
-    """Else those that pass keep the prefill pool busy, for which the one waits that they passed."""
+    """Otherwise passing requests would keep the prefill pool busy, for which the passed one waits."""
     view = view_of([writer(active=8), reader(200)])
     placed = place(demand_of(view, 400, matched={"p0": 380}, is_local=is_local), view, EXACT, Random(1))
     assert (placed.prefill is None) is is_local

@@ -80,7 +80,7 @@ def test_overload_by_one_tenant_costs_others_little() -> None:
 
 
 def test_overload_begun_by_one_tenant_costs_others_little() -> None:
-    """Again and again, after times in which it asks for nothing: it saves up no claim to go before them."""
+    """Repeatedly, after idle times, which earn it no credit over the others."""
     share, period_s, busy_s, periods = 0.5 * MOST / 4, 20.0, 8.0, 12
     modest = [r for i in range(4) for r in arrivals(f"t{i}", share, i, seconds=periods * period_s)]
     greedy = [

@@ -54,7 +54,7 @@ def test_breakpoints_follow_tool_calls_and_results() -> None:
 
 
 async def test_breakpoint_after_varying_template_head_covers_nothing_of_it() -> None:
-    """What is asked of the thinking stands before the mark, so it is there where the mark's place is found as well."""
+    """Thinking options are rendered before the mark, and also when the mark's position is computed."""
     template = "[{{ reasoning_effort }}]{% for m in messages %}{{ m.content }}{% endfor %}</think>"
     parts = fakes.make_servers(fakes.make_tokenizer(template))
     conversation = [Message(role="user", content="the quick brown fox " * 20), Message(role="user", content="jumps")]

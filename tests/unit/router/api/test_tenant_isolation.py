@@ -84,7 +84,7 @@ async def test_prompt_of_another_tenant_hits_no_cache(victim: ClientRequest, spy
 
 @pytest.mark.parametrize("change", [lambda prompt: prompt[:-1], lambda prompt: [*prompt[:20], 1, *prompt[21:]]])
 async def test_block_names_are_opaque_without_the_secret(change: Callable[[list[int]], list[int]]) -> None:
-    """Cache events and Redis hold names: without the secret no guess of a prompt can be tried against them."""
+    """Cache events and Redis hold names: without the secret a guessed prompt cannot be tested against them."""
     (_, ours), (_, theirs) = (
         await Stack().names(ClientRequest()),
         await Stack(b"another secret..").names(ClientRequest()),

@@ -111,7 +111,7 @@ async def test_batch_runs_at_most_configured_requests(parts: fakes.Servers, tmp_
 
 
 async def test_batch_after_restart_neither_loses_nor_repeats_requests(parts: fakes.Servers, tmp_path: Path) -> None:
-    """The first process stops in the middle of things."""
+    """The first process stops mid-batch."""
     names = [str(i) for i in range(8)]
     async with running(parts, tmp_path, max_concurrent=1) as world:
         made = await world.create(await world.upload(*map(line, names)))
@@ -136,7 +136,7 @@ def stored(folder: Path) -> BatchStore:
 
 
 async def test_batch_restart_during_publishing_completes(parts: fakes.Servers, tmp_path: Path) -> None:
-    """They are files already, and the batch does not say so yet."""
+    """The result files exist, and the batch does not list them yet."""
     store, name = stored(tmp_path), f"batch_{'0' * 32}"
     made = StoredBatch(
         id=name,

@@ -171,7 +171,7 @@ def test_store_full_disk_leaves_no_partial_line(store: BatchStore, tmp_path: Pat
 
 
 def test_results_first_result_of_line_is_kept(store: BatchStore) -> None:
-    """Two processes may answer the same line, when one is stopped in the middle of it and another goes on."""
+    """Two processes may answer the same line, if one stops in its middle and another continues."""
     made = batch(0)
     store.save(made)
     first, second = store.results(made), store.results(made)

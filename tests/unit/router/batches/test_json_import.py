@@ -106,7 +106,7 @@ def test_import_published_results_keep_their_file(tmp_path: Path) -> None:
 
 
 def test_import_waits_for_process_running_batches(tmp_path: Path) -> None:
-    """One of the version before may run them yet: it has the same lock."""
+    """A process of the previous version may still run them: it uses the same lock."""
     running_one = opened(tmp_path)
     assert running_one.may_run()
     write_old_batch(tmp_path, result(0))

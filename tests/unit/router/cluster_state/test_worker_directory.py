@@ -51,7 +51,7 @@ async def test_directory_watcher_receives_every_change() -> None:
 
 
 async def test_directory_reload_changes_only_configured_addresses(tmp_path: Path) -> None:
-    """SIGHUP of a router with Redis: it forgets nobody whom the file has never named."""
+    """SIGHUP of a router with Redis keeps workers that the file never named."""
     path = tmp_path / "cluster.yaml"
     directory = RedisDirectory(KnownAddresses(frozenset({at("s:1")}), forget_s=30.0))
     directory.on_notices([notice("a:1")], 0.0)

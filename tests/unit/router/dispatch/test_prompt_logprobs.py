@@ -152,7 +152,7 @@ async def test_scoring_waits_for_returning_worker() -> None:
 
 
 async def test_scoring_retries_only_worker_in_new_session() -> None:
-    """The same process: it was frozen, or its network was away."""
+    """The same process after a freeze or a network loss."""
     alone = FakeWorker("d0")
     alone.read_script = lambda _: None
     async with cluster(alone) as router:
@@ -217,7 +217,7 @@ def test_scoring_chooses_worker_done_first() -> None:
 
 
 async def test_beam_search_stays_on_one_worker_until_lost() -> None:
-    """The likeliest token is always its position; the second ends the answer."""
+    """The most likely token is always its position; the second ends the answer."""
     asked_of: dict[str, list[int]] = {"p0": [], "p1": []}
 
     def follow(name: str) -> object:

@@ -25,7 +25,7 @@ async def restart(worker: FakeWorker, router: Cluster, *, live: int) -> None:
 
 
 async def test_handoff_names_current_incarnation() -> None:
-    """The decode worker can tell the two apart, and refuses what an older life would send."""
+    """The decode worker distinguishes the two, and refuses KV from the former."""
     prefill, decode = FakeWorker("p0", role=WorkerRole.PREFILL), FakeWorker("d0")
     async with cluster(decode, prefill) as router:
         for life in (1, 2, 3):
@@ -61,7 +61,7 @@ async def test_restarted_worker_has_no_earlier_failures(role: WorkerRole) -> Non
 
 
 async def test_stream_of_former_incarnation_continues_unmixed() -> None:
-    """The new life answers the same request under the next attempt; what it says of the one before is not heard."""
+    """The new incarnation serves the next attempt; messages about the former attempt are ignored."""
     worker = FakeWorker("d0", script=_two_tokens)
     async with cluster(worker) as router, asyncio.timeout(WAIT_S):
         client = asyncio.create_task(collect(router.generate(routed())))

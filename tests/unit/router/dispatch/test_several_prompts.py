@@ -111,7 +111,7 @@ async def test_admitted_call_never_run_frees_slots() -> None:
 
 
 async def test_evicted_request_of_call_is_refused_on_run() -> None:
-    """Entered, it waits in the line; what is decided there before `run` is not lost."""
+    """Once entered it is queued; a decision made there before `run` is kept."""
     worker = FakeWorker("d0", script=hold)
     async with gated(worker, max_queue_s=0.3) as (gate, _), asyncio.timeout(WAIT_S):
         running = asyncio.create_task(collect(gate.generate(of("x", 0))))

@@ -89,7 +89,7 @@ async def _holder_first(workers: Sequence[FakeWorker]) -> list[FakeWorker]:
 
 @pytest.mark.parametrize("survivors", [0, 1, 5, 8])
 async def test_crash_mid_stream_continues_on_another_worker(survivors: int) -> None:
-    """The text is the undisturbed one, wherever the crash falls."""
+    """The text equals the undisturbed one, wherever the crash falls."""
     workers = [FakeWorker(name, script=_first_attempt_gives(survivors)) for name in ("d0", "d1")]
     tokens: list[int] = []
     finishes: list[ChoiceFinish] = []
@@ -288,7 +288,7 @@ async def test_draining_worker_gets_no_new_requests() -> None:
 
 @pytest.mark.parametrize("taken", [False, True], ids=["refused", "taken"])
 async def test_request_failed_by_live_workers_does_not_wait(taken: bool) -> None:
-    """An address that is named is worth a wait while nobody serves, not to be failed there as well."""
+    """A listed address is awaited while no worker serves, not to fail on it as well."""
 
     async def fails(submission: Submission) -> None:
         if taken:
@@ -305,7 +305,7 @@ async def test_request_failed_by_live_workers_does_not_wait(taken: bool) -> None
 
 
 async def test_request_waiting_next_to_live_workers_gets_workers_error() -> None:
-    """One has failed it and serves; the other leaves, and its successor does not come in time."""
+    """One worker failed it and still serves; the other leaves, and its successor does not come in time."""
 
     async def script(submission: Submission) -> None:
         if submission.submit.attempt == 1:

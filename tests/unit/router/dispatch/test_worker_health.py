@@ -63,7 +63,7 @@ async def test_failing_worker_is_avoided_until_it_recovers() -> None:
 
 @pytest.mark.parametrize("role", list(WorkerRole))
 async def test_health_of_departed_worker_is_forgotten(role: WorkerRole) -> None:
-    """Nothing runs there when it goes, so that its end fails no request. It comes back on the same address."""
+    """Idle when it leaves, so no request fails. It comes back on the same address."""
     failing, decode = FakeWorker("w0", role=role, script=broken), FakeWorker("d1", script=_transfers_fail)
     async with cluster(failing, decode) as router:
         health, registry = router.dispatcher.health, router.registry

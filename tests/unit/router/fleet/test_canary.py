@@ -61,7 +61,7 @@ async def test_readyz_without_accepted_key_is_503() -> None:
 
 
 async def test_readyz_with_dead_engine_is_503() -> None:
-    """At the server: /health goes on to say that the router lives, /readyz says 503 until a token has come."""
+    """At the server: /health stays 200 while the router lives, /readyz is 503 until the canary gets a token."""
     parts = fakes.make_servers(fakes.make_tokenizer())
     dead = FakeWorker("d0", script=hold)
     async with cluster(dead) as router, _canary(router, timeout_s=0.1) as (canary, readiness):

@@ -158,7 +158,7 @@ async def test_silent_worker_is_removed() -> None:
 
 
 async def test_killed_worker_is_noticed_by_closed_socket() -> None:
-    """Long before any keepalive or silence could tell."""
+    """Long before a keepalive or the silence limit would."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "tests.support.fake_worker", stdout=asyncio.subprocess.PIPE
     )

@@ -75,7 +75,7 @@ async def test_grpc_client_leaving_unread_answer_is_cancelled(caplog: pytest.Log
 
 
 async def test_grpc_deadline_ends_unread_request() -> None:
-    """Both of two places are held by clients that do not read; at the deadline a third one has its turn."""
+    """Clients that do not read hold both slots; at the deadline a third gets one."""
     parts = fakes.make_servers(fakes.make_tokenizer(), RouterConfig(request_timeout_s=1.0))
     parts.frontend.clock = asyncio.get_running_loop().time
 

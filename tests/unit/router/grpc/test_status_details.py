@@ -103,7 +103,7 @@ async def test_grpc_honours_the_fields_of_http(parts: fakes.Servers, stub: Infer
 
 
 def test_grpc_keepalive_options_have_known_names() -> None:
-    """A misspelt one is ignored in silence."""
+    """gRPC ignores misspelt ones silently."""
     kept = dict(SERVER_OPTIONS)
     assert kept["grpc.http2.max_ping_strikes"] == 0
     assert kept["grpc.http2.min_ping_interval_without_data_ms"] == 10_000

@@ -82,7 +82,7 @@ def test_worker_cache_tier_metrics_match_reported_counts() -> None:
 
 @pytest.mark.parametrize("bottleneck", ["prefill", "decode"])
 def test_scaling_metrics_are_labelled_by_pool(bottleneck: str) -> None:
-    """Whichever pool is short of something shows it, and the other shows that it is not."""
+    """Each pool's metrics show its own shortage only."""
     full = WorkerLoad(num_running=8, num_waiting=9, num_free_blocks=0, backlog_tokens=4000)
     # What it has reserved waits for the other pool.
     idle = WorkerLoad(num_running=1, num_waiting=5, num_reserved=5, num_free_blocks=990)

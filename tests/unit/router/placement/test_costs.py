@@ -146,7 +146,7 @@ def test_placement_excluded_workers_are_never_chosen() -> None:
 
 
 def test_local_threshold_is_where_choice_changes() -> None:
-    """For every decode worker: it computes the prompt itself just when the uncached part is within its threshold."""
+    """For every decode worker: it prefills itself exactly when the uncached part is within its threshold."""
     rng, turns = Random(13), Counter[bool]()
     for _ in range(400):
         workers = [replace(w, load=replace(w.load, context_tokens=0)) for w in cluster_at_random(rng)]
@@ -174,7 +174,7 @@ def test_local_threshold_respects_bounds() -> None:
 
 
 def test_placement_streams_favour_handoff() -> None:
-    """The same prompt is computed by a decode worker with nothing to delay while the prefill pool is busy."""
+    """A decode worker without streams computes the same prompt while the prefill pool is busy."""
     busy = worker("p0", backlog=400)
     assert placed([worker("d0"), busy], PlacementRequest(300, {}), EXACT).reason is PlacementReason.LOCAL_CHEAPER
     assert (
@@ -208,7 +208,7 @@ def test_placement_replica_goes_to_shortest_queue() -> None:
 
 
 def test_placement_recomputes_less_under_load() -> None:
-    """The same queue ahead: with few requests about it is not worth waiting for, with many it is."""
+    """With the same queue ahead: not worth waiting for with few requests, worth it with many."""
     decode, holder = worker("d0", active=30), worker("p1", backlog=500)
     wanted = PlacementRequest(600, {"p1": 480})
     idle = [decode, worker("p0"), holder]
@@ -221,7 +221,7 @@ def test_placement_recomputes_less_under_load() -> None:
 
 
 def test_placement_cold_prompt_of_any_length_goes_to_least_loaded() -> None:
-    """The margin for what predictions cannot tell grows with the cost, and must not hide a queue."""
+    """The margin for prediction errors grows with the cost, and must not hide a queue."""
     workers = [worker("d0", active=9), *(worker(f"p{i}", backlog=100 * i) for i in range(4))]
     large = [replace(w, info=replace(w.info, num_blocks=9_000)) for w in workers]
     for seed in range(10):

@@ -100,7 +100,7 @@ def test_pair_placement_finds_cheapest_of_all_pairs(few: int, monkeypatch: pytes
 def test_pair_placement_of_many_is_within_spread_of_links(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Only the promising decode workers are priced with every partner; what is chosen has its true price."""
+    """Only promising decode workers are priced with every partner; the chosen pair has its true price."""
     monkeypatch.setattr(pricing, "FEW", 0)
     monkeypatch.setattr(partners, "PROMISING", 2)
     rng = Random(6)

@@ -44,7 +44,7 @@ def test_replication_more_demand_wants_more_copies(num_holders: int, wanted: int
 
 
 def test_replication_copies_have_hysteresis() -> None:
-    """Between the two bounds nothing changes, whichever way demand came there."""
+    """Between the two bounds nothing changes, from either direction."""
     hot = HotPrefixes(POLICY)
     now_s = ask(hot, for_s=60.0, per_s=6.0, work_ms=100.0)
     assert hot.wanted_tokens(NAMES, lambda _: 1, now_s)

@@ -164,7 +164,7 @@ _WAYS = st.frozensets(st.sampled_from(["shm", "tcp", "nixl"]), min_size=1)
 def test_placement_never_chooses_an_impossible_pair(
     kinds: list[tuple[KVLayout, frozenset[str], int]], num_decoders: int, seed: int
 ) -> None:
-    """Not at first, not after a failed hand-off, and not as who lends a prefix."""
+    """Not at first, not after a failed hand-off, and not as the holder of a prefix."""
     workers = [
         worker(f"d{i}" if i < num_decoders else f"p{i}", layout=layout, transports=ways)
         for i, (layout, ways, _) in enumerate(kinds)
@@ -268,7 +268,7 @@ def test_placement_finds_cheapest_pair(
     tokens: int,
     seed: int,
 ) -> None:
-    """The linear search against all pairs, each priced alone; a tie's margin may be taken once in each pool."""
+    """The linear search against all pairs priced alone; a tie's margin may apply once in each pool."""
     alone = replace(MODEL, again_weight=0.0)
     named = {f"d{i}": d for i, d in enumerate(decoders)} | {f"p{i}": p for i, p in enumerate(prefillers)}
     workers = {name: worker(name, load=load, backlog=backlog) for name, (load, backlog, _) in named.items()}

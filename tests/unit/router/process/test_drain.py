@@ -107,7 +107,7 @@ async def test_drain_both_servers_share_one_bound() -> None:
 
 
 async def test_drain_with_siblings_leaves_new_connections_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And serves who is connected, whether it has asked before or not."""
+    """Open connections are still served, used or not."""
     monkeypatch.setattr(router_drain, "_HAND_OVER_S", 60.0)
     worker = FakeWorker("d0")
     async with _router(worker) as router:

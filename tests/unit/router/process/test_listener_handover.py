@@ -151,7 +151,7 @@ class Sessions:
 
 
 async def test_handover_successor_waits_for_predecessors_workers(config, server, monkeypatch):
-    """Not with the first that answers: all load of the router would fall on that one."""
+    """Not only for the first: all load of the router would fall on that one."""
     alone = Sessions()
     alone.join("a")
     assert await alone.wait(None)
@@ -237,7 +237,7 @@ async def test_handover_from_older_version_succeeds(config, server):
 
 
 async def test_handover_silent_predecessor_is_queried_again(config, server, monkeypatch):
-    """Else the successor would take over at once, with the first worker that it has met."""
+    """Otherwise the successor would take over at once, with the first worker only."""
     monkeypatch.setattr(listener_handover, "_ANSWER_S", 0.05)
     monkeypatch.setattr(listener_handover, "_LOOK_S", 0.0)
     called, speaks, sessions = asyncio.Event(), asyncio.Event(), Sessions()
@@ -281,7 +281,7 @@ async def test_handover_from_silent_predecessor_is_logged(config, server, monkey
 
 
 async def test_handover_of_two_successors_one_stays(config, server, monkeypatch):
-    """Only the last one has the place; nobody has a link to the other to tell it."""
+    """Only the last one owns the socket's path; no link tells the other."""
     monkeypatch.setattr(listener_handover, "_LOOK_S", 0.01)
     relieved = [asyncio.Event() for _ in range(2)]
     async with hands_over(config, server, on_handed_over=relieved[0].set) as predecessor:

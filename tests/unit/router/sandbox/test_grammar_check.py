@@ -166,7 +166,7 @@ async def test_grammar_check_large_harmless_grammar_is_accepted(
 
 
 async def test_grammar_check_endless_loop_is_killed() -> None:
-    """llguidance 1.9 goes on for ever when a greedy lexeme leaves nothing for what must follow it."""
+    """llguidance 1.9 loops when a greedy lexeme leaves nothing for what must follow it."""
     checker = process(compile_s=1.0)
     with pytest.raises(InvalidRequest, match="more than 1 s"):
         await checker.checked(grammar_of(Shape.GRAMMAR, 'start: /[x-z]{3}/ /a+/ "a"'), "field")

@@ -47,7 +47,7 @@ async def turns_of_a_crowd(whole: WholeRouter) -> int:
 
 
 async def test_abort_storm_does_not_slow_later_work() -> None:
-    """In turns of the event loop, which are the only time here. There is nothing to wait for but the storm's end."""
+    """Measured in turns of the event loop, the only time here."""
     calm, stormy = WholeRouter(3), WholeRouter(3)
     before = await turns_of_a_crowd(calm)
     await storm(stormy, 8)
@@ -57,7 +57,7 @@ async def test_abort_storm_does_not_slow_later_work() -> None:
 
 @pytest.mark.parametrize("outcome", ["aborted", "refused for room"])
 async def test_abort_storm_cancelled_probe_leaves_breaker_usable(outcome: str) -> None:
-    """The one request that a half-open breaker lets through says nothing: the next one is let through at once."""
+    """A cancelled probe proves nothing: the breaker lets the next one through at once."""
     whole = WholeRouter(3, num_decode=1, num_prefill=0)
     whole.draw = lambda: Fate.BROKEN
     health, (key,) = whole.dispatcher.health, (one.info.key for one in whole.workers)

@@ -68,7 +68,7 @@ def test_reasoning_marks_of_every_family_are_parsed(marks: ThinkingMarks) -> Non
 
 
 def test_reasoning_parser_endless_whitespace_takes_linear_time() -> None:
-    """A model that loops writes it for as long as it may: each piece costs the same, however much was held back."""
+    """A looping model writes whitespace up to the limit: each piece costs the same, however much is held back."""
     pieces = ["\n" * 8] * 5_000
     assert read([*pieces, "<think>", *pieces, "a", *pieces, "</think>", *pieces, "b"], is_open=False) == ("a", "b")
     between = ["<think>a", *pieces, "b</think>c"]

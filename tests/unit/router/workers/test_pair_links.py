@@ -72,7 +72,7 @@ def test_pair_links_of_one_class_are_equal_until_measured() -> None:
 
 
 def test_pair_links_measured_class_replaces_prior() -> None:
-    """A shared-memory link that is slower than TCP is found out."""
+    """Detects a shared-memory link that is slower than TCP."""
     table, decode = PairTable(), [info("d0", "a"), info("d1", "b")]
     prefill = [info("p0", "a"), info("p1", "b")]
     before = column_of(table, decode, prefill, 1)

@@ -182,7 +182,7 @@ async def test_client_mutual_tls_is_used(parts: fakes.Servers) -> None:
 
 
 async def test_client_broken_stream_resumes_at_next_router(parts: fakes.Servers) -> None:
-    """The first one dies when three tokens are out."""
+    """The first router dies after three tokens."""
     first, other = parts, fakes.make_servers(fakes.make_tokenizer(), mint_seed=lambda: 1)
     ids = first.say(TEXT, hang_after=3)
     other.say(TEXT)
@@ -230,7 +230,7 @@ async def relay_to(address: str, is_cut: asyncio.Event) -> AsyncIterator[str]:
 async def test_client_vanished_router_is_abandoned_and_stream_resumes(
     parts: fakes.Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its machine lost power, say: no connection ends. A stream that was quiet for long is no exception."""
+    """As after a power loss: no connection ends. Streams quiet for long are included."""
     options = dict(base._CHANNEL_OPTIONS)
     patience_ms = options["grpc.keepalive_time_ms"] + options["grpc.keepalive_timeout_ms"]  # type: ignore[operator]
     assert patience_ms < 1e3 * RouterConfig().takeover_s  # type: ignore[operator]
@@ -273,7 +273,7 @@ async def test_client_idempotent_call_is_retried_at_next_router(parts: fakes.Ser
 
 @pytest.mark.slow
 async def test_client_silent_router_is_abandoned(parts: fakes.Servers) -> None:
-    """Within the answer's own time."""
+    """Within the answer's own timeout."""
     parts.say(TEXT)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         silent_address = f"127.0.0.1:{silent.getsockname()[1]}"

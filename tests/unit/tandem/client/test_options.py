@@ -140,7 +140,7 @@ async def test_options_errors_name_the_field(parts: fakes.Servers, options: Opti
 
 @pytest.mark.parametrize("more", [{"prompt_logprobs": 0}, {"best_of": 2}, {"vote": True}, {"use_beam_search": True}])
 def test_options_stream_without_ids_is_not_resumed(more: dict[str, Any]) -> None:
-    """Before anything came it is asked for again; behind that the same would come twice."""
+    """It is retried before the first event; later a retry would repeat events."""
     request = generate_request("a", Options(**more))
     assert not request.stream_ids
     progress = StreamProgress(request, max_reconnects=2, rng=Random(1))

@@ -221,7 +221,7 @@ def test_config_duplicate_key_check_is_linear() -> None:
 
 
 def test_config_worker_silence_is_at_least_two_load_periods() -> None:
-    """Else nobody could be served."""
+    """Otherwise no worker could serve."""
     assert load(None, {"router.worker_silence_s": 0.5}).router.worker_silence_s >= 2 * LOAD_PERIOD_S
 
 
@@ -237,7 +237,7 @@ def test_config_variable_invalid_yaml_is_named_and_not_shown(monkeypatch: pytest
 def test_config_bare_switch_is_read_from_file_and_variable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: str
 ) -> None:
-    """YAML takes `on` and `off` for truth values."""
+    """YAML parses `on` and `off` as booleans."""
     path = tmp_path / "cluster.yaml"
     path.write_text(f"engine: {{pipelined: {wanted}}}", encoding="utf-8")
     config = load(path)

@@ -64,7 +64,7 @@ def test_regular_file_replaced_during_open_is_refused(tmp_path: Path, monkeypatc
 
 
 def test_regular_file_bound_counts_bytes_read() -> None:
-    """A file of proc(5) is regular and says that it is empty."""
+    """A file of proc(5) is regular and reports size 0."""
     path = Path("/proc/self/status")
     assert path.stat().st_size == 0
     assert read_regular_file(path).startswith(b"Name:")

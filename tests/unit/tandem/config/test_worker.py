@@ -79,7 +79,7 @@ M = 10 << 30
 def test_memory_here_counts_workers_on_same_host(
     prefill: dict[str, object], decode: dict[str, object], here: int
 ) -> None:
-    """Only those are counted of which it is known that they share one."""
+    """Only workers known to share one."""
     config = ClusterConfig.model_validate({"engine": {"memory_bytes": M}, "prefill": prefill, "decode": decode})
     assert memory_here_bytes(config, config.decode) == here
     assert memory_here_bytes(ClusterConfig(), PoolConfig()) is None

@@ -60,7 +60,7 @@ def test_previous_version_reads_samples_with_unknown_fields(previous: Release) -
 
 
 def test_error_codes_are_known_to_previous_version() -> None:
-    """A new one is put into `NEW_ERRORS`, and taken out when that version knows it (ADR 14)."""
+    """New codes go to `NEW_ERRORS` until the previous version knows them (ADR 14)."""
     known_there = {name.removeprefix("error/") for name in release.samples() if name.startswith("error/")}
     assert len(known_there) > 10
     sent = {wire.failure_to_pb(wire.failure_from_pb(pb.Failure(code=name))).code for name in wire._ERRORS}
@@ -82,7 +82,7 @@ def test_samples_pinned_as_same_are_unchanged() -> None:
 
 
 def test_settings_of_previous_version_are_valid(previous: Release) -> None:
-    """A supervisor of that version writes all of them for processes that may be of this one."""
+    """Its supervisor writes all of them for processes that may be of this version."""
     ClusterConfig.model_validate(previous.defaults())
 
 

@@ -108,7 +108,7 @@ def test_router_session_has_negotiated_version(oldest: int, newest: int, version
 
 
 def test_hello_to_versionless_peer_states_oldest_version() -> None:
-    """They compare it with their own for equality."""
+    """Such peers compare it with their own for equality."""
     assert hello_to_pb(Incarnation(1)).hello.protocol_version == SPOKEN.oldest
     assert FakeWorker("d0").hello.protocol_version == SPOKEN.oldest
 

@@ -186,7 +186,7 @@ async def test_rotation_rejects_invalid_certificates(authority, issue: Make, cap
 
 
 async def test_plain_sockets_use_rotated_certificates(authority, foreign, issue: Make) -> None:
-    """What asyncio's servers and connections get from the same settings."""
+    """asyncio servers and connections with the same settings."""
     files, new = issue(authority), issue(foreign, "new")
     credentials, late = ClusterCredentials(files), ClusterCredentials(new)
 

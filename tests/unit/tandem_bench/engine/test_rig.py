@@ -71,7 +71,7 @@ def test_rig_newcomers_arrive_during_decode(rig: Rig) -> None:
 
 
 def test_rig_output_depends_on_whole_context(rig: Rig) -> None:
-    """Random weights must not make a model that ignores its prompt: benchmarks compare its tokens."""
+    """Random weights must not yield a model that ignores its prompt: benchmarks compare its tokens."""
     (prompt,) = random_prompts(Random("context"), 1, 60, VOCAB)
     changed = (prompt[0] ^ 1, *prompt[1:])
     first, second = rig.run(Job(prompts=(prompt, changed), num_tokens=8)).tokens

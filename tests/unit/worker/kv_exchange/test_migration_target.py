@@ -152,7 +152,7 @@ async def test_migration_blocks_cheaper_to_compute_are_skipped(bench: Bench) -> 
 
 @pytest.mark.parametrize("num_taken", [24, 22, 18])
 async def test_migration_uses_spare_room_only(bench: Bench, num_taken: int) -> None:
-    """Of 24 blocks a quarter stays available, however little is free."""
+    """A quarter of 24 blocks stays available, however few are free."""
     taken = await bench.host.call(lambda scheduler: scheduler.blocks.allocate(num_taken))
     bench.migrate()
     await bench.answered()
@@ -311,7 +311,7 @@ async def test_migration_child_of_cut_chain_is_skipped(bench: Bench) -> None:
 
 
 async def test_migration_chain_beyond_context_is_cut(bench: Bench) -> None:
-    """199 tokens have twelve blocks before them."""
+    """199 tokens have twelve full blocks before them."""
     names = line(10, 400)
     chains = [chain(names[:1]), *(chain([name], after=before) for before, name in pairwise(names))]
     judged: list[int] = []
@@ -344,7 +344,7 @@ async def test_migration_timeout_while_queued_is_counted(bench: Bench) -> None:
 
 
 async def test_migration_repeated_order_joins_running_one(bench: Bench) -> None:
-    """As a second router does when the first, which got the offer, is gone."""
+    """As from a second router after the loss of the first, which got the offer."""
     second = SessionPort(Incarnation(3))
     bench.migrate([chain(TRUNK)])
     job = await bench.next_job()

@@ -22,7 +22,7 @@ def parts(*, tp_size: int = 1) -> SimpleNamespace:
 
 
 def test_region_of_device_pool_waits_for_clearing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the clearing, which the engine's stream may still have before it, would wipe out what a peer wrote."""
+    """Otherwise the clearing queued on the engine's stream would erase what a peer wrote."""
     waited: list[torch.device] = []
 
     class Late(HostQueue):

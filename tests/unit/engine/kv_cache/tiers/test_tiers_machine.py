@@ -201,7 +201,7 @@ def history(machine: type[TieredMachine | TieredPipelinedMachine], seed: int, *,
 
 @pytest.mark.parametrize("seed", [1893, 3310, 3538])
 def test_tiers_arriving_block_is_not_reported_early(seed: int) -> None:
-    """A prompt was reported complete with a block that another request's step, still under way, was to fill."""
+    """A prompt was reported complete with a block that another request's unfinished step was to fill."""
     history(TieredPipelinedMachine, seed)
 
 
@@ -216,7 +216,7 @@ def test_tiers_random_operations_do_not_change_results(machine, count):
 
 
 def test_tiers_ended_wait_wakes_engine_once():
-    """Whose patience has ended while others, before them, find no room: the engine sleeps."""
+    """The wait times out behind others that find no room, while the engine sleeps."""
     sched, runner = ledger.scheduler(), ledger.LedgerRunner()
     disk = SlowDisk(host=runner.host, capacity=9)
     request = ledger.request(range(40))

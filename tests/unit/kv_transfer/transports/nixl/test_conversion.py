@@ -127,7 +127,7 @@ def test_nixl_conversion_delayed_write_lands_converted(ends: Ends) -> None:
 
 
 def test_nixl_conversion_releases_lock_between_parts(ends: Ends) -> None:
-    """So that a cancel waits for no more than one, and what comes after it is not converted."""
+    """A cancel waits for one part at most, and the later ones are not converted."""
     seen: list[bool] = []
 
     def cancel() -> None:

@@ -262,7 +262,7 @@ def test_frame_landed_payload_is_not_reread_to_verify(
 
 
 def test_frame_verified_cells_cannot_be_written_again(receiver: TcpReceiver, target: KVRegion) -> None:
-    """Nobody would look at what a second write leaves where verified cells stood."""
+    """A second write over verified cells would go unchecked."""
     source = make_region(seed=3)
     writer = TcpSender(source).connect(receiver.offer(), PAIRING)
     token = receiver.open_grant(KEY, landing(target, 4, 9))

@@ -85,7 +85,7 @@ CASES = [
 
 @pytest.mark.parametrize(("early_stopping", "length_penalty", "num_beams", "ends"), CASES)
 def test_beam_search_equals_transformers(model, early_stopping, length_penalty: float, num_beams: int, ends) -> None:
-    """With ends so likely that searches are over early as well as late."""
+    """With end tokens so likely that searches end early as well as late."""
     for seed in range(2):
         prompt = [random.Random(seed).randrange(3, VOCAB) for _ in range(9)]
         out = model.generate(

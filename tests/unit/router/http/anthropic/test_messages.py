@@ -364,7 +364,7 @@ async def test_anthropic_final_assistant_turn_is_continued(parts: fakes.Servers,
 
 
 def test_anthropic_turn_of_many_blocks_takes_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Anew after each block it takes minutes of the event loop."""
+    """Processing all anew after each block would block the event loop for minutes."""
     joins: list[int] = []
 
     def counted(blocks: Sequence[content_blocks.TextBlock]) -> str:
@@ -381,7 +381,7 @@ def test_anthropic_turn_of_many_blocks_takes_linear_time(monkeypatch: pytest.Mon
 
 
 async def test_anthropic_unknown_route_error_has_its_format(client: httpx.AsyncClient) -> None:
-    """By their path, or by the header that Anthropic's clients always send."""
+    """By path, or by the header that Anthropic's clients always send."""
     anthropics = {"anthropic-version": "2023-06-01"}
     for path, headers in (("/v1/messages/batches", {}), ("/v1/messages/", {}), ("/v1/complete", anthropics)):
         answer = await client.post(path, json={}, headers=headers)

@@ -188,7 +188,7 @@ async def test_forged_stream_id_is_refused(tokenizer: Tokenizer) -> None:
 
 
 async def test_stream_taken_before_first_event_is_409(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
-    """Over a real socket: uvicorn answers 500 in plain text, and logs an error, when nobody else answers."""
+    """Over a real socket: without an answer uvicorn sends 500 in plain text and logs an error."""
     parts = fakes.make_servers(tokenizer)
     parts.generator.script = fakes.Script(error=StreamTaken("the client has taken this stream elsewhere"))
     app = create_app(parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics)

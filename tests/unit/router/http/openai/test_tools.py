@@ -106,7 +106,7 @@ async def test_tools_answer_without_calls_is_plain_text(client: httpx.AsyncClien
     [({}, 1), ({}, 4), ({"n": 2, "return_token_ids": True}, 4), ({"logprobs": True}, 4), ({"stop": ["</tool"]}, 1)],
 )
 async def test_tools_stream_resumes_inside_a_call(tokenizer: Tokenizer, body: dict[str, Any], per_delta: int) -> None:
-    """On another router, which gets its tokens in other batches: the same calls with the same ids, nothing twice."""
+    """On another router, with tokens in other batches: the same calls and ids, nothing twice."""
     request = TOOLS | body | {"stream": True}
 
     async def get(seed: int, per_delta: int, headers: dict[str, str]) -> list[dict[str, str]]:
@@ -150,7 +150,7 @@ async def test_tools_stream_id_with_other_tools_is_refused(client: httpx.AsyncCl
 async def test_tools_finish_reason_is_reported(
     client: httpx.AsyncClient, parts: fakes.Servers, text: str, reason: FinishReason, more: dict[str, Any], finish: str
 ) -> None:
-    """A call that was cut is shown as far as it came; only whole ones are a reason of their own."""
+    """A truncated call is returned as far as it came; only complete ones give `tool_calls`."""
     parts.say(text, reason=reason)
     whole = of_whole((await client.post(CHAT, json=TOOLS | more)).json())
     streamed = put_together(events((await client.post(CHAT, json=TOOLS | more | {"stream": True})).text))

@@ -127,7 +127,7 @@ async def test_logprobs_are_rendered_in_slices_between_loop_turns(
 
 
 async def test_large_unstreamed_answer_equals_stream(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also beyond what one slice, one part of its text and one piece of its body hold."""
+    """Also beyond the size of one slice, one part of text and one body chunk."""
     parts = fakes.make_servers(tokenizer)
     monkeypatch.setattr(whole_answer, "_PIECE_BYTES", 10_000)
     parts.say("hello wörld 😀 " * 500, per_delta=7, logprobs=True)
@@ -145,7 +145,7 @@ async def test_large_unstreamed_answer_equals_stream(tokenizer: Tokenizer, monke
 
 
 async def test_long_answer_is_detokenized_on_arrival(tokenizer: Tokenizer) -> None:
-    """No turn of the loop makes the text of all of it."""
+    """No single turn of the loop detokenizes the whole answer."""
     parts = fakes.make_servers(tokenizer)
     parts.say("hello " * 3000, per_delta=32)
     prepared = await parts.frontend.prepare_prompts(["a"], ClientRequest(reads_along=False))

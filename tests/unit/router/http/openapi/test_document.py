@@ -95,7 +95,7 @@ async def test_openapi_events_match_schemas(
 
 
 def test_openapi_event_schema_rejects_other_events() -> None:
-    """The comparison itself sees what is wrong."""
+    """The comparison itself detects differences."""
     number = {"type": "string", "contentSchema": {"type": "integer"}}
     schema = {"type": "object", "required": ["data"], "properties": {"data": number}}
     responses = {"200": {"content": {"text/event-stream": {"itemSchema": schema}}}}
@@ -194,7 +194,7 @@ async def test_openapi_lists_all_api_routes_and_no_pages() -> None:
 
 
 async def test_openapi_bodies_match_validated_models() -> None:
-    """Of each body the very class that its route's dependency validates with."""
+    """Each body's class is the one that its route's dependency validates with."""
     app = whole_app()
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
         described = await Described.by(client)

@@ -177,7 +177,7 @@ async def test_connections_with_requests_are_not_closed_for_others() -> None:
     ("size", "num_requests", "headers"), [(8 << 20, 1, {}), (8 << 20, 1, {"Connection": "close"}), (200_000, 60, {})]
 )
 async def test_connection_with_unread_answer_is_closed(size: int, num_requests: int, headers: dict[str, str]) -> None:
-    """Nothing of them stays in memory for a client that does not read."""
+    """Nothing stays in memory for a client that does not read."""
     requested = asyncio.Event()
 
     async def large(scope: Scope, receive: Receive, send: Send) -> None:

@@ -213,7 +213,7 @@ async def test_pipelining_client_leaving_cancels() -> None:
 async def test_client_leaving_unstreamed_answer_cancels(
     listener: HttpServer, parts: fakes.Servers, ahead: bytes
 ) -> None:
-    """Nothing is written meanwhile, and nothing is read any more behind the next request."""
+    """Nothing is written meanwhile, and nothing is read behind the next request."""
     parts.say("hello world", hang_after=0)
     body = b'{"messages": [{"role": "user", "content": "x"}]}'
     _reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)

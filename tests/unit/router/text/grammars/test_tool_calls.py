@@ -130,7 +130,7 @@ def test_call_grammar_calls_within_text_obey_schemas(tokens: Any, signs: tuple[s
 @pytest.mark.parametrize("signs", SIGNS)
 @pytest.mark.parametrize("token", [False, True])
 def test_call_grammar_text_never_parses_as_call(tokens: Any, signs: tuple[str, str], token: bool) -> None:
-    """Also where a marker is a token of its own: spelled out it would be read as well."""
+    """Also where a marker is a token of its own: spelled out it would be parsed as well."""
     which = family(signs)
     ids = {which.form.trigger: 5} if token and which.form.trigger else {}
     lark = CallGrammar(which.form, ids).with_text(ToolUse(tools=TOOLS))

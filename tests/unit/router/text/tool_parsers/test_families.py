@@ -167,7 +167,7 @@ def test_tool_parser_text_without_call_is_unchanged(family: str, text: str) -> N
 
 
 def test_tool_parser_streams_arguments_as_written() -> None:
-    """Nothing of them waits for the call's end; nothing of a call is text."""
+    """None waits for the call's end; no part of a call becomes text."""
     pieces = list(HERMES)
     for end in range(len(pieces) + 1):
         events = parse("hermes", *pieces[:end], flush=False)
@@ -197,7 +197,7 @@ FRAGMENTS = [
 def test_tool_parser_any_split_gives_the_same_calls(
     family: str, fragments: list[str], cuts: list[int], data: st.DataObject
 ) -> None:
-    """After every prefix, not only at the end: a stream that is continued is parsed again from its beginning."""
+    """After every prefix, not only at the end: a continued stream is parsed again from its beginning."""
     text = "".join(fragments)
     at = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
     pieces = [text[a:b] for a, b in itertools.pairwise(at)]
@@ -209,7 +209,7 @@ def test_tool_parser_any_split_gives_the_same_calls(
 
 
 def test_tool_parser_long_text_takes_linear_time() -> None:
-    """A parser that read what it holds again and again would not come to their end before the suite's limit."""
+    """A quadratic parser would exceed the suite's time limit."""
     text = (' <tool_call> {"name": "x' * 6_000) + '{"' * 30_000
     for family in FAMILIES:
         assert read(family, text) == (text, [])

@@ -123,7 +123,7 @@ def test_python_call_other_text_is_rejected(text: str) -> None:
 
 
 def test_python_call_beyond_bounds_is_rejected() -> None:
-    """Each is reached by a call that is right, and passed by one more."""
+    """Each bound is reached by a valid call, and exceeded by one more."""
 
     def nested(depth: int) -> str:
         return "f(a=" + "[" * depth + "]" * depth + ")"
@@ -168,7 +168,7 @@ def test_python_call_beyond_bounds_is_rejected() -> None:
     ],
 )
 def test_python_call_repetition_takes_linear_time(what: str) -> None:
-    """Python's own parser looks for the end of some of these with its C stack, or for a tenth of a second."""
+    """Python's own parser recurses on the C stack for some of these, or takes a tenth of a second."""
     text = "f(a=" + (what * MAX_CALL_CHARS)[: MAX_CALL_CHARS - 5] + ")"
     found = read_call(text)
     assert found is None
