@@ -1,4 +1,4 @@
-"""The checks of what is rendered can fail: each notices a chart that was spoilt for it."""
+"""The checks of rendered objects fail on a chart that was broken for each of them."""
 
 import shutil
 from collections.abc import Callable

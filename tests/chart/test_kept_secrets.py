@@ -1,4 +1,4 @@
-"""What the chart draws once stays over upgrades: `lookup` is answered here as a cluster would."""
+"""Secrets that the chart generates survive upgrades; `lookup` is answered here as a cluster would."""
 
 import base64
 import re

@@ -1,4 +1,4 @@
-"""The KubeRay manifest: what Kubernetes takes, pods that may run, and a command and a configuration that are real."""
+"""The KubeRay manifest: valid for Kubernetes, with restricted pods, a real command and a valid configuration."""
 
 import contextlib
 import copy

@@ -1,4 +1,4 @@
-"""From `make image-build` to what a preset pulls: one name and one tag, and a way into the nodes of a local cluster."""
+"""Images from `make image-build` are the ones that presets pull, and can be loaded into a local cluster's nodes."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Names that users give the chart, and whatever they look like in YAML."""
+"""Names that users give the chart, including ones that look like other YAML types."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Pools whose workers are spread over pods: the group, who is in it, and who reaches whom."""
+"""Pools whose workers span several pods: the group, its members and their network policies."""
 
 import re
 from dataclasses import replace

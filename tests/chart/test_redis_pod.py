@@ -1,4 +1,4 @@
-"""The chart's Redis as a real process, by the command of its pod: it wants its password, and no argument is one."""
+"""The chart's Redis as a real process, by its pod's command: it needs its password, which is in no argument."""
 
 import os
 import socket

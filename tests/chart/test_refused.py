@@ -1,4 +1,4 @@
-"""A value that makes no sense is refused, and the message names it; and the values' file keeps its promises."""
+"""Invalid values are refused by name, and the values file is as documented."""
 
 import json
 import re

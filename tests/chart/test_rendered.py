@@ -1,4 +1,4 @@
-"""What the chart renders is what Kubernetes takes, is closed where it should be, and works as the processes need it."""
+"""What the chart renders is valid for Kubernetes, restricted, and consistent with the processes."""
 
 import base64
 import math

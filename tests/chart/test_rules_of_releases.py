@@ -1,4 +1,4 @@
-"""A release's rules are about that release: of another one under the same Prometheus they say and record nothing."""
+"""A release's rules ignore other releases under the same Prometheus."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The recorded signals tell the pools apart, by Prometheus' own rule tests: a pool grows for its own line alone."""
+"""The recorded signals by Prometheus' own rule tests: each pool scales by its own queue alone."""
 
 import os
 import shutil

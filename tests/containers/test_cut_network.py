@@ -1,4 +1,4 @@
-"""Seven machines whose network is cut between any two, and that die and come back with another address."""
+"""Seven machines with network partitions between any two, and crashes with a return under another address."""
 
 import random
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The driver's library and CUDA number the same GPUs, and a worker's own come first."""
+"""The driver's library and CUDA number GPUs alike, and a worker's own come first."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Blocks leave the device for pinned memory and come back, in the order of the stream and without waiting."""
+"""Blocks are offloaded to pinned memory and restored in stream order, without waiting."""
 
 from dataclasses import replace
 

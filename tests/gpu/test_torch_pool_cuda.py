@@ -1,4 +1,4 @@
-"""A pool in GPU memory beside an engine whose stream is a step ahead: nothing of it waits for that stream."""
+"""A pool in GPU memory beside an engine whose stream is a step ahead: nothing waits for that stream."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""deploy/compose.yaml as Docker's own program reads it, and the files that it hands to others."""
+"""deploy/compose.yaml as Docker's own program reads it, and the files that it mounts."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The Dockerfiles, read and linted; test_built.py does what they say."""
+"""The Dockerfiles, parsed and linted; test_built.py builds them."""
 
 import json
 import subprocess

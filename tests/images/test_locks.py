@@ -1,4 +1,4 @@
-"""The locks of the images: whole, exact, and of the versions that development uses."""
+"""The lock files of the images: complete, exact, and at the versions used in development."""
 
 import functools
 import importlib.metadata

@@ -1,4 +1,4 @@
-"""The hub's own client against a hub whose connections break: what `fetch-model` runs gets the model whole."""
+"""The hub's own client against a hub with broken connections: `fetch-model` gets the whole model."""
 
 import asyncio
 import hashlib

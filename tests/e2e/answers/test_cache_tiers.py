@@ -1,4 +1,4 @@
-"""A cluster whose pools forget, and whose host memory and disks do not, not even when it is started anew."""
+"""A cluster with small pools, whose host memory and disk tiers keep prefixes, also over a restart."""
 
 import random
 from itertools import product

@@ -1,4 +1,4 @@
-"""What real clients see: the official `openai` package over HTTP, and the public gRPC service."""
+"""Real clients: the official `openai` package over HTTP, and the public gRPC service."""
 
 import asyncio
 import json

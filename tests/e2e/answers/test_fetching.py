@@ -1,4 +1,4 @@
-"""What one worker holds another need not compute: turn two of a conversation brings turn one's answer along."""
+"""Prefixes held by another worker are fetched, not recomputed: turn two of a conversation reuses turn one."""
 
 import asyncio
 import re

@@ -1,4 +1,4 @@
-"""A model that ships its own sampling: real processes, every wire."""
+"""A model with its own sampling defaults: real processes, every API."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""The same greedy tokens as `transformers` in fp32, through every way a prompt can take."""
+"""The same greedy tokens as `transformers` in fp32, on every path of a prompt."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Prompt caching as clients see it, on a cluster of real processes whose pools are small: Anthropic's own client."""
+"""Prompt caching with Anthropic's own client, on a cluster of real processes with small pools."""
 
 import anthropic
 import openai

@@ -1,4 +1,4 @@
-"""Structured output over a real cluster: whatever is asked for is what comes, first token and all others alike."""
+"""Structured output over a real cluster: answers match the requested format from the first token on."""
 
 import asyncio
 import datetime

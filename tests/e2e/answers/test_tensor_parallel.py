@@ -1,4 +1,4 @@
-"""Workers of several processes say what `transformers` says, in one pool or two; a rank's death is its worker's."""
+"""Workers of several ranks answer like `transformers`, in one pool or two; losing a rank ends its worker."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""Tools and responses over a real cluster with the `openai` package: what was asked for comes, and obeys its schema."""
+"""Tools and responses over a real cluster with the `openai` package: calls obey their schemas."""
 
 import json
 import signal

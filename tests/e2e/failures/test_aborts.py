@@ -1,4 +1,4 @@
-"""Clients that leave at any moment: nothing of their requests stays behind."""
+"""Clients that disconnect at any moment leave nothing of their requests behind."""
 
 import asyncio
 import random

@@ -1,4 +1,4 @@
-"""docs/operate/bad_inputs.md at the servers: all of it sent while sixteen streams run, which never notice."""
+"""All of docs/operate/bad_inputs.md sent to the servers, without effect on sixteen running streams."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Every decode worker's session lives, and no engine does: a real router says so itself, and stays in its Service."""
+"""All decode workers have live sessions and dead engines: a real router reports it, and stays in its Service."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""Processes that die or leave in the middle of the work: no client notices."""
+"""Processes that crash or leave under load, without effect on clients."""
 
 import asyncio
 import signal

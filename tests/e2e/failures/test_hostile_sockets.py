@@ -1,4 +1,4 @@
-"""Strangers on the workers' own ports: refused, and nobody else notices."""
+"""Unauthenticated peers at the workers' ports are refused without effect on others."""
 
 import asyncio
 import random

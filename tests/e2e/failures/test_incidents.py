@@ -1,4 +1,4 @@
-"""Each walk-through's incident, on a real cluster with a real Prometheus: its alarms are raised by it alone."""
+"""Each walk-through's incident, on a real cluster with a real Prometheus, raises its alarms and no others."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""kill -9 and SIGSTOP in the middle of transfers: answers stay right, and blocks come back when that is safe."""
+"""kill -9 and SIGSTOP during transfers: answers stay right, and blocks are freed when that is safe."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""A router dies in the middle of its streams: their clients go to another one, and miss nothing."""
+"""A router is lost during its streams: clients resume at another one without loss."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""A standby worker takes the place of one that died; streams go on in it, token for token."""
+"""A standby worker replaces a lost one; streams continue on it, token for token."""
 
 import asyncio
 import os

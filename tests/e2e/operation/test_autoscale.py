@@ -1,4 +1,4 @@
-"""A planner that sizes a running cluster by itself: real processes, its own control socket, requests all the while."""
+"""A planner sizes a running cluster under load: real processes and its own control socket."""
 
 import asyncio
 import json

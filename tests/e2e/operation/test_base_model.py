@@ -1,4 +1,4 @@
-"""A model without a chat template: every first step that `tandem up` offers works, on real processes."""
+"""A model without a chat template: every first step that `tandem up` suggests works, on real processes."""
 
 import asyncio
 import json

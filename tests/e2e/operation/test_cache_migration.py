@@ -1,4 +1,4 @@
-"""A worker that leaves does not take its cache along: another one has it before the process ends."""
+"""A leaving worker's cache migrates to another one before its process ends."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""Clusters whose processes speak mutual TLS: hand-offs over tcp, a kill, rotation, and one that changes over."""
+"""Clusters with mutual TLS: hand-offs over tcp, a kill, rotation, and a migration to TLS."""
 
 import asyncio
 import signal

@@ -1,4 +1,4 @@
-"""Whether a tenant can tell by TTFT what another one has sent: through a router with both their keys."""
+"""Whether TTFT reveals to a tenant what another has sent, through a router with both their keys."""
 
 import io
 from random import Random

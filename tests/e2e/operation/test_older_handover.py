@@ -1,4 +1,4 @@
-"""A lone router of an earlier revision hands its listeners to today's, and gets them back: its real code, from git."""
+"""A lone router of an earlier revision hands its listeners to today's and back: its real code, from git."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What `tandem up --ray` promises, on a machine that has nothing else to do; and nodes of which nothing is heard."""
+"""Time bounds of `tandem up --ray` on an otherwise idle machine; and silent nodes."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Every process of a cluster is replaced while clients stream over HTTP and gRPC: no stream is disturbed."""
+"""Every process of a cluster is replaced under HTTP and gRPC streams without disturbing one."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Several router processes behind one port: one cluster to its clients, whichever of them answers, whichever dies."""
+"""Several router processes behind one port act as one cluster, also when one is lost."""
 
 import asyncio
 import signal

@@ -1,4 +1,4 @@
-"""One request is one trace over all processes that had it, and its figures are those of /metrics."""
+"""One request is one trace over all its processes, with the figures of /metrics."""
 
 import asyncio
 import signal

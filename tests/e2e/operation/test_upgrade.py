@@ -1,4 +1,4 @@
-"""From the version before to this one: every mixture serves, and an upgrade under load loses nothing."""
+"""Upgrades from the previous version: every mixture serves, and an upgrade under load loses nothing."""
 
 import asyncio
 import random

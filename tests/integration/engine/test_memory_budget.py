@@ -1,4 +1,4 @@
-"""The budget made at start is kept: a process that is asked for all that it can hold stays within its limit."""
+"""A process under its full load stays within the memory budget made at start."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""An engine whose ranks are on two nodes: the same tokens, the same KV, and an end when one is gone or frozen."""
+"""An engine whose ranks are on two nodes: the same tokens and KV, and an end when a node is lost or frozen."""
 
 import os
 import queue

@@ -1,4 +1,4 @@
-"""However a group of ranks ends, in a sum, while it starts, or by its leader's death: at once, and nothing is left."""
+"""A group of ranks ends at once in a collective, during start or after its leader's death, and leaves nothing."""
 
 import gc
 import os

@@ -1,4 +1,4 @@
-"""An engine whose model lies on several processes: the same tokens, and an end as soon as one of them ends."""
+"""An engine sharded over several processes: the same tokens, and an end as soon as one of them ends."""
 
 import os
 import queue

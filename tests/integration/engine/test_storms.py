@@ -1,4 +1,4 @@
-"""Random histories of an engine that looks ahead and offloads, over a real model: nobody says anything else."""
+"""Random histories of a pipelined, offloading engine over a real model: every answer is the undisturbed one."""
 
 import random
 import threading

@@ -1,4 +1,4 @@
-"""Cancels and clean-up that wait for nothing but themselves (docs/extend/incidents.md)."""
+"""Cancels and clean-up take effect without timers or further requests (docs/extend/incidents.md)."""
 
 import asyncio
 from dataclasses import replace

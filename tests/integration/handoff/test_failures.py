@@ -1,4 +1,4 @@
-"""Hand-offs that go wrong: killed, frozen, corrupted, mismatched and hostile peers."""
+"""Failing hand-offs: killed, frozen, corrupted, mismatched and hostile peers."""
 
 import asyncio
 import random

@@ -1,4 +1,4 @@
-"""Whole hand-offs over real gRPC and real transports, with pretend engines."""
+"""Whole hand-offs over real gRPC and real transports, with fake engines."""
 
 import asyncio
 import random

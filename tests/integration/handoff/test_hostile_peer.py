@@ -1,4 +1,4 @@
-"""A bare client in the place of a decode worker: silent, gone or malformed."""
+"""A bare client as decode worker: silent, gone or malformed."""
 
 import asyncio
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Hubs always let their process end: after a bug at once, else after a lease, whether or not peers answer."""
+"""Hubs never block their process from ending: after a bug at once, else after a lease at most."""
 
 import asyncio
 from dataclasses import replace

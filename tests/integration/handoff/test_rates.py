@@ -1,4 +1,4 @@
-"""What a hub expects of a peer: by what came from it, in this life of it, and for a while."""
+"""A hub's expected rate of a peer: from recent transfers of its current incarnation."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""RENEW, which comes often and names thousands."""
+"""RENEW messages, which are frequent and list thousands of holds."""
 
 from typing import Any
 

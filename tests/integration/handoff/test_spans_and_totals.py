@@ -1,4 +1,4 @@
-"""What hand-offs between two real hubs leave behind: spans on both sides, and totals that tell how each ended."""
+"""Spans and totals of hand-offs between two real hubs, by outcome."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""What nobody wants any more hurries; and a worker that leaves lends, though it takes no prompts."""
+"""Unwanted hand-offs end quickly; and a draining worker lends prefixes although it takes no prompts."""
 
 import asyncio
 from dataclasses import replace

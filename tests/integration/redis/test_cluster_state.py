@@ -1,4 +1,4 @@
-"""Workers and routers over a real Redis: what is known where, and what becomes of it when Redis does its worst."""
+"""Workers and routers over a real Redis: published state, and recovery from every failure of Redis."""
 
 import asyncio
 import logging

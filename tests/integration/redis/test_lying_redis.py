@@ -1,4 +1,4 @@
-"""Something at Redis's address speaks its language and says what Redis never would: the follower waits, and goes on."""
+"""A server at Redis's address that speaks its protocol with invalid content: the follower waits, and recovers."""
 
 import asyncio
 import time

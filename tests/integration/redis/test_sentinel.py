@@ -1,4 +1,4 @@
-"""Workers and routers that find Redis through sentinels: a real failover under load, and every answer of a sentinel."""
+"""Workers and routers that find Redis through sentinels: a real failover under load, and every sentinel answer."""
 
 import asyncio
 import logging

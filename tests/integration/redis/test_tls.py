@@ -1,4 +1,4 @@
-"""rediss://: Redis behind a TLS server, whose certificate must be the right one."""
+"""rediss://: Redis behind a TLS server, whose certificate is verified."""
 
 import asyncio
 import os

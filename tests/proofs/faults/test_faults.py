@@ -1,4 +1,4 @@
-"""Thousands of hand-offs between real workers, each of which something goes wrong with. See plan.py for what can."""
+"""Thousands of hand-offs between real workers, each with an injected fault. See plan.py for the faults."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""The fault layer can fail: with one safeguard of a transport or of the protocol taken away it finds what is wrong."""
+"""The fault layer can fail: it finds errors when a safeguard of a transport or the protocol is removed."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""The cluster's own CA: what its certificates carry, and that OpenSSL's strict check takes them."""
+"""The cluster's own CA: the content of its certificates, and OpenSSL's strict check of them."""
 
 import shutil
 import subprocess

@@ -1,4 +1,4 @@
-"""What a pod fetches before it starts: once, whole, and on after a break."""
+"""A pod's download before its start: once, complete, and resumed after a break."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""What the runbook's arithmetic says is what the engine counts."""
+"""The runbook's KV arithmetic equals the engine's."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Cleaning up waits for nothing (docs/extend/incidents.md): no timer, no later request that wakes an idle engine."""
+"""Cleaning up needs no timer and no later request to wake an idle engine (docs/extend/incidents.md)."""
 
 import asyncio
 

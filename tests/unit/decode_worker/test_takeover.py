@@ -1,4 +1,4 @@
-"""Streams whose router is gone: they go on, another router gets all of them, and nobody's do not last."""
+"""Streams that lost their router: they continue, another router gets all tokens, and orphans expire."""
 
 import asyncio
 import threading

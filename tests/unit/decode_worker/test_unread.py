@@ -1,4 +1,4 @@
-"""Answers that are not streamed: tokens after the first are sent in groups, and none is lost."""
+"""Unstreamed answers: tokens after the first are sent in groups, without loss."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The runbook and its pages name only what is there: commands and their options, links, alarms, panels, pictures."""
+"""The runbook and its pages name only existing commands, options, links, alarms, panels and pictures."""
 
 import argparse
 import json

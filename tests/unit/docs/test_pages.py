@@ -1,4 +1,4 @@
-"""The pages name only what is there, the generated ones are fresh, and the index has them all."""
+"""The pages name only existing things, generated ones are fresh, and the index lists them all."""
 
 import ast
 import re

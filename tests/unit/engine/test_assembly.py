@@ -1,4 +1,4 @@
-"""An engine is put together, or refused with the figures."""
+"""An engine is assembled, or refused with the figures."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""An engine that launches a step before the last one's tokens are known says what one says that waits; and NaN."""
+"""A pipelined engine gives the tokens of an unpipelined one; and NaN."""
 
 import random
 import threading

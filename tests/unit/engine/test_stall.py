@@ -1,4 +1,4 @@
-"""An engine whose thread hangs is found, and one that only takes its time is left alone."""
+"""A hanging engine thread is detected, and a slow one is left alone."""
 
 import asyncio
 import threading

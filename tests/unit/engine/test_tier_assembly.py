@@ -1,4 +1,4 @@
-"""Places in host memory: as many on every rank as the sizes hold, and room for them on every machine."""
+"""Slots in host memory: equally many on every rank, within the configured sizes and every machine's memory."""
 
 import re
 

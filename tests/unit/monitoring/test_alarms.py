@@ -1,4 +1,4 @@
-"""Alarms fire when they should, and say where to read on."""
+"""Alarms fire when they should, and link to their runbook section."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Boards are sound: every expression parses, and panels do not lie on each other."""
+"""Dashboards: every expression parses, and panels do not overlap."""
 
 import json
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Releases that share a Prometheus are judged each for itself: alerts name the one in trouble, however others fare."""
+"""Releases that share a Prometheus are judged separately: alerts name the affected one only."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""The prefill worker over a real engine thread and scheduler, with a hub that only takes notes."""
+"""The prefill worker over a real engine thread and scheduler, with a hub that only records."""
 
 import asyncio
 import threading

@@ -1,4 +1,4 @@
-"""The nightly's parts: every test is in one, what fails or takes too long is red, and results are kept."""
+"""The nightly's parts: every test is in one, failures and timeouts are red, and results are kept."""
 
 from pathlib import Path
 

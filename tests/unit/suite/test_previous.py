@@ -1,4 +1,4 @@
-"""The code of a revision of this repository, as tests run it beside today's."""
+"""The code of an earlier revision of this repository, as run beside today's."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Long tests take turns by the day, and each turn comes."""
+"""Long tests rotate by the day, and each gets its turn."""
 
 import datetime
 import subprocess

@@ -1,4 +1,4 @@
-"""How the suite handles tests that fail: unsteady ones are recognised and listed, and cannot become a habit."""
+"""How the suite handles failing tests: unsteady ones are recognised, listed and bounded."""
 
 from pathlib import Path
 

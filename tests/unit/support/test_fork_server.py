@@ -1,4 +1,4 @@
-"""Connections that speak while their workers end."""
+"""Connections that send while their workers end."""
 
 import os
 import select

@@ -1,4 +1,4 @@
-"""What the stream campaigns take for the same answer."""
+"""When the stream campaigns treat two answers as equal."""
 
 from dataclasses import replace
 

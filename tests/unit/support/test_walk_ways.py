@@ -1,4 +1,4 @@
-"""What `python -m tests.walk` counts."""
+"""The counts of `python -m tests.walk`."""
 
 from tests.walk.ways import Call, walk
 

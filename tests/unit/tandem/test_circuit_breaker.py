@@ -1,4 +1,4 @@
-"""What fails is left alone, tried with one call at a time, at odd times, and taken back after one good probe."""
+"""The circuit breaker: opens on failures, probes singly with jitter, closes after one good probe."""
 
 from random import Random
 

@@ -1,4 +1,4 @@
-"""`tandem bench` when it is interrupted, and where an extra is missing."""
+"""`tandem bench` on interrupts, and without an optional package."""
 
 import signal
 import subprocess

@@ -1,4 +1,4 @@
-"""The price of determinism is measured on both ways of one model, and written as the other benchmarks write theirs."""
+"""The determinism bench measures both modes of one model, and writes rows like the other benches."""
 
 from pathlib import Path
 

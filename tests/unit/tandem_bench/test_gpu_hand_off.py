@@ -1,4 +1,4 @@
-"""The GPU suite's hand-off on CPU pools: that it runs, and that it would see what is wrong."""
+"""The GPU suite's hand-off on CPU pools: it runs, and detects errors."""
 
 import time
 

@@ -1,4 +1,4 @@
-"""The GPU suite on a CPU: all of it runs small, and what fails, hangs or dies takes nothing else with it."""
+"""The GPU suite on a CPU, at small sizes: a failing, hanging or dying part does not affect the others."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Rows: how a goal is judged, and what is written and printed."""
+"""Rows: judgement of goals, and written and printed forms."""
 
 import io
 import json

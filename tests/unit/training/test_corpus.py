@@ -1,4 +1,4 @@
-"""The generators are seeded, the tokenizer is lossless, and the chat template says what we train on."""
+"""The generators are seeded, the tokenizer is lossless, and the chat template renders the training format."""
 
 import json
 from itertools import islice

@@ -1,4 +1,4 @@
-"""The gates' view of the engine: its logits are transformers', chunk after chunk, and settings that differ, differ."""
+"""The gates' view of the engine: logits equal transformers' for every chunk, and settings that differ, differ."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""The end of a worker: whom it asks, how long it stays, and in which order it stops."""
+"""A worker's drain: notified peers, its duration, and the order of stopping."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable

@@ -1,4 +1,4 @@
-"""What a worker reports of its engine."""
+"""A worker's reports about its engine."""
 
 from engine.scheduler.step_rates import NUM_FIRST
 from engine.types.step_output import StepTimings

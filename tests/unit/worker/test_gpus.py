@@ -1,4 +1,4 @@
-"""A worker takes the GPUs that it was given, or its own, before anything of CUDA is loaded."""
+"""A worker selects its assigned or own GPUs before anything of CUDA is loaded."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Prompts that routers order to be read, at workers of both kinds over a real engine thread and scheduler."""
+"""Prompts ordered by routers for scoring, at both kinds of workers over a real engine thread and scheduler."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""A worker's end of its sessions: order, bounds, and the ends of them."""
+"""A worker's side of its sessions: order, bounds and ends."""
 
 import asyncio
 from typing import Any

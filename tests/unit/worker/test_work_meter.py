@@ -1,4 +1,4 @@
-"""What a worker's steps add up to, and how routers show it."""
+"""Sums over a worker's steps, and how routers show them."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""`tandem chat` as a user sees it: a terminal, answers as they come, a history that is nobody else's."""
+"""`tandem chat` in a terminal: streamed answers, and a history of its own."""
 
 from pathlib import Path
 

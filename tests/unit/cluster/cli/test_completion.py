@@ -1,4 +1,4 @@
-"""Shell completion: what bash and zsh are given, and what a real bash makes of it."""
+"""Shell completion scripts for bash and zsh, and their result in a real bash."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""Keys from the command line, warnings in the banner, and a chat client that speaks TLS."""
+"""API keys on the command line, warnings in the banner, and a chat client over TLS."""
 
 import http.server
 import ssl

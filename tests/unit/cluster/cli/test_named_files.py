@@ -1,4 +1,4 @@
-"""Files that a command's options name: a pipe in the place of one is refused, and never waited for."""
+"""Files named by a command's options: a FIFO is refused and never waited for."""
 
 import os
 from collections.abc import Callable

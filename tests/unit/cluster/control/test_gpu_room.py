@@ -1,4 +1,4 @@
-"""What fits on this machine's GPUs beside the workers that are there."""
+"""Room on this machine's GPUs beside its running workers."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What is asked over the control socket, by the commands, of a cluster of tiny processes."""
+"""Commands over the control socket of a cluster of tiny processes."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""What `tandem doctor` says of the dtype, of who gets which GPU, and of the cluster's certificates."""
+"""`tandem doctor` on the dtype, the GPUs of each worker, and the cluster's certificates."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""When a live planner does nothing, and that what it remembers goes on meanwhile."""
+"""When a live planner holds still, and that its history goes on meanwhile."""
 
 from dataclasses import replace
 

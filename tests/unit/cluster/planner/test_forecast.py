@@ -1,4 +1,4 @@
-"""Forecasts: a level is found, a trend is followed and damped, a season is learnt from one day, errors are measured."""
+"""Forecasts: level, damped trend, a season learnt from one day, and measured errors."""
 
 from math import cos, pi
 from random import Random

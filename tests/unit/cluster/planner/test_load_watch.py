@@ -1,4 +1,4 @@
-"""What routers tell becomes what a period was: summed over them, right in its moments, and never made up."""
+"""Router metrics become a period's load: summed over routers, with exact moments, and never invented."""
 
 from dataclasses import replace
 from math import inf

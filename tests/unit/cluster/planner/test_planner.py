@@ -1,4 +1,4 @@
-"""The planner as a property: whatever the load does, the fleet that obeys it stays within every bound."""
+"""Property tests of the planner: for any load its fleet stays within every bound."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Staffing formulas against a queue that is simulated by hand, and in the order that they must keep."""
+"""Staffing formulas against a hand-simulated queue, and their monotonicity."""
 
 import heapq
 from random import Random

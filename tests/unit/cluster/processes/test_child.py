@@ -1,4 +1,4 @@
-"""One child process: what it says reaches the callbacks whole, in order, before its end."""
+"""One child process: its messages reach the callbacks whole, in order and before its end."""
 
 import asyncio
 import os

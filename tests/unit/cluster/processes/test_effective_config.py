@@ -1,4 +1,4 @@
-"""From the user's configuration to the one that runs."""
+"""From the user's configuration to the effective one."""
 
 import io
 import json

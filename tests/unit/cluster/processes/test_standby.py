@@ -1,4 +1,4 @@
-"""Standby workers: used when a worker starts, replaced, and gone with their cluster."""
+"""Standby workers: used at a worker's start, replaced, and ended with their cluster."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""`tandem up` gives its workers the GPUs of the machine in turn, and keeps to that while they come and go."""
+"""`tandem up` assigns the machine's GPUs to workers in turn, also as workers come and go."""
 
 from collections.abc import Iterator
 from pathlib import Path

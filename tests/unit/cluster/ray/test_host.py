@@ -1,4 +1,4 @@
-"""The actor's work, without Ray: a process that is started, reported, signalled and not left behind."""
+"""The actor's work without Ray: a process is started, reported, signalled and not left behind."""
 
 import asyncio
 import os

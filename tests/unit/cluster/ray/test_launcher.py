@@ -1,4 +1,4 @@
-"""A worker's life on a Ray cluster that a test plays: placed, reported, signalled, lost."""
+"""A worker's life on a fake Ray cluster: placed, reported, signalled, lost."""
 
 import asyncio
 import signal

@@ -1,4 +1,4 @@
-"""What a blocking call makes is ended by another, whatever happens meanwhile, and the loop goes on."""
+"""A blocking call's result is closed by another call whatever happens meanwhile, and the loop keeps running."""
 
 import asyncio
 import threading

@@ -1,4 +1,4 @@
-"""Traces, latencies and options: read as they are meant, and refused by name where they are wrong."""
+"""Traces, latencies and options: parsed exactly, and refused by name if invalid."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Which worker goes to which node, what it takes, and what it reads there."""
+"""Each worker's node, resources and configuration on Ray."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Changes of a running cluster, by a world in which processes start, die and are slow as hypothesis likes."""
+"""Changes of a running cluster, with processes that start, die and stall at hypothesis' choice."""
 
 from copy import copy
 from dataclasses import dataclass, field, replace

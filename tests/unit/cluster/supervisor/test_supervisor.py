@@ -1,4 +1,4 @@
-"""The supervisor's decisions, with no process anywhere."""
+"""The supervisor's decisions, without any process."""
 
 import signal
 

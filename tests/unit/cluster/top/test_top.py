@@ -1,4 +1,4 @@
-"""`tandem top`: routers joined, workers sorted, and the command as a user runs it, in a terminal and without one."""
+"""`tandem top`: routers merged, workers sorted, and the command with and without a terminal."""
 
 import asyncio
 import os

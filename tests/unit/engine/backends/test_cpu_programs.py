@@ -1,4 +1,4 @@
-"""Recorded decoding steps: the same bits as eager ones, whatever came between; what cannot be recorded is not."""
+"""Recorded decoding steps give the same bits as eager ones; steps that cannot be recorded are not."""
 
 import random
 

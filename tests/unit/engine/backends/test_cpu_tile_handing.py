@@ -1,4 +1,4 @@
-"""Who gives tiles and who takes them agree in every model: many rows at once say what each says alone."""
+"""Producers and consumers of tiles agree in every model: a batch gives each row's own output."""
 
 import random
 

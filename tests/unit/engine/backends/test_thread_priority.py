@@ -1,4 +1,4 @@
-"""An engine's thread gives way to event loops, and nobody else does."""
+"""An engine's thread, and no other, yields to event loops."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Ranks of different nodes meet over links: gloo between two loopback addresses, and no file or port that both know."""
+"""Ranks of different nodes connect over links: gloo between two loopback addresses, without a shared file or port."""
 
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta

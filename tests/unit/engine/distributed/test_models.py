@@ -1,4 +1,4 @@
-"""Every architecture over several ranks says what it says on one: logits close, greedy tokens equal, in float32."""
+"""Every architecture over several ranks equals one rank: logits close, greedy tokens equal, in float32."""
 
 import queue
 import random

@@ -1,4 +1,4 @@
-"""Sums and gathers over real gloo: right, alike on every rank, and in rank order when requested."""
+"""Sums and gathers over real gloo: exact, equal on every rank, and in rank order when requested."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""Rows handed on in tiles: the same bits as rows that every product packs for itself."""
+"""Rows passed on as tiles give the same bits as rows that every product packs for itself."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Sampling kernels against the torch sampler: the same words, the same noise, the same tokens."""
+"""Sampling kernels against the torch sampler: the same random words, noise and tokens."""
 
 import random
 from array import array

@@ -1,4 +1,4 @@
-"""Which variants of the kernels an engine makes Triton compile, as a launch on an H200 would decide it."""
+"""Which kernel variants an engine makes Triton compile, as a launch on an H200 would choose."""
 
 import json
 import os

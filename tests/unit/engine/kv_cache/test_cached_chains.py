@@ -1,4 +1,4 @@
-"""What a pool says of its content: hottest first, every block once, nothing without its root."""
+"""A pool's list of cached chains: hottest first, every block once, nothing without its root."""
 
 from random import Random
 

@@ -1,4 +1,4 @@
-"""Three ways to choose a leaf."""
+"""Three eviction policies for leaf blocks."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Pinned prefixes: what stays through eviction, for how long, within which bounds, and who makes it give way."""
+"""Pinned prefixes: protection from eviction, expiry, bounds, and which pin gives way."""
 
 from collections.abc import Iterator
 from dataclasses import replace

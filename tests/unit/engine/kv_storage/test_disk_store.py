@@ -1,4 +1,4 @@
-"""Blocks in files: written whole, verified when read, found again after a restart; whatever is wrong is never used."""
+"""Blocks in files: written whole, verified when read, found after a restart; damaged ones are never used."""
 
 import errno
 import os

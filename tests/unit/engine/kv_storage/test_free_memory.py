@@ -1,4 +1,4 @@
-"""What may still be taken: files' pages are no loss, and a container's limit holds before the machine's."""
+"""Available memory: page cache counts as free, and a container's limit precedes the machine's."""
 
 import os
 from pathlib import Path

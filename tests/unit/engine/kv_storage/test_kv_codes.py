@@ -1,4 +1,4 @@
-"""KV caches in eight bits: bytes, codes within the bounds of their format, and engines that answer alike with them."""
+"""8-bit KV caches: bytes, codes within their format's bounds, and engines that answer alike with them."""
 
 import logging
 import random

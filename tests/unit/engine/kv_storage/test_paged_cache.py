@@ -1,4 +1,4 @@
-"""The pool's memory: its layout, and one memory under two maps."""
+"""The pool's memory: its layout, and one memory under two mappings."""
 
 import mmap
 import os

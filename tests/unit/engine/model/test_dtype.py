@@ -1,4 +1,4 @@
-"""What `model.dtype: auto` stands for, and who hears of it."""
+"""How `model.dtype: auto` is resolved and reported."""
 
 import json
 from pathlib import Path

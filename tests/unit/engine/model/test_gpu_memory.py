@@ -1,4 +1,4 @@
-"""How much of a GPU a worker may take, and what it says when that is not there."""
+"""A worker's share of GPU memory, and its error when that is not available."""
 
 from dataclasses import replace
 

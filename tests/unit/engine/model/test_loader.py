@@ -1,4 +1,4 @@
-"""Loading: what is stored arrives exactly, however sharded; what is hostile is refused by name."""
+"""Loading: stored weights arrive exactly, for any sharding; hostile files are refused by name."""
 
 import json
 import os

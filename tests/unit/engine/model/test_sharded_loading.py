@@ -1,4 +1,4 @@
-"""A rank takes its own slices out of the mapped files and touches nothing else of them."""
+"""A rank reads its own slices of the mapped files and touches nothing else."""
 
 import json
 import struct

@@ -1,4 +1,4 @@
-"""Blocks really leave for host memory and come back: bytes first, then a model's tokens."""
+"""Blocks are offloaded to host memory and restored: bytes first, then a model's tokens."""
 
 import queue
 from array import array

@@ -1,4 +1,4 @@
-"""The dry run's steps are the largest that can be planned, and their memory is what is reported."""
+"""The dry run's steps are the largest possible ones, and their memory is what is reported."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""One step of any mixture: what is computed, sampled, isolated, tiled and grouped; and the memory budget."""
+"""One step of any mixture: computing, sampling, isolation, tiling and grouping; and the memory budget."""
 
 import random
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""What is read of a prompt is what `transformers` says of it: in any chunks, company and pool, and past any cache."""
+"""Prompt logprobs equal `transformers`': in any chunks, batch and pool, and with any cache."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Uploads through memory that is written again: right even on a device that copies as late as it may."""
+"""Uploads through reused memory are right even on a device that copies as late as it may."""
 
 import random
 from collections import deque

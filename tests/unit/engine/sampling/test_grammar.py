@@ -1,4 +1,4 @@
-"""Answers that follow a grammar, whatever the batch, the order of steps and the worker; a real model and llguidance."""
+"""Answers follow a grammar in any batch, order of steps and worker; a real model and llguidance."""
 
 import json
 import re

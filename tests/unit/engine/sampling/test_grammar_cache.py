@@ -1,4 +1,4 @@
-"""Compiled grammars of hostile clients: what a worker keeps of them, and who waits while they are compiled."""
+"""Compiled grammars of hostile clients: what a worker caches, and which requests wait for a compilation."""
 
 import asyncio
 import json

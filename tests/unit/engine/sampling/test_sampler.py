@@ -1,4 +1,4 @@
-"""Sampling: each parameter against a plain rendering of its definition, and rows independent of their company."""
+"""Sampling: each parameter against a plain version of its definition, and rows independent of their batch."""
 
 import math
 from array import array

@@ -1,4 +1,4 @@
-"""An engine after a storm of aborts is as quick as a fresh one (docs/extend/incidents.md), counted in steps."""
+"""An engine after a storm of aborts is as fast as a fresh one (docs/extend/incidents.md), counted in steps."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Chunks that bound the time of a step while somebody reads along; all time here is virtual."""
+"""Chunk sizes that bound a step's time beside streams; all time here is virtual."""
 
 from dataclasses import dataclass
 

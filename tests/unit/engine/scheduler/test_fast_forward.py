@@ -1,4 +1,4 @@
-"""Steps taken at once leave everything as single steps do."""
+"""Steps taken at once leave the same state as single steps."""
 
 from array import array
 from collections.abc import Sequence

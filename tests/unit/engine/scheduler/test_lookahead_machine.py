@@ -1,4 +1,4 @@
-"""The scheduler's whole machine once more, with a step always under way and a device that is late."""
+"""The scheduler's state machine test with a step always in flight on a late device."""
 
 from collections import Counter
 

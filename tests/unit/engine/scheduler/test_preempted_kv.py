@@ -1,4 +1,4 @@
-"""Preempted KV is computed again or saved and brought back, and nobody can tell which from the tokens."""
+"""Preempted KV is recomputed, or offloaded and restored, with the same tokens."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Who goes next: levels, deadlines, cached prefixes; and what is guaranteed to the others."""
+"""The order of the queue: priorities, deadlines, cached prefixes; and guarantees for the others."""
 
 import pytest
 

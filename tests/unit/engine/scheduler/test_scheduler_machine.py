@@ -1,4 +1,4 @@
-"""Random histories of a whole worker's scheduler, in all its roles at once, against what must come out."""
+"""Random histories of a whole worker's scheduler, in all its roles at once, against expected results."""
 
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings

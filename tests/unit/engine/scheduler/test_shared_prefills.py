@@ -1,4 +1,4 @@
-"""Equal beginnings that are in flight at once are computed once."""
+"""Shared prefixes of concurrent requests are computed once."""
 
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.shared_prefills import MAX_STALLS

@@ -1,4 +1,4 @@
-"""What a place in the pool costs: blocks held times the seconds for which they were, exactly."""
+"""The cost of KV: exactly the blocks held times the seconds."""
 
 from array import array
 

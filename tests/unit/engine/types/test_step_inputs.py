@@ -1,4 +1,4 @@
-"""The layout of a step, against the plainest way to say it, over histories in which requests come, grow and go."""
+"""The layout of a step against a plain version, over random histories of requests."""
 
 import random
 from array import array

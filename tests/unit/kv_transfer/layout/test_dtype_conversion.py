@@ -1,4 +1,4 @@
-"""Converted payloads against the engine's own codes, to the bit."""
+"""Converted payloads equal the engine's own codes, bit for bit."""
 
 from itertools import product
 

@@ -1,4 +1,4 @@
-"""A pool's work beside an engine whose stream is a step ahead: nothing waits for it, nor one thread for another."""
+"""A pool's copies beside an engine whose stream is a step ahead wait neither for it nor for each other."""
 
 import threading
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Chunks through sockets by compiled code, against the same bytes gathered by numpy."""
+"""Chunks sent by compiled code against the same bytes gathered by numpy."""
 
 import random
 import shutil

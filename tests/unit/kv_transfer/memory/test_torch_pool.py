@@ -1,4 +1,4 @@
-"""A pool on a device against the same blocks as host memory: what is packed, where it lands, what its sum shows."""
+"""A pool on a device against the same blocks in host memory: packing, landing and checksums."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Every interleaving of the real state machines, within bounds; and what each guard is for."""
+"""Every interleaving of the real state machines, within bounds; and why each guard is needed."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The decode worker's half of a hand-off, message by message: what each guard refuses."""
+"""The decode worker's half of a hand-off, message by message, with each guard's refusals."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Messages survive the wire; whatever else arrives is a WireError and nothing else."""
+"""Messages survive the wire; any other bytes raise WireError."""
 
 from dataclasses import replace
 

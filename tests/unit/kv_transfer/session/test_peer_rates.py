@@ -1,4 +1,4 @@
-"""What is expected of a peer: its own rate, its transport's, that of all; and for how long."""
+"""A peer's expected rate: its own, its transport's or the overall one; and its expiry."""
 
 import pytest
 

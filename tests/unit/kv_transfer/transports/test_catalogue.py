@@ -1,4 +1,4 @@
-"""Which transport two workers take, and that a forced one that cannot work is a wrong configuration, said plainly."""
+"""The transport of two workers, and a clear error for a forced one that cannot work."""
 
 import importlib
 import os

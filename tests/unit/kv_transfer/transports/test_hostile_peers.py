@@ -1,4 +1,4 @@
-"""What strangers and broken peers can do at the sockets of `tcp` and `shm`: nothing."""
+"""Unauthenticated and broken peers at the sockets of `tcp` and `shm` have no effect."""
 
 import errno
 import logging

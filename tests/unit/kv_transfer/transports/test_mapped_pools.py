@@ -1,4 +1,4 @@
-"""`memory` and `shm` with the compiled mover and without: unequal workers; cancels and revocations between bursts."""
+"""`memory` and `shm` with and without the compiled mover: unequal workers, cancels and revocations between bursts."""
 
 import logging
 import random

@@ -1,4 +1,4 @@
-"""A receiver that dies or freezes in the middle of writes: nothing hangs, and sources are quiet at the end."""
+"""A receiver that dies or freezes during writes: nothing hangs, and sources are quiet at the end."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Bytes that come once more, or changed, on the sockets of the transports: none of them counts."""
+"""Replayed or altered bytes on the transports' sockets are rejected."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""Nobody without a key comes to anything, however the path is spelled; keys change while the router runs."""
+"""No access without a key, for any spelling of a path; keys change while the router runs."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""The audit log: a line for each request that showed a key or was refused, none of what was said, and no harm done."""
+"""The audit log: a line for each request with a key or refused, without content, and without harm to requests."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""Pages of other origins cannot use a router that asks for no key; everything that is no such page can."""
+"""Pages of other origins cannot use a router without keys; other clients can."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""Both servers in TLS: whom they take, what they show after the files have changed, and what is refused at start."""
+"""Both servers over TLS: accepted clients, rotated certificates, and files refused at start."""
 
 import asyncio
 import socket

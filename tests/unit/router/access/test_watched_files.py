@@ -1,4 +1,4 @@
-"""Files that are read again: whatever reading them raises, the next change is seen."""
+"""Watched files: after any error of reading, the next change is noticed."""
 
 import asyncio
 import os

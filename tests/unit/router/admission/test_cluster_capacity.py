@@ -1,4 +1,4 @@
-"""Why requests wait for admission: which pool has too little room, or the router itself."""
+"""Why requests wait for admission: the pool without room, or the router itself."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Streams that are continued: the first time at a router as promised, later within limits, and each time counted."""
+"""Continued streams: the first at a router is always admitted, later ones within limits, all counted."""
 
 import asyncio
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Who goes, who waits and who is turned away, one decision at a time."""
+"""Admission decisions one at a time: requests that run, wait or are refused."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Whose claim goes how far: counters of tenants that come, go and come back."""
+"""Fair shares: counters of tenants that come, go and come back."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Prompts that decode workers would read themselves: the gate knows them as placement does, and lets them pass."""
+"""Prompts prefilled by decode workers: admission recognises them as placement does, and lets them pass."""
 
 from dataclasses import replace
 from random import Random

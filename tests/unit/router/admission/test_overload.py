@@ -1,4 +1,4 @@
-"""A cluster that is asked for more than it can do, on a virtual clock: what admission promises, deterministically."""
+"""An overloaded cluster on a virtual clock: admission's promises, deterministically."""
 
 from collections.abc import Sequence
 from random import Random

@@ -1,4 +1,4 @@
-"""Bounds of what is prepared and of what runs; those of the queue: `test_fair_admission`, `test_overload`."""
+"""Bounds of prepared and running requests; those of the queue: `test_fair_admission`, `test_overload`."""
 
 import pytest
 

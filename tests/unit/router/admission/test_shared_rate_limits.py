@@ -1,4 +1,4 @@
-"""Several routers, one account: what any of them gives a tenant counts at all of them, once."""
+"""Rate limits shared by several routers: what one admits for a tenant counts once at all of them."""
 
 from random import Random
 

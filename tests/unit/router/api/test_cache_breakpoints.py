@@ -1,4 +1,4 @@
-"""Marks in a conversation: where in the prompt they stand, also in long ones of many blocks."""
+"""Cache marks in conversations: their position in the prompt, also in long ones of many blocks."""
 
 import pytest
 

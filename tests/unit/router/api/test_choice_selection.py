@@ -1,4 +1,4 @@
-"""The best of several, and the answer that most agree on."""
+"""The best of several choices, and the majority vote."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""A model's own `generation_config.json`: read within bounds, and in place of what any wire leaves out."""
+"""A model's own `generation_config.json`: read within bounds, and used for absent fields of every API."""
 
 import json
 from collections.abc import AsyncIterator

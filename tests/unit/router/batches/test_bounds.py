@@ -1,4 +1,4 @@
-"""Batches: bounds of what many of them, broken files and a full disk may do to others."""
+"""Batches: bounds on the effect of many batches, broken files and a full disk."""
 
 import asyncio
 import os

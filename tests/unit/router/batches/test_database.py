@@ -1,4 +1,4 @@
-"""The SQLite database of batches: what its threads do to each other."""
+"""The SQLite database of batches under concurrent threads."""
 
 import os
 import threading

@@ -1,4 +1,4 @@
-"""What the version before kept in JSON files goes on in the database, exactly, once no such process runs batches."""
+"""Import of the previous version's JSON files into the database, once no such process runs batches."""
 
 from pathlib import Path
 from typing import Any

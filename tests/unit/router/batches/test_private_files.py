@@ -1,4 +1,4 @@
-"""What clients upload, and what becomes of it, is readable by nobody but the router's own user."""
+"""Uploads and their results are readable by the router's own user only."""
 
 import os
 from collections.abc import Iterator

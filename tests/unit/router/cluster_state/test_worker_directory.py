@@ -1,4 +1,4 @@
-"""Redis is believed when it tells of a worker, and not at once when it tells of none."""
+"""Workers listed in Redis are used at once; an empty list is not trusted at once."""
 
 import asyncio
 from pathlib import Path

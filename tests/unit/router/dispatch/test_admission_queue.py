@@ -1,4 +1,4 @@
-"""Requests at the gate: real sessions and dispatch behind it, fake workers behind those."""
+"""Requests at admission, with real sessions and dispatch, and fake workers."""
 
 import asyncio
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Dispatch hands tokens to a reader where they arrive: slow readers, readers that fail, all failures of workers."""
+"""Dispatch pushes tokens to readers: slow readers, failing readers, all failures of workers."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""The undisturbed life of a request, and its ends that are the client's own doing."""
+"""The undisturbed life of a request, and ends caused by the client."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""Who reads a prompt, and what becomes of the request when a reader refuses, dies or is given up."""
+"""Which worker scores a prompt, and retries when it refuses, dies or is given up."""
 
 import asyncio
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The only decode worker is gone: its streams wait as long as `router.rejoin_s` says, on a clock of the test's own."""
+"""The only decode worker is lost: its streams wait for `router.rejoin_s`, on a virtual clock."""
 
 import asyncio
 from collections.abc import Awaitable, Callable

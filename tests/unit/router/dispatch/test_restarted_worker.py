@@ -1,4 +1,4 @@
-"""A worker that comes back on its old address is somebody else: nothing of its former life counts there."""
+"""A worker restarted on its old address is a new incarnation: nothing of its former one counts."""
 
 import asyncio
 import time

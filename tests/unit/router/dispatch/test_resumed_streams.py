@@ -1,4 +1,4 @@
-"""A stream that another router began: taken over from its worker, or generated again where that is not possible."""
+"""A stream of another router: taken over from its worker, or generated again where that is not possible."""
 
 import asyncio
 from contextlib import aclosing

@@ -1,4 +1,4 @@
-"""One client call with several prompts is let in as a whole or not at all, and what is refused spends nothing."""
+"""A call with several prompts is admitted as a whole or not at all; a refused one costs nothing."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""Whatever goes wrong on the workers' side: the client gets the undisturbed text, or a clear error."""
+"""Failures of workers: the client gets the undisturbed text, or a clear error."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence

@@ -1,4 +1,4 @@
-"""When the certificates of this router and of its workers expire."""
+"""Expiry of this router's and its workers' certificates."""
 
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime, timedelta

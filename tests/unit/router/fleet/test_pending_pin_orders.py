@@ -1,4 +1,4 @@
-"""Renewals of pins that a worker does not take: bounded, whatever is asked for meanwhile."""
+"""Pin renewals that a worker does not accept stay bounded, whatever is ordered meanwhile."""
 
 import asyncio
 from typing import Any

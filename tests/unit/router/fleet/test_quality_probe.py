@@ -1,4 +1,4 @@
-"""Every worker reads the probe's text, and a metric says how probable it was to its model."""
+"""Every worker scores the probe's text, and a metric shows its probability."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""Which workers a router says that it reaches, and where the configuration says that they are."""
+"""Workers that a router reports as reachable, and their addresses from the configuration."""
 
 import asyncio
 import logging

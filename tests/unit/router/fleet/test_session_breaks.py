@@ -1,4 +1,4 @@
-"""A worker's session breaks and the same process is back in a new one: its network, or its scheduler, was away."""
+"""A worker's session breaks, and the same process returns in a new one after a network or scheduler stall."""
 
 import asyncio
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Sessions over real sockets: meeting, reporting, losing and finding workers again."""
+"""Sessions over real sockets: connecting, reporting, losing and reconnecting workers."""
 
 import asyncio
 import logging

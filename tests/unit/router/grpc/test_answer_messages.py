@@ -1,4 +1,4 @@
-"""What gRPC tells at the end alone: the best of several, a vote, beams. And what is kept: marks, names."""
+"""gRPC's final messages: the best of several, votes, beams; and stored marks and names."""
 
 from typing import Any
 

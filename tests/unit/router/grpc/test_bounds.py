@@ -1,4 +1,4 @@
-"""The gRPC server under more calls than it takes, and before who has no key: nobody hears less than a reason."""
+"""The gRPC server beyond its call limit, and without a key: every call gets a status."""
 
 import asyncio
 from collections import Counter

@@ -1,4 +1,4 @@
-"""A stream over gRPC that broke goes on from its last response, at another router: nothing twice, nothing lost."""
+"""A broken gRPC stream resumes after its last response at another router: nothing twice, nothing lost."""
 
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager

@@ -1,4 +1,4 @@
-"""The one message of a call over gRPC: none, too late, no message at all, or of somebody without a key."""
+"""A call's only message over gRPC: missing, late, malformed, or without a key."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""gRPC clients that ask and do not read, over real sockets: they end by the bounds that hold for HTTP."""
+"""gRPC clients that do not read, over real sockets: ended by the same bounds as for HTTP."""
 
 import asyncio
 import contextlib

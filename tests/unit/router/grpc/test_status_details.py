@@ -1,4 +1,4 @@
-"""What a gRPC client can read of an error in any language: `google.rpc.Status` with the field and the time to wait."""
+"""Error details for gRPC clients of any language: `google.rpc.Status` with the field and the retry time."""
 
 from collections.abc import AsyncIterator
 

@@ -1,4 +1,4 @@
-"""Tools over gRPC, in process: the calls that HTTP shows, in parts, in a stream that goes on, in conversations."""
+"""Tools over gRPC, in process: the same calls as HTTP, in deltas, resumed streams and conversations."""
 
 from typing import Any
 

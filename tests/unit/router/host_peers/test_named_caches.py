@@ -1,4 +1,4 @@
-"""Named caches of router processes that share a host's servers: made in one, found, prolonged and deleted in any."""
+"""Named caches of router processes on one host: created in one; found, extended and deleted in any."""
 
 import asyncio
 from contextlib import AsyncExitStack

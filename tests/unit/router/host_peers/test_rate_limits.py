@@ -1,4 +1,4 @@
-"""Router processes of one host count a tenant's requests together: real processes, which are stopped and killed."""
+"""Router processes of one host share rate limits: real processes, which are stopped and killed."""
 
 import errno
 import logging

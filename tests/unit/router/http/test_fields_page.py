@@ -1,4 +1,4 @@
-"""docs/use/fields.md says of every field what becomes of it, and the servers do so."""
+"""docs/use/fields.md lists the handling of every field, and the servers follow it."""
 
 import re
 from pathlib import Path

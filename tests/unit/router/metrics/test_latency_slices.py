@@ -1,4 +1,4 @@
-"""What one ended request adds to the slices, and that tenants' labels are bounded."""
+"""What a finished request adds to the slices, and bounded tenant labels."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Figures of several processes: what each counted adds up, what all know alike does not."""
+"""Merged metrics of several processes: counts add up, shared facts do not."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""What the meter measures, on a clock of the test's."""
+"""What the meter measures, on a virtual clock."""
 
 import contextlib
 

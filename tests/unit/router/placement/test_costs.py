@@ -1,4 +1,4 @@
-"""The columns against plain Python on clusters made at random, and what must hold of every choice."""
+"""The cost columns against plain Python on random clusters, and properties of every choice."""
 
 from collections import Counter
 from contextlib import suppress

@@ -1,4 +1,4 @@
-"""What is kept of decisions, what becomes of it, and what nobody gets to see."""
+"""The decision log: recorded content, retention and access."""
 
 import asyncio
 import json

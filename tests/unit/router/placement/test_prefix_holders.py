@@ -1,4 +1,4 @@
-"""Who is named as holder of a prompt's prefix."""
+"""Which worker is named as holder of a prompt's prefix."""
 
 from collections.abc import Sequence
 from dataclasses import replace

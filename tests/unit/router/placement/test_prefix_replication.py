@@ -1,4 +1,4 @@
-"""Which prefixes get another copy, when, at what price, and when no more."""
+"""Which prefixes get another copy, when, at what cost, and when it stops."""
 
 from random import Random
 

@@ -1,4 +1,4 @@
-"""Placement: who is chosen, why, and what never may be."""
+"""Placement: the chosen worker, the reason, and choices that must never occur."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The end of a router: new requests are refused at both servers while accepted ones end, within one bound."""
+"""A router's drain: both servers refuse new requests while accepted ones end, within one bound."""
 
 import asyncio
 import json

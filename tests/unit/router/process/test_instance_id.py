@@ -1,4 +1,4 @@
-"""What a router process calls itself in traces."""
+"""A router process's instance id in traces."""
 
 import os
 from contextlib import AsyncExitStack

@@ -1,4 +1,4 @@
-"""Servers that go from one router to the next, by real sockets."""
+"""Listeners handed from one router to the next, over real sockets."""
 
 import asyncio
 import os

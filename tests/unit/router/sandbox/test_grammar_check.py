@@ -1,4 +1,4 @@
-"""The process that judges grammars: what it says, what bounds it, and that nobody waits for a dead one."""
+"""The process that checks grammars: its verdicts, its bounds, and that no request waits for a dead one."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""A storm of aborts leaves nothing behind, and the router is as quick as it was before (docs/extend/incidents.md)."""
+"""A storm of aborts leaves nothing behind, and the router as fast as before (docs/extend/incidents.md)."""
 
 from random import Random
 

@@ -1,4 +1,4 @@
-"""The status of a whole router: its content, who may read it, and how it is sent."""
+"""A whole router's status: its content, access and transport."""
 
 import asyncio
 from contextlib import ExitStack

@@ -1,4 +1,4 @@
-"""The page's playground asks a model in the way that it serves: its own JavaScript, run by node."""
+"""The page's playground queries a model as it is served: its own JavaScript, run by node."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""What requests cost and what tenants have spent: exact sums, bounded, merged, and shown to whom they concern."""
+"""Request costs and tenants' usage: exact sums, bounded, merged, and visible to their owners."""
 
 from dataclasses import asdict
 

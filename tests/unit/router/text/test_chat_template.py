@@ -1,4 +1,4 @@
-"""`chat_template_kwargs` and `continue_final_message`: what the model reads, and what is refused."""
+"""`chat_template_kwargs` and `continue_final_message`: rendered prompts and refusals."""
 
 from typing import Any
 

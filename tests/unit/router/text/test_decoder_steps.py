@@ -1,4 +1,4 @@
-"""Streams of tokenizers of every kind join to what the library decodes, and come token by token where that can be."""
+"""Streamed tokens of every kind of tokenizer decode like the library, token by token where possible."""
 
 import json
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Streams of tokens join to what the library decodes, and never show half a character early."""
+"""Streamed tokens decode like the library, and never yield half a character early."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Reasoning is separated from the answer, the same however the text comes in pieces."""
+"""Reasoning is separated from the answer, independently of how the text is split."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Stop strings against a plain definition, however the text is cut."""
+"""Stop strings against a plain definition, for any split of the text."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Tools in chat templates: which form each takes, which family it is of, and that clients' texts stay text."""
+"""Tools in chat templates: each template's form and family, and clients' text stays text."""
 
 import json
 from dataclasses import replace

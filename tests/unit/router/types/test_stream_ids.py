@@ -1,4 +1,4 @@
-"""Ids of a stream's events: read as written, and by nobody else's hand."""
+"""Ids of a stream's events: parsed as written, and not forgeable."""
 
 import base64
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Who is to have a leaving worker's cache, how much of it is named, and what if somebody goes in the middle."""
+"""The target and extent of a leaving worker's cache migration, and losses on the way."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""For how long it is worth waiting for a decode worker that is not here, and how requests wait for it."""
+"""How long requests wait for an expected decode worker, and in which order."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Which workers get no requests."""
+"""Which workers are excluded from requests."""
 
 from router.types.worker_view import WorkerKey
 from router.workers.health import WorkerBreakers

@@ -1,4 +1,4 @@
-"""What a router makes of what it reads: apply, ignore, or load again; the map is never wrong for long."""
+"""How a router handles log entries: apply, ignore or reload; the map is never wrong for long."""
 
 from random import Random
 

@@ -1,4 +1,4 @@
-"""What is known of the links between two workers, by pair, by class, and by priors."""
+"""Link speed between two workers: by pair, by class, and by priors."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Other routers' loads: each request counts once, wherever it is known from, and a dead router's not at all."""
+"""Other routers' loads: each request counts once, and a dead router's not at all."""
 
 from random import Random
 

@@ -1,4 +1,4 @@
-"""Who ended the workers: condemned is a request that was alone each time, never one that was merely there."""
+"""Poison requests: condemned if alone at each crash, never for mere presence."""
 
 from itertools import count
 from random import Random

@@ -1,4 +1,4 @@
-"""The prefix map against a model that only knows sets, and the rules that keep it bounded and true."""
+"""The prefix map against a model made of sets, and the rules that keep it bounded and correct."""
 
 from collections.abc import Sequence
 

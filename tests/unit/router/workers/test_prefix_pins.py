@@ -1,4 +1,4 @@
-"""Where a pin lives, who renews it, and what is left of it when its worker or its time is gone."""
+"""The worker of a pin, its renewal, and its end with its worker or its lifetime."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""tandem.client: calls of tools, log probabilities of prompts, variables, votes, marks; what does not go on."""
+"""tandem.client: tool calls, prompt logprobs, variables, votes, cache marks; and streams that do not resume."""
 
 import json
 from random import Random

@@ -1,4 +1,4 @@
-"""Entries in Redis: they survive the way there and back, and nothing else passes for one."""
+"""Entries in Redis survive a round trip, and nothing else is accepted as one."""
 
 import hmac
 from random import Random

@@ -1,4 +1,4 @@
-"""Where Redis is: a URL that is understood whole, or refused without being shown."""
+"""Redis URLs: parsed completely, or refused without being shown."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Configurations that no cluster can run: each is refused with the field's name, none is tried."""
+"""Invalid configurations are refused with the field's name before anything starts."""
 
 import re
 from collections.abc import Iterator

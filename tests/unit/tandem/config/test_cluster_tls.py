@@ -1,4 +1,4 @@
-"""Whether processes speak TLS to each other: every mode, with and without certificates, on loopback and beyond."""
+"""Whether processes use TLS between them: every mode, with and without certificates, on loopback and beyond."""
 
 import pytest
 import yaml

@@ -1,4 +1,4 @@
-"""Which GPUs of a host each of its workers gets, and how many divide each."""
+"""The GPUs of each of a host's workers, and how many workers share each."""
 
 from typing import Any
 

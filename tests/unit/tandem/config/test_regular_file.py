@@ -1,4 +1,4 @@
-"""What is no regular file, or is larger than its bound, is refused by name: nobody waits, and nothing fills memory."""
+"""Irregular or oversized files are refused by name, without blocking or filling memory."""
 
 import os
 import socket

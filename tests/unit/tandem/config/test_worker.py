@@ -1,4 +1,4 @@
-"""What a worker reads of its own place in the cluster."""
+"""A worker's own settings from its place in the cluster."""
 
 from pathlib import Path
 

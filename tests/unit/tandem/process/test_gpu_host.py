@@ -1,4 +1,4 @@
-"""What a process sees of a host's GPUs, and how it makes its own the first."""
+"""A process's view of a host's GPUs, and how it puts its own first."""
 
 import ctypes
 

@@ -1,4 +1,4 @@
-"""The end of a process that cannot start, as its parent sees it."""
+"""The exit of a process that cannot start, as its parent sees it."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""Progress of loading weights: when it is published and logged, and what reaches another process."""
+"""Progress of loading weights: publishing, logging, and delivery to another process."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Sockets of processes that were killed go; those of living ones, and everything else, stay."""
+"""Sockets of killed processes are removed; those of live ones, and everything else, stay."""
 
 import os
 import socket

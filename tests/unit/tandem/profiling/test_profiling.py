@@ -1,4 +1,4 @@
-"""Looks into a running process: what is counted, how it is shown, when it ends."""
+"""Profiles of a running process: counts, output and duration."""
 
 import asyncio
 import threading

@@ -1,4 +1,4 @@
-"""Pins come back from the wire as they went."""
+"""Pins survive the wire."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What the version before says is understood here, and what is said here it understands, news left aside."""
+"""Messages are compatible with the previous version in both directions, new fields aside."""
 
 from collections.abc import Iterator
 from typing import Any

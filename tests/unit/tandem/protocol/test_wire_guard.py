@@ -1,4 +1,4 @@
-"""The wire may grow between two versions, and change in no other way; what is new on it belongs to a new version."""
+"""The wire may only grow between two versions; additions belong to a new version."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any

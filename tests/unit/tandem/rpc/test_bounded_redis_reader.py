@@ -1,4 +1,4 @@
-"""What is read of a connection at most, and that everything of ours fits."""
+"""Bounds on what is read from a Redis connection, and that all our values fit."""
 
 import asyncio
 

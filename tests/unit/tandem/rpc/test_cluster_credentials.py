@@ -1,4 +1,4 @@
-"""Credentials of `cluster.tls`: who is let in, rotation under way, and what is said of bad files."""
+"""Credentials of `cluster.tls`: accepted peers, live rotation, and messages about invalid files."""
 
 import asyncio
 import logging

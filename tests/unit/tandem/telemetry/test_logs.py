@@ -1,4 +1,4 @@
-"""Lines for collectors: one JSON object each, with the request's id where there is one."""
+"""JSON log lines for collectors, with the request's id where there is one."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""Spans on their way to a real receiver: all that they say arrives, and a receiver that is away costs no request."""
+"""Spans sent to a real receiver arrive complete, and a missing receiver costs no request."""
 
 import asyncio
 import logging

@@ -1,4 +1,4 @@
-"""Which tracer a process gets, of the YAML and of the OTEL_* variables; a sample ratio that changes while it runs."""
+"""A process's tracer from the YAML and OTEL_* variables; a sample ratio that changes while it runs."""
 
 import logging
 import subprocess

@@ -1,4 +1,4 @@
-"""Contexts on their way between processes, spans as they end, and what is not traced."""
+"""Trace contexts between processes, finished spans, and untraced requests."""
 
 import pytest
 from hypothesis import given

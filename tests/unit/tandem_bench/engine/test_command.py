@@ -1,4 +1,4 @@
-"""The command: what its options mean, what it draws, what it says when it cannot."""
+"""The engine bench's command: options, drawing of loads, and errors."""
 
 import argparse
 import asyncio

@@ -1,4 +1,4 @@
-"""The engine in process on a tiny model: real scheduler, real runner, real tokens; and its handicapped selves."""
+"""The engine in process on a tiny model: real scheduler, runner and tokens; and handicapped variants."""
 
 from collections import deque
 from collections.abc import Iterator

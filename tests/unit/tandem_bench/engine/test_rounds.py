@@ -1,4 +1,4 @@
-"""Rounds: who runs when, what is compared with what, and what is skipped for want of time."""
+"""Rounds: their order, comparisons, and rounds skipped for lack of time."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What times mean: the definitions that every engine is measured by."""
+"""Definitions of the times by which every engine is measured."""
 
 import math
 from random import Random

@@ -1,4 +1,4 @@
-"""What an incident's report says, and that its parts are what they claim."""
+"""The content of an incident's report, and the checks of its parts."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What a bench of tenant isolation calls a leak."""
+"""When the tenant isolation bench reports a leak."""
 
 from math import sqrt
 from random import Random

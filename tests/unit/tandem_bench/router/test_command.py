@@ -1,4 +1,4 @@
-"""What `tandem bench router` measures, on the smallest scale: that every figure is of something that was done."""
+"""`tandem bench router` at the smallest scale: every figure is of real work."""
 
 import argparse
 from random import Random

@@ -1,4 +1,4 @@
-"""The benches of scheduling and eviction say something true; how fast, they alone know."""
+"""The scheduling and eviction benches report correct figures, speed aside."""
 
 import json
 from pathlib import Path

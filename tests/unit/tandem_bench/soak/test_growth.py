@@ -1,4 +1,4 @@
-"""What a soak calls growth: a leak that is small beside the noise, and nothing that comes and goes."""
+"""What the soak reports as growth: a leak within the noise, and nothing periodic."""
 
 from collections.abc import Callable
 from random import Random

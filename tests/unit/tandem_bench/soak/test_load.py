@@ -1,4 +1,4 @@
-"""What a soak sends, and what it calls a failure."""
+"""The soak's requests, and what it counts as a failure."""
 
 import asyncio
 from contextlib import suppress

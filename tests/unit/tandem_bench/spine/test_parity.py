@@ -1,4 +1,4 @@
-"""The clusters that sit the parity exam."""
+"""The clusters of the parity check."""
 
 from tandem_bench.clusters import Setup
 from tandem_bench.spine.parity import MODES, setups

@@ -1,4 +1,4 @@
-"""What `tandem bench telemetry` makes of its turns: costs against the cluster without, and nothing without spans."""
+"""`tandem bench telemetry`: costs against the cluster without telemetry, and no result without spans."""
 
 import asyncio
 from dataclasses import replace

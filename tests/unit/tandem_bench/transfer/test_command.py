@@ -1,4 +1,4 @@
-"""The command from end to end with a few megabytes, and what it does about ends that lie, fail or hang about."""
+"""The command from end to end with a few megabytes, and with ends that lie, fail or hang."""
 
 import argparse
 import asyncio

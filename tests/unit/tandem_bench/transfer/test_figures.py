@@ -1,4 +1,4 @@
-"""The transfer benchmark's pure parts: cases, ratios and goals, options; and the check of what arrived."""
+"""The transfer bench's pure parts: cases, ratios, goals, options; and the check of received bytes."""
 
 import argparse
 from pathlib import Path

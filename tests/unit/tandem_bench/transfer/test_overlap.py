@@ -1,4 +1,4 @@
-"""What is said of a prompt's phases; the phases themselves come from real workers, by the command."""
+"""The report on a prompt's phases; the command takes the phases from real workers."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What is said of turns two; the turns themselves come from real workers, by the command."""
+"""The report on second turns; the command takes the turns from real workers."""
 
 import pytest
 

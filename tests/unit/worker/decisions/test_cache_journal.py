@@ -1,4 +1,4 @@
-"""Readers of the state and the log know what the worker holds, whatever Redis does to writes."""
+"""Readers of the state and the log learn a worker's content, whatever Redis does to writes."""
 
 from random import Random
 

@@ -1,4 +1,4 @@
-"""Lending of what is below the pool, over a real engine: what comes up is held like the rest, and is the very same."""
+"""Lending from lower tiers over a real engine: restored blocks are held like the rest, with the same bytes."""
 
 import asyncio
 import threading

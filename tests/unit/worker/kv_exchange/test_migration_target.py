@@ -1,4 +1,4 @@
-"""Inheriting over a real engine thread and scheduler, with a hub that does what a test says."""
+"""Inheriting a cache over a real engine thread and scheduler, with a hub scripted by each test."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence

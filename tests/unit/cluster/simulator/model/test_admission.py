@@ -1,4 +1,4 @@
-"""Production's admission before a simulated router: who waits, who is refused, and that nobody is lost."""
+"""Production's admission before a simulated router: waits, refusals, and no lost request."""
 
 from dataclasses import replace
 

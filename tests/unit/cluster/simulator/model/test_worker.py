@@ -1,4 +1,4 @@
-"""A simulated worker's schedule equals the real one, whatever it does in one go and however often it is called."""
+"""A simulated worker's schedule equals the real one, for any grouping of its steps and calls."""
 
 from functools import partial
 from random import Random

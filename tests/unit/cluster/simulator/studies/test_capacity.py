@@ -1,4 +1,4 @@
-"""What a cluster holds: the search, and trials that end before their last request."""
+"""The capacity search, and trials that end before their last request."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Fleets that change while requests run: nobody is lost, machine time adds up, schedules are obeyed."""
+"""Fleets that change under load: no lost request, exact machine time, obeyed schedules."""
 
 import json
 from dataclasses import replace

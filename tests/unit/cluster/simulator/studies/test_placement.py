@@ -1,4 +1,4 @@
-"""Placement on a small load: nearly what one shared cache finds, and less queueing than under least backlog."""
+"""Placement on a small load: nearly the hits of one shared cache, and less queueing than least backlog."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""An end that receives nothing gives the other up; values in the store reach all ranks."""
+"""An end that receives nothing gives up its peer; values in the store reach all ranks."""
 
 import queue
 import re

@@ -1,4 +1,4 @@
-"""Ranks of other nodes come in, and nobody else does: by TLS, by the secret, by what they say they are."""
+"""Only ranks of other nodes may join: by TLS, by the secret and by their stated identity."""
 
 import logging
 import socket

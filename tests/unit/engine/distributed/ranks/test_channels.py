@@ -1,4 +1,4 @@
-"""Rank 0's connections end from any thread, whatever another one does with them meanwhile."""
+"""Rank 0's connections can be closed from any thread, whatever other threads do with them."""
 
 import socket
 

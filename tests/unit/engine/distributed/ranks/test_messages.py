@@ -1,4 +1,4 @@
-"""What ranks tell each other survives JSON; a shared pool is, plane by plane, what a hand-off takes it for."""
+"""Messages between ranks survive JSON; a shared pool has the planes that a hand-off expects."""
 
 from dataclasses import replace
 from pathlib import Path

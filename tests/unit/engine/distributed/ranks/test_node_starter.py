@@ -1,4 +1,4 @@
-"""A node's starter: what it does about signals, and about a machine that has no room for a process."""
+"""A node's starter: signals, and a machine without room for another process."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""Blocks that are freed and used again: their next owner still reads what was written last, cell by cell.
+"""Freed and reused blocks: their next owner reads what was written last, cell by cell.
 
 A transfer that fails, or whose blocks no step ever read, leaves them marked as newer at rank 0. The next owner computes
 into them on the other node, or receives into them again.

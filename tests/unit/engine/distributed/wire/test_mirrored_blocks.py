@@ -1,4 +1,4 @@
-"""Blocks arrive as they left; what is no list of blocks is refused."""
+"""Lists of blocks survive the wire; anything else is refused."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""A step arrives as it was sent, whatever the batch; bytes that are no step are refused."""
+"""Steps survive the wire for any batch; other bytes are refused."""
 
 import random
 from array import array

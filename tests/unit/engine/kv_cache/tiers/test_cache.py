@@ -1,4 +1,4 @@
-"""Cached blocks go down and come up in a real engine, with unchanged output: pool, host memory, disk, restart."""
+"""Cached blocks move to lower tiers and back in a real engine, with unchanged output, also over a restart."""
 
 import asyncio
 import logging

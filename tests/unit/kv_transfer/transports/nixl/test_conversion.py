@@ -1,4 +1,4 @@
-"""`nixl` with a conversion on the way, over an agent that is not there: it moves bytes as late as it may."""
+"""`nixl` with a conversion, over a fake agent that moves bytes as late as it may."""
 
 import socket
 import threading

@@ -1,4 +1,4 @@
-"""Frames of `tcp`: what is damaged, repeated, left out or out of order is refused, and nothing lands wrongly."""
+"""Frames of `tcp`: damaged, repeated, missing or reordered ones are refused, and nothing lands wrongly."""
 
 import os
 import random

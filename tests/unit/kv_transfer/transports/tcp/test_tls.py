@@ -1,4 +1,4 @@
-"""`tcp` in TLS: whom it takes, whom it refuses, and what it says then."""
+"""`tcp` over TLS: accepted and refused peers, and the error messages."""
 
 import json
 import logging

@@ -1,4 +1,4 @@
-"""What is received past its destinations in TLS, where the end of it may have been decrypted already."""
+"""Skipped payload in TLS, whose end may already have been decrypted."""
 
 import socket
 import threading

@@ -1,4 +1,4 @@
-"""torch_dist between GPUs, as far as it can be walked without one.
+"""torch_dist between GPUs, as far as testable without one.
 
 What is real: who may take that way, the handshake, limits, aborts and environment, over a real gloo group. What is not:
 NCCL itself and CUDA's streams.

@@ -1,4 +1,4 @@
-"""Beam search on a model of a few tokens: what `transformers` finds, and what a search over everything finds."""
+"""Beam search on a tiny model against `transformers` and against an exhaustive search."""
 
 import itertools
 import random

@@ -1,4 +1,4 @@
-"""The retry ladder's decisions, and the ledger that placement relies on, without any I/O."""
+"""The retry ladder's decisions, and the ledger that placement uses, without I/O."""
 
 from collections.abc import Callable
 from dataclasses import replace

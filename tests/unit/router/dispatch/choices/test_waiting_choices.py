@@ -1,4 +1,4 @@
-"""Full but healthy workers: requests wait for room, in turn, until their deadline."""
+"""Full but healthy workers: requests wait for room in order, until their deadline."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""A page that many ask for at once."""
+"""An admin page under many concurrent requests."""
 
 import asyncio
 

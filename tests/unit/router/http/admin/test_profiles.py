@@ -1,4 +1,4 @@
-"""/debug/profile: for whom it is, what may be asked, and one at a time."""
+"""/debug/profile: access, options, and one profile at a time."""
 
 import asyncio
 import threading

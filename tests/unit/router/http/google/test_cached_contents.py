@@ -1,4 +1,4 @@
-"""Named caches at the HTTP server, in process: made, found, used, prolonged, deleted, bounded, each tenant's own."""
+"""Named caches at the HTTP server, in process: created, used, extended, deleted, bounded, per tenant."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""How the servers show log probabilities of prompts, and what they take of them."""
+"""Prompt log probabilities at the servers: shapes of answers, and accepted options."""
 
 from collections.abc import AsyncIterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""A model that thinks before it answers, at every server: what it thinks stands apart, and is counted."""
+"""Reasoning models at every server: reasoning is returned separately, and counted."""
 
 import json
 from collections.abc import AsyncIterator

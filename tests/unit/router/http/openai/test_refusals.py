@@ -1,4 +1,4 @@
-"""The HTTP server in process: what it refuses, and how errors look."""
+"""The HTTP server in process: refused requests and the format of errors."""
 
 from collections.abc import AsyncIterator
 from typing import Any

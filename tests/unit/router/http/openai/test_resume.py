@@ -1,4 +1,4 @@
-"""A stream that broke goes on from its last event's id, at this router or another one: nothing twice, nothing lost."""
+"""A broken stream resumes after its last event's id, at any router: nothing twice, nothing lost."""
 
 import asyncio
 import json

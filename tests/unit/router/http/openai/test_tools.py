@@ -1,4 +1,4 @@
-"""Tools in chat over HTTP, in process: what reaches the model and the workers, and what of its text are calls."""
+"""Tools in chat over HTTP, in process: prompts and orders to workers, and parsed calls."""
 
 import json
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""Answers in one piece: how large they may be, and that making them leaves turns of the loop to others."""
+"""Unstreamed answers: their maximum size, and building them without blocking the event loop."""
 
 import asyncio
 from typing import Any

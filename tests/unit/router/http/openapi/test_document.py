@@ -1,4 +1,4 @@
-"""The OpenAPI document says what the server does: all routes, bodies as they are validated, answers as they come."""
+"""The OpenAPI document matches the server: all routes, validated bodies and real answers."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Routes that are called below FastAPI answer as FastAPI itself would."""
+"""Routes called below FastAPI answer as FastAPI itself would."""
 
 from collections.abc import Iterable
 from typing import Annotated, Any

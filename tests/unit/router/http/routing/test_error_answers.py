@@ -1,4 +1,4 @@
-"""An error becomes an answer while there is none, and cuts off one that has begun."""
+"""An error becomes an answer before its start, and cuts it off afterwards."""
 
 import asyncio
 import logging

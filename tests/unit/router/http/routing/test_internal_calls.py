@@ -1,4 +1,4 @@
-"""Requests of batches, which come over no connection."""
+"""Requests of batches, which have no connection."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""The HTTP server's bounds on connections, over real sockets: silent ones, slow ones, too many of them."""
+"""The HTTP server's bounds on connections, over real sockets: silent, slow and too many of them."""
 
 import asyncio
 import socket

@@ -1,4 +1,4 @@
-"""Heads without end, requests that can be read in two ways, and ends that leave the answer alone; real sockets."""
+"""Endless heads, ambiguous requests, and half-closed connections, over real sockets."""
 
 import asyncio
 import socket

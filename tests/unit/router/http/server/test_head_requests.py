@@ -1,4 +1,4 @@
-"""HEAD over real sockets: what GET answers, without its body, and the connection goes on."""
+"""HEAD over real sockets: GET's answer without its body, on a connection that stays open."""
 
 import asyncio
 from collections.abc import AsyncIterator

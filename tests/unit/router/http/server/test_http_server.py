@@ -1,4 +1,4 @@
-"""The HTTP server over real sockets: the official client, leaving clients, hostile bytes."""
+"""The HTTP server over real sockets: the official client, disconnects, hostile bytes."""
 
 import asyncio
 import socket

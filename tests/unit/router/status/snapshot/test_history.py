@@ -1,4 +1,4 @@
-"""Totals become a history, and buckets become quantiles."""
+"""History from totals, and quantiles from buckets."""
 
 import json
 from random import Random

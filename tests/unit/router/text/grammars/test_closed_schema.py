@@ -1,4 +1,4 @@
-"""Closed schemas allow what they name and nothing else, and never what the schemas themselves do not."""
+"""Closed schemas allow only the named properties, and never more than the original schemas."""
 
 import json
 from itertools import permutations

@@ -1,4 +1,4 @@
-"""What must have a structure has it behind the thinking: a grammar lets a model think first, whatever its marks are."""
+"""Structured answers behind reasoning: a grammar lets a model think first, for any reasoning marks."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""What a grammar of calls lets through is what the family's parser reads as calls whose arguments obey the schema."""
+"""Text that a call grammar allows parses as calls whose arguments obey the schema."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""Parsers of tool calls: what they find, and that how a text comes in pieces changes nothing of it."""
+"""Tool call parsers: their results, independently of how the text is split."""
 
 import itertools
 import json

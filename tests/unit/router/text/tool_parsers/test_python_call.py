@@ -1,4 +1,4 @@
-"""A call in Python's words: the same as Python reads, within bounds that Python has not."""
+"""Python-style calls: parsed as Python would, within bounds that Python lacks."""
 
 import ast
 import json
