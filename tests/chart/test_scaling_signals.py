@@ -15,7 +15,7 @@ from cluster.chart.schema import CHART
 from router.admission.cluster_capacity import Shortage
 from tests.chart.rendering import NAMESPACE, RELEASE, render
 from tests.chart.value_sets import GOOD
-from tests.support.cluster.bound_clusters import QUEUE, Bottleneck, at_the_queue, exposition
+from tests.support.cluster.bound_clusters import QUEUE, Bottleneck, exposition, run_until_queue
 
 pytestmark = pytest.mark.slow
 _OURS = f'namespace="{NAMESPACE}",app_kubernetes_io_instance="{RELEASE}"'
@@ -173,7 +173,7 @@ def test_pool_use_signal_reflects_load(workers: Sequence[Work], use: tuple[float
 def test_scaling_signals_of_overloaded_pool_leave_other_pool(bottleneck: Bottleneck, tmp_path: Path) -> None:
     """Production's admission and schedulers on a virtual clock; the rules read what its router shows."""
     shown: list[str] = []
-    at_the_queue(bottleneck, lambda simulation: shown.append(exposition(simulation)))
+    run_until_queue(bottleneck, lambda simulation: shown.append(exposition(simulation)))
     seen = _told(shown[0])
 
     def queried(metric: str, **labels: str) -> float:

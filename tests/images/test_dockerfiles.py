@@ -65,7 +65,7 @@ def test_router_image_does_not_install_torch():
     assert "torch" in needed(read(FOLDER / "worker.Dockerfile"), "cpu")
 
 
-def _where_torch_is_said(index: str) -> subprocess.CompletedProcess[str]:
+def _run_torch_index_step(index: str) -> subprocess.CompletedProcess[str]:
     """What the step that asks for it does."""
     [step] = [step for step in read(FOLDER / "worker.Dockerfile")["index"].steps if step.name == "RUN"]
     variables = {"TORCH_INDEX": index}
@@ -73,12 +73,12 @@ def _where_torch_is_said(index: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_build_without_torch_index_fails_at_once_with_a_hint():
-    refused = _where_torch_is_said("")
+    refused = _run_torch_index_step("")
     assert refused.returncode == 1
     for word in ("TORCH_INDEX is empty", "--build-arg TORCH_INDEX=ADDRESS", "compose", "TORCH_INDEX=configured"):
         assert word in refused.stderr
     for index in ("configured", "file:///srv/index"):
-        assert (_where_torch_is_said(index).returncode, _where_torch_is_said(index).stderr) == (0, "")
+        assert (_run_torch_index_step(index).returncode, _run_torch_index_step(index).stderr) == (0, "")
 
 
 @pytest.mark.parametrize("target", ["cpu", "cuda"])

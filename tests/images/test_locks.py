@@ -93,13 +93,13 @@ def test_router_imports_nothing_excluded_from_its_lock():
     """Wherever the import stands: lazy imports must be found as well."""
     left_out = {module for name in excluded("router") for module in _modules_of(name)}
     assert left_out >= {"torch", "safetensors", "isal"}
-    assert not {path: modules & left_out for path, modules in _imports_of_routers().items() if modules & left_out}
+    assert not {path: modules & left_out for path, modules in _router_imports().items() if modules & left_out}
 
 
 def test_router_imports_are_locked_or_first_party():
     there = {module for name in locked("router") for module in _modules_of(name)}
     known = there | sys.stdlib_module_names | {"router", "tandem"}
-    assert not {path: modules - known for path, modules in _imports_of_routers().items() if modules - known}
+    assert not {path: modules - known for path, modules in _router_imports().items() if modules - known}
 
 
 def test_wheel_contains_all_data_files():
@@ -116,7 +116,7 @@ def test_wheel_contains_all_data_files():
 
 
 @functools.cache
-def _imports_of_routers() -> dict[str, set[str]]:
+def _router_imports() -> dict[str, set[str]]:
     """Top-level modules by file."""
     files = [path for package in ("router", "tandem") for path in (ROOT / package).rglob("*.py")]
     return {str(path.relative_to(ROOT)): {found[1] for found in _IMPORT.finditer(path.read_text())} for path in files}

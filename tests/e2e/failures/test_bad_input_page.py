@@ -35,7 +35,7 @@ def expected(oracle):
     return list(zip(prompts, oracle.batch(prompts, NUM_TOKENS), strict=True))
 
 
-async def beside_streams(cluster, oracle, expected, mischief):
+async def run_beside_streams(cluster, oracle, expected, mischief):
     """Do it while sixteen streams run, again and again until it is done; each says what it always says."""
     task = asyncio.ensure_future(mischief)
     try:
@@ -70,7 +70,7 @@ async def test_http_bad_requests_are_refused(cluster, oracle, expected):
                 assert answer.json()["error"]["message"], name
         assert not wrong
 
-    await beside_streams(cluster, oracle, expected, send_all())
+    await run_beside_streams(cluster, oracle, expected, send_all())
 
 
 async def test_http_endless_body_is_cut_off(cluster, oracle, expected):
@@ -84,7 +84,7 @@ async def test_http_endless_body_is_cut_off(cluster, oracle, expected):
                 with suppress(httpx.ReadError, httpx.WriteError):
                     assert (await http.post(PLAIN, content=endless())).status_code == 413
 
-    await beside_streams(cluster, oracle, expected, send())
+    await run_beside_streams(cluster, oracle, expected, send())
 
 
 def address(cluster):
@@ -125,7 +125,7 @@ async def test_http_client_leaving_at_any_byte_leaves_nothing(cluster, oracle, e
         for size in range(len(data) + 1):
             await exchange(cluster, data[:size], reads=False)
 
-    await beside_streams(cluster, oracle, expected, leave())
+    await run_beside_streams(cluster, oracle, expected, leave())
 
 
 async def code_of(call):
@@ -154,7 +154,7 @@ async def test_grpc_bad_calls_are_refused(cluster, oracle, expected):
             assert await code_of(stub.Generate(good, timeout=0)) is grpc.StatusCode.DEADLINE_EXCEEDED
             assert "".join([one.text async for one in stub.Generate(good)])
 
-    await beside_streams(cluster, oracle, expected, send())
+    await run_beside_streams(cluster, oracle, expected, send())
 
 
 async def test_grpc_reset_calls_leave_nothing(cluster, oracle, expected):
@@ -174,4 +174,4 @@ async def test_grpc_reset_calls_leave_nothing(cluster, oracle, expected):
                     await call.read()
                 call.cancel()
 
-    await beside_streams(cluster, oracle, expected, reset())
+    await run_beside_streams(cluster, oracle, expected, reset())

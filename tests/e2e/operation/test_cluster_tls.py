@@ -11,7 +11,7 @@ from tandem.rpc.cluster_credentials import ClusterCredentials
 from tandem.rpc.mutual_tls import TlsFiles
 from tandem.rpc.tls_check import check_peer
 from tests.previous.release import Release
-from tests.support.e2e.emitted import is_of_certificates, unknown
+from tests.support.e2e.emitted import unknown, uses_certificate_metrics
 from tests.support.monitoring_files import expressions
 from tests.support.running_cluster import running
 
@@ -59,7 +59,7 @@ async def test_cluster_tls_serves_over_both_pools_and_refuses_plain_peers(cluste
         }
 
     await cluster.until(watched)
-    of_certificates = [one for one in expressions() if is_of_certificates(one)]
+    of_certificates = [one for one in expressions() if uses_certificate_metrics(one)]
     assert of_certificates
     assert unknown(of_certificates, (await cluster.http.get("/metrics")).text) == []
 

@@ -13,12 +13,12 @@ from tests.support.e2e.ray_up import (
     ANSWER,
     SECRET,
     STREAMS,
-    asked_all_the_while,
+    assert_same_tokens,
+    continuous_requests,
     endpoints_of,
     lose_a_node,
-    says_the_same,
+    running_on,
     tandem,
-    upped_on,
 )
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
@@ -32,7 +32,7 @@ async def nodes():
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def upped(nodes, tmp_path_factory):
-    async with upped_on(nodes, tmp_path_factory.mktemp("ray")) as made:
+    async with running_on(nodes, tmp_path_factory.mktemp("ray")) as made:
         yield made
 
 
@@ -51,7 +51,7 @@ def answers(oracle):
 @pytest.mark.turn(1)
 async def test_ray_node_dying_under_streams_loses_none(nodes, upped, cluster, answers):
     print(f"\n{await lose_a_node(nodes.kill_one, upped, cluster, answers)}")
-    await says_the_same(cluster, answers, "again")
+    await assert_same_tokens(cluster, answers, "again")
     await cluster.until_idle()
 
 
@@ -61,14 +61,14 @@ async def test_ray_scale_up_adds_workers(upped, cluster, answers):
     await upped.order("scale", "decode=3")
     await cluster.until_workers(4)
     print(f"\njoined {monotonic() - ordered_s:.1f} s after the order")
-    await says_the_same(cluster, answers, "grown")
+    await assert_same_tokens(cluster, answers, "grown")
 
 
 @pytest.mark.turn(1)
 async def test_ray_flip_and_scale_down_lose_no_request(nodes, upped, cluster, answers):
     """Restarts take the same steps; `test_ray_bounds` tests them."""
     before = await nodes.workers()
-    async with asked_all_the_while(cluster, answers, clients=1):
+    async with continuous_requests(cluster, answers, clients=1):
         await upped.order("flip", "prefill")
         flipped = await nodes.workers()
         await upped.order("scale", "prefill=1")
@@ -78,7 +78,7 @@ async def test_ray_flip_and_scale_down_lose_no_request(nodes, upped, cluster, an
     assert [name for pid, name in flipped.items() if pid not in before] == ["prefill-1"]
     assert after == {pid: name for pid, name in flipped.items() if name != "prefill-1"}
     await cluster.until_workers(3)
-    await says_the_same(cluster, answers, "changed")
+    await assert_same_tokens(cluster, answers, "changed")
 
 
 @pytest.mark.turn(0)

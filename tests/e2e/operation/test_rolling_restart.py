@@ -280,7 +280,7 @@ class LoneRouter:
 
 
 @asynccontextmanager
-async def standing_alone(cluster, folder, **more):
+async def running_lone_router(cluster, folder, **more):
     """No process yet; in the end none is left, and each has ended well."""
     folder.chmod(0o700)
     with PortDrawer() as drawer:
@@ -295,7 +295,7 @@ async def standing_alone(cluster, folder, **more):
 
 @pytest.mark.parametrize("speaks_tls", [False, True], ids=["plain", "tls"])
 async def test_single_router_hands_its_listeners_to_its_successor(cluster, oracle, tmp_path, speaks_tls):
-    async with standing_alone(cluster, tmp_path, speaks_tls=speaks_tls) as lone:
+    async with running_lone_router(cluster, tmp_path, speaks_tls=speaks_tls) as lone:
         await lone.start()
         async with loaded(cluster, oracle, 9730, lone) as load:
             await answered(load)
@@ -306,7 +306,7 @@ async def test_single_router_hands_its_listeners_to_its_successor(cluster, oracl
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 async def test_stream_outliving_its_router_continues_at_successor(cluster, oracle, tmp_path):
-    async with standing_alone(cluster, tmp_path) as lone:
+    async with running_lone_router(cluster, tmp_path) as lone:
         await lone.start(SHORT_DRAIN_S)
         streams = LongStreams(lone.http_url, oracle.story(9740, 100))
         reading = asyncio.gather(*(streams.read() for _ in range(LONG_STREAMS)))

@@ -42,7 +42,7 @@ async def post(cluster, prompt, num_tokens, key="key-of-all", **more):
         return await http.post("/v1/completions", json=body(prompt, num_tokens, **more), headers=headers)
 
 
-async def of_named(cluster, method, name="", **more):
+async def request_named_cache(cluster, method, name="", **more):
     """The answer of some process of what is kept by name."""
     headers = {"Authorization": "Bearer key-of-all"}
     path = f"/v1beta/{name or 'cachedContents'}"
@@ -52,7 +52,7 @@ async def of_named(cluster, method, name="", **more):
 
 async def looks_at(cluster, name=""):
     """Status and body, as so many connections see it."""
-    responses = await asyncio.gather(*(of_named(cluster, "GET", name) for _ in range(LOOKS)))
+    responses = await asyncio.gather(*(request_named_cache(cluster, "GET", name) for _ in range(LOOKS)))
     return [(look.status_code, look.json()) for look in responses]
 
 
@@ -70,7 +70,7 @@ async def make_named(cluster):
     """Return the description of a named cache as its creator gets it."""
     rules = " ".join(f"Rule {i}: be kind to the fox number {i}." for i in range(8))
     body = {"model": "tandem-tiny", "systemInstruction": {"parts": [{"text": rules}]}, "ttl": "600s"}
-    made = await of_named(cluster, "POST", json=body)
+    made = await request_named_cache(cluster, "POST", json=body)
     assert made.status_code == 200, made.text
     return made.json()
 
@@ -143,10 +143,10 @@ async def test_named_cache_is_shared_by_router_processes(cluster):
         return await cluster.figure("tandem_worker_pinned_prefixes") == 1
 
     await cluster.until(one_pin)  # reported with the worker's next load; whichever process renews it, it is one
-    patched = (await of_named(cluster, "PATCH", name, json={"ttl": "1200s"})).json()
+    patched = (await request_named_cache(cluster, "PATCH", name, json={"ttl": "1200s"})).json()
     assert patched["expireTime"] > cache["expireTime"]
     assert await looks_at(cluster) == [(200, {"cachedContents": [patched]})] * LOOKS
-    assert (await of_named(cluster, "DELETE", name)).json() == {}
+    assert (await request_named_cache(cluster, "DELETE", name)).json() == {}
     assert {status for status, _ in await looks_at(cluster, name)} == {404}
 
 

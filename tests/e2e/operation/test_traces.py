@@ -9,7 +9,7 @@ import pytest
 from tandem.v1 import inference_pb2 as pb
 from tandem.v1.common_pb2 import SamplingParams
 from tandem.v1.inference_pb2_grpc import InferenceStub
-from tests.support.e2e.failed_over import check_lost_decoder, check_second_hand_off, until_sent
+from tests.support.e2e.failed_over import check_lost_decoder, check_retried_hand_off, until_sent
 from tests.support.otlp_receiver import OtlpReceiver, Received, otlp_receiver
 from tests.support.running_cluster import WAIT_S, RunningCluster, body, running
 
@@ -158,7 +158,7 @@ async def check_figures(cluster: RunningCluster, span: Received, direction: str,
     assert span.attributes["tandem.transfer.seconds"] > 0.0
 
 
-def hold_no_words(spans: list[Received]) -> bool:
+def have_short_attributes(spans: list[Received]) -> bool:
     """Whether attributes are short: no prompt, no token ids."""
     texts = [text for span in spans for text in span.attributes.values() if isinstance(text, (str, list))]
     return all(len(text) < 100 for text in texts)
@@ -206,12 +206,12 @@ async def test_trace_spans_both_pools_and_a_fetch(oracle):
             await cluster.until_idle()
             held = {state: await cluster.figure("tandem_worker_transfer_blocks", state=state) for state in STATES}
             assert held == dict.fromkeys(STATES, 0.0)
-            await check_second_hand_off(cluster, receiver, oracle, traced(trace[4]))
+            await check_retried_hand_off(cluster, receiver, oracle, traced(trace[4]))
             await check_lost_decoder(cluster, receiver, oracle, traced(trace[5]))
             await check_failover(cluster, receiver, oracle, trace[6])
         assert not receiver.of_trace(trace[2]), "its client did not want it traced"
         assert {"router", "decode-0"} <= {s.instance for s in receiver.spans if s.trace_id not in trace}
-    assert hold_no_words(receiver.spans)
+    assert have_short_attributes(receiver.spans)
     assert all(sent["x-key"] == "k" for sent in receiver.metadata)
 
 

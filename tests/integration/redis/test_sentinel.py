@@ -87,10 +87,10 @@ async def loaded(group: SentinelGroup) -> AsyncIterator[tuple[list[PublishingWor
         await load.goes_on(20)
         yield workers, routers, load
         await load.stop()
-        await all_is_known(workers, routers)
+        await until_all_synchronized(workers, routers)
 
 
-async def all_is_known(workers: list[PublishingWorker], routers: list[Router]) -> None:
+async def until_all_synchronized(workers: list[PublishingWorker], routers: list[Router]) -> None:
     """Until the routers know what the workers hold, and all of them are connected."""
     await until(lambda: all(each.agrees_with(*workers) for each in routers), "all routers know what workers hold")
     await until(lambda: all(link.is_up for each in routers for link in each.board.links), "routers are connected")

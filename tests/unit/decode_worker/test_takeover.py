@@ -46,12 +46,12 @@ class Paced(Bench):
         runner: Any = host.parts.runner
         execute = runner.execute
 
-        def execute_if_let(batch: Batch) -> list[SampledToken]:
+        def execute_when_allowed(batch: Batch) -> list[SampledToken]:
             if any(item.samples for item in batch.items):
                 self._steps.acquire()
             return execute(batch)
 
-        runner.execute = execute_if_let
+        runner.execute = execute_when_allowed
 
     def go_on(self) -> None:
         """Without a stop from now on."""

@@ -14,7 +14,7 @@ from cluster.simulator.model.simulation import Simulation
 from cluster.simulator.studies.elastic import fullness as simulated_fullness
 from tandem.errors import Code
 from tandem.values.roles import WorkerRole
-from tests.support.cluster.bound_clusters import Bottleneck, at_the_queue, exposition
+from tests.support.cluster.bound_clusters import Bottleneck, exposition, run_until_queue
 from tests.support.cluster.planned_worker import PERIOD_S, TARGETS, WORKER
 from tests.support.cluster.router_figures import RouterCounters, backlog, steps
 
@@ -204,7 +204,7 @@ def test_load_watch_router_metrics_match_simulated_queue_and_kv(bottleneck: Bott
         # Workers' word is half a second old.
         assert 0.0 < estimate[1] == pytest.approx(truth[1], abs=0.5)
 
-    at_the_queue(bottleneck, look)
+    run_until_queue(bottleneck, look)
     assert looked
 
 

@@ -19,7 +19,7 @@ from cluster.supervisor.process_view import SilentWatcher
 from cluster.supervisor.supervisor import ProcessState, RestartPolicy, Role
 from tests.support.cluster.fake_cluster import fake_command, fake_config
 
-pytestmark = pytest.mark.usefixtures("hangups_end_processes")
+pytestmark = pytest.mark.usefixtures("default_sighup")
 
 ROOT = Path(__file__).resolve().parents[4]
 POLICY = RestartPolicy(stop_early_s=0.5, backoff_s=0.01, max_rapid_deaths=2, start_timeout_s=30)

@@ -141,10 +141,10 @@ class World:
                 self.members[name] = replace(one, state=ProcessState.READY)
                 self.members = all_connected(self.members)
             elif one.state is ProcessState.STARTING:
-                self.meet_fate(name, one, rollout)
+                self.apply_fate(name, one, rollout)
         self.note()
 
-    def meet_fate(self, name, one, rollout):
+    def apply_fate(self, name, one, rollout):
         fate = self.fates.pop(0) if self.fates else "serves"
         if fate == "dies" and name not in self.needed:
             self.leave(name, rollout, f"{name} exited")

@@ -153,7 +153,7 @@ def test_triton_decode_padding_rows_are_zero(splits, fixed_keys):
     assert out[0].isfinite().all()
 
 
-def far_layer():
+def layer_beyond_4g_elements():
     """Two blocks beyond 2^32 elements: the cache is memory that is reserved, and touched only where it is used."""
     head_dim, block_size, block = 128, 16, 2**20
     pages = torch.empty(block + 2, 2, 1, block_size, head_dim, dtype=torch.float16)
@@ -163,7 +163,7 @@ def far_layer():
 
 
 def test_triton_attention_large_offsets_do_not_wrap():
-    layer, tables = far_layer()
+    layer, tables = layer_beyond_4g_elements()
     queries = randn(random.Random(2), 3, 2, layer.head_dim, dtype=torch.float16)
     expected = reference.attention(queries, layer, tables=tables, starts=int32([18]), counts=int32([3]), window=None)
     out = torch.empty_like(queries)

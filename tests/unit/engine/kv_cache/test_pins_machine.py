@@ -53,7 +53,7 @@ class Pins:
         super().take_output(output)  # type: ignore[misc]
 
     @invariant()
-    def pins_are_bounded_and_keep_what_they_hold(self) -> None:
+    def pins_are_bounded_and_keep_blocks(self) -> None:
         if not hasattr(self, "sched"):
             return
         totals = self.sched.pins.totals()

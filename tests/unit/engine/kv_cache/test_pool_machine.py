@@ -118,7 +118,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.blocks.unpromise(min(n, self.blocks.num_promised))
 
     @rule(n=st.integers(1, 6))
-    def keep_promise(self, n: int) -> None:
+    def allocate_from_promised(self, n: int) -> None:
         self.blocks.release(self.blocks.allocate_promised(min(n, self.blocks.num_promised)))
 
     @rule()
@@ -133,7 +133,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert refs == [owned.count(BlockId(i)) for i in range(12)]
 
     @invariant()
-    def events_tell_the_index(self) -> None:
+    def events_match_index(self) -> None:
         for event in self.events.drain().events:
             match event:
                 case Stored(name=name, parent=parent):

@@ -68,7 +68,7 @@ class PipelinedMachine(SchedulerMachine):
                 assert pool.num_refs(table[i]) - read[table[i]] == 1
 
     @invariant()
-    def nothing_under_way_is_anybody_elses(self) -> None:
+    def pending_steps_use_own_blocks(self) -> None:
         for step in self.late.pending:
             blocks = step.blocks()
             assert all(self.sched.blocks.pool.num_refs(block) for block in blocks)
@@ -76,7 +76,7 @@ class PipelinedMachine(SchedulerMachine):
                 assert not blocks & {*request.block_table[request.num_computed_tokens // ledger.BLOCK :]}
 
     @invariant()
-    def nothing_under_way_writes_what_peers_were_told_to_read(self) -> None:
+    def pending_steps_never_write_shared_sources(self) -> None:
         """Until it is released; so nobody who reads it has to wait for the device."""
         alive = (RequestState.RUNNING, RequestState.HELD)
         outputs = {
@@ -89,7 +89,7 @@ class PipelinedMachine(SchedulerMachine):
             assert not outputs & step.written()
 
     @invariant()
-    def ends_are_the_right_ones(self) -> None:
+    def finish_reasons_are_right(self) -> None:
         for request_id, reason in self.ended.items():
             request, outputs = self.requests[request_id], self.outputs[request_id]
             if reason is FinishReason.ERROR:

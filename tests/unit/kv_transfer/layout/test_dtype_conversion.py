@@ -43,7 +43,7 @@ def every_16_bits(dtype):
     return torch.where(values.isfinite(), values, 0)
 
 
-def hard_floats(seed):
+def edge_case_floats(seed):
     """float32 of all magnitudes; around the middles between codes of e4m3 and beyond their bounds."""
     generator = torch.Generator().manual_seed(seed)
     bits = torch.randint(-(2**31), 2**31 - 1, (1 << 17,), generator=generator).to(torch.int32).view(torch.float32)
@@ -57,7 +57,7 @@ def hard_floats(seed):
 
 
 def values_of(dtype, seed=0):
-    return hard_floats(seed) if dtype == "float32" else every_16_bits(dtype)
+    return edge_case_floats(seed) if dtype == "float32" else every_16_bits(dtype)
 
 
 @pytest.mark.parametrize("dtype", PLAIN)

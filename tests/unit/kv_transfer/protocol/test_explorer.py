@@ -21,11 +21,11 @@ SAME = MEETINGS[0]
 
 @pytest.fixture
 def show(capsys: pytest.CaptureFixture[str]):
-    def show_it(explored: Explored) -> None:
+    def print_result(explored: Explored) -> None:
         with capsys.disabled():
             print(f"\n{explored}")
 
-    return show_it
+    return print_result
 
 
 @pytest.mark.parametrize("world", DAILY, ids=str)

@@ -157,7 +157,7 @@ FAR = RouterConfig(
 
 
 @asynccontextmanager
-async def used_by_two(config: RouterConfig) -> AsyncIterator[httpx.AsyncClient]:
+async def server_used_by_two_tenants(config: RouterConfig) -> AsyncIterator[httpx.AsyncClient]:
     """A real server behind which two tenants had an answer."""
     async with listening(config) as port, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
         for key in ("acmes", "acmes", "others"):
@@ -174,7 +174,7 @@ def tenants_in(page: str) -> set[str | None]:
 
 
 async def test_metrics_beyond_loopback_require_operator_key() -> None:
-    async with used_by_two(FAR) as client:
+    async with server_used_by_two_tenants(FAR) as client:
         assert (await client.get("/metrics")).status_code == 401
         refused = await client.get("/metrics", headers={"x-api-key": "acmes"})
         assert refused.status_code == 403
@@ -188,7 +188,7 @@ async def test_metrics_beyond_loopback_require_operator_key() -> None:
 
 async def test_metrics_open_to_keys_show_only_own_tenant() -> None:
     for_keys = FAR.model_copy(update={"operator_access": OperatorAccess(metrics="key")})
-    async with used_by_two(for_keys) as client:
+    async with server_used_by_two_tenants(for_keys) as client:
         own = (await client.get("/metrics", headers={"x-api-key": "acmes"})).text
         assert tenants_in(own) == {"acme"}
         assert "other-company" not in own

@@ -58,15 +58,15 @@ def test_local_prefill_threshold_agrees_with_placement(seed: int) -> None:
     view = view_of(workers)
     most = room_of(workers, model).most_tokens
 
-    def reads_itself(num_tokens: int) -> bool:
+    def prefills_locally(num_tokens: int) -> bool:
         placed = place(demand_of(view, num_tokens, matched={}), view, model, Random(1))
         return placed.prefill is None
 
     if most < 10_000_000:
-        assert most < 1 or reads_itself(int(most))
-        assert not reads_itself(int(most) + 2)
+        assert most < 1 or prefills_locally(int(most))
+        assert not prefills_locally(int(most) + 2)
     else:
-        assert reads_itself(1_000_000)
+        assert prefills_locally(1_000_000)
 
 
 def desk(*workers: WorkerSnapshot, costs: CostModel | None = EXACT) -> AdmissionBench:

@@ -16,7 +16,7 @@ from tests.unit.router.batches.test_batches import KEYS, TEXT, line
 
 
 @pytest.fixture(autouse=True)
-def _careless_umask() -> Iterator[None]:
+def _permissive_umask() -> Iterator[None]:
     before = os.umask(0)
     yield
     os.umask(before)

@@ -288,13 +288,13 @@ async def test_client_leaving_at_its_turn_is_not_charged() -> None:
         turns: list[AdmissionEntry] = []
         pump = gate.queue.admission.pump
 
-        def leave_on_turn() -> list[AdmissionEntry]:
+        def cancel_when_admitted() -> list[AdmissionEntry]:
             if given := pump():
                 turns.extend(given)
                 waiting.cancel()
             return given
 
-        gate.queue.admission.pump = leave_on_turn
+        gate.queue.admission.pump = cancel_when_admitted
         held.give_all()
         await asyncio.gather(running, waiting, return_exceptions=True)
         assert [entry.ticket.tenant for entry in turns] == ["a"]

@@ -133,13 +133,13 @@ async def test_finish_choice_ends_with_known_figures() -> None:
 
 
 async def test_finish_choice_leaves_other_choice_running() -> None:
-    async def first_is_endless(submission: Submission) -> None:
+    async def hang_first_choice(submission: Submission) -> None:
         if submission.submit.choice_index == 0:
             submission.give(submission.tokens[:1])
         else:
             await answer(submission)
 
-    worker = FakeWorker("d0", script=first_is_endless)
+    worker = FakeWorker("d0", script=hang_first_choice)
     async with cluster(worker) as router:
         ends: dict[int, FinishReason] = {}
         async for delta in router.generate(routed(n=2)):

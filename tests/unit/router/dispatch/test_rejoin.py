@@ -110,7 +110,7 @@ class World:
         return asyncio.create_task(collect(self.dispatcher.generate(routed(n=num_choices))))
 
 
-def on_its_own_clock(test: Callable[[World], Awaitable[None]], *, rejoin_s: float) -> None:
+def run_on_virtual_clock(test: Callable[[World], Awaitable[None]], *, rejoin_s: float) -> None:
     async def run() -> None:
         await test(World(rejoin_s))
 
@@ -147,7 +147,7 @@ def test_rejoining_worker_continues_the_stream(num_choices: int, away_s: float) 
         assert await answer == expected
         assert world.dispatcher.num_inflight == 0
 
-    on_its_own_clock(test, rejoin_s=60.0)
+    run_on_virtual_clock(test, rejoin_s=60.0)
 
 
 @pytest.mark.parametrize("num_choices", [1, 2])
@@ -171,7 +171,7 @@ def test_rejoin_timeout_names_the_limit(num_choices: int) -> None:
         assert caught.value.retry_after_s == 1.0
         assert world.dispatcher.num_inflight == 0
 
-    on_its_own_clock(test, rejoin_s=30.0)
+    run_on_virtual_clock(test, rejoin_s=30.0)
 
 
 def test_rejoin_limit_is_configurable() -> None:

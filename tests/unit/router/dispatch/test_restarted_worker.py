@@ -67,7 +67,7 @@ async def test_stream_of_former_incarnation_continues_unmixed() -> None:
         client = asyncio.create_task(collect(router.generate(routed())))
         first = await worker.submissions.get()
         await router.registry.until(lambda: bool(router.dispatcher._runs))
-        worker.script = _says_first_what_its_former_life_would
+        worker.script = _send_stale_attempt_then_answer
         await restart(worker, router, live=1)
         second = await worker.submissions.get()
         assert (first.submit.attempt, second.submit.attempt) == (1, 2)
@@ -79,6 +79,6 @@ async def _two_tokens(submission: Submission) -> None:
     submission.give(submission.tokens[:2])
 
 
-async def _says_first_what_its_former_life_would(submission: Submission) -> None:
+async def _send_stale_attempt_then_answer(submission: Submission) -> None:
     submission.give([1, 2, 3], first_index=2, attempt=1)
     await answer(submission)

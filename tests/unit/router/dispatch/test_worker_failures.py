@@ -65,7 +65,7 @@ async def test_request_larger_than_every_pool_is_refused_unsent() -> None:
         assert worker.submissions.empty()
 
 
-def _first_attempt_gives(count: int) -> Script:
+def _first_attempt_stalls_after(count: int) -> Script:
     """The first attempt gives so many tokens and then hangs; later ones answer in full."""
 
     async def script(submission: Submission) -> None:
@@ -90,7 +90,7 @@ async def _holder_first(workers: Sequence[FakeWorker]) -> list[FakeWorker]:
 @pytest.mark.parametrize("survivors", [0, 1, 5, 8])
 async def test_crash_mid_stream_continues_on_another_worker(survivors: int) -> None:
     """The text equals the undisturbed one, wherever the crash falls."""
-    workers = [FakeWorker(name, script=_first_attempt_gives(survivors)) for name in ("d0", "d1")]
+    workers = [FakeWorker(name, script=_first_attempt_stalls_after(survivors)) for name in ("d0", "d1")]
     tokens: list[int] = []
     finishes: list[ChoiceFinish] = []
     received = asyncio.Event()
@@ -121,7 +121,7 @@ async def test_crash_mid_stream_continues_on_another_worker(survivors: int) -> N
 
 
 async def test_crash_with_four_choices_loses_none() -> None:
-    doomed = FakeWorker("d0", script=_first_attempt_gives(3))
+    doomed = FakeWorker("d0", script=_first_attempt_stalls_after(3))
     async with cluster(doomed) as router:
         tokens: dict[int, list[int]] = {c: [] for c in range(4)}
         restarted = FakeWorker("d0", incarnation=2, port=doomed.port)
@@ -136,7 +136,7 @@ async def test_crash_with_four_choices_loses_none() -> None:
 
 
 async def test_lost_stream_waits_for_restarted_worker() -> None:
-    worker = FakeWorker("d0", script=_first_attempt_gives(2))
+    worker = FakeWorker("d0", script=_first_attempt_stalls_after(2))
     async with cluster(worker) as router:
         client = asyncio.create_task(collect(router.generate(routed())))
         await worker.submissions.get()
@@ -177,7 +177,7 @@ async def test_attempts_without_progress_are_bounded() -> None:
 async def test_worker_token_gap_is_retried_and_repeats_are_dropped() -> None:
     """A gap is the worker's fault and another continues; tokens that the client has are dropped."""
 
-    async def stutters_then_skips(submission: Submission) -> None:
+    async def repeat_then_skip_tokens(submission: Submission) -> None:
         if submission.submit.attempt > 1:
             await answer(submission)
             return
@@ -186,7 +186,7 @@ async def test_worker_token_gap_is_retried_and_repeats_are_dropped() -> None:
         submission.give(tokens[1:4], first_index=1)
         submission.give(tokens[6:], first_index=6)
 
-    workers = [FakeWorker(name, script=stutters_then_skips) for name in ("d0", "d1")]
+    workers = [FakeWorker(name, script=repeat_then_skip_tokens) for name in ("d0", "d1")]
     async with cluster(*workers) as router:
         assert (await collect(router.generate(routed())))[0] == expected_tokens(PROMPT, count=8, seed=3)
         assert router.observed.retries == ["worker_fault"]
@@ -194,12 +194,12 @@ async def test_worker_token_gap_is_retried_and_repeats_are_dropped() -> None:
 
 
 async def test_stale_attempts_are_not_delivered() -> None:
-    async def mixes_attempts(submission: Submission) -> None:
+    async def send_other_attempts(submission: Submission) -> None:
         submission.give([1, 2, 3], attempt=submission.submit.attempt + 1)
         submission.give([4, 5, 6], attempt=0)
         await answer(submission)
 
-    worker = FakeWorker("d0", script=mixes_attempts)
+    worker = FakeWorker("d0", script=send_other_attempts)
     async with cluster(worker) as router:
         assert (await collect(router.generate(routed())))[0] == expected_tokens(PROMPT, count=8, seed=3)
         assert router.observed.retries == []
@@ -223,10 +223,10 @@ async def test_prefill_workers_final_refusal_ends_the_request() -> None:
 
 
 async def test_tokens_precede_error_delivered_with_them() -> None:
-    async def gives_up(submission: Submission) -> None:
+    async def finish_with_error(submission: Submission) -> None:
         submission.give(submission.tokens[:3], finish=FinishReason.ERROR)
 
-    async with cluster(FakeWorker("d0", script=gives_up)) as router:
+    async with cluster(FakeWorker("d0", script=finish_with_error)) as router:
         tokens: list[int] = []
 
         async def client() -> None:

@@ -152,13 +152,13 @@ async def test_canary_error_is_logged_and_probing_continues(caplog: pytest.LogCa
     async with cluster(FakeWorker("d0")) as router, _canary(router) as (canary, _):
         generate, called = router.dispatcher.generate, asyncio.Event()
 
-        def faulty_at_first(request: RoutedRequest) -> AsyncGenerator[ChoiceDelta, None]:
+        def fail_first_canary(request: RoutedRequest) -> AsyncGenerator[ChoiceDelta, None]:
             if request.request_id == "canary-0":
                 raise RuntimeError("a fault of ours")
             called.set()
             return generate(request)
 
-        router.dispatcher.generate = faulty_at_first
+        router.dispatcher.generate = fail_first_canary
         async with canary, asyncio.timeout(20.0):
             await called.wait()
         assert "a fault of ours" in caplog.text

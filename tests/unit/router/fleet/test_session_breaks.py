@@ -108,7 +108,7 @@ async def test_repeated_session_breaks_condemn_no_request() -> None:
         router.assert_idle()
 
 
-async def _back_and_answered(
+async def _restart_and_assert_answers(
     running: asyncio.Task[dict[int, list[int]]], away: list[FakeWorker], router: Cluster
 ) -> None:
     """Two sessions are away at once: not before they are back is it known that nobody died."""
@@ -133,7 +133,7 @@ async def test_successive_session_breaks_condemn_no_request() -> None:
             await worker.crash()
             worker.script = answer
         await router.registry.until_live(0)
-        await _back_and_answered(running, workers, router)
+        await _restart_and_assert_answers(running, workers, router)
 
 
 async def test_successive_prefill_session_breaks_condemn_no_request() -> None:
@@ -152,4 +152,4 @@ async def test_successive_prefill_session_breaks_condemn_no_request() -> None:
         # Its own worker must not be the next, either.
         await submission.cancelled.wait()
         decode.script = answer
-        await _back_and_answered(running, list(prefill.values()), router)
+        await _restart_and_assert_answers(running, list(prefill.values()), router)

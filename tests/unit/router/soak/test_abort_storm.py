@@ -39,7 +39,7 @@ async def test_abort_storm_leaves_no_state() -> None:
     whole.assert_nothing_is_left()
 
 
-async def turns_of_a_crowd(whole: WholeRouter) -> int:
+async def turns_to_serve_crowd(whole: WholeRouter) -> int:
     """How long it takes until a crowd is served that is larger than what may run at once."""
     whole.rng = Random(5)
     assert await whole.crowd(4 * MAX_INFLIGHT, lambda: PATIENT) == 4 * MAX_INFLIGHT
@@ -49,9 +49,9 @@ async def turns_of_a_crowd(whole: WholeRouter) -> int:
 async def test_abort_storm_does_not_slow_later_work() -> None:
     """Measured in turns of the event loop, the only time here."""
     calm, stormy = WholeRouter(3), WholeRouter(3)
-    before = await turns_of_a_crowd(calm)
+    before = await turns_to_serve_crowd(calm)
     await storm(stormy, 8)
-    assert await turns_of_a_crowd(stormy) <= before / 0.95
+    assert await turns_to_serve_crowd(stormy) <= before / 0.95
     stormy.assert_nothing_is_left()
 
 
@@ -118,7 +118,7 @@ RATE = 18.0
 """Requests a second of 100 tokens: nine tenths of what two workers of 1,000 tokens a second compute."""
 
 
-def served_afterwards(*, stormy: bool) -> int:
+def num_served_after_storm(*, stormy: bool) -> int:
     """First tokens in the seconds that begin `RECOVERS_S` after a storm, or after just as much calm."""
     policy = AdmissionPolicy(max_queue_s=2.0, room=CapacityPolicy(worker_backlog_s=0.25, max_running_per_worker=32))
     world, rng = LeavingWorld(policy=policy), Random(4)
@@ -139,6 +139,6 @@ def served_afterwards(*, stormy: bool) -> int:
 
 
 def test_abort_storm_throughput_recovers_in_five_seconds() -> None:
-    calm = served_afterwards(stormy=False)
+    calm = num_served_after_storm(stormy=False)
     assert calm > 0.8 * RATE * WATCHED_S, "the load that is compared is served"
-    assert served_afterwards(stormy=True) >= 0.95 * calm
+    assert num_served_after_storm(stormy=True) >= 0.95 * calm

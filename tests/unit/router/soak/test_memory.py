@@ -169,7 +169,7 @@ async def test_memory_of_http_server_does_not_grow(num_requests: int) -> None:
     assert meter.objects_per_request() * num_requests < MOST_OBJECTS_MORE, meter.samples
 
 
-def forgetting_nothing(*_: object, **__: object) -> None:
+def never_evict(*_: object, **__: object) -> None:
     """Instead of whatever forgets."""
 
 
@@ -185,7 +185,7 @@ def forgetting_nothing(*_: object, **__: object) -> None:
 async def test_memory_meter_finds_a_leak(
     owner: type, forgets: str, keeper: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(owner, forgets, forgetting_nothing)
-    monkeypatch.setattr(WholeRouter, "assert_nothing_is_left", forgetting_nothing)
+    monkeypatch.setattr(owner, forgets, never_evict)
+    monkeypatch.setattr(WholeRouter, "assert_nothing_is_left", never_evict)
     meter = await Soak(1).measured(400, warm_up=100)
     assert any(keeper in way for way in meter.grown(5)), meter.grown(1)

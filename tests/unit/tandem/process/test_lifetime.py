@@ -14,7 +14,7 @@ from tandem.errors import ConfigError
 from tandem.process.hangup import on_hangup
 from tandem.process.lifetime import Lifetime, OneAtATime, router_main
 
-pytestmark = pytest.mark.usefixtures("hangups_end_processes")
+pytestmark = pytest.mark.usefixtures("default_sighup")
 
 
 async def _fail_in_a_task_group(*_: object) -> None:

@@ -77,7 +77,7 @@ async def test_members_with_different_certificates_serve_each_other(authority: A
 
 
 @asynccontextmanager
-async def serving_in_spite(files: TlsFiles) -> AsyncIterator[str]:
+async def serving_with_invalid_certificate(files: TlsFiles) -> AsyncIterator[str]:
     """A server with a certificate that a process would not start with, such as one that has expired since."""
     config = grpc.ssl_server_certificate_configuration([(files.key.read_bytes(), files.cert.read_bytes())])
     server = make_server(ClusterAuth(b"s" * 16))
@@ -135,7 +135,7 @@ async def test_server_with_wrong_certificate_of_the_right_ca_is_refused(
     details, reason: str, authority: Authority, issue: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     client = ClusterCredentials(issue(authority))
-    async with serving_in_spite(issue(authority, "wrong", **details)) as address:
+    async with serving_with_invalid_certificate(issue(authority, "wrong", **details)) as address:
         await assert_refused(address, client, f"the peer's certificate is refused: {reason}", caplog)
 
 

@@ -169,7 +169,7 @@ def test_tracer_invalid_otel_variable_is_config_error(
         open_tracer(AsyncExitStack(), config, service="s", instance="i")
 
 
-def without_the_extra(config: str, **environment: str) -> str:
+def run_without_opentelemetry(config: str, **environment: str) -> str:
     code = (
         "import sys\nsys.modules['opentelemetry'] = None\n"
         "from contextlib import AsyncExitStack\n"
@@ -188,13 +188,13 @@ def without_the_extra(config: str, **environment: str) -> str:
 
 
 def test_tracing_without_library_named_in_yaml_is_error() -> None:
-    output = without_the_extra("otlp_endpoint='http://localhost:4317'")
+    output = run_without_opentelemetry("otlp_endpoint='http://localhost:4317'")
     assert "telemetry.otlp_endpoint" in output
     assert "tandem-serve[telemetry]" in output
 
 
 def test_tracing_without_library_named_in_variable_is_logged() -> None:
-    output = without_the_extra("", OTEL_EXPORTER_OTLP_ENDPOINT="http://localhost:4317")
+    output = run_without_opentelemetry("", OTEL_EXPORTER_OTLP_ENDPOINT="http://localhost:4317")
     assert "NoTracer" in output
     assert "OTEL_EXPORTER_OTLP_ENDPOINT is set, but nothing is traced" in output
     assert "tandem-serve[telemetry]" in output

@@ -41,7 +41,7 @@ class FakeEngine:
 
 
 @pytest.fixture(autouse=True)
-def _no_settling(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_settle_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounds, "_SETTLE_S", 0.0)
 
 

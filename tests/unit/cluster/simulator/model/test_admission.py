@@ -13,7 +13,7 @@ from cluster.simulator.studies.capacity import what_breaks
 from router.admission.cluster_capacity import CapacityPolicy, Shortage
 from router.admission.counts import Rejection
 from router.admission.types import AdmissionPolicy
-from tests.support.cluster.bound_clusters import QUEUE, Bottleneck, at_the_queue, held
+from tests.support.cluster.bound_clusters import QUEUE, Bottleneck, held, run_until_queue
 from tests.support.cluster.small_clusters import cluster, load
 from tests.unit.cluster.simulator.model.test_simulation import audit
 
@@ -100,6 +100,6 @@ def test_simulated_admission_queued_requests_outlive_a_worker() -> None:
 @pytest.mark.parametrize("bottleneck", ["prefill", "decode"])
 def test_simulated_admission_reports_the_full_pool_it_waits_for(bottleneck: Bottleneck) -> None:
     seen: dict[Shortage, int] = {}
-    at_the_queue(bottleneck, lambda simulation: seen.update(held(simulation)))
+    run_until_queue(bottleneck, lambda simulation: seen.update(held(simulation)))
     assert seen.keys() == {Shortage(bottleneck)}
     assert seen[Shortage(bottleneck)] >= QUEUE

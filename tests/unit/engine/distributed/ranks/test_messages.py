@@ -44,16 +44,16 @@ def test_rank_setup_gives_each_rank_its_gpu() -> None:
 
 
 def test_rank_on_another_machine_uses_its_threads() -> None:
-    def of_eight(wanted: int | None, num_sharers: int) -> int:
+    def split_eight(wanted: int | None, num_sharers: int) -> int:
         return wanted or 8 // num_sharers
 
     over_nodes = replace(SETUP, num_nodes=2, num_sharers=2)
-    assert over_nodes.of_rank(1).on_own_machine(of_eight) == SETUP.backend, "rank 0 has counted for both"
-    there = over_nodes.of_rank(2).on_own_machine(of_eight)
+    assert over_nodes.of_rank(1).on_own_machine(split_eight) == SETUP.backend, "rank 0 has counted for both"
+    there = over_nodes.of_rank(2).on_own_machine(split_eight)
     assert there == replace(SETUP.backend, num_threads=4, binds_threads=False)
-    alone = replace(over_nodes, num_sharers=1).of_rank(3).on_own_machine(of_eight)
+    alone = replace(over_nodes, num_sharers=1).of_rank(3).on_own_machine(split_eight)
     assert (alone.num_threads, alone.binds_threads) == (8, True)
-    assert replace(over_nodes, num_threads=5).of_rank(2).on_own_machine(of_eight).num_threads == 5
+    assert replace(over_nodes, num_threads=5).of_rank(2).on_own_machine(split_eight).num_threads == 5
 
 
 def test_memory_shortage_names_smallest_machine() -> None:

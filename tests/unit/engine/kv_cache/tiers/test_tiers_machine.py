@@ -110,14 +110,14 @@ class Tiers:
                 case Cleared():
                     self.told_names.clear()
 
-    def cluster_knows_what_is_here(self) -> None:
+    def reported_blocks_equal_snapshot(self) -> None:
         next_seq, stored = self.sched.blocks.snapshot()
         names = [event.name for event in stored]
         assert len(names) == len(set(names))
         if next_seq == self.next_seq:
             assert self.told_names == set(names)
 
-    def disk_is_bounded_and_known(self) -> None:
+    def disk_files_equal_index(self) -> None:
         if not self.disk.writes and not self.disk.reads and not self.disk.done and self.disk.capacity:
             assert self.disk.files.keys() == set(self.sched.tiers._disk)
 
@@ -129,7 +129,7 @@ class Tiers:
             self.disk.work()
             self.sched.tiers.collect()
         self.sched.check_invariants()
-        self.disk_is_bounded_and_known()
+        self.disk_files_equal_index()
         assert not self.sched.tiers._host.num_pins
         assert not self.sched.tiers._waits
         assert all(counts.num_blocks <= counts.capacity_blocks for counts in self.sched.load().tiers)
@@ -189,8 +189,8 @@ def history(machine: type[TieredMachine | TieredPipelinedMachine], seed: int, *,
         else:
             worker.step(draw.randint(1, 12), draw.choice([0, 1, 3, 99]))
         worker.conserved()
-        worker.cluster_knows_what_is_here()
-        worker.disk_is_bounded_and_known()
+        worker.reported_blocks_equal_snapshot()
+        worker.disk_files_equal_index()
         worker.pinned_sources_keep_their_content()
     worker.disk.is_full = False
     worker.teardown()

@@ -54,7 +54,7 @@ def put_together(chunks: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     return choices
 
 
-def of_whole(answer: dict[str, Any]) -> dict[int, dict[str, Any]]:
+def parse_whole(answer: dict[str, Any]) -> dict[int, dict[str, Any]]:
     return {
         choice["index"]: {
             "content": choice["message"]["content"] or "",
@@ -78,7 +78,7 @@ async def test_tool_calls_are_equal_whole_and_streamed(client: httpx.AsyncClient
     parts.say(CALLS)
     expected = ("I look.", [("weather", {"city": "Köln 😀"}), ("clock", {})], "tool_calls")
     whole = (await client.post(CHAT, json=TOOLS | {"n": 2})).json()
-    assert without_ids(of_whole(whole)) == [expected, expected]
+    assert without_ids(parse_whole(whole)) == [expected, expected]
     for per_delta in (1, 3, 1000):
         parts.generator.script.per_delta = per_delta
         streamed = put_together(events((await client.post(CHAT, json=TOOLS | {"n": 2, "stream": True})).text))
@@ -152,7 +152,7 @@ async def test_tools_finish_reason_is_reported(
 ) -> None:
     """A truncated call is returned as far as it came; only complete ones give `tool_calls`."""
     parts.say(text, reason=reason)
-    whole = of_whole((await client.post(CHAT, json=TOOLS | more)).json())
+    whole = parse_whole((await client.post(CHAT, json=TOOLS | more)).json())
     streamed = put_together(events((await client.post(CHAT, json=TOOLS | more | {"stream": True})).text))
     assert [has["finish"] for has in (whole[0], streamed[0])] == [finish, finish]
     assert [call["arguments"] for call in whole[0]["calls"]] == [call["arguments"] for call in streamed[0]["calls"]]
@@ -161,7 +161,7 @@ async def test_tools_finish_reason_is_reported(
 async def test_parallel_tool_calls_false_yields_one_call(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     parts.say(CALLS)
     for choices in (
-        of_whole((await client.post(CHAT, json=TOOLS | {"parallel_tool_calls": False})).json()),
+        parse_whole((await client.post(CHAT, json=TOOLS | {"parallel_tool_calls": False})).json()),
         put_together(
             events((await client.post(CHAT, json=TOOLS | {"parallel_tool_calls": False, "stream": True})).text)
         ),

@@ -23,7 +23,7 @@ VALUES = st.recursive(
 )
 
 
-def as_python_reads(text: str) -> tuple[str, str] | None:
+def parse_with_ast(text: str) -> tuple[str, str] | None:
     """By `ast`, which has no bounds."""
     try:
         with warnings.catch_warnings(action="ignore"):
@@ -89,7 +89,7 @@ def test_python_call_agrees_with_ast(value: str) -> None:
     text = f"f(a={value})"
     found = read_call(text)
     if found is not None:
-        assert found == as_python_reads(text)
+        assert found == parse_with_ast(text)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_python_call_agrees_with_ast(value: str) -> None:
     ],
 )
 def test_python_call_valid_calls_are_parsed(text: str, arguments: dict[str, object]) -> None:
-    assert read_call(text) == ("f", json.dumps(arguments, ensure_ascii=False)) == as_python_reads(text)
+    assert read_call(text) == ("f", json.dumps(arguments, ensure_ascii=False)) == parse_with_ast(text)
 
 
 @pytest.mark.parametrize(
