@@ -35,9 +35,7 @@ def listed(root: Path) -> list[unsteady.Unsteady]:
     return unsteady.parse((root / run.UNSTEADY_LIST).read_text())
 
 
-def test_suite_flaky_test_is_green_and_listed(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_suite_flaky_test_is_green_and_listed(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (root / "test_it.py").write_text(FAILS_ONCE)
     assert run.main([], ONE_RUN, root) == 0
     printed = capsys.readouterr().out
@@ -66,9 +64,7 @@ def test_suite_flaky_test_since_mended_is_listed_again(root: Path) -> None:
     assert [e.mended for e in listed(root)] == ["2026-11-02: waited for a time", None]
 
 
-def test_suite_test_failing_twice_is_red_and_not_listed(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_suite_test_failing_twice_is_red_and_not_listed(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (root / "test_it.py").write_text("def test_never_passes():\n    assert 1 == 2\n")
     assert run.main([], ONE_RUN, root) == 1
     assert "failed twice: call: assert 1 == 2" in capsys.readouterr().out
@@ -106,9 +102,7 @@ def test_unsteady_list_of_repository_is_valid() -> None:
     unsteady.parse((run.ROOT / run.UNSTEADY_LIST).read_text(encoding="utf-8"))
 
 
-def test_suite_parallel_phase_is_counted_and_printed_last(
-    root: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_suite_parallel_phase_is_counted_and_printed_last(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (root / "test_it.py").write_text("def test_first():\n    pass\n\n\ndef test_second():\n    assert 1 == 2\n")
     quiet = ("-p", "no:cacheprovider", "-k")
     phases = (

@@ -102,9 +102,7 @@ def test_worker_gpus_restart_and_successor_keep_gpu() -> None:
     assert machine.one_more("decode-3") == given("0"), "the least taken"
 
 
-def test_worker_gpus_arguments_are_parsed_by_worker(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_worker_gpus_arguments_are_parsed_by_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from tandem.process import lifetime
     from tandem.values.roles import WorkerRole
 

@@ -134,7 +134,5 @@ def flooded(aging_s: float | None) -> bool:
 
 
 @pytest.mark.parametrize(("aging_s", "gets_through"), [(50.0, True), (None, False)])
-def test_scheduler_aging_prevents_starvation_of_lowest_level(
-    aging_s: float | None, gets_through: bool
-) -> None:
+def test_scheduler_aging_prevents_starvation_of_lowest_level(aging_s: float | None, gets_through: bool) -> None:
     assert flooded(aging_s) is gets_through

@@ -85,9 +85,7 @@ async def test_http_request_field_overrides_model_default(
     assert sampled(parts) == OWN | stated | {"top_k": top_k}
 
 
-async def test_grpc_request_gets_model_defaults_for_absent_fields(
-    parts: fakes.Servers, stub: InferenceStub
-) -> None:
+async def test_grpc_request_gets_model_defaults_for_absent_fields(parts: fakes.Servers, stub: InferenceStub) -> None:
     for stated in ({}, {"temperature": 0.0, "top_k": 0}, {"repetition_penalty": 1.0}):
         sampling = common_pb2.SamplingParams(**stated)
         async for _ in stub.Generate(pb.GenerateRequest(chat=GRPC_HELLO, sampling=sampling)):
@@ -95,9 +93,7 @@ async def test_grpc_request_gets_model_defaults_for_absent_fields(
         assert sampled(parts) == OWN | stated
 
 
-async def test_max_new_tokens_bounds_chats_without_max_tokens(
-    parts: fakes.Servers, client: httpx.AsyncClient
-) -> None:
+async def test_max_new_tokens_bounds_chats_without_max_tokens(parts: fakes.Servers, client: httpx.AsyncClient) -> None:
     expected = {CHAT: 33, PLAIN: 16, "/v1/responses": 33, "/v1/messages": 8}
     for path, body in CALLS.items():
         await client.post(path, json=body)
@@ -113,9 +109,7 @@ async def test_model_card_shows_the_defaults(client: httpx.AsyncClient, tokenize
         assert (await plain.get(f"/v1/models/{fakes.MODEL}")).json()["default_sampling_params"] == {}
 
 
-async def test_beam_search_ignores_sampling_defaults(
-    client: httpx.AsyncClient, parts: fakes.Servers
-) -> None:
+async def test_beam_search_ignores_sampling_defaults(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     answer = await client.post(PLAIN, json={"prompt": "hello", "use_beam_search": True, "n": 2})
     assert "repetition_penalty" not in answer.text
     assert parts.generator.requests[-1].sampling.repetition_penalty == 1.0

@@ -221,9 +221,7 @@ async def test_upload_on_full_disk_is_refused_without_leftovers(parts: fakes.Ser
         assert (await world.http.post("/v1/batches", json=body)).status_code == 200
 
 
-async def test_uploads_in_progress_are_bounded_per_tenant_over_processes(
-    parts: fakes.Servers, tmp_path: Path
-) -> None:
+async def test_uploads_in_progress_are_bounded_per_tenant_over_processes(parts: fakes.Servers, tmp_path: Path) -> None:
     released = asyncio.Event()
 
     async def slowly() -> AsyncIterator[bytes]:
@@ -327,9 +325,7 @@ def test_upload_slots_of_killed_process_are_freed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("step", [1, 7, 64])
-async def test_upload_in_any_pieces_gives_same_file(
-    parts: fakes.Servers, tmp_path: Path, step: int
-) -> None:
+async def test_upload_in_any_pieces_gives_same_file(parts: fakes.Servers, tmp_path: Path, step: int) -> None:
     content = b"\r\n--not-the-end\r\n--x\r\n--xy-\r" + bytes(range(256))
     head = b'--xyz\r\nContent-Disposition: form-data; name="file"; filename="\xc3\xa4.jsonl"\r\n\r\n'
     purpose = b'\r\n--xyz\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--xyz--\r\n'

@@ -290,9 +290,7 @@ def test_host_limits_first_live_router_reports_for_host(peers: Peers) -> None:
         assert file.routers() == {1, 2, 77}
 
 
-def test_host_limits_failed_open_leaks_no_descriptor(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_host_limits_failed_open_leaks_no_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with RateLimitFile(tmp_path, router=Incarnation(1)):
         pass
     before = os.listdir("/proc/self/fd")

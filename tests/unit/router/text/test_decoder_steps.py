@@ -149,9 +149,7 @@ TOKENS = st.sampled_from(
     tokens=["<0xE6>", "<0xE6>"],
 )
 @given(steps=st.lists(st.sampled_from(STEPS), min_size=1, max_size=4), tokens=st.lists(TOKENS, max_size=12))
-def test_decoder_chain_of_any_steps_agrees_with_library(
-    steps: list[dict[str, Any]], tokens: list[str]
-) -> None:
+def test_decoder_chain_of_any_steps_agrees_with_library(steps: list[dict[str, Any]], tokens: list[str]) -> None:
     decoder = {"type": "Sequence", "decoders": steps}
     stream = DecoderChain(decoder).stream()
     streamed = "".join(map(stream.push, tokens)) + stream.flush()

@@ -224,9 +224,7 @@ async def test_permissive_mode_talks_to_tls_and_plain_peers(authority, issue: Ma
             assert await asyncio.to_thread(channel.unary_unary(HEALTH_METHOD), b"", 10) == SERVING
 
 
-async def test_permissive_client_does_not_fall_back_on_bad_certificate(
-    authority, foreign, issue: Make
-) -> None:
+async def test_permissive_client_does_not_fall_back_on_bad_certificate(authority, foreign, issue: Make) -> None:
     permissive = ClusterCredentials(issue(authority), is_permissive=True)
     async with serving(ClusterCredentials(issue(foreign, "foreign"), is_permissive=True)) as address:
         assert not await is_served(Channels(permissive), address)

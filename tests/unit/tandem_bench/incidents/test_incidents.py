@@ -40,9 +40,7 @@ def report(*, trouble: float, cured: float) -> Report:
 @pytest.mark.parametrize(
     ("trouble", "cured", "is_shown"), [(1.0, 0.0, True), (0.2, 0.19, True), (0.1, 0.0, False), (1.0, 0.5, False)]
 )
-def test_incident_report_is_shown_only_if_alerts_match_trouble(
-    trouble: float, cured: float, is_shown: bool
-) -> None:
+def test_incident_report_is_shown_only_if_alerts_match_trouble(trouble: float, cured: float, is_shown: bool) -> None:
     assert report(trouble=trouble, cured=cured).is_shown is is_shown
 
 
@@ -67,9 +65,7 @@ def test_percentile_picks_observed_value() -> None:
     assert percentile([], 0.5) == 0.0
 
 
-def test_careless_rounding_errs_more_than_careful_rounding(
-    tmp_path: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_careless_rounding_errs_more_than_careful_rounding(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     known.make_rounded()
     before = load_file(model_directory(BUILTIN) / "model.safetensors")

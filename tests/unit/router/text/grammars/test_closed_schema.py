@@ -105,9 +105,7 @@ EITHER = {
         ({"$ref": "#x", "$defs": {"x": {"$anchor": "x", **fields("a")}}}, [{"b": 1}], []),
     ],
 )
-def test_closed_schema_allows_only_named_properties(
-    tokens: Any, schema: Any, good: list[Any], bad: list[Any]
-) -> None:
+def test_closed_schema_allows_only_named_properties(tokens: Any, schema: Any, good: list[Any], bad: list[Any]) -> None:
     for value in good:
         assert allows(tokens, schema, value), value
     for value in bad:
