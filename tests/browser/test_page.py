@@ -25,7 +25,7 @@ async def cluster():
 
 @pytest_asyncio.fixture(scope="module", loop_scope="package")
 async def busy(cluster):
-    """Clients that ask through both pools for as long as the tests look."""
+    """Clients that send requests through both pools for as long as the tests run."""
 
     async def client(number):
         turn = 0

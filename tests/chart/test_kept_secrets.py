@@ -24,7 +24,7 @@ _DRAWN = ("cluster", "cluster-tls", "redis", "first-key", "metrics-key")
 
 @pytest.fixture
 def upgradable(tmp_path: Path) -> Path:
-    """The chart, with secrets looked up in the value `global.there` and not in a cluster."""
+    """The chart, with secrets looked up in the value `global.there` instead of a cluster."""
     copied = tmp_path / "tandem"
     shutil.copytree(CHART, copied)
     template = copied / "templates" / "secrets.yaml"

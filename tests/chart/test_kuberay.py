@@ -31,7 +31,7 @@ GROUPS = pytest.mark.parametrize("group", [HEAD, WORKERS], ids=["head", "workers
 
 
 def options():
-    """Of the command that the job runs, as `tandem` itself reads them."""
+    """Options of the job's command, as `tandem` itself parses them."""
     shell, option, script = shlex.split(JOB["entrypoint"])
     assert (shell, option) == ("sh", "-c")
     *_, command_line = script.split(" && ")
@@ -42,7 +42,7 @@ def options():
 
 
 def settings(tmp_path):
-    """What the job's process reads, with the keys that a user would have made."""
+    """The configuration of the job's process, with keys that a user would have made."""
     keys = tmp_path / "keys.yaml"
     keys.write_text("api_keys: [sha256:" + "0" * 64 + "]\n")
     keys.chmod(0o600)
@@ -122,7 +122,7 @@ def test_kuberay_service_reaches_the_routers(tmp_path):
 
 
 class Pages(http.server.BaseHTTPRequestHandler):
-    """Answers by the server's `well`; asked for anything else than its one page, it knows nothing."""
+    """Answers its one page by the server's `well`, and 404 for all others."""
 
     def do_GET(self):
         self.send_response((200 if self.server.well else 503) if self.path == self.server.page else 404)

@@ -25,7 +25,7 @@ def make(target: str, *variables: str) -> str:
 
 
 def images(values: dict[str, object]) -> set[str]:
-    """What a release pulls, Redis excepted."""
+    """Images that a release pulls, Redis excepted."""
     found = {one["image"] for _, pod in render(values).pods() for one in containers(pod)}
     return {image for image in found if "tandem" in image}
 
@@ -87,7 +87,7 @@ def test_notes_warn_of_missing_runbook_url() -> None:
 
 @pytest.fixture
 def tools(tmp_path: Path) -> Path:
-    """Stand-ins for kubectl and the clusters' own tools, which write down how they were called."""
+    """Stand-ins for kubectl and the clusters' own tools, which record their calls."""
     folder = tmp_path / "bin"
     folder.mkdir()
     for name in ("kind", "k3d", "minikube"):
@@ -101,7 +101,7 @@ def _program(path: Path, line: str) -> None:
 
 
 def load(tools: Path, context: str | None, **variables: str) -> tuple[int, list[str], str]:
-    """Exit code, calls and what it said."""
+    """Exit code, calls and output."""
     _program(tools / "kubectl", "exit 1" if context is None else f"echo {context}")
     env = {"PATH": f"{tools}:{os.environ['PATH']}"} | variables
     done = subprocess.run([ROOT / "deploy/docker/load.sh", "a:1", "b:1"], env=env, capture_output=True, text=True)

@@ -29,7 +29,7 @@ _LABEL = "leaderworkerset.sigs.k8s.io"
 
 
 class _Unread:
-    """Credentials whose files nobody reads."""
+    """Credentials whose files are never read."""
 
     def __init__(self, files: TlsFiles, *, is_permissive: bool) -> None:
         self.files, self.is_permissive = files, is_permissive
@@ -41,7 +41,7 @@ def group_of(config: ClusterConfig, role: str) -> NodeGroup | None:
 
 @pytest.fixture(params=POOLS, ids=lambda pool: "-".join(pool))
 def pool(request: pytest.FixtureRequest) -> tuple[Rendered, str, dict[str, Any]]:
-    """A release, the pool's name, and its set. The files of cluster.tls need not be there."""
+    """A release, the pool's name, and its set. The files of cluster.tls need not exist."""
     values, role = request.param
     request.getfixturevalue("monkeypatch").setattr("tandem.rpc.cluster_credentials.ClusterCredentials", _Unread)
     release = render(GOOD[values])

@@ -68,13 +68,13 @@ class Release:
         return process
 
     def stop(self, component: str) -> int:
-        """As the kubelet does; returns the exit code, or raises when the grace was too short."""
+        """As the kubelet does; returns the exit code, or raises when the grace period was too short."""
         process = self._running[component]
         process.send_signal(signal.SIGTERM)
         return process.wait(self._rendered.pod(component)["spec"]["terminationGracePeriodSeconds"])
 
     def passes(self, component: str, kind: str) -> bool:
-        """One go of a probe."""
+        """One run of a probe."""
         [container] = containers(self._rendered.pod(component))
         probe, address = container[kind], _ADDRESSES[component]
         if "grpc" in probe:

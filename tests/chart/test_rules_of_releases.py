@@ -19,7 +19,7 @@ _NARROWED = f'namespace="{NAMESPACE}",app_kubernetes_io_instance="{RELEASE}"'
 
 
 def rule_objects(release: Rendered) -> dict[str, Any]:
-    """By the name of the file that each is made of."""
+    """Rule objects by the file that each is made of."""
     made = {
         one["metadata"]["name"].removeprefix(f"{RELEASE}-tandem-"): one["spec"] for one in release.of("PrometheusRule")
     }

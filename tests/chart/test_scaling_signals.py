@@ -27,7 +27,7 @@ SIGNALS = ("tandem_pool_waiting_requests", "tandem_pool_waiting_tokens", "tandem
 
 
 class Line(NamedTuple):
-    """What waits, in requests and in tokens of a hundred each."""
+    """Queues, in requests of a hundred tokens each."""
 
     prefill: float = 0
     """At prefill workers."""
@@ -73,7 +73,7 @@ def _series(line: Line) -> dict[str, float]:
 
 
 def _told(text: str) -> dict[str, float]:
-    """A router's own words, as Prometheus keeps them."""
+    """A router's own metrics, as Prometheus stores them."""
     seen: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -128,7 +128,7 @@ def test_scaling_signals_without_routers_are_absent_rather_than_zero(tmp_path: P
 
 
 class Work(NamedTuple):
-    """Of one worker: what holds its pool."""
+    """The pool use of one worker."""
 
     worker: str
     busy: float = 0
@@ -139,7 +139,7 @@ class Work(NamedTuple):
 
 
 def _worked(*workers: Work) -> dict[str, tuple[float, float]]:
-    """Series, each with what it begins with and how much is added a quarter of a minute."""
+    """Series, each with its start value and its increase per quarter of a minute."""
     seen: dict[str, tuple[float, float]] = {}
     for router in range(_ROUTERS):
         for name, busy, used, running in workers:
@@ -177,7 +177,7 @@ def test_scaling_signals_of_overloaded_pool_leave_other_pool(bottleneck: Bottlen
     seen = _told(shown[0])
 
     def queried(metric: str, **labels: str) -> float:
-        """A sum over what was shown, without the rules."""
+        """A sum over the exposed metrics, without the rules."""
         parts = [f'{name}="{value}"' for name, value in labels.items()]
         return sum(value for name, value in seen.items() if name.startswith(metric) and all(p in name for p in parts))
 

@@ -42,7 +42,7 @@ def test_compose_cluster_serves_and_is_monitored(engine: Engine, images: Images)
 
 
 def check_walls(composed: Composed) -> None:
-    """What the file promises of every container, as the engine has done it."""
+    """Each container's isolation as the file states it and the engine applied it."""
     for name in ("router", "decode-0"):
         with pytest.raises(EngineFailed, match="Read-only file system"):
             composed.run_in(name, "touch", "/opt/tandem/anything")

@@ -45,7 +45,7 @@ def pool() -> TorchPool:
 
 @contextmanager
 def engine_asleep() -> Iterator[torch.cuda.Event]:
-    """The engine's stream has work for a second; what is yielded is behind it."""
+    """The engine's stream has work for a second; the yielded event is behind it."""
     torch.cuda.synchronize()
     behind = torch.cuda.Event()
     torch.cuda._sleep(SLEEP_CYCLES)

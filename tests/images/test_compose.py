@@ -24,7 +24,7 @@ OURS = {"router", "prefill-0", "decode-0", "decode-1"}
 
 
 def compose(folder: Path, *files: str) -> Any:
-    """The whole of it, with defaults and anchors put in."""
+    """The whole file, with defaults and anchors resolved."""
     program = Path(sys.executable).with_name("docker-compose")
     options = [word for file in files for word in ("--file", str(DEPLOY / file))]
     command = [str(program), *options, "--env-file", str(folder / ".env"), "config", "--format", "json"]
@@ -36,7 +36,7 @@ def compose(folder: Path, *files: str) -> Any:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where secrets.sh was run."""
+    """The folder where secrets.sh was run."""
     folder = tmp_path_factory.mktemp("deploy")
     shutil.copy(DEPLOY / "secrets.sh", folder)
     subprocess.run([folder / "secrets.sh"], check=True, capture_output=True)

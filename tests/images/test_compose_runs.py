@@ -82,7 +82,7 @@ class Composed:
         self._running[name] = subprocess.Popen(words, env=self._environment(name), cwd=ROOT)
 
     def stop(self, name: str) -> int:
-        """SIGTERM, and no longer than compose waits."""
+        """SIGTERM, with compose's grace period."""
         process = self._running.pop(name)
         process.send_signal(signal.SIGTERM)
         return process.wait(60.0)

@@ -66,7 +66,7 @@ def test_router_image_does_not_install_torch():
 
 
 def _run_torch_index_step(index: str) -> subprocess.CompletedProcess[str]:
-    """What the step that asks for it does."""
+    """The result of the step that requires it."""
     [step] = [step for step in read(FOLDER / "worker.Dockerfile")["index"].steps if step.name == "RUN"]
     variables = {"TORCH_INDEX": index}
     return subprocess.run(["/bin/sh", "-c", *step.words], env=variables, capture_output=True, text=True, check=False)

@@ -21,7 +21,7 @@ _PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def locked(name: str) -> dict[str, Requirement]:
-    """By canonical name; every one of them exact and with hashes."""
+    """Locked distributions by canonical name; all exact and with hashes."""
     found: dict[str, Requirement] = {}
     for entry in (LOCKS / f"{name}.txt").read_text().replace("\\\n", " ").splitlines():
         text, *hashes = re.split(r"\s+--hash=", entry.strip())

@@ -15,7 +15,7 @@ CAME = re.compile(r"^(\S+): .*fetch/\S+: fetched (\d+) of (\d+) tokens from (\S+
 
 
 def fetched(cluster) -> list[tuple[str, int, int, str]]:
-    """(who fetched, how many tokens, of how many, from whom)."""
+    """(fetching worker, tokens fetched, prompt tokens, holder)."""
     found = [CAME.search(line) for line in cluster.logs.lines]
     return [(m[1], int(m[2]), int(m[3]), m[4]) for m in found if m]
 

@@ -19,7 +19,7 @@ ONE_WORKER = {"prefill__replicas": 0, "decode__replicas": 1}
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """The built-in model, which now wants the most likely token alone."""
+    """The built-in model with greedy decoding as its default."""
     directory = tmp_path / "own-sampling"
     shutil.copytree(model_directory(BUILTIN), directory)
     own = json.loads((directory / "generation_config.json").read_text())

@@ -27,12 +27,12 @@ async def client(cluster):
 
 
 def rules(name):
-    """Some 150 tokens that nobody else has."""
+    """Some 150 tokens that no other prompt has."""
     return f"You are {name}. " + " ".join(f"Rule {i} of {name}: be kind to the fox number {i}." for i in range(8))
 
 
 async def ask(client, name, *, kept):
-    """The usage of a short question under long rules, which are to be kept or not."""
+    """The usage of a short question under long rules, with or without a cache mark."""
     block = {"type": "text", "text": rules(name)}
     message = await client.messages.create(
         model=MODEL,

@@ -38,7 +38,7 @@ LONG = 450
 
 
 def command(plan, config_path, ready_fd):
-    """Decode workers that tell what they do."""
+    """Decode workers that log what they do."""
     usual = module_command(plan, config_path, ready_fd)
     if plan.role is not Role.DECODE:
         return usual
@@ -57,7 +57,7 @@ async def cluster(request):
 
 
 def drawn(seed):
-    """What a client may ask beside a prompt: everything that looks at the tokens before, ends early, or draws."""
+    """Random options: those that depend on earlier tokens, end early, or sample."""
     draw = random.Random(seed)
     return {
         "seed": seed,
@@ -91,14 +91,14 @@ def cases(oracle):
 
 @pytest.fixture(scope="module")
 def long(oracle):
-    """Streams of which no pool holds two to their end, and what is said there."""
+    """Streams of which no pool holds two to their end, and their answers."""
     made = [oracle.story(900 + i, 100) for i in range(4)]
     return made, oracle.batch(made, LONG)
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def alone(cluster, fork_servers, cases):
-    """One at a time, with room, each step waited for; over as many ranks, since their number changes the last bits."""
+    """Unpipelined, one at a time, with room; over as many ranks, since their number changes the last bits."""
     size = cluster.local.config.decode.tensor_parallel_size
     plainly = {"prefill__replicas": 0, "decode__tensor_parallel_size": size, "engine__pipelined": "off"}
     async with running(command=fork_servers.command, **plainly) as plain:
@@ -106,7 +106,7 @@ async def alone(cluster, fork_servers, cases):
 
 
 def shown(answer):
-    """All that does not depend on what was cached or when it was asked."""
+    """All fields that depend neither on caches nor on time."""
     usage = {key: answer["usage"][key] for key in ("prompt_tokens", "completion_tokens")}
     return answer["choices"], usage
 

@@ -34,7 +34,7 @@ async def client(cluster):
 
 
 def own(logprobs, prompt):
-    """Of the prompt's own tokens."""
+    """Log probabilities of the prompt's own tokens."""
     return logprobs.gather(-1, torch.tensor(prompt)[1:, None])[:, 0]
 
 

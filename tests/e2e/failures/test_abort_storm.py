@@ -37,7 +37,7 @@ async def storm_request(cluster, seed, limit):
 
 
 async def rate(cluster, number):
-    """Tokens per second of prompts that nobody has sent before."""
+    """Tokens per second of new prompts."""
     prompts = [noise(1_000_000 + 1000 * number + i, 200) for i in range(ROUND)]
     begun_s = time.monotonic()
     answers = await asyncio.gather(*(cluster.tokens(prompt, ANSWER) for prompt in prompts))

@@ -30,13 +30,13 @@ async def cluster(fork_servers):
 
 @pytest.fixture(scope="module")
 def expected(oracle):
-    """Prompts, and what is said to them."""
+    """Prompts and their undisturbed answers."""
     prompts = [oracle.story(7000 + index, 40) for index in range(NUM_STREAMS)]
     return list(zip(prompts, oracle.batch(prompts, NUM_TOKENS), strict=True))
 
 
 async def run_beside_streams(cluster, oracle, expected, mischief):
-    """Do it while sixteen streams run, again and again until it is done; each says what it always says."""
+    """Run it while sixteen streams repeat; every answer must be the undisturbed one."""
     task = asyncio.ensure_future(mischief)
     try:
         while True:
@@ -93,7 +93,7 @@ def address(cluster):
 
 
 async def exchange(cluster, data, *, reads=True):
-    """Over a connection of its own; what comes back."""
+    """Send over a new connection; returns the answer."""
     reader, writer = await asyncio.open_connection(*address(cluster))
     received = b""
     with suppress(OSError):

@@ -19,7 +19,7 @@ ASKED = {"prompt": "a", "max_tokens": 1}
 
 
 async def status_of(client: httpx.AsyncClient, path: str) -> int:
-    """Of a GET; 0 while nothing listens."""
+    """A GET's status; 0 while nothing listens."""
     try:
         return (await client.get(path)).status_code
     except httpx.TransportError:
@@ -27,7 +27,7 @@ async def status_of(client: httpx.AsyncClient, path: str) -> int:
 
 
 async def until(client: httpx.AsyncClient, path: str, status: int) -> None:
-    """Return once a GET answers so."""
+    """Return once a GET has this status."""
     while await status_of(client, path) != status:  # noqa: ASYNC110 - a process of its own
         await asyncio.sleep(0.1)
 

@@ -32,7 +32,7 @@ async def cluster():
 
 
 def rubbish():
-    """Return what a stranger may send: noise, cut frames, absurd lengths."""
+    """Invalid data: noise, truncated frames, absurd lengths."""
     draw = random.Random(1)
     header = struct.Struct("!4sBB2xQ16sIIIIIIQ")  # of kv_transfer's tcp frames
     return [
@@ -57,7 +57,7 @@ def ports(cluster, name):
 
 
 async def send(port, data):
-    """Send, and hold the connection until the other side has ended it or enough has come back."""
+    """Send, and keep the connection until the peer closes it or has sent enough."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     with suppress(OSError):  # it hung up on us
         writer.write(data)
@@ -108,7 +108,7 @@ async def test_worker_ports_without_cluster_token_are_closed(cluster, secret):
 
 
 async def answers(call, message):
-    """What comes back for one message; raises what the call ends with."""
+    """The answers to one message; raises the call's error."""
     with suppress(asyncio.InvalidStateError):  # refused before it was written
         await call.write(message)
     if (answer := await call.read()) is not grpc.aio.EOF:

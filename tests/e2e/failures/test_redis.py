@@ -43,7 +43,7 @@ async def until_known(router, blocks):
 
 
 async def until_states_written(router):
-    """Both workers have, as their reports to the router say, which come later than what they wrote."""
+    """Wait until both workers have, by their reports to the router, which follow the writes."""
 
     async def written():
         return await router.figure("tandem_worker_redis_states_total") >= 4
@@ -100,7 +100,7 @@ async def test_worker_in_file_and_redis_counts_once(cluster, oracle):
 
 
 async def followed(cluster, count):
-    """Until the logs of so many workers are followed: of each one once, and of none that has left."""
+    """Wait until so many workers' logs are followed: each once, and no departed one."""
 
     async def are_all():
         return await cluster.figure("tandem_redis_followed_workers") == count

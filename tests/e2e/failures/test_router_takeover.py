@@ -23,7 +23,7 @@ SEEN = 12
 
 @asynccontextmanager
 async def second_router(cluster, release=None):
-    """Another `python -m router` of the same YAML and workers, as a second replica is; it may be of another version."""
+    """Another `python -m router` of the same YAML and workers, as a second replica; maybe of another version."""
     config = cluster.local.config_path
     prefix = () if release is None else release.prefix()
     config = config if release is None else release.config(config, "second-router")
@@ -59,7 +59,7 @@ async def cluster(fork_servers):
 
 
 class Reader:
-    """A client that goes on from the last id that it saw."""
+    """A client that resumes from the last id that it saw."""
 
     def __init__(self, request):
         self.request = request | {"stream": True, "stream_options": {"include_usage": True}}
@@ -70,7 +70,7 @@ class Reader:
         self.has_some = asyncio.Event()
 
     async def read(self, http):
-        """Until the end; True when that was reached."""
+        """Read on; True at the stream's end."""
         headers = {"X-Tandem-Stream-Ids": "1"} | ({"Last-Event-ID": self.last_id} if self.last_id else {})
         try:
             async with http.stream("POST", "/v1/completions", json=self.request, headers=headers) as response:
@@ -111,7 +111,7 @@ def requests(oracle):
 
 
 class OwnClient:
-    """`tandem.client`: it goes on by itself."""
+    """`tandem.client`, which resumes by itself."""
 
     def __init__(self, prompt):
         self.prompt = prompt

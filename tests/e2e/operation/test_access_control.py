@@ -55,7 +55,7 @@ def write_keys(folder, *keys):
 
 
 async def statuses(cluster, folder, key):
-    """Of requests over connections of their own: the kernel chooses the process."""
+    """Statuses over separate connections: the kernel chooses the process."""
     found = set()
     for _ in range(ENOUGH):
         async with httpx.AsyncClient(

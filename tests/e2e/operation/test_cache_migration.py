@@ -26,7 +26,7 @@ def migrated(cluster) -> list[tuple[str, str, str]]:
 
 
 async def leave(cluster, name: str) -> None:
-    """Tell a worker to stop; return when it has ended and another process has taken its place."""
+    """Stop a worker; return when it has ended and another process has replaced it."""
     pid = cluster.pid(name)
     cluster.local.kill(name, signal.SIGTERM)
     await cluster.local.wait_ready(name, after_pid=pid)
@@ -83,7 +83,7 @@ async def first_frozen(cluster, pids: dict[str, int]) -> str:
 
 
 def fetches_with(attempts, incarnation: int) -> list[dict[str, Any]]:
-    """Of these attempts the fetches between here and that process that were under way."""
+    """The attempts among these that are fetches in flight between this process and that one."""
     return [each for each in attempts if each["fetch"] and each["peer"] == incarnation and each["state"] in WITHIN]
 
 

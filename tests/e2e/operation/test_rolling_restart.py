@@ -53,7 +53,7 @@ class Load:
     """Between two pieces of one stream."""
 
     async def ask(self, kind, number):
-        """One client, until it is over."""
+        """One client, until the end of the load."""
         prompts = list(self.expected)
         async with (
             httpx.AsyncClient(
@@ -136,7 +136,7 @@ async def loaded(cluster, oracle, first, endpoints=None):
 
 
 async def roll(cluster, load, *changes):
-    """Carry them out, with answers of every kind before, between and behind."""
+    """Carry them out, with answers of every kind before, during and after."""
     for change in changes:
         await answered(load)
         await carry_out(cluster.local, change, cluster.logs.lines.append)
@@ -144,7 +144,7 @@ async def roll(cluster, load, *changes):
 
 
 async def answered(load):
-    """Until each kind of client has had another answer."""
+    """Wait until each kind of client has had another answer."""
     before = dict(load.answers)
 
     async def has_more():
@@ -228,7 +228,7 @@ async def ask_once(cluster, prompt):
 
 
 class LoneRouter:
-    """`python -m router` of the cluster's YAML, by hand, at ports that its successor will have too."""
+    """A manual `python -m router` of the cluster's YAML, at ports that its successor shares."""
 
     def __init__(self, cluster, ports, folder, *, speaks_tls=False):
         self._config = cluster.local.config_path
@@ -272,7 +272,7 @@ class LoneRouter:
                     await asyncio.sleep(0.05)
 
     async def stop(self):
-        """The one that serves, and whatever a failed test has left."""
+        """Stop the serving process, and any that a failed test has left."""
         for process in self.running:
             if process.returncode is None:
                 process.terminate()
@@ -281,7 +281,7 @@ class LoneRouter:
 
 @asynccontextmanager
 async def running_lone_router(cluster, folder, **more):
-    """No process yet; in the end none is left, and each has ended well."""
+    """Starts no process; in the end none is left, and each has exited with success."""
     folder.chmod(0o700)
     with PortDrawer() as drawer:
         ports = [drawer.draw("127.0.0.1", "router.host") for _ in range(2)]
@@ -321,7 +321,7 @@ async def test_stream_outliving_its_router_continues_at_successor(cluster, oracl
 
 
 class LongStreams:
-    """Long streams, each with ids: what breaks is asked for again from where it broke."""
+    """Long streams with ids: a broken one is resumed."""
 
     def __init__(self, url, prompt):
         self.prompt = prompt

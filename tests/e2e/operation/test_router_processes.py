@@ -36,14 +36,14 @@ async def cluster():
 
 
 async def post(cluster, prompt, num_tokens, key="key-of-all", **more):
-    """Over a connection of its own: the kernel chooses the process."""
+    """Over a new connection: the kernel chooses the process."""
     headers = {"Authorization": f"Bearer {key}"}
     async with httpx.AsyncClient(base_url=cluster.local.http_url, timeout=WAIT_S, trust_env=False) as http:
         return await http.post("/v1/completions", json=body(prompt, num_tokens, **more), headers=headers)
 
 
 async def request_named_cache(cluster, method, name="", **more):
-    """The answer of some process of what is kept by name."""
+    """One request about a named cache, to any of the processes."""
     headers = {"Authorization": "Bearer key-of-all"}
     path = f"/v1beta/{name or 'cachedContents'}"
     async with httpx.AsyncClient(base_url=cluster.local.http_url, timeout=WAIT_S, verify=False) as http:
@@ -51,7 +51,7 @@ async def request_named_cache(cluster, method, name="", **more):
 
 
 async def looks_at(cluster, name=""):
-    """Status and body, as so many connections see it."""
+    """Status and body over so many connections."""
     responses = await asyncio.gather(*(request_named_cache(cluster, "GET", name) for _ in range(LOOKS)))
     return [(look.status_code, look.json()) for look in responses]
 
@@ -83,7 +83,7 @@ async def ask(cluster, prompt, num_tokens=8):
 
 
 async def usage(cluster, key):
-    """What the key's holder may see of what was spent."""
+    """The usage that the key's holder may see."""
     headers = {"Authorization": f"Bearer {key}"}
     async with httpx.AsyncClient(base_url=cluster.local.http_url, timeout=WAIT_S, trust_env=False) as http:
         return (await http.get("/v1/usage", headers=headers)).json()

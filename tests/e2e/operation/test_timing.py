@@ -33,7 +33,7 @@ async def cluster(fork_servers):
 
 
 async def ask(cluster, prompt, num_tokens, **more):
-    """The answer, and what it took as its client saw it."""
+    """The answer, and its times as the client saw them."""
     begun_s = time.monotonic()
     answer = await cluster.http.post("/v1/completions", json=body(prompt, num_tokens, **more), headers=ASK)
     took_s = time.monotonic() - begun_s
@@ -42,7 +42,7 @@ async def ask(cluster, prompt, num_tokens, **more):
 
 
 def check(timing, usage, took_s):
-    """No phase is longer than it can be, together they are no longer than the request, and nothing of it is lost."""
+    """Each phase is within its bounds, and their sum is within the request's time and complete."""
     assert all(timing[phase] >= 0.0 for phase in PHASES), timing
     spent_s = sum(timing[phase] for phase in PHASES)
     assert spent_s <= timing["total_s"] + ROUNDED_S, timing

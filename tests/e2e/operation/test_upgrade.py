@@ -48,7 +48,7 @@ async def test_upgrade_every_mixture_of_versions_serves(fork_servers, release, a
 
 
 class Load:
-    """Clients that never stop asking; each asks any router that takes requests."""
+    """Clients in a closed loop; each uses any router that accepts requests."""
 
     def __init__(self, answered) -> None:
         self.routers: list[RunningCluster] = []
@@ -65,7 +65,7 @@ class Load:
             self.num_right[client] += 1
 
     async def until_more(self):
-        """Until every client has had an answer to what it asked after this moment."""
+        """Wait until every client has had an answer to a request sent from now on."""
         before = list(self.num_right)
 
         async def all_had():
@@ -111,7 +111,7 @@ async def test_upgrade_under_load_loses_nothing(fork_servers, release, answered)
 
 
 async def replace(cluster, old, name):
-    """End one process in order; what comes in its place is of this version."""
+    """Drain one process; its successor is of this version."""
     old.remove(name)
     pid = cluster.pid(name)
     cluster.local.kill(name, signal.SIGTERM)

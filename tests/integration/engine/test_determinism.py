@@ -60,7 +60,7 @@ both_kinds = pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "
 
 
 class Crowd:
-    """Requests of all lengths and kinds that come now and then."""
+    """Requests of all lengths and kinds that arrive now and then."""
 
     def __init__(self, engine: Worker, seed: int, *, every: int, most: int, **more) -> None:
         self._engine = engine

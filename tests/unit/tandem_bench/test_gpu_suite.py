@@ -40,7 +40,7 @@ KERNELS = ("flash_decode", "paged_prefill", "rope_kv", "add_rms_norm", "silu_mul
 
 
 def suite(folder: Path, *options: str) -> tuple[int, dict[str, Any], str]:
-    """As on a machine where nothing of this is installed: from elsewhere, by its path."""
+    """Run from elsewhere by its path, as on a machine without an installation."""
     bare = folder / "bare"
     bare.mkdir()
     (bare / "sitecustomize.py").write_text(HIDE)

@@ -72,7 +72,7 @@ def test_gpus_assigned_are_taken_and_passed_to_engine() -> None:
 @pytest.mark.parametrize("module", [prefill_worker.__main__, decode_worker.__main__])
 async def test_gpus_are_taken_before_model_loads(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     class Loading(Exception):
-        """So far it came."""
+        """Raised when loading is reached."""
 
     def load_model(spec: Any, **_: Any) -> None:
         raise Loading(spec.gpus, spec.gpu_sharers)

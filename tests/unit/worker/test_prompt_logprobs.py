@@ -42,7 +42,7 @@ class Bench:
         return message
 
     async def parts(self) -> list[pb.PromptScores]:
-        """All of one reading."""
+        """All parts of one scoring."""
         found = [(await self.message()).prompt_scores]
         while not found[-1].HasField("times"):
             found.append((await self.message()).prompt_scores)

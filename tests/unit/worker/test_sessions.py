@@ -65,7 +65,7 @@ async def test_session_of_router_that_does_not_read_ends() -> None:
 
 
 class ReturningRouter(StuckRouter):
-    """The same, or another one, in a new session; it says that its earlier ones are over."""
+    """The same or another router in a new session, which declares its earlier ones over."""
 
     def __init__(self, incarnation: int) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ async def test_session_new_one_ends_routers_former_one(incarnation: int, ends: b
 
 
 class BrokenRouter(StuckRouter):
-    """A router that cannot be written to, or whose order is no order."""
+    """A router that cannot be written to, or sends an invalid order."""
 
     def __init__(self, *, reads: bool, fault: Exception | None = None) -> None:
         super().__init__()

@@ -26,7 +26,7 @@ METHODS = ("Generate", "Tokenize")
 
 
 class Calls:
-    """Of a client that sends whatever bytes it likes, or none."""
+    """A client that sends any bytes, or none."""
 
     def __init__(self, channel: grpc.aio.Channel, key: str | None) -> None:
         self._channel = channel

@@ -40,7 +40,7 @@ async def grpc_server(
 
 
 async def _rest(call: grpc.aio.UnaryStreamCall) -> grpc.aio.AioRpcError:
-    """How a call ends for a client that reads it at last."""
+    """How a call ends for a client that starts to read late."""
     try:
         while await call.read() is not grpc.aio.EOF:
             pass

@@ -23,7 +23,7 @@ WAIT_S = 20.0
 
 
 class Process:
-    """One router process; the worker that it has a session with remembers who ordered what."""
+    """One router process; its worker records the orders of each router."""
 
     def __init__(self, clock: list[float]) -> None:
         self.orders: list[PinOrder] = []

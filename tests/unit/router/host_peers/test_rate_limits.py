@@ -41,7 +41,7 @@ class RouterProcess:
         self.grants: list[RateLimitGrant] = []
 
     def admit(self, count: int = 1, tenant: str = "") -> int:
-        """How many of so many tries were admitted."""
+        """How many of so many attempts were admitted."""
         former = len(self.grants)
         for _ in range(count):
             try:

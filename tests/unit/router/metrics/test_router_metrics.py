@@ -24,7 +24,7 @@ from worker.wire import load_to_pb
 
 
 class Clock:
-    """A clock that the test moves."""
+    """A virtual clock."""
 
     now = 0.0
 
@@ -37,7 +37,7 @@ def value(metrics: RouterMetrics, name: str, **labels: str) -> float | None:
 
 
 def genai(metrics: RouterMetrics, name: str, **labels: str) -> float | None:
-    """One of those that follow OpenTelemetry's conventions."""
+    """A metric that follows OpenTelemetry's conventions."""
     of_server = {"provider_name": "tandem", "request_model": "m", "response_model": "m"}
     same = {f"gen_ai_{label}": value for label, value in {"operation_name": "text_completion", **of_server}.items()}
     return metrics.registry.get_sample_value(f"gen_ai_server_{name}", same | labels)

@@ -84,7 +84,7 @@ def test_prefix_map_counts_confirmed_blocks() -> None:
 
 
 class Counted(Sequence[BlockHash]):
-    """Names, and how many were looked at."""
+    """Names, with a count of those looked at."""
 
     def __init__(self, names: list[BlockHash]) -> None:
         self.names = names

@@ -19,7 +19,7 @@ POLICY = ReplicationPolicy(settle_s=1.0, half_life_s=5.0)
 
 
 def ask(hot: HotPrefixes, *, for_s: float, per_s: float, work_ms: float, from_s: float = 0.0) -> float:
-    """Requests at a steady rate; the time afterwards."""
+    """Requests at a steady rate; returns the time afterwards."""
     for number in range(round(for_s * per_s)):
         hot.on_placed(NAMES, work_ms=work_ms, tokens=100, now_s=from_s + number / per_s)
     return from_s + for_s

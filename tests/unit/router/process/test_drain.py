@@ -150,7 +150,7 @@ async def test_drain_serves_queued_connections() -> None:
 
 
 async def _answered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
-    """All that the server says to a request until it closes."""
+    """All bytes that the server sends until it closes."""
     writer.write(REQUEST)
     answer = await reader.read()
     writer.close()
@@ -159,7 +159,7 @@ async def _answered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) 
 
 
 async def _until_refused(port: int) -> None:
-    """Nobody listens there any more."""
+    """Wait until no process listens there."""
     async with asyncio.timeout(WAIT_S):
         while await _is_open(port):
             pass

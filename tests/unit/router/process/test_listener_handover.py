@@ -132,7 +132,7 @@ async def test_handover_accepts_again_after_descriptor_shortage(config, server, 
 
 
 class Sessions:
-    """A successor's, with the workers that it has joined."""
+    """A successor's sessions, with its connected workers."""
 
     def __init__(self):
         self.registry = WorkerRegistry(prefix_map=PrefixMap(), clock=lambda: 0.0)
@@ -214,7 +214,7 @@ async def test_handover_ended_predecessor_is_not_waited_for(config, server):
 
 
 class HandedOverBefore(ListenerHandover):
-    """As before a successor asked anything: whatever is not the word that it serves ends the connection."""
+    """The protocol without queries: any word but the one that the successor serves ends the connection."""
 
     async def _offer(self, link):
         with link:
@@ -336,7 +336,7 @@ async def test_handover_from_other_user_is_refused(config, server, tmp_path):
 
 
 def accepted(listening):
-    """How many connections are in its queue."""
+    """The number of connections in its queue."""
     listening.setblocking(False)
     count = 0
     while True:

@@ -16,7 +16,7 @@ STORM = (Fate.ANSWER, Fate.ANSWER, Fate.STOP_SHORT, Fate.HANG, Fate.FULL)
 
 
 async def storm(whole: WholeRouter, num_crowds: int) -> int:
-    """Crowds of which so many leave at any moment of their requests' lives. Returns how many were not served."""
+    """Crowds of which a share leaves at random moments. Returns how many were not served."""
     rng = Random(9)
     whole.draw = lambda: rng.choice(STORM)
 
@@ -40,7 +40,7 @@ async def test_abort_storm_leaves_no_state() -> None:
 
 
 async def turns_to_serve_crowd(whole: WholeRouter) -> int:
-    """How long it takes until a crowd is served that is larger than what may run at once."""
+    """Turns until a crowd larger than the limit of running requests is served."""
     whole.rng = Random(5)
     assert await whole.crowd(4 * MAX_INFLIGHT, lambda: PATIENT) == 4 * MAX_INFLIGHT
     return whole.num_turns
@@ -74,7 +74,7 @@ async def test_abort_storm_cancelled_probe_leaves_breaker_usable(outcome: str) -
 
 
 class LeavingWorld(World):
-    """Where clients may leave. A worker computes a prompt to its end all the same, for nobody."""
+    """Clients may leave; the worker then still computes the prompt to its end."""
 
     def __init__(self, **settings: object) -> None:
         super().__init__(**settings)
@@ -82,7 +82,7 @@ class LeavingWorld(World):
         self.first_tokens_s: list[float] = []
 
     def leaves(self, served: Served, when_s: float) -> None:
-        """Its client goes then, unless it has been answered or refused by then."""
+        """Its client leaves then, unless it has been answered or refused."""
 
         def go() -> None:
             entry = next((entry for entry, one in self._requests.items() if one is served), None)
@@ -119,7 +119,7 @@ RATE = 18.0
 
 
 def num_served_after_storm(*, stormy: bool) -> int:
-    """First tokens in the seconds that begin `RECOVERS_S` after a storm, or after just as much calm."""
+    """First tokens in the seconds from `RECOVERS_S` after a storm, or after as much calm."""
     policy = AdmissionPolicy(max_queue_s=2.0, room=CapacityPolicy(worker_backlog_s=0.25, max_running_per_worker=32))
     world, rng = LeavingWorld(policy=policy), Random(4)
     now_s = 0.0

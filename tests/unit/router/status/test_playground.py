@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(shutil.which("node") is None, reason="no node he
 
 
 def evaluated(expression: str) -> Any:
-    """What an expression of the module's exports gives."""
+    """The value of an expression over the module's exports."""
     program = f'const page = await import("{PAGE}/playground.js"); console.log(JSON.stringify({expression}));'
     done = subprocess.run(
         ["node", "--no-warnings", "--input-type=module", "--eval", program], capture_output=True, text=True

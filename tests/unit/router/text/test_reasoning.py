@@ -16,7 +16,7 @@ TEXTS = st.lists(
 
 
 def whole(text: str, *, is_open: bool) -> tuple[str, str]:
-    """Thinking and answer of a text that is there at once."""
+    """Reasoning and answer of an unsplit text."""
     body = text
     if not is_open:
         begun = text.lstrip(WHITE)

@@ -201,7 +201,7 @@ async def test_client_broken_stream_resumes_at_next_router(parts: fakes.Servers)
 
 @asynccontextmanager
 async def relay_to(address: str, is_cut: asyncio.Event) -> AsyncIterator[str]:
-    """The way to a router; once it is cut nothing comes through, and nobody is told."""
+    """A relay to a router; once cut, it drops everything without closing a connection."""
     host, _, port = address.rpartition(":")
     pumps: set[asyncio.Task[None]] = set()
 

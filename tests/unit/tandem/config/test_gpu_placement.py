@@ -25,7 +25,7 @@ def cluster(
 
 
 def seats(config: ClusterConfig, num_gpus: int) -> list[GpuSeat]:
-    """Of all workers, each having found its own by itself."""
+    """The GPUs of all workers, each computed by the worker itself."""
     sizes = ((PREFILL, len(config.prefill.addresses)), (DECODE, len(config.decode.addresses)))
     return [static_seat(config, role, index, num_gpus) for role, count in sizes for index in range(count)]
 

@@ -15,7 +15,7 @@ async def read(fd: int) -> bytes:
 
 
 def is_full(fd: int) -> bool:
-    """Write; whether that would have to wait."""
+    """Write; returns whether that would block."""
     try:
         os.write(fd, b"x" * 4096)
     except BlockingIOError:

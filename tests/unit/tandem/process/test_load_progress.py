@@ -12,7 +12,7 @@ from tests.support.engine.paged_harness import load_plain
 
 
 class World:
-    """A loading on a clock that a test moves."""
+    """A load on a virtual clock."""
 
     def __init__(self) -> None:
         self.now_s = 50.0

@@ -67,7 +67,7 @@ def test_flame_graph_width_is_share_of_samples():
 
 
 class Seen(StackSampler):
-    """Says when it has seen a frame."""
+    """Reports when it has seen a frame."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, wanted: str) -> None:
         super().__init__(loop, period_s=0.001)

@@ -19,7 +19,7 @@ def previous(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Release]:
 
 
 def lacking(here: Any, there: Any, place: str = "") -> list[str]:
-    """Where something of `there` is not, or not the same, `here`, which may have more fields."""
+    """Where something of `there` is missing or different `here`, which may have more fields."""
     if isinstance(there, dict) and isinstance(here, dict):
         return [
             fault

@@ -20,7 +20,7 @@ OF_CLIENTS = frozenset({".tandem.v1.EarlyStopping"})
 
 
 def previous() -> FileDescriptorSet:
-    """The version before, under today's names."""
+    """The previous version, under today's names."""
     return renamed(release.descriptors())
 
 
@@ -71,7 +71,7 @@ def new_kinds(old: FileDescriptorSet, new: FileDescriptorSet, message: str) -> s
 
 
 def too_early(old: FileDescriptorSet, new: FileDescriptorSet, before: int, since: Mapping[str, Mapping[str, int]]):
-    """Kinds of message that are new, and said to be of a version that knew nothing of them."""
+    """New kinds of message that are assigned to a version without them."""
     return {
         f"{message}.{kind}"
         for message, kinds in since.items()

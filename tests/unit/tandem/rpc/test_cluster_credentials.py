@@ -78,7 +78,7 @@ async def test_members_with_different_certificates_serve_each_other(authority: A
 
 @asynccontextmanager
 async def serving_with_invalid_certificate(files: TlsFiles) -> AsyncIterator[str]:
-    """A server with a certificate that a process would not start with, such as one that has expired since."""
+    """A server with a certificate that start-up would refuse, such as an expired one."""
     config = grpc.ssl_server_certificate_configuration([(files.key.read_bytes(), files.cert.read_bytes())])
     server = make_server(ClusterAuth(b"s" * 16))
     port = server.add_secure_port("127.0.0.1:0", grpc.dynamic_ssl_server_credentials(config, lambda: None, False))

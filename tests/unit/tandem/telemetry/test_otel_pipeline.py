@@ -129,7 +129,7 @@ class StuckExporter(SpanExporter):
         self.is_shut.set()
 
 
-def test_pipeline_stuck_receiver_bounds_queue_and_blocks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pipeline_stuck_receiver_bounds_queue_and_blocks_no_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(otel_pipeline, "CLOSE_S", 0.05)
     exporter = StuckExporter()
     pipeline = OtelPipeline(exporter, make_resource("s", "i"))

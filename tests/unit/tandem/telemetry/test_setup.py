@@ -101,7 +101,7 @@ def test_tracing_is_off_without_an_endpoint() -> None:
 
 
 async def exported(tracer: Tracer, stack: AsyncExitStack, receiver: OtlpReceiver | OtlpHttpReceiver) -> Any:
-    """The only span, and what it came with."""
+    """The only span, and the metadata sent with it."""
     assert isinstance(tracer, OtelTracer)
     span = tracer.request("r", None, 1.0)
     assert span is not None

@@ -18,7 +18,7 @@ COST = ModelCost.from_config(SHAPES["tiny"].model_config(), "bfloat16")
 
 
 class FakeEngine:
-    """A contestant whose time, on paper, the test sets."""
+    """A contestant with a fake time set by the test."""
 
     def __init__(self, name: str, step_s: float) -> None:
         self.name = name

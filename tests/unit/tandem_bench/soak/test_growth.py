@@ -18,7 +18,7 @@ def life(
     num_files: Callable[[float], int] = lambda _: 20,
     num_samples: int = 400,
 ) -> Life:
-    """`rss_mb` and `num_files`: at so many hours."""
+    """`rss_mb` and `num_files` after so many hours."""
     made = Life(name="router 0", pid=7)
     for number in range(num_samples):
         at = hours * number / (num_samples - 1)
@@ -30,7 +30,7 @@ def life(
 
 
 def noisy(mb_per_hour: float) -> Callable[[float], float]:
-    """Growth beneath some megabytes that requests take and give back, and a warm-up of fifty."""
+    """Growth beneath some megabytes of transient request memory, and a warm-up of fifty."""
     rng = Random(1)
     return lambda at: 100 + min(50.0, 500 * at) + mb_per_hour * at + rng.choice((0, 0, 0, 0.2, 8.0)) + rng.random() / 4
 

@@ -43,7 +43,7 @@ class PublishedState:
         return head if holds_together else None
 
     def read(self) -> tuple[int, set[BlockHash]]:
-        """As a router does that starts now."""
+        """The state as a newly started router reads it."""
         assert self.head is not None
         assert self.state is not None
         known, due = set(self.state), self.head.state_sequence
@@ -186,7 +186,7 @@ def test_cache_journal_grown_log_is_compacted_and_bounded() -> None:
 
 
 class Life:
-    """One worker whose published state suffers whatever a seed picks."""
+    """One worker whose published state gets seeded random failures."""
 
     def __init__(self, seed: int) -> None:
         self.rng = Random(seed)
@@ -237,7 +237,7 @@ class Life:
             self.journal.doubt()
 
     def settle(self) -> None:
-        """Redis is well again: two looks, a second apart."""
+        """Redis has recovered: two looks, a second apart."""
         for _ in range(2):
             self.journal.on_read(self.published.found())
             while (write := self.journal.next_write()) is not None:

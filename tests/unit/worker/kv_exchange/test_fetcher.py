@@ -29,7 +29,7 @@ HOLDER = PrefixHolder(worker_id=WorkerId("decode-1"), incarnation=Incarnation(5)
 
 
 class FakeHub:
-    """Takes notes; a test plays the peer."""
+    """Records calls; a test plays the peer."""
 
     def __init__(self) -> None:
         self.stats = TransferStats()

@@ -125,7 +125,7 @@ async def lending_from(spec: EngineSpec) -> AsyncIterator[Bench]:
 
 
 def evict_tail(scheduler: Scheduler) -> None:
-    """As a hand-off does that takes five blocks and gives them back."""
+    """As a hand-off does that takes five blocks and frees them."""
     scheduler.blocks.promise(5)
     scheduler.blocks.release(scheduler.blocks.allocate_promised(5))
 

@@ -163,7 +163,7 @@ async def test_migration_uses_spare_room_only(bench: Bench, num_taken: int) -> N
 
 
 def crowd(scheduler: Scheduler, num_cached: int) -> list[BlockId]:
-    """Leaves one block free, and so many that are cached; those in use."""
+    """Leaves one block free and so many cached; returns those in use."""
     blocks, parent = scheduler.blocks, ledger.ROOT
     in_use, cached = blocks.allocate(23 - num_cached), blocks.allocate(num_cached)
     for i, block in enumerate(cached):

@@ -10,7 +10,7 @@ from tests.support.router.servers.http_client import client_of
 
 
 class Reader:
-    """Tells how many readings there were; each waits until it may end."""
+    """Counts its readings; each waits until it may end."""
 
     def __init__(self):
         self.num = 0

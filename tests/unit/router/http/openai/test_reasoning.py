@@ -46,7 +46,7 @@ async def client(parts: fakes.Servers) -> AsyncIterator[httpx.AsyncClient]:
 
 
 def say_with_reasoning(parts: fakes.Servers, *, is_open: bool, answer: str = ANSWER, **script: Any) -> int:
-    """Has it think and answer; returns how many tokens it thinks."""
+    """Script reasoning and an answer; returns the number of reasoning tokens."""
     text = f"{'' if is_open else '<think>'}\n{THOUGHT}\n</think>\n\n{answer}"
     ids = parts.say(text, **script)
     for count in range(len(ids)):
@@ -92,7 +92,7 @@ NO_THOUGHT = {"chat_template_kwargs": {"enable_thinking": False}}
 
 
 def lead_of(parts: fakes.Servers) -> str:
-    """What the last request's answer must begin with."""
+    """The required beginning of the last request's answer."""
     (first, *_) = json.loads(parts.generator.requests[-1].sampling.grammar or "")["grammars"]
     return str(first["lark_grammar"] or "")
 

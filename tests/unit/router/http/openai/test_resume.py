@@ -25,7 +25,7 @@ def tokenizer() -> Tokenizer:
 
 
 class Router:
-    """One router's server, which another router of the cluster may share the secret with."""
+    """One router's server, whose secret another router of the cluster may share."""
 
     def __init__(self, tokenizer: Tokenizer, seed: int = 99, **script: Any) -> None:
         self.parts = fakes.make_servers(tokenizer, mint_seed=lambda: seed)
@@ -43,7 +43,7 @@ class Router:
 
 
 def shown(events: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """What a client has of each choice."""
+    """What a client has received of each choice."""
     choices: dict[int, dict[str, Any]] = {}
     for event in events:
         if event["data"] == "[DONE]":

@@ -35,7 +35,7 @@ async def client(parts: fakes.Servers) -> AsyncIterator[httpx.AsyncClient]:
 
 
 def put_together(chunks: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """As a client of streams does it, by choice."""
+    """Joined by choice, as a streaming client does."""
     choices: dict[int, dict[str, Any]] = {}
     for chunk in chunks:
         for choice in chunk["choices"]:

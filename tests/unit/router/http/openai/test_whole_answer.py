@@ -81,7 +81,7 @@ async def test_default_memory_bound_allows_whole_context(tokenizer: Tokenizer) -
 
 
 def choice_of(count: int, alternatives: int) -> TextDelta:
-    """With something different at each place."""
+    """A choice with different content at each index."""
     tokens = tuple(
         SampledToken(
             token_id=i % 300,

@@ -17,7 +17,7 @@ WAIT_S = 20.0
 
 
 def application(error: Exception, *before: Message) -> ErrorAnswers:
-    """Fails behind these messages."""
+    """Fails after these messages."""
 
     async def fail(_scope: Scope, _receive: Receive, send: Send) -> None:
         for message in before:
@@ -28,7 +28,7 @@ def application(error: Exception, *before: Message) -> ErrorAnswers:
 
 
 async def answer(app: ErrorAnswers) -> bytes:
-    """All that comes back over a socket, to the end of the connection."""
+    """All bytes received over a socket, to the end of the connection."""
     async with asyncio.timeout(WAIT_S), HttpServer(app, host="127.0.0.1", port=0, grace_s=1.0) as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")

@@ -37,7 +37,7 @@ class Client:
         return head + await self.reader.readexactly(int(length.removeprefix(b"content-length: ")))
 
     async def drip(self, data: bytes) -> None:
-        """One byte after the other, until the server closes the connection."""
+        """One byte at a time, until the server closes the connection."""
         closing = asyncio.create_task(self.reader.read(1))
         for byte in data:
             self.writer.write(bytes([byte]))
@@ -58,7 +58,7 @@ class Client:
 
 
 class Opened:
-    """An open server, and who is connected to it."""
+    """An open server and its connections."""
 
     def __init__(self, http: HttpServer) -> None:
         self.http = http

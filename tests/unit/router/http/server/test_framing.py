@@ -26,7 +26,7 @@ MOST_TAKEN = 64 << 20
 
 
 async def show_headers(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers the body's size and the headers when it has read all."""
+    """Answers the body's size and the headers after reading all."""
     request = Request(scope, receive)
     size = len(await request.body())
     names = sorted(name.decode() for name, _ in scope["headers"])
@@ -49,7 +49,7 @@ async def listening(app: ASGIApp = show_headers, *, head_timeout_s: float = LONG
 
 
 async def answer_to(listener: HttpServer, sent: bytes) -> bytes:
-    """All that is answered until the server says its end."""
+    """All answers until the server closes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
     writer.write(sent)
     answer = await reader.read()
@@ -58,7 +58,7 @@ async def answer_to(listener: HttpServer, sent: bytes) -> bytes:
 
 
 def poured(port: int, begin: bytes, pieces: Iterator[bytes]) -> tuple[bytes, int]:
-    """The answer to somebody who reads only once it can send no more, or has sent all; and what it sent."""
+    """The answer to a client that reads only when it can send no more or has sent all; and what it sent."""
     num_sent = 0
     with closing(socket.create_connection(("127.0.0.1", port), timeout=WAIT_S)) as client:
         client.sendall(begin)

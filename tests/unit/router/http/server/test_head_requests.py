@@ -20,7 +20,7 @@ OF_THE_MOMENT = ("/metrics", "/v1/usage", "/status/snapshot")
 
 @asynccontextmanager
 async def listening() -> AsyncIterator[tuple[HttpServer, list[str]]]:
-    """A server with every route that there can be, and the paths of those that GET has, without parameters."""
+    """A server with every possible route, and the paths of its GET routes without parameters."""
     app = whole_app()
     paths = [path for route in routes_of(app) if route.methods == {"GET"} and "{" not in (path := route.path_format)]
     async with HttpServer(app, host="127.0.0.1", port=0, grace_s=1.0) as server:

@@ -44,7 +44,7 @@ async def client(listener: HttpServer) -> AsyncIterator[openai.AsyncOpenAI]:
 
 
 async def raw(listener: HttpServer, *parts: bytes) -> bytes:
-    """What the server answers to these bytes before it closes or falls silent."""
+    """The server's answer to these bytes before it closes or falls silent."""
     reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
     try:
         for part in parts:

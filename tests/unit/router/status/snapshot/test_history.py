@@ -10,7 +10,7 @@ from router.status.snapshot.history import CounterTotals, History, step_from_jso
 
 
 class World:
-    """A history on a clock that a test moves."""
+    """A history on a virtual clock."""
 
     def __init__(self) -> None:
         self.now_s = 100.0

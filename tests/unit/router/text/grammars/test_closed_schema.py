@@ -34,7 +34,7 @@ def tokens() -> Any:
 
 
 def allows(tokens: Any, schema: Any, value: Any) -> bool:
-    """Whether a grammar of the closed schema lets this value through, its properties in one order or another."""
+    """Whether a grammar of the closed schema allows this value, with its properties in some order."""
     grammar = StructuredOutput(
         shape=Shape.JSON_SCHEMA, value=schema, param="x", disables_additional_properties=True
     ).grammar()
@@ -137,7 +137,7 @@ def is_valid(value: Any, schema: Any) -> bool:
 
 
 def unevaluated(schema: Any, *, is_part: bool = False) -> Any:
-    """The same with JSON Schema's own word for it at every object as a whole, where that names properties."""
+    """The same with `unevaluatedProperties` at every whole object that names properties."""
     if not isinstance(schema, dict):
         return schema
     made = dict(schema)

@@ -60,7 +60,7 @@ def matcher(tokens: Any, lark: str) -> Any:
 
 
 def drawn(tokens: Any, lark: str, rng: random.Random) -> str:
-    """An answer of random tokens among those that the grammar allows, one that may end it as soon as it is allowed."""
+    """An answer of random tokens among the allowed ones, ended as soon as that is allowed."""
     follow, ids = matcher(tokens, lark), list[int]()
     while not follow.is_stopped():
         mask = llguidance.numpy.allocate_token_bitmask(1, VOCABULARY)

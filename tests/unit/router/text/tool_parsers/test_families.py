@@ -28,7 +28,7 @@ Found = tuple[str, list[tuple[str, str]]]
 
 
 def merged(events: Sequence[ToolEvent]) -> list[ToolEvent]:
-    """Neighbours that continue each other put together."""
+    """With adjacent continuations joined."""
     out: list[ToolEvent] = []
     for event in events:
         last = out[-1] if out else None

@@ -24,7 +24,7 @@ VALUES = st.recursive(
 
 
 def parse_with_ast(text: str) -> tuple[str, str] | None:
-    """By `ast`, which has no bounds."""
+    """The call by `ast`, which has no bounds."""
     try:
         with warnings.catch_warnings(action="ignore"):
             call = ast.parse(text.strip(), mode="eval").body

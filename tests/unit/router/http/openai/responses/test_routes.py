@@ -118,7 +118,7 @@ async def test_responses_calls_are_equal_whole_and_streamed(sdk: openai.AsyncOpe
 
 
 def strip(item: Any) -> dict[str, Any]:
-    """Without what differs from request to request, or is the package's own."""
+    """Without fields that vary by request, or are the package's own."""
     return {k: v for k, v in item.to_dict().items() if k not in ("id", "call_id", "parsed_arguments")} | (
         {"content": [part["text"] for part in item.to_dict()["content"]]} if item.type == "message" else {}
     )
