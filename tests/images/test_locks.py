@@ -123,7 +123,7 @@ def _router_imports() -> dict[str, set[str]]:
 
 
 def _modules_of(name: str) -> set[str]:
-    """Top-level modules of an installed distribution; none of one that only other platforms have."""
+    """Top-level modules of an installed distribution; none for other platforms' distributions."""
     try:
         files = importlib.metadata.distribution(name).files or []
     except importlib.metadata.PackageNotFoundError:

@@ -23,7 +23,7 @@ CLIENTS_OWN_TRIES = 6
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """As much of the hub's HTTP as its client asks for; one file's connection breaks, and then brings nothing."""
+    """The hub's HTTP as far as its client uses it; one file's connection breaks, and then sends nothing."""
 
     protocol_version = "HTTP/1.1"
     begins: list[int]

@@ -43,7 +43,7 @@ def ranks_of(starter) -> list[psutil.Process]:
 
 
 def go_on(parts: EngineParts, num_computed_tokens: int) -> list[int]:
-    """What follows a prompt of 37 tokens of which so many are in the cache."""
+    """The continuation of a prompt of 37 tokens with so many cached."""
     request = request_of(range(3, 40), "on")
     request.block_table.extend(BlockId(i) for i in range(8))
     request.num_computed_tokens = num_computed_tokens

@@ -124,7 +124,7 @@ def run_step(parts: EngineParts, requests: list[Request]) -> list[SampledToken]:
 
 
 def say_with_logprobs(parts: EngineParts) -> Iterator[SampledToken]:
-    """One continuation, step by step."""
+    """One continuation with logprobs, step by step."""
     request = Request(
         request_id=RequestId("logprobs"),
         token_ids=array("i", range(3, 40)),
@@ -138,7 +138,7 @@ def say_with_logprobs(parts: EngineParts) -> Iterator[SampledToken]:
 
 
 def read_prompt(parts: EngineParts) -> tuple[list[float], list[int], list[float]]:
-    """What is read of a prompt in two chunks: log probabilities, the most likely tokens, the mean hidden state."""
+    """A prompt scored in two chunks: log probabilities, the most likely tokens, the mean hidden state."""
     readings = [PromptScoringState(num_prompt_tokens=37, num_top=num_top) for num_top in (3, None)]
     requests = [request_of(range(3, 40), f"read {i}") for i in range(2)]
     for i, (request, reading) in enumerate(zip(requests, readings, strict=True)):
@@ -150,7 +150,7 @@ def read_prompt(parts: EngineParts) -> tuple[list[float], list[int], list[float]
 
 
 def compare_logprobs(ours, expected) -> None:
-    """The same tokens; sums over ranks are made in another order, so that log-probabilities are only close."""
+    """The same tokens; ranks sum in another order, so log probabilities are only close."""
     for one, other in zip(ours, expected, strict=True):
         assert one.token_id == other.token_id
         assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
@@ -270,7 +270,7 @@ def request_of(tokens: Iterable[int], name: str) -> Request:
 
 
 def serve_all(parts: EngineParts) -> list[list[int]]:
-    """What four requests say; with a host tier, some of them must have been there and back."""
+    """Answers of four requests; with a host tier, some of them must have been offloaded and restored."""
     requests = []
     for i in range(4):
         prompt = array("i", [(13 * i + 5 * k) % 90 + 3 for k in range(20 + 9 * i)])

@@ -64,7 +64,7 @@ def test_storm_with_cache_tiers_equals_undisturbed_answers(model, mode, count, t
 
 
 def client(rig, requests, draw):
-    """On a thread of its own: asks, and sometimes thinks better of it."""
+    """On its own thread: sends requests, and aborts some."""
     for request in requests:
         rig.engine.call(lambda _, request=request: rig.add(request)).result(WAIT_S)
         if draw.random() < 0.3:

@@ -202,7 +202,7 @@ async def test_handoff_uses_best_common_transport() -> None:
 
 
 class Faulty:
-    """A sending end whose bytes are damaged on the way, as often as `damage` says so."""
+    """A sending end whose bytes are corrupted in transit, at the rate `damage`."""
 
     def __init__(self, inner: KVSender, damage: Callable[[], bool]) -> None:
         self.inner, self.damage = inner, damage

@@ -22,7 +22,7 @@ FIRST, SECOND = (
 
 @asynccontextmanager
 async def failed_first_attempt() -> AsyncIterator[tuple[Any, Any, Any, TransferId]]:
-    """A hand-off whose first attempt, with the first holder, has lost its link; nothing is left of it at the end."""
+    """A hand-off whose first attempt, with the first holder, lost its link; leaves nothing behind."""
     fabric = MemoryFabric()
     async with decoding("memory", fabric=fabric) as (hub, owner), prefilling("memory", fabric=fabric) as worker:
         worker.owner.gate.clear()

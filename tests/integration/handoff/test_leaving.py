@@ -22,7 +22,7 @@ IMPATIENT = replace(SETTINGS, lease_s=0.3, sweep_s=0.02)
 
 
 class Engine:
-    """Answers no job, except that it breaks over the one named "bug"."""
+    """Answers no job, and raises for the one named "bug"."""
 
     def __init__(self) -> None:
         self.submitted: list[str] = []
@@ -76,7 +76,7 @@ async def test_decode_worker_bug_ends_its_process() -> None:
 
 
 class Frozen(HandoffServicer):
-    """Greets, and reads no more."""
+    """Says hello, and reads no more."""
 
     async def Connect(self, _requests: object, stream: Any) -> None:
         hello = wire.decode(await stream.read()).body

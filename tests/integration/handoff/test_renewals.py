@@ -9,7 +9,7 @@ from tests.integration.handoff.test_failures import decoding
 
 
 class Ids(tuple):
-    """Names that may be gone through once, and never be searched."""
+    """Names that may be iterated once, and never searched."""
 
     def __contains__(self, _: object) -> bool:
         raise AssertionError("each search looks at all of them")

@@ -64,7 +64,7 @@ class Watched:
 
 
 def starved() -> Callable[[], float]:
-    """The clock of a process that stood still for a while when it had hardly begun."""
+    """The clock of a process that stalled shortly after its start."""
     behind_s = chain([1000.0], repeat(0.0))
     return lambda: time.monotonic() - next(behind_s)
 

@@ -103,7 +103,7 @@ LIMITS = {"no_replicas": "min-replicas-to-write", "full": "maxmemory"}
 
 
 class Fate:
-    """What becomes of Redis, and how it ends."""
+    """A fault of Redis, and its end."""
 
     def __init__(self, server: RedisServer, kind: str) -> None:
         self._server = server
@@ -112,7 +112,7 @@ class Fate:
         self._brake = threading.Thread(target=self._slow_down, daemon=True)
 
     def _slow_down(self) -> None:
-        """Answers come, now within the time that is given to them and now later."""
+        """Answers come within their timeout or after it, at random."""
         rng = Random(1)
         while not self._faster.is_set():
             self._server.do("CLIENT", "PAUSE", rng.randrange(20, 500), "ALL")
@@ -155,7 +155,7 @@ class Fate:
 
 
 def lie(server: RedisServer, workers: list[PublishingWorker]) -> None:
-    """Everything that somebody without the secret can write."""
+    """Everything that can be written without the secret."""
     forger = ClusterStateCodec(b"not the secret at all", "tandem")
     nobody = Process(WorkerId("d9"), Incarnation(9))
     soon_ms = 1e3 * time.time() + 60_000  # before all others, and not too late to be believed

@@ -29,7 +29,7 @@ def group() -> Iterator[SentinelGroup]:
 
 
 def board_through(group: SentinelGroup) -> RedisSettings:
-    """As the settings in a file make it."""
+    """A board with the settings of a file."""
     config = RedisConfig(
         password="hush-hush",
         sentinels=tuple(group.addresses),
@@ -48,7 +48,7 @@ def prompt(number: int) -> tuple[int, ...]:
 
 
 class Load:
-    """Requests to all routers in turn, each of them checked, and new prefixes all the time."""
+    """Checked requests to all routers in turn, with new prefixes all the time."""
 
     def __init__(self, routers: list[Router]) -> None:
         self._routers = routers
@@ -65,7 +65,7 @@ class Load:
             await asyncio.sleep(0.005)
 
     async def goes_on(self, count: int) -> None:
-        """Until so many more are answered."""
+        """Wait until so many more are answered."""
         enough = self.num_answered + count
         await until(lambda: self._task.done() or self.num_answered >= enough, "answers")
         assert not self._task.done(), self._task.exception()
@@ -91,14 +91,14 @@ async def loaded(group: SentinelGroup) -> AsyncIterator[tuple[list[PublishingWor
 
 
 async def until_all_synchronized(workers: list[PublishingWorker], routers: list[Router]) -> None:
-    """Until the routers know what the workers hold, and all of them are connected."""
+    """Wait until the routers know the workers' content, and all of them are connected."""
     await until(lambda: all(each.agrees_with(*workers) for each in routers), "all routers know what workers hold")
     await until(lambda: all(link.is_up for each in routers for link in each.board.links), "routers are connected")
     await until(lambda: all(each.publisher and each.publisher.report().up for each in workers), "workers are connected")
 
 
 async def learned(workers: list[PublishingWorker], routers: list[Router], number: int) -> None:
-    """Until every router knows a prefix that was stored just now, and that no request has."""
+    """Wait until every router knows a newly stored prefix, which no request has."""
     names = [BlockHash(number.to_bytes(16, "big"))]
 
     def known() -> bool:

@@ -53,7 +53,7 @@ def never_trust_quiet_proofs(patch: pytest.MonkeyPatch) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Removal:
-    """Without what, where, under which faults; what must be said, within so many hand-offs."""
+    """The removed safeguard, the transport and faults; the expected finding, within so many hand-offs."""
 
     take_away: Callable[[pytest.MonkeyPatch], None]
     transport: str

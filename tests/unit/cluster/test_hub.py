@@ -20,7 +20,7 @@ FILES = {"config.json": 4, "tokenizer.json": 4, "model.safetensors": 40, "model.
 
 
 class FakeHub:
-    """Has one model; each of `breaks` is raised by one download, after some bytes have come."""
+    """Has one model; each of `breaks` is raised by one download, after some bytes."""
 
     def __init__(self, *breaks: Exception, comes: int = 0) -> None:
         self.breaks = list(breaks)
@@ -135,7 +135,7 @@ def test_hub_transient_errors_are_retryable(error: Exception) -> None:
 
 def test_hub_download_offline_cache_hit_is_not_complete(tmp_path: Path) -> None:
     class Deaf(FakeHub):
-        """Cannot reach the hub while it downloads, and so takes what lies there."""
+        """Cannot reach the hub for the download, and so uses the existing files."""
 
         def download(self, hub_id: str, commit: str, patterns: Sequence[str], into: Path | None) -> str:
             if len(self.downloads) < 2:

@@ -38,7 +38,7 @@ PLENTY = 1 << 20
 
 
 class Paced(Bench):
-    """Its engine makes as many steps that sample as the test lets it."""
+    """Its engine makes as many sampling steps as the test allows."""
 
     def __init__(self, host: EngineHost, made: DecodeWorker, num_steps: int) -> None:
         super().__init__(host, made)
@@ -54,13 +54,13 @@ class Paced(Bench):
         runner.execute = execute_when_allowed
 
     def go_on(self) -> None:
-        """Without a stop from now on."""
+        """Run without pauses from now on."""
         self._steps.release(PLENTY)
 
 
 @asynccontextmanager
 async def worker(takeover_s: float = 30.0, *, num_steps: int = 1) -> AsyncIterator[Paced]:
-    """Stands still once the first token is said."""
+    """Pauses once the first token is sent."""
     faults: list[BaseException] = []
     host = EngineHost(parts(), on_fatal=faults.append)
     async with asyncio.TaskGroup() as group:
@@ -78,7 +78,7 @@ async def worker(takeover_s: float = 30.0, *, num_steps: int = 1) -> AsyncIterat
 
 
 def leave(bench: Bench) -> SessionPort:
-    """The bench's router is gone, and another one is there. Returns the former's port."""
+    """Replace the bench's router. Returns the former's port."""
     former, bench.port = bench.port, SessionPort(Incarnation(3))
     former.close()
     bench.worker.closed(former)

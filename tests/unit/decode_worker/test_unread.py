@@ -15,7 +15,7 @@ TOGETHER = 4
 
 
 async def deltas(bench: Bench) -> list[pb.TokenDelta]:  # noqa: F811
-    """All of one attempt."""
+    """All deltas of one attempt."""
     received: list[pb.TokenDelta] = []
     while not received or not received[-1].HasField("finish"):
         received += (await bench.next_message("tokens")).deltas

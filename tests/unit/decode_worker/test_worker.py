@@ -40,7 +40,7 @@ IDENTITY = WorkerIdentity(
 
 
 class FakeHub:
-    """What the worker asks of its hub."""
+    """The hub's interface as the worker uses it."""
 
     def __init__(self) -> None:
         self.stats = TransferStats()

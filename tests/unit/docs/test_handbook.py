@@ -33,7 +33,7 @@ MOST_PICTURES, MOST_BYTES = 8, 60_000
 
 
 def commands() -> Iterator[tuple[str, str]]:
-    """Every line of a fenced block that begins as a command of ours does, and what the runbook's table has of them."""
+    """Every fenced line that begins like one of our commands, and those in the runbook's table."""
     for row in re.findall(r"^\|.*\|$", PAGES["runbook.md"], re.MULTILINE):
         yield from (("runbook.md", line) for line in re.findall(r"`(tandem [^`]+)`", row))
     for page, text in PAGES.items():
@@ -44,7 +44,7 @@ def commands() -> Iterator[tuple[str, str]]:
 
 
 def anchors(path: Path) -> set[str]:
-    """Of a page's headings, as they are made of them."""
+    """Anchors of a page's headings."""
     headings = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

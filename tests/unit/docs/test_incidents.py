@@ -18,7 +18,7 @@ NUM_BAD_INPUTS = 70
 
 
 def rows(page: str) -> Iterator[tuple[str, str, str]]:
-    """Incident, what is held, and what proves it."""
+    """Incident, claim, and its proofs."""
     for line in page.splitlines():
         if line.startswith("|"):
             incident, held, proved = (cell.strip() for cell in line.strip("|").split("|"))
@@ -37,7 +37,7 @@ def named_in(path: Path) -> set[str]:
 
 
 def problems(page: str) -> list[str]:
-    """What is wrong with such a page."""
+    """The errors of such a page."""
     found = []
     for incident, held, proved in rows(page):
         named = _NAMED.findall(proved)

@@ -35,7 +35,7 @@ def anchors(text: str) -> set[str]:
 
 
 def dangling(page: Path, text: str) -> list[str]:
-    """Links that lead nowhere, in a page at this place."""
+    """Broken links of a page at this place."""
     found = []
     for link in re.findall(r"\]\(([^)\s]+)\)", text):
         if re.match(r"[a-z]+:", link):
@@ -48,7 +48,7 @@ def dangling(page: Path, text: str) -> list[str]:
 
 
 def absent(text: str) -> list[str]:
-    """Files and folders in backticks that the repository does not have."""
+    """Files and folders in backticks that are missing from the repository."""
     words = {word.split("::")[0] for word in re.findall(r"`([^`\s]+)`", text)}
     named = {word for word in words if _FILE.fullmatch(word) or _FOLDER.fullmatch(word)}
     return sorted(n for n in named - _NOT_OURS if not n.startswith("/") and not any(ROOT.glob(n.rstrip("/"))))

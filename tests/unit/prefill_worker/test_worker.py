@@ -36,7 +36,7 @@ IDENTITY = WorkerIdentity(
 
 
 class FakeHub:
-    """Takes notes of what the engine's news became."""
+    """Records what the engine's events became."""
 
     def __init__(self) -> None:
         self.reports: list[tuple[str, TransferId]] = []

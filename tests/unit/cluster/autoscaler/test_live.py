@@ -37,7 +37,7 @@ BUSY = {"worker": replace(WORKER, kv_tokens=10**9, max_running=10**6), "targets"
 
 @dataclass
 class Door:
-    """A router's `/metrics`. Before each look it has served what `serve` says."""
+    """A router's `/metrics`. Each look is preceded by the load of `serve`."""
 
     router: RouterCounters = field(default_factory=RouterCounters)
     num: int = 0
@@ -102,7 +102,7 @@ def options(url: str, **changes: Any) -> LiveOptions:
 
 
 async def run_until(planner: LivePlanner, lines: list[str], awaited: str) -> None:
-    """Until a line has this."""
+    """Run until a line contains this."""
     stop = asyncio.Event()
     running = asyncio.create_task(planner.run(stop))
     async with asyncio.timeout(60.0):

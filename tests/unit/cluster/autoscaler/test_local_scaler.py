@@ -28,7 +28,7 @@ from tandem.values.roles import WorkerRole
 
 @dataclass
 class Cluster:
-    """What is asked of it, and what it says."""
+    """Records requests, and sends scripted answers."""
 
     path: Path
     states: list[tuple[str, ProcessState]] = field(default_factory=list)

@@ -15,7 +15,7 @@ from tests.support.http_server import answering
 
 @dataclass
 class Door:
-    """Answers every request alike, and keeps what was asked."""
+    """Answers every request alike, and records it."""
 
     url: str = ""
     answer: tuple[int, bytes, dict[str, str]] = (200, b"a flame", {})

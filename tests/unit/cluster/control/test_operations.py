@@ -42,7 +42,7 @@ def events(journal):
 
 
 def seats(cluster):
-    """Which GPU each worker was given, as one of how many on it."""
+    """Each worker's GPU, and the number of workers that share it."""
     argv = {view.name: Path(f"/proc/{view.pid}/cmdline").read_text().split("\0") for view in cluster.workers}
     options = ("--gpus", "--gpu-sharers")
     return {name: " of ".join(words[words.index(option) + 1] for option in options) for name, words in argv.items()}
@@ -146,7 +146,7 @@ async def test_restart_in_place_stops_worker_before_its_successor(journal, monke
 
 
 def no_room(monkeypatch, *, free_bytes):
-    """Of the machine's one GPU."""
+    """No room on the machine's only GPU."""
     command = (sys.executable, "-c", f"print([{free_bytes}])")
     monkeypatch.setattr(
         "cluster.control.operations.workers_without_room", partial(workers_without_room, command=command)
@@ -246,7 +246,7 @@ async def test_retire_with_unwritable_folder_still_drains(journal):
 
 
 async def give_up(cluster, name):
-    """Have it die until nobody starts it again."""
+    """Crash it until it is no longer restarted."""
     pid = next(view.pid for view in cluster.processes if view.name == name)
     cluster.kill(name)
     with pytest.raises(ClusterFailed):

@@ -46,7 +46,7 @@ def make(folder, modes=None, **counts):
 
 
 async def run(*arguments):
-    """A command, beside the event loop that answers it."""
+    """Run a command beside the event loop that answers it."""
     return await asyncio.to_thread(CliRunner().invoke, app, list(arguments))
 
 
@@ -143,7 +143,7 @@ async def test_control_socket_allows_one_change_which_outlives_its_client(folder
 
 
 async def hanging(control, request):
-    """Ask for what will wait for a process that never serves; the rest of the answer, once that is starting."""
+    """Request a change that waits for a process that never serves; returns the rest of the answer once that starts."""
     reader, writer = await asyncio.open_unix_connection(control.path)
     writer.write(encode_message(request))
     while b"starting a " not in await reader.readline():

@@ -37,7 +37,7 @@ def obeyed(sizes: Sizes, decision: Decision) -> Sizes:
 
 
 def drive(planner: Planner, loads: list[Observation], sizes: Sizes) -> list[tuple[float, Sizes, Decision]]:
-    """Each decision with its time and the sizes after it; machines serve as soon as they are asked for."""
+    """Each decision with its time and the sizes after it; machines serve at once."""
     history = []
     for number, load in enumerate(loads, 1):
         decision = planner.decide(number * PERIOD_S, load, FleetView(sizes=sizes))

@@ -10,7 +10,7 @@ from tests.support.cluster.planned_worker import demand, staffing
 
 
 def waited(count: int, rate: float, left_s: float, seed: int, num: int = 120_000) -> tuple[float, float]:
-    """Of a queue with exponential service of mean 1: who waits at all, and who longer than `left_s`."""
+    """Shares of a queue with exponential service of mean 1 that wait at all, and longer than `left_s`."""
     rng, now, late, waits = Random(seed), 0.0, 0, 0
     free = [0.0] * count
     for _ in range(num):

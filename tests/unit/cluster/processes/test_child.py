@@ -13,7 +13,7 @@ from tandem.process.load_progress import LoadReport
 
 
 class RecordedCallbacks:
-    """Everything that one child said."""
+    """All messages of one child."""
 
     def __init__(self):
         self.ready, self.lines, self.loading, self.news, self.status = [], [], [], [], None

@@ -195,7 +195,7 @@ def environment(pid):
 
 
 async def start_up(journal, *modes, before=(), **streams):
-    """A `tandem up` of fake processes in a process of its own."""
+    """A `tandem up` of fake processes in its own process."""
     pipes = {"stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.PIPE}
     return await asyncio.create_subprocess_exec(
         *before,

@@ -38,7 +38,7 @@ BECOMES = f"import sys; sys.stdin.readline()\n{SERVES}"
 
 
 class RecordedCallbacks:
-    """What one worker said."""
+    """All messages of one worker."""
 
     def __init__(self) -> None:
         self.ready: list[object] = []
@@ -205,7 +205,7 @@ sys.stdin.read()
 
 
 async def command_line_shown(arguments: list[str]) -> list[str]:
-    """What `ps` shows of a process that has said that it is a decode worker with these arguments."""
+    """The command line in `ps` of a process that has become a decode worker with these arguments."""
     pipe = asyncio.subprocess.PIPE
     command = [sys.executable, "-c", SHOWS, *standby._command(9)[3:]]
     process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)

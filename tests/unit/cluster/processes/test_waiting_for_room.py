@@ -96,7 +96,7 @@ def test_local_cluster_worker_waiting_for_room_serves_later():
 
 
 class Moving(Crowded):
-    """Where each worker is at another address when it starts again. `is_full`: of the disk."""
+    """Each worker restarts at another address. `is_full`: the disk is."""
 
     is_full = False
 

@@ -18,7 +18,7 @@ MACHINES: list["Machine"] = []
 
 
 class FakeChild:
-    """What would have been started."""
+    """Records the start arguments."""
 
     def __init__(self, argv: Any, _environment: Any, callbacks: Callbacks) -> None:
         self.argv: list[str] = list(argv(7))
@@ -39,7 +39,7 @@ class Machine:
         self.ended: list[int] = []
 
     def start(self, plan: ProcessPlan) -> list[str]:
-        """Its arguments about GPUs."""
+        """Starts one; returns its arguments about GPUs."""
         nobody = dict.fromkeys(("on_loading", "on_ready", "on_beat", "on_news", "on_log"), lambda *_: None)
         callbacks = Callbacks(**nobody, on_exit=self.ended.append)
         child: Any = self.launcher.start(plan, callbacks)

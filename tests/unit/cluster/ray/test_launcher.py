@@ -28,7 +28,7 @@ PLAN = ProcessPlan(name="decode-1", role=Role.DECODE, index=1, address="10.0.0.9
 
 
 class FakeHost:
-    """An actor; what it has to tell is put into `words`, an exception is raised."""
+    """An actor; its messages come from `words`, exceptions are raised."""
 
     def __init__(self, node):
         self.node = node
@@ -59,7 +59,7 @@ class FakeHost:
 
 
 class FakeSession:
-    """Gives an actor on the node that is asked for, as soon as there is room."""
+    """Places an actor on the requested node, as soon as there is room."""
 
     def __init__(self, *, has_room=True):
         self.hosts = asyncio.Queue()

@@ -11,7 +11,7 @@ WAIT_S = 20.0
 
 
 class Room:
-    """Something that is made and ended by calls that block until the test lets them."""
+    """A resource that is opened and closed by calls that block until the test allows them."""
 
     def __init__(self):
         self.may_be_made, self.may_end = threading.Event(), threading.Event()

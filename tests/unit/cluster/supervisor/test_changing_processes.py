@@ -66,7 +66,7 @@ def test_supervisor_restarted_member_waits_for_room_unbounded():
 
 
 class World:
-    """Processes that follow a supervisor; it complains of whatever makes no sense to them."""
+    """Processes that obey a supervisor; raises for impossible orders."""
 
     def __init__(self):
         self.supervisor = running()

@@ -36,7 +36,7 @@ def member(role, index, state=ProcessState.READY, reaches=None):
 
 
 def cluster(prefill=1, decode=1, routers=1, states=()):
-    """`states`: of the first ones, which need not serve."""
+    """`states`: those of the first processes, which need not serve."""
     counts = {Role.PREFILL: prefill, Role.DECODE: decode, Role.ROUTER: routers}
     made = {f"{role.value}-{i}": member(role, i) for role, count in counts.items() for i in range(count)}
     unwell = dict(zip(made, states, strict=False))
@@ -53,26 +53,26 @@ def serving(members):
 
 
 def present(members):
-    """Those that there are to be, whether or not they serve just now."""
+    """The desired processes, whether or not they serve just now."""
     return {role: sizes_of(members)[role] for role in Role}
 
 
 def staying(members):
-    """With those that were given up, which a restart brings back."""
+    """Including given-up processes, which a restart revives."""
     return {
         role: sum(m.role is role and m.state is not ProcessState.RETIRING for m in members.values()) for role in Role
     }
 
 
 def alive(members):
-    """Those that take room."""
+    """Processes that take room."""
     states = (ProcessState.STARTING, ProcessState.READY, ProcessState.RETIRING, ProcessState.BACKOFF)
     return {role: sum(m.role is role and m.state in states for m in members.values()) for role in Role}
 
 
 @dataclass
 class World:
-    """Carries out a rollout's orders; `fates` decide what becomes of each process that is added."""
+    """Carries out a rollout's orders; `fates` decide the outcome of each added process."""
 
     members: dict
     fates: list
@@ -130,7 +130,7 @@ class World:
         rollout.gone(name, failure)
 
     def pass_time(self, rollout):
-        """Starting processes come up or fail, leaving ones end, routers hear of workers."""
+        """Starting processes come up or fail, leaving ones end, routers learn of workers."""
         self.now += 1.0
         for name, one in list(self.members.items()):
             if one.state is ProcessState.RETIRING:
@@ -157,7 +157,7 @@ class World:
                 self.members = all_connected(self.members)
 
     def flicker(self, name, one):
-        """Before anybody knows it, so that nobody counts on it."""
+        """Before any process knows it, so that none relies on it."""
         back = one.state is ProcessState.BACKOFF
         self.members[name] = replace(one, state=ProcessState.READY if back else ProcessState.BACKOFF)
         if back:
@@ -225,7 +225,7 @@ def test_rollout_named_restart_counts_given_up_worker_again():
 
 
 def unmoved(members):
-    """Whose view of others does not change: all but routers."""
+    """Processes whose view of others is constant: all but routers."""
     return {name for name, one in members.items() if one.role is not Role.ROUTER}
 
 

@@ -102,7 +102,7 @@ def decoding(session, requests):
 
 
 def replayed(graphs, inputs):
-    """Token ids come from the device, whatever the host believes them to be; rows in the batch's order."""
+    """Token ids come from the device, not from the host's view; rows in the batch's order."""
     token_ids = torch.from_numpy(inputs.token_ids.copy())
     inputs.token_ids[:] = 0
     return graphs.logits(inputs, token_ids, torch.from_numpy(inputs.sample_rows))

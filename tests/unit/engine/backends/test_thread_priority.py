@@ -49,7 +49,7 @@ print(session_niceness())
 
 
 def measured_session_niceness(*, leads: bool) -> str:
-    """After a process of it has stepped back."""
+    """After a process of the session has lowered its priority."""
     command = [sys.executable, "-c", STEPS_BACK]
     done = subprocess.run(command, start_new_session=leads, capture_output=True, text=True, check=True, timeout=60)
     return done.stdout.strip()

@@ -50,7 +50,7 @@ def directory(request, tmp_path_factory):
 
 
 def say(session: Session) -> list[list[int]]:
-    """Greedy continuations of prompts of unlike lengths, in chunks and in company."""
+    """Greedy continuations of prompts of different lengths, in chunks and batches."""
     rng = random.Random(5)
     requests = [session.request(random_tokens(rng, n), capacity=60) for n in (1, 7, 30, 41)]
     session.run(requests, num_output=OUTPUT, chunk=16, rng=rng)
@@ -111,7 +111,7 @@ class CountingGroup:
         self._group.meet()
 
     def spent(self) -> dict[str, int]:
-        """Since the last call."""
+        """Bytes since the last call."""
         spent, self.counts = self.counts, dict.fromkeys(self.counts, 0)
         return spent
 
@@ -168,7 +168,7 @@ class LateKeys:
 
 
 class RecordingGroup(CountingGroup):
-    """Rank 0, of which one hears that it waits for the others."""
+    """Rank 0, which records that it waits for the others."""
 
     def __init__(self, group: TorchGroup, waits: threading.Event) -> None:
         super().__init__(group)

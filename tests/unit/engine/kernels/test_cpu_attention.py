@@ -26,7 +26,7 @@ def library():
 
 @pytest.fixture(scope="module", params=["this processor", "no AMX", "no AVX512"])
 def limited(request, library):
-    """The library as processors with less would use it: every kernel runs, whatever this machine offers."""
+    """The library on processors with fewer features: every kernel runs, whatever this machine offers."""
     seen = copy.copy(library)
     if request.param == "no AMX":
         seen.features = replace(library.features, amx_bf16=False, amx_int8=False)
@@ -36,7 +36,7 @@ def limited(request, library):
 
 
 class Case:
-    """A shape, sequences on shuffled blocks among foreign ones, and what attention over them is."""
+    """A shape, sequences on shuffled blocks among foreign ones, and the expected attention over them."""
 
     def __init__(self, rng, dtype, *, starts, counts, **shape):
         self.shape = CpuAttentionShape(
@@ -177,7 +177,7 @@ def test_cpu_attention_large_scores_do_not_overflow(limited):
 
 
 def in_parts(case, library, parts, companions):
-    """The rows of a case's only sequence, computed part by part, each in a step with some company."""
+    """The rows of a case's only sequence, computed part by part, each batched with others."""
     rows, start, table = [], 0, case.inputs.tables[0]
     for count in parts:
         others = random.Random(start).choice(companions)

@@ -34,7 +34,7 @@ def library():
 
 @pytest.fixture(params=["this processor", "no AVX512"])
 def limited(request, library):
-    """The library as processors with less would use it."""
+    """The library on processors with fewer features."""
     seen = copy.copy(library)
     if request.param == "no AVX512":
         seen.features = CpuFeatures.from_bits(1)

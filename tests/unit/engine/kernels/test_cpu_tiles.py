@@ -26,7 +26,7 @@ def noise(generator, *shape):
 
 
 def tiled(rows, columns):
-    """Room for tiles; what nobody writes is NaN, which must reach nobody."""
+    """Memory for tiles; unwritten parts are NaN, which must not propagate."""
     return torch.full((whole_tiles(rows), columns), NAN, dtype=torch.bfloat16)[:rows]
 
 

@@ -154,7 +154,7 @@ def test_triton_decode_padding_rows_are_zero(splits, fixed_keys):
 
 
 def layer_beyond_4g_elements():
-    """Two blocks beyond 2^32 elements: the cache is memory that is reserved, and touched only where it is used."""
+    """Two blocks beyond 2^32 elements of reserved memory, of which only the used pages are touched."""
     head_dim, block_size, block = 128, 16, 2**20
     pages = torch.empty(block + 2, 2, 1, block_size, head_dim, dtype=torch.float16)
     assert block * pages.stride(0) >= 2**32

@@ -143,7 +143,7 @@ def test_triton_kv_write_stores_no_non_finite_value(cache):
 
 
 def written(layer, values):
-    """What the cache says of values `[8, 32]` stored in its only head, which nothing has turned."""
+    """The cache's version of values `[8, 32]` stored in its only head, without rotation."""
     zeros = torch.zeros(8, 32)
     qkv = torch.cat((zeros, zeros, values), dim=1)
     step = {"cos": torch.ones(8, 16), "sin": torch.zeros(8, 16), "slots": torch.arange(8), "norm": None}

@@ -32,7 +32,7 @@ SHAPES = [
 
 
 def compile_kernels(tmp_path, *arguments):
-    """A process of its own: this one interprets."""
+    """In a new process: this one uses the interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != SETTING}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     command = [sys.executable, "-m", "engine.kernels.triton.aot", "--json", *arguments]
@@ -124,7 +124,7 @@ def test_launch_table_missing_or_malformed_is_refused(tmp_path):
 
 @dataclass(frozen=True)
 class FakeBench:
-    """Thinks that small tiles of many stages are fast."""
+    """Reports small tiles of many stages as fast."""
 
     def prefill_ms(self, launch):
         return launch.block_m + launch.block_n - launch.num_stages / 10 + launch.num_warps / 100

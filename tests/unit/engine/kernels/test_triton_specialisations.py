@@ -14,7 +14,7 @@ SETTING = "TRITON_INTERPRET"
 
 @pytest.fixture(scope="module")
 def found():
-    """By a process of its own: this one may interpret."""
+    """In a new process: this one may use the interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != SETTING}
     command = [sys.executable, "-m", "tests.unit.engine.kernels.triton_specialisations"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)

@@ -24,7 +24,7 @@ class Cache:
         self.paths: dict[int, list[int]] = {}
 
     def store(self, *numbers: int, after: int | None = None) -> None:
-        """As a request does that computed them; they stay in use."""
+        """As by a request that computed them; they stay in use."""
         for number in numbers:
             parent = ROOT if after is None else name(after)
             self.index.insert(name(number), BlockId(number), parent=parent, is_first=after is None)
@@ -32,7 +32,7 @@ class Cache:
             after = number
 
     def end(self, *numbers: int) -> None:
-        """The request is over: tail first."""
+        """The request ends: tail first."""
         for number in reversed(numbers):
             self.index.park(BlockId(number))
 

@@ -21,7 +21,7 @@ class Cache:
         self._next = 0
 
     def touch(self, text: str) -> None:
-        """Somebody uses a chain: finds what is here, computes the rest, and goes."""
+        """Use a chain: reuse its cached part, compute the rest, and release it."""
         names = [BlockHash(text[: i + 1].encode()) for i in range(len(text))]
         blocks = []
         for i, name in enumerate(names):

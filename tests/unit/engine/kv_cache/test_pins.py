@@ -30,7 +30,7 @@ class World:
         self.runner = LedgerRunner()
 
     def compute(self, prompt: range, params: SamplingParams = ONE) -> int:
-        """Run a prompt; how many of its tokens were cached."""
+        """Run a prompt; returns how many of its tokens were cached."""
         request = ledger.request(prompt, params=params)
         self.sched.add(request)
         outputs = run(self.sched, self.runner)
@@ -38,7 +38,7 @@ class World:
         return request.num_cached_tokens
 
     def flood(self) -> None:
-        """Other prompts, of several times the pool's size in all."""
+        """Run other prompts, of several times the pool's size in all."""
         for first in range(10_000, 10_800, 100):
             self.compute(range(first, first + 6 * BLOCK))
 

@@ -25,7 +25,7 @@ prompts = st.builds(
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Tables come, are computed, are pinned and go, in any order; promises are made, broken and kept."""
+    """Tables are added, computed, pinned and freed in any order; reservations are made, cancelled and used."""
 
     tables = Bundle("tables")
     eviction: ClassVar[str] = "lru"
@@ -148,13 +148,13 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 class LfuPoolMachine(PoolMachine):
-    """The same where the least often used goes first."""
+    """The same with least-frequently-used eviction."""
 
     eviction = "lfu"
 
 
 class PrefixPoolMachine(PoolMachine):
-    """The same where the deepest and least shared goes first."""
+    """The same with the deepest and least shared evicted first."""
 
     eviction = "prefix"
 

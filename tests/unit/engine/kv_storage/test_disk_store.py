@@ -26,7 +26,7 @@ NAMES = [BlockHash(bytes([k]) * 16) for k in range(20)]
 
 
 class Rig:
-    """A store over eight places, and the end of each job."""
+    """A store of eight slots, and the end of each job."""
 
     def __init__(self, path: Path, identity: CacheIdentity = IDENTITY, capacity: int = 100) -> None:
         self.places = bytearray(os.urandom(8 * BLOCK_BYTES))

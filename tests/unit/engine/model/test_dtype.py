@@ -28,7 +28,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def state(folder: Path, **dtype: str | None) -> None:
-    """Let config.json say this of its dtype, and nothing else."""
+    """Set the dtype in config.json, and nothing else."""
     file = folder / "config.json"
     raw = {name: value for name, value in json.loads(file.read_text()).items() if name not in ("dtype", "torch_dtype")}
     file.write_text(json.dumps(raw | dtype))

@@ -25,7 +25,7 @@ def pristine(tmp_path_factory):
 
 @pytest.fixture
 def model_dir(pristine, tmp_path):
-    """A copy to spoil."""
+    """A copy to corrupt."""
     for file in pristine.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     return tmp_path

@@ -81,7 +81,7 @@ def test_block_mover_measurement_leaves_pool_unchanged() -> None:
 
 
 def requests() -> list[Request]:
-    """Together they need twice the blocks that there are."""
+    """Requests that need twice the available blocks together."""
     made = []
     for k in range(4):
         prompt = [(31 * k + 7 * i) % 500 + 3 for i in range(20 + 9 * k)]
@@ -104,7 +104,7 @@ def outputs(made: list[Request]) -> list[list[int]]:
 
 
 def generate(parts: EngineParts) -> tuple[list[Request], int, int]:
-    """Every request's end; also the blocks saved and those brought back."""
+    """Every request's output; also the blocks offloaded and restored."""
     made = requests()
     for request in made:
         parts.scheduler.add(request)

@@ -35,14 +35,14 @@ def model(request, reference, tmp_path_factory):
 
 
 def reader(prompt, num_top, number=0):
-    """A request that reads; even ones score and odd ones pool, unless `num_top` says."""
+    """A scoring request; even ones score and odd ones pool, unless `num_top` is given."""
     request = ledger.request(prompt, params=SamplingParams(max_tokens=1, temperature=0.0), arrival_s=float(number))
     request.reading = PromptScoringState(num_prompt_tokens=len(prompt), num_top=num_top)
     return request
 
 
 def assert_read(reference, request):
-    """`transformers` on the whole prompt at once says the same."""
+    """Equal to `transformers` on the whole prompt at once."""
     prompt = torch.tensor([list(request.token_ids[: request.num_prompt_tokens])])
     with torch.no_grad():
         out = reference(prompt, output_hidden_states=True)

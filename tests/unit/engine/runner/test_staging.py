@@ -22,7 +22,7 @@ class LateMark:
 
 
 class LateQueue:
-    """Does nothing before somebody waits for it, and then no more than must be done. Implements DeviceQueue."""
+    """Runs its work only when waited for, and no more than needed. Implements DeviceQueue."""
 
     def __init__(self):
         self._work = deque()

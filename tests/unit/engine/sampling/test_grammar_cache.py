@@ -36,7 +36,7 @@ def llguides(cache_bytes=256 << 20):
 
 
 def follow(guide, seed, num_tokens=1 << 20):
-    """As long as the grammar goes on, at most so many tokens."""
+    """Tokens until the grammar's end, at most so many."""
     random, bits = Random(seed), np.zeros(num_words(VOCAB), np.int32)
     for _ in range(num_tokens):
         bits.fill(0)
@@ -238,7 +238,7 @@ def test_grammar_cache_size_is_share_of_memory():
 
 
 class SlowGuides:
-    """Takes until it is let go to compile what begins with `slow`; of a real library's guides else."""
+    """Blocks compiling of what begins with `slow` until released; else a real library's guides."""
 
     def __init__(self):
         self.let_go = threading.Event()

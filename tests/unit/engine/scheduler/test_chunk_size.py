@@ -175,7 +175,7 @@ def test_has_decodes_counts_newest_tokens_only() -> None:
 
 
 class Served:
-    """A scheduler on a machine whose steps take virtual time; what is sampled does not matter here."""
+    """A scheduler on a machine whose steps take virtual time; sampled tokens do not matter here."""
 
     def __init__(self, machine: Machine, max_step_s: float | None = BOUND_S, *, prefill_only: bool = False) -> None:
         self.machine = machine
@@ -220,7 +220,7 @@ class Served:
         return batch, took
 
     def with_readers(self) -> "Served":
-        """Some read along, and the machine's rate is known."""
+        """With some streams, and a known rate."""
         for _ in range(NUM_READERS):
             self.add(60, 5000)
         for _ in range(3):

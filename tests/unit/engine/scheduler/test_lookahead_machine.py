@@ -14,7 +14,7 @@ from tests.unit.engine.scheduler.test_scheduler_machine import SchedulerMachine
 
 
 class PipelinedMachine(SchedulerMachine):
-    """Each request must say what it says without pipelining, and end as it ends there: what recursion says."""
+    """Each request must have the output and end that it has without pipelining."""
 
     launched: DelayedStep | None = None
 
@@ -48,14 +48,14 @@ class PipelinedMachine(SchedulerMachine):
 
     @rule(data=st.data())
     def poison(self, data: st.DataObject) -> None:
-        """From now on the model makes nothing but NaN of this request."""
+        """From now on the model yields only NaN for this request."""
         alive = (r for r in self.requests.values() if r.state in {RequestState.WAITING, RequestState.RUNNING})
         request = self.pick(data, alive)
         if isinstance(request, Request) and request not in self.reserved.values():
             self.late.poisoned.add(request.request_id)
 
     def check_writes(self, batch: Batch) -> None:
-        """Nobody writes where anybody else reads, steps under way included; a copy's source is read before that."""
+        """No block is written while another owner reads it, also in flight; copies read their source first."""
         pool = self.sched.blocks.pool
         read = Counter(copy.source for step in self.late.pending for copy in step.batch.copies)
         read.update(copy.source for copy in batch.copies)
@@ -77,7 +77,7 @@ class PipelinedMachine(SchedulerMachine):
 
     @invariant()
     def pending_steps_never_write_shared_sources(self) -> None:
-        """Until it is released; so nobody who reads it has to wait for the device."""
+        """Until its release; so no reader has to wait for the device."""
         alive = (RequestState.RUNNING, RequestState.HELD)
         outputs = {
             block

@@ -90,7 +90,7 @@ def test_preempted_kv_tokens_are_equal_saved_or_recomputed(rates: MeasuredRates,
 
 
 def preempted(tier: HostTier) -> tuple[Scheduler, LedgerRunner, Request]:
-    """A scheduler whose lower-priority request has just been saved."""
+    """A scheduler whose lower-priority request has just been offloaded."""
     sched, runner = scheduler(tier, CHEAP_COPY), LedgerRunner()
     low = ledger.request(range(70), priority=1, params=SamplingParams(max_tokens=40, ignore_eos=True))
     sched.add(low)

@@ -15,7 +15,7 @@ LONG = list(range(64))
 
 
 def admissions(sched: Scheduler, runner: LedgerRunner, now: float = 0.0) -> list[str]:
-    """Run everything; request ids in the order in which they left the queue."""
+    """Run everything; returns request ids in the order of leaving the queue."""
     order = []
     while (batch := sched.schedule(now)) is not None:
         order += [a.request_id for a in sched.commit(batch, runner.execute(batch)).admissions]

@@ -20,7 +20,7 @@ MAX_TOTAL = MAX_PROMPT + MAX_OUTPUT
 
 @dataclass(frozen=True)
 class Arrival:
-    """What somebody asks for: a beginning that many share, and an own end."""
+    """A request: a prefix shared by many, and its own suffix."""
 
     family: int
     length: int
@@ -118,7 +118,7 @@ def test_scheduler_later_requests_cause_no_starvation(
 
 
 def flooded(aging_s: float | None) -> bool:
-    """Whether one of low priority gets through while higher ones arrive faster than they are served."""
+    """Whether a low-priority request runs while higher ones arrive faster than they are served."""
     sched, runner = scheduler(num_blocks=8, chunk=20, aging_s=aging_s), LedgerRunner()
     low = Arrival(family=0, length=40, own=1, num_output=8, patience_s=None).request(0.0, priority=2)
     sched.add(low)

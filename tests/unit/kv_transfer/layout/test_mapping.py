@@ -47,7 +47,7 @@ def copied(region, copies, source=None):
 
 
 def marked(region, runs):
-    """How often each byte is named."""
+    """How often each byte is covered."""
     marks = np.zeros(region.size, np.uint8)
     for offset, length in runs:
         marks[offset : offset + length] += 1

@@ -47,7 +47,7 @@ def open_gate(check: Callable[[], None] = lambda: None, lock: BurstLock | None =
 
 
 class Somewhere:
-    """Runs anywhere in an array, as PlacedBytes says where cells are."""
+    """Runs anywhere in an array, in PlacedBytes' form."""
 
     def __init__(self, array: np.ndarray, runs: list[tuple[int, int]]) -> None:
         table = StridedLayoutTable([(0, 0)], [[runs]], num_layers=1, block_bytes=array.nbytes)

@@ -46,7 +46,7 @@ def sockets() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 class Somewhere:
-    """Runs anywhere in an array, as PlacedBytes says where cells are."""
+    """Runs anywhere in an array, in PlacedBytes' form."""
 
     def __init__(self, array: np.ndarray, runs: list[tuple[int, int]], *, num_blocks: int = 1) -> None:
         table = StridedLayoutTable([(0, 0)], [[runs]], num_layers=1, block_bytes=array.nbytes)

@@ -12,7 +12,7 @@ from tests.support.kv_transfer.world import World
 
 
 def run(choices: "list[int] | random.Random", *, steps: int, shared_memory: bool, max_faults: int) -> World:
-    """Each choice picks a move; one in eight is trouble while there may be any."""
+    """Each choice picks a move; one in eight is a fault while any are left."""
     world = World(num_transfers=2, shared_memory=shared_memory, max_faults=max_faults)
     for step in range(steps):
         choice = choices.randrange(2**16) if isinstance(choices, random.Random) else choices[step]

@@ -28,7 +28,7 @@ def submitted() -> Half:
 
 
 def computed() -> Half:
-    """The decode worker has refused nothing and reserved nothing: it was full, and does not say so."""
+    """The decode worker has neither refused nor reserved: it was full, and sends no answer."""
     half = offered()
     half.see(progress(10))
     half.see(ev.FirstTokenSampled(first_token=TOKEN))
@@ -56,7 +56,7 @@ STAGES = pytest.mark.parametrize("stage", [submitted, offered, computed, streami
 
 
 def assert_over(half: Half, actions: act.Actions) -> None:
-    """The sources are given back as soon as nobody reads them."""
+    """The sources are freed as soon as their reads end."""
     found = kinds(actions)
     if "CancelWrites" in found:
         assert "ReleaseSources" not in found

@@ -85,7 +85,7 @@ def test_wire_every_message_round_trips(body: Body) -> None:
 
 
 def fetch(**changes: object) -> pb.Prefill:
-    """A good one but for what is changed."""
+    """A valid message but for the changed fields."""
     fields = {"fetch": True, "names": b"n" * 16, "request_id": "r", "hash_root": bytes(16), "lease_s": 2.0}
     return pb.Prefill(**{**fields, **changes})
 

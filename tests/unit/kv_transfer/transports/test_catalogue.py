@@ -42,7 +42,7 @@ def region() -> Iterator[KVRegion]:
 
 
 def offered(monkeypatch, region, prefill: Side, decode: Side, *, where: str) -> list[str]:
-    """Names of what the prefill worker would try, best first."""
+    """Transports that the prefill worker would try, best first."""
     monkeypatch.setattr(nixl_agent, "problem", lambda: None)
     fabric = MemoryFabric() if where == "same process" else None
     shared = {"fabric": fabric, "sharing": HostSharing(region.fd)}

@@ -345,7 +345,7 @@ class Peer:
 
 
 def freeze(process: "subprocess.Popen[str]") -> None:
-    """On return it runs no more."""
+    """Returns when it is stopped."""
     process.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED)
 

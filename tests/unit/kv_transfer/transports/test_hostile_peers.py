@@ -250,7 +250,7 @@ def test_claims_peer_of_other_user_is_dropped_at_once(monkeypatch: pytest.Monkey
 
 
 def knock(receiver: KVReceiver) -> socket.socket:
-    """A connection of somebody who has said nothing yet."""
+    """A connection without any message yet."""
     if isinstance(receiver, TcpReceiver):
         return dial(receiver, greet=False)
     sock = socket.socket(socket.AF_UNIX)

@@ -67,7 +67,7 @@ async def listening(config: RouterConfig) -> AsyncIterator[int]:
 
 
 async def status(port: int, target: str, head: str = "", method: str = "GET") -> int:
-    """Of one request, spelled exactly so."""
+    """The status of one request, with exactly this spelling."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(f"{method} {target} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n{head}\r\n".encode("latin-1"))
     line = await reader.readline()
@@ -158,7 +158,7 @@ FAR = RouterConfig(
 
 @asynccontextmanager
 async def server_used_by_two_tenants(config: RouterConfig) -> AsyncIterator[httpx.AsyncClient]:
-    """A real server behind which two tenants had an answer."""
+    """A real server that has answered two tenants."""
     async with listening(config) as port, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
         for key in ("acmes", "acmes", "others"):
             body = {"model": fakes.MODEL, "messages": [{"role": "user", "content": "hello"}]}
@@ -168,7 +168,7 @@ async def server_used_by_two_tenants(config: RouterConfig) -> AsyncIterator[http
 
 
 def tenants_in(page: str) -> set[str | None]:
-    """Of all series; None: one of no tenant."""
+    """Tenants of all series; None: a series without one."""
     families = text_string_to_metric_families(page)
     return {sample.labels.get("tenant") for family in families for sample in family.samples}
 
@@ -275,7 +275,7 @@ def test_key_file_entry_maps_digest_to_tenant() -> None:
 
 
 def write_keys(path: Path, text: str) -> None:
-    """As a careful operator does it: a new file in the place of the old one."""
+    """Replace the file atomically, as a careful operator does."""
     fresh = path.with_suffix(".new")
     fresh.touch(mode=0o600)
     fresh.write_text(text)
@@ -283,7 +283,7 @@ def write_keys(path: Path, text: str) -> None:
 
 
 async def looked(keeper: AccessControl) -> None:
-    """What the watch does once a second."""
+    """The watch's work of one second."""
     live = next(one for one in keeper._collectors if isinstance(one, FileWatcher))
     await live.check()
 

@@ -18,7 +18,7 @@ TLS = RouterTls(cert="cert.pem", key="key.pem")
 
 
 def refused(config: RouterConfig, headers: Mapping[str, str], method: str = "POST") -> str | None:
-    """The header that a request is refused for; None when it is let in."""
+    """The header that a request is refused for; None if it is admitted."""
     guard = BrowserGuard.from_config(config)
     assert guard is not None
     try:

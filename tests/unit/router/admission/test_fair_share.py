@@ -8,7 +8,7 @@ CREDIT = 100.0
 
 
 def counters(**had: float) -> VirtualCounters:
-    """Of tenants that had so much, and nobody waits."""
+    """Counters of tenants with these totals, and an empty queue."""
     found = VirtualCounters(weight_of=lambda tenant: 4.0 if tenant == "heavy" else 1.0)
     for tenant, cost in had.items():
         found.activate(tenant, ())

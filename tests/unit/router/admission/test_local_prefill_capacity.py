@@ -70,7 +70,7 @@ def test_local_prefill_threshold_agrees_with_placement(seed: int) -> None:
 
 
 def desk(*workers: WorkerSnapshot, costs: CostModel | None = EXACT) -> AdmissionBench:
-    """A tenth of a second of reading ahead of each worker, and eight requests at once."""
+    """Room for a tenth of a second of prefill per worker, and eight requests at once."""
     made = AdmissionBench(
         room=CapacityPolicy(worker_backlog_s=0.1, max_running_per_worker=8, costs=costs), max_queue_s=100.0
     )

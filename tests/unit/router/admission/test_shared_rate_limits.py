@@ -17,7 +17,7 @@ TENANTS = ("a", "b", "free")
 
 
 class Routers:
-    """Their clocks are one."""
+    """Routers with one clock."""
 
     def __init__(self, count: int, **limits: int) -> None:
         self.now_s = 0.0
@@ -152,7 +152,7 @@ def test_shared_limits_unknown_tenants_are_ignored() -> None:
 
 
 class Host:
-    """The account of a host, as its processes 1 and 2 see it."""
+    """A host's account, as its processes 1 and 2 see it."""
 
     def __init__(self, *, is_first: bool) -> None:
         self._is_first = is_first

@@ -62,7 +62,7 @@ async def stub(parts: fakes.Servers) -> AsyncIterator[InferenceStub]:
 
 
 def sampled(parts: fakes.Servers) -> dict[str, float]:
-    """How the last request is sampled."""
+    """The last request's sampling parameters."""
     return {name: getattr(parts.generator.requests[-1].sampling, name) for name in OWN}
 
 

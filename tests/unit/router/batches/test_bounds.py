@@ -146,7 +146,7 @@ def test_store_bounds_number_of_files(store: BatchStore, tmp_path: Path, monkeyp
 
 @contextmanager
 def full_disk(most_bytes: int) -> Iterator[None]:
-    """No file may be longer: a write that would make it so is cut short, as on a full disk."""
+    """A limit on file size: a write beyond it is cut short, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, hard))
     try:

@@ -31,7 +31,7 @@ def write_old_file(folder: Path, name: str, content: bytes, **changes: Any) -> N
 
 
 def write_old_batch(folder: Path, output: bytes = b"", **changes: Any) -> Path:
-    """As the version before had it on disk."""
+    """In the previous version's format."""
     place = folder / "tenants" / _owner("acme") / "batches" / BATCH
     place.mkdir(parents=True)
     state = {

@@ -23,7 +23,7 @@ def _permissive_umask() -> Iterator[None]:
 
 
 def readable_by_others(folder: Path) -> set[str]:
-    """Below it, and itself."""
+    """Paths readable by other users, the folder included."""
     return {
         f"{path.relative_to(folder)} {path.stat().st_mode & 0o777:o}"
         for path in (folder, *folder.rglob("*"))

@@ -34,7 +34,7 @@ LAYOUT = KVLayout(
 
 
 class Loop(asyncio.SelectorEventLoop):
-    """Its time stands still but for `pass_s`."""
+    """Its time advances by `pass_s` only."""
 
     now_s = 0.0
 
@@ -43,7 +43,7 @@ class Loop(asyncio.SelectorEventLoop):
 
 
 async def pass_s(seconds: float) -> None:
-    """Time goes by, and whatever was due is done."""
+    """Advance the time, and run everything due."""
     loop = asyncio.get_running_loop()
     assert isinstance(loop, Loop)
     loop.now_s += seconds
@@ -53,7 +53,7 @@ async def pass_s(seconds: float) -> None:
 
 @dataclass(eq=False)
 class Worker:
-    """One process, whose port takes orders and does what the test says."""
+    """One process, whose port takes orders and follows the test's script."""
 
     registry: WorkerRegistry
     incarnation: int
@@ -85,7 +85,7 @@ class Worker:
         deliver(TokensArrived(start, tokens, None, finished))
 
     async def die(self) -> None:
-        """As the end of its session does it: first the registry, then the attempts that ran there."""
+        """Like the end of its session: first the registry, then the attempts on it."""
         self.registry.left(self.key, "gone")
         for _, deliver in self.orders:
             deliver(WorkerLost(reason="gone"))

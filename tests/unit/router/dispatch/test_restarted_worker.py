@@ -14,7 +14,7 @@ WAIT_S = 20.0
 
 
 async def restart(worker: FakeWorker, router: Cluster, *, live: int) -> None:
-    """A new process, which listens where the old one did."""
+    """A new process on the old one's address."""
     address = worker.address
     await worker.crash()
     await router.registry.until_live(live - 1)

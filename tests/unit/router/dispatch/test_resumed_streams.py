@@ -136,7 +136,7 @@ async def test_resumed_long_answer_is_complete() -> None:
 
 
 async def begun(submission: Submission) -> None:
-    """Two tokens, and nothing after them by itself."""
+    """Gives two tokens, and nothing more by itself."""
     submission.give(whole()[:2])
 
 

@@ -269,7 +269,7 @@ async def test_hedged_request_crashing_two_workers_is_refused() -> None:
 
 
 def crash_once_hedged(workers: Sequence[FakeWorker]) -> None:
-    """Have each end as `deadly` does, once a second attempt of the request has begun."""
+    """Crash each as `deadly` does, once a second attempt of the request has begun."""
     begun: list[Submission] = []
     hedged = asyncio.Event()
 

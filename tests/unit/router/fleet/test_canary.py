@@ -182,7 +182,7 @@ async def test_canary_stop_passes_its_callers_cancellation_on() -> None:
     probing, cancelled, may_end = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     class Slow(Canary):
-        """Takes its time to end."""
+        """Takes a while to end."""
 
         async def probe_due(self) -> None:
             try:

@@ -43,7 +43,7 @@ def test_pending_pin_orders_drop_oldest_beyond_bound() -> None:
 
 
 class _Stuck:
-    """A call to a worker that reads nothing until the test lets it; it never replies."""
+    """A call to a worker that reads nothing until the test allows it; it never replies."""
 
     def __init__(self) -> None:
         self.written: list[pb.RouterMessage] = []

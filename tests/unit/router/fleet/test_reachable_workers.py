@@ -14,7 +14,7 @@ NOBODY = stated_addresses(prefill=[], decode=[])
 
 
 class Registry:
-    """Workers that join, drain and leave as the test likes."""
+    """Workers that join, drain and leave at the test's command."""
 
     def __init__(self, *workers):
         self.workers = {one.info.key: one for one in workers}
@@ -43,7 +43,7 @@ class Registry:
 
 
 class Canary:
-    """Workers that give a token when they are let."""
+    """Workers that give a token when allowed."""
 
     def __init__(self):
         self.probed = asyncio.Queue()

@@ -16,7 +16,7 @@ WAIT_S = 20.0
 
 
 async def _break_sessions(workers: Sequence[FakeWorker], router: Cluster) -> None:
-    """Their connections end; they serve again, the same incarnations."""
+    """Their connections end; they serve again, as the same incarnations."""
     count = len(router.registry.snapshots())
     for worker in workers:
         await worker.crash()
@@ -111,7 +111,7 @@ async def test_repeated_session_breaks_condemn_no_request() -> None:
 async def _restart_and_assert_answers(
     running: asyncio.Task[dict[int, list[int]]], away: list[FakeWorker], router: Cluster
 ) -> None:
-    """Two sessions are away at once: not before they are back is it known that nobody died."""
+    """Two sessions are lost at once: only their return proves that no worker died."""
     for worker in away:
         await worker.start()
     (tokens,) = (await running).values()

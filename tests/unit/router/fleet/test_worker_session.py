@@ -225,7 +225,7 @@ async def test_session_with_wrong_role_or_secret_is_refused(caplog: pytest.LogCa
 
 
 class _EndingCall:
-    """A stream over which a worker says this much before it ends it."""
+    """A stream that a worker ends after these messages."""
 
     def __init__(self, *messages: pb.WorkerMessage) -> None:
         self._messages = deque(messages)

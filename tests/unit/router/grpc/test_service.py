@@ -111,7 +111,7 @@ async def test_grpc_first_message_is_the_request(channel: grpc.aio.Channel) -> N
 
 
 async def both_sent(channel: grpc.aio.Channel, messages: list[bytes]) -> Any:
-    """None: the call was answered before the second could be written, upon which gRPC gives the whole call up."""
+    """None: the call was answered before the second could be written, so gRPC cancels the whole call."""
     try:
         return await Calls(channel, KEY).sent("Tokenize", messages)
     except asyncio.InvalidStateError:

@@ -127,6 +127,6 @@ async def test_grpc_connections_are_bounded_and_silent_ones_closed() -> None:
 
 
 async def _closed(reader: asyncio.StreamReader) -> None:
-    """Return when the server has closed it, whatever it says before."""
+    """Return when the server has closed it, whatever it sends before."""
     with contextlib.suppress(ConnectionError):
         await reader.read()

@@ -23,7 +23,7 @@ def simulated(spec: ClusterSpec, *, policy: str = "tandem", seed: int = 1, fault
 
 
 def settle(simulation: Simulation) -> None:
-    """Let go on what the last request has left behind."""
+    """Run what the last request has left behind."""
     simulation.events.run()
 
 

@@ -10,7 +10,7 @@ from tests.support.cluster.small_clusters import cluster, load
 
 
 class WholeTrial(Trial):
-    """Sees every request to its end."""
+    """Runs every request to its end."""
 
     def run(self, spec: ClusterSpec, *, speed: float = 1.0) -> Report:
         simulation = Simulation(spec, self.trace.stretched(1.0 / speed), self.choosing, seed=self.seed)

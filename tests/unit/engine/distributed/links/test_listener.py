@@ -80,7 +80,7 @@ def rejected() -> Iterator[threading.Semaphore]:
 
 
 class RemoteRanks:
-    """Ranks that come, and both ends of what they opened, which are closed in the end."""
+    """Joining ranks, and both ends of their connections, which are closed in the end."""
 
     def __init__(self, given: NodeGroup) -> None:
         self.given = given

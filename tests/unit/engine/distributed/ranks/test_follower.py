@@ -20,7 +20,7 @@ from tests.support.engine.paged_harness import reference_model, save_and_load
 
 
 class Script:
-    """A channel on which rank 0 has said everything already."""
+    """A channel with all of rank 0's messages already sent."""
 
     def __init__(self, *messages):
         self.messages = [(kind, memoryview(payload), None) for kind, payload in messages]

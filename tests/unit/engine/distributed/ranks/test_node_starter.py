@@ -20,7 +20,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 @pytest.fixture(autouse=True)
 def handlers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Those that would end this process but for the starter's own."""
+    """Signals that would end this process without the starter's handlers."""
     reached: list[int] = []
     before = {number: signal.signal(number, lambda got, _frame: reached.append(got)) for number in SIGNALS}
     monkeypatch.setattr("tandem.process.hangup.has_terminal", lambda: False)

@@ -102,7 +102,7 @@ class Serving:
         )
 
     def run(self, request: Request) -> list[int]:
-        """What it says, to its end."""
+        """The whole answer."""
         self.engine.call(lambda scheduler: scheduler.add(request)).result(WAIT_S)
         assert self._ended.get(timeout=WAIT_S) == request.request_id
         return list(request.token_ids[request.num_prompt_tokens :])
@@ -117,7 +117,7 @@ class Serving:
         return {counts.tier: counts for counts in load.tiers}
 
     def settle(self) -> None:
-        """Until the disk has nothing left to do."""
+        """Wait until the disk is idle."""
         if self.parts.disk is not None:
             self.engine.call(lambda scheduler: scheduler.tiers.collect()).result(WAIT_S)
             self.parts.disk._writer.submit(bool).result(WAIT_S)
@@ -153,7 +153,7 @@ def sizes() -> tuple[int, int]:
 def tiny(
     sizes: tuple[int, int], *, host: int, disk: int = 0, path: Path | None = None, num_blocks: int = 9
 ) -> EngineSpec:
-    """So many blocks in the pool, in host memory, on disk."""
+    """Tier sizes: blocks in the pool, in host memory, on disk."""
     return replace(
         SPEC,
         num_blocks=num_blocks,

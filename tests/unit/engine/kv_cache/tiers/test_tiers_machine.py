@@ -30,7 +30,7 @@ NAMES = ("hits", "misses", "stores", "evictions", "dropped", "damaged", "late")
 
 
 class Tiers:
-    """Rules and checks that both machines get."""
+    """Rules and invariants of both machines."""
 
     sched: Scheduler
 
@@ -83,7 +83,7 @@ class Tiers:
             self.sched.release_held(request.request_id)
 
     def end_hand_off(self, draw: random.Random) -> None:
-        """What was reserved lands, in part or in whole, or is given up."""
+        """A reservation is filled, in part or in whole, or given up."""
         if not self.reserved:
             return
         transfer_id, request = draw.choice(list(self.reserved.items()))
@@ -140,11 +140,11 @@ class TieredMachine(Tiers, SchedulerMachine):
 
 
 class TieredPipelinedMachine(Tiers, PipelinedMachine):
-    """A step is always under way, and the device is late."""
+    """A step is always in flight, and the device is late."""
 
 
 def prompts(draw: random.Random) -> Iterator[list[int]]:
-    """Conversations that go on, one after the other, so that each finds most of its past evicted."""
+    """Conversations in turn, so that each finds most of its past evicted."""
     talks = [[draw.randrange(90) for _ in range(draw.choice([16, 20, 33]))] for _ in range(8)]
     while True:
         talk = draw.choice(talks)
@@ -155,7 +155,7 @@ def prompts(draw: random.Random) -> Iterator[list[int]]:
 
 
 def history(machine: type[TieredMachine | TieredPipelinedMachine], seed: int, *, num_turns: int = 60) -> Counter[str]:
-    """One worker's life; what its tiers counted."""
+    """One worker's life; returns its tiers' counts."""
     draw = random.Random(seed)
     worker = machine()
     worker.start(

@@ -130,7 +130,7 @@ def test_streams_after_one_ended_nothing_lands(ends: Ends) -> None:
 
 
 def slow_down(monkeypatch: pytest.MonkeyPatch, landing_now: threading.Event, go_on: threading.Event) -> None:
-    """Whichever parcel lands waits in the middle of a call: that of compiled code, or of views."""
+    """Any landing parcel waits in the middle of a call, of compiled code or of views."""
 
     def slow(advance: Callable[[object], StreamStep]) -> Callable[[object], StreamStep]:
         def waiting(parcel: object) -> StreamStep:

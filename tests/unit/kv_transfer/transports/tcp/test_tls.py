@@ -89,7 +89,7 @@ def forged(offer: TransportOffer, field: str, value: str) -> TransportOffer:
 
 
 def assert_serves(receiver: TcpReceiver, files: TlsFiles | None, source: KVRegion, target: KVRegion) -> None:
-    """A sender in order gets its bytes through."""
+    """A valid sender gets its bytes through."""
     tls = TlsIdentity(files) if files else None
     writer = TcpSender(source, settings=TcpSettings(tls=tls)).connect(receiver.offer(), PAIRING)
     grant = receiver.open_grant(KEY, landing(target, 1))
@@ -267,7 +267,7 @@ def hello(receiver: TcpReceiver) -> bytes:
 
 
 def answer_to_hello(receiver: TcpReceiver, context: ssl.SSLContext) -> bytes:
-    """What somebody hears who knows the secret."""
+    """The answer to a client with the secret."""
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     with knock(receiver) as sock, context.wrap_socket(sock) as secure:

@@ -132,7 +132,7 @@ class Stream:
 
 @dataclass
 class Fakes:
-    """What stands in for CUDA, and what it has seen."""
+    """The fakes for CUDA, and what they recorded."""
 
     options: list[SimpleNamespace] = field(default_factory=list)
     current: Stream | None = None
@@ -153,7 +153,7 @@ class Fakes:
 
 
 class Work:
-    """Like NCCL's it gets on by itself; gloo's does while somebody waits."""
+    """Progresses by itself like NCCL's; gloo's does so while waited for."""
 
     def __init__(self, work: distributed.Work) -> None:
         self._done = threading.Event()

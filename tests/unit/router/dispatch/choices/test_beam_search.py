@@ -124,5 +124,5 @@ def test_beam_search_equals_transformers(model, early_stopping, length_penalty: 
 
 
 def up_to_end(tokens: list[int], ends) -> list[int]:
-    """Without what fills the row."""
+    """Without the row's padding."""
     return tokens[: next((i + 1 for i, token in enumerate(tokens) if token in ends), len(tokens))]
