@@ -79,7 +79,7 @@ def _is_compute(path: Path) -> bool:
 
 
 @pytest.fixture
-def hangups_end_processes() -> Iterator[None]:
+def default_sighup() -> Iterator[None]:
     """SIGHUP has its default meaning for processes that the test starts, even below `nohup`."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield

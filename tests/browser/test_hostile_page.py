@@ -57,7 +57,7 @@ async def served(
             feed.close()
 
 
-async def test_markup_of_workers_and_models_stays_text(browser):
+async def test_page_markup_in_names_and_answers_stays_text(browser):
     async with served(RouterConfig(reasoning_parser="think"), names=(MARKUP,)) as router, tab(browser) as seen:
         router.parts.say(f"<think>see {MARKUP}</think>hello {MARKUP} world")
         await seen.open(router.url)
@@ -73,8 +73,8 @@ async def test_markup_of_workers_and_models_stays_text(browser):
         assert seen.messages == []
 
 
-async def test_the_browser_would_not_let_markup_in(browser):
-    """The second line: were there a way in, nothing of it would run."""
+async def test_page_policy_blocks_injected_markup(browser):
+    """The second line of defence: markup that got in would still not run."""
     async with served() as router, tab(browser) as seen:
         await seen.open(router.url)
         await seen.is_live()
@@ -154,7 +154,7 @@ async def test_page_beyond_the_stream_limit_shows_the_refusal(browser):
         await second.is_live()
 
 
-async def test_it_says_that_the_router_is_gone_and_comes_back_by_itself(browser):
+async def test_page_reports_lost_router_and_reconnects(browser):
     async with tab(browser) as seen:
         async with served() as router:
             await seen.open(router.url)
@@ -170,7 +170,7 @@ async def test_it_says_that_the_router_is_gone_and_comes_back_by_itself(browser)
             await expect(lost).to_be_hidden()
 
 
-async def test_an_error_of_the_router_is_shown(browser):
+async def test_playground_shows_error_of_router(browser):
     async with served() as router, tab(browser) as seen:
         await seen.open(router.url)
         await seen.is_live()
@@ -199,7 +199,7 @@ _POST = """(url) => fetch(url, {method: "POST", mode: "no-cors", headers: {"Cont
   body: JSON.stringify({prompt: "hello", max_tokens: 4})}).then((answer) => answer.type)"""
 
 
-async def test_page_of_another_site_does_not_reach_a_router_without_keys(browser):
+async def test_page_of_other_site_cannot_reach_keyless_router(browser):
     async with served() as router, tab(browser) as seen:
         router.parts.say("hello")
         completions = f"{router.url}v1/completions"

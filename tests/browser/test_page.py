@@ -25,7 +25,7 @@ async def cluster():
 
 @pytest_asyncio.fixture(scope="module", loop_scope="package")
 async def busy(cluster):
-    """Clients that ask through both pools for as long as the tests look."""
+    """Clients that send requests through both pools for as long as the tests run."""
 
     async def client(number):
         turn = 0
@@ -60,7 +60,7 @@ async def test_playground_question_is_answered_and_timed(browser, busy):
         assert seen.messages == []
 
 
-async def test_an_answer_can_be_stopped(browser, busy):
+async def test_playground_answer_can_be_stopped(browser, busy):
     async with tab(browser) as seen:
         await seen.open(busy.local.http_url)
         await seen.is_live()
@@ -95,7 +95,7 @@ async def test_page_shows_the_cluster(browser, busy):
         await expect(page.locator("#chart-rate .plot path.line, #chart-rate .plot circle").first).to_be_visible()
 
 
-async def test_charts_are_read_with_pointer_and_keys(browser, busy):
+async def test_charts_are_readable_with_pointer_and_keyboard(browser, busy):
     async with tab(browser) as seen:
         await seen.open(busy.local.http_url)
         page = seen.page
@@ -131,7 +131,7 @@ async def test_tiles_and_charts_name_their_window(browser, busy):
         assert all(chart.endswith("last 5 min") for chart in charts)
 
 
-async def test_worker_metrics_are_a_table_with_the_same_rows_for_each(browser, busy):
+async def test_worker_metric_tables_have_equal_rows(browser, busy):
     async with tab(browser) as seen:
         await seen.open(busy.local.http_url)
         await seen.is_live()
@@ -144,7 +144,7 @@ async def test_worker_metrics_are_a_table_with_the_same_rows_for_each(browser, b
         await expect(tables.first.locator("td")).not_to_have_count(0)
 
 
-async def test_playground_on_a_phone_stands_above_the_decisions_and_is_found_by_its_label(browser, cluster):
+async def test_playground_on_phone_precedes_decisions(browser, cluster):
     async with tab(browser, PHONE) as seen:
         await seen.open(cluster.local.http_url)
         await seen.is_live()
@@ -178,7 +178,7 @@ async def test_page_passes_accessibility_rules(browser, busy, size, scheme, tmp_
         assert picture.startswith(PNG)
 
 
-async def test_the_theme_is_chosen_and_kept(browser, cluster):
+async def test_page_theme_is_selectable_and_persistent(browser, cluster):
     async with tab(browser, scheme="light") as seen:
         await seen.open(cluster.local.http_url)
         await seen.is_live()
@@ -198,7 +198,7 @@ async def test_the_theme_is_chosen_and_kept(browser, cluster):
 
 
 @pytest.mark.slow
-async def test_it_says_when_the_router_is_gone_and_comes_back_by_itself(browser, cluster):
+async def test_page_reports_killed_router_and_reconnects(browser, cluster):
     async with tab(browser) as seen:
         await seen.open(cluster.local.http_url)
         await seen.is_live()

@@ -1,4 +1,4 @@
-"""The checks of what is rendered can fail: each notices a chart that was spoilt for it."""
+"""The checks of rendered objects fail on a chart that was broken for each of them."""
 
 import shutil
 from collections.abc import Callable
@@ -14,15 +14,17 @@ from tests.chart.rendering import render
 from tests.chart.value_sets import GOOD
 
 pytestmark = pytest.mark.slow
-_EDGES, _PODS = checks.test_exactly_the_needed_edges_are_open, checks.test_every_pod_is_restricted
-_OBJECTS = checks.test_every_object_is_one_that_kubernetes_takes
-_ENDS = checks.test_services_and_selectors_find_their_pods
-_SIZES = checks.test_memory_gpus_and_shared_memory_fit_the_ranks
+_EDGES, _PODS = checks.test_network_policies_allow_exactly_the_needed_edges, checks.test_rendered_pods_are_restricted
+_OBJECTS = checks.test_rendered_objects_validate_and_have_unique_names
+_ENDS = checks.test_services_and_selectors_match_their_pods
+_SIZES = checks.test_pod_resources_match_ranks
 _PROMETHEUS = checks.test_rendered_queries_use_exported_metrics
-_RIGHTS = checks.test_the_planner_alone_has_rights_and_only_over_two_sizes
+_RIGHTS = checks.test_only_planner_has_rbac_for_two_scale_subresources
 _ASKED = checks.test_planner_arguments_are_accepted_by_its_command
-_SECRETS = checks.test_no_secret_is_on_a_command_line
-_NAMES = checks.test_no_listener_is_given_two_routes_of_one_name
+_SECRETS = checks.test_secrets_are_never_on_command_lines
+_NAMES = checks.test_gateway_routes_are_unique_per_listener_and_host
+_GRACE = checks.test_termination_grace_covers_drain_and_margin
+_PROBES = checks.test_probes_cover_startup_and_drain_of_each_role
 SPOILT = [
     ("networkpolicy.yaml", "policyTypes: [Ingress, Egress]", "policyTypes: [Ingress]", "defaults", _EDGES),
     ("networkpolicy.yaml", 'range concat (list "router") $roles', 'range list "router"', "defaults", _EDGES),
@@ -43,9 +45,9 @@ SPOILT = [
     ("_signals.tpl", "tandem_worker_kv_blocks", "tandem_worker_blocks", "keda", _PROMETHEUS),
     ("autoscaling.yaml", "name: tandem_pool_use", "name: tandem_pools_use", "hpa", _PROMETHEUS),
     ("autoscaling.yaml", '"tandem_pool_waiting_tokens"', '"tandem_pool_tokens"', "hpa", _PROMETHEUS),
-    ("_config.tpl", "(int .root.Values.terminationMarginSeconds)", "0", "defaults", checks.test_graces_add_up),
+    ("_config.tpl", "(int .root.Values.terminationMarginSeconds)", "0", "defaults", _GRACE),
     ("_workers.tpl", "(mul 256 (int .ranks))", "64", "ranks on a CPU", _SIZES),
-    ("router.yaml", "/readyz?exclude=workers", "/readyz", "defaults", checks.test_probes_allow_each_phase_its_time),
+    ("router.yaml", "/readyz?exclude=workers", "/readyz", "defaults", _PROBES),
     ("planner.yaml", "resources: [statefulsets/scale]", "resources: [statefulsets]", "planned", _RIGHTS),
     ("planner.yaml", "{{ $full }}-decode]", "{{ $full }}-router]", "planned", _RIGHTS),
     ("planner.yaml", "clusterIP: None", "type: ClusterIP", "planned", _ASKED),
@@ -60,7 +62,7 @@ SPOILT = [
 
 
 @pytest.mark.parametrize(("file", "right", "wrong", "name", "check"), SPOILT)
-def test_a_spoilt_chart_is_noticed(
+def test_chart_checks_detect_broken_chart(
     file: str,
     right: str,
     wrong: str,

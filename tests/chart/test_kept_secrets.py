@@ -1,4 +1,4 @@
-"""What the chart draws once stays over upgrades: `lookup` is answered here as a cluster would."""
+"""Secrets that the chart generates survive upgrades; `lookup` is answered here as a cluster would."""
 
 import base64
 import re
@@ -24,7 +24,7 @@ _DRAWN = ("cluster", "cluster-tls", "redis", "first-key", "metrics-key")
 
 @pytest.fixture
 def upgradable(tmp_path: Path) -> Path:
-    """The chart, with secrets looked up in the value `global.there` and not in a cluster."""
+    """The chart, with secrets looked up in the value `global.there` instead of a cluster."""
     copied = tmp_path / "tandem"
     shutil.copytree(CHART, copied)
     template = copied / "templates" / "secrets.yaml"
@@ -38,7 +38,7 @@ def _secrets(release: Rendered) -> dict[str, dict[str, Any]]:
     return {one["metadata"]["name"]: {"data": one["data"]} for one in release.of("Secret") if "data" in one}
 
 
-def test_upgrade_keeps_every_secret_that_the_install_drew(upgradable: Path) -> None:
+def test_upgrade_keeps_generated_secrets(upgradable: Path) -> None:
     values = preset("h100-8x")
     first = render(values | {"global": {"there": {}}}, upgradable)
     drawn = _secrets(first)
@@ -48,7 +48,7 @@ def test_upgrade_keeps_every_secret_that_the_install_drew(upgradable: Path) -> N
     assert again.named("Secret", "-api-keys") == first.named("Secret", "-api-keys")
 
 
-def test_upgrade_that_turns_scraping_on_adds_a_key_and_keeps_the_first(upgradable: Path) -> None:
+def test_upgrade_enabling_scraping_adds_metrics_key(upgradable: Path) -> None:
     before = _secrets(render({"global": {"there": {}}}, upgradable))
     after = render({"monitoring": {"scrape": "service"}, "global": {"there": before}}, upgradable)
     assert _secrets(after).keys() - before.keys() == {f"{RELEASE}-tandem-metrics-key"}
@@ -57,7 +57,7 @@ def test_upgrade_that_turns_scraping_on_adds_a_key_and_keeps_the_first(upgradabl
     assert [one["tenant"] for one in keys] == ["first", "metrics"]
 
 
-def test_drawn_certificates_are_good_for_both_ends_and_for_ten_years(tmp_path: Path) -> None:
+def test_generated_certificates_serve_both_sides_for_ten_years(tmp_path: Path) -> None:
     data = render({}).named("Secret", "-cluster-tls")["data"]
     names = {"cert": "tls.crt", "key": "tls.key", "ca": "ca.crt"}
     files = TlsFiles(**{field: tmp_path / name for field, name in names.items()})
@@ -68,7 +68,7 @@ def test_drawn_certificates_are_good_for_both_ends_and_for_ten_years(tmp_path: P
     assert other != files.ca.read_bytes()
 
 
-def test_upgrade_of_a_release_without_certificates_begins_permissive(upgradable: Path) -> None:
+def test_upgrade_without_certificates_requires_permissive_first(upgradable: Path) -> None:
     template = upgradable / "templates" / "secrets.yaml"
     template.write_text(template.read_text().replace(".Release.IsUpgrade", "(not .Release.IsUpgrade)"))
     with pytest.raises(helm.HelmError, match=r"tls\.cluster\.mode: the pods of this release have no certificates yet"):
@@ -78,7 +78,7 @@ def test_upgrade_of_a_release_without_certificates_begins_permissive(upgradable:
     assert _secrets(render({"global": {"there": first}}, upgradable)) == first
 
 
-def test_template_without_a_cluster_draws_a_key_of_full_length() -> None:
+def test_chart_generates_full_length_key_without_cluster_lookup() -> None:
     release = render({"monitoring": {"scrape": "pod"}})
     key = base64.b64decode(release.named("Secret", "-metrics-key")["data"]["api-key"]).decode()
     assert re.fullmatch(r"tandem-[A-Za-z0-9]{43}", key)

@@ -1,4 +1,4 @@
-"""The KubeRay manifest: what Kubernetes takes, pods that may run, and a command and a configuration that are real."""
+"""The KubeRay manifest: valid for Kubernetes, with restricted pods, a real command and a valid configuration."""
 
 import contextlib
 import copy
@@ -31,7 +31,7 @@ GROUPS = pytest.mark.parametrize("group", [HEAD, WORKERS], ids=["head", "workers
 
 
 def options():
-    """Of the command that the job runs, as `tandem` itself reads them."""
+    """Options of the job's command, as `tandem` itself parses them."""
     shell, option, script = shlex.split(JOB["entrypoint"])
     assert (shell, option) == ("sh", "-c")
     *_, command_line = script.split(" && ")
@@ -42,7 +42,7 @@ def options():
 
 
 def settings(tmp_path):
-    """What the job's process reads, with the keys that a user would have made."""
+    """The configuration of the job's process, with keys that a user would have made."""
     keys = tmp_path / "keys.yaml"
     keys.write_text("api_keys: [sha256:" + "0" * 64 + "]\n")
     keys.chmod(0o600)
@@ -52,7 +52,7 @@ def settings(tmp_path):
 
 
 @pytest.mark.parametrize("version", KUBERNETES)
-def test_kubernetes_and_kuberay_take_it(version):
+def test_kuberay_manifest_validates(version):
     wrong = [mistake for one in OBJECTS.values() for mistake in mistakes(one, version)]
     for group in (HEAD, WORKERS):
         pod = {"apiVersion": "v1", "kind": "Pod", **copy.deepcopy(group["template"])}
@@ -61,14 +61,14 @@ def test_kubernetes_and_kuberay_take_it(version):
     assert wrong == []
 
 
-def test_a_field_that_does_not_exist_is_noticed():
+def test_kuberay_validation_detects_unknown_field():
     spoilt = copy.deepcopy(OBJECTS["RayJob"])
     spoilt["spec"]["rayClusterSpec"]["authOption"] = spoilt["spec"]["rayClusterSpec"].pop("authOptions")
     assert any("authOption" in mistake for mistake in mistakes(spoilt, KUBERNETES[0]))
 
 
 @GROUPS
-def test_pods_are_restricted(group):
+def test_kuberay_pods_are_restricted(group):
     # The head's autoscaler, which KubeRay puts in, asks the API server for pods: its token is KubeRay's business.
     pod = copy.deepcopy(group["template"])
     pod["spec"]["automountServiceAccountToken"] = False
@@ -76,25 +76,25 @@ def test_pods_are_restricted(group):
 
 
 @GROUPS
-def test_every_volume_is_mounted_and_every_mount_is_there(group):
+def test_kuberay_volumes_and_mounts_match(group):
     spec = group["template"]["spec"]
     mounted = {mount["name"] for one in spec["containers"] for mount in one["volumeMounts"]}
     assert mounted == {volume["name"] for volume in spec["volumes"]}
 
 
-def test_the_command_is_one_of_ours_and_finds_its_file():
+def test_kuberay_command_accepts_its_options_and_mounted_file():
     given = options()
     assert given["ray"] == "auto"
     mounts = HEAD["template"]["spec"]["containers"][0]["volumeMounts"]
     assert str(given["config"]) in [mount["mountPath"] for mount in mounts]
 
 
-def test_ray_requires_a_token():
+def test_kuberay_requires_a_token():
     assert RAY["authOptions"] == {"mode": "token"}
     assert tuple(map(int, RAY["rayVersion"].split("."))) >= (2, 52, 0)
 
 
-def test_workers_fit_into_the_pods(tmp_path):
+def test_kuberay_workers_fit_into_pods(tmp_path):
     config = settings(tmp_path)
     limits = WORKERS["template"]["spec"]["containers"][0]["resources"]["limits"]
     nodes = [
@@ -122,7 +122,7 @@ def test_kuberay_service_reaches_the_routers(tmp_path):
 
 
 class Pages(http.server.BaseHTTPRequestHandler):
-    """Answers by the server's `well`; asked for anything else than its one page, it knows nothing."""
+    """Answers its one page by the server's `well`, and 404 for all others."""
 
     def do_GET(self):
         self.send_response((200 if self.server.well else 503) if self.path == self.server.page else 404)
@@ -179,7 +179,7 @@ def test_ray_probes_use_only_programs_in_the_image(group):
     assert "wget" not in yaml.safe_dump(one["readinessProbe"])
 
 
-def test_there_is_time_to_drain(tmp_path):
+def test_kuberay_grace_period_covers_drain(tmp_path):
     config, spec = settings(tmp_path), HEAD["template"]["spec"]
     environment = {one["name"]: one.get("value") for one in spec["containers"][0]["env"]}
     stop_s = float(environment["RAY_JOB_STOP_WAIT_TIME_S"])

@@ -1,4 +1,4 @@
-"""From `make image-build` to what a preset pulls: one name and one tag, and a way into the nodes of a local cluster."""
+"""Images from `make image-build` are the ones that presets pull, and can be loaded into a local cluster's nodes."""
 
 import os
 import re
@@ -25,12 +25,12 @@ def make(target: str, *variables: str) -> str:
 
 
 def images(values: dict[str, object]) -> set[str]:
-    """What a release pulls, Redis excepted."""
+    """Images that a release pulls, Redis excepted."""
     found = {one["image"] for _, pod in render(values).pods() for one in containers(pod)}
     return {image for image in found if "tandem" in image}
 
 
-def test_make_builds_and_loads_what_the_laptop_preset_pulls() -> None:
+def test_make_image_build_and_load_match_laptop_preset() -> None:
     wanted = images(preset("laptop"))
     assert wanted == {f"tandem-router:{VERSION}", f"tandem-worker:{VERSION}"}
     assert set(re.findall(r"-t (\S+)", make("image-build"))) == wanted
@@ -38,7 +38,7 @@ def test_make_builds_and_loads_what_the_laptop_preset_pulls() -> None:
 
 
 @pytest.mark.parametrize("name", ["h100-8x", "70b-2p4d"])
-def test_make_builds_and_pushes_what_a_preset_for_gpus_pulls(name: str) -> None:
+def test_make_image_build_and_push_match_gpu_presets(name: str) -> None:
     values = preset(name)
     [registry] = {one["repository"].rsplit("/", 1)[0] for one in values["images"].values()}
     variables = ("DEVICE=cuda", f"REGISTRY={registry}")
@@ -49,13 +49,13 @@ def test_make_builds_and_pushes_what_a_preset_for_gpus_pulls(name: str) -> None:
     assert " ".join(variables) in (CHART / f"values-{name}.yaml").read_text()
 
 
-def test_every_preset_names_its_images() -> None:
+def test_presets_name_both_images() -> None:
     for path in CHART.glob("values-*.yaml"):
         named = yaml.safe_load(path.read_text())["images"]
         assert all(named[which]["repository"] for which in ("router", "worker")), path.name
 
 
-def test_every_image_of_ours_has_the_projects_version() -> None:
+def test_image_tags_equal_project_version() -> None:
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
     assert chart["appVersion"] == VERSION
     files = [*(ROOT / "deploy").glob("*.yaml"), *(ROOT / "deploy/docker").glob("*.Dockerfile")]
@@ -67,7 +67,7 @@ def test_every_image_of_ours_has_the_projects_version() -> None:
         assert all(image.endswith(f":{VERSION}") for image in named), (name, named)
 
 
-def test_notes_name_the_images_and_whose_value_they_are() -> None:
+def test_notes_name_images_and_their_values() -> None:
     [notes] = [text for name, text in render(preset("h100-8x")).sources.items() if name.endswith("NOTES.txt")]
     for image in images(preset("h100-8x")):
         assert image in notes
@@ -76,7 +76,7 @@ def test_notes_name_the_images_and_whose_value_they_are() -> None:
     assert "make image-build" in notes
 
 
-def test_notes_with_a_runbook_that_is_no_url_say_so() -> None:
+def test_notes_warn_of_missing_runbook_url() -> None:
     def notes(rules: dict[str, object]) -> str:
         sources = render({"monitoring": {"rules": {"enabled": True} | rules}}).sources
         return next(text for name, text in sources.items() if name.endswith("NOTES.txt"))
@@ -87,7 +87,7 @@ def test_notes_with_a_runbook_that_is_no_url_say_so() -> None:
 
 @pytest.fixture
 def tools(tmp_path: Path) -> Path:
-    """Stand-ins for kubectl and the clusters' own tools, which write down how they were called."""
+    """Stand-ins for kubectl and the clusters' own tools, which record their calls."""
     folder = tmp_path / "bin"
     folder.mkdir()
     for name in ("kind", "k3d", "minikube"):
@@ -101,7 +101,7 @@ def _program(path: Path, line: str) -> None:
 
 
 def load(tools: Path, context: str | None, **variables: str) -> tuple[int, list[str], str]:
-    """Exit code, calls and what it said."""
+    """Exit code, calls and output."""
     _program(tools / "kubectl", "exit 1" if context is None else f"echo {context}")
     env = {"PATH": f"{tools}:{os.environ['PATH']}"} | variables
     done = subprocess.run([ROOT / "deploy/docker/load.sh", "a:1", "b:1"], env=env, capture_output=True, text=True)
@@ -125,19 +125,19 @@ def load(tools: Path, context: str | None, **variables: str) -> tuple[int, list[
         (None, {"CLUSTER": "kind"}, "kind load docker-image {} --name kind"),
     ],
 )
-def test_load_into_a_local_cluster_calls_its_own_tool(
+def test_image_load_calls_tool_of_local_cluster(
     tools: Path, context: str | None, variables: dict[str, str], expected: str
 ) -> None:
     code, calls, _ = load(tools, context, **variables)
     assert (code, calls) == (0, [expected.format(image) for image in ("a:1", "b:1")])
 
 
-def test_load_into_docker_desktop_has_nothing_to_do(tools: Path) -> None:
+def test_image_load_into_docker_desktop_does_nothing(tools: Path) -> None:
     assert load(tools, "docker-desktop")[:2] == (0, [])
 
 
 @pytest.mark.parametrize("context", [None, "arn:aws:eks:production"])
-def test_load_into_another_cluster_names_the_registry(tools: Path, context: str | None) -> None:
+def test_image_load_into_remote_cluster_suggests_push(tools: Path, context: str | None) -> None:
     code, calls, output = load(tools, context)
     assert (code, calls) == (1, [])
     assert "make image-push" in output

@@ -1,4 +1,4 @@
-"""Names that users give the chart, and whatever they look like in YAML."""
+"""Names that users give the chart, including ones that look like other YAML types."""
 
 import pytest
 
@@ -6,8 +6,8 @@ from tests.chart.rendering import render
 from tests.chart.schemas import KUBERNETES, mistakes
 
 
-def test_names_that_look_like_numbers_are_names() -> None:
-    """Names of what stands are the user's: Kubernetes knows 123, true and 0x10 as text."""
+def test_chart_number_like_names_stay_strings() -> None:
+    """Users choose these names; Kubernetes must get 123, true and 0x10 as strings."""
     digits, key = {"existingSecret": "123"}, {"name": "0x10", "key": "1e3"}
     values = {
         "nameOverride": "123",
@@ -36,7 +36,7 @@ def test_names_that_look_like_numbers_are_names() -> None:
 
 
 @pytest.mark.parametrize("mode", ["hpa", "keda"])
-def test_releases_and_namespaces_may_be_called_by_numbers(mode: str) -> None:
+def test_chart_accepts_numeric_release_and_namespace(mode: str) -> None:
     values = {
         "fullnameOverride": "chat",
         "prefill": {"autoscaling": {"mode": mode}},

@@ -1,4 +1,4 @@
-"""Pools whose workers are spread over pods: the group, who is in it, and who reaches whom."""
+"""Pools whose workers span several pods: the group, its members and their network policies."""
 
 import re
 from dataclasses import replace
@@ -29,7 +29,7 @@ _LABEL = "leaderworkerset.sigs.k8s.io"
 
 
 class _Unread:
-    """Credentials whose files nobody reads."""
+    """Credentials whose files are never read."""
 
     def __init__(self, files: TlsFiles, *, is_permissive: bool) -> None:
         self.files, self.is_permissive = files, is_permissive
@@ -41,14 +41,14 @@ def group_of(config: ClusterConfig, role: str) -> NodeGroup | None:
 
 @pytest.fixture(params=POOLS, ids=lambda pool: "-".join(pool))
 def pool(request: pytest.FixtureRequest) -> tuple[Rendered, str, dict[str, Any]]:
-    """A release, the pool's name, and its set. The files of cluster.tls need not be there."""
+    """A release, the pool's name, and its set. The files of cluster.tls need not exist."""
     values, role = request.param
     request.getfixturevalue("monkeypatch").setattr("tandem.rpc.cluster_credentials.ClusterCredentials", _Unread)
     release = render(GOOD[values])
     return release, role, release.named("LeaderWorkerSet", f"-{role}")
 
 
-def test_the_first_pod_waits_for_the_others_and_ends_with_them(
+def test_node_group_leader_waits_for_members(
     pool: tuple[Rendered, str, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     release, role, one = pool
@@ -67,7 +67,7 @@ def test_the_first_pod_waits_for_the_others_and_ends_with_them(
     assert ("replicas" in one["spec"]) == (release.values[role]["autoscaling"]["mode"] == "none")
 
 
-def test_the_other_pods_command_follows_that_worker(
+def test_node_pod_command_follows_leader(
     pool: tuple[Rendered, str, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     release, role, one = pool

@@ -1,4 +1,4 @@
-"""The chart's Redis as a real process, by the command of its pod: it wants its password, and no argument is one."""
+"""The chart's Redis as a real process, by its pod's command: it needs its password, which is in no argument."""
 
 import os
 import socket
@@ -38,7 +38,7 @@ def started(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
         process.wait()
 
 
-async def test_redis_wants_a_password_that_is_on_no_command_line(started: tuple[subprocess.Popen[bytes], int]) -> None:
+async def test_redis_pod_requires_password_and_hides_it(started: tuple[subprocess.Popen[bytes], int]) -> None:
     process, port = started
 
     def listens() -> bool:

@@ -1,4 +1,4 @@
-"""A value that makes no sense is refused, and the message names it; and the values' file keeps its promises."""
+"""Invalid values are refused by name, and the values file is as documented."""
 
 import json
 import re
@@ -21,18 +21,18 @@ VALUES = (CHART / "values.yaml").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_wrong_value_is_named(name: str) -> None:
+def test_chart_invalid_value_is_refused_by_name(name: str) -> None:
     values, message = BAD[name]
     with pytest.raises(helm.HelmError, match=re.escape(message)):
         render(values)
 
 
-def test_the_committed_files_are_what_the_models_say() -> None:
+def test_generated_chart_files_are_up_to_date() -> None:
     for path, text in rendered().items():
         assert path.read_text(encoding="utf-8") == text, f"{path.name}: python -m cluster.chart.schema"
 
 
-def test_no_object_takes_what_it_does_not_know() -> None:
+def test_chart_schema_forbids_unknown_properties() -> None:
     def closed(schema: Any, where: str) -> None:
         if isinstance(schema, dict):
             if "properties" in schema and where != "#/properties/global":
@@ -45,7 +45,7 @@ def test_no_object_takes_what_it_does_not_know() -> None:
     closed(schema, "#")
 
 
-def test_what_the_chart_decides_is_a_setting() -> None:
+def test_keys_decided_by_chart_are_settings() -> None:
     settings = ClusterConfig().model_dump()
     for dotted in DECIDED_BY_THE_CHART:
         found: Any = settings
@@ -54,7 +54,7 @@ def test_what_the_chart_decides_is_a_setting() -> None:
             found = found[key]
 
 
-def test_every_value_stands_in_the_file() -> None:
+def test_values_file_lists_every_value() -> None:
     def compare(model: type[BaseModel], values: dict[str, Any], where: str) -> None:
         assert values.keys() == model.model_fields.keys(), where
         for name, field in model.model_fields.items():
@@ -66,7 +66,7 @@ def test_every_value_stands_in_the_file() -> None:
     compare(ChartValues, values, "")
 
 
-def test_every_value_is_explained() -> None:
+def test_values_file_documents_every_value() -> None:
     lines = VALUES.splitlines()
     silent = []
     for number, line in enumerate(lines):
@@ -81,7 +81,7 @@ def test_every_value_is_explained() -> None:
     assert silent == []
 
 
-def test_presets_and_schemas_tell_right_from_wrong() -> None:
+def test_kubernetes_schemas_reject_unknown_fields() -> None:
     for name in ("laptop", "h100-8x", "70b-2p4d"):
         assert preset(name)["config"]
     release = render(preset("70b-2p4d"))
@@ -90,7 +90,7 @@ def test_presets_and_schemas_tell_right_from_wrong() -> None:
         assert list(mistakes(wrong, "1.31.0")), one["kind"]
 
 
-def test_rules_and_dashboards_of_the_chart_are_put_in_as_they_are(tmp_path: Path) -> None:
+def test_chart_rules_and_dashboards_are_rendered_verbatim(tmp_path: Path) -> None:
     copied = tmp_path / "tandem"
     for path in CHART.rglob("*"):
         if path.is_file() and path.parent.name not in ("rules", "dashboards"):
@@ -112,7 +112,7 @@ def test_rules_and_dashboards_of_the_chart_are_put_in_as_they_are(tmp_path: Path
     assert [mistake for one in release.objects for mistake in mistakes(one, "1.33.0")] == []
 
 
-def test_dashboards_link_to_the_runbook_that_people_read() -> None:
+def test_dashboards_link_to_configured_runbook() -> None:
     wiki = "https://wiki.example.com/tandem/runbook"
     release = render({"monitoring": {"dashboards": {"enabled": True}, "rules": {"runbookUrl": wiki}}})
     dashboards = [

@@ -68,13 +68,13 @@ class Release:
         return process
 
     def stop(self, component: str) -> int:
-        """As the kubelet does; returns the exit code, or raises when the grace was too short."""
+        """As the kubelet does; returns the exit code, or raises when the grace period was too short."""
         process = self._running[component]
         process.send_signal(signal.SIGTERM)
         return process.wait(self._rendered.pod(component)["spec"]["terminationGracePeriodSeconds"])
 
     def passes(self, component: str, kind: str) -> bool:
-        """One go of a probe."""
+        """One run of a probe."""
         [container] = containers(self._rendered.pod(component))
         probe, address = container[kind], _ADDRESSES[component]
         if "grpc" in probe:
@@ -129,7 +129,7 @@ def release(tmp_path: Path) -> Iterator[Release]:
         yield running
 
 
-def test_a_release_serves_passes_its_probes_and_drains(release: Release) -> None:
+def test_release_serves_passes_probes_and_drains(release: Release) -> None:
     release.start("decode")
     release.start("prefill")
     release.start("router")

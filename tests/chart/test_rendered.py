@@ -1,4 +1,4 @@
-"""What the chart renders is what Kubernetes takes, is closed where it should be, and works as the processes need it."""
+"""What the chart renders is valid for Kubernetes, restricted, and consistent with the processes."""
 
 import base64
 import math
@@ -58,33 +58,33 @@ def config(release: Rendered, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     return read_by(release, "router", tmp_path, monkeypatch)
 
 
-def test_there_are_enough_sets() -> None:
+def test_chart_cases_cover_enough_value_sets() -> None:
     assert len(GOOD) >= LEAST_SETS
     assert set(IN_CI) <= GOOD.keys()
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_the_chart_lints_strictly(name: str) -> None:
+def test_chart_passes_strict_lint(name: str) -> None:
     report = helm.lint(CHART, GOOD[name], strict=True, kube_version="v1.31.0")
     assert [one["error"] for one in report["messages"] if one["severity"] >= 2] == []
     assert report["errors"] == []
 
 
-def test_every_object_is_one_that_kubernetes_takes(release: Rendered) -> None:
+def test_rendered_objects_validate_and_have_unique_names(release: Rendered) -> None:
     assert [mistake for version in KUBERNETES for one in release.objects for mistake in mistakes(one, version)] == []
     names = [(one["kind"], one["metadata"]["name"]) for one in release.objects]
     assert len(names) == len(set(names))
     assert all("namespace" not in one["metadata"] for one in release.objects)
 
 
-def test_every_pod_is_restricted(release: Rendered) -> None:
+def test_rendered_pods_are_restricted(release: Rendered) -> None:
     assert [(name, problem) for name, pod in release.pods() for problem in lapses(pod)] == []
     assert [(name, problem) for name, pod in release.pods() for problem in loose_ends(release, pod)] == []
     assert all(one["automountServiceAccountToken"] is False for one in release.of("ServiceAccount"))
     assert not {"ClusterRole", "ClusterRoleBinding"} & {one["kind"] for one in release.objects}
 
 
-def test_the_planner_alone_has_rights_and_only_over_two_sizes(release: Rendered) -> None:
+def test_only_planner_has_rbac_for_two_scale_subresources(release: Rendered) -> None:
     planner = release.values["planner"]
     projected = {
         name for name, pod in release.pods() for volume in pod["spec"].get("volumes", ()) if "projected" in volume
@@ -131,7 +131,7 @@ def test_planner_arguments_are_accepted_by_its_command(release: Rendered) -> Non
         assert ("replicas" in one["spec"]) == release.values["planner"]["dryRun"]
 
 
-def test_secrets_are_there_or_named_by_the_user(release: Rendered) -> None:
+def test_referenced_secrets_are_rendered_or_user_supplied(release: Rendered) -> None:
     made = {
         one["metadata"]["name"]: {**one.get("data", {}), **one.get("stringData", {})} for one in release.of("Secret")
     }
@@ -147,7 +147,7 @@ def test_secrets_are_there_or_named_by_the_user(release: Rendered) -> None:
     assert first <= {"test", "planner"}
 
 
-def test_prometheus_has_an_operators_key_that_routers_know(release: Rendered) -> None:
+def test_prometheus_uses_an_operator_key_known_to_routers(release: Rendered) -> None:
     for monitor in (*release.of("ServiceMonitor"), *release.of("PodMonitor")):
         for endpoint in (*monitor["spec"].get("endpoints", ()), *monitor["spec"].get("podMetricsEndpoints", ())):
             if endpoint["port"] != "http":
@@ -172,7 +172,7 @@ def _has_open_metrics(release: Rendered) -> bool:
     return access.get("metrics") == "open" or not release.values["secrets"]["apiKeys"]["enabled"]
 
 
-def test_no_secret_is_on_a_command_line(release: Rendered) -> None:
+def test_secrets_are_never_on_command_lines(release: Rendered) -> None:
     for component, pod in release.pods():
         for container in containers(pod):
             secret = {one["name"] for one in container.get("env", ()) if "secretKeyRef" in one.get("valueFrom", {})}
@@ -180,7 +180,7 @@ def test_no_secret_is_on_a_command_line(release: Rendered) -> None:
                 assert not {name for name in secret if f"$({name})" in word}, component
 
 
-def test_two_releases_of_one_name_share_nothing_of_the_whole_cluster() -> None:
+def test_releases_in_two_namespaces_share_no_cluster_objects() -> None:
     here, there = (
         {
             (one["kind"], one["metadata"]["name"])
@@ -192,7 +192,7 @@ def test_two_releases_of_one_name_share_nothing_of_the_whole_cluster() -> None:
     assert not here & there
 
 
-def test_pods_have_classes_that_are_made_or_named(release: Rendered) -> None:
+def test_priority_classes_are_rendered_or_user_supplied(release: Rendered) -> None:
     made = {one["metadata"]["name"] for one in release.of("PriorityClass")}
     for component, pod in release.pods():
         if "priorityClassName" in pod["spec"]:
@@ -203,7 +203,7 @@ def test_pods_have_classes_that_are_made_or_named(release: Rendered) -> None:
 _RANKED = "planned, everything else on"
 
 
-def test_services_and_selectors_find_their_pods(release: Rendered) -> None:
+def test_services_and_selectors_match_their_pods(release: Rendered) -> None:
     pods = dict(release.pods())
     for service in release.of("Service"):
         found = [
@@ -241,7 +241,7 @@ def _at(spec: Any, path: str) -> Any:
     return spec
 
 
-def test_exactly_the_needed_edges_are_open(release: Rendered, config: ClusterConfig) -> None:
+def test_network_policies_allow_exactly_the_needed_edges(release: Rendered, config: ClusterConfig) -> None:
     if not release.values["networkPolicy"]["enabled"]:
         assert release.of("NetworkPolicy") == []
         return
@@ -250,7 +250,7 @@ def test_exactly_the_needed_edges_are_open(release: Rendered, config: ClusterCon
     assert allowed(release) == needed(release, config)
 
 
-def test_each_process_reads_the_configuration_that_is_meant(
+def test_processes_read_the_intended_configuration(
     release: Rendered, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     roles = {component for component, _ in release.pods()} & {"router", "prefill", "decode"}
@@ -275,7 +275,7 @@ def test_each_process_reads_the_configuration_that_is_meant(
         assert config.engine.device == ("cuda" if release.values[role]["gpu"]["enabled"] else "cpu")
 
 
-def test_sentinels_reach_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sentinel_values_reach_redis_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     release = release_of("redis behind sentinels")
     settings = read_by(release, "decode", tmp_path, monkeypatch).redis.redis_settings()
     assert settings is not None
@@ -288,7 +288,7 @@ def test_sentinels_reach_the_configuration(tmp_path: Path, monkeypatch: pytest.M
     )
 
 
-def test_files_that_the_configuration_names_are_mounted(release: Rendered, config: ClusterConfig) -> None:
+def test_configured_files_are_mounted(release: Rendered, config: ClusterConfig) -> None:
     router = release.pod("router")
     files = [config.router.api_keys_file, config.router.batches.path]
     files += [config.router.tls.cert, config.router.tls.key] if config.router.tls else []
@@ -312,7 +312,7 @@ def _assert_mounted(pod: Any, files: list[str | None]) -> None:
         assert file is None or any(Path(file).is_relative_to(place) for place in places), file
 
 
-def test_graces_add_up(release: Rendered, config: ClusterConfig) -> None:
+def test_termination_grace_covers_drain_and_margin(release: Rendered, config: ClusterConfig) -> None:
     margin = release.values["terminationMarginSeconds"]
     for role, pod in release.pods():
         if role in ("redis", "test", "planner"):
@@ -328,7 +328,7 @@ def test_graces_add_up(release: Rendered, config: ClusterConfig) -> None:
         assert pod["spec"]["terminationGracePeriodSeconds"] == (stated or pre + math.ceil(drain) + margin)
 
 
-def test_probes_allow_each_phase_its_time(release: Rendered) -> None:
+def test_probes_cover_startup_and_drain_of_each_role(release: Rendered) -> None:
     for role, pod in release.pods():
         if role in ("redis", "test", "planner"):
             continue
@@ -347,20 +347,20 @@ def test_probes_allow_each_phase_its_time(release: Rendered) -> None:
                 assert container[probe]["grpc"] == {"port": release.values[role]["healthPort"]}
 
 
-def test_a_rollout_goes_on_when_routers_have_had_a_token_of_the_new_worker(release: Rendered) -> None:
+def test_min_ready_seconds_covers_router_canary(release: Rendered) -> None:
     canary = CanarySettings()
     for pool in release.of("StatefulSet"):
         assert pool["spec"]["minReadySeconds"] >= canary.silence_s + 2 * canary.interval_s
 
 
-def test_a_volume_that_is_given_is_attached_for_reading(release: Rendered) -> None:
+def test_model_volume_is_mounted_read_only(release: Rendered) -> None:
     for _, pod in release.pods():
         for volume in pod["spec"].get("volumes", ()):
             if volume["name"] == "models" and (claim := volume.get("persistentVolumeClaim")):
                 assert claim.get("readOnly", False) == (release.values["model"]["source"] == "volume")
 
 
-def test_no_listener_is_given_two_routes_of_one_name(release: Rendered) -> None:
+def test_gateway_routes_are_unique_per_listener_and_host(release: Rendered) -> None:
     taken: dict[tuple[str, str], str] = {}
     for kind in ("HTTPRoute", "GRPCRoute"):
         for route in release.of(kind):
@@ -369,7 +369,7 @@ def test_no_listener_is_given_two_routes_of_one_name(release: Rendered) -> None:
                     assert taken.setdefault((str(parent), name), kind) == kind
 
 
-def test_memory_gpus_and_shared_memory_fit_the_ranks(release: Rendered, config: ClusterConfig) -> None:
+def test_pod_resources_match_ranks(release: Rendered, config: ClusterConfig) -> None:
     for role in ("prefill", "decode"):
         ranks = getattr(config, role).ranks_per_node
         values = release.values[role]
@@ -421,7 +421,7 @@ def _rules(release: Rendered) -> Iterator[dict[str, Any]]:
             yield from group["rules"]
 
 
-def test_no_variable_but_a_setting_begins_like_one(release: Rendered) -> None:
+def test_tandem_environment_variables_are_settings(release: Rendered) -> None:
     for role, pod in release.pods():
         for container in containers(pod):
             for name in (variable["name"] for variable in container.get("env", ())):

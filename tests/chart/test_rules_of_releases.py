@@ -1,4 +1,4 @@
-"""A release's rules are about that release: of another one under the same Prometheus they say and record nothing."""
+"""A release's rules ignore other releases under the same Prometheus."""
 
 import re
 from pathlib import Path
@@ -19,7 +19,7 @@ _NARROWED = f'namespace="{NAMESPACE}",app_kubernetes_io_instance="{RELEASE}"'
 
 
 def rule_objects(release: Rendered) -> dict[str, Any]:
-    """By the name of the file that each is made of."""
+    """Rule objects by the file that each is made of."""
     made = {
         one["metadata"]["name"].removeprefix(f"{RELEASE}-tandem-"): one["spec"] for one in release.of("PrometheusRule")
     }
@@ -31,7 +31,7 @@ def rules_of(file: Any) -> list[Any]:
     return [rule for group in file["groups"] for rule in group["rules"]]
 
 
-def test_every_series_of_a_rule_is_of_its_release_and_else_as_it_stands() -> None:
+def test_rules_are_restricted_to_their_release() -> None:
     made = rule_objects(release_of(WATCHED))
     assert made.keys() == {path.stem for path in RULES}
     ours = {Matcher(label, "=", value) for label, value in zip(GROUPING, OURS, strict=True)}
@@ -44,7 +44,7 @@ def test_every_series_of_a_rule_is_of_its_release_and_else_as_it_stands() -> Non
             assert {**rule, "expr": widened} == plain
 
 
-def test_a_release_without_a_planner_has_no_alarm_for_one() -> None:
+def test_release_without_planner_has_no_planner_alerts() -> None:
     made = rule_objects(release_of("service monitor"))
     assert made.keys() == {path.stem for path in RULES} - {"planner"}
 
@@ -65,7 +65,7 @@ def test_alerts_cover_only_their_own_release(path: Path, tmp_path: Path, *, is_o
 
 
 @pytest.mark.parametrize("name", ["service monitor", "pod monitor with open metrics", WATCHED])
-def test_what_is_scraped_is_labelled_with_its_release(name: str) -> None:
+def test_scraped_metrics_are_labelled_with_release(name: str) -> None:
     release = release_of(name)
     monitors = [*release.of("ServiceMonitor"), *release.of("PodMonitor")]
     assert monitors

@@ -1,4 +1,4 @@
-"""The recorded signals tell the pools apart, by Prometheus' own rule tests: a pool grows for its own line alone."""
+"""The recorded signals by Prometheus' own rule tests: each pool scales by its own queue alone."""
 
 import os
 import shutil
@@ -15,7 +15,7 @@ from cluster.chart.schema import CHART
 from router.admission.cluster_capacity import Shortage
 from tests.chart.rendering import NAMESPACE, RELEASE, render
 from tests.chart.value_sets import GOOD
-from tests.support.cluster.bound_clusters import QUEUE, Bottleneck, at_the_queue, exposition
+from tests.support.cluster.bound_clusters import QUEUE, Bottleneck, exposition, run_until_queue
 
 pytestmark = pytest.mark.slow
 _OURS = f'namespace="{NAMESPACE}",app_kubernetes_io_instance="{RELEASE}"'
@@ -27,7 +27,7 @@ SIGNALS = ("tandem_pool_waiting_requests", "tandem_pool_waiting_tokens", "tandem
 
 
 class Line(NamedTuple):
-    """What waits, in requests and in tokens of a hundred each."""
+    """Queues, in requests of a hundred tokens each."""
 
     prefill: float = 0
     """At prefill workers."""
@@ -73,7 +73,7 @@ def _series(line: Line) -> dict[str, float]:
 
 
 def _told(text: str) -> dict[str, float]:
-    """A router's own words, as Prometheus keeps them."""
+    """A router's own metrics, as Prometheus stores them."""
     seen: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
@@ -128,7 +128,7 @@ def test_scaling_signals_without_routers_are_absent_rather_than_zero(tmp_path: P
 
 
 class Work(NamedTuple):
-    """Of one worker: what holds its pool."""
+    """The pool use of one worker."""
 
     worker: str
     busy: float = 0
@@ -139,7 +139,7 @@ class Work(NamedTuple):
 
 
 def _worked(*workers: Work) -> dict[str, tuple[float, float]]:
-    """Series, each with what it begins with and how much is added a quarter of a minute."""
+    """Series, each with its start value and its increase per quarter of a minute."""
     seen: dict[str, tuple[float, float]] = {}
     for router in range(_ROUTERS):
         for name, busy, used, running in workers:
@@ -163,21 +163,21 @@ def _worked(*workers: Work) -> dict[str, tuple[float, float]]:
         ((Work("prefill-0", busy=0.3), Work("decode-0", used=60, running=96), Work("decode-1", used=150)), (0.4, 0.35)),
     ],
 )
-def test_a_pool_shrinks_to_what_is_in_use(workers: Sequence[Work], use: tuple[float, float], tmp_path: Path) -> None:
+def test_pool_use_signal_reflects_load(workers: Sequence[Work], use: tuple[float, float], tmp_path: Path) -> None:
     series = [{"series": name, "values": f"{start}+{step}x40"} for name, (start, step) in _worked(*workers).items()]
     query = {**_expected("", use), "expr": "round(tandem_pool_use, 0.001)", "eval_time": "10m"}
     _check(tmp_path, [{"interval": "15s", "input_series": series, "promql_expr_test": [query]}])
 
 
 @pytest.mark.parametrize("bottleneck", ["prefill", "decode"])
-def test_a_cluster_that_is_short_of_one_pool_asks_for_that_pool_alone(bottleneck: Bottleneck, tmp_path: Path) -> None:
+def test_scaling_signals_of_overloaded_pool_leave_other_pool(bottleneck: Bottleneck, tmp_path: Path) -> None:
     """Production's admission and schedulers on a virtual clock; the rules read what its router shows."""
     shown: list[str] = []
-    at_the_queue(bottleneck, lambda simulation: shown.append(exposition(simulation)))
+    run_until_queue(bottleneck, lambda simulation: shown.append(exposition(simulation)))
     seen = _told(shown[0])
 
     def queried(metric: str, **labels: str) -> float:
-        """A sum over what was shown, without the rules."""
+        """A sum over the exposed metrics, without the rules."""
         parts = [f'{name}="{value}"' for name, value in labels.items()]
         return sum(value for name, value in seen.items() if name.startswith(metric) and all(p in name for p in parts))
 

@@ -22,7 +22,7 @@ def until(reached: Callable[[], bool], what: str) -> None:
         time.sleep(0.5)
 
 
-def test_compose_brings_up_a_cluster_that_serves_and_is_watched(engine: Engine, images: Images) -> None:
+def test_compose_cluster_serves_and_is_monitored(engine: Engine, images: Images) -> None:
     with Composed(engine, images) as composed:
         names = composed.up()
         assert {"router", "prefill-0", "decode-0", "decode-1", "redis", "prometheus", "collector"} == set(names)
@@ -42,7 +42,7 @@ def test_compose_brings_up_a_cluster_that_serves_and_is_watched(engine: Engine, 
 
 
 def check_walls(composed: Composed) -> None:
-    """What the file promises of every container, as the engine has done it."""
+    """Each container's isolation as the file states it and the engine applied it."""
     for name in ("router", "decode-0"):
         with pytest.raises(EngineFailed, match="Read-only file system"):
             composed.run_in(name, "touch", "/opt/tandem/anything")

@@ -1,4 +1,4 @@
-"""Seven machines whose network is cut between any two, and that die and come back with another address."""
+"""Seven machines with network partitions between any two, and crashes with a return under another address."""
 
 import random
 from pathlib import Path
@@ -24,7 +24,7 @@ def blows(seed: int) -> list[Cut | Death]:
     return [*cuts, *(Death(name=name, silently=silently) for name in NODES for silently in (False, True))]
 
 
-async def test_machines_cut_off_and_lost_cost_no_answer(engine: Engine, images: Images, tmp_path: Path) -> None:
+async def test_network_cuts_and_lost_machines_cost_no_answer(engine: Engine, images: Images, tmp_path: Path) -> None:
     with Nodes(engine, images) as nodes:
         campaign = Campaign(nodes, (), seed=1)
         await campaign.until_whole("start")

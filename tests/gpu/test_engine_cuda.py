@@ -31,7 +31,7 @@ def model_path(tmp_path_factory):
     return path
 
 
-def test_logits_equal_the_cpu(model_path):
+def test_cuda_logits_equal_cpu(model_path):
     tokens = random_tokens(random.Random(0), 45)
     rows = []
     for device in ("cpu", "cuda"):
@@ -60,7 +60,7 @@ def test_noise_equals_the_cpu():
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_runs(model_path, dtype):
+def test_cuda_half_precision_yields_finite_kv(model_path, dtype):
     session = Session(load_plain(model_path, device="cuda", dtype=dtype), num_blocks=160)
     requests = [session.request(random_tokens(random.Random(i), 5 + i), capacity=40) for i in range(4)]
     session.run(requests, num_output=8, chunk=4)
@@ -68,8 +68,8 @@ def test_half_precision_runs(model_path, dtype):
     assert torch.isfinite(session.cache.tensor).all()
 
 
-def test_pipelined_tokens_are_the_same_with_graphs_and_without(model_path):
-    """Whatever is sampled with: what penalties count never leaves the device."""
+def test_cuda_pipelined_tokens_are_equal_with_and_without_graphs(model_path):
+    """With all sampling parameters: penalty counts never leave the device."""
     answers = []
     model = load_model(
         model_path, backend=select_backend(BackendOptions(device=torch.device("cuda", 0), dtype="float32"))
@@ -81,7 +81,7 @@ def test_pipelined_tokens_are_the_same_with_graphs_and_without(model_path):
     assert answers[0] == answers[1] == answers[2]
 
 
-def test_nan_on_the_device_is_reported_with_the_tokens(model_path):
+def test_cuda_nan_rows_have_no_token(model_path):
     model = load_model(
         model_path, backend=select_backend(BackendOptions(device=torch.device("cuda", 0), dtype="float32"))
     )

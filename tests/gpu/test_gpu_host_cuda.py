@@ -1,4 +1,4 @@
-"""The driver's library and CUDA number the same GPUs, and a worker's own come first."""
+"""The driver's library and CUDA number GPUs alike, and a worker's own come first."""
 
 import json
 import os
@@ -30,7 +30,7 @@ print(json.dumps([names, seen]))
 
 
 @pytest.mark.parametrize("which", ["first", "last"])
-def test_the_gpu_that_is_put_first_is_cudas_first_and_none_is_hidden(which: str) -> None:
+def test_cuda_put_first_gpu_is_device_zero_and_hides_none(which: str) -> None:
     environment = {name: value for name, value in os.environ.items() if name != VISIBLE}
     names = NvidiaHost(environment).names()
     own = 0 if which == "first" else len(names) - 1
@@ -45,7 +45,7 @@ def test_the_gpu_that_is_put_first_is_cudas_first_and_none_is_hidden(which: str)
         assert sorted(seen) == sorted(name.removeprefix("GPU-") for name in names)
 
 
-def test_a_share_is_of_the_gpus_whole_memory() -> None:
+def test_cuda_memory_share_is_of_whole_gpu() -> None:
     total = torch.cuda.get_device_properties(0).total_memory
     limit = gpu_limit_bytes(GpuWish(index=0, sharers=4), torch.device("cuda", 0))
     assert limit == pytest.approx(total * 0.8 / 4, rel=0.02)

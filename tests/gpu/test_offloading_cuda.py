@@ -1,4 +1,4 @@
-"""Blocks leave the device for pinned memory and come back, in the order of the stream and without waiting."""
+"""Blocks are offloaded to pinned memory and restored in stream order, without waiting."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ pytestmark = [
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
-def test_moves_follow_the_stream(dtype: str) -> None:
+def test_cuda_block_moves_follow_stream_order(dtype: str) -> None:
     cache = PagedKVCache(layout(dtype), num_blocks=6, device="cuda")
     mover = BlockMover(cache, num_host_slots=3)
     for _ in range(20):
@@ -30,8 +30,8 @@ def test_moves_follow_the_stream(dtype: str) -> None:
         assert torch.equal(cache.blocks, before[:, [5, 0, 2, 5, 0, 1]])
 
 
-def test_copies_are_queued_while_the_device_is_busy() -> None:
-    """The host goes on, and what it says next does not change what the device has yet to read."""
+def test_cuda_block_copies_are_queued_without_waiting() -> None:
+    """The host continues, and its next orders do not change data that the device has yet to read."""
     cache = PagedKVCache(layout("bfloat16"), num_blocks=64, device="cuda")
     mover = BlockMover(cache)
     cache.blocks.random_()

@@ -1,4 +1,4 @@
-"""A pool in GPU memory beside an engine whose stream is a step ahead: nothing of it waits for that stream."""
+"""A pool in GPU memory beside an engine whose stream is a step ahead: nothing waits for that stream."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -45,7 +45,7 @@ def pool() -> TorchPool:
 
 @contextmanager
 def engine_asleep() -> Iterator[torch.cuda.Event]:
-    """The engine's stream has work for a second; what is yielded is behind it."""
+    """The engine's stream has work for a second; the yielded event is behind it."""
     torch.cuda.synchronize()
     behind = torch.cuda.Event()
     torch.cuda._sleep(SLEEP_CYCLES)
@@ -67,15 +67,15 @@ WORK: dict[str, Callable[[TorchPool], object]] = {
 
 
 @pytest.mark.parametrize("work", WORK)
-def test_it_returns_while_the_engines_stream_sleeps(pool: TorchPool, work: str) -> None:
+def test_torch_pool_does_not_wait_for_engine_stream(pool: TorchPool, work: str) -> None:
     WORK[work](pool)  # whatever the first call of anything waits for: kernels are loaded, memory is got
     with engine_asleep() as behind:
         WORK[work](pool)
         assert not behind.query(), "it has waited for the engine's stream"
 
 
-def test_threads_work_side_by_side_and_get_the_right_bytes(pool: TorchPool) -> None:
-    """What is gathered, sent and summed beside a sleeping engine is what lies there."""
+def test_torch_pool_threads_get_right_bytes_beside_engine(pool: TorchPool) -> None:
+    """Gathers, sends and checksums beside a sleeping engine use the right bytes."""
     expected = pool.checksum(READS)
     payload = pool.allocate(READS.num_bytes)
 

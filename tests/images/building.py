@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.images.dockerfile import Stage, Step, argument, expand, lineage, needed, read
-from tests.images.layers import Layers, of_the_machine, start
+from tests.images.layers import Layers, inherited_variables, start
 
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -68,7 +68,7 @@ def _do(
             source = built[step.flags["from"]].root if "from" in step.flags else context
             _copy(source, step.words, stage)
         case "RUN":
-            _run(step, stage, of_the_machine() | seen, where)
+            _run(step, stage, inherited_variables() | seen, where)
         case _:
             pass  # about the image, not its files
 

@@ -130,7 +130,7 @@ def _devices(at: Path) -> None:
     _run("mount", "-t", "tmpfs", "-o", "mode=1777,size=256m", "shared", str(at / "shm"))
 
 
-def of_the_machine() -> dict[str, str]:
+def inherited_variables() -> dict[str, str]:
     """Variables with which a builder reaches packages."""
     return {name: value for name, value in os.environ.items() if name.startswith(_INHERITED)}
 

@@ -1,4 +1,4 @@
-"""The images built by their own steps and run here; minutes, of which most are packages."""
+"""The images, built and run here; takes minutes, mostly for packages."""
 
 import os
 import subprocess

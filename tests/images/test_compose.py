@@ -1,4 +1,4 @@
-"""deploy/compose.yaml as Docker's own program reads it, and the files that it hands to others."""
+"""deploy/compose.yaml as Docker's own program reads it, and the files that it mounts."""
 
 import json
 import os
@@ -24,7 +24,7 @@ OURS = {"router", "prefill-0", "decode-0", "decode-1"}
 
 
 def compose(folder: Path, *files: str) -> Any:
-    """The whole of it, with defaults and anchors put in."""
+    """The whole file, with defaults and anchors resolved."""
     program = Path(sys.executable).with_name("docker-compose")
     options = [word for file in files for word in ("--file", str(DEPLOY / file))]
     command = [str(program), *options, "--env-file", str(folder / ".env"), "config", "--format", "json"]
@@ -36,7 +36,7 @@ def compose(folder: Path, *files: str) -> Any:
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where secrets.sh was run."""
+    """The folder where secrets.sh was run."""
     folder = tmp_path_factory.mktemp("deploy")
     shutil.copy(DEPLOY / "secrets.sh", folder)
     subprocess.run([folder / "secrets.sh"], check=True, capture_output=True)
@@ -55,7 +55,7 @@ def settings(made: Path, monkeypatch: pytest.MonkeyPatch, whole: Any) -> Cluster
     return load(DEPLOY / "config/cluster.yaml", keys)
 
 
-def test_every_container_is_locked_up(whole):
+def test_compose_containers_are_hardened(whole):
     assert set(whole["services"]) == OURS | {"redis", "prometheus", "grafana", "collector"}
     for name, service in whole["services"].items():
         assert service["read_only"] is True, name
@@ -77,7 +77,7 @@ def test_compose_publishes_no_port_of_redis_or_workers(whole):
         assert not whole["services"][name].get("ports"), name
 
 
-def test_secrets_are_files_alone(whole, made):
+def test_compose_secrets_exist_only_as_private_files(whole, made):
     values = [path.read_text().strip() for path in (made / "secrets").iterdir()]
     text = json.dumps(whole)
     assert not [value for value in values if value in text]
@@ -87,20 +87,20 @@ def test_secrets_are_files_alone(whole, made):
     assert named | {"first_key"} == {path.name for path in (made / "secrets").iterdir()}
 
 
-def test_secrets_are_made_once(made):
+def test_compose_secrets_script_is_idempotent(made):
     before = {path.name: path.read_text() for path in (made / "secrets").iterdir()}
     subprocess.run([made / "secrets.sh"], check=True, capture_output=True)
     assert {path.name: path.read_text() for path in (made / "secrets").iterdir()} == before
 
 
-def test_images_have_versions(whole):
+def test_compose_images_are_versioned(whole):
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     for name, service in whole["services"].items():
         tag = service["image"].rpartition(":")[2]
         assert tag == version if name in OURS else any(letter.isdigit() for letter in tag), name
 
 
-def test_the_clusters_yaml_fits_the_services(whole, made, monkeypatch):
+def test_compose_configuration_matches_services(whole, made, monkeypatch):
     config = settings(made, monkeypatch, whole)
     assert config.secret is not None
     for role, pool in (("prefill", config.prefill), ("decode", config.decode)):
@@ -130,7 +130,7 @@ def test_the_clusters_yaml_fits_the_services(whole, made, monkeypatch):
     assert [(key.tenant, key.operator) for key in keys] == [("first", False), ("metrics", True)]
 
 
-def test_a_key_for_prometheus_that_was_made_earlier_becomes_an_operators(made, tmp_path):
+def test_compose_old_prometheus_key_becomes_operator(made, tmp_path):
     shutil.copy(DEPLOY / "secrets.sh", tmp_path)
     (tmp_path / "secrets").mkdir()
     old = (made / "secrets/api_keys").read_text().replace(", operator: true", "")
@@ -140,7 +140,7 @@ def test_a_key_for_prometheus_that_was_made_earlier_becomes_an_operators(made, t
         assert (tmp_path / "secrets/api_keys").read_text() == (made / "secrets/api_keys").read_text()
 
 
-def test_a_gpu_is_what_a_worker_gets_from_the_second_file(made, whole):
+def test_compose_gpu_file_gives_each_worker_one_gpu(made, whole):
     both = compose(made, "compose.yaml", "compose.gpu.yaml")["services"]
     given = []
     for name in sorted(OURS - {"router"}):
@@ -152,7 +152,7 @@ def test_a_gpu_is_what_a_worker_gets_from_the_second_file(made, whole):
     assert sorted(given) == ["0", "1", "2"]
 
 
-def test_prometheus_takes_its_configuration(tmp_path, made, whole):
+def test_compose_prometheus_configuration_is_valid(tmp_path, made, whole):
     text = (DEPLOY / "config/prometheus.yaml").read_text()
     (tmp_path / "prometheus.yaml").write_text(text.replace("/run/secrets", str(made / "secrets")))
     shutil.copytree(ROOT / "helm/tandem/rules", tmp_path / "rules")
@@ -172,7 +172,7 @@ def test_prometheus_takes_its_configuration(tmp_path, made, whole):
         assert set(whole["services"][host]["networks"]) & set(whole["services"]["prometheus"]["networks"]), host
 
 
-def test_grafana_finds_dashboards_and_prometheus(whole):
+def test_compose_grafana_has_dashboards_and_prometheus_source(whole):
     service = whole["services"]["grafana"]
     mounts = {one["target"]: Path(one["source"]) for one in service["volumes"]}
     provisioning = mounts[service["environment"]["GF_PATHS_PROVISIONING"]]
@@ -185,7 +185,7 @@ def test_grafana_finds_dashboards_and_prometheus(whole):
     assert (dashboards / Path(service["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]).name).is_file()
 
 
-def test_traces_find_the_collector(whole, made, monkeypatch):
+def test_compose_collector_receives_traces_of_services(whole, made, monkeypatch):
     config = yaml.safe_load((DEPLOY / "config/collector.yaml").read_text())
     for pipeline in config["service"]["pipelines"].values():
         for kind, used in pipeline.items():

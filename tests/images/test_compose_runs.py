@@ -82,7 +82,7 @@ class Composed:
         self._running[name] = subprocess.Popen(words, env=self._environment(name), cwd=ROOT)
 
     def stop(self, name: str) -> int:
-        """SIGTERM, and no longer than compose waits."""
+        """SIGTERM, with compose's grace period."""
         process = self._running.pop(name)
         process.send_signal(signal.SIGTERM)
         return process.wait(60.0)
@@ -149,7 +149,7 @@ def _wait(reached: Any, what: str) -> None:
         signal.sigtimedwait([], 0.1)
 
 
-async def test_the_services_find_each_other(tmp_path: Path) -> None:
+async def test_compose_services_reach_each_other(tmp_path: Path) -> None:
     async with otlp_receiver() as collector:
         with Composed(tmp_path, collector_port=collector.port) as composed:
             await asyncio.to_thread(_run, composed)

@@ -1,4 +1,4 @@
-"""The Dockerfiles, read and linted; test_built.py does what they say."""
+"""The Dockerfiles, parsed and linted; test_built.py builds them."""
 
 import json
 import subprocess
@@ -52,7 +52,7 @@ def test_image_user_is_unprivileged_and_arbitrary(file, target):
 
 @pytest.mark.parametrize(("file", "target"), TARGETS)
 def test_image_contains_no_build_tools(file, target):
-    """The last stage copies from others and compiles nothing; it began at the base."""
+    """The final stage descends from no build stage and runs no pip; it copies the dependencies."""
     stages = read(FOLDER / file)
     first = lineage(stages, target)[0]
     assert not any(first.base == name for name in stages)
@@ -60,25 +60,25 @@ def test_image_contains_no_build_tools(file, target):
     assert "dependencies" in needed(stages, target)
 
 
-def test_a_router_needs_no_torch_to_be_built():
+def test_router_image_does_not_install_torch():
     assert "torch" not in read(FOLDER / "router.Dockerfile")
     assert "torch" in needed(read(FOLDER / "worker.Dockerfile"), "cpu")
 
 
-def _where_torch_is_said(index: str) -> subprocess.CompletedProcess[str]:
-    """What the step that asks for it does."""
+def _run_torch_index_step(index: str) -> subprocess.CompletedProcess[str]:
+    """The result of the step that requires it."""
     [step] = [step for step in read(FOLDER / "worker.Dockerfile")["index"].steps if step.name == "RUN"]
     variables = {"TORCH_INDEX": index}
     return subprocess.run(["/bin/sh", "-c", *step.words], env=variables, capture_output=True, text=True, check=False)
 
 
 def test_build_without_torch_index_fails_at_once_with_a_hint():
-    refused = _where_torch_is_said("")
+    refused = _run_torch_index_step("")
     assert refused.returncode == 1
     for word in ("TORCH_INDEX is empty", "--build-arg TORCH_INDEX=ADDRESS", "compose", "TORCH_INDEX=configured"):
         assert word in refused.stderr
     for index in ("configured", "file:///srv/index"):
-        assert (_where_torch_is_said(index).returncode, _where_torch_is_said(index).stderr) == (0, "")
+        assert (_run_torch_index_step(index).returncode, _run_torch_index_step(index).stderr) == (0, "")
 
 
 @pytest.mark.parametrize("target", ["cpu", "cuda"])
@@ -94,8 +94,8 @@ def test_build_checks_torch_index_before_fetching(target):
 
 
 @pytest.mark.parametrize(("file", "stages"), [("router", ("dependencies",)), ("worker", ("dependencies", "torch"))])
-def test_an_index_of_ones_own_reaches_pip(file, stages):
-    """As build arguments, which a step sees only where its stage declares them, and only where they are given."""
+def test_custom_package_index_reaches_pip(file, stages):
+    """As build arguments without defaults, declared in each stage before its first RUN."""
     names = ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_FIND_LINKS", "PIP_CERT")
     found = read(FOLDER / f"{file}.Dockerfile")
     for stage in stages:
@@ -106,8 +106,8 @@ def test_an_index_of_ones_own_reaches_pip(file, stages):
         assert all(found[stage].steps.index(step) < first for step in declared)
 
 
-def test_what_a_stage_copies_from_another_was_put_there_by_a_step():
-    """podman, and buildah that keeps layers, make no folder of a WORKDIR that no RUN or COPY follows."""
+def test_copied_stage_ends_with_run_or_copy():
+    """podman, and buildah with layers, create no folder for a WORKDIR without a RUN or COPY after it."""
     for name in ("router", "worker"):
         stages = read(FOLDER / f"{name}.Dockerfile")
         copied = {step.flags["from"] for stage in stages.values() for step in stage.steps if "from" in step.flags}
@@ -116,7 +116,7 @@ def test_what_a_stage_copies_from_another_was_put_there_by_a_step():
             assert stages[stage].steps[-1].name in ("RUN", "COPY"), f"{name}: {stage}"
 
 
-def test_build_context_holds_only_the_wheels_sources():
+def test_build_context_contains_only_wheel_sources():
     sent = context.files()
     assert {"pyproject.toml", "README.md", "LICENSE", "cluster/cli/main.py", "engine/kernels/cpu/csrc/simd.h"} <= set(
         sent
@@ -128,8 +128,8 @@ def test_build_context_holds_only_the_wheels_sources():
     )
 
 
-def test_constants_of_both_files_agree():
-    """What stands in both stands there twice because a Dockerfile includes nothing."""
+def test_dockerfiles_share_the_same_constants():
+    """Duplicated because a Dockerfile cannot include another."""
     router, worker = (read(FOLDER / f"{name}.Dockerfile") for name in ("router", "worker"))
     assert router["dependencies"].base == worker["dependencies"].base == router["router"].base == worker["worker"].base
     assert [step.words for step in router["own"].steps if step.name != "RUN"] == [

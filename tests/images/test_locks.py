@@ -1,4 +1,4 @@
-"""The locks of the images: whole, exact, and of the versions that development uses."""
+"""The lock files of the images: complete, exact, and at the versions used in development."""
 
 import functools
 import importlib.metadata
@@ -21,7 +21,7 @@ _PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def locked(name: str) -> dict[str, Requirement]:
-    """By canonical name; every one of them exact and with hashes."""
+    """Locked distributions by canonical name; all exact and with hashes."""
     found: dict[str, Requirement] = {}
     for entry in (LOCKS / f"{name}.txt").read_text().replace("\\\n", " ").splitlines():
         text, *hashes = re.split(r"\s+--hash=", entry.strip())
@@ -64,7 +64,7 @@ def test_lock_covers_all_requirements(lock, without, extras):
 
 
 @pytest.mark.parametrize("lock", ["router", "worker", "ray", "nixl"])
-def test_versions_are_those_of_development(lock):
+def test_locked_versions_match_constraints(lock):
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     tried = {canonicalize_name(one.name): one for line in lines if line.strip() and (one := Requirement(line))}
     differing = {
@@ -75,7 +75,7 @@ def test_versions_are_those_of_development(lock):
     assert not differing, "make locks"
 
 
-def test_torch_needs_what_is_locked_for_it():
+def test_torch_requirements_are_locked():
     listed = {canonicalize_name(Requirement(line).name) for line in _lines("torch-needs.in")}
     wanted = [Requirement(text) for text in importlib.metadata.requires("torch") or ()]
     names = {canonicalize_name(one.name) for one in wanted if one.marker is None or "extra" not in str(one.marker)}
@@ -89,21 +89,21 @@ def test_torch_needs_what_is_locked_for_it():
     )
 
 
-def test_routers_import_nothing_that_their_lock_leaves_out():
-    """Wherever the import stands: what a router leaves for later it must find as well."""
+def test_router_imports_nothing_excluded_from_its_lock():
+    """Wherever the import stands: lazy imports must be found as well."""
     left_out = {module for name in excluded("router") for module in _modules_of(name)}
     assert left_out >= {"torch", "safetensors", "isal"}
-    assert not {path: modules & left_out for path, modules in _imports_of_routers().items() if modules & left_out}
+    assert not {path: modules & left_out for path, modules in _router_imports().items() if modules & left_out}
 
 
-def test_whatever_a_router_imports_is_locked_or_its_own():
+def test_router_imports_are_locked_or_first_party():
     there = {module for name in locked("router") for module in _modules_of(name)}
     known = there | sys.stdlib_module_names | {"router", "tandem"}
-    assert not {path: modules - known for path, modules in _imports_of_routers().items() if modules - known}
+    assert not {path: modules - known for path, modules in _router_imports().items() if modules - known}
 
 
-def test_a_wheel_has_all_that_is_no_python():
-    """Kernels' sources, the built-in model, the page: what is not stated in package-data only checkouts would have."""
+def test_wheel_contains_all_data_files():
+    """Kernel sources, the built-in model, the page: without an entry in package-data only checkouts have them."""
     data = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]
     shipped = {
         path for package, patterns in data.items() for pattern in patterns for path in (ROOT / package).glob(pattern)
@@ -116,14 +116,14 @@ def test_a_wheel_has_all_that_is_no_python():
 
 
 @functools.cache
-def _imports_of_routers() -> dict[str, set[str]]:
+def _router_imports() -> dict[str, set[str]]:
     """Top-level modules by file."""
     files = [path for package in ("router", "tandem") for path in (ROOT / package).rglob("*.py")]
     return {str(path.relative_to(ROOT)): {found[1] for found in _IMPORT.finditer(path.read_text())} for path in files}
 
 
 def _modules_of(name: str) -> set[str]:
-    """Top-level modules of an installed distribution; none of one that only other platforms have."""
+    """Top-level modules of an installed distribution; none for other platforms' distributions."""
     try:
         files = importlib.metadata.distribution(name).files or []
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""The hub's own client against a hub whose connections break: what `fetch-model` runs gets the model whole."""
+"""The hub's own client against a hub with broken connections: `fetch-model` gets the whole model."""
 
 import asyncio
 import hashlib
@@ -23,7 +23,7 @@ CLIENTS_OWN_TRIES = 6
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """As much of the hub's HTTP as its client asks for; one file's connection breaks, and then brings nothing."""
+    """The hub's HTTP as far as its client uses it; one file's connection breaks, and then sends nothing."""
 
     protocol_version = "HTTP/1.1"
     begins: list[int]

@@ -65,7 +65,7 @@ def _of_message(old: DescriptorProto, new: DescriptorProto) -> Iterator[str]:
             yield f"field {field.number} {field.name} is gone, and its number and name are not both reserved"
         elif field.name in names:
             yield f"field {field.name} has another number"
-    yield from _reserved_no_more(old, new, numbers)
+    yield from _lost_reservations(old, new, numbers)
 
 
 def _form(field: FieldDescriptorProto, message: DescriptorProto) -> str:
@@ -80,7 +80,7 @@ def _form(field: FieldDescriptorProto, message: DescriptorProto) -> str:
     return f"{field.name} ({' '.join(words)})"
 
 
-def _reserved_no_more(
+def _lost_reservations(
     old: DescriptorProto | EnumDescriptorProto, new: DescriptorProto | EnumDescriptorProto, used: Iterable[int]
 ) -> Iterator[str]:
     for span in old.reserved_range:
@@ -109,7 +109,7 @@ def _of_enum(old: EnumDescriptorProto, new: EnumDescriptorProto) -> Iterator[str
                 yield f"value {value.number} was {value.name}, is {numbers[value.number]}"
         elif not _covers(new, value.number) or value.name not in new.reserved_name:
             yield f"value {value.number} {value.name} is gone, and its number and name are not both reserved"
-    yield from _reserved_no_more(old, new, numbers)
+    yield from _lost_reservations(old, new, numbers)
 
 
 def _of_service(old: ServiceDescriptorProto, new: ServiceDescriptorProto) -> Iterator[str]:

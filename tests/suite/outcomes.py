@@ -25,7 +25,7 @@ class OutcomeLog:
         test = report.nodeid
         self._seconds[test] = self._seconds.get(test, 0.0) + report.duration
         if report.failed:
-            self._failed.setdefault(test, f"{report.when}: {_last_words(report)}")
+            self._failed.setdefault(test, f"{report.when}: {_failure_summary(report)}")
         elif report.skipped:
             self._skipped.add(test)
         if report.when == "teardown" or report.when not in ("setup", "call"):  # xdist says "???" of a crash
@@ -33,7 +33,7 @@ class OutcomeLog:
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
-            self._line(report.nodeid, "uncollected", _last_words(report), 0.0)
+            self._line(report.nodeid, "uncollected", _failure_summary(report), 0.0)
 
     def _write(self, test: str) -> None:
         reason = self._failed.pop(test, None)
@@ -46,7 +46,7 @@ class OutcomeLog:
         self._stream.flush()
 
 
-def _last_words(report: pytest.TestReport | pytest.CollectReport) -> str:
+def _failure_summary(report: pytest.TestReport | pytest.CollectReport) -> str:
     """The line that says what was wrong, of a report of many."""
     lines = [
         line for line in report.longreprtext.splitlines() if line.startswith("E ")

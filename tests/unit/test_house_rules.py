@@ -59,7 +59,7 @@ def pure_contracts() -> list[dict[str, object]]:
     return [c for c in linter["contracts"] if c["id"].startswith("pure-")]
 
 
-def test_what_is_in_the_wheel_imports_nothing_that_is_not() -> None:
+def test_wheel_imports_only_shipped_packages() -> None:
     setup = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]
     shipped = {name for name in PACKAGES if f"{name}*" in setup["include"]}
     left_out = set(PACKAGES) - shipped
@@ -75,8 +75,8 @@ def test_what_is_in_the_wheel_imports_nothing_that_is_not() -> None:
     assert not found
 
 
-def test_what_is_in_the_wheel_runs_no_module_that_is_not() -> None:
-    """As an argument of Python. The gates of the bench are left out where there is no clone."""
+def test_wheel_runs_only_shipped_modules() -> None:
+    """As an argument of `python -m`. The bench's gates are skipped without a clone."""
     found = {
         str(path.relative_to(ROOT))
         for path in sources()
@@ -90,7 +90,7 @@ def test_what_is_in_the_wheel_runs_no_module_that_is_not() -> None:
 
 
 def test_no_small_module_has_a_single_importer() -> None:
-    """It would be found sooner in its importer. Commands and parsers are entries of registries."""
+    """It belongs in its importer. Commands and parsers are exempt, as entries of registries."""
     registries = ("cluster/cli", "router/text")
     by_module = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in sources()}
     importers: dict[str, set[Path]] = {name: set() for name in by_module}
@@ -123,16 +123,16 @@ def imported(node: ast.AST) -> list[str]:
     return [node.module] if isinstance(node, ast.ImportFrom) and node.module and not node.level else []
 
 
-def test_there_is_something_to_check() -> None:
+def test_house_rules_find_sources() -> None:
     assert len(sources()) > 150
 
 
-def test_files_stay_readable() -> None:
+def test_files_are_at_most_700_lines() -> None:
     long = {str(p.relative_to(ROOT)): n for p in sources() if (n := len(p.read_text().splitlines())) > MAX_FILE_LINES}
     assert not long
 
 
-def test_functions_stay_readable() -> None:
+def test_functions_are_at_most_60_lines() -> None:
     long = {
         f"{path.relative_to(ROOT)}:{f.lineno} {f.name}": lines
         for path in sources()
@@ -142,7 +142,7 @@ def test_functions_stay_readable() -> None:
     assert not long
 
 
-def test_constructors_take_few_parameters() -> None:
+def test_constructors_have_few_parameters() -> None:
     wide = {
         f"{path.relative_to(ROOT)}:{f.lineno}": count
         for path in sources()
@@ -153,7 +153,7 @@ def test_constructors_take_few_parameters() -> None:
     assert not wide
 
 
-def test_folders_stay_small() -> None:
+def test_folders_have_few_modules() -> None:
     modules = collections.Counter(str(p.parent.relative_to(ROOT)) for p in sources() if p.name != "__init__.py")
     crowded = {
         folder: count
@@ -206,7 +206,7 @@ def test_packages_have_empty_init_files() -> None:
     assert not [str(p) for p in sources() if not (p.parent / "__init__.py").exists()]
 
 
-def test_no_module_is_named_after_nothing() -> None:
+def test_no_module_has_a_generic_name() -> None:
     nothing = {"utils", "util", "common", "helpers", "misc"}
     assert not [str(p) for p in sources() if p.stem in nothing or p.parent.name in nothing]
 
@@ -227,7 +227,7 @@ def test_no_unsafe_deserialization() -> None:
     assert not found
 
 
-def test_pure_contracts_name_folders_and_forbid_the_world() -> None:
+def test_pure_contracts_name_folders_and_forbid_impure_modules() -> None:
     contracts = pure_contracts()
     assert len(contracts) >= 10
     for contract in contracts:
@@ -237,8 +237,8 @@ def test_pure_contracts_name_folders_and_forbid_the_world() -> None:
 
 
 @pytest.mark.parametrize("contract", pure_contracts(), ids=lambda contract: str(contract["id"]))
-def test_pure_folders_run_without_the_world(contract: dict[str, list[str]]) -> None:
-    """import-linter follows imports in the text; this follows what really happens."""
+def test_pure_folders_import_no_impure_module(contract: dict[str, list[str]]) -> None:
+    """import-linter follows imports in the text; this follows imports at run time."""
     modules = [
         str(path.relative_to(ROOT).with_suffix("")).replace("/", ".")
         for name in contract["source_modules"]
@@ -250,14 +250,14 @@ def test_pure_folders_run_without_the_world(contract: dict[str, list[str]]) -> N
     assert done.stdout.split() == []
 
 
-def test_the_router_starts_without_torch_and_without_the_client_of_redis() -> None:
+def test_router_starts_without_torch_and_redis_client() -> None:
     code = "import sys; sys.modules['redis'] = None; import router.__main__; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
 
 
-def test_gpu_code_imports_with_little_installed() -> None:
-    """A GPU machine need not have what only routers and tools use."""
+def test_gpu_code_imports_without_router_packages() -> None:
+    """A GPU machine need not have packages that only routers and tools use."""
     absent = ("fastapi", "pydantic", "redis", "ray", "prometheus_client", "opentelemetry", "yaml", "uvloop")
     code = (
         f"import sys\nfor name in {absent!r}: sys.modules[name] = None\n"

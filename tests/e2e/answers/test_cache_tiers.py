@@ -1,4 +1,4 @@
-"""A cluster whose pools forget, and whose host memory and disks do not, not even when it is started anew."""
+"""A cluster with small pools, whose host memory and disk tiers keep prefixes, also over a restart."""
 
 import random
 from itertools import product
@@ -23,7 +23,7 @@ def prompts():
 
 
 async def ask_all(cluster):
-    """What is said, and how many prompt tokens were cached."""
+    """The answers, and the number of cached prompt tokens."""
     answers = [await cluster.complete(prompt, 4) for prompt in prompts()]
     token_ids = [answer["choices"][0]["token_ids"] for answer in answers]
     return token_ids, [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]

@@ -1,4 +1,4 @@
-"""What real clients see: the official `openai` package over HTTP, and the public gRPC service."""
+"""Real clients: the official `openai` package over HTTP, and the public gRPC service."""
 
 import asyncio
 import json
@@ -108,7 +108,7 @@ async def test_completion_with_choices_logprobs_and_stop_strings_is_exact(client
 
 
 async def test_sync_client_streams(cluster):
-    """In another thread: this one carries the cluster's supervisor."""
+    """In a thread of its own: this one runs the cluster's supervisor."""
 
     def ask():
         with openai.OpenAI(base_url=f"{cluster.local.http_url}/v1", api_key="none", timeout=WAIT_S) as client:
@@ -169,7 +169,7 @@ async def test_grpc_chat_tokenize_and_models(inference):
 
 
 async def test_batch_continues_after_router_is_killed(cluster, client, oracle):
-    """By OpenAI's client: each request has one result, the one that it has alone."""
+    """With OpenAI's client: each request has exactly one result, equal to its answer outside the batch."""
     prompts = {f"story-{i}": oracle.story(9700 + i, 60) for i in range(12)}
     requests = [
         {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": body(prompt, 40)}

@@ -1,4 +1,4 @@
-"""What one worker holds another need not compute: turn two of a conversation brings turn one's answer along."""
+"""Prefixes held by another worker are fetched, not recomputed: turn two of a conversation reuses turn one."""
 
 import asyncio
 import re
@@ -15,7 +15,7 @@ CAME = re.compile(r"^(\S+): .*fetch/\S+: fetched (\d+) of (\d+) tokens from (\S+
 
 
 def fetched(cluster) -> list[tuple[str, int, int, str]]:
-    """(who fetched, how many tokens, of how many, from whom)."""
+    """(fetching worker, tokens fetched, prompt tokens, holder)."""
     found = [CAME.search(line) for line in cluster.logs.lines]
     return [(m[1], int(m[2]), int(m[3]), m[4]) for m in found if m]
 

@@ -1,4 +1,4 @@
-"""A model that ships its own sampling: real processes, every wire."""
+"""A model with its own sampling defaults: real processes, every API."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ ONE_WORKER = {"prefill__replicas": 0, "decode__replicas": 1}
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """The built-in model, which now wants the most likely token alone."""
+    """The built-in model with greedy decoding as its default."""
     directory = tmp_path / "own-sampling"
     shutil.copytree(model_directory(BUILTIN), directory)
     own = json.loads((directory / "generation_config.json").read_text())
@@ -27,7 +27,7 @@ def model(tmp_path: Path) -> Path:
     return directory
 
 
-async def test_models_own_sampling_holds_on_every_wire_unless_stated_or_switched_off(fork_servers, model, tmp_path):
+async def test_generation_config_applies_on_every_wire_unless_overridden(fork_servers, model, tmp_path):
     batches = {"path": str(tmp_path / "batches")}
     named = {"model__path": str(model), "model__dtype": "float32"}
 

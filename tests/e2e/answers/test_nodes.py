@@ -57,13 +57,13 @@ class Nodes:
         return [child for child in children if RANK_MODULE in child.cmdline()]
 
     def stop(self) -> list[int]:
-        """As Kubernetes does; how they ended."""
+        """As Kubernetes does; returns the exit codes."""
         for starter in self.starters.values():
             starter.terminate()
         return [starter.wait(WAIT_S) for starter in self.starters.values()]
 
     def kill(self) -> None:
-        """However the test went."""
+        """Clean-up, whatever the test's outcome."""
         for starter in self.starters.values():
             starter.kill()
             starter.wait()
@@ -91,14 +91,14 @@ async def cluster(request):
 
 
 def ways(*names: str):
-    """These in CI, all others by night."""
+    """Some run in CI, all others nightly."""
     others = [pytest.param(name, marks=pytest.mark.slow) for name in WAYS if name not in names]
     return pytest.mark.parametrize("cluster", [*names, *others], indirect=True, scope="module")
 
 
 @ways("both")
 @pytest.mark.turn(2)
-async def test_workers_over_two_nodes_answers_equal_transformers(cluster, oracle):
+async def test_multi_node_cluster_answers_equal_transformers(cluster, oracle):
     made, nodes = cluster
     cases = [(prompt, oracle.tokens(prompt, MAX_TOKENS)) for prompt in prompts(oracle, 6, seed=5)]
     hands_off = made.local.config.prefill.replicas > 0

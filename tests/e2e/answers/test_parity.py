@@ -1,4 +1,4 @@
-"""The same greedy tokens as `transformers` in fp32, through every way a prompt can take."""
+"""The same greedy tokens as `transformers` in fp32, on every path of a prompt."""
 
 import asyncio
 
@@ -77,7 +77,7 @@ async def test_cluster_answers_equal_transformers(cluster, cases):
 
 
 def differing(cases, answers):
-    """Which prompts were answered otherwise."""
+    """Prompts with a different answer."""
     answered = [answer["choices"][0]["token_ids"] for answer in answers]
     return [i for i, ((_, expected), tokens) in enumerate(zip(cases, answered, strict=True)) if tokens != expected]
 

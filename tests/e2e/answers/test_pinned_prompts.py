@@ -1,4 +1,4 @@
-"""Prompt caching as clients see it, on a cluster of real processes whose pools are small: Anthropic's own client."""
+"""Prompt caching with Anthropic's own client, on a cluster of real processes with small pools."""
 
 import anthropic
 import openai
@@ -27,12 +27,12 @@ async def client(cluster):
 
 
 def rules(name):
-    """Some 150 tokens that nobody else has."""
+    """Some 150 tokens that no other prompt has."""
     return f"You are {name}. " + " ".join(f"Rule {i} of {name}: be kind to the fox number {i}." for i in range(8))
 
 
 async def ask(client, name, *, kept):
-    """The usage of a short question under long rules, which are to be kept or not."""
+    """The usage of a short question under long rules, with or without a cache mark."""
     block = {"type": "text", "text": rules(name)}
     message = await client.messages.create(
         model=MODEL,
@@ -72,7 +72,7 @@ async def test_breakpoint_keeps_prefix_through_eviction(cluster, client):
     assert lost.cache_read_input_tokens < 64, "nothing but what every such prompt begins with"
 
 
-async def test_use_renews_a_pin_and_the_page_shows_it(cluster, client):
+async def test_pin_is_renewed_by_use_and_shown_on_pins_page(cluster, client):
     await ask(client, "Tom", kept=True)
     renewed = await cluster.figure("tandem_worker_pinned_prefix_events_total", event="renewed")
     await ask(client, "Tom", kept=True)
@@ -114,7 +114,7 @@ async def test_anthropic_stream_counts_cached_tokens(cluster, client):
     assert counted.input_tokens == final.usage.input_tokens + final.usage.cache_read_input_tokens
 
 
-async def test_refusals_are_the_clients_own_exceptions(client):
+async def test_anthropic_refusals_raise_client_exceptions(client):
     with pytest.raises(anthropic.BadRequestError) as refused:
         await client.messages.create(
             model=MODEL,
@@ -160,7 +160,7 @@ async def test_named_cache_survives_eviction_until_deleted(cluster):
 
 
 async def test_cached_tokens_after_handoff_are_exact(cluster, client):
-    """The prefill worker has the marked prefix, the decode worker nothing: what travelled is no less cached."""
+    """Only the prefill worker has the marked prefix; transferred tokens still count as cached."""
     first = await ask(client, "Zoe", kept=True)
     await evict_everything(cluster, 5)
     before = await cluster.disaggregated()

@@ -38,7 +38,7 @@ LONG = 450
 
 
 def command(plan, config_path, ready_fd):
-    """Decode workers that tell what they do."""
+    """Decode workers that log what they do."""
     usual = module_command(plan, config_path, ready_fd)
     if plan.role is not Role.DECODE:
         return usual
@@ -57,7 +57,7 @@ async def cluster(request):
 
 
 def drawn(seed):
-    """What a client may ask beside a prompt: everything that looks at the tokens before, ends early, or draws."""
+    """Random options: those that depend on earlier tokens, end early, or sample."""
     draw = random.Random(seed)
     return {
         "seed": seed,
@@ -91,14 +91,14 @@ def cases(oracle):
 
 @pytest.fixture(scope="module")
 def long(oracle):
-    """Streams of which no pool holds two to their end, and what is said there."""
+    """Streams of which no pool holds two to their end, and their answers."""
     made = [oracle.story(900 + i, 100) for i in range(4)]
     return made, oracle.batch(made, LONG)
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def alone(cluster, fork_servers, cases):
-    """One at a time, with room, each step waited for; over as many ranks, since their number changes the last bits."""
+    """Unpipelined, one at a time, with room; over as many ranks, since their number changes the last bits."""
     size = cluster.local.config.decode.tensor_parallel_size
     plainly = {"prefill__replicas": 0, "decode__tensor_parallel_size": size, "engine__pipelined": "off"}
     async with running(command=fork_servers.command, **plainly) as plain:
@@ -106,7 +106,7 @@ async def alone(cluster, fork_servers, cases):
 
 
 def shown(answer):
-    """All that does not depend on what was cached or when it was asked."""
+    """All fields that depend neither on caches nor on time."""
     usage = {key: answer["usage"][key] for key in ("prompt_tokens", "completion_tokens")}
     return answer["choices"], usage
 
@@ -169,7 +169,7 @@ async def test_nan_mid_stream_fails_that_stream_only(cluster, oracle):
 
 
 async def test_clients_leaving_at_any_token_disturb_no_other(cluster, oracle):
-    """While others stream; some in the queue, some saved to host memory."""
+    """While others stream; some of those that leave are queued, some offloaded to host memory."""
     stays = [oracle.story(700 + i, 100) for i in range(3)]
     expected = [oracle.tokens(prompt, 150) for prompt in stays]
 
@@ -190,7 +190,7 @@ async def test_clients_leaving_at_any_token_disturb_no_other(cluster, oracle):
 
 
 async def test_deadline_exceeded_leaves_nothing_behind(cluster, oracle, inference):
-    """Before its first token or after some, waiting, running or saved."""
+    """Before the first token or after some, while waiting, running or offloaded."""
     made = [oracle.story(800 + i, 100) for i in range(6)]
     sampling = common.SamplingParams(temperature=0, max_tokens=150, ignore_eos=True)
 
@@ -213,7 +213,7 @@ async def test_deadline_exceeded_leaves_nothing_behind(cluster, oracle, inferenc
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 async def test_decode_worker_leaving_mid_step_loses_no_stream(cluster, long, signum):
-    """With all the pool in use: some of its requests wait, some lie in its host memory."""
+    """With a full pool: some of its requests wait, some are offloaded to host memory."""
     made, expected = long
     answers = asyncio.gather(*(cluster.stream(prompt, LONG, cache_salt=signum.name) for prompt in made))
     victim, pid = await cluster.kill_the_busiest(signum)

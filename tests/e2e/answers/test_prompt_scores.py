@@ -34,12 +34,12 @@ async def client(cluster):
 
 
 def own(logprobs, prompt):
-    """Of the prompt's own tokens."""
+    """Log probabilities of the prompt's own tokens."""
     return logprobs.gather(-1, torch.tensor(prompt)[1:, None])[:, 0]
 
 
 async def test_echoed_logprobs_add_up_to_transformers_sums(cluster, client, oracle):
-    """Several prompts of token ids in one call, with an answer of one token or of none, twice: past the caches."""
+    """Several prompts of token ids in one call, with zero or one answer token, twice: the caches change nothing."""
     batch = prompts(oracle, 6)
     for max_tokens in (1, 0):
         answer = await client.completions.create(
@@ -166,7 +166,7 @@ async def test_cluster_beam_search_equals_transformers(
     await cluster.until_idle()
 
 
-async def test_embeddings_are_the_mean_of_the_last_hidden_states(cluster, client, oracle):
+async def test_embeddings_equal_mean_of_last_hidden_states(cluster, client, oracle):
     """As floats and as base64, which the client asks for by itself; longer than a chunk and shorter."""
     batch = [*prompts(oracle, 5, seed=4), [5], oracle.encode("A fox.")]
     expected = torch.nn.functional.normalize(torch.stack([oracle.mean_state(prompt) for prompt in batch]), dim=-1)

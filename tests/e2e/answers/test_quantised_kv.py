@@ -1,4 +1,4 @@
-"""A cluster whose KV is in eight bits says what one torch process says with such a cache, one prompt at a time."""
+"""A cluster with 8-bit KV answers like one torch process with such a cache, one prompt at a time."""
 
 import asyncio
 import random

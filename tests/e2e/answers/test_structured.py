@@ -1,4 +1,4 @@
-"""Structured output over a real cluster: whatever is asked for is what comes, first token and all others alike."""
+"""Structured output over a real cluster: answers match the requested format from the first token on."""
 
 import asyncio
 import datetime
@@ -120,7 +120,7 @@ async def test_structured_answer_beyond_grammar_limits_fails_naming_its_field(cl
     assert (set(short.message.content), short.finish_reason) == ({"a"}, "length")
 
 
-async def test_any_json_object(client):
+async def test_json_object_format_yields_an_object(client):
     choice = await chat(client, {"type": "json_object"}, temperature=0, max_completion_tokens=None)
     text = choice.message.content
     assert text.startswith("{")
@@ -128,7 +128,7 @@ async def test_any_json_object(client):
         assert isinstance(json.loads(text), dict)
 
 
-async def test_grpc_promises_the_same(cluster):
+async def test_grpc_structured_answer_validates(cluster):
     async with grpc.aio.insecure_channel(cluster.local.grpc_address) as channel:
         request = pb.GenerateRequest(
             prompt="Once upon a time",

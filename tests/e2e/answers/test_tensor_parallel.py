@@ -1,4 +1,4 @@
-"""Workers of several processes say what `transformers` says, in one pool or two; a rank's death is its worker's."""
+"""Workers of several ranks answer like `transformers`, in one pool or two; losing a rank ends its worker."""
 
 import asyncio
 import os
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
 def ways(*names: str):
-    """These in CI, some in turns, all others by night."""
+    """Some run in CI, some of those in turns, all others nightly."""
     often = [pytest.param(name, marks=pytest.mark.turn(TURNS[name]) if name in TURNS else ()) for name in names]
     others = [pytest.param(name, marks=pytest.mark.slow) for name in WAYS | LONG_WAYS if name not in names]
     return pytest.mark.parametrize("cluster", [*often, *others], indirect=True, scope="module")

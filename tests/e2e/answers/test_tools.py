@@ -1,4 +1,4 @@
-"""Tools and responses over a real cluster with the `openai` package: what was asked for comes, and obeys its schema."""
+"""Tools and responses over a real cluster with the `openai` package: calls obey their schemas."""
 
 import json
 import signal
@@ -65,7 +65,7 @@ def check(message, names):
 
 
 @pytest.mark.parametrize(("choice", "names"), [("required", set(SCHEMAS)), (NAMED, {"get_weather"})])
-async def test_forced_calls(cluster, client, choice, names):
+async def test_forced_tool_calls_obey_schemas(cluster, client, choice, names):
     for seed in range(2):
         answer = await client.chat.completions.create(**chat_fields(choice, n=2, temperature=1.0, seed=seed))
         for one in answer.choices:
@@ -78,8 +78,8 @@ async def test_forced_calls(cluster, client, choice, names):
 
 
 @pytest.mark.parametrize("tool_choice", ["required", {"type": "function", "function": {"name": "paint"}}])
-async def test_forced_calls_of_a_schema_that_closes_nothing_end(client, tool_choice):
-    """As instructor and LangChain write them: a grammar that allowed other properties had this model invent them."""
+async def test_forced_call_of_open_schema_terminates(client, tool_choice):
+    """As instructor and LangChain write schemas: a grammar with open properties had this model invent some."""
     colour = {"$ref": "#/$defs/Colour"}
     wall = {"type": "object", "properties": {"side": {"enum": ["left", "right"]}, "colour": colour}}
     schema = {
@@ -100,8 +100,8 @@ async def test_forced_calls_of_a_schema_that_closes_nothing_end(client, tool_cho
         jsonschema.validate(json.loads(call.function.arguments), closed)
 
 
-async def test_forced_calls_in_a_stream(client):
-    """Put together by the client itself, as users do it; the same answer as whole but for its ids."""
+async def test_forced_tool_calls_stream_equals_whole_answer(client):
+    """Assembled by the client library; equal to the whole answer except for the ids."""
     body = chat_fields("required", temperature=1.0, seed=4)
     whole = (await client.chat.completions.create(**body)).choices[0]
     async with client.chat.completions.stream(**body) as stream:
@@ -117,7 +117,7 @@ async def test_forced_calls_in_a_stream(client):
 
 
 async def test_tool_calls_over_grpc_equal_http(cluster, client):
-    """With `tandem.client`; and what else is new there against what HTTP says, on real workers."""
+    """With `tandem.client`; gRPC's other newer fields against HTTP's as well, on real workers."""
     whole = (
         (await client.chat.completions.create(**chat_fields("required", temperature=1.0, seed=4))).choices[0].message
     )
@@ -174,7 +174,7 @@ async def test_tool_result_yields_an_answer(client):
 
 
 async def test_strict_tools_with_response_format_obey_both(client):
-    """What the small model says of itself is text, in the format that was asked for."""
+    """Unforced, the small model answers with text, in the requested format."""
     strict = [{"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}]
     plain = await client.chat.completions.create(**chat_fields("auto", tools=strict, max_tokens=30))
     assert plain.choices[0].message.content or plain.choices[0].message.tool_calls
@@ -200,7 +200,7 @@ async def test_unsupported_tool_schema_is_refused(client):
 FLAT = [{"type": "function", **tool["function"]} for tool in TOOLS]
 
 
-async def test_responses_with_calls_and_a_second_turn(client):
+async def test_responses_tool_results_yield_an_answer(client):
     body = {"model": MODEL, "input": ASKED, "tools": FLAT, "tool_choice": "required", "max_output_tokens": 600}
     body["extra_body"] = {"seed": 5}
     whole = await client.responses.create(**body)
@@ -224,7 +224,7 @@ async def test_responses_with_calls_and_a_second_turn(client):
     assert again.usage.input_tokens > whole.usage.input_tokens
 
 
-async def test_responses_of_a_schema(client):
+async def test_responses_schema_format_validates(client):
     form = {"type": "json_schema", "name": "place", "schema": WEATHER, "strict": True}
     body = {"model": MODEL, "input": "Where is the fox?", "text": {"format": form}, "extra_body": {"seed": 2}}
     whole = await client.responses.create(**body)

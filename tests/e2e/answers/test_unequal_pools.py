@@ -1,4 +1,4 @@
-"""Pools that cache differently: in blocks of another size the tokens stay the same, in codes they stay sensible."""
+"""Pools with different caches: other block sizes keep the tokens, quantised KV keeps them plausible."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""A chat request's way through a live cluster stays short."""
+"""A chat request's path through a live cluster stays short."""
 
 from tests.walk.__main__ import follow
 from tests.walk.ways import DECODE_SIDE, MOST_OBJECTS, MOST_STAYS, PREFILL_SIDE, REQUEST, walk

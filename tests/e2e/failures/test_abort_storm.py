@@ -26,7 +26,7 @@ ANSWER = 32
 SMALL = {"engine__num_blocks": 400, "engine__prefill_chunk_tokens": 16}
 
 
-async def one_of_storm(cluster, seed, limit):
+async def storm_request(cluster, seed, limit):
     draw = random.Random(seed)
     prompt = noise(seed, draw.randrange(50, 400))
     async with limit:
@@ -37,7 +37,7 @@ async def one_of_storm(cluster, seed, limit):
 
 
 async def rate(cluster, number):
-    """Tokens per second of prompts that nobody has sent before."""
+    """Tokens per second of new prompts."""
     prompts = [noise(1_000_000 + 1000 * number + i, 200) for i in range(ROUND)]
     begun_s = time.monotonic()
     answers = await asyncio.gather(*(cluster.tokens(prompt, ANSWER) for prompt in prompts))
@@ -50,7 +50,7 @@ async def test_throughput_is_back_after_a_storm_of_aborts():
         for cluster in (calm, stormy):
             await rate(cluster, ROUNDS)
         limit = asyncio.Semaphore(CONCURRENT)
-        await asyncio.gather(*(one_of_storm(stormy, seed, limit) for seed in range(STORM)))
+        await asyncio.gather(*(storm_request(stormy, seed, limit) for seed in range(STORM)))
         await stormy.until_idle()
         shares = []
         for number in range(ROUNDS):

@@ -1,4 +1,4 @@
-"""Clients that leave at any moment: nothing of their requests stays behind."""
+"""Clients that disconnect at any moment leave nothing of their requests behind."""
 
 import asyncio
 import random
@@ -18,7 +18,7 @@ ATTEMPTS = 20
     loop_scope="module", scope="module", params=["shm", pytest.param("tcp", marks=pytest.mark.slow)]
 )
 async def cluster(fork_servers, request):
-    """Small pools, so that requests also wait, are preempted and evict each other's cache; prompts take their time."""
+    """Small pools and slow prefill, so that requests also wait, are preempted and evict each other's cache."""
     async with running(
         command=fork_servers.command,
         engine__num_blocks=400,
@@ -47,7 +47,7 @@ async def leave_early(cluster, draw, prompt, max_tokens, **more):
 
 
 async def one_of_many(cluster, seed):
-    """A random request; what it was answered, or None when its client left."""
+    """A random request; returns its answer, or None when its client left."""
     draw = random.Random(seed)
     # Few beginnings, so that prefixes are shared while others are torn away.
     prompt = [*noise(draw.randrange(6), draw.randrange(16, 200)), *noise(seed, draw.randrange(1, 300))]
@@ -77,7 +77,7 @@ async def test_random_aborts_leave_nothing_behind(cluster, oracle, count):
     await cluster.until_idle()
 
 
-async def test_leaving_during_a_long_prefill_frees_both_workers(cluster):
+async def test_client_leaving_during_long_prefill_frees_both_workers(cluster):
     async def leaves(seed):
         """Whether the prompt was still being computed."""
         before = await cluster.disaggregated()

@@ -1,4 +1,4 @@
-"""Requests that cannot be served: a clear 4xx at once, and a stream beside them that never notices."""
+"""Requests that cannot be served get a clear 4xx at once, and do not affect a stream beside them."""
 
 import asyncio
 

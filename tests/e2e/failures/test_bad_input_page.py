@@ -1,4 +1,4 @@
-"""docs/operate/bad_inputs.md at the servers: all of it sent while sixteen streams run, which never notice."""
+"""All of docs/operate/bad_inputs.md sent to the servers, without effect on sixteen running streams."""
 
 import asyncio
 import json
@@ -30,13 +30,13 @@ async def cluster(fork_servers):
 
 @pytest.fixture(scope="module")
 def expected(oracle):
-    """Prompts, and what is said to them."""
+    """Prompts and their undisturbed answers."""
     prompts = [oracle.story(7000 + index, 40) for index in range(NUM_STREAMS)]
     return list(zip(prompts, oracle.batch(prompts, NUM_TOKENS), strict=True))
 
 
-async def beside_streams(cluster, oracle, expected, mischief):
-    """Do it while sixteen streams run, again and again until it is done; each says what it always says."""
+async def run_beside_streams(cluster, oracle, expected, mischief):
+    """Run it while sixteen streams repeat; every answer must be the undisturbed one."""
     task = asyncio.ensure_future(mischief)
     try:
         while True:
@@ -70,7 +70,7 @@ async def test_http_bad_requests_are_refused(cluster, oracle, expected):
                 assert answer.json()["error"]["message"], name
         assert not wrong
 
-    await beside_streams(cluster, oracle, expected, send_all())
+    await run_beside_streams(cluster, oracle, expected, send_all())
 
 
 async def test_http_endless_body_is_cut_off(cluster, oracle, expected):
@@ -84,7 +84,7 @@ async def test_http_endless_body_is_cut_off(cluster, oracle, expected):
                 with suppress(httpx.ReadError, httpx.WriteError):
                     assert (await http.post(PLAIN, content=endless())).status_code == 413
 
-    await beside_streams(cluster, oracle, expected, send())
+    await run_beside_streams(cluster, oracle, expected, send())
 
 
 def address(cluster):
@@ -93,7 +93,7 @@ def address(cluster):
 
 
 async def exchange(cluster, data, *, reads=True):
-    """Over a connection of its own; what comes back."""
+    """Send over a new connection; returns the answer."""
     reader, writer = await asyncio.open_connection(*address(cluster))
     received = b""
     with suppress(OSError):
@@ -125,7 +125,7 @@ async def test_http_client_leaving_at_any_byte_leaves_nothing(cluster, oracle, e
         for size in range(len(data) + 1):
             await exchange(cluster, data[:size], reads=False)
 
-    await beside_streams(cluster, oracle, expected, leave())
+    await run_beside_streams(cluster, oracle, expected, leave())
 
 
 async def code_of(call):
@@ -154,11 +154,11 @@ async def test_grpc_bad_calls_are_refused(cluster, oracle, expected):
             assert await code_of(stub.Generate(good, timeout=0)) is grpc.StatusCode.DEADLINE_EXCEEDED
             assert "".join([one.text async for one in stub.Generate(good)])
 
-    await beside_streams(cluster, oracle, expected, send())
+    await run_beside_streams(cluster, oracle, expected, send())
 
 
 async def test_grpc_reset_calls_leave_nothing(cluster, oracle, expected):
-    """In the middle of whatever a worker has begun for them: a reservation, a hand-off, a first token."""
+    """Reset during each step on a worker: a reservation, a hand-off, a first token."""
     prompt = pb.TokenIds(ids=oracle.story(8000, 200))
 
     async def reset():
@@ -174,4 +174,4 @@ async def test_grpc_reset_calls_leave_nothing(cluster, oracle, expected):
                     await call.read()
                 call.cancel()
 
-    await beside_streams(cluster, oracle, expected, reset())
+    await run_beside_streams(cluster, oracle, expected, reset())

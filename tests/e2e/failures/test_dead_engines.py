@@ -1,4 +1,4 @@
-"""Every decode worker's session lives, and no engine does: a real router says so itself, and stays in its Service."""
+"""All decode workers have live sessions and dead engines: a real router reports it, and stays in its Service."""
 
 import asyncio
 import os
@@ -19,7 +19,7 @@ ASKED = {"prompt": "a", "max_tokens": 1}
 
 
 async def status_of(client: httpx.AsyncClient, path: str) -> int:
-    """Of a GET; 0 while nothing listens."""
+    """A GET's status; 0 while nothing listens."""
     try:
         return (await client.get(path)).status_code
     except httpx.TransportError:
@@ -27,13 +27,13 @@ async def status_of(client: httpx.AsyncClient, path: str) -> int:
 
 
 async def until(client: httpx.AsyncClient, path: str, status: int) -> None:
-    """Return once a GET answers so."""
+    """Return once a GET has this status."""
     while await status_of(client, path) != status:  # noqa: ASYNC110 - a process of its own
         await asyncio.sleep(0.1)
 
 
 @pytest.mark.turn(1)
-async def test_router_with_every_engine_dead_answers_503_and_stays_ready_for_its_service(tmp_path: Path) -> None:
+async def test_router_with_dead_engines_answers_503_and_stays_ready(tmp_path: Path) -> None:
     with PortDrawer() as ports:
         http, grpc = (ports.draw("127.0.0.1", "router.host") for _ in range(2))
     async with FakeWorker("decode-0") as worker:

@@ -1,4 +1,4 @@
-"""Processes that die or leave in the middle of the work: no client notices."""
+"""Processes that crash or leave under load, without effect on clients."""
 
 import asyncio
 import signal
@@ -18,7 +18,7 @@ ANSWER = 900
     loop_scope="module", scope="module", params=["shm", pytest.param("tcp", marks=pytest.mark.slow)]
 )
 async def cluster(request):
-    """Two decode workers; one prefill worker, slow enough to be caught at work."""
+    """Two decode workers; one prefill worker, slow enough to be signalled mid-prompt."""
     slow = {
         "engine__prefill_chunk_tokens": 16,
         "engine__max_batched_tokens": 64,
@@ -45,7 +45,7 @@ async def retries(cluster, reason):
 
 
 async def stop_at_the_first_token(cluster, prompts, salt, signum):
-    """Send the prompts, and a signal to the prefill worker when one is through: the others are on their way."""
+    """Send the prompts, and a signal to the prefill worker when one is complete and the others are in flight."""
     gone = asyncio.Event()
 
     def send_signal(_):

@@ -1,4 +1,4 @@
-"""Strangers on the workers' own ports: refused, and nobody else notices."""
+"""Unauthenticated peers at the workers' ports are refused without effect on others."""
 
 import asyncio
 import random
@@ -32,7 +32,7 @@ async def cluster():
 
 
 def rubbish():
-    """Return what a stranger may send: noise, cut frames, absurd lengths."""
+    """Invalid data: noise, truncated frames, absurd lengths."""
     draw = random.Random(1)
     header = struct.Struct("!4sBB2xQ16sIIIIIIQ")  # of kv_transfer's tcp frames
     return [
@@ -57,7 +57,7 @@ def ports(cluster, name):
 
 
 async def send(port, data):
-    """Send, and hold the connection until the other side has ended it or enough has come back."""
+    """Send, and keep the connection until the peer closes it or has sent enough."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     with suppress(OSError):  # it hung up on us
         writer.write(data)
@@ -69,7 +69,7 @@ async def send(port, data):
         await writer.wait_closed()
 
 
-async def test_random_bytes_on_every_port_harm_nothing(cluster, oracle):
+async def test_random_bytes_on_worker_ports_are_harmless(cluster, oracle):
     pids = [cluster.pid(name) for name in WORKERS]
     servers = {name: ports(cluster, name) for name in WORKERS}
     assert len(servers["decode-0"]) == 2, "gRPC, and the KV port of the tcp transport"
@@ -108,7 +108,7 @@ async def test_worker_ports_without_cluster_token_are_closed(cluster, secret):
 
 
 async def answers(call, message):
-    """What comes back for one message; raises what the call ends with."""
+    """The answers to one message; raises the call's error."""
     with suppress(asyncio.InvalidStateError):  # refused before it was written
         await call.write(message)
     if (answer := await call.read()) is not grpc.aio.EOF:
@@ -118,7 +118,7 @@ async def answers(call, message):
 
 
 async def test_worker_invalid_orders_are_refused_one_by_one(cluster, oracle):
-    """A peer of the cluster that sends rubbish harms only its own requests."""
+    """A peer of the cluster that sends invalid messages harms only its own requests."""
     metadata = ClusterAuth(cluster.local.config.secret.get_secret_value().encode()).client_metadata()
     decode = cluster.local.workers[1]
     bad = {

@@ -1,4 +1,4 @@
-"""Each walk-through's incident, on a real cluster with a real Prometheus: its alarms are raised by it alone."""
+"""Each walk-through's incident, on a real cluster with a real Prometheus, raises its alarms and no others."""
 
 import asyncio
 
@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.mark.parametrize("name", list(INCIDENTS))
-def test_incident_is_visible_and_its_cure_ends_it(name: str) -> None:
+def test_incident_raises_its_alerts_until_cured(name: str) -> None:
     async def shown() -> tuple[bool, object]:
         async with reproduced(INCIDENTS[name](), 40.0) as report:
             return report.is_shown, report.held

@@ -1,4 +1,4 @@
-"""kill -9 and SIGSTOP in the middle of transfers: answers stay right, and blocks come back when that is safe."""
+"""kill -9 and SIGSTOP during transfers: answers stay right, and blocks are freed when that is safe."""
 
 import asyncio
 import os
@@ -46,7 +46,7 @@ async def test_workers_killed_mid_transfer_corrupt_nothing(workers, prompts, num
 
 
 async def freeze_a_writer(workers, clients, prompts):
-    """Stop a prefill worker with a transfer under way: its name, its state, and the requests that were asked."""
+    """Stop a prefill worker mid-transfer; returns its name, its state, and the requests."""
     requests = []
     for attempt in range(TRIES):
         long = sorted(prompts, key=lambda prompt: -len(prompt.token_ids))[:3]
@@ -76,12 +76,12 @@ async def held_for(workers, peer, *states):
 
 
 async def num_quarantines(workers):
-    """So far, on decode workers: a frozen one would not answer."""
+    """Total on decode workers, without asking a frozen one."""
     return sum([(await workers.look(name))["num_quarantined"] for name in workers.names if name.startswith("decode")])
 
 
 async def shown(workers):
-    """Blocks in quarantine as /metrics tells of them: by the engines, and by the fabrics."""
+    """Quarantined blocks in /metrics: by the engines, and by the fabrics."""
     figure = workers.cluster.figure
     return (
         await figure("tandem_worker_kv_blocks", state="quarantined"),

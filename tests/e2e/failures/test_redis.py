@@ -8,7 +8,7 @@ from cluster.control.wire import RestartRequest, ScaleRequest
 from tandem.client.aio import AsyncClient
 from tandem.client.options import Options
 from tests.e2e.failures.test_router_takeover import second_router
-from tests.support.e2e.emitted import is_of_certificates, is_of_files, is_of_planner, unknown
+from tests.support.e2e.emitted import is_of_files, is_of_planner, unknown, uses_certificate_metrics
 from tests.support.monitoring_files import UsedExpression, expressions
 from tests.support.redis_server import RedisServer
 from tests.support.running_cluster import running
@@ -42,8 +42,8 @@ async def until_known(router, blocks):
     await router.until(known)
 
 
-async def until_written_again(router):
-    """Both workers have, as their reports to the router say, which come later than what they wrote."""
+async def until_states_written(router):
+    """Wait until both workers have, by their reports to the router, which follow the writes."""
 
     async def written():
         return await router.figure("tandem_worker_redis_states_total") >= 4
@@ -80,14 +80,14 @@ async def test_routers_share_prefixes_through_redis_outages(cluster, server, ora
         for router in (cluster, replica):
             await until_known(router, 40)
             assert await router.figure("tandem_redis_bad_entries_total") == 0
-            await until_written_again(router)
+            await until_states_written(router)
     assert not [line for line in cluster.logs.lines if "hush" in line]
     assert [line for line in cluster.logs.lines if "fails (publish)" in line]
 
 
 @pytest.mark.slow
 async def test_worker_in_file_and_redis_counts_once(cluster, oracle):
-    """`tandem restart` has the routers read the file again (SIGHUP) while Redis tells them of the same workers."""
+    """`tandem restart` has the routers reload the file (SIGHUP) while Redis lists the same workers."""
     for change in (
         RestartRequest(roles=("prefill", "decode", "router")),
         ScaleRequest(decode=2),
@@ -100,7 +100,7 @@ async def test_worker_in_file_and_redis_counts_once(cluster, oracle):
 
 
 async def followed(cluster, count):
-    """Until the logs of so many workers are followed: of each one once, and of none that has left."""
+    """Wait until so many workers' logs are followed: each once, and no departed one."""
 
     async def are_all():
         return await cluster.figure("tandem_redis_followed_workers") == count
@@ -109,7 +109,7 @@ async def followed(cluster, count):
 
 
 async def test_dashboards_and_alerts_use_exported_metrics(cluster, oracle):
-    """Metrics, labels and values of labels: of everything that a panel or a rule names."""
+    """Metrics, labels and label values in every panel and rule."""
     await cluster.stream(prompt(oracle, 7), 6)
     await cluster.tokens(prompt(oracle, 8)[:32], 2)
     await cluster.tokens(prompt(oracle, 7), 6, ignore_eos=False, structured_outputs={"choice": ["yes", "no"]})
@@ -122,7 +122,7 @@ async def test_dashboards_and_alerts_use_exported_metrics(cluster, oracle):
     await cluster.until(read_by_both)
     # The others' are compared where there is what they are of: test_autoscale.py, test_access_control.py,
     # test_cluster_tls.py.
-    elsewhere = (is_of_planner, is_of_files, is_of_certificates)
+    elsewhere = (is_of_planner, is_of_files, uses_certificate_metrics)
     used = [one for one in expressions() if not any(is_of(one) for is_of in elsewhere)]
     exposition = (await cluster.http.get("/metrics")).text
     assert unknown(used, exposition) == []

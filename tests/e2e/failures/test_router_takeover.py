@@ -1,4 +1,4 @@
-"""A router dies in the middle of its streams: their clients go to another one, and miss nothing."""
+"""A router is lost during its streams: clients resume at another one without loss."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ SEEN = 12
 
 @asynccontextmanager
 async def second_router(cluster, release=None):
-    """Another `python -m router` of the same YAML and workers, as a second replica is; it may be of another version."""
+    """Another `python -m router` of the same YAML and workers, as a second replica; maybe of another version."""
     config = cluster.local.config_path
     prefix = () if release is None else release.prefix()
     config = config if release is None else release.config(config, "second-router")
@@ -59,7 +59,7 @@ async def cluster(fork_servers):
 
 
 class Reader:
-    """A client that goes on from the last id that it saw."""
+    """A client that resumes from the last id that it saw."""
 
     def __init__(self, request):
         self.request = request | {"stream": True, "stream_options": {"include_usage": True}}
@@ -70,7 +70,7 @@ class Reader:
         self.has_some = asyncio.Event()
 
     async def read(self, http):
-        """Until the end; True when that was reached."""
+        """Read on; True at the stream's end."""
         headers = {"X-Tandem-Stream-Ids": "1"} | ({"Last-Event-ID": self.last_id} if self.last_id else {})
         try:
             async with http.stream("POST", "/v1/completions", json=self.request, headers=headers) as response:
@@ -111,7 +111,7 @@ def requests(oracle):
 
 
 class OwnClient:
-    """`tandem.client`: it goes on by itself."""
+    """`tandem.client`, which resumes by itself."""
 
     def __init__(self, prompt):
         self.prompt = prompt
@@ -160,7 +160,7 @@ async def test_other_router_takes_over_streams(cluster, oracle):
 
 
 async def test_restarted_router_takes_over_its_streams(cluster, oracle):
-    """One router is enough: its clients come back to it, with a seed that only it had known."""
+    """One router is enough: clients come back to it, although only its former process knew the seed."""
     request = body(oracle.story(9200, 150), ANSWER, temperature=0.7)
     reader, pid = Reader(request), cluster.pid("router")
     reading = asyncio.ensure_future(reader.read(cluster.http))

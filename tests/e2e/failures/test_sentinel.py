@@ -44,7 +44,7 @@ async def cluster(fork_servers, group):
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A second turn: when it was sent and answered, and which part of the first one was cached."""
+    """A second turn: when it was sent and answered, and how much of the first was cached."""
 
     sent_s: float
     ended_s: float
@@ -52,7 +52,7 @@ class Turn:
 
 
 class Chats:
-    """Clients that begin one conversation after the other, until they are stopped."""
+    """Clients that hold one conversation after another, until they are stopped."""
 
     def __init__(self, routers):
         self._routers = routers
@@ -85,14 +85,14 @@ class Chats:
         return answer["choices"][0]["message"]["content"], cached / usage["prompt_tokens"]
 
     def rate(self, since_s):
-        """The hit rate of the first WINDOW second turns that were sent since then, and when the last of them ended."""
+        """The hit rate of the first WINDOW second turns sent since then, and the end of the last of them."""
         turns = [turn for turn in self.turns if turn.sent_s >= since_s][:WINDOW]
         if len(turns) < WINDOW:
             return None
         return sum(turn.hit for turn in turns) / WINDOW, max(turn.ended_s for turn in turns)
 
     async def until(self, reached):
-        """Until it is so; at once when a request has failed."""
+        """Wait for the condition; ends at once when a request has failed."""
         async with asyncio.timeout(120.0):
             while (found := reached()) is None:
                 for task in self._tasks:

@@ -1,4 +1,4 @@
-"""A worker whose engine hangs behind sessions that live: its streams go on elsewhere, and it comes back."""
+"""A worker whose engine hangs behind live sessions: its streams continue elsewhere, and it recovers."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""A standby worker takes the place of one that died; streams go on in it, token for token."""
+"""A standby worker replaces a lost one; streams continue on it, token for token."""
 
 import asyncio
 import os
@@ -33,7 +33,7 @@ async def one_standby(other_than: int | None = None) -> int:
 
 
 @pytest.mark.turn(0)
-async def test_worker_that_dies_in_a_stream_is_replaced_by_the_standby() -> None:
+async def test_standby_replaces_worker_killed_during_stream() -> None:
     async with running(standby_workers=1, prefill__replicas=0, decode__replicas=1) as cluster:
         expected = await cluster.tokens(PROMPT, MAX_TOKENS)
         waiting, first = await one_standby(), cluster.pid("decode-0")

@@ -55,7 +55,7 @@ def write_keys(folder, *keys):
 
 
 async def statuses(cluster, folder, key):
-    """Of requests over connections of their own: the kernel chooses the process."""
+    """Statuses over separate connections: the kernel chooses the process."""
     found = set()
     for _ in range(ENOUGH):
         async with httpx.AsyncClient(
@@ -65,7 +65,7 @@ async def statuses(cluster, folder, key):
     return found
 
 
-async def test_keys_change_in_all_processes_and_a_stream_goes_on(cluster, folder, oracle):
+async def test_key_change_reaches_all_processes_and_spares_streams(cluster, folder, oracle):
     prompt = oracle.story(1, 60)
     expected = oracle.tokens(prompt, 400)
     cluster.http.headers["Authorization"] = "Bearer first-key"
@@ -97,7 +97,7 @@ async def test_grpc_without_key_is_refused(cluster, folder):
         assert (await stub.ListModels(pb.ListModelsRequest(), metadata=metadata, timeout=WAIT_S)).models
 
 
-async def test_new_certificates_are_shown_by_all_processes(cluster, folder):
+async def test_renewed_certificate_is_used_by_all_processes(cluster, folder):
     other = Authority()
     before = trusting(folder)
     other.issue(folder, name="127.0.0.1")
@@ -126,7 +126,7 @@ async def test_alerts_on_files_use_metrics_of_a_router_with_files(cluster):
     assert unknown(of_files, answer.text) == []
 
 
-async def test_audit_logs_of_both_versions_record_requests(cluster, folder):
+async def test_audit_logs_of_all_processes_record_requests(cluster, folder):
     secret = "these words stand nowhere"
     async with httpx.AsyncClient(
         base_url=cluster.local.http_url, verify=trusting(folder), timeout=WAIT_S, trust_env=False

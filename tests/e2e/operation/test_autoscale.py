@@ -1,4 +1,4 @@
-"""A planner that sizes a running cluster by itself: real processes, its own control socket, requests all the while."""
+"""A planner sizes a running cluster under load: real processes and its own control socket."""
 
 import asyncio
 import json
@@ -31,12 +31,12 @@ POLICY = PlannerPolicy(
 
 
 def worker() -> WorkerModel:
-    """A profile of quite another machine: how fast this one is, the planner sees by itself."""
+    """Another machine's profile: the planner measures this one's speed by itself."""
     return worker_with(load_latency("small-gpu"), chunk_tokens=1024, kv_tokens=45_000, max_running=64)
 
 
 class Clients:
-    """So many who ask for the next answer as soon as they have one; prompts are long, answers short, none repeats."""
+    """A number of clients in a closed loop; prompts are long, answers short, none repeats."""
 
     def __init__(self, cluster: RunningCluster) -> None:
         self._cluster = cluster

@@ -1,4 +1,4 @@
-"""A model without a chat template: every first step that `tandem up` offers works, on real processes."""
+"""A model without a chat template: every first step that `tandem up` suggests works, on real processes."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ from tests.support.running_cluster import running
 
 @pytest.fixture
 def base_model(tmp_path: Path) -> Path:
-    """The built-in model as if it had not been taught to chat."""
+    """The built-in model without its chat template."""
     directory = tmp_path / "base"
     shutil.copytree(model_directory(BUILTIN), directory)
     config = json.loads((directory / "tokenizer_config.json").read_text())

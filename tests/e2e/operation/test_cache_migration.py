@@ -1,4 +1,4 @@
-"""A worker that leaves does not take its cache along: another one has it before the process ends."""
+"""A leaving worker's cache migrates to another one before its process ends."""
 
 import asyncio
 import os
@@ -26,7 +26,7 @@ def migrated(cluster) -> list[tuple[str, str, str]]:
 
 
 async def leave(cluster, name: str) -> None:
-    """Tell a worker to stop; return when it has ended and another process has taken its place."""
+    """Stop a worker; return when it has ended and another process has replaced it."""
     pid = cluster.pid(name)
     cluster.local.kill(name, signal.SIGTERM)
     await cluster.local.wait_ready(name, after_pid=pid)
@@ -83,14 +83,14 @@ async def first_frozen(cluster, pids: dict[str, int]) -> str:
 
 
 def fetches_with(attempts, incarnation: int) -> list[dict[str, Any]]:
-    """Of these attempts the fetches between here and that process that were under way."""
+    """The attempts among these that are fetches in flight between this process and that one."""
     return [each for each in attempts if each["fetch"] and each["peer"] == incarnation and each["state"] in WITHIN]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["leaver", "target"])
 async def test_worker_killed_mid_migration_leaves_nothing_behind(oracle, fork_servers, victim):
-    """Killed while blocks move between the two; then what the target was to have another one has."""
+    """Killed while blocks move between the two; another worker then inherits the cache."""
     sizes = {
         "prefill__replicas": 0,
         "decode__replicas": 3,

@@ -1,4 +1,4 @@
-"""Clusters whose processes speak mutual TLS: hand-offs over tcp, a kill, rotation, and one that changes over."""
+"""Clusters with mutual TLS: hand-offs over tcp, a kill, rotation, and a migration to TLS."""
 
 import asyncio
 import signal
@@ -11,7 +11,7 @@ from tandem.rpc.cluster_credentials import ClusterCredentials
 from tandem.rpc.mutual_tls import TlsFiles
 from tandem.rpc.tls_check import check_peer
 from tests.previous.release import Release
-from tests.support.e2e.emitted import is_of_certificates, unknown
+from tests.support.e2e.emitted import unknown, uses_certificate_metrics
 from tests.support.monitoring_files import expressions
 from tests.support.running_cluster import running
 
@@ -42,7 +42,7 @@ async def cluster(folder, fork_servers):
         yield made
 
 
-async def test_cluster_in_tls_answers_through_both_pools_and_takes_nobody_in_the_clear(cluster, folder, oracle):
+async def test_cluster_tls_serves_over_both_pools_and_refuses_plain_peers(cluster, folder, oracle):
     prompt = oracle.story(7100, 200)
     assert await cluster.tokens(prompt, 40) == oracle.tokens(prompt, 40)
     assert await cluster.disaggregated() > 0
@@ -59,12 +59,12 @@ async def test_cluster_in_tls_answers_through_both_pools_and_takes_nobody_in_the
         }
 
     await cluster.until(watched)
-    of_certificates = [one for one in expressions() if is_of_certificates(one)]
+    of_certificates = [one for one in expressions() if uses_certificate_metrics(one)]
     assert of_certificates
     assert unknown(of_certificates, (await cluster.http.get("/metrics")).text) == []
 
 
-async def test_stream_survives_its_worker_and_renewed_certificates_need_no_restart(cluster, folder, oracle):
+async def test_tls_stream_survives_worker_loss_and_certificate_renewal(cluster, folder, oracle):
     prompt = oracle.story(7200, 200)
     reading = asyncio.create_task(cluster.stream(prompt, 300))
     before = {worker.name: await check_peer(worker.address, credentials(folder)) for worker in cluster.local.workers}
@@ -80,7 +80,7 @@ async def test_stream_survives_its_worker_and_renewed_certificates_need_no_resta
 
 
 @pytest.mark.turn(2)
-async def test_process_of_the_version_before_works_with_permissive_ones(tmp_path, folder, fork_servers, oracle):
+async def test_previous_version_works_with_permissive_tls(tmp_path, folder, fork_servers, oracle):
     command = Release(tmp_path).among({"prefill-0", "decode-1"}, fork_servers.command)
     settings = {"cluster__tls": tls(folder, mode="permissive"), "transfer__transport": "tcp", "decode__replicas": 2}
     async with running(command=command, **settings) as cluster:

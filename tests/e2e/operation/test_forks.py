@@ -1,4 +1,4 @@
-"""A router starts processes beside gRPC's threads: nothing is said of it, and each begins."""
+"""A router starts processes beside gRPC's threads: every one starts, without warnings."""
 
 import asyncio
 

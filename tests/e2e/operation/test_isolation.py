@@ -1,4 +1,4 @@
-"""Whether a tenant can tell by TTFT what another one has sent: through a router with both their keys."""
+"""Whether TTFT reveals to a tenant what another has sent, through a router with both their keys."""
 
 import io
 from random import Random
@@ -14,8 +14,8 @@ KEYS = {"victim": "key-of-the-victim", "attacker": "key-of-the-attacker"}
 
 
 @pytest.mark.turn(2)
-async def test_guess_succeeds_within_a_tenant_and_tells_nothing_of_another(fork_servers) -> None:
-    """So few probes decide nothing by time; what answers tell is exact."""
+async def test_prefix_guess_succeeds_only_within_own_tenant(fork_servers) -> None:
+    """So few probes prove nothing by time; what answers report is exact."""
     entries = [{"key": key, "tenant": tenant} for tenant, key in KEYS.items()]
     access = {"router__api_keys": entries, "router__operator_access": {"metrics": "open"}}
     async with (
@@ -30,7 +30,7 @@ async def test_guess_succeeds_within_a_tenant_and_tells_nothing_of_another(fork_
 
 
 @pytest.mark.slow
-async def test_two_thousand_guesses_of_another_tenants_prefixes_are_guesses() -> None:
+async def test_prefix_guesses_of_other_tenant_are_at_chance() -> None:
     rows, out = [], Console(file=io.StringIO(), width=120)
     await measure(parser().parse_args(["isolation"]), rows, out=out, err=out)
     print(out.file.getvalue())

@@ -1,8 +1,8 @@
-"""A lone router of an earlier revision hands its listeners to today's, and gets them back: its real code, from git."""
+"""A lone router of an earlier revision hands its listeners to today's and back: its real code, from git."""
 
 import pytest
 
-from tests.e2e.operation.test_rolling_restart import answered, loaded, standing_alone
+from tests.e2e.operation.test_rolling_restart import answered, loaded, running_lone_router
 from tests.previous.release import Release
 from tests.support.running_cluster import running
 
@@ -20,7 +20,7 @@ async def test_listeners_hand_over_between_revisions_under_load(fork_servers, or
     code.mkdir()
     place.mkdir()
     earlier = Release(code, revision)
-    async with running(command=fork_servers.command) as cluster, standing_alone(cluster, place) as lone:
+    async with running(command=fork_servers.command) as cluster, running_lone_router(cluster, place) as lone:
         await lone.start(release=earlier)
         async with loaded(cluster, oracle, 9760, lone) as load:
             for release in (None, earlier):

@@ -13,12 +13,12 @@ from tests.support.e2e.ray_up import (
     ANSWER,
     SECRET,
     STREAMS,
-    asked_all_the_while,
+    assert_same_tokens,
+    continuous_requests,
     endpoints_of,
     lose_a_node,
-    says_the_same,
+    running_on,
     tandem,
-    upped_on,
 )
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(900)]
@@ -32,7 +32,7 @@ async def nodes():
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def upped(nodes, tmp_path_factory):
-    async with upped_on(nodes, tmp_path_factory.mktemp("ray")) as made:
+    async with running_on(nodes, tmp_path_factory.mktemp("ray")) as made:
         yield made
 
 
@@ -51,24 +51,24 @@ def answers(oracle):
 @pytest.mark.turn(1)
 async def test_ray_node_dying_under_streams_loses_none(nodes, upped, cluster, answers):
     print(f"\n{await lose_a_node(nodes.kill_one, upped, cluster, answers)}")
-    await says_the_same(cluster, answers, "again")
+    await assert_same_tokens(cluster, answers, "again")
     await cluster.until_idle()
 
 
 @pytest.mark.turn(1)
-async def test_new_workers_join_upon_an_order(upped, cluster, answers):
+async def test_ray_scale_up_adds_workers(upped, cluster, answers):
     ordered_s = monotonic()
     await upped.order("scale", "decode=3")
     await cluster.until_workers(4)
     print(f"\njoined {monotonic() - ordered_s:.1f} s after the order")
-    await says_the_same(cluster, answers, "grown")
+    await assert_same_tokens(cluster, answers, "grown")
 
 
 @pytest.mark.turn(1)
-async def test_workers_change_pools_and_leave_and_no_request_fails(nodes, upped, cluster, answers):
-    """Restarts take the same steps; `test_ray_bounds` has them."""
+async def test_ray_flip_and_scale_down_lose_no_request(nodes, upped, cluster, answers):
+    """Restarts take the same steps; `test_ray_bounds` tests them."""
     before = await nodes.workers()
-    async with asked_all_the_while(cluster, answers, clients=1):
+    async with continuous_requests(cluster, answers, clients=1):
         await upped.order("flip", "prefill")
         flipped = await nodes.workers()
         await upped.order("scale", "prefill=1")
@@ -78,12 +78,12 @@ async def test_workers_change_pools_and_leave_and_no_request_fails(nodes, upped,
     assert [name for pid, name in flipped.items() if pid not in before] == ["prefill-1"]
     assert after == {pid: name for pid, name in flipped.items() if name != "prefill-1"}
     await cluster.until_workers(3)
-    await says_the_same(cluster, answers, "changed")
+    await assert_same_tokens(cluster, answers, "changed")
 
 
 @pytest.mark.turn(0)
-async def test_ray_writes_no_secret_down(nodes, upped):
-    """Of a cluster whose actors have been started, signalled and lost by now."""
+async def test_ray_session_files_contain_no_secret(nodes, upped):
+    """After actors of the cluster have been started, signalled and lost."""
     written = {path: path.read_bytes() for path in nodes.session.rglob("*") if path.is_file()}
     assert any(b"WorkerHost" in content for content in written.values()), "there is something to look at"
     assert [path for path, content in written.items() if SECRET.encode() in content] == []
@@ -93,7 +93,7 @@ async def test_ray_writes_no_secret_down(nodes, upped):
 @pytest.mark.parametrize(
     ("token", "message"), [("wrong" * 8, "rejected the token"), (None, "no Ray token")], ids=["wrong", "none"]
 )
-async def test_up_on_ray_without_its_token_is_refused(nodes, tmp_path, token, message):
+async def test_ray_up_without_valid_token_is_refused(nodes, tmp_path, token, message):
     environment = nodes.environment | {"HOME": str(tmp_path), "RAY_AUTH_TOKEN": token or ""}
     process = await tandem(environment, "up", "--ray", nodes.address, "--port", "0", "--grpc-port", "0")
     out, _ = await process.communicate()

@@ -1,4 +1,4 @@
-"""What `tandem up --ray` promises, on a machine that has nothing else to do; and nodes of which nothing is heard."""
+"""Time bounds of `tandem up --ray` on an otherwise idle machine; and silent nodes."""
 
 import asyncio
 import json
@@ -13,12 +13,12 @@ from tests.support.e2e.ray_up import (
     ANSWER,
     STREAMS,
     Upped,
-    asked_all_the_while,
+    assert_same_tokens,
+    continuous_requests,
     endpoints_of,
     lose_a_node,
-    says_the_same,
+    running_on,
     tandem,
-    upped_on,
 )
 from tests.support.running_cluster import WAIT_S
 
@@ -36,7 +36,7 @@ async def nodes():
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def upped(nodes, tmp_path_factory):
-    async with upped_on(nodes, tmp_path_factory.mktemp("ray")) as made:
+    async with running_on(nodes, tmp_path_factory.mktemp("ray")) as made:
         yield made
 
 
@@ -52,7 +52,7 @@ def answers(oracle):
     return prompts, oracle.batch(prompts, ANSWER)
 
 
-async def test_a_node_is_lost_and_new_workers_join_within_the_bounds(nodes, upped, cluster, answers):
+async def test_ray_lost_node_and_scale_up_stay_within_bounds(nodes, upped, cluster, answers):
     lost = await lose_a_node(nodes.kill_one, upped, cluster, answers)
     print(f"\n{lost}")
     await cluster.until_idle()
@@ -67,18 +67,18 @@ async def test_a_node_is_lost_and_new_workers_join_within_the_bounds(nodes, uppe
     assert lost.replaced_s <= REPLACE_S
 
 
-async def test_everything_is_restarted_and_no_request_fails(nodes, upped, cluster, answers):
-    async with asked_all_the_while(cluster, answers, clients=4):
+async def test_ray_restart_of_all_processes_loses_no_request(nodes, upped, cluster, answers):
+    async with continuous_requests(cluster, answers, clients=4):
         before = await nodes.workers()
         await upped.order("restart")
         after = await nodes.workers()
     assert len(after) == len(before) == 3
     assert not after.keys() & before.keys()
     await cluster.until_workers(3)
-    await says_the_same(cluster, answers, "restarted")
+    await assert_same_tokens(cluster, answers, "restarted")
 
 
-async def test_the_planner_grows_the_pool_whose_requests_are_late(upped, cluster, answers):
+async def test_ray_planner_grows_the_late_pool(upped, cluster, answers):
     """Run the planner as a user does; it finds the control socket by the router's port and queries the routers."""
     output = []
     planning = await tandem(
@@ -93,7 +93,7 @@ async def test_the_planner_grows_the_pool_whose_requests_are_late(upped, cluster
             if any(json.loads(one).get("outcome") == "done" for one in output[-1:] if one.startswith("{")):
                 return
 
-    async with asked_all_the_while(cluster, answers, clients=4):
+    async with continuous_requests(cluster, answers, clients=4):
         async with asyncio.timeout(3 * WAIT_S):
             await listen()
         await cluster.until_workers(4)
@@ -101,12 +101,12 @@ async def test_the_planner_grows_the_pool_whose_requests_are_late(upped, cluster
     await planning.communicate()
     await upped.order("scale", "prefill=1", "decode=2")
     await cluster.until_workers(3)
-    await says_the_same(cluster, answers, "planned")
+    await assert_same_tokens(cluster, answers, "planned")
 
 
-async def test_a_head_that_does_not_answer_holds_up_nothing_that_does_not_need_it(nodes, upped, cluster, answers):
+async def test_ray_silent_head_blocks_only_what_needs_it(nodes, upped, cluster, answers):
     since = len(upped.logs.lines)
-    await nodes.still_the_head()
+    await nodes.freeze_head()
     pid, name = max((await nodes.workers()).items(), key=lambda one: one[1].startswith("decode"))
     psutil.Process(pid).kill()
     await upped.says(name, "was ended by SIGKILL", since=since)
@@ -117,7 +117,7 @@ async def test_a_head_that_does_not_answer_holds_up_nothing_that_does_not_need_i
     await nodes.go_on()
     await upped.says(name, "is back", since=since)
     await cluster.until_workers(3)
-    await says_the_same(cluster, answers, "the head is back")
+    await assert_same_tokens(cluster, answers, "the head is back")
 
 
 async def test_ray_cluster_without_a_fitting_node_waits(nodes, tmp_path):
@@ -129,7 +129,7 @@ async def test_ray_cluster_without_a_fitting_node_waits(nodes, tmp_path):
     made = Upped(process, 0, environment)
     listening = asyncio.ensure_future(made.listen())
     await made.says("waits for a Ray node with 1 CPU, 1 late free", "and no node is that large")
-    await nodes.add_one_with("late")
+    await nodes.add_node_with("late")
     await made.says("Try it:")
     process.terminate()
     async with asyncio.timeout(WAIT_S):
@@ -137,7 +137,7 @@ async def test_ray_cluster_without_a_fitting_node_waits(nodes, tmp_path):
     assert await process.wait() == 0, made.logs.lines[-40:]
 
 
-async def test_workers_do_not_outlive_the_command(nodes, tmp_path):
+async def test_ray_workers_end_with_killed_command(nodes, tmp_path):
     before = await nodes.workers()
     environment = nodes.environment | {"XDG_RUNTIME_DIR": str(tmp_path), "TANDEM_ENGINE__NUM_THREADS": "1"}
     process = await tandem(
@@ -156,16 +156,16 @@ async def test_workers_do_not_outlive_the_command(nodes, tmp_path):
 
 
 async def test_ray_silent_node_is_lost_and_its_workers_end_on_return(tmp_path, answers):
-    """No process hears of an end there: neither by a closed connection nor, for 15 s and more, by Ray."""
+    """No process learns of the loss by a closed connection, nor from Ray for 15 s and more."""
     async with (
         ray_nodes(is_quick=False) as nodes,
-        upped_on(nodes, tmp_path) as upped,
+        running_on(nodes, tmp_path) as upped,
         endpoints_of(upped) as cluster,
     ):
         stopped = {}
 
         async def still():
-            stopped.update(await nodes.still_one())
+            stopped.update(await nodes.freeze_node())
             return sorted(stopped.values())
 
         lost = await lose_a_node(still, upped, cluster, answers)
@@ -178,4 +178,4 @@ async def test_ray_silent_node_is_lost_and_its_workers_end_on_return(tmp_path, a
             while any(map(psutil.pid_exists, stopped)):  # noqa: ASYNC110 - nobody tells of it
                 await asyncio.sleep(0.05)
         await cluster.until_workers(3)
-        await says_the_same(cluster, answers, "back")
+        await assert_same_tokens(cluster, answers, "back")

@@ -1,4 +1,4 @@
-"""Every process of a cluster is replaced while clients stream over HTTP and gRPC: no stream is disturbed."""
+"""Every process of a cluster is replaced under HTTP and gRPC streams without disturbing one."""
 
 import asyncio
 import json
@@ -53,7 +53,7 @@ class Load:
     """Between two pieces of one stream."""
 
     async def ask(self, kind, number):
-        """One client, until it is over."""
+        """One client, until the end of the load."""
         prompts = list(self.expected)
         async with (
             httpx.AsyncClient(
@@ -136,7 +136,7 @@ async def loaded(cluster, oracle, first, endpoints=None):
 
 
 async def roll(cluster, load, *changes):
-    """Carry them out, with answers of every kind before, between and behind."""
+    """Carry them out, with answers of every kind before, during and after."""
     for change in changes:
         await answered(load)
         await carry_out(cluster.local, change, cluster.logs.lines.append)
@@ -144,7 +144,7 @@ async def roll(cluster, load, *changes):
 
 
 async def answered(load):
-    """Until each kind of client has had another answer."""
+    """Wait until each kind of client has had another answer."""
     before = dict(load.answers)
 
     async def has_more():
@@ -178,8 +178,8 @@ async def test_restart_under_load_replaces_every_process(cluster, oracle):
 
 
 @pytest.mark.slow
-async def test_workers_are_replaced_in_place_under_load(cluster, oracle):
-    """Where there is no room for both the others do its work."""
+async def test_rolling_restart_in_place_loses_no_request(cluster, oracle):
+    """Without room for a second process, the others take over its work."""
     async with loaded(cluster, oracle, 9760) as load:
         await roll(cluster, load, ScaleRequest(decode=2))
         before = pids(cluster)
@@ -188,8 +188,8 @@ async def test_workers_are_replaced_in_place_under_load(cluster, oracle):
 
 
 @pytest.mark.slow
-async def test_a_stream_waits_while_the_only_decode_worker_is_replaced_in_place(fork_servers, oracle):
-    """What is new waits as well, in line."""
+async def test_stream_waits_while_only_decode_worker_restarts_in_place(fork_servers, oracle):
+    """New requests wait as well, in order."""
     settings = {"decode__drain_s": SHORT_DRAIN_S, "transfer__succession_s": 1.0}
     prompt, received, had = oracle.story(9750, 100), [], []
     async with running(command=fork_servers.command, **settings) as cluster:
@@ -228,7 +228,7 @@ async def ask_once(cluster, prompt):
 
 
 class LoneRouter:
-    """`python -m router` of the cluster's YAML, by hand, at ports that its successor will have too."""
+    """A manual `python -m router` of the cluster's YAML, at ports that its successor shares."""
 
     def __init__(self, cluster, ports, folder, *, speaks_tls=False):
         self._config = cluster.local.config_path
@@ -272,7 +272,7 @@ class LoneRouter:
                     await asyncio.sleep(0.05)
 
     async def stop(self):
-        """The one that serves, and whatever a failed test has left."""
+        """Stop the serving process, and any that a failed test has left."""
         for process in self.running:
             if process.returncode is None:
                 process.terminate()
@@ -280,8 +280,8 @@ class LoneRouter:
 
 
 @asynccontextmanager
-async def standing_alone(cluster, folder, **more):
-    """No process yet; in the end none is left, and each has ended well."""
+async def running_lone_router(cluster, folder, **more):
+    """Starts no process; in the end none is left, and each has exited with success."""
     folder.chmod(0o700)
     with PortDrawer() as drawer:
         ports = [drawer.draw("127.0.0.1", "router.host") for _ in range(2)]
@@ -295,7 +295,7 @@ async def standing_alone(cluster, folder, **more):
 
 @pytest.mark.parametrize("speaks_tls", [False, True], ids=["plain", "tls"])
 async def test_single_router_hands_its_listeners_to_its_successor(cluster, oracle, tmp_path, speaks_tls):
-    async with standing_alone(cluster, tmp_path, speaks_tls=speaks_tls) as lone:
+    async with running_lone_router(cluster, tmp_path, speaks_tls=speaks_tls) as lone:
         await lone.start()
         async with loaded(cluster, oracle, 9730, lone) as load:
             await answered(load)
@@ -305,8 +305,8 @@ async def test_single_router_hands_its_listeners_to_its_successor(cluster, oracl
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-async def test_a_stream_that_outlives_its_router_goes_on_at_the_successor(cluster, oracle, tmp_path):
-    async with standing_alone(cluster, tmp_path) as lone:
+async def test_stream_outliving_its_router_continues_at_successor(cluster, oracle, tmp_path):
+    async with running_lone_router(cluster, tmp_path) as lone:
         await lone.start(SHORT_DRAIN_S)
         streams = LongStreams(lone.http_url, oracle.story(9740, 100))
         reading = asyncio.gather(*(streams.read() for _ in range(LONG_STREAMS)))
@@ -321,7 +321,7 @@ async def test_a_stream_that_outlives_its_router_goes_on_at_the_successor(cluste
 
 
 class LongStreams:
-    """Long streams, each with ids: what breaks is asked for again from where it broke."""
+    """Long streams with ids: a broken one is resumed."""
 
     def __init__(self, url, prompt):
         self.prompt = prompt
@@ -341,7 +341,7 @@ class LongStreams:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-async def test_routers_that_share_a_port_are_replaced_again_and_again(fork_servers, oracle):
+async def test_rolling_restarts_of_routers_on_shared_port_lose_nothing(fork_servers, oracle):
     settings = {"router__processes": 2, "decode__replicas": 2, "transfer__succession_s": 1.0}
     async with running(command=fork_servers.command, **settings) as cluster, loaded(cluster, oracle, 9720) as load:
         for _ in range(ROUNDS):

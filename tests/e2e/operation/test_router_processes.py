@@ -1,4 +1,4 @@
-"""Several router processes behind one port: one cluster to its clients, whichever of them answers, whichever dies."""
+"""Several router processes behind one port act as one cluster, also when one is lost."""
 
 import asyncio
 import signal
@@ -36,14 +36,14 @@ async def cluster():
 
 
 async def post(cluster, prompt, num_tokens, key="key-of-all", **more):
-    """Over a connection of its own: the kernel chooses the process."""
+    """Over a new connection: the kernel chooses the process."""
     headers = {"Authorization": f"Bearer {key}"}
     async with httpx.AsyncClient(base_url=cluster.local.http_url, timeout=WAIT_S, trust_env=False) as http:
         return await http.post("/v1/completions", json=body(prompt, num_tokens, **more), headers=headers)
 
 
-async def of_named(cluster, method, name="", **more):
-    """The answer of some process of what is kept by name."""
+async def request_named_cache(cluster, method, name="", **more):
+    """One request about a named cache, to any of the processes."""
     headers = {"Authorization": "Bearer key-of-all"}
     path = f"/v1beta/{name or 'cachedContents'}"
     async with httpx.AsyncClient(base_url=cluster.local.http_url, timeout=WAIT_S, verify=False) as http:
@@ -51,8 +51,8 @@ async def of_named(cluster, method, name="", **more):
 
 
 async def looks_at(cluster, name=""):
-    """Status and body, as so many connections see it."""
-    responses = await asyncio.gather(*(of_named(cluster, "GET", name) for _ in range(LOOKS)))
+    """Status and body over so many connections."""
+    responses = await asyncio.gather(*(request_named_cache(cluster, "GET", name) for _ in range(LOOKS)))
     return [(look.status_code, look.json()) for look in responses]
 
 
@@ -70,7 +70,7 @@ async def make_named(cluster):
     """Return the description of a named cache as its creator gets it."""
     rules = " ".join(f"Rule {i}: be kind to the fox number {i}." for i in range(8))
     body = {"model": "tandem-tiny", "systemInstruction": {"parts": [{"text": rules}]}, "ttl": "600s"}
-    made = await of_named(cluster, "POST", json=body)
+    made = await request_named_cache(cluster, "POST", json=body)
     assert made.status_code == 200, made.text
     return made.json()
 
@@ -83,7 +83,7 @@ async def ask(cluster, prompt, num_tokens=8):
 
 
 async def usage(cluster, key):
-    """What the key's holder may see of what was spent."""
+    """The usage that the key's holder may see."""
     headers = {"Authorization": f"Bearer {key}"}
     async with httpx.AsyncClient(base_url=cluster.local.http_url, timeout=WAIT_S, trust_env=False) as http:
         return (await http.get("/v1/usage", headers=headers)).json()
@@ -143,10 +143,10 @@ async def test_named_cache_is_shared_by_router_processes(cluster):
         return await cluster.figure("tandem_worker_pinned_prefixes") == 1
 
     await cluster.until(one_pin)  # reported with the worker's next load; whichever process renews it, it is one
-    patched = (await of_named(cluster, "PATCH", name, json={"ttl": "1200s"})).json()
+    patched = (await request_named_cache(cluster, "PATCH", name, json={"ttl": "1200s"})).json()
     assert patched["expireTime"] > cache["expireTime"]
     assert await looks_at(cluster) == [(200, {"cachedContents": [patched]})] * LOOKS
-    assert (await of_named(cluster, "DELETE", name)).json() == {}
+    assert (await request_named_cache(cluster, "DELETE", name)).json() == {}
     assert {status for status, _ in await looks_at(cluster, name)} == {404}
 
 
@@ -163,7 +163,7 @@ async def test_router_process_killed_is_restarted(cluster, oracle):
     assert await looks_at(cluster, cache["name"]) == [(200, cache)] * LOOKS, "it has learned what the others have"
 
 
-async def test_router_process_that_hangs_is_replaced(cluster, oracle):
+async def test_hung_router_process_is_replaced(cluster, oracle):
     prompt, pid = oracle.story(9502, 60), cluster.pid("router-2")
     cluster.local.kill("router-2", signal.SIGSTOP)
     await cluster.local.wait_ready("router-2", after_pid=pid)
@@ -171,7 +171,7 @@ async def test_router_process_that_hangs_is_replaced(cluster, oracle):
     assert await asyncio.gather(*(ask(cluster, prompt) for _ in range(ASKED))) == [oracle.tokens(prompt, 8)] * ASKED
 
 
-async def test_requests_per_minute_over_all_processes_are_exact(cluster):
+async def test_rate_limit_over_router_processes_is_exact(cluster):
     began_s = time.monotonic()
     answers = [await post(cluster, (300, 301), 1, key="key-of-few") for _ in range(IN_A_ROW)]
     served = [answer.status_code for answer in answers].count(200)

@@ -10,7 +10,7 @@ from tandem_bench.soak.measure import measure
 
 
 @pytest.mark.slow
-async def test_soak_of_some_minutes_grows_by_nothing_and_fails_nothing() -> None:
+async def test_soak_shows_no_growth_and_no_failure() -> None:
     options = parser().parse_args(["soak", "--minutes", "11", "--kill-every", "60"])
     rows, out = [], Console(file=io.StringIO(), width=120)
     await measure(options, rows, out=out, err=out)

@@ -33,7 +33,7 @@ async def cluster(fork_servers):
 
 
 async def ask(cluster, prompt, num_tokens, **more):
-    """The answer, and what it took as its client saw it."""
+    """The answer, and its times as the client saw them."""
     begun_s = time.monotonic()
     answer = await cluster.http.post("/v1/completions", json=body(prompt, num_tokens, **more), headers=ASK)
     took_s = time.monotonic() - begun_s
@@ -42,7 +42,7 @@ async def ask(cluster, prompt, num_tokens, **more):
 
 
 def check(timing, usage, took_s):
-    """No phase is longer than it can be, together they are no longer than the request, and nothing of it is lost."""
+    """Each phase is within its bounds, and their sum is within the request's time and complete."""
     assert all(timing[phase] >= 0.0 for phase in PHASES), timing
     spent_s = sum(timing[phase] for phase in PHASES)
     assert spent_s <= timing["total_s"] + ROUNDED_S, timing
@@ -56,7 +56,7 @@ def check(timing, usage, took_s):
     assert cost["currency"] == "EUR"
 
 
-async def test_timing_of_a_handoff_and_of_a_cached_prompt(cluster, oracle):
+async def test_timing_covers_handoff_and_cached_prompt(cluster, oracle):
     prompt = oracle.story(9800, 200)
     before = await cluster.disaggregated()
     answer, took_s = await ask(cluster, prompt, 24)
@@ -78,7 +78,7 @@ async def test_timing_of_a_handoff_and_of_a_cached_prompt(cluster, oracle):
     assert pools["prefill_pool"] + pools["decode_pool"] + pools["fetched"] == response["timing"]["cached_tokens"]
 
 
-async def test_timing_of_several_choices_with_a_stop_string(cluster, oracle):
+async def test_timing_covers_several_choices_and_stop_string(cluster, oracle):
     answer, took_s = await ask(cluster, oracle.story(9801, 120), 24, n=3, seed=1, temperature=1.0)
     response = answer.json()
     check(response["timing"], response["usage"], took_s)

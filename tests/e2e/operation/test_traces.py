@@ -1,4 +1,4 @@
-"""One request is one trace over all processes that had it, and its figures are those of /metrics."""
+"""One request is one trace over all its processes, with the figures of /metrics."""
 
 import asyncio
 import signal
@@ -9,7 +9,7 @@ import pytest
 from tandem.v1 import inference_pb2 as pb
 from tandem.v1.common_pb2 import SamplingParams
 from tandem.v1.inference_pb2_grpc import InferenceStub
-from tests.support.e2e.failed_over import check_lost_decoder, check_second_hand_off, until_sent
+from tests.support.e2e.failed_over import check_lost_decoder, check_retried_hand_off, until_sent
 from tests.support.otlp_receiver import OtlpReceiver, Received, otlp_receiver
 from tests.support.running_cluster import WAIT_S, RunningCluster, body, running
 
@@ -69,19 +69,19 @@ FAILED_OVER = [
 
 
 def traced(trace_id: str) -> dict[str, str]:
-    """A client's headers that make its request a part of its own trace."""
+    """Headers that make a client's request part of its own trace."""
     return {"traceparent": f"00-{trace_id}-{CLIENT_SPAN}-01", "tracestate": "vendor=opaque"}
 
 
 async def ask(cluster: RunningCluster, prompt: list[int], max_tokens: int, trace_id: str) -> list[int]:
-    """The answer, as a part of a client's own trace."""
+    """The answer, as part of a client's own trace."""
     response = await cluster.http.post("/v1/completions", json=body(prompt, max_tokens), headers=traced(trace_id))
     assert response.status_code == 200, response.text
     return response.json()["choices"][0]["token_ids"]
 
 
 async def ask_over_grpc(cluster: RunningCluster, prompt: list[int], trace_id: str) -> None:
-    """A stream that is read to its end, as a part of a client's own trace."""
+    """A stream read to its end, as part of a client's own trace."""
     metadata = tuple(traced(trace_id).items())
     request = pb.GenerateRequest(prompt_token_ids=pb.TokenIds(ids=prompt), sampling=SamplingParams(max_tokens=6))
     async with grpc.aio.insecure_channel(cluster.local.grpc_address) as channel:
@@ -89,7 +89,7 @@ async def ask_over_grpc(cluster: RunningCluster, prompt: list[int], trace_id: st
 
 
 async def check_failover(cluster: RunningCluster, receiver: OtlpReceiver, oracle, trace_id: str) -> None:
-    """A prefill worker that dies with a prompt leaves a failed attempt, and beside it the one that went well."""
+    """A prefill worker lost with a prompt leaves a failed attempt beside the successful one."""
     prompt = oracle.story(300, 200)
     cluster.local.kill("prefill-1", signal.SIGKILL)
     await cluster.until_workers(2)
@@ -107,7 +107,7 @@ async def check_failover(cluster: RunningCluster, receiver: OtlpReceiver, oracle
 
 
 async def all_of(receiver: OtlpReceiver, trace_id: str, count: int) -> list[Received]:
-    """The trace's spans once so many have come."""
+    """The trace's spans once so many have arrived."""
     try:
         async with asyncio.timeout(WAIT_S):
             await receiver.until(lambda: len(receiver.of_trace(trace_id)) >= count)
@@ -118,7 +118,7 @@ async def all_of(receiver: OtlpReceiver, trace_id: str, count: int) -> list[Rece
 
 
 async def complete(receiver: OtlpReceiver, trace_id: str, expected: dict) -> dict[tuple[str, str], Received]:
-    """The trace's spans by name and role, once all have come; each exactly once."""
+    """The trace's spans by name and role, once all have arrived; each exactly once."""
     spans = await all_of(receiver, trace_id, len(expected))
     by_name = {(span.name, span.instance.partition("-")[0]): span for span in spans}
     assert sorted(by_name) == sorted(expected)
@@ -145,7 +145,7 @@ def check_tree(spans: dict[tuple[str, str], Received], expected: dict) -> None:
 
 
 async def check_figures(cluster: RunningCluster, span: Received, direction: str, kind: str, before: float) -> None:
-    """What /metrics counted since `before` is what the span says."""
+    """The increase of /metrics since `before` equals the span's figures."""
     labels = {"worker": span.instance, "direction": direction, "kind": kind, "outcome": "committed"}
     moved = span.attributes["tandem.transfer.bytes"]
     assert moved == sum(attributes["bytes"] for name, _, attributes in span.events if name == "chunk") > 0
@@ -158,7 +158,7 @@ async def check_figures(cluster: RunningCluster, span: Received, direction: str,
     assert span.attributes["tandem.transfer.seconds"] > 0.0
 
 
-def hold_no_words(spans: list[Received]) -> bool:
+def have_short_attributes(spans: list[Received]) -> bool:
     """Whether attributes are short: no prompt, no token ids."""
     texts = [text for span in spans for text in span.attributes.values() if isinstance(text, (str, list))]
     return all(len(text) < 100 for text in texts)
@@ -206,12 +206,12 @@ async def test_trace_spans_both_pools_and_a_fetch(oracle):
             await cluster.until_idle()
             held = {state: await cluster.figure("tandem_worker_transfer_blocks", state=state) for state in STATES}
             assert held == dict.fromkeys(STATES, 0.0)
-            await check_second_hand_off(cluster, receiver, oracle, traced(trace[4]))
+            await check_retried_hand_off(cluster, receiver, oracle, traced(trace[4]))
             await check_lost_decoder(cluster, receiver, oracle, traced(trace[5]))
             await check_failover(cluster, receiver, oracle, trace[6])
         assert not receiver.of_trace(trace[2]), "its client did not want it traced"
         assert {"router", "decode-0"} <= {s.instance for s in receiver.spans if s.trace_id not in trace}
-    assert hold_no_words(receiver.spans)
+    assert have_short_attributes(receiver.spans)
     assert all(sent["x-key"] == "k" for sent in receiver.metadata)
 
 

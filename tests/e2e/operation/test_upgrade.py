@@ -1,4 +1,4 @@
-"""From the version before to this one: every mixture serves, and an upgrade under load loses nothing."""
+"""Upgrades from the previous version: every mixture serves, and an upgrade under load loses nothing."""
 
 import asyncio
 import random
@@ -48,7 +48,7 @@ async def test_upgrade_every_mixture_of_versions_serves(fork_servers, release, a
 
 
 class Load:
-    """Clients that never stop asking; each asks any router that takes requests."""
+    """Clients in a closed loop; each uses any router that accepts requests."""
 
     def __init__(self, answered) -> None:
         self.routers: list[RunningCluster] = []
@@ -65,7 +65,7 @@ class Load:
             self.num_right[client] += 1
 
     async def until_more(self):
-        """Until every client has had an answer to what it asked after this moment."""
+        """Wait until every client has had an answer to a request sent from now on."""
         before = list(self.num_right)
 
         async def all_had():
@@ -74,8 +74,8 @@ class Load:
         await self.routers[0].until(all_had)
 
 
-async def test_an_upgrade_under_load_loses_nothing(fork_servers, release, answered):
-    """One process after another, workers first; who leaves drains, a router once nobody is sent there any more."""
+async def test_upgrade_under_load_loses_nothing(fork_servers, release, answered):
+    """One process at a time, workers first; each drains, a router once it gets no more requests."""
     old = {"router", "prefill-0", "prefill-1", "decode-0", "decode-1"}
 
     def command(plan, config_path, ready_fd):
@@ -111,14 +111,14 @@ async def test_an_upgrade_under_load_loses_nothing(fork_servers, release, answer
 
 
 async def replace(cluster, old, name):
-    """End one process in order; what comes in its place is of this version."""
+    """Drain one process; its successor is of this version."""
     old.remove(name)
     pid = cluster.pid(name)
     cluster.local.kill(name, signal.SIGTERM)
     await cluster.local.wait_ready(name, after_pid=pid)
 
 
-async def test_router_processes_of_both_versions_share_the_ports(fork_servers, release, answered):
+async def test_router_processes_of_both_versions_share_ports(fork_servers, release, answered):
     """As after `pip install` under a running `tandem up`: a process that it starts again is of the new version."""
     command = release.among({"router-0"}, fork_servers.command)
     async with running(command=command, router__processes=2) as cluster:

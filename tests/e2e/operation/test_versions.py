@@ -38,7 +38,7 @@ def server():
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def routers(fork_servers, release, server):
-    """A router of each version, over the same workers and the same Redis; of the decode workers one is of each."""
+    """A router of each version, over the same workers and Redis; one decode worker of each version."""
     command = release.among({"prefill-0", "decode-1"}, fork_servers.command)
     async with (
         running(command=command, decode__replicas=2, redis__url=server.url, redis__lease_s=1.0) as this,
@@ -56,7 +56,7 @@ def requests_of(oracle, first):
 
 
 async def undisturbed(router, requests, oracle):
-    """The answers that nothing has happened to."""
+    """The answers of an undisturbed run."""
     readers = [Reader(one) for one in requests]
     assert all(await asyncio.gather(*(reader.read(router.http) for reader in readers)))
     answers = [reader.token_ids[0] for reader in readers]
@@ -66,7 +66,7 @@ async def undisturbed(router, requests, oracle):
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def answered(routers, oracle):
-    """Requests and what is to be answered to them."""
+    """Requests and their expected answers."""
     requests = requests_of(oracle, 9600)
     return requests, await undisturbed(routers[0], requests, oracle)
 
@@ -76,7 +76,7 @@ async def under_way(readers):
 
 
 class Whereabouts:
-    """Which decode worker computes a stream, as the ids of its events say."""
+    """The decode worker of a stream, by the ids of its events."""
 
     def __init__(self, cluster, server):
         config = cluster.local.config
@@ -91,7 +91,7 @@ class Whereabouts:
 
 
 async def lost(routers):
-    """Attempts so far whose worker was lost."""
+    """Attempts so far that lost their worker."""
     return sum([await router.figure("tandem_dispatch_retries_total", reason="worker_lost") for router in routers])
 
 
@@ -132,7 +132,7 @@ async def test_cluster_of_two_versions_serves(routers, answered, server):
     assert not any([await router.figure("tandem_redis_bad_entries_total") for router in routers])
 
 
-async def test_router_of_the_other_version_takes_over_streams(routers, answered):
+async def test_router_of_other_version_takes_over_streams(routers, answered):
     this, before = routers
     requests, expected = answered
     readers = [Reader(one) for one in requests]

@@ -60,7 +60,7 @@ both_kinds = pytest.mark.parametrize("params", [GREEDY, DRAWN], ids=["greedy", "
 
 
 class Crowd:
-    """Requests of all lengths and kinds that come now and then."""
+    """Requests of all lengths and kinds that arrive now and then."""
 
     def __init__(self, engine: Worker, seed: int, *, every: int, most: int, **more) -> None:
         self._engine = engine
@@ -79,7 +79,7 @@ class Crowd:
 
 @on_every_way
 @both_kinds
-def test_a_requests_bits_depend_on_nothing_around_it(workers, params) -> None:
+def test_deterministic_answer_is_independent_of_batch_and_worker(workers, params) -> None:
     here, there = workers
     alone, seen = here.answer(here.request(PROMPT, params), prefill_chunk_tokens=CONTEXT)
     assert seen.num_computed == COMPUTED
@@ -101,7 +101,7 @@ def test_a_requests_bits_depend_on_nothing_around_it(workers, params) -> None:
 @on_every_way
 @both_kinds
 def test_recomputed_kv_equals_decoded_kv(workers, params) -> None:
-    """After a preemption, and continued on another worker, prompts cover what decoding computed token by token."""
+    """After a preemption or a takeover, prompts include tokens whose KV was made by decoding."""
     here, there = workers
     alone, _ = here.answer(here.request(PROMPT, params))
     # Who ranks before it takes its blocks, and enough of them that nothing is found again in the cache.

@@ -1,4 +1,4 @@
-"""The budget made at start is kept: a process that is asked for all that it can hold stays within its limit."""
+"""A process under its full load stays within the memory budget made at start."""
 
 import json
 import os
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[3]
         *(pytest.param(*way, marks=pytest.mark.slow) for way in (("auto", "bfloat16"), ("torch", "float32"))),
     ],
 )
-def test_a_process_never_takes_more_than_its_budget(kernels: str, dtype: str) -> None:
+def test_engine_process_stays_within_memory_budget(kernels: str, dtype: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.engine.memory_budget_main", kernels, dtype],
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""An engine whose ranks are on two nodes: the same tokens, the same KV, and an end when one is gone or frozen."""
+"""An engine whose ranks are on two nodes: the same tokens and KV, and an end when a node is lost or frozen."""
 
 import os
 import queue
@@ -43,7 +43,7 @@ def ranks_of(starter) -> list[psutil.Process]:
 
 
 def go_on(parts: EngineParts, num_computed_tokens: int) -> list[int]:
-    """What follows a prompt of 37 tokens of which so many are in the cache."""
+    """The continuation of a prompt of 37 tokens with so many cached."""
     request = request_of(range(3, 40), "on")
     request.block_table.extend(BlockId(i) for i in range(8))
     request.num_computed_tokens = num_computed_tokens
@@ -53,7 +53,7 @@ def go_on(parts: EngineParts, num_computed_tokens: int) -> list[int]:
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_two_nodes_compute_and_store_what_one_does(size: int, tmp_path: Path) -> None:
+def test_two_nodes_compute_and_store_the_same_as_one(size: int, tmp_path: Path) -> None:
     given = group(size=size, tls=Authority().issue(tmp_path))
     greedy = SamplingParams(temperature=0.0)
     alone = assemble(spec(BUILTIN, size), pool=SharedPool)

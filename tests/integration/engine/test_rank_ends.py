@@ -1,4 +1,4 @@
-"""However a group of ranks ends, in a sum, while it starts, or by its leader's death: at once, and nothing is left."""
+"""A group of ranks ends at once in a collective, during start or after its leader's death, and leaves nothing."""
 
 import gc
 import os
@@ -52,7 +52,7 @@ def open_files() -> list[str]:
     return sorted(names)
 
 
-def test_a_death_in_the_middle_of_a_sum_ends_the_wait() -> None:
+def test_killed_rank_ends_wait_for_all_reduce() -> None:
     leader = Leader(setup(3))
     try:
         frozen, killed = leader.pids[1], leader.pids[2]
@@ -70,7 +70,7 @@ def test_a_death_in_the_middle_of_a_sum_ends_the_wait() -> None:
     assert children() == []
 
 
-def test_a_group_that_ends_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_rank_group_leaks_no_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     Leader(setup()).close()  # torch keeps a few things of its first group
     before = open_files()
 
@@ -95,8 +95,8 @@ def test_a_group_that_ends_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) 
     assert children() == []
 
 
-def test_a_rank_that_dies_while_it_starts_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed after it has started and before it knows what to load; the leader, not notified, waits for it to load."""
+def test_rank_killed_during_start_ends_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed after its start and before it knows what to load, while the leader waits for it to load."""
     meet = Leader._meet
 
     def kill_and_meet(self: Leader, given: RankSetup):
@@ -127,7 +127,7 @@ Leader(setup(3))
 
 
 def test_ranks_of_a_leader_killed_at_start_end() -> None:
-    """They may not even have come to ask for a signal at its death."""
+    """They may not yet have asked for a signal at its death."""
     leader = subprocess.Popen(
         [sys.executable, "-c", STARTING], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
     )
@@ -156,7 +156,7 @@ print("lived on")
 """
 
 
-def test_reference_to_an_ended_group_does_not_end_the_process() -> None:
-    """An exception on its way does. torch's store opens its file by name when it goes: what has its number by then."""
+def test_lingering_reference_to_closed_group_is_harmless() -> None:
+    """As an exception in flight holds one. On destruction torch's store opens its file by descriptor number."""
     done = subprocess.run([sys.executable, "-c", HELD], capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (0, "lived on\n"), done.stderr

@@ -1,4 +1,4 @@
-"""An engine whose model lies on several processes: the same tokens, and an end as soon as one of them ends."""
+"""An engine sharded over several processes: the same tokens, and an end as soon as one of them ends."""
 
 import os
 import queue
@@ -124,7 +124,7 @@ def run_step(parts: EngineParts, requests: list[Request]) -> list[SampledToken]:
 
 
 def say_with_logprobs(parts: EngineParts) -> Iterator[SampledToken]:
-    """One continuation, step by step."""
+    """One continuation with logprobs, step by step."""
     request = Request(
         request_id=RequestId("logprobs"),
         token_ids=array("i", range(3, 40)),
@@ -138,7 +138,7 @@ def say_with_logprobs(parts: EngineParts) -> Iterator[SampledToken]:
 
 
 def read_prompt(parts: EngineParts) -> tuple[list[float], list[int], list[float]]:
-    """What is read of a prompt in two chunks: log probabilities, the most likely tokens, the mean hidden state."""
+    """A prompt scored in two chunks: log probabilities, the most likely tokens, the mean hidden state."""
     readings = [PromptScoringState(num_prompt_tokens=37, num_top=num_top) for num_top in (3, None)]
     requests = [request_of(range(3, 40), f"read {i}") for i in range(2)]
     for i, (request, reading) in enumerate(zip(requests, readings, strict=True)):
@@ -150,7 +150,7 @@ def read_prompt(parts: EngineParts) -> tuple[list[float], list[int], list[float]
 
 
 def compare_logprobs(ours, expected) -> None:
-    """The same tokens; sums over ranks are made in another order, so that log-probabilities are only close."""
+    """The same tokens; ranks sum in another order, so log probabilities are only close."""
     for one, other in zip(ours, expected, strict=True):
         assert one.token_id == other.token_id
         assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
@@ -189,7 +189,7 @@ def children() -> list[psutil.Process]:
     [("Qwen3ForCausalLM", 2)]
     + [pytest.param(name, size, marks=pytest.mark.slow) for name in ARCHITECTURES for size in (2, 4)],
 )
-def test_ranks_together_equal_one_process(architecture: str, size: int, tmp_path: Path) -> None:
+def test_rank_group_tokens_equal_single_process(architecture: str, size: int, tmp_path: Path) -> None:
     model = reference_model(architecture, num_attention_heads=8, num_key_value_heads=4, head_dim=8)
     model.save_pretrained(tmp_path)
     alone = assemble(spec(tmp_path, 1))
@@ -215,7 +215,7 @@ def test_ranks_together_equal_one_process(architecture: str, size: int, tmp_path
         together.ranks.close()
 
 
-def test_every_rank_saves_and_brings_back_its_part_of_a_preempted_request(tmp_path: Path) -> None:
+def test_ranks_offload_and_restore_their_parts_of_preempted_kv(tmp_path: Path) -> None:
     model = reference_model("Qwen3ForCausalLM", num_attention_heads=8, num_key_value_heads=4, head_dim=8)
     model.save_pretrained(tmp_path)
     alone = serve_all(assemble(spec(tmp_path, 1)))
@@ -230,7 +230,7 @@ def test_every_rank_saves_and_brings_back_its_part_of_a_preempted_request(tmp_pa
         together.ranks.close()
 
 
-def test_every_rank_keeps_its_part_of_evicted_blocks(tmp_path: Path) -> None:
+def test_ranks_keep_their_parts_of_evicted_blocks(tmp_path: Path) -> None:
     model = reference_model("Qwen3ForCausalLM", num_attention_heads=8, num_key_value_heads=4, head_dim=8)
     model.save_pretrained(tmp_path)
     alone = serve_all(assemble(spec(tmp_path, 1)))
@@ -270,7 +270,7 @@ def request_of(tokens: Iterable[int], name: str) -> Request:
 
 
 def serve_all(parts: EngineParts) -> list[list[int]]:
-    """What four requests say; with a host tier, some of them must have been there and back."""
+    """Answers of four requests; with a host tier, some of them must have been offloaded and restored."""
     requests = []
     for i in range(4):
         prompt = array("i", [(13 * i + 5 * k) % 90 + 3 for k in range(20 + 9 * i)])
@@ -306,18 +306,18 @@ def test_invalid_shard_is_refused_by_its_rank_and_all_ranks_end(tmp_path: Path) 
     assert children() == []
 
 
-def test_what_cannot_be_split_is_refused_before_anything_starts() -> None:
+def test_indivisible_model_is_refused_before_ranks_start() -> None:
     with pytest.raises(ConfigError, match=r"tensor_parallel_size is 3: it must divide config\.json's num_attention"):
         assemble(spec(BUILTIN, 3))
 
 
-def test_the_memory_is_divided_among_the_ranks() -> None:
+def test_memory_limit_is_divided_among_ranks() -> None:
     with pytest.raises(ConfigError, match=r"not enough memory.*\(memory 8\.0 MiB"):
         assemble(spec(BUILTIN, 2, memory_bytes=16 << 20, num_blocks=None, max_model_len=2048))
     assert children() == []
 
 
-def test_a_killed_rank_ends_the_group_idle_or_not() -> None:
+def test_killed_rank_ends_group() -> None:
     parts = assemble(spec(BUILTIN, 2), pool=SharedPool)
     losses = queue.SimpleQueue()
     parts.ranks.watch(lambda lost: losses.put((lost, time.monotonic())))
@@ -333,7 +333,7 @@ def test_a_killed_rank_ends_the_group_idle_or_not() -> None:
     assert children() == []
 
 
-def test_a_frozen_rank_does_not_hang_the_leader() -> None:
+def test_frozen_rank_does_not_hang_leader() -> None:
     options = BackendOptions(device=torch.device("cpu"), dtype="float32", kernels="torch")
     setup = RankSetup(rank=0, size=2, model_path=BUILTIN, backend=options, log_level="INFO", timeout_s=3.0)
     leader = Leader(setup)
@@ -356,7 +356,7 @@ sys.stdin.read()
 """
 
 
-def test_ranks_end_with_their_leader() -> None:
+def test_ranks_end_with_killed_leader() -> None:
     leader = subprocess.Popen(
         [sys.executable, "-c", LEADER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
     )

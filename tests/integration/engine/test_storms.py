@@ -1,4 +1,4 @@
-"""Random histories of an engine that looks ahead and offloads, over a real model: nobody says anything else."""
+"""Random histories of a pipelined, offloading engine over a real model: every answer is the undisturbed one."""
 
 import random
 import threading
@@ -37,7 +37,7 @@ WAIT_S = 60.0
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("count", [6, pytest.param(300, marks=pytest.mark.slow)])
-def test_storm_answers_equal_undisturbed_ones(model, mode, count):
+def test_storm_equals_undisturbed_answers(model, mode, count):
     seen = [storm(model, seed, **MODES[mode]) for seed in range(count)]
     assert sum(one.preemptions for one in seen)
     assert sum(one.copied for one in seen)
@@ -51,8 +51,8 @@ def test_storm_answers_equal_undisturbed_ones(model, mode, count):
     ("mode", "count"),
     [("ahead-offload", 2), ("late-offload", 2), *(pytest.param(mode, 300, marks=pytest.mark.slow) for mode in MODES)],
 )
-def test_storm_over_host_memory_and_disk_answers_equal_undisturbed_ones(model, mode, count, tmp_path):
-    """Each storm but the first finds files that another one has left."""
+def test_storm_with_cache_tiers_equals_undisturbed_answers(model, mode, count, tmp_path):
+    """Each storm but the first finds files left by another."""
     host_hits = disk_hits = 0
     for seed in range(10 * count):
         one = storm(model, seed, **MODES[mode], count=6, cache_folder=tmp_path)
@@ -64,7 +64,7 @@ def test_storm_over_host_memory_and_disk_answers_equal_undisturbed_ones(model, m
 
 
 def client(rig, requests, draw):
-    """On a thread of its own: asks, and sometimes thinks better of it."""
+    """On its own thread: sends requests, and aborts some."""
     for request in requests:
         rig.engine.call(lambda _, request=request: rig.add(request)).result(WAIT_S)
         if draw.random() < 0.3:
@@ -75,7 +75,7 @@ def client(rig, requests, draw):
 
 @pytest.mark.parametrize("count", [2, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("late", [False, True])
-def test_storm_with_client_threads_answers_equal_undisturbed_ones(model, late, count):
+def test_storm_with_client_threads_equals_undisturbed_answers(model, late, count):
     num_preemptions = 0
     for seed in range(count):
         orders = random_requests(random.Random(seed), 16)

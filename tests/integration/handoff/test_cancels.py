@@ -1,4 +1,4 @@
-"""Cancels and clean-up that wait for nothing but themselves (docs/extend/incidents.md)."""
+"""Cancels and clean-up take effect without timers or further requests (docs/extend/incidents.md)."""
 
 import asyncio
 from dataclasses import replace
@@ -24,8 +24,8 @@ IMPATIENT = replace(SETTINGS, lease_s=0.4, drain_s=0.1, reroute_s=0.2)
 
 @pytest.mark.parametrize("transport", ["memory", "tcp"])
 @pytest.mark.parametrize("gate_after", [0, 16])
-async def test_a_cancel_stops_the_prefill_by_itself(transport: str, gate_after: int) -> None:
-    """The prompt would be computed for ever. Nothing but the cancel can end it, and it frees both pools."""
+async def test_handoff_cancel_stops_prefill_without_timers(transport: str, gate_after: int) -> None:
+    """The prompt would be computed forever. Only the cancel can end it, and it frees both pools."""
     fabric = MemoryFabric()
     async with (
         decoding(transport, WITHOUT_TIMERS, fabric) as (hub, owner),
@@ -46,7 +46,7 @@ async def test_a_cancel_stops_the_prefill_by_itself(transport: str, gate_after: 
 
 
 async def test_pool_full_of_holds_is_cleaned_up_without_requests() -> None:
-    """One silent decode worker has all of a prefill worker's blocks. No new request has to come to free them."""
+    """One silent decode worker holds all of a prefill worker's blocks; no new request is needed to free them."""
     fabric = MemoryFabric()
     [receiver] = open_receivers(Pool(48).region, choice="memory", fabric=fabric)
     async with (
@@ -65,7 +65,7 @@ async def test_pool_full_of_holds_is_cleaned_up_without_requests() -> None:
 
 
 async def test_pool_full_of_destinations_is_cleaned_up_without_requests() -> None:
-    """Its prefill worker goes on writing nothing and renews nothing; the router names no other one."""
+    """Its prefill worker writes nothing and renews nothing, and the router names no other."""
     fabric = MemoryFabric()
     async with (
         decoding("memory", IMPATIENT, fabric) as (hub, owner),

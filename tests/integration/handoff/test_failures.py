@@ -1,4 +1,4 @@
-"""Hand-offs that go wrong: killed, frozen, corrupted, mismatched and hostile peers."""
+"""Failing hand-offs: killed, frozen, corrupted, mismatched and hostile peers."""
 
 import asyncio
 import random
@@ -104,7 +104,7 @@ def prefill_process(transport: str, *, incarnation: int = 5, gate_after_tokens: 
         ("tp_size", 3),
     ],
 )
-async def test_unlike_layouts_are_refused_when_they_meet(field: str, value: object) -> None:
+async def test_handoff_between_different_layouts_is_refused(field: str, value: object) -> None:
     fabric = MemoryFabric()
     other = replace(LAYOUT, **{field: value})
     async with (
@@ -119,7 +119,7 @@ async def test_unlike_layouts_are_refused_when_they_meet(field: str, value: obje
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-async def test_a_killed_prefill_worker_costs_only_what_had_not_landed(transport: str) -> None:
+async def test_handoff_killed_prefill_worker_costs_only_missing_blocks(transport: str) -> None:
     async with decoding(transport) as (hub, owner), prefilling(transport) as spare:
         with prefill_process(transport, gate_after_tokens=24) as victim:
             transfer = begin(hub, owner, make_job("a", 45), victim.route(1))
@@ -138,7 +138,7 @@ async def test_a_killed_prefill_worker_costs_only_what_had_not_landed(transport:
         assert all_free(owner.pool)
 
 
-async def test_a_known_first_token_is_never_sampled_again() -> None:
+async def test_handoff_known_first_token_is_not_sampled_again() -> None:
     fabric = MemoryFabric()
     async with decoding("memory", fabric=fabric) as (hub, owner), prefilling("memory", fabric=fabric) as worker:
         owner.bind_gate.clear()
@@ -158,7 +158,7 @@ async def test_a_known_first_token_is_never_sampled_again() -> None:
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-async def test_a_frozen_writer(transport: str) -> None:
+async def test_handoff_with_frozen_writer_reuses_no_unproven_block(transport: str) -> None:
     async with decoding(transport, IMPATIENT) as (hub, owner), prefilling(transport) as spare:
         with prefill_process(transport, gate_after_tokens=24) as victim:
             transfer = begin(hub, owner, make_job("a", 45), victim.route(1))
@@ -184,7 +184,7 @@ async def test_a_frozen_writer(transport: str) -> None:
         assert hub.stats.quarantined_blocks == 0
 
 
-async def test_no_transport_in_common_is_refused_when_they_meet() -> None:
+async def test_handoff_without_common_transport_is_refused() -> None:
     async with decoding("tcp") as (hub, owner), prefilling("shm") as worker:
         transfer = begin(hub, owner, make_job("a", 30), worker.route(1))
         record = await owner.until(transfer, lambda r: r.errors)
@@ -192,7 +192,7 @@ async def test_no_transport_in_common_is_refused_when_they_meet() -> None:
         hub.cancel(transfer)
 
 
-async def test_the_best_transport_is_chosen() -> None:
+async def test_handoff_uses_best_common_transport() -> None:
     fabric = MemoryFabric()
     async with decoding("auto") as (hub, owner), prefilling("auto", fabric=fabric) as worker:
         transfer = begin(hub, owner, make_job("a", 30), worker.route(1))
@@ -202,7 +202,7 @@ async def test_the_best_transport_is_chosen() -> None:
 
 
 class Faulty:
-    """A sending end whose bytes are damaged on the way, as often as `damage` says so."""
+    """A sending end whose bytes are corrupted in transit, at the rate `damage`."""
 
     def __init__(self, inner: KVSender, damage: Callable[[], bool]) -> None:
         self.inner, self.damage = inner, damage
@@ -260,7 +260,7 @@ async def faulty_pair(damage: Callable[[], bool]) -> AsyncIterator[tuple[Receive
         yield hub, owner, worker
 
 
-async def test_damaged_chunks_are_written_again() -> None:
+async def test_handoff_damaged_chunks_are_written_again() -> None:
     rng = random.Random(4)
     async with faulty_pair(lambda: rng.random() < 0.3) as (hub, owner, worker):
         for index in range(20):
@@ -277,7 +277,7 @@ async def test_damaged_chunks_are_written_again() -> None:
         assert all_free(owner.pool)
 
 
-async def test_a_chunk_that_stays_damaged_fails_the_attempt() -> None:
+async def test_handoff_chunk_always_damaged_fails_the_attempt() -> None:
     async with faulty_pair(lambda: True) as (hub, owner, worker):
         transfer = begin(hub, owner, make_job("a", 40), worker.route(1))
         record = await owner.until(transfer, lambda r: r.errors)
@@ -299,7 +299,7 @@ async def test_failed_handoff_without_reroute_expires() -> None:
         assert hub.num_transfers == 0
 
 
-async def test_a_draining_prefill_worker_serves_what_it_has() -> None:
+async def test_draining_prefill_worker_finishes_current_handoffs() -> None:
     fabric = MemoryFabric()
     async with decoding("memory", fabric=fabric) as (hub, owner), prefilling("memory", fabric=fabric) as worker:
         worker.owner.gate.clear()
@@ -316,7 +316,7 @@ async def test_a_draining_prefill_worker_serves_what_it_has() -> None:
         await drained
 
 
-async def test_a_newer_attempt_supersedes_an_older_one_on_the_same_worker() -> None:
+async def test_handoff_newer_attempt_supersedes_older_on_same_worker() -> None:
     fabric = MemoryFabric()
     async with decoding("memory", fabric=fabric) as (hub, owner), prefilling("memory", fabric=fabric) as worker:
         worker.owner.gate.clear()
@@ -332,7 +332,7 @@ async def test_a_newer_attempt_supersedes_an_older_one_on_the_same_worker() -> N
         assert all_free(owner.pool)
 
 
-async def test_leaving_with_hand_offs_under_way_frees_everything() -> None:
+async def test_decode_worker_leaving_during_handoffs_frees_everything() -> None:
     fabric = MemoryFabric()
     async with prefilling("memory", fabric=fabric) as worker:
         worker.owner.gate.clear()

@@ -1,4 +1,4 @@
-"""Whole hand-offs over real gRPC and real transports, with pretend engines."""
+"""Whole hand-offs over real gRPC and real transports, with fake engines."""
 
 import asyncio
 import random
@@ -63,7 +63,7 @@ async def cluster(request: pytest.FixtureRequest) -> AsyncIterator[Cluster]:
 
 
 @pytest.mark.parametrize(("num_tokens", "held_tokens"), [(37, 0), (64, 0), (1, 0), (4, 0), (50, 16), (33, 32)])
-async def test_a_prompt_crosses(cluster: Cluster, num_tokens: int, held_tokens: int) -> None:
+async def test_handoff_transfers_prompt_and_first_token(cluster: Cluster, num_tokens: int, held_tokens: int) -> None:
     job = make_job("a", num_tokens, held_tokens=held_tokens)
     transfer = begin(cluster.hub, cluster.decode, job, cluster.prefill.route(1))
     record = await cluster.decode.until(transfer, lambda r: r.committed)
@@ -80,7 +80,7 @@ async def test_a_prompt_crosses(cluster: Cluster, num_tokens: int, held_tokens: 
     assert cluster.hub.stats.num_bytes == len(record.bound) * LAYOUT.block_bytes == cluster.prefill.hub.stats.num_bytes
 
 
-async def test_a_resumed_prompt_samples_nothing(cluster: Cluster) -> None:
+async def test_handoff_resumed_prompt_samples_no_token(cluster: Cluster) -> None:
     transfer = begin(cluster.hub, cluster.decode, make_job("a", 20, resume=True), cluster.prefill.route(1))
     record = await cluster.decode.until(transfer, lambda r: r.committed)
     assert record.tokens == []
@@ -88,7 +88,7 @@ async def test_a_resumed_prompt_samples_nothing(cluster: Cluster) -> None:
     await cluster.settled()
 
 
-async def test_the_first_token_does_not_wait_for_kv(cluster: Cluster) -> None:
+async def test_handoff_first_token_does_not_wait_for_kv(cluster: Cluster) -> None:
     cluster.decode.bind_gate.clear()
     transfer = begin(cluster.hub, cluster.decode, make_job("a", 30), cluster.prefill.route(1))
     record = await cluster.decode.until(transfer, lambda r: r.tokens)
@@ -98,7 +98,7 @@ async def test_the_first_token_does_not_wait_for_kv(cluster: Cluster) -> None:
     await cluster.settled()
 
 
-async def test_chunks_are_written_while_the_prompt_is_computed(cluster: Cluster) -> None:
+async def test_handoff_writes_chunks_while_prompt_is_computed(cluster: Cluster) -> None:
     cluster.prefill.owner.gate.clear()
     cluster.prefill.owner.gate_after_tokens = 24
     transfer = begin(cluster.hub, cluster.decode, make_job("a", 40), cluster.prefill.route(1))
@@ -112,7 +112,7 @@ async def test_chunks_are_written_while_the_prompt_is_computed(cluster: Cluster)
 
 
 @pytest.mark.parametrize("gate_after", [0, 16])
-async def test_a_cancel_reaches_the_prefill_worker(cluster: Cluster, gate_after: int) -> None:
+async def test_handoff_cancel_reaches_prefill_worker(cluster: Cluster, gate_after: int) -> None:
     cluster.prefill.owner.gate.clear()
     cluster.prefill.owner.gate_after_tokens = gate_after
     transfer = begin(cluster.hub, cluster.decode, make_job("a", 40), cluster.prefill.route(1))
@@ -126,7 +126,7 @@ async def test_a_cancel_reaches_the_prefill_worker(cluster: Cluster, gate_after:
     assert not cluster.decode.records[transfer].errors
 
 
-async def test_a_cancel_while_blocks_are_being_bound(cluster: Cluster) -> None:
+async def test_handoff_cancel_during_binding_frees_blocks(cluster: Cluster) -> None:
     cluster.decode.bind_gate.clear()
     transfer = begin(cluster.hub, cluster.decode, make_job("a", 30), cluster.prefill.route(1))
     await cluster.decode.until(transfer, lambda r: r.tokens)
@@ -136,7 +136,7 @@ async def test_a_cancel_while_blocks_are_being_bound(cluster: Cluster) -> None:
     await cluster.settled()
 
 
-async def test_refusals_name_their_reason(cluster: Cluster) -> None:
+async def test_handoff_refusals_name_their_reason(cluster: Cluster) -> None:
     transfer = begin(cluster.hub, cluster.decode, make_job("big", 65 * BLOCK), cluster.prefill.route(1))
     record = await cluster.decode.until(transfer, lambda r: r.errors)
     assert isinstance(record.errors[0], RequestTooLarge)
@@ -149,7 +149,7 @@ async def test_refusals_name_their_reason(cluster: Cluster) -> None:
     await cluster.settled()
 
 
-async def test_a_route_to_an_older_incarnation_fails_at_once(cluster: Cluster) -> None:
+async def test_handoff_to_older_incarnation_fails_at_once(cluster: Cluster) -> None:
     stale = replace(cluster.prefill.route(1), incarnation=Incarnation(9))
     transfer = begin(cluster.hub, cluster.decode, make_job("a", 30), stale)
     record = await cluster.decode.until(transfer, lambda r: r.errors)
@@ -173,7 +173,7 @@ async def test_handoff_of_other_tokens_is_not_committed(cluster: Cluster) -> Non
     await cluster.settled()
 
 
-async def test_misuse_of_the_hub_is_refused(cluster: Cluster) -> None:
+async def test_handoff_hub_misuse_is_refused(cluster: Cluster) -> None:
     cluster.prefill.owner.gate.clear()
     transfer = begin(cluster.hub, cluster.decode, make_job("a", 30), cluster.prefill.route(1))
     with pytest.raises(TransferError):
@@ -188,7 +188,7 @@ async def test_misuse_of_the_hub_is_refused(cluster: Cluster) -> None:
     await cluster.settled()
 
 
-async def test_many_hand_offs_with_cancels_leave_nothing(cluster: Cluster) -> None:
+async def test_many_handoffs_with_cancels_leave_nothing(cluster: Cluster) -> None:
     rng = random.Random(3)
     limit = asyncio.Semaphore(4)
 

@@ -21,8 +21,8 @@ FIRST, SECOND = (
 
 
 @asynccontextmanager
-async def once_failed() -> AsyncIterator[tuple[Any, Any, Any, TransferId]]:
-    """A hand-off whose first attempt, with the first holder, has lost its link; nothing is left of it at the end."""
+async def failed_first_attempt() -> AsyncIterator[tuple[Any, Any, Any, TransferId]]:
+    """A hand-off whose first attempt, with the first holder, lost its link; leaves nothing behind."""
     fabric = MemoryFabric()
     async with decoding("memory", fabric=fabric) as (hub, owner), prefilling("memory", fabric=fabric) as worker:
         worker.owner.gate.clear()
@@ -38,7 +38,7 @@ async def once_failed() -> AsyncIterator[tuple[Any, Any, Any, TransferId]]:
 
 
 async def test_reroute_to_second_prefill_worker_names_second_holder() -> None:
-    async with once_failed() as (hub, owner, worker, transfer):
+    async with failed_first_attempt() as (hub, owner, worker, transfer):
         # As the router says it, and as the decode worker reads it.
         route = PrefillRoute(
             worker=WorkerKey(WorkerId("p"), worker.incarnation),
@@ -54,8 +54,8 @@ async def test_reroute_to_second_prefill_worker_names_second_holder() -> None:
         assert [job.holder for job in worker.owner.jobs] == [FIRST, SECOND]
 
 
-async def test_route_without_holder_forgets_the_former_one() -> None:
-    async with once_failed() as (hub, owner, worker, transfer):
+async def test_reroute_without_holder_forgets_previous_one() -> None:
+    async with failed_first_attempt() as (hub, owner, worker, transfer):
         message = reroute_to_pb(RequestId("r"), 1, None).reroute
         assert holder_of(message) is None
         hub.reroute(transfer, worker.route(2), holder_of(message))

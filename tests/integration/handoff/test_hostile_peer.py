@@ -1,4 +1,4 @@
-"""A bare client in the place of a decode worker: silent, gone or malformed."""
+"""A bare client as decode worker: silent, gone or malformed."""
 
 import asyncio
 from collections.abc import Callable
@@ -40,8 +40,8 @@ def prefilling(choice: str, **options: object):
     return prefill_worker(lambda region: open_senders(region, choice=choice, fabric=fabric), pool=Pool(64), **options)
 
 
-async def test_a_killed_decode_worker_leaves_no_hold() -> None:
-    """Its half is a bare client here: it hangs up without a word after it has asked for a prefill."""
+async def test_killed_decode_worker_leaves_no_hold() -> None:
+    """A bare client stands in for it, and hangs up without a word after it has requested a prefill."""
     fabric = MemoryFabric()
     pool = Pool(48)
     [receiver] = open_receivers(pool.region, choice="memory", fabric=fabric)
@@ -57,7 +57,7 @@ async def test_a_killed_decode_worker_leaves_no_hold() -> None:
     receiver.close()
 
 
-async def test_a_silent_decode_worker_loses_its_hold() -> None:
+async def test_silent_decode_worker_loses_its_hold() -> None:
     fabric = MemoryFabric()
     pool = Pool(48)
     [receiver] = open_receivers(pool.region, choice="memory", fabric=fabric)

@@ -1,4 +1,4 @@
-"""Hubs always let their process end: after a bug at once, else after a lease, whether or not peers answer."""
+"""Hubs never block their process from ending: after a bug at once, else after a lease at most."""
 
 import asyncio
 from dataclasses import replace
@@ -22,7 +22,7 @@ IMPATIENT = replace(SETTINGS, lease_s=0.3, sweep_s=0.02)
 
 
 class Engine:
-    """Answers no job, except that it breaks over the one named "bug"."""
+    """Answers no job, and raises for the one named "bug"."""
 
     def __init__(self) -> None:
         self.submitted: list[str] = []
@@ -47,7 +47,7 @@ async def test_prefill_worker_with_a_bug_ends_despite_pending_engine_work() -> N
         assert worker.hub.num_transfers == 1, "all but the broken one have ended"
 
 
-async def test_a_prefill_worker_leaves_an_engine_that_does_not_answer() -> None:
+async def test_prefill_worker_leaves_despite_unresponsive_engine() -> None:
     fabric, engine = MemoryFabric(), Engine()
     async with decoding("memory", fabric=fabric) as (hub, owner):
         async with asyncio.timeout(WAIT_S), prefilling("memory", fabric=fabric, settings=IMPATIENT) as worker:
@@ -57,7 +57,7 @@ async def test_a_prefill_worker_leaves_an_engine_that_does_not_answer() -> None:
         assert worker.hub.num_transfers == 0
 
 
-async def test_a_bug_in_a_decode_worker_ends_it() -> None:
+async def test_decode_worker_bug_ends_its_process() -> None:
     fabric = MemoryFabric()
 
     async def bind(transfer_id: TransferId, _num_blocks: int) -> tuple[BlockId, ...]:
@@ -76,7 +76,7 @@ async def test_a_bug_in_a_decode_worker_ends_it() -> None:
 
 
 class Frozen(HandoffServicer):
-    """Greets, and reads no more."""
+    """Says hello, and reads no more."""
 
     async def Connect(self, _requests: object, stream: Any) -> None:
         hello = wire.decode(await stream.read()).body
@@ -87,7 +87,7 @@ class Frozen(HandoffServicer):
         await asyncio.Event().wait()
 
 
-async def test_a_decode_worker_leaves_a_peer_that_does_not_read() -> None:
+async def test_decode_worker_leaves_despite_peer_not_reading() -> None:
     fabric = MemoryFabric()
     server = grpc.aio.server(options=SERVER_OPTIONS)
     add_HandoffServicer_to_server(Frozen(), server)

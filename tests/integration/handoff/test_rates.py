@@ -1,4 +1,4 @@
-"""What a hub expects of a peer: by what came from it, in this life of it, and for a while."""
+"""A hub's expected rate of a peer: from recent transfers of its current incarnation."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.integration.handoff.test_failures import decoding, prefilling
 from tests.support.kv_transfer.handoff_fakes import begin, make_job
 
 
-async def test_slow_peer_is_retried_once_later_and_a_restarted_one_at_once(
+async def test_peer_rate_retries_slow_peer_later_and_restarted_one_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fabric = MemoryFabric()

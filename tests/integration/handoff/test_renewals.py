@@ -1,4 +1,4 @@
-"""RENEW, which comes often and names thousands."""
+"""RENEW messages, which are frequent and list thousands of holds."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from tests.integration.handoff.test_failures import decoding
 
 
 class Ids(tuple):
-    """Names that may be gone through once, and never be searched."""
+    """Names that may be iterated once, and never searched."""
 
     def __contains__(self, _: object) -> bool:
         raise AssertionError("each search looks at all of them")

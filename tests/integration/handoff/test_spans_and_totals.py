@@ -1,4 +1,4 @@
-"""What hand-offs between two real hubs leave behind: spans on both sides, and totals that tell how each ended."""
+"""Spans and totals of hand-offs between two real hubs, by outcome."""
 
 import asyncio
 import time
@@ -64,7 +64,7 @@ class Watched:
 
 
 def starved() -> Callable[[], float]:
-    """The clock of a process that stood still for a while when it had hardly begun."""
+    """The clock of a process that stalled shortly after its start."""
     behind_s = chain([1000.0], repeat(0.0))
     return lambda: time.monotonic() - next(behind_s)
 
@@ -100,7 +100,7 @@ def within(inner: KeptSpan, outer: KeptSpan) -> bool:
     return outer.start_s <= inner.start_s <= inner.end_s <= outer.end_s
 
 
-async def test_a_hand_off_is_one_trace_over_both_workers(pair: Watched) -> None:
+async def test_handoff_is_one_trace_over_both_workers(pair: Watched) -> None:
     sent_s = time.monotonic()
     transfer = begin(pair.hub, pair.decode, job("a"), pair.prefill.route(1))
     record = await pair.decode.until(transfer, lambda r: r.committed)
@@ -129,7 +129,7 @@ async def test_a_hand_off_is_one_trace_over_both_workers(pair: Watched) -> None:
         assert attributes["tandem.transfer.outcome"] == "committed"
 
 
-async def test_what_is_not_traced_leaves_no_span(pair: Watched) -> None:
+async def test_handoff_without_sampled_trace_has_no_spans(pair: Watched) -> None:
     for name, trace in (("none", None), ("unsampled", context_of(CLIENT_TRACE_ID, CLIENT_SPAN_ID, sampled=False))):
         transfer = begin(pair.hub, pair.decode, job(name, trace=trace), pair.prefill.route(1))
         await pair.decode.until(transfer, lambda r: r.committed)
@@ -138,7 +138,7 @@ async def test_what_is_not_traced_leaves_no_span(pair: Watched) -> None:
     assert not pair.sent.spans
 
 
-async def test_every_attempt_is_counted_by_how_it_ended_and_bytes_with_their_seconds(pair: Watched) -> None:
+async def test_handoff_outcomes_bytes_and_seconds_are_counted(pair: Watched) -> None:
     await pair.decode.until(begin(pair.hub, pair.decode, job("a"), pair.prefill.route(1)), lambda r: r.committed)
 
     pair.prefill.owner.gate.clear()

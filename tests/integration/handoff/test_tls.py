@@ -28,7 +28,7 @@ def receiving(tcp: TcpSettings):
     return decode_worker(lambda region: open_receivers(region, choice="tcp", tcp=tcp), pool=Pool(48))
 
 
-async def test_hand_offs_in_tls_over_several_streams(tmp_path: Path) -> None:
+async def test_handoff_tls_over_several_streams_commits(tmp_path: Path) -> None:
     tcp = tcp_settings(configured(tmp_path), LOOPBACK)
     assert tcp.streams == 3
     async with sending(tcp) as worker, receiving(tcp) as (hub, owner):
@@ -54,13 +54,13 @@ async def test_tls_on_one_side_only_fails_with_a_clear_error(tmp_path: Path, sid
         await hub.drain()
 
 
-def test_files_that_are_no_good_end_a_worker_at_its_start(tmp_path: Path) -> None:
+def test_handoff_tls_with_bad_files_fails_at_start(tmp_path: Path) -> None:
     config = configured(tmp_path)
     Path(config.tls.key).unlink()
     with pytest.raises(ConfigError, match=r"transfer\.tls\.key: .*No such file"):
         tcp_settings(config, LOOPBACK)
 
 
-def test_without_tls_kv_travels_in_the_clear() -> None:
+def test_handoff_without_tls_is_plain() -> None:
     assert tcp_settings(TransferConfig(), LOOPBACK).tls is None
     assert tcp_settings(TransferConfig(), LOOPBACK) == PLAIN

@@ -1,4 +1,4 @@
-"""What nobody wants any more hurries; and a worker that leaves lends, though it takes no prompts."""
+"""Unwanted hand-offs end quickly; and a draining worker lends prefixes although it takes no prompts."""
 
 import asyncio
 from dataclasses import replace
@@ -55,7 +55,7 @@ async def test_job_cancelled_before_it_is_accepted_is_reported() -> None:
         assert unwanted == ["a"], "only who is given up in between"
 
 
-async def test_a_job_that_is_given_up_before_its_task_began_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_handoff_aborted_with_its_order_is_not_started(monkeypatch: pytest.MonkeyPatch) -> None:
     fabric = MemoryFabric()
     async with decoding("memory", fabric=fabric) as (hub, owner), prefilling("memory", fabric=fabric) as worker:
         deliver = worker.hub._deliver
@@ -74,7 +74,7 @@ async def test_a_job_that_is_given_up_before_its_task_began_is_not_begun(monkeyp
         hub.cancel(transfer)
 
 
-async def test_a_worker_that_has_finished_its_prompts_still_lends() -> None:
+async def test_drained_prefill_worker_still_lends() -> None:
     fabric = MemoryFabric()
     async with decoding("memory", fabric=fabric) as (hub, owner), prefilling("memory", fabric=fabric) as worker:
         jobs: list[PrefillJob] = []

@@ -1,4 +1,4 @@
-"""Workers and routers over a real Redis: what is known where, and what becomes of it when Redis does its worst."""
+"""Workers and routers over a real Redis: published state, and recovery from every failure of Redis."""
 
 import asyncio
 import logging
@@ -52,7 +52,7 @@ async def until_all_agree(workers: list[PublishingWorker], routers: list[Router]
     await until(lambda: all(each.agrees_with(*workers) for each in routers), "all routers know what workers hold")
 
 
-async def test_routers_agree_on_a_prefix_that_only_one_of_them_has_routed(server: RedisServer) -> None:
+async def test_routers_share_prefix_routed_by_one(server: RedisServer) -> None:
     async with AsyncExitStack() as stack:
         workers, (first, second) = await two_of_each(stack, server)
         await first.ask(prompt(1))
@@ -103,7 +103,7 @@ LIMITS = {"no_replicas": "min-replicas-to-write", "full": "maxmemory"}
 
 
 class Fate:
-    """What becomes of Redis, and how it ends."""
+    """A fault of Redis, and its end."""
 
     def __init__(self, server: RedisServer, kind: str) -> None:
         self._server = server
@@ -112,7 +112,7 @@ class Fate:
         self._brake = threading.Thread(target=self._slow_down, daemon=True)
 
     def _slow_down(self) -> None:
-        """Answers come, now within the time that is given to them and now later."""
+        """Answers come within their timeout or after it, at random."""
         rng = Random(1)
         while not self._faster.is_set():
             self._server.do("CLIENT", "PAUSE", rng.randrange(20, 500), "ALL")
@@ -155,7 +155,7 @@ class Fate:
 
 
 def lie(server: RedisServer, workers: list[PublishingWorker]) -> None:
-    """Everything that somebody without the secret can write."""
+    """Everything that can be written without the secret."""
     forger = ClusterStateCodec(b"not the secret at all", "tandem")
     nobody = Process(WorkerId("d9"), Incarnation(9))
     soon_ms = 1e3 * time.time() + 60_000  # before all others, and not too late to be believed
@@ -352,7 +352,7 @@ async def test_unencodable_load_is_skipped_and_ends_no_router(
 
 
 async def test_load_from_before_router_start_is_ignored(server: RedisServer) -> None:
-    """Authentic, and never heard there: somebody kept it."""
+    """An authentic message from before this router's start, replayed."""
     config = RouterConfig.model_validate({"limits": {"default": {"concurrent_requests": 2}}})
     limits = [make_limits(config, SECRET, lambda: 0.0) for _ in range(2)]
     former = Incarnation(1000)

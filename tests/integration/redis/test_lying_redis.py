@@ -1,4 +1,4 @@
-"""Something at Redis's address speaks its language and says what Redis never would: the follower waits, and goes on."""
+"""A server at Redis's address that speaks its protocol with invalid content: the follower waits, and recovers."""
 
 import asyncio
 import time
@@ -25,7 +25,7 @@ LARGE = 256 << 20
 
 
 class Liar:
-    """Says the same to every XREAD, and OK to all else."""
+    """Sends the same answer to every XREAD, and OK to all else."""
 
     def __init__(self, reply: bytes) -> None:
         self.canned_reply = reply
@@ -51,7 +51,7 @@ class Liar:
 
 @asynccontextmanager
 async def following(liar: Liar) -> AsyncIterator[RedisLink]:
-    """A follower that has read a worker's state already."""
+    """A follower that has already read a worker's state."""
     server = await asyncio.start_server(liar.serve, "127.0.0.1", 0)
     settings = RedisSettings(host="127.0.0.1", port=server.sockets[0].getsockname()[1], timeout_s=5.0)
     link = RedisLink(settings, CircuitBreaker(QUICK, Random(1)), use="follow", clock=time.monotonic)
@@ -112,7 +112,7 @@ async def test_log_follower_malformed_reply_is_ignored(reply: bytes) -> None:
 
 
 class Flooding(Liar):
-    """Says an entry that never ends."""
+    """Sends an entry without end."""
 
     def __init__(self) -> None:
         super().__init__(b"*1\r\n*2\r\n$1\r\nk\r\n*1\r\n*2\r\n$3\r\n1-0\r\n*2\r\n$1\r\ne\r\n$%d\r\n" % LARGE)

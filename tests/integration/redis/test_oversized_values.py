@@ -1,4 +1,4 @@
-"""Somebody who can write to Redis, without the secret, puts large things there: nobody reads them, and they go."""
+"""Oversized values written to Redis without the secret are neither read nor kept."""
 
 import time
 from contextlib import AsyncExitStack

@@ -1,4 +1,4 @@
-"""Workers and routers that find Redis through sentinels: a real failover under load, and every answer of a sentinel."""
+"""Workers and routers that find Redis through sentinels: a real failover under load, and every sentinel answer."""
 
 import asyncio
 import logging
@@ -29,7 +29,7 @@ def group() -> Iterator[SentinelGroup]:
 
 
 def board_through(group: SentinelGroup) -> RedisSettings:
-    """As the settings in a file make it."""
+    """A board with the settings of a file."""
     config = RedisConfig(
         password="hush-hush",
         sentinels=tuple(group.addresses),
@@ -48,7 +48,7 @@ def prompt(number: int) -> tuple[int, ...]:
 
 
 class Load:
-    """Requests to all routers in turn, each of them checked, and new prefixes all the time."""
+    """Checked requests to all routers in turn, with new prefixes all the time."""
 
     def __init__(self, routers: list[Router]) -> None:
         self._routers = routers
@@ -65,7 +65,7 @@ class Load:
             await asyncio.sleep(0.005)
 
     async def goes_on(self, count: int) -> None:
-        """Until so many more are answered."""
+        """Wait until so many more are answered."""
         enough = self.num_answered + count
         await until(lambda: self._task.done() or self.num_answered >= enough, "answers")
         assert not self._task.done(), self._task.exception()
@@ -87,18 +87,18 @@ async def loaded(group: SentinelGroup) -> AsyncIterator[tuple[list[PublishingWor
         await load.goes_on(20)
         yield workers, routers, load
         await load.stop()
-        await all_is_known(workers, routers)
+        await until_all_synchronized(workers, routers)
 
 
-async def all_is_known(workers: list[PublishingWorker], routers: list[Router]) -> None:
-    """Until the routers know what the workers hold, and all of them are connected."""
+async def until_all_synchronized(workers: list[PublishingWorker], routers: list[Router]) -> None:
+    """Wait until the routers know the workers' content, and all of them are connected."""
     await until(lambda: all(each.agrees_with(*workers) for each in routers), "all routers know what workers hold")
     await until(lambda: all(link.is_up for each in routers for link in each.board.links), "routers are connected")
     await until(lambda: all(each.publisher and each.publisher.report().up for each in workers), "workers are connected")
 
 
 async def learned(workers: list[PublishingWorker], routers: list[Router], number: int) -> None:
-    """Until every router knows a prefix that was stored just now, and that no request has."""
+    """Wait until every router knows a newly stored prefix, which no request has."""
     names = [BlockHash(number.to_bytes(16, "big"))]
 
     def known() -> bool:
@@ -110,7 +110,7 @@ async def learned(workers: list[PublishingWorker], routers: list[Router], number
 
 
 @pytest.mark.turn(1)
-async def test_killed_master_loses_no_request_and_prefixes_are_known_again(
+async def test_sentinel_failover_loses_no_request_and_restores_prefixes(
     group: SentinelGroup, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG)
@@ -129,7 +129,7 @@ async def test_killed_master_loses_no_request_and_prefixes_are_known_again(
 
 
 @pytest.mark.slow
-async def test_frozen_master_that_comes_back_as_replica_is_left_alone(group: SentinelGroup) -> None:
+async def test_sentinel_demoted_master_is_left_alone(group: SentinelGroup) -> None:
     async with loaded(group) as (workers, routers, load):
         group.first.hang()
         await learned(workers, routers, 2)
@@ -217,7 +217,7 @@ def servers() -> Iterator[tuple[RedisServer, RedisServer]]:
         yield one, other
 
 
-async def test_link_leaves_a_living_server_that_is_no_longer_the_master(
+async def test_redis_link_follows_sentinel_away_from_live_server(
     servers: tuple[RedisServer, RedisServer], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", logger="tandem.rpc.redis_link")
@@ -240,7 +240,7 @@ async def test_link_leaves_a_living_server_that_is_no_longer_the_master(
     assert f"another Redis: 127.0.0.1:{other.port}/0 instead of 127.0.0.1:{one.port}/0" in caplog.text
 
 
-async def test_sentinels_that_fail_are_passed_over(servers: tuple[RedisServer, RedisServer]) -> None:
+async def test_redis_link_skips_failing_sentinels(servers: tuple[RedisServer, RedisServer]) -> None:
     one, _ = servers
     ignorant, good = FakeSentinel(b"*-1\r\n"), FakeSentinel(points_to(one, b"localhost"))
     async with ignorant, good:
@@ -265,7 +265,7 @@ async def test_sentinels_that_fail_are_passed_over(servers: tuple[RedisServer, R
         (None, "no answer within 0.3 s"),
     ],
 )
-async def test_answer_that_names_no_master_counts_as_down(answer: bytes | None, told: str) -> None:
+async def test_sentinel_answer_without_master_counts_as_down(answer: bytes | None, told: str) -> None:
     async with FakeSentinel(answer) as sentinel:
         rig = LinkRig(sentinel.address, timeout_s=0.3)
         with pytest.raises(RedisDown) as down:
@@ -292,7 +292,7 @@ async def test_doctor_asks_redis_through_each_sentinel(servers: tuple[RedisServe
     assert cluster_state(load(None)) == []
 
 
-async def test_sentinel_that_points_to_a_replica_is_doubted(servers: tuple[RedisServer, RedisServer]) -> None:
+async def test_sentinel_pointing_to_replica_is_not_trusted(servers: tuple[RedisServer, RedisServer]) -> None:
     one, other = servers
     other.do("REPLICAOF", "127.0.0.1", "1")
     late, right = FakeSentinel(points_to(other)), FakeSentinel(points_to(one))

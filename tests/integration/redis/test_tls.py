@@ -1,4 +1,4 @@
-"""rediss://: Redis behind a TLS server, whose certificate must be the right one."""
+"""rediss://: Redis behind a TLS server, whose certificate is verified."""
 
 import asyncio
 import os
@@ -20,7 +20,7 @@ from tests.support.router.cluster import PROMPT
 
 @asynccontextmanager
 async def tls_proxy(server: RedisServer, authority: trustme.CA):
-    """Our redis-server is built without TLS; yields the port of one that is."""
+    """Our redis-server is built without TLS; yields the port of a TLS proxy."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     authority.issue_cert("127.0.0.1").configure_cert(context)
     carrying: set[asyncio.Task[None]] = set()

@@ -110,7 +110,7 @@ class Batch:
                 ReceiverHub(local, owner=self._decode, receivers=(door,), dialer=self._dialer(), settings=times)
             )
             await self._transfer_all(receiving)
-            await self._come_to_rest(receiving, sending)
+            await self._assert_resources_released(receiving, sending)
 
     def _dialer(self) -> Dialer:
         options = (*CLIENT_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
@@ -135,7 +135,7 @@ class Batch:
         cancelling = None
         if plan.cancel_s is not None:
             cancelling = asyncio.get_running_loop().call_later(plan.cancel_s, self._cancel, hub, record, "cancelled")
-        if not await ends_in(self._try_until_over(hub, record), WAIT_S):
+        if not await ends_in(self._retry_until_over(hub, record), WAIT_S):
             self._report.violations.append(f"{plan.name}: did not end")
             self._cancel(hub, record, "did not end")
         if cancelling is not None:
@@ -144,7 +144,7 @@ class Batch:
             await ends_in(hub.drain(), WAIT_S)
             self._injector.end(transfer_id)
 
-    async def _try_until_over(self, hub: ReceiverHub, record: Record) -> None:
+    async def _retry_until_over(self, hub: ReceiverHub, record: Record) -> None:
         while not record.over:
             await record.changed.wait()
             record.changed.clear()
@@ -164,7 +164,7 @@ class Batch:
             hub.cancel(TransferId(record.plan.name), reason)
             self._decode.end(TransferId(record.plan.name))
 
-    async def _come_to_rest(self, receiving: ReceiverHub, sending: SenderHub) -> None:
+    async def _assert_resources_released(self, receiving: ReceiverHub, sending: SenderHub) -> None:
         """Every lease, pin, grant and quarantine ends by itself."""
         if not (await ends_in(receiving.drain(), WAIT_S / 2) and await ends_in(sending.drain(), WAIT_S / 2)):
             self._report.violations.append("leases, pins or quarantine did not end")

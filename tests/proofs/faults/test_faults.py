@@ -1,4 +1,4 @@
-"""Thousands of hand-offs between real workers, each of which something goes wrong with. See plan.py for what can."""
+"""Thousands of hand-offs between real workers, each with an injected fault. See plan.py for the faults."""
 
 from collections.abc import Sequence
 
@@ -27,7 +27,7 @@ def check(report: CampaignReport, count: int) -> None:
 
 @pytest.mark.parametrize("transport", COUNTED)
 @pytest.mark.in_turns
-def test_no_wrong_byte_is_committed_and_no_block_leaks(transport: str) -> None:
+def test_fault_campaign_commits_no_wrong_byte_and_leaks_no_block(transport: str) -> None:
     count = share(transport, _CI)
     check(run(transport, count, seed=1), count)
 

@@ -1,4 +1,4 @@
-"""The fault layer can fail: with one safeguard of a transport or of the protocol taken away it finds what is wrong."""
+"""The fault layer can fail: it finds errors when a safeguard of a transport or the protocol is removed."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ def no_claim_checksum(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(one_sided_wire, "unsealed", lambda data: data[:-4])
 
 
-def revoked_grants_take_more(patch: pytest.MonkeyPatch) -> None:
+def keep_revoked_grants_open(patch: pytest.MonkeyPatch) -> None:
     def revoke(self: GrantTable, key: TransferKey) -> WriteGrant | None:
         grant = self._by_key.pop(key, None)
         if grant is not None:
@@ -42,18 +42,18 @@ def revoked_grants_take_more(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(GrantTable, "revoke", revoke)
 
 
-def commits_what_is_not_whole(patch: pytest.MonkeyPatch) -> None:
+def commit_incomplete_blocks(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(guards, "complete", lambda seal, _num_verified, _coverage: seal is not None)
 
 
-def no_proof_is_believed(patch: pytest.MonkeyPatch) -> None:
+def never_trust_quiet_proofs(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(guards, "quiet", lambda granted, _proven_quiet: not granted)
     patch.setattr(batch, "WAIT_S", 3.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Removal:
-    """Without what, where, under which faults; what must be said, within so many hand-offs."""
+    """The removed safeguard, the transport and faults; the expected finding, within so many hand-offs."""
 
     take_away: Callable[[pytest.MonkeyPatch], None]
     transport: str
@@ -81,7 +81,7 @@ REMOVALS = (
         seed=95,
     ),
     Removal(
-        take_away=revoked_grants_take_more,
+        take_away=keep_revoked_grants_open,
         transport="tcp",
         focus=Focus(kinds=(Kind.STALL, Kind.CUT), places=(Place.TO_RECEIVER, Place.ASKING, Place.TELLING)),
         finds="somebody wrote into free blocks",
@@ -89,13 +89,13 @@ REMOVALS = (
         within=1500,
     ),
     Removal(
-        take_away=commits_what_is_not_whole,
+        take_away=commit_incomplete_blocks,
         transport="memory",
         focus=Focus(kinds=(Kind.TRUNCATE, Kind.REORDER), places=(Place.TELLING,)),
         finds="wrong bytes committed",
     ),
     Removal(
-        take_away=no_proof_is_believed,
+        take_away=never_trust_quiet_proofs,
         transport="memory",
         focus=Focus(kinds=(Kind.CUT,), places=(Place.TELLING,)),
         finds="leaked",

@@ -183,7 +183,7 @@ class Campaign:
         report.outcomes, report.slowest_s = self._clients.outcomes, self._clients.slowest_s
         report.problems += self._clients.problems
         report.problems += await self._workers.leftovers()
-        report.problems += self._strange_ends(len(report.kills) + report.num_missed)
+        report.problems += self._unexpected_exits(len(report.kills) + report.num_missed)
         return report
 
     async def _is_loaded(self) -> bool:
@@ -244,7 +244,7 @@ class Campaign:
                 return after_s, [end for end in state["ends"] if end["peer"] == dead]
             await asyncio.sleep(_POLL_S)
 
-    def _strange_ends(self, num_kills: int) -> list[str]:
+    def _unexpected_exits(self, num_kills: int) -> list[str]:
         lines = self._workers.cluster.logs.lines[self._first_line :]
         found = [line for line in lines if "Traceback" in line or "CRITICAL" in line or "exited with code" in line]
         if (num_ended := sum("was ended by SIGKILL; restart" in line for line in lines)) != num_kills:

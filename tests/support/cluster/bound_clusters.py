@@ -14,7 +14,7 @@ QUEUE = 40
 MODEL = "m"
 
 
-def at_the_queue(bottleneck: Bottleneck, look: Callable[[Simulation], None]) -> Simulation:
+def run_until_queue(bottleneck: Bottleneck, look: Callable[[Simulation], None]) -> Simulation:
     """Call `look(simulation)` once, as soon as QUEUE requests wait; the simulation is then run to its end.
 
     Short of prefill: long prompts with short answers before one prefill worker and four that decode. Short of decode:

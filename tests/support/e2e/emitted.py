@@ -41,7 +41,7 @@ def is_of_files(expression: UsedExpression) -> bool:
     return any(selector.name.startswith("tandem_file_") for selector in named(expression.expr).selectors)
 
 
-def is_of_certificates(expression: UsedExpression) -> bool:
+def uses_certificate_metrics(expression: UsedExpression) -> bool:
     """Whether it names what only the router of a cluster in TLS tells."""
     return any(selector.name.startswith("tandem_member_") for selector in named(expression.expr).selectors)
 

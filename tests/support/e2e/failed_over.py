@@ -69,7 +69,7 @@ async def until_both_are_linked(cluster: RunningCluster, oracle) -> None:
     await cluster.until(both)
 
 
-async def check_second_hand_off(
+async def check_retried_hand_off(
     cluster: RunningCluster, receiver: OtlpReceiver, oracle, headers: dict[str, str]
 ) -> None:
     """One prefill worker freezes with a prompt; the other one computes it.
@@ -146,10 +146,10 @@ async def check_lost_decoder(cluster: RunningCluster, receiver: OtlpReceiver, or
     late = [oracle.story(500 + i, 100) for i in range(2)]
     requests = [asyncio.create_task(cluster.tokens(one, 4)) for one in late]
 
-    async def they_wait() -> bool:
+    async def all_queued() -> bool:
         return await cluster.figure("tandem_queue_requests") == len(late)
 
-    await cluster.until(they_wait)
+    await cluster.until(all_queued)
     cluster.local.kill("decode-0", signal.SIGKILL)
     request_id = await stream
     assert await asyncio.gather(*requests) == [oracle.tokens(one, 4) for one in late]

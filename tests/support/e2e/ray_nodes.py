@@ -55,15 +55,15 @@ class RayNodes:
         """End every process of the node that runs most workers; which workers ran there. Their peers hear of it."""
         return sorted((await self._ask("kill")).values())
 
-    async def still_one(self) -> dict[int, str]:
+    async def freeze_node(self) -> dict[int, str]:
         """Stop every process of that node: nobody hears anything of it, as of a machine that is cut off."""
         return await self._ask("still")
 
-    async def still_the_head(self) -> None:
+    async def freeze_head(self) -> None:
         """Stop what every node and driver asks where things are; nodes and what runs on them go on."""
         await self._ask("still the head")
 
-    async def add_one_with(self, resource: str) -> None:
+    async def add_node_with(self, resource: str) -> None:
         """One more node, which has one of this."""
         await self._ask(f"add {resource}")
 

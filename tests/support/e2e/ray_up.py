@@ -80,7 +80,7 @@ async def tandem(environment: dict[str, str], *arguments: str) -> asyncio.subpro
 
 
 @asynccontextmanager
-async def upped_on(nodes: RayNodes, folder: Path) -> AsyncIterator[Upped]:
+async def running_on(nodes: RayNodes, folder: Path) -> AsyncIterator[Upped]:
     """One prefill and two decode workers; ends by Ctrl-C."""
     own = {"XDG_RUNTIME_DIR": str(folder), "TANDEM_ENGINE__NUM_THREADS": "1", "TANDEM_SECRET": SECRET}
     environment = nodes.environment | own
@@ -173,7 +173,7 @@ async def lose_a_node(
     return Lost(names=names, longest_pause_s=pauses.longest_s, replaced_s=replaced_s)
 
 
-async def says_the_same(cluster: RunningCluster, answers: Answers, salt: str) -> None:
+async def assert_same_tokens(cluster: RunningCluster, answers: Answers, salt: str) -> None:
     """Every prompt anew, past the caches."""
     prompts, expected = answers
     results = await asyncio.gather(*(cluster.tokens(prompt, SHORT, cache_salt=salt) for prompt in prompts))
@@ -181,7 +181,7 @@ async def says_the_same(cluster: RunningCluster, answers: Answers, salt: str) ->
 
 
 @asynccontextmanager
-async def asked_all_the_while(cluster: RunningCluster, answers: Answers, clients: int) -> AsyncIterator[None]:
+async def continuous_requests(cluster: RunningCluster, answers: Answers, clients: int) -> AsyncIterator[None]:
     """Clients who ask for the next answer as soon as they have one; each answer is what it should be."""
     prompts, expected = answers
     enough, num_answers = asyncio.Event(), 0

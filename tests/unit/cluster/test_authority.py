@@ -1,4 +1,4 @@
-"""The cluster's own CA: what its certificates carry, and that OpenSSL's strict check takes them."""
+"""The cluster's own CA: the content of its certificates, and OpenSSL's strict check of them."""
 
 import shutil
 import subprocess
@@ -15,7 +15,7 @@ from tandem.rpc.cluster_credentials import open_credentials
 from tandem.rpc.mutual_tls import MEMBER_NAME
 
 
-def test_member_is_for_both_ends_and_carries_the_fixed_name_alone() -> None:
+def test_member_certificate_serves_both_ends_with_fixed_name() -> None:
     found = x509.load_pem_x509_certificate(Authority.draw().issue(days=3).cert.encode())
     names = found.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert names.get_values_for_type(x509.DNSName) == [MEMBER_NAME]
@@ -36,7 +36,7 @@ def test_member_passes_the_strict_check_of_openssl(tmp_path: Path) -> None:
     assert subprocess.run(command, cwd=tmp_path, capture_output=True, text=True).stdout == "member.pem: OK\n"
 
 
-def test_ca_read_back_signs_and_two_cas_have_different_names() -> None:
+def test_ca_is_reloadable_and_has_unique_subject() -> None:
     first, second = Authority.draw(), Authority.draw()
     again = Authority.from_pem(first.pem, "here")
     text = again.issue(days=1)
@@ -45,7 +45,7 @@ def test_ca_read_back_signs_and_two_cas_have_different_names() -> None:
     assert len(subjects) == 2
 
 
-def test_ca_with_another_key_or_none_is_refused() -> None:
+def test_ca_with_wrong_or_invalid_key_is_refused() -> None:
     first, second = Authority.draw().pem, Authority.draw().pem
     with pytest.raises(ConfigError, match=r"here: ca\.key is not the key of ca\.pem"):
         Authority.from_pem(Issued(cert=first.cert, key=second.key), "here")
@@ -53,10 +53,10 @@ def test_ca_with_another_key_or_none_is_refused() -> None:
         Authority.from_pem(Issued(cert="nothing", key=second.key), "here")
 
 
-def test_member_does_not_outlive_its_ca() -> None:
+def test_member_certificate_beyond_ca_expiry_is_refused() -> None:
     with pytest.raises(ConfigError, match="--days is 9, and the CA expires on"):
         Authority.draw(days=8).issue(days=9)
 
 
-def test_bundles_are_of_different_authorities() -> None:
+def test_ca_bundles_are_unique() -> None:
     assert draw_bundle() != draw_bundle()

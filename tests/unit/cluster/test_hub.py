@@ -1,4 +1,4 @@
-"""What a pod fetches before it starts: once, whole, and on after a break."""
+"""A pod's download before its start: once, complete, and resumed after a break."""
 
 import errno
 import os
@@ -20,7 +20,7 @@ FILES = {"config.json": 4, "tokenizer.json": 4, "model.safetensors": 40, "model.
 
 
 class FakeHub:
-    """Has one model; each of `breaks` is raised by one download, after some bytes have come."""
+    """Has one model; each of `breaks` is raised by one download, after some bytes."""
 
     def __init__(self, *breaks: Exception, comes: int = 0) -> None:
         self.breaks = list(breaks)
@@ -56,7 +56,7 @@ def fetch(hub: FakeHub, into: Path, *, revision: str | None = None, weights: boo
     return Fetching(hub).fetch.run("org/m", into, revision=revision, weights=weights)
 
 
-def test_a_model_is_fetched_once_and_a_tokenizer_is_no_model(tmp_path: Path) -> None:
+def test_hub_download_runs_once_per_content_and_revision(tmp_path: Path) -> None:
     hub, into = FakeHub(), tmp_path / "models" / "m"
     assert fetch(hub, into, weights=False)
     assert fetch(hub, into)
@@ -66,7 +66,7 @@ def test_a_model_is_fetched_once_and_a_tokenizer_is_no_model(tmp_path: Path) -> 
     assert hub.downloads == [("commit of None", False), ("commit of None", True), ("commit of v2", True)]
 
 
-def test_what_breaks_is_tried_again_with_longer_and_longer_pauses(tmp_path: Path) -> None:
+def test_hub_download_retries_with_growing_pauses(tmp_path: Path) -> None:
     fetching = Fetching(FakeHub(*[ConnectionError("reset")] * 9))
     assert fetching.fetch.run("org/m", tmp_path, revision=None, weights=True)
     assert (tmp_path / "model.safetensors").stat().st_size == 40
@@ -76,7 +76,7 @@ def test_what_breaks_is_tried_again_with_longer_and_longer_pauses(tmp_path: Path
     assert len(fetching.pauses) == 9
 
 
-def test_too_many_failures_in_a_row_are_the_end_but_not_those_between_which_something_came(tmp_path: Path) -> None:
+def test_hub_download_gives_up_after_failures_without_progress(tmp_path: Path) -> None:
     dead = Fetching(FakeHub(*[ConnectionError("reset\nby peer")] * 99), most_failures=5)
     with pytest.raises(ConfigError, match=r"cannot download org/m: reset$"):
         dead.fetch.run("org/m", tmp_path, revision=None, weights=True)
@@ -87,7 +87,7 @@ def test_too_many_failures_in_a_row_are_the_end_but_not_those_between_which_some
     assert max(slow.pauses) <= 1.0
 
 
-def test_what_a_killed_pod_has_begun_goes_when_the_model_is_whole(tmp_path: Path) -> None:
+def test_hub_download_removes_incomplete_files_when_complete(tmp_path: Path) -> None:
     begun = tmp_path / ".cache" / "huggingface" / "download" / "x.1234.incomplete"
     begun.parent.mkdir(parents=True)
     begun.write_bytes(bytes(9))
@@ -129,13 +129,13 @@ def test_hub_download_permanent_error_is_not_retried(error: Exception, tmp_path:
      RuntimeError("of a transport's own"), OSError("Consistency check failed"), TimeoutError()],
     ids=repr,
 )  # fmt: skip
-def test_what_passes_is(error: Exception) -> None:
+def test_hub_transient_errors_are_retryable(error: Exception) -> None:
     assert not will_fail_again(error)
 
 
-def test_what_a_client_that_cannot_ask_finds_in_the_directory_is_no_model(tmp_path: Path) -> None:
+def test_hub_download_offline_cache_hit_is_not_complete(tmp_path: Path) -> None:
     class Deaf(FakeHub):
-        """Cannot reach the hub while it downloads, and so takes what lies there."""
+        """Cannot reach the hub for the download, and so uses the existing files."""
 
         def download(self, hub_id: str, commit: str, patterns: Sequence[str], into: Path | None) -> str:
             if len(self.downloads) < 2:
@@ -164,7 +164,7 @@ def test_hub_download_on_sigterm_ends_at_once(tmp_path: Path) -> None:
         assert fetching.wait() == 128 + signal.SIGTERM
 
 
-def test_a_model_without_any_such_file_is_refused(tmp_path: Path) -> None:
+def test_hub_model_without_matching_files_is_refused(tmp_path: Path) -> None:
     class Empty(FakeHub):
         def files(self, _hub_id: str, revision: str | None) -> Listing:
             return Listing("c", {"model.bin": 4})

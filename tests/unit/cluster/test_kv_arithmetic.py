@@ -1,4 +1,4 @@
-"""What the runbook's arithmetic says is what the engine counts."""
+"""The runbook's KV arithmetic equals the engine's."""
 
 import json
 import re
@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[3]
 LONE = {"prefill.replicas": 0, "secret": "0123456789abcdef", "engine.device": "cpu", "engine.num_threads": 1}
 
 
-def test_the_engine_counts_the_same() -> None:
+def test_kv_arithmetic_matches_engine() -> None:
     memory_bytes, kv_dtype = 1 << 30, "int8"
     config = load(None, LONE | {"engine.memory_bytes": memory_bytes, "engine.kv_dtype": kv_dtype})
     parts = assemble(engine_spec(config, WorkerRole.DECODE))
@@ -33,7 +33,7 @@ def test_the_engine_counts_the_same() -> None:
     assert spoken_for <= estimated * 1.02
 
 
-def test_parameters_are_those_of_the_file() -> None:
+def test_kv_arithmetic_parameters_match_checkpoint() -> None:
     model = read_model("builtin")
     with (ROOT / "engine/builtin_model/model.safetensors").open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
@@ -47,7 +47,7 @@ def test_parameters_are_those_of_the_file() -> None:
     assert num_parameters(model) == stored
 
 
-def test_the_table_of_models_in_the_handbook() -> None:
+def test_kv_arithmetic_matches_table_in_handbook() -> None:
     page = (ROOT / "docs/operate/capacity.md").read_text()
     rows = re.findall(r"^\| [^|]+ \| (\d+) \| (\d+) \| (\d+) \| ([\d.]+) KiB \| ([\d.]+) KiB \|", page, re.MULTILINE)
     assert len(rows) >= 5

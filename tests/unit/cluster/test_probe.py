@@ -1,4 +1,4 @@
-"""What a container's health check says of the process beside it."""
+"""A container's health check of the process beside it."""
 
 import asyncio
 import http.server

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[3]
 QUESTION = [{"role": "user", "content": "hello"}]
 
 
-async def test_streams_an_answer_with_its_time_line():
+async def test_chat_client_streams_answer_with_timing():
     pieces = []
     async with fake_router(lambda _: answer_events("4821")) as router, ChatClient(f"{router.url}/v1") as client:
         assert await client.model() == ("fake-model", True)
@@ -33,7 +33,7 @@ async def test_streams_an_answer_with_its_time_line():
     assert router.requests[0]["max_tokens"] == 5
 
 
-async def test_what_a_model_thinks_is_no_part_of_its_answer():
+async def test_chat_client_separates_reasoning_from_answer():
     thoughts, pieces = [], []
     async with fake_router(lambda _: answer_events("42", "hm")) as router, ChatClient(router.url) as client:
         answer = await client.ask(QUESTION, pieces.append, thoughts.append)
@@ -61,13 +61,13 @@ async def test_what_a_model_thinks_is_no_part_of_its_answer():
         ("200 OK", [event([1])], "not consist of JSON objects"),
     ],
 )
-async def test_refusals_and_broken_streams_are_one_clear_message(status, reply, message):
+async def test_chat_client_reports_refusals_and_broken_streams(status, reply, message):
     async with fake_router(lambda _: reply, status=status) as router, ChatClient(router.url) as client:
         with pytest.raises(ClientError, match=message):
             await client.ask(QUESTION, lambda _: None)
 
 
-async def test_nobody_listening_names_the_command_to_use():
+async def test_chat_client_without_cluster_names_command():
     async with fake_router(lambda _: []) as router:
         url = router.url
     async with ChatClient(url) as client:
@@ -75,7 +75,7 @@ async def test_nobody_listening_names_the_command_to_use():
             await client.model()
 
 
-async def test_cancelling_an_answer_hangs_up():
+async def test_chat_client_cancel_closes_connection():
     started = asyncio.Event()
     reply = answer_events("hello")[:3]
     async with fake_router(lambda _: reply, hang=True) as router, ChatClient(router.url) as client:
@@ -100,7 +100,7 @@ def make_answer(text):
     )
 
 
-def test_a_conversation_grows_only_by_answered_questions():
+def test_conversation_grows_only_by_answered_questions():
     conversation = Conversation(system="Be brief.")
     assert [m["content"] for m in conversation.asking("a")] == ["Be brief.", "a"]
     assert conversation.stats() == "no answers yet"
@@ -112,7 +112,7 @@ def test_a_conversation_grows_only_by_answered_questions():
     assert conversation.stats() == expected
 
 
-def test_a_terminal_never_sees_control_characters():
+def test_control_characters_are_removed_from_output():
     assert without_controls("a\x1b[2Jb\r\x07\tc\n\x9bd") == "a\ufffd[2Jb\ufffd\ufffd\tc\n\ufffdd"
 
 
@@ -134,7 +134,7 @@ async def test_chat_reads_one_question_per_line_from_a_pipe():
     assert [len(request["messages"]) for request in router.requests] == [2, 4, 2]
 
 
-async def test_ctrl_c_stops_the_answer_and_not_the_chat():
+async def test_chat_ctrl_c_stops_only_the_answer():
     reply = answer_events("hello")[:3]
     async with fake_router(lambda _: reply, hang=True) as router:
         process = await start_chat(router.url)
@@ -148,7 +148,7 @@ async def test_ctrl_c_stops_the_answer_and_not_the_chat():
     assert b"Traceback" not in err
 
 
-async def test_chat_without_a_cluster_says_so():
+async def test_chat_without_cluster_reports_it():
     async with fake_router(lambda _: []) as router:
         url = router.url
     process = await start_chat(url)
@@ -158,7 +158,7 @@ async def test_chat_without_a_cluster_says_so():
     assert b"Traceback" not in out + err
 
 
-async def test_chat_with_a_model_without_chat_template_completes_text_and_says_so():
+async def test_chat_without_chat_template_completes_text():
     async with fake_router(lambda _: completion_events(" named Lily"), card={"has_chat_template": False}) as router:
         process = await start_chat(router.url, system=None)
         out, err = await process.communicate(b"a fox\n/clear\nan owl\n")

@@ -31,7 +31,7 @@ def test_reservation_last_destination_returned_is_settled() -> None:
     assert out.settle(blocks(1)) == [B]
 
 
-def test_destination_taken_or_returned_twice_is_refused() -> None:
+def test_destinations_bound_or_settled_twice_are_refused() -> None:
     out = Destinations()
     out.bind(A, blocks(1))
     with pytest.raises(InvariantError):
@@ -55,7 +55,7 @@ def task(port: SessionPort, name: str, *, attempt: int = 1, transfer: TransferId
     )
 
 
-def test_task_table_until_removal_finds_task_by_every_name() -> None:
+def test_task_index_finds_task_by_every_name_until_removed() -> None:
     emptied = []
     book = TaskIndex(lambda: emptied.append(True))
     port, other = SessionPort(Incarnation(1)), SessionPort(Incarnation(2))
@@ -92,7 +92,7 @@ def test_task_table_duplicate_attempt_or_transfer_is_refused() -> None:
     assert len(book) == 3
 
 
-def test_reservation_new_has_its_own_key() -> None:
+def test_task_each_reservation_has_own_key() -> None:
     one = task(SessionPort(Incarnation(1)), "r")
     first, second = one.next_reservation(), one.next_reservation()
     assert first != second

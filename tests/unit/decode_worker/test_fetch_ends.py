@@ -1,4 +1,4 @@
-"""A prompt that is cancelled while a peer's prefix is brought for it."""
+"""A prompt that is cancelled while a peer's prefix is fetched for it."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""Cleaning up waits for nothing (docs/extend/incidents.md): no timer, no later request that wakes an idle engine."""
+"""Cleaning up needs no timer and no later request to wake an idle engine (docs/extend/incidents.md)."""
 
 import asyncio
 
@@ -35,7 +35,7 @@ async def test_cancel_is_forwarded_in_next_loop_iteration(bench: DecodeBench) ->
 
 
 async def test_idle_worker_expired_destinations_are_released(bench: DecodeBench) -> None:
-    """24 blocks, promised to three hand-offs that are never seen again."""
+    """24 blocks, reserved for three hand-offs that never come."""
     names = [TransferId(f"t{i}") for i in range(3)]
     for i, name in enumerate(names):
         bench.submit(f"{i}", prompt=[i, *PROMPT, *PROMPT], transfer_id=name)

@@ -1,4 +1,4 @@
-"""A router that doubts its copy of a worker's cache requests a snapshot."""
+"""A router unsure of its copy of a worker's cache requests a snapshot."""
 
 import asyncio
 from collections.abc import AsyncIterator

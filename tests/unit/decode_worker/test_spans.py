@@ -98,7 +98,7 @@ async def test_span_invalid_context_is_ignored(traced: tuple[Bench, Kept], trace
     assert not kept.spans
 
 
-async def test_refused_and_failed_tasks_say_why(traced: tuple[Bench, Kept]) -> None:
+async def test_spans_of_refused_and_failed_tasks_have_the_error(traced: tuple[Bench, Kept]) -> None:
     bench, kept = traced
     bench.hub.refusal = TransferError("no more hand-offs")
     bench.submit(trace=TRACE)

@@ -1,4 +1,4 @@
-"""Streams whose router is gone: they go on, another router gets all of them, and nobody's do not last."""
+"""Streams that lost their router: they continue, another router gets all tokens, and orphans expire."""
 
 import asyncio
 import threading
@@ -38,7 +38,7 @@ PLENTY = 1 << 20
 
 
 class Paced(Bench):
-    """Its engine makes as many steps that sample as the test lets it."""
+    """Its engine makes as many sampling steps as the test allows."""
 
     def __init__(self, host: EngineHost, made: DecodeWorker, num_steps: int) -> None:
         super().__init__(host, made)
@@ -46,21 +46,21 @@ class Paced(Bench):
         runner: Any = host.parts.runner
         execute = runner.execute
 
-        def execute_if_let(batch: Batch) -> list[SampledToken]:
+        def execute_when_allowed(batch: Batch) -> list[SampledToken]:
             if any(item.samples for item in batch.items):
                 self._steps.acquire()
             return execute(batch)
 
-        runner.execute = execute_if_let
+        runner.execute = execute_when_allowed
 
     def go_on(self) -> None:
-        """Without a stop from now on."""
+        """Run without pauses from now on."""
         self._steps.release(PLENTY)
 
 
 @asynccontextmanager
 async def worker(takeover_s: float = 30.0, *, num_steps: int = 1) -> AsyncIterator[Paced]:
-    """Stands still once the first token is said."""
+    """Pauses once the first token is sent."""
     faults: list[BaseException] = []
     host = EngineHost(parts(), on_fatal=faults.append)
     async with asyncio.TaskGroup() as group:
@@ -78,7 +78,7 @@ async def worker(takeover_s: float = 30.0, *, num_steps: int = 1) -> AsyncIterat
 
 
 def leave(bench: Bench) -> SessionPort:
-    """The bench's router is gone, and another one is there. Returns the former's port."""
+    """Replace the bench's router. Returns the former's port."""
     former, bench.port = bench.port, SessionPort(Incarnation(3))
     former.close()
     bench.worker.closed(former)
@@ -93,7 +93,7 @@ async def until_finished(bench: Bench) -> None:
     await bench.worker._idle.wait()
 
 
-async def test_another_router_gets_every_token_from_the_first() -> None:
+async def test_takeover_router_gets_all_tokens_from_the_first() -> None:
     async with worker() as bench:
         bench.submit(prefill=False, max_tokens=LONG)
         first = (await bench.next_message("tokens")).deltas[0]
@@ -127,7 +127,7 @@ async def test_takeover_answer_ended_meanwhile_keeps_its_end() -> None:
         assert (await bench.next_message("refused")).failure.code == "Unavailable", "it was given away once"
 
 
-async def test_nobodys_stream_ends_when_its_time_is_up() -> None:
+async def test_takeover_orphaned_stream_ends_after_timeout() -> None:
     async with worker(takeover_s=0.05) as bench:
         bench.submit(prefill=False, max_tokens=100)
         await bench.next_message("tokens")
@@ -144,7 +144,7 @@ def orphan(router: int) -> DecodeTask:
     return task(SessionPort(Incarnation(router)), "r")
 
 
-def test_orphans_lapsed_choice_drops_all_its_tasks() -> None:
+def test_takeover_lapsed_choice_drops_all_its_tasks() -> None:
     first, second = orphan(1), orphan(2)
     orphans = OrphanedStreams(keep_s=10.0)
     orphans.add(first, now_s=0.0)
@@ -166,7 +166,7 @@ def test_takeover_two_tasks_of_one_choice_yields_latest_good() -> None:
     assert orphans.lapsed(10.0) == []
 
 
-async def test_whose_two_routers_have_gone_is_generated_once_for_the_third() -> None:
+async def test_takeover_choice_of_two_lost_routers_is_generated_once() -> None:
     async with worker() as bench:
         bench.submit(prefill=False, max_tokens=LONG)
         await bench.next_message("tokens")
@@ -203,7 +203,7 @@ async def test_takeover_returned_router_has_continued_elsewhere() -> None:
         assert bench.worker._idle.is_set()
 
 
-async def test_takeover_router_returned_before_loss_noticed_has_continued_elsewhere() -> None:
+async def test_takeover_keeps_tasks_until_former_session_leaves() -> None:
     async with worker() as bench:
         bench.submit(prefill=False, max_tokens=100)
         await bench.next_message("tokens")
@@ -262,7 +262,7 @@ async def test_takeover_prompt_in_transfer_arrives_for_next_router() -> None:
 
 @pytest.mark.parametrize("router_leaves", ["before", "after"])
 async def test_takeover_failed_handoff_of_orphan_requests_no_route(router_leaves: str) -> None:
-    """A hand-off fails while no router has the stream: the prompt is computed here."""
+    """A hand-off fails while no router owns the stream: the prompt is computed here."""
     async with worker(num_steps=PLENTY) as bench:
         bench.submit()
         blocks = await bench.bound(await bench.started())
@@ -282,8 +282,8 @@ async def test_takeover_failed_handoff_of_orphan_requests_no_route(router_leaves
         assert tokens == expected()
 
 
-async def test_logprobs_that_nobody_kept_are_not_made_up() -> None:
-    """Of a stream that was itself continued here: the first tokens came without."""
+async def test_takeover_without_kept_logprobs_is_refused() -> None:
+    """For a stream that was itself continued here, whose first tokens came without them."""
     async with worker() as bench:
         sampling = common.SamplingParams(max_tokens=LONG, temperature=0.0, ignore_eos=True, num_logprobs=0)
         order = pb.Submit(request_id="r", attempt=1, hash_root=ledger.ROOT, sampling=sampling)

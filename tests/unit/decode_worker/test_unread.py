@@ -1,4 +1,4 @@
-"""Answers that are not streamed: tokens after the first are sent in groups, and none is lost."""
+"""Unstreamed answers: tokens after the first are sent in groups, without loss."""
 
 import pytest
 
@@ -15,7 +15,7 @@ TOGETHER = 4
 
 
 async def deltas(bench: Bench) -> list[pb.TokenDelta]:  # noqa: F811
-    """All of one attempt."""
+    """All deltas of one attempt."""
     received: list[pb.TokenDelta] = []
     while not received or not received[-1].HasField("finish"):
         received += (await bench.next_message("tokens")).deltas

@@ -1,4 +1,4 @@
-"""The decode worker over a real engine thread and scheduler, with a hub that does what a test says."""
+"""The decode worker over a real engine thread and scheduler, with a hub scripted by each test."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -40,7 +40,7 @@ IDENTITY = WorkerIdentity(
 
 
 class FakeHub:
-    """What the worker asks of its hub."""
+    """The hub's interface as the worker uses it."""
 
     def __init__(self) -> None:
         self.stats = TransferStats()
@@ -185,7 +185,7 @@ async def test_decode_worker_handoff_runs_from_reservation_to_last_token(bench: 
 
 
 async def test_decode_worker_landed_blocks_are_kept_when_rest_is_released(bench: Bench) -> None:
-    """tcp proves at once that a lost writer is quiet: the hub says `released` before `failed` has had its turn."""
+    """tcp proves a lost writer quiet at once: the hub reports `released` before `failed` is handled."""
     bench.submit()
     blocks = await bench.bound(await bench.started())
     bench.write(blocks, 0, 2)
@@ -201,7 +201,7 @@ async def test_decode_worker_landed_blocks_are_kept_when_rest_is_released(bench:
     await bench.assert_empty()
 
 
-async def test_quarantine_ends_when_writer_is_quiet(bench: Bench) -> None:
+async def test_decode_worker_quarantine_ends_when_writer_is_quiet(bench: Bench) -> None:
     bench.submit()
     blocks = await bench.bound(await bench.started())
     bench.owner.first_token(TRANSFER, first_token_of(expected()[0]))
@@ -239,7 +239,7 @@ async def test_decode_worker_second_attempt_requests_only_missing_tokens(bench: 
     await bench.assert_empty()
 
 
-async def test_cancelled_in_the_breath_in_which_the_hand_off_failed(bench: Bench) -> None:
+async def test_decode_worker_cancel_during_failed_handoff_leaves_nothing(bench: Bench) -> None:
     bench.submit()
     blocks = await bench.bound(await bench.started())
     bench.owner.failed(TRANSFER, (), TransferError("the link was lost"))
@@ -251,7 +251,7 @@ async def test_cancelled_in_the_breath_in_which_the_hand_off_failed(bench: Bench
 
 
 @pytest.mark.parametrize("phase", ["submitted", "reserved", "bound", "first token", "rerouting", "running"])
-async def test_cancelled_at_every_stage(bench: Bench, phase: str) -> None:
+async def test_decode_worker_cancel_at_any_stage_leaves_nothing(bench: Bench, phase: str) -> None:
     bench.submit(max_tokens=100)
     blocks: tuple[BlockId, ...] = ()
     if phase != "submitted":
@@ -290,7 +290,7 @@ async def test_decode_worker_one_token_request_ends_with_first_token(bench: Benc
 
 
 async def test_decode_worker_full_pool_refuses_handoff_with_retry_time(bench: Bench) -> None:
-    """24 blocks: hand-offs of 8 blocks each, of which none has ended, leave no room for a fourth."""
+    """24 blocks: three unfinished hand-offs of 8 blocks leave no room for a fourth."""
     for i in range(3):
         bench.submit(f"{i}", prompt=[i, *PROMPT, *PROMPT], transfer_id=f"t{i}")
     bench.submit("r", prompt=[4, *PROMPT, *PROMPT], transfer_id="t3")
@@ -319,7 +319,7 @@ async def test_decode_worker_router_lost_ends_its_requests(bench: Bench) -> None
 
 
 @pytest.mark.parametrize("teller", ["worker", "engine"])
-async def test_time_that_runs_out(bench: Bench, monkeypatch: pytest.MonkeyPatch, teller: str) -> None:
+async def test_decode_worker_timeout_names_queue(bench: Bench, monkeypatch: pytest.MonkeyPatch, teller: str) -> None:
     if teller == "engine":  # which ends who still waits in its queue
         monkeypatch.setattr(bench.worker, "_time_out", lambda _task: None)
     bench.submit(timeout_s=0.0, prefill=teller == "worker")

@@ -1,4 +1,4 @@
-"""The runbook and its pages name only what is there: commands and their options, links, alarms, panels, pictures."""
+"""The runbook and its pages name only existing commands, options, links, alarms, panels and pictures."""
 
 import argparse
 import json
@@ -33,7 +33,7 @@ MOST_PICTURES, MOST_BYTES = 8, 60_000
 
 
 def commands() -> Iterator[tuple[str, str]]:
-    """Every line of a fenced block that begins as a command of ours does, and what the runbook's table has of them."""
+    """Every fenced line that begins like one of our commands, and those in the runbook's table."""
     for row in re.findall(r"^\|.*\|$", PAGES["runbook.md"], re.MULTILINE):
         yield from (("runbook.md", line) for line in re.findall(r"`(tandem [^`]+)`", row))
     for page, text in PAGES.items():
@@ -44,7 +44,7 @@ def commands() -> Iterator[tuple[str, str]]:
 
 
 def anchors(path: Path) -> set[str]:
-    """Of a page's headings, as they are made of them."""
+    """Anchors of a page's headings."""
     headings = re.findall(r"^#+ (.+)$", path.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -71,7 +71,7 @@ def parsers() -> dict[str, Callable[[], argparse.ArgumentParser]]:
     }
 
 
-def test_every_command_that_is_printed_parses(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_handbook_commands_parse(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("azure.csv", "mooncake.jsonl"):
         (tmp_path / name).touch()
@@ -96,12 +96,12 @@ def test_every_command_that_is_printed_parses(monkeypatch: pytest.MonkeyPatch, t
         ("tandem fly", "fly"),
     ],
 )
-def test_a_command_that_is_wrong_is_found(line: str, message: str) -> None:
+def test_handbook_check_finds_wrong_command(line: str, message: str) -> None:
     with pytest.raises(Exception, match=message):
         parse_tandem(shlex.split(line)[1:])
 
 
-def test_every_link_leads_somewhere() -> None:
+def test_handbook_links_resolve() -> None:
     links = [(page, link) for page, text in PAGES.items() for link in re.findall(r"\]\(([^)]+)\)", text)]
     assert len(links) > 20
     for page, link in links:

@@ -18,7 +18,7 @@ NUM_BAD_INPUTS = 70
 
 
 def rows(page: str) -> Iterator[tuple[str, str, str]]:
-    """Incident, what is held, and what proves it."""
+    """Incident, claim, and its proofs."""
     for line in page.splitlines():
         if line.startswith("|"):
             incident, held, proved = (cell.strip() for cell in line.strip("|").split("|"))
@@ -37,7 +37,7 @@ def named_in(path: Path) -> set[str]:
 
 
 def problems(page: str) -> list[str]:
-    """What is wrong with such a page."""
+    """The errors of such a page."""
     found = []
     for incident, held, proved in rows(page):
         named = _NAMED.findall(proved)
@@ -53,13 +53,13 @@ def problems(page: str) -> list[str]:
     return found
 
 
-def test_every_incident_has_its_tests() -> None:
+def test_incidents_page_names_existing_tests() -> None:
     page = PAGE.read_text()
     assert len(list(rows(page))) >= 21
     assert problems(page) == []
 
 
-def test_every_bad_input_has_its_tests() -> None:
+def test_bad_inputs_page_names_existing_tests() -> None:
     page = (ROOT / "docs/operate/bad_inputs.md").read_text()
     assert len(list(rows(page))) >= NUM_BAD_INPUTS
     assert problems(page) == []
@@ -71,17 +71,17 @@ HERE = "tests/unit/docs/test_incidents.py"
 @pytest.mark.parametrize(
     ("proved", "wrong"),
     [
-        (f"`{HERE}::test_every_incident_has_its_tests`", ""),
+        (f"`{HERE}::test_incidents_page_names_existing_tests`", ""),
         ("no test: there is no such part here", ""),
         ("", "neither a test nor a reason"),
         ("no test: ", "neither a test nor a reason"),
         (f"`{HERE}::test_of_something_else`", "no test tests/unit"),
         (f"`{HERE}::named_in`", "no test tests/unit"),
         ("`tests/unit/test_nowhere.py::test_it`", "no test tests/unit/test_nowhere.py"),
-        (f"`{HERE}::test_every_incident_has_its_tests` and some others", "names no test"),
-        ("`test_every_incident_has_its_tests`", "neither a test nor a reason"),
+        (f"`{HERE}::test_incidents_page_names_existing_tests` and some others", "names no test"),
+        ("`test_incidents_page_names_existing_tests`", "neither a test nor a reason"),
     ],
 )
-def test_a_page_that_names_what_is_not_there_is_noticed(proved: str, wrong: str) -> None:
+def test_incident_page_check_finds_missing_tests(proved: str, wrong: str) -> None:
     found = problems(f"| peer#1: it broke | it holds | {proved} |")
     assert [wrong in one for one in found[:1]] == [True] * bool(wrong)

@@ -1,4 +1,4 @@
-"""The pages name only what is there, the generated ones are fresh, and the index has them all."""
+"""The pages name only existing things, generated ones are fresh, and the index lists them all."""
 
 import ast
 import re
@@ -35,7 +35,7 @@ def anchors(text: str) -> set[str]:
 
 
 def dangling(page: Path, text: str) -> list[str]:
-    """Links that lead nowhere, in a page at this place."""
+    """Broken links of a page at this place."""
     found = []
     for link in re.findall(r"\]\(([^)\s]+)\)", text):
         if re.match(r"[a-z]+:", link):
@@ -48,14 +48,14 @@ def dangling(page: Path, text: str) -> list[str]:
 
 
 def absent(text: str) -> list[str]:
-    """Files and folders in backticks that the repository does not have."""
+    """Files and folders in backticks that are missing from the repository."""
     words = {word.split("::")[0] for word in re.findall(r"`([^`\s]+)`", text)}
     named = {word for word in words if _FILE.fullmatch(word) or _FOLDER.fullmatch(word)}
     return sorted(n for n in named - _NOT_OURS if not n.startswith("/") and not any(ROOT.glob(n.rstrip("/"))))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_no_page_holds_what_a_merge_left_undecided(page: Path) -> None:
+def test_page_has_no_merge_conflict_marker(page: Path) -> None:
     assert re.findall(r"^(?:<{7}|>{7}) .*$", page.read_text(encoding="utf-8"), re.MULTILINE) == []
 
 
@@ -68,11 +68,11 @@ def test_links_lead_somewhere(page: Path) -> None:
 @pytest.mark.parametrize(
     "page", [p for p in PAGES if p.name != "moved.md"], ids=lambda page: str(page.relative_to(ROOT))
 )
-def test_files_that_are_named_exist(page: Path) -> None:
+def test_page_names_existing_files(page: Path) -> None:
     assert absent(text_of(page)) == []
 
 
-def test_a_page_that_names_what_is_not_there_is_noticed() -> None:
+def test_page_check_finds_missing_files_and_links() -> None:
     assert absent("`engine/nothing.py` and `nothing.py`, `router/http`, `engine/gone`, `engine.stall_s`") == [
         "engine/gone",
         "engine/nothing.py",
@@ -87,7 +87,7 @@ def test_a_page_that_names_what_is_not_there_is_noticed() -> None:
     ]
 
 
-def test_index_has_each_page_once() -> None:
+def test_docs_index_lists_each_page_once() -> None:
     links = re.findall(r"^\| \[[^\]]+\]\(([^)#]+\.md)\) \|", (DOCS / "README.md").read_text(), re.MULTILINE)
     below = [str(p.relative_to(DOCS)) for p in DOCS.rglob("*.md") if p.parent.name != "adr" and p.parent != DOCS]
     assert len(set(links)) == len(links)
@@ -119,7 +119,7 @@ def test_check_of_a_stale_page_fails(
     assert main(["metric"]) == 2
 
 
-def test_every_configuration_key_is_described() -> None:
+def test_configuration_page_describes_every_key() -> None:
     keys = dict(configuration.keys())
     assert len(keys) > 120
     assert {"engine.max_step_s", "router.tls.cert", "router.api_keys[].tenant", "redis.url"} <= keys.keys()
@@ -127,7 +127,7 @@ def test_every_configuration_key_is_described() -> None:
     assert [name for name, description in keys.items() if not description] == []
 
 
-def test_map_of_the_move_leads_to_modules_that_exist() -> None:
+def test_moved_page_points_to_existing_modules() -> None:
     page = (DOCS / "extend/moved.md").read_text(encoding="utf-8")
     now = re.findall(r"^\| `[^`]+` \| `([^`]+)` \|$", page, re.MULTILINE)
     assert len(now) > 700
@@ -135,7 +135,7 @@ def test_map_of_the_move_leads_to_modules_that_exist() -> None:
 
 
 @pytest.mark.slow  # a checkout without its history would not do
-def test_map_of_the_move_has_every_module_that_is_gone() -> None:
+def test_moved_page_lists_every_removed_module() -> None:
     rows = re.findall(r"^\| `([^`]+)` \|", (DOCS / "extend/moved.md").read_text(encoding="utf-8"), re.MULTILINE)
     before = git("ls-tree", "-r", "--name-only", "e0640af").decode().split()
     gone = [

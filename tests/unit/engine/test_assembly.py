@@ -1,4 +1,4 @@
-"""An engine is put together, or refused with the figures."""
+"""An engine is assembled, or refused with the figures."""
 
 from dataclasses import replace
 
@@ -56,7 +56,7 @@ def test_assembly_pool_beyond_memory_is_refused_before_allocation() -> None:
         assemble(replace(SPEC, num_blocks=100_000_000))
 
 
-def test_compiled_grammars_are_counted_in_the_budget() -> None:
+def test_assembly_budget_includes_compiled_grammars() -> None:
     parts = assemble(SPEC)
     assert parts.budget.grammar_bytes == parts.facts()["grammar_bytes"] == SPEC.memory_bytes // 8
     assert any(line.startswith("grammars   32.0 MiB") for line in parts.budget.lines())
@@ -66,7 +66,7 @@ def test_compiled_grammars_are_counted_in_the_budget() -> None:
 
 
 def test_assembly_memory_beyond_machine_is_refused_before_load(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A zero too many, and the system's out-of-memory killer would choose whom to end, anybody on the host."""
+    """For a zero too many the out-of-memory killer would choose a victim anywhere on the host."""
     monkeypatch.setattr(assembly, "load_model", lambda *_, **__: pytest.fail("loaded"))
     message = rf"engine\.memory_bytes is {1 << 50} for each worker: .* may take {1 << 50} bytes, and it has \d+ \("
     with pytest.raises(ConfigError, match=message):
@@ -78,7 +78,7 @@ def test_assembly_memory_beyond_machine_is_refused_before_load(monkeypatch: pyte
         assemble(together)
 
 
-def test_memory_that_others_have_taken_is_not_promised_to_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_assembly_pool_beyond_free_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(assembly, "free_memory_bytes", lambda: 100 << 20)
     message = (
         rf"engine\.memory_bytes is {256 << 20}: .*\(\d+ of them for KV\), and {100 << 20} bytes of memory are free"
@@ -145,7 +145,7 @@ def test_assembly_workspace_is_measured_from_largest_steps() -> None:
     assert 0 < small < large < 256 << 20
 
 
-def test_steps_are_pipelined_on_request_and_never_over_several_ranks(caplog: pytest.LogCaptureFixture) -> None:
+def test_assembly_pipelines_on_request_but_not_over_ranks(caplog: pytest.LogCaptureFixture) -> None:
     assert not assemble(SPEC).is_pipelined
     assert assemble(replace(SPEC, pipelined="on")).is_pipelined
     cuda = torch.device("cuda")
@@ -157,7 +157,7 @@ def test_steps_are_pipelined_on_request_and_never_over_several_ranks(caplog: pyt
 
 
 def test_assembly_model_of_nan_still_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its requests fail one by one; the dry run samples for nobody."""
+    """Its requests fail one by one; the dry run samples nothing."""
     logits = Decoder.logits
     monkeypatch.setattr(Decoder, "logits", lambda self, hidden: logits(self, hidden) * float("nan"))
     assert assemble(SPEC).budget.workspace_bytes > 0

@@ -46,7 +46,7 @@ def generate(choices: Sequence[int], prompt: list[int], params: SamplingParams) 
 
 @pytest.mark.parametrize("length", [21, 32, 33])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_choices_are_what_each_would_be_alone(length: int, temperature: float) -> None:
+def test_choices_equal_separate_requests(length: int, temperature: float) -> None:
     prompt = [7 * k % 500 + 3 for k in range(length)]
     params = SamplingParams(max_tokens=12, temperature=temperature, seed=5, ignore_eos=True)
     together, num_computed, num_copies = generate(range(4), prompt, params)
@@ -57,7 +57,7 @@ def test_choices_are_what_each_would_be_alone(length: int, temperature: float) -
     assert len({tuple(output) for output in together}) > 1 if temperature else together == together[:1] * 4
 
 
-def test_blocks_are_copied_over_all_layers() -> None:
+def test_copy_blocks_covers_all_layers() -> None:
     layout = KVLayout(model_fingerprint="m", dtype="float32", num_layers=3, num_kv_heads=2, head_dim=4, block_size=16)
     cache = PagedKVCache(layout, num_blocks=5)
     cache.tensor.copy_(torch.randn(cache.tensor.shape))

@@ -79,7 +79,7 @@ class BrokenRunner(GatedRunner):
         raise RuntimeError("the device is gone")
 
 
-def test_requests_from_many_threads_all_get_their_own_answer() -> None:
+def test_engine_requests_from_many_threads_get_own_answers() -> None:
     with running() as harness:
         requests = [ledger.request([k] * (k + 1)) for k in range(24)]
         threads = [
@@ -96,7 +96,7 @@ def test_requests_from_many_threads_all_get_their_own_answer() -> None:
         harness.engine.call(ledger.assert_empty).result(WAIT_S)
 
 
-def test_wakes_from_idle_for_every_call() -> None:
+def test_engine_wakes_from_idle_for_every_call() -> None:
     with running() as harness:
         for k in range(20):
             assert harness.engine.call(lambda s, k=k: (threading.current_thread().name, k)).result(WAIT_S) == (
@@ -117,7 +117,7 @@ def test_engine_refused_call_fails_its_caller_only() -> None:
         assert not harness.fatal.done()
 
 
-def test_abort_during_a_step_takes_effect_after_it() -> None:
+def test_engine_abort_during_step_takes_effect_after_it() -> None:
     runner = GatedRunner()
     with running(runner) as harness:
         request = ledger.request(range(10))
@@ -199,7 +199,7 @@ def test_engine_broken_invariant_ends_engine(how: str) -> None:
         assert isinstance(harness.fatal.result(WAIT_S), InvariantError)
 
 
-def test_stop_ends_after_the_step_and_fails_what_is_pending() -> None:
+def test_engine_stop_waits_for_step_and_fails_pending_calls() -> None:
     runner = GatedRunner()
     harness = Harness(runner)
     harness.engine.start()

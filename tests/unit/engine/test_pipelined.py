@@ -1,4 +1,4 @@
-"""An engine that launches a step before the last one's tokens are known says what one says that waits; and NaN."""
+"""A pipelined engine gives the tokens of an unpipelined one; and NaN."""
 
 import random
 import threading
@@ -35,7 +35,7 @@ def models(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
-def test_pipelined_tokens_are_the_same(models, kernels):
+def test_pipelined_tokens_equal_unpipelined(models, kernels):
     """In a pool that is too small for all, so that some are preempted."""
     answers, ends = [], set()
     for pipelined in (False, True):
@@ -64,7 +64,7 @@ class Poisoned:
 
 
 @pytest.mark.parametrize("pipelined", [False, True])
-def test_nan_fails_only_its_own_request_and_nothing_of_it_is_found_again(models, pipelined, monkeypatch):
+def test_pipelined_nan_fails_only_its_request_and_is_not_cached(models, pipelined, monkeypatch):
     model = models["torch"]
     params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
     prompts = [random_tokens(random.Random(i), 40) for i in range(3)]
@@ -178,7 +178,7 @@ class TimedRunner(DelayedRunner):
 @pytest.mark.parametrize("is_late", [False, True])
 @pytest.mark.parametrize("pipelined", [False, True])
 def test_pipelined_step_duration_on_any_device_is_its_own(pipelined, is_late):
-    """Rates are learnt from these: a prompt's step must not include the time of the decode step after it."""
+    """Rates are derived from these: a prompt's step must not include the next decode step."""
     runner, outputs = TimedRunner(is_late=is_late), []
     scheduler = ledger.scheduler(prefill_chunk_tokens=48)
     engine = Engine(

@@ -1,4 +1,4 @@
-"""An engine whose thread hangs is found, and one that only takes its time is left alone."""
+"""A hanging engine thread is detected, and a slow one is left alone."""
 
 import asyncio
 import threading
@@ -38,7 +38,7 @@ def timings(num_tokens: int, num_requests: int, execute_s: float) -> StepTimings
 def lasts(
     turn: EngineTurn | None, known: RateMeter, *, stall_s: float | None = 30.0, until_s: float = 10_000.0
 ) -> float:
-    """How long a turn lasts before it is taken to hang; infinity when never."""
+    """The time after which a turn counts as hanging; infinity for never."""
     watch, now_s = StallWatch(stall_s=stall_s, period_s=0.5, now_s=0.0), 0.0
     while now_s < until_s:
         try:
@@ -69,7 +69,7 @@ def test_stall_progressing_engine_is_not_reported() -> None:
     assert watch.age_s == 0.5
 
 
-def test_time_in_which_the_process_did_not_run_counts_for_nothing() -> None:
+def test_stall_excludes_time_process_was_stopped() -> None:
     watch, known = StallWatch(stall_s=3.0, period_s=0.5, now_s=0.0), rates(decode_s=0.001)
     for now_s in (0.0, 0.5, 3600.0, 3600.5):
         watch.check(EngineTurn(1, 4), known, now_s)
@@ -79,7 +79,7 @@ def test_time_in_which_the_process_did_not_run_counts_for_nothing() -> None:
 
 
 class Hanging:
-    """Never comes back until the test is over."""
+    """Never returns until the test is over."""
 
     def __init__(self) -> None:
         self.entered = threading.Event()
@@ -91,7 +91,7 @@ class Hanging:
 
 
 class HangsInExecute(LedgerRunner):
-    """A step is over when its launch returns, which it does not."""
+    """A step ends when its launch returns, which never happens."""
 
     def __init__(self) -> None:
         super().__init__()

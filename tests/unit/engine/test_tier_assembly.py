@@ -1,4 +1,4 @@
-"""Places in host memory: as many on every rank as the sizes hold, and room for them on every machine."""
+"""Slots in host memory: equally many on every rank, within the configured sizes and every machine's memory."""
 
 import re
 
@@ -16,7 +16,7 @@ BLOCK = LAYOUT.worker_block_bytes
 SIZES = TierSizes(offload_bytes=8 * BLOCK, host_cache_bytes=4 * BLOCK + 1)
 
 
-def test_blocks_are_counted_over_all_ranks() -> None:
+def test_tier_assembly_counts_blocks_over_all_ranks() -> None:
     slots = host_slots(SIZES, LAYOUT, [HostRoom(12 * BLOCK + 1)])
     assert slots == HostSlots(num_offload=8, num_cache=4)
 

@@ -1,4 +1,4 @@
-"""Alarms fire when they should, and say where to read on."""
+"""Alarms fire when they should, and link to their runbook section."""
 
 import re
 
@@ -7,7 +7,7 @@ import yaml
 from tests.support.monitoring_files import ROOT, RULE_TESTS, RULES, alarms, promtool
 
 
-def test_promtool_finds_no_fault_in_the_rules() -> None:
+def test_promtool_accepts_the_rules() -> None:
     assert "rules found" in promtool("check", "rules", *RULES)
 
 
@@ -22,7 +22,7 @@ def test_alerts_fire_only_during_their_incident() -> None:
     promtool("test", "rules", *RULE_TESTS)
 
 
-def test_each_alarm_is_in_the_runbook() -> None:
+def test_runbook_has_a_section_for_each_alert() -> None:
     runbook = (ROOT / "docs/operate/runbook.md").read_text()
     headings = re.findall(r"^#### (\w+)$", runbook, re.MULTILINE)
     assert sorted(headings) == sorted(alarms())

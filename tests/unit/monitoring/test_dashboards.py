@@ -1,4 +1,4 @@
-"""Boards are sound: every expression parses, and panels do not lie on each other."""
+"""Dashboards: every expression parses, and panels do not overlap."""
 
 import json
 from collections import Counter
@@ -11,7 +11,7 @@ from tests.support.promql import Matcher, Selector, named
 from tests.support.two_releases import GROUPING, mixing
 
 
-def test_every_expression_parses(tmp_path: Path) -> None:
+def test_dashboard_expressions_parse(tmp_path: Path) -> None:
     used = list(expressions())
     assert len(used) > 150
     rules = [{"record": f"said:{number}", "expr": one.expr} for number, one in enumerate(used)]
@@ -20,7 +20,7 @@ def test_every_expression_parses(tmp_path: Path) -> None:
     assert f"{len(used)} rules found" in promtool("check", "rules", path)
 
 
-def test_panels_have_names_of_their_own_and_places_of_their_own() -> None:
+def test_dashboard_panels_have_unique_titles_and_places() -> None:
     assert len({json.loads(path.read_text())["uid"] for path in DASHBOARDS}) == len(DASHBOARDS) == 6
     for path in DASHBOARDS:
         dashboard = json.loads(path.read_text())
@@ -38,7 +38,7 @@ def test_panels_have_names_of_their_own_and_places_of_their_own() -> None:
     assert all(panel["datasource"]["uid"] == "${datasource}" for _, panel in panels())
 
 
-def test_panel_titles_say_what_is_shown_and_panels_link_to_the_runbook_of_their_alerts() -> None:
+def test_dashboard_panels_are_described_and_link_to_runbook() -> None:
     linked: set[str] = set()
     for path in DASHBOARDS:
         dashboard = json.loads(path.read_text())
@@ -58,7 +58,7 @@ def test_panel_titles_say_what_is_shown_and_panels_link_to_the_runbook_of_their_
     assert alarms().keys() - linked == {"TandemFileNotFollowed", "TandemCertificateExpires"}
 
 
-def test_boards_show_each_release_by_itself_and_only_those_that_are_chosen() -> None:
+def test_dashboards_filter_by_namespace_and_release() -> None:
     chosen = {Matcher(label, "=~", f"${name}") for label, name in zip(GROUPING, ("namespace", "release"), strict=True)}
     for path in DASHBOARDS:
         dashboard = json.loads(path.read_text())
@@ -80,7 +80,7 @@ def test_boards_show_each_release_by_itself_and_only_those_that_are_chosen() -> 
             assert target["legendFormat"].endswith(" ".join(f"{{{{{label}}}}}" for label in GROUPING)), where
 
 
-def test_what_an_expression_names_is_read() -> None:
+def test_promql_parser_finds_selectors_and_labels() -> None:
     expr = """histogram_quantile(0.95, sum by (le, zone) (rate(a:b_bucket{x="1", y=~"p|q"}[5m] offset 30m)))
       # not this
       > 2 * on (zone) c and deriv(d_total[$__x]) unless e offset 1h"""

@@ -1,4 +1,4 @@
-"""Releases that share a Prometheus are judged each for itself: alerts name the one in trouble, however others fare."""
+"""Releases that share a Prometheus are judged separately: alerts name the affected one only."""
 
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from tests.support.two_releases import GROUPING, mixing, of_release, two_release
 IN_CI = ("cluster", "planner")
 
 
-def test_no_rule_mixes_releases() -> None:
+def test_rules_never_mix_releases() -> None:
     assert [
         (rule.get("alert") or rule["record"], mixing(rule["expr"])) for rule in rules() if mixing(rule["expr"])
     ] == []
@@ -28,7 +28,7 @@ def test_no_rule_mixes_releases() -> None:
         "sum by (namespace, app_kubernetes_io_instance) (a) / on () group_left () b",
     ],
 )
-def test_a_rule_that_mixes_them_is_found(expr: str) -> None:
+def test_mixing_check_finds_a_rule_over_releases(expr: str) -> None:
     assert len(mixing(expr)) == 1
 
 
@@ -45,7 +45,7 @@ def test_alerts_name_the_release_in_trouble(path: Path, tmp_path: Path) -> None:
     promtool("test", "rules", made)
 
 
-def test_a_weaker_model_is_no_worse_than_itself(tmp_path: Path) -> None:
+def test_quality_alert_compares_a_release_with_itself(tmp_path: Path) -> None:
     strong, weak = ("prod", "chat"), ("staging", "chat")
     probe = 'tandem_quality_loss_nats{worker="decode-0", role="decode"}'
     loss = {strong: "2.5x240", weak: "3.1x120 3.2x120"}

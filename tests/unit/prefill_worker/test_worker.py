@@ -1,4 +1,4 @@
-"""The prefill worker over a real engine thread and scheduler, with a hub that only takes notes."""
+"""The prefill worker over a real engine thread and scheduler, with a hub that only records."""
 
 import asyncio
 import threading
@@ -36,7 +36,7 @@ IDENTITY = WorkerIdentity(
 
 
 class FakeHub:
-    """Takes notes of what the engine's news became."""
+    """Records what the engine's events became."""
 
     def __init__(self) -> None:
         self.reports: list[tuple[str, TransferId]] = []
@@ -125,7 +125,7 @@ async def bench() -> AsyncIterator[Bench]:
     assert not faults
 
 
-async def test_prefill_worker_prompt_is_reported_in_chunks_and_held_until_release(bench: Bench) -> None:
+async def test_prefill_worker_reports_chunks_and_holds_blocks_until_release(bench: Bench) -> None:
     one = job()
     await bench.worker.submit(one)
     await bench.finished()
@@ -169,7 +169,7 @@ async def test_prefill_worker_aborted_prompt_keeps_blocks_until_release(bench: B
     await bench.assert_empty()
 
 
-async def test_released_before_it_was_computed(bench: Bench) -> None:
+async def test_prefill_worker_prompt_released_before_computing_leaves_nothing(bench: Bench) -> None:
     busy = threading.Event()
     bench.host.post(lambda _: busy.wait(WAIT_S))
     submitted = asyncio.ensure_future(bench.worker.submit(job()))

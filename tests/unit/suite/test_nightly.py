@@ -1,4 +1,4 @@
-"""The nightly's parts: every test is in one, what fails or takes too long is red, and results are kept."""
+"""The nightly's parts: every test is in one, failures and timeouts are red, and results are kept."""
 
 from pathlib import Path
 
@@ -17,13 +17,13 @@ def parts_of(path: Path) -> list[str]:
     ]
 
 
-def test_parts_hold_every_test_file_once() -> None:
+def test_nightly_parts_cover_every_test_file_once() -> None:
     files = [path for path in TESTS.rglob("test_*.py") if not path.is_relative_to(TESTS / "gpu")]
     assert len(files) > 400
     assert {str(path): parts for path in files if len(parts := parts_of(path)) != 1} == {}
 
 
-def test_parts_name_what_there_is() -> None:
+def test_nightly_parts_name_existing_folders() -> None:
     assert [folder for part in nightly.PARTS.values() for folder in part if not (ROOT / folder).exists()] == []
 
 
@@ -41,7 +41,7 @@ def write(path: Path, body: str) -> None:
     path.write_text(f"import threading\nimport pytest\n\n@pytest.mark.slow\ndef test_it():\n    {body}\n")
 
 
-def test_part_that_passes_is_green_and_keeps_its_log(root: Path) -> None:
+def test_nightly_passing_part_is_green_and_keeps_log(root: Path) -> None:
     write(root / "test_one.py", "pass")
     result = nightly.run_part("one", root, root=root)
     assert result.is_green()
@@ -52,14 +52,14 @@ def test_part_that_passes_is_green_and_keeps_its_log(root: Path) -> None:
     assert not green
 
 
-def test_part_whose_tests_are_all_skipped_is_not_green(root: Path) -> None:
+def test_nightly_part_with_all_tests_skipped_is_not_green(root: Path) -> None:
     write(root / "test_one.py", "pytest.skip('no engine here')")
     result = nightly.run_part("one", root, root=root)
     assert not result.is_green()
     assert "all skipped" in nightly.summary(root)[0][0]
 
 
-def test_part_that_fails_is_red(root: Path) -> None:
+def test_nightly_failing_part_is_red(root: Path) -> None:
     write(root / "test_one.py", "pass")
     write(root / "test_two.py", "raise AssertionError")
     assert nightly.run_part("one", root, root=root).is_green()
@@ -75,7 +75,7 @@ STEADY_THE_SECOND_TIME = """import pathlib
     assert was_seen"""
 
 
-def test_part_whose_failure_passes_alone_is_green_and_names_it(root: Path) -> None:
+def test_nightly_part_with_flaky_test_is_green_and_names_it(root: Path) -> None:
     write(root / "test_one.py", STEADY_THE_SECOND_TIME)
     result = nightly.run_part("one", root, root=root)
     assert result.is_green()
@@ -84,21 +84,21 @@ def test_part_whose_failure_passes_alone_is_green_and_names_it(root: Path) -> No
     assert "1 failed" in (root / "one.log").read_text()
 
 
-def test_part_with_an_unsteady_test_that_was_not_mended_is_red(root: Path) -> None:
+def test_nightly_part_with_unmended_flaky_test_is_red(root: Path) -> None:
     write(root / "test_one.py", STEADY_THE_SECOND_TIME)
     entry = Unsteady(test="test_one.py::test_it", seen="2026-11-24", failure="then as well")
     (root / "tests/unsteady.yaml").write_text(render(entry))
     assert not nightly.run_part("one", root, root=root).is_green()
 
 
-def test_part_that_takes_longer_than_its_limit_is_red(root: Path) -> None:
+def test_nightly_part_beyond_its_limit_is_red(root: Path) -> None:
     write(root / "test_one.py", "threading.Event().wait()  # for ever: it is the limit that ends it")
     result = nightly.run_part("one", root, limit_s=3, root=root)
     assert result.exit_code is None
     assert "out of time" in result.render()
 
 
-def test_nightly_with_an_unknown_part_names_those_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nightly_unknown_part_is_refused_with_the_choices(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         nightly.main(["everything"])
     assert "unknown part 'everything': there are engine, " in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Long tests take turns by the day, and each turn comes."""
+"""Long tests rotate by the day, and each gets its turn."""
 
 import datetime
 import subprocess
@@ -14,24 +14,24 @@ from tests.suite.run import ROOT
 DAY = datetime.date(2026, 11, 23)
 
 
-def test_turns_of_consecutive_days_are_all_turns() -> None:
+def test_rotation_consecutive_days_cover_all_turns() -> None:
     days = [DAY + datetime.timedelta(days=n) for n in range(rotation.TURNS)]
     assert frozenset.union(*(rotation.chosen_turns({}, day) for day in days)) == frozenset(range(rotation.TURNS))
     assert all(len(rotation.chosen_turns({}, day)) == 1 for day in days)
 
 
 @pytest.mark.parametrize(("value", "turns"), [("1", {1}), ("all", set(range(rotation.TURNS))), ("none", set())])
-def test_turn_that_the_environment_names_is_chosen(value: str, turns: set[int]) -> None:
+def test_rotation_environment_chooses_the_turn(value: str, turns: set[int]) -> None:
     assert rotation.chosen_turns({rotation.VARIABLE: value}, DAY) == turns
 
 
 @pytest.mark.parametrize("value", [str(rotation.TURNS), "-1", "first"])
-def test_turn_that_there_is_not_is_refused(value: str) -> None:
+def test_rotation_unknown_turn_is_refused(value: str) -> None:
     with pytest.raises(pytest.UsageError, match="TEST_TURN must be a turn from 0 to 2, all or none"):
         rotation.chosen_turns({rotation.VARIABLE: value}, DAY)
 
 
-def test_chosen_turn_is_no_setting_of_clusters_that_tests_start(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rotation_variable_is_no_cluster_setting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(rotation.VARIABLE, raising=False)
     without = load(None)
     monkeypatch.setenv(rotation.VARIABLE, "none")
@@ -47,7 +47,7 @@ def test_chosen_turn_is_no_setting_of_clusters_that_tests_start(monkeypatch: pyt
         ("1", "slow", "2 deselected"),
     ],
 )
-def test_turn_decides_whether_a_test_runs_now_or_in_the_nightly(
+def test_rotation_decides_between_daily_run_and_nightly(
     tmp_path: Path, turn: str, chosen: str, outcome: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(rotation.VARIABLE, turn)
@@ -68,7 +68,7 @@ def test_turn_decides_whether_a_test_runs_now_or_in_the_nightly(
     assert outcome in done.stdout, done.stdout
 
 
-def test_cases_in_turns_run_once_in_all_turns_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rotation_all_turns_run_each_case_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow: long\n    in_turns: in turns\n")
     (tmp_path / "conftest.py").write_text(

@@ -1,4 +1,4 @@
-"""How the suite handles tests that fail: unsteady ones are recognised and listed, and cannot become a habit."""
+"""How the suite handles failing tests: unsteady ones are recognised, listed and bounded."""
 
 import subprocess
 import time
@@ -37,9 +37,7 @@ def listed(root: Path) -> list[unsteady.Unsteady]:
     return unsteady.parse((root / run.UNSTEADY_LIST).read_text())
 
 
-def test_suite_with_a_test_that_passes_the_second_time_is_green_and_lists_it(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_suite_flaky_test_is_green_and_listed(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (root / "test_it.py").write_text(FAILS_ONCE)
     assert run.main([], ONE_RUN, root) == 0
     printed = capsys.readouterr().out
@@ -50,7 +48,7 @@ def test_suite_with_a_test_that_passes_the_second_time_is_green_and_lists_it(
     assert "the first time" in listed(root)[0].failure
 
 
-def test_suite_with_a_listed_test_that_is_unsteady_again_is_red(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_suite_unmended_flaky_test_is_red(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (root / "test_it.py").write_text(FAILS_ONCE)
     known = unsteady.Unsteady(test="test_it.py::test_fails_once", seen="2026-11-01", failure="x")
     (root / run.UNSTEADY_LIST).write_text(unsteady.render(known))
@@ -58,7 +56,7 @@ def test_suite_with_a_listed_test_that_is_unsteady_again_is_red(root: Path, caps
     assert "was not mended" in capsys.readouterr().out
 
 
-def test_suite_with_a_test_unsteady_since_it_was_mended_lists_it_anew(root: Path) -> None:
+def test_suite_flaky_test_since_mended_is_listed_again(root: Path) -> None:
     (root / "test_it.py").write_text(FAILS_ONCE)
     known = unsteady.Unsteady(
         test="test_it.py::test_fails_once", seen="2026-11-01", failure="x", mended="2026-11-02: waited for a time"
@@ -68,16 +66,14 @@ def test_suite_with_a_test_unsteady_since_it_was_mended_lists_it_anew(root: Path
     assert [e.mended for e in listed(root)] == ["2026-11-02: waited for a time", None]
 
 
-def test_suite_with_a_test_that_fails_twice_is_red_and_lists_nothing(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_suite_test_failing_twice_is_red_and_not_listed(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (root / "test_it.py").write_text("def test_never_passes():\n    assert 1 == 2\n")
     assert run.main([], ONE_RUN, root) == 1
     assert "failed twice: call: assert 1 == 2" in capsys.readouterr().out
     assert listed(root) == []
 
 
-def test_suite_with_many_failures_is_red_at_once(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_suite_many_failures_are_red_without_rerun(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     many = unsteady.MAX_A_RUN + 1
     (root / "test_it.py").write_text(
         f"import pytest\n@pytest.mark.parametrize('n', range({many}))\ndef test_it(n):\n    assert n > 9\n"
@@ -88,29 +84,27 @@ def test_suite_with_many_failures_is_red_at_once(root: Path, capsys: pytest.Capt
     assert "twice" not in printed
 
 
-def test_suite_that_cannot_be_collected_is_red(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_suite_collection_error_is_red(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (root / "test_it.py").write_text("import no_such_module_anywhere\n")
     assert run.main([], ONE_RUN, root) == 1
     assert "pytest ended with" in capsys.readouterr().out
 
 
-def test_suite_whose_arguments_choose_no_test_says_so(root: Path) -> None:
+def test_suite_without_selected_tests_exits_with_5(root: Path) -> None:
     (root / "test_it.py").write_text("def test_it():\n    pass\n")
     assert run.main(["-k", "nothing_like_it"], ONE_RUN, root) == 5
 
 
-def test_list_with_an_unknown_field_is_refused_by_its_entry() -> None:
+def test_unsteady_list_unknown_field_names_the_entry() -> None:
     with pytest.raises(ValueError, match="entry 0"):
         unsteady.parse("- {test: a, seen: b, failure: c, colour: red}")
 
 
-def test_repositorys_own_list_can_be_read() -> None:
+def test_unsteady_list_of_repository_is_valid() -> None:
     unsteady.parse((run.ROOT / run.UNSTEADY_LIST).read_text(encoding="utf-8"))
 
 
-def test_suite_phase_beside_another_is_counted_and_printed_after_it(
-    root: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_suite_parallel_phase_is_counted_and_printed_last(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (root / "test_it.py").write_text("def test_first():\n    pass\n\n\ndef test_second():\n    assert 1 == 2\n")
     quiet = ("-p", "no:cacheprovider", "-k")
     phases = (

@@ -1,4 +1,4 @@
-"""Connections that speak while their workers end."""
+"""Connections that send while their workers end."""
 
 import os
 import select
@@ -30,8 +30,8 @@ def ended_child(status: int) -> int:
 
 
 @pytest.mark.parametrize("message", [b"15", b""])
-def test_connection_to_a_worker_that_has_just_ended_gets_its_status(fork_server: ForkServer, message: bytes) -> None:
-    """Both are known in one round; an empty `message`: the client has gone."""
+def test_fork_server_connection_to_ended_worker_gets_its_status(fork_server: ForkServer, message: bytes) -> None:
+    """Both events come in one round; an empty `message` means that the client has gone."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     fork_server.look_after(theirs, ended_child(7))
     if message:
@@ -45,7 +45,7 @@ def test_connection_to_a_worker_that_has_just_ended_gets_its_status(fork_server:
     ours.close()
 
 
-def test_what_is_told_reaches_the_worker(fork_server: ForkServer) -> None:
+def test_fork_server_forwards_signals(fork_server: ForkServer) -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     worker = subprocess.Popen(["/bin/sleep", "1000"])
     fork_server.look_after(theirs, worker.pid)

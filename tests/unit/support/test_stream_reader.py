@@ -1,4 +1,4 @@
-"""What the stream campaigns take for the same answer."""
+"""When the stream campaigns treat two answers as equal."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ WHOLE = Answer(
 )
 
 
-def test_an_answer_is_the_same_whatever_was_cached_and_whenever_it_came() -> None:
+def test_stream_answer_comparison_ignores_cache_and_timing() -> None:
     assert WHOLE.same_as(replace(WHOLE, usage=WHOLE.usage | {"cached_tokens": 8}, came_s={0: [1.0, 2.0]}))
 
 
@@ -30,13 +30,13 @@ def test_an_answer_is_the_same_whatever_was_cached_and_whenever_it_came() -> Non
         {"usage": WHOLE.usage | {"total_tokens": 13}},
     ],
 )
-def test_nothing_may_differ_or_lack(change: dict[str, object]) -> None:
+def test_stream_answer_comparison_finds_every_difference(change: dict[str, object]) -> None:
     other = replace(WHOLE, **change)
     assert not WHOLE.same_as(other)
     assert not other.same_as(WHOLE)
 
 
-def test_two_answers_that_nobody_counted_are_not_the_same() -> None:
+def test_stream_answers_without_usage_are_never_equal() -> None:
     assert not replace(WHOLE, usage=None).same_as(replace(WHOLE, usage=None))
     wrong = WHOLE.usage | {"completion_tokens": 2, "total_tokens": 11}
     assert not replace(WHOLE, usage=wrong).same_as(replace(WHOLE, usage=wrong))

@@ -1,4 +1,4 @@
-"""What `python -m tests.walk` counts."""
+"""The counts of `python -m tests.walk`."""
 
 from tests.walk.ways import Call, walk
 
@@ -15,22 +15,22 @@ def test_walk_calls_within_one_file_are_one_stay():
     assert files(call("a", call("a", call("a", bounds=True)))) == ["a"]
 
 
-def test_walk_coming_back_to_a_running_function_is_no_stay_and_entering_again_is():
+def test_walk_return_to_running_function_is_no_stay():
     end = call("b", bounds=True)
     assert files(call("a", call("b", made=("Form",)), call("c", end))) == ["a", "b", "c", "b"]
 
 
-def test_walk_entering_the_same_file_twice_in_a_row_is_one_stay():
+def test_walk_reentering_a_file_in_a_row_is_one_stay():
     assert files(call("a", call("b", made=("Form",)), call("b", bounds=True))) == ["a", "b"]
 
 
-def test_walk_call_that_makes_nothing_and_leads_nowhere_is_an_aside():
+def test_walk_call_without_objects_or_successor_is_an_aside():
     found = walk([call("a", call("clock", call("timer")), call("b", bounds=True))])
     assert [stay.file for stay in found.stays] == ["a", "b"]
     assert found.asides == {"clock": 1}
 
 
-def test_walk_object_made_behind_a_helper_counts_with_the_stay_that_made_it():
+def test_walk_object_made_by_helper_counts_for_its_stay():
     found = walk([call("a", call("b", call("c", made=("Form", "Form"))), bounds=True)])
     assert [(stay.file, stay.made) for stay in found.stays] == [("a", []), ("b", []), ("c", ["Form", "Form"])]
     assert found.num_objects == 2

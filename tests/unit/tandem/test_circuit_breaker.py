@@ -1,4 +1,4 @@
-"""What fails is left alone, tried with one call at a time, at odd times, and taken back after one good probe."""
+"""The circuit breaker: opens on failures, probes singly with jitter, closes after one good probe."""
 
 from random import Random
 
@@ -16,7 +16,7 @@ def tripped() -> CircuitBreaker:
     return breaker
 
 
-def test_failures_in_a_row_open_it() -> None:
+def test_circuit_breaker_consecutive_failures_open() -> None:
     breaker = CircuitBreaker(POLICY)
     for _ in range(20):
         for _ in range(3):
@@ -34,7 +34,7 @@ def test_circuit_breaker_failure_share_opens() -> None:
     assert breaker.state(12.0) is BreakerState.OPEN
 
 
-def test_half_open_lets_one_probe_through_at_a_time() -> None:
+def test_circuit_breaker_half_open_allows_one_probe() -> None:
     breaker = tripped()
     assert breaker.state(2.0) is BreakerState.HALF_OPEN
     assert breaker.allows(2.0)
@@ -62,7 +62,7 @@ def test_circuit_breaker_probe_closes_or_doubles_timeout() -> None:
     assert breaker.allows(now_s)
 
 
-def test_old_requests_say_nothing_of_an_open_one() -> None:
+def test_circuit_breaker_ignores_old_requests_when_open() -> None:
     breaker = tripped()
     breaker.succeeded(1.0)
     breaker.failed(1.0)
@@ -70,7 +70,7 @@ def test_old_requests_say_nothing_of_an_open_one() -> None:
     assert breaker.state(2.0) is BreakerState.HALF_OPEN
 
 
-def test_breaker_with_randomness_waits_between_half_and_all_of_its_time() -> None:
+def test_circuit_breaker_jitter_is_half_to_full_timeout() -> None:
     breaker, now_s = CircuitBreaker(POLICY, Random(1)), 0.0
     for longest in (2.0, 4.0, 6.0, 6.0):
         for _ in range(3 if longest == 2.0 else 1):
@@ -81,7 +81,7 @@ def test_breaker_with_randomness_waits_between_half_and_all_of_its_time() -> Non
         assert breaker.wait_s(now_s) == 0.0, "a probe is due"
 
 
-def test_breakers_that_tripped_together_do_not_come_back_together() -> None:
+def test_circuit_breakers_tripped_together_recover_at_different_times() -> None:
     waits = set()
     for seed in range(20):
         breaker = CircuitBreaker(POLICY, Random(seed))
@@ -91,7 +91,7 @@ def test_breakers_that_tripped_together_do_not_come_back_together() -> None:
     assert len(waits) == 20
 
 
-def test_breaker_with_a_probe_under_way_waits_until_that_is_taken_for_lost() -> None:
+def test_circuit_breaker_probe_times_out() -> None:
     breaker = tripped()
     breaker.began(2.0)
     assert breaker.wait_s(5.0) == 7.0

@@ -1,4 +1,4 @@
-"""`tandem bench` when it is interrupted, and where an extra is missing."""
+"""`tandem bench` on interrupts, and without an optional package."""
 
 import signal
 import subprocess
@@ -30,7 +30,7 @@ sys.exit(command.main())
 """
 
 
-def test_sigterm_leaves_nothing_running() -> None:
+def test_bench_sigterm_stops_everything() -> None:
     with subprocess.Popen([sys.executable, "-c", WAITING], cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "measuring\n"
@@ -49,7 +49,7 @@ def test_sigterm_leaves_nothing_running() -> None:
         (["transfer", "--plot", "rates.png"], "matplotlib"),
     ],
 )
-def test_what_the_extra_brings_is_asked_for_before_anything_is_measured(
+def test_bench_missing_extra_is_reported_before_measuring(
     arguments: list[str], module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def measure(*_: object) -> None:
@@ -63,7 +63,7 @@ def test_what_the_extra_brings_is_asked_for_before_anything_is_measured(
     assert f"needs {module}, which the extra `bench` installs: pip install '.[bench]'" in errors
 
 
-def test_a_contest_in_tls_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_contest_in_tls_names_missing_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "trustme", None)
     with pytest.raises(ExtraMissing, match=r"trustme, which the extra `bench` installs: pip install '\.\[bench\]'"):
         contestants.tls(tmp_path)

@@ -1,4 +1,4 @@
-"""The price of determinism is measured on both ways of one model, and written as the other benchmarks write theirs."""
+"""The determinism bench measures both modes of one model, and writes rows like the other benches."""
 
 from pathlib import Path
 
@@ -32,7 +32,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_both_ways_are_timed_and_compared(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_determinism_times_and_compares_both_modes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(determinism, "cached_model", lambda *_, **__: folder)
     file = folder / "rows.json"
     code = determinism.main(
@@ -49,7 +49,7 @@ def test_both_ways_are_timed_and_compared(folder: Path, monkeypatch: pytest.Monk
         assert values[f"{kind}.cost"] == pytest.approx(100 * (ratio - 1))
 
 
-def test_a_contestant_computes_what_is_asked(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_determinism_contestant_computes_planned_batches(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options = BackendOptions(device=torch.device("cpu"), dtype="float32", deterministic=True)
     contestant = Contestant(folder, options, Plan(batches=(1, 3), prompt_tokens=20))
     batches = []

@@ -1,4 +1,4 @@
-"""The GPU suite's hand-off on CPU pools: that it runs, and that it would see what is wrong."""
+"""The GPU suite's hand-off on CPU pools: it runs, and detects errors."""
 
 import time
 
@@ -9,7 +9,7 @@ from tandem_bench.report import Row
 from tests.support.kv_transfer.transport_needs import require
 
 
-def test_hand_off_on_cpu_pools_writes_round_after_round() -> None:
+def test_gpu_suite_hand_off_runs_on_cpu_pools() -> None:
     require("torch_dist")
     stage = Stage(device="cpu", shape="tiny", seed=7, deadline_s=time.monotonic() + 120.0)
     rows = {found.name: found for found in hand_off(stage) if isinstance(found, Row)}
@@ -20,7 +20,7 @@ def test_hand_off_on_cpu_pools_writes_round_after_round() -> None:
     assert all(rows[f"{way}: {what}"].value > 0.0 for way in ways for what in ("from pool to pool", "verified"))
 
 
-def test_hand_off_of_other_bytes_is_counted_byte_by_byte() -> None:
+def test_gpu_suite_hand_off_counts_wrong_bytes() -> None:
     pool = part._Pool.filled("host", NUM_BLOCKS_SMALL)
     with part._peer("shm", pool, "host") as peer:
         peer.round()

@@ -1,4 +1,4 @@
-"""The GPU suite on a CPU: all of it runs small, and what fails, hangs or dies takes nothing else with it."""
+"""The GPU suite on a CPU, at small sizes: a failing, hanging or dying part does not affect the others."""
 
 import json
 import math
@@ -40,7 +40,7 @@ KERNELS = ("flash_decode", "paged_prefill", "rope_kv", "add_rms_norm", "silu_mul
 
 
 def suite(folder: Path, *options: str) -> tuple[int, dict[str, Any], str]:
-    """As on a machine where nothing of this is installed: from elsewhere, by its path."""
+    """Run from elsewhere by its path, as on a machine without an installation."""
     bare = folder / "bare"
     bare.mkdir()
     (bare / "sitecustomize.py").write_text(HIDE)
@@ -58,12 +58,12 @@ def suite(folder: Path, *options: str) -> tuple[int, dict[str, Any], str]:
     return done.returncode, json.loads(file.read_text()), done.stdout
 
 
-def test_parts_name_modules_that_exist() -> None:
+def test_gpu_suite_parts_name_existing_modules() -> None:
     assert [part.name for part in PARTS if find_spec(part.module) is None] == []
 
 
 @pytest.mark.slow  # half a minute
-def test_everything_runs_small_on_a_cpu(tmp_path: Path) -> None:
+def test_gpu_suite_runs_small_on_cpu(tmp_path: Path) -> None:
     code, found, text = suite(tmp_path)
     assert code == 0, text
     assert found["is_complete"]
@@ -85,7 +85,7 @@ def test_everything_runs_small_on_a_cpu(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*.new"))
 
 
-def test_without_time_nothing_is_begun_and_the_exit_code_says_so(tmp_path: Path) -> None:
+def test_gpu_suite_without_time_starts_nothing_and_is_incomplete(tmp_path: Path) -> None:
     code, found, text = suite(tmp_path, "--limit-s", "0", "--only", "parity", "speed.decode")
     assert code == EXIT_INCOMPLETE
     assert {part["status"] for part in found["parts"]} == {"no time"}
@@ -93,7 +93,7 @@ def test_without_time_nothing_is_begun_and_the_exit_code_says_so(tmp_path: Path)
     assert "parity.engine (no time)" in text
 
 
-def test_the_budgets_are_within_eight_minutes() -> None:
+def test_gpu_suite_budgets_fit_into_eight_minutes() -> None:
     assert LIMIT_S < 480
     assert len({part.name for part in PARTS}) == len(PARTS)
     # What hangs in one part must leave the others their time: even if every one did, each would have had its own.
@@ -116,7 +116,7 @@ def stage(limit_s: float = 120.0) -> Stage:
     return Stage(device="cpu", shape="tiny", seed=7, deadline_s=time.monotonic() + limit_s)
 
 
-def test_a_part_tells_what_it_finds_from_a_process_of_its_own(workshop: Workshop) -> None:
+def test_gpu_suite_part_reports_from_own_process(workshop: Workshop) -> None:
     first, second = workshop.run(part("good"), stage()), workshop.run(part("good"), stage())
     assert first.status is Status.OK
     assert first.notes == {"device": "cpu"}
@@ -133,26 +133,26 @@ def test_a_part_tells_what_it_finds_from_a_process_of_its_own(workshop: Workshop
         ("not there", Status.FAILED, "has no attribute"),
     ],
 )
-def test_a_parts_end_keeps_what_it_found(workshop: Workshop, function: str, status: Status, words: str) -> None:
+def test_gpu_suite_ended_part_keeps_its_rows(workshop: Workshop, function: str, status: Status, words: str) -> None:
     result = workshop.run(part(function), stage())
     assert result.status is status
     assert words in str(result.error)
     assert [row.name for row in result.rows] == ([] if function == "not there" else ["before"])
 
 
-def test_a_part_that_hangs_is_stopped_by_its_budget(workshop: Workshop) -> None:
+def test_gpu_suite_hanging_part_is_stopped_at_its_budget(workshop: Workshop) -> None:
     result = workshop.run(part("stuck", budget_s=4.0), stage())
     assert result.status is Status.STOPPED
     assert [row.value for row in result.rows] == [7]
     assert result.seconds >= 4.0
 
 
-def test_no_part_outlives_the_suite(workshop: Workshop) -> None:
+def test_gpu_suite_part_ends_at_suite_limit(workshop: Workshop) -> None:
     assert workshop.run(part("stuck"), stage(limit_s=0.5)).status is Status.STOPPED
     assert workshop.run(part("good"), stage(limit_s=0.0)).status is Status.NO_TIME
 
 
-def test_a_process_that_cannot_be_had_costs_its_part_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_suite_failed_process_start_fails_only_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
     refused = Workshop(("torch",))
 
     def start(_self: Any) -> None:
@@ -166,15 +166,15 @@ def test_a_process_that_cannot_be_had_costs_its_part_alone(monkeypatch: pytest.M
     assert refused.run(part("good"), stage()).status is Status.OK
 
 
-def test_what_is_judged_is_the_engine_as_it_serves() -> None:
-    """With its steps recorded, unless a part asks for something else."""
+def test_gpu_suite_default_limits_are_those_of_serving() -> None:
+    """With recorded steps, unless a part sets something else."""
     bounds = {"num_blocks": 1, "max_rows": 1, "max_tokens": 1, "chunk_tokens": 1, "max_model_len": 1}
     limits = Limits(**bounds)
     assert limits.graphs
     assert limits.pipelined
 
 
-def test_the_verdict_names_what_was_missed_and_what_is_incomplete() -> None:
+def test_gpu_suite_verdict_names_missed_goals_and_incomplete_parts() -> None:
     missed = Row(name="slow", value=1.0, unit="x", goal=">= 2", met=False)
     results = [
         Result(
@@ -194,7 +194,7 @@ def random_decoder(part_dtype: torch.dtype = torch.float32) -> Decoder:
     return build_model(SHAPES["tiny"].model_config("float32"), source, backend=backend)
 
 
-def test_a_model_from_a_generator_is_the_model_from_files(tmp_path: Path) -> None:
+def test_random_model_equals_model_from_files(tmp_path: Path) -> None:
     write_model(tmp_path, SHAPES["tiny"], dtype="float32", seed=3)
     stored, made = load_plain(tmp_path), random_decoder()
     hidden = torch.randn(5, 64, generator=torch.Generator().manual_seed(0))
@@ -205,7 +205,7 @@ def test_a_model_from_a_generator_is_the_model_from_files(tmp_path: Path) -> Non
     assert made.fingerprint != random_decoder(torch.bfloat16).fingerprint
 
 
-def test_a_source_that_lacks_a_tensor_is_refused() -> None:
+def test_random_model_missing_tensor_is_refused() -> None:
     source = RandomSource(SHAPES["tiny"], seed=0, dtype=torch.float32, device=torch.device("cpu"))
     deeper = replace(SHAPES["tiny"], num_layers=3)
     with pytest.raises(ConfigError, match=r"model\.layers\.2\..* is None"):

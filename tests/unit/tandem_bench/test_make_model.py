@@ -22,11 +22,11 @@ def model(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(("name", "billions"), [("0.04b", 0.04), ("0.5b", 0.44), ("1b", 1.24), ("8b", 8.03)])
-def test_shapes_are_as_large_as_they_say(name: str, billions: float) -> None:
+def test_model_shapes_have_stated_size(name: str, billions: float) -> None:
     assert SHAPES[name].num_parameters / 1e9 == pytest.approx(billions, abs=0.006)
 
 
-def test_a_tensor_is_a_function_of_its_name_and_seed() -> None:
+def test_random_tensor_depends_on_name_and_seed() -> None:
     def tensor(name: str, seed: int) -> torch.Tensor:
         return random_tensor(TINY, name, (64, 128), seed=seed, dtype=torch.float32)
 
@@ -36,12 +36,12 @@ def test_a_tensor_is_a_function_of_its_name_and_seed() -> None:
     assert float(tensor("a", 0).std()) == pytest.approx(128**-0.5, rel=0.05)
 
 
-def test_the_generator_gives_every_tensor_of_the_architecture() -> None:
+def test_random_tensors_cover_the_architecture() -> None:
     made = {name: tuple(tensor.shape) for name, tensor in random_tensors(TINY, seed=0, dtype=torch.bfloat16)}
     assert made == TINY.tensors()
 
 
-def test_transformers_loads_it_with_nothing_missing(model: Path) -> None:
+def test_random_model_loads_in_transformers(model: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     loaded, info = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, output_loading_info=True)
@@ -51,11 +51,11 @@ def test_transformers_loads_it_with_nothing_missing(model: Path) -> None:
     assert len(AutoTokenizer.from_pretrained(model)) == TINY.vocab_size
 
 
-def test_the_engine_reads_its_configuration(model: Path) -> None:
+def test_random_model_config_is_read_by_engine(model: Path) -> None:
     assert load_model_config(model) == TINY.model_config("float32")
 
 
-def test_shards_are_bounded_and_indexed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_model_shards_are_bounded_and_indexed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(make_model, "SHARD_BYTES", 64 << 10)
     write_model(tmp_path, TINY, dtype="bfloat16")
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
@@ -68,7 +68,7 @@ def test_shards_are_bounded_and_indexed(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("vocab_size", [257, 512, 65_536])
-def test_every_id_has_a_text_of_its_own(vocab_size: int) -> None:
+def test_random_tokenizer_has_a_text_for_every_id(vocab_size: int) -> None:
     tokenizer = make_tokenizer(vocab_size)
     assert tokenizer.get_vocab_size() == vocab_size
     ids = tokenizer.encode("Tandem 42 öß\n").ids
@@ -76,12 +76,12 @@ def test_every_id_has_a_text_of_its_own(vocab_size: int) -> None:
     assert tokenizer.decode(ids) == "Tandem 42 öß\n"
 
 
-def test_a_vocabulary_below_bytes_is_refused() -> None:
+def test_random_tokenizer_below_byte_vocabulary_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 257"):
         make_tokenizer(256)
 
 
-def test_the_cache_is_made_once_and_never_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_cache_is_made_once_and_atomically(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     notes: list[str] = []
     folder = cached_model(TINY, note=notes.append)

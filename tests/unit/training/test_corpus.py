@@ -1,4 +1,4 @@
-"""The generators are seeded, the tokenizer is lossless, and the chat template says what we train on."""
+"""The generators are seeded, the tokenizer is lossless, and the chat template renders the training format."""
 
 import json
 from itertools import islice
@@ -48,7 +48,7 @@ def corpus(tokenizer: Tokenizer) -> Corpus:
 
 
 @pytest.mark.parametrize("length", [128, 512])
-def test_rows_depend_only_on_the_seed(corpus: Corpus, length: int) -> None:
+def test_corpus_rows_depend_only_on_seed(corpus: Corpus, length: int) -> None:
     first = [corpus.row(Random("0:7"), MIX, length) for _ in range(2)]
     assert first[0] == first[1]
     assert len(first[0]) == length
@@ -64,12 +64,12 @@ def test_tokenizer_is_reproducible(tokenizer: Tokenizer) -> None:
     "text",
     ["", " ", "a", " a  b ", "tab\tand\r\nlines\n\n", "naïve café — 日本語 🙂🏽", "\x00\x7f", "12 345", "<|end|> x"],
 )
-def test_decoding_gives_the_text_back(tokenizer: Tokenizer, text: str) -> None:
+def test_tokenizer_decode_restores_text(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text).ids
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
 
 
-def test_digits_and_special_tokens_are_single_tokens(tokenizer: Tokenizer) -> None:
+def test_tokenizer_digits_and_special_tokens_are_single(tokenizer: Tokenizer) -> None:
     assert len(tokenizer.encode("4821").ids) == 4
     for index, token in enumerate(SPECIAL_TOKENS):
         assert tokenizer.encode(token).ids == [index]
@@ -83,7 +83,7 @@ def test_chat_template_writes_what_training_reads() -> None:
         assert prompt + chat.turns[-1].assistant + "<|end|>" == render(chat)
 
 
-def test_json_answers_parse_and_name_what_was_asked() -> None:
+def test_json_answers_parse_and_repeat_requested_values() -> None:
     for seed in range(50):
         turn = chats.json_turn(Random(seed))
         record = json.loads(turn.assistant)
@@ -115,7 +115,7 @@ def test_real_text_fills_and_its_end_is_held_out(corpus: Corpus) -> None:
     assert set(islice(needles.line_filler(Random(0), lines), 30)) <= set(lines)
 
 
-def test_answers_count_most_and_stated_digits_not_at_all() -> None:
+def test_target_weights_favour_answers_and_skip_stated_digits() -> None:
     digit, word = 10, 11
     row = np.array([[BOS_ID, USER_ID, word, digit, END_ID, ASSISTANT_ID, digit, END_ID, PAD_ID]])
     (weights,) = target_weights(row, frozenset([digit])).tolist()
@@ -175,7 +175,7 @@ def test_export_loads_in_transformers_with_the_same_logits(tmp_path: Path, token
     assert loaded.eos_token_id == END_ID
 
 
-def test_first_layer_starts_by_looking_back() -> None:
+def test_first_layer_initially_attends_backwards() -> None:
     config = ModelConfig()
     torch.manual_seed(0)
     model = LlamaModel(config)

@@ -1,4 +1,4 @@
-"""The gates' view of the engine: its logits are transformers', chunk after chunk, and settings that differ, differ."""
+"""The gates' view of the engine: logits equal transformers' for every chunk, and settings that differ, differ."""
 
 import random
 
@@ -29,14 +29,14 @@ def error(name: str, expected: torch.Tensor) -> float:
     return float((ours - expected).square().mean().sqrt() / expected.std())
 
 
-def test_every_setting_is_the_model_as_far_as_its_precision_goes(expected: torch.Tensor) -> None:
+def test_quality_error_of_each_setting_matches_its_precision(expected: torch.Tensor) -> None:
     found = {name: error(name, expected) for name in ("float32", "bfloat16", "int8-kv")}
     print(found)
     assert found["float32"] < 1e-5
     assert found["float32"] < found["bfloat16"] < found["int8-kv"] < 0.2
 
 
-def test_every_gate_is_told_for_every_setting_with_the_models_own_promises() -> None:
+def test_quality_rows_cover_every_gate_and_setting() -> None:
     found = quality.rows(FOLDER, settings=["bfloat16", "int8-kv"], samples=2, lengths=[128], text="", num_threads=1)
     by_name = {row.name: row for row in found}
     assert len(by_name) == len(found) == 6

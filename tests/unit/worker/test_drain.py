@@ -1,4 +1,4 @@
-"""The end of a worker: whom it asks, how long it stays, and in which order it stops."""
+"""A worker's drain: notified peers, its duration, and the order of stopping."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -110,7 +110,7 @@ async def turns() -> None:
         await asyncio.sleep(0)
 
 
-async def test_work_first_then_the_cache_then_what_is_still_read() -> None:
+async def test_drain_finishes_work_then_migrates_cache_then_lends() -> None:
     stages = Stages()
     leaving = stages.leave(drain_s=60.0, migration_s=5.0)
     await turns()
@@ -125,7 +125,7 @@ async def test_work_first_then_the_cache_then_what_is_still_read() -> None:
     await leaving
 
 
-async def test_work_that_takes_all_the_time_does_not_cost_the_cache() -> None:
+async def test_drain_busy_with_work_still_offers_cache_in_time() -> None:
     stages = Stages()
     leaving = stages.leave(drain_s=60.0, migration_s=60.0)
     await turns()
@@ -146,7 +146,7 @@ async def test_drain_returns_at_deadline() -> None:
 
 
 async def test_drain_waits_for_senders_before_receivers() -> None:
-    """A prompt may begin a fetch as long as it is here: what comes is waited for after what leaves."""
+    """A prompt may begin a fetch while it is here: receivers are awaited after senders."""
     stages_seen: list[str] = []
     prompt_left = asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""What a worker reports of its engine."""
+"""A worker's reports about its engine."""
 
 from engine.scheduler.step_rates import NUM_FIRST
 from engine.types.step_output import StepTimings
@@ -9,7 +9,7 @@ PREFILL = StepTimings(schedule_s=0.0, execute_s=0.1, commit_s=0.0, num_tokens=10
 DECODE = StepTimings(schedule_s=0.0, execute_s=0.02, commit_s=0.0, num_tokens=4, num_requests=4)
 
 
-async def test_load_report_has_rates_once_they_are_measured_often_enough() -> None:
+async def test_load_report_has_rates_after_enough_measurements() -> None:
     faults: list[BaseException] = []
     host = EngineHost(parts(), on_fatal=faults.append)
     host.start(on_output=lambda _: None, ports=tuple)

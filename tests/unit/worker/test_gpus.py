@@ -1,4 +1,4 @@
-"""A worker takes the GPUs that it was given, or its own, before anything of CUDA is loaded."""
+"""A worker selects its assigned or own GPUs before anything of CUDA is loaded."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -47,7 +47,7 @@ def cluster(**settings: Any) -> ClusterConfig:
     return load(None, addresses | {name.replace("__", "."): value for name, value in settings.items()})
 
 
-def test_eight_workers_of_a_host_take_a_gpu_each_and_put_it_first() -> None:
+def test_gpus_each_worker_of_a_host_takes_one_first() -> None:
     taken = []
     for role, count in ((PREFILL, 2), (DECODE, 6)):
         for index in range(count):
@@ -72,7 +72,7 @@ def test_gpus_assigned_are_taken_and_passed_to_engine() -> None:
 @pytest.mark.parametrize("module", [prefill_worker.__main__, decode_worker.__main__])
 async def test_gpus_are_taken_before_model_loads(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     class Loading(Exception):
-        """So far it came."""
+        """Raised when loading is reached."""
 
     def load_model(spec: Any, **_: Any) -> None:
         raise Loading(spec.gpus, spec.gpu_sharers)
@@ -94,7 +94,7 @@ async def test_gpus_are_taken_before_model_loads(module: Any, monkeypatch: pytes
         ({}, {"gpus": (1, 2)}, "--gpus must name 1 GPUs, one for each rank here, got 2"),
     ],
 )
-def test_gpus_that_are_not_there_are_refused(settings: dict[str, Any], place: dict[str, Any], words: str) -> None:
+def test_gpus_missing_on_host_are_refused(settings: dict[str, Any], place: dict[str, Any], words: str) -> None:
     host = FakeHost(8)
     with pytest.raises(ConfigError, match=words):
         take_gpus(cluster(**settings), DECODE, WorkerPlace(**place), host)

@@ -1,4 +1,4 @@
-"""Prompts that routers order to be read, at workers of both kinds over a real engine thread and scheduler."""
+"""Prompts ordered by routers for scoring, at both kinds of workers over a real engine thread and scheduler."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -42,7 +42,7 @@ class Bench:
         return message
 
     async def parts(self) -> list[pb.PromptScores]:
-        """All of one reading."""
+        """All parts of one scoring."""
         found = [(await self.message()).prompt_scores]
         while not found[-1].HasField("times"):
             found.append((await self.message()).prompt_scores)
@@ -72,7 +72,7 @@ async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
     assert not faults
 
 
-async def test_scores_come_in_parts_and_in_order(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_prompt_scoring_scores_are_sent_in_ordered_parts(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(read_orders, "_VALUES_PER_MESSAGE", 80)
     bench.read(num_top=2)
     scores = await bench.parts()
@@ -95,7 +95,7 @@ async def test_prompt_scoring_mean_covers_all_rows(bench: Bench) -> None:
     await bench.assert_empty()
 
 
-async def test_continuations_may_use_what_is_cached(bench: Bench) -> None:
+async def test_prompt_scoring_continuations_may_use_cache(bench: Bench) -> None:
     for cached in (0, 48):
         bench.read("next", num_next=30)
         (part,) = await bench.parts()

@@ -1,4 +1,4 @@
-"""A worker's end of its sessions: order, bounds, and the ends of them."""
+"""A worker's side of its sessions: order, bounds and ends."""
 
 import asyncio
 from typing import Any
@@ -65,7 +65,7 @@ async def test_session_of_router_that_does_not_read_ends() -> None:
 
 
 class ReturningRouter(StuckRouter):
-    """The same, or another one, in a new session; it says that its earlier ones are over."""
+    """The same or another router in a new session, which declares its earlier ones over."""
 
     def __init__(self, incarnation: int) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ async def test_session_new_one_ends_routers_former_one(incarnation: int, ends: b
 
 
 class BrokenRouter(StuckRouter):
-    """A router that cannot be written to, or whose order is no order."""
+    """A router that cannot be written to, or sends an invalid order."""
 
     def __init__(self, *, reads: bool, fault: Exception | None = None) -> None:
         super().__init__()
@@ -142,7 +142,7 @@ async def sent(port: SessionPort) -> list[pb.KVEvents]:
     return found
 
 
-async def test_events_that_the_snapshot_had_are_not_told_again() -> None:
+async def test_session_events_covered_by_snapshot_are_not_sent_again() -> None:
     port = SessionPort(Incarnation(1))
     assert port.send_events(0, stored(b"early"))  # before the snapshot: it will hold them
     port.send_snapshot(5, stored(b"a", b"b"))

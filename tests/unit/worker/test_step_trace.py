@@ -19,7 +19,7 @@ WAIT_S = 60.0
 
 
 class Host:
-    """What `trace_steps` asks of an engine's host."""
+    """The part of an engine's host that `trace_steps` uses."""
 
     def __init__(self, harness: Harness) -> None:
         self._engine = harness.engine
@@ -84,7 +84,7 @@ async def test_step_trace_cancelled_or_idle_changes_nothing(leaves):
 
 
 class Counted(StepTrace):
-    """Begun and ended how often; `broken`: as when another one records already."""
+    """Counts begins and ends; `broken`: as when another recording is active."""
 
     def __init__(self, *, broken: bool = False) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a worker's steps add up to, and how routers show it."""
+"""Sums over a worker's steps, and how routers show them."""
 
 import pytest
 
@@ -19,7 +19,7 @@ def output(num_tokens: int, num_requests: int, seconds: float, preemptions: tupl
     return StepOutput(empty, empty, empty, preemptions, None, None, timings)  # type: ignore[arg-type]
 
 
-def test_steps_are_told_apart_by_what_they_computed() -> None:
+def test_work_meter_separates_prefill_and_decode_steps() -> None:
     meter = WorkMeter()
     for step in (output(100, 2, 0.5), output(4, 4, 0.125, ("r",)), output(8, 8, 0.125)):
         meter.observe(step)

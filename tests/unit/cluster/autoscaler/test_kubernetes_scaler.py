@@ -33,7 +33,7 @@ GROW = order(Sizes(prefill=1, decode=2), (ActionKind.START, WorkerRole.PREFILL))
 BOTH = order(Sizes(prefill=1, decode=2), (ActionKind.STOP, WorkerRole.DECODE), (ActionKind.START, WorkerRole.PREFILL))
 
 
-async def test_sizes_are_read_and_set_and_what_grows_grows_first(server: ApiServer) -> None:
+async def test_kubernetes_scaler_order_grows_before_shrinking(server: ApiServer) -> None:
     ours = scaler(server)
     assert (await ours.fleet()).sizes == Sizes(prefill=1, decode=2)
     await ours.carry_out(BOTH)
@@ -42,17 +42,17 @@ async def test_sizes_are_read_and_set_and_what_grows_grows_first(server: ApiServ
     assert patched == ["chat-prefill", "chat-decode"]
 
 
-async def test_a_pool_that_stays_is_not_touched(server: ApiServer) -> None:
+async def test_kubernetes_scaler_unchanged_pool_is_not_touched(server: ApiServer) -> None:
     await scaler(server).carry_out(GROW)
     assert all("chat-prefill" in path for _, path in server.requests)
 
 
-async def test_a_pool_of_none_has_no_number(server: ApiServer) -> None:
+async def test_kubernetes_scaler_reads_empty_pool(server: ApiServer) -> None:
     server.replicas["chat-prefill"] = 0
     assert (await scaler(server).fleet()).sizes == Sizes(prefill=0, decode=2)
 
 
-async def test_a_renewed_token_is_read(server: ApiServer) -> None:
+async def test_kubernetes_scaler_rereads_renewed_token(server: ApiServer) -> None:
     ours = scaler(server)
     await ours.fleet()
     server.token = "second"
@@ -69,14 +69,14 @@ async def test_kubernetes_scaler_concurrent_scaling_wins(server: ApiServer) -> N
     assert server.replicas["chat-prefill"] == 4
 
 
-async def test_a_change_between_look_and_patch_is_refused_by_the_server(server: ApiServer) -> None:
+async def test_kubernetes_scaler_conflicting_patch_is_refused(server: ApiServer) -> None:
     server.moves_after_get = "chat-prefill"
     with pytest.raises(OrderFailed, match="409 the object has been modified"):
         await scaler(server).carry_out(GROW)
     assert server.replicas["chat-prefill"] == 1
 
 
-async def test_what_the_role_does_not_name_is_said(server: ApiServer) -> None:
+async def test_kubernetes_scaler_missing_permission_is_reported(server: ApiServer) -> None:
     server.allowed = {"GET"}
     with pytest.raises(OrderFailed, match=r"chat-prefill: 403 .*forbidden"):
         await scaler(server).carry_out(GROW)
@@ -99,7 +99,7 @@ async def test_kubernetes_scaler_malformed_token_is_reported_without_its_text(se
     assert "hush" not in str(caught.value)
 
 
-async def test_what_is_no_scale_is_refused(server: ApiServer) -> None:
+async def test_kubernetes_scaler_malformed_scale_is_refused(server: ApiServer) -> None:
     version = b'"metadata": {"resourceVersion": "1"}'
     many = [
         b'{"spec": {"replicas": %s}, %s}' % (replicas, version) for replicas in (b"Infinity", b"NaN", b"-1", b'"x"')
@@ -110,7 +110,7 @@ async def test_what_is_no_scale_is_refused(server: ApiServer) -> None:
             await scaler(server).fleet()
 
 
-async def test_an_account_without_files_is_said(server: ApiServer) -> None:
+async def test_kubernetes_scaler_missing_service_account_is_reported(server: ApiServer) -> None:
     (server.account / "token").unlink()
     with pytest.raises(OrderFailed, match="service account"):
         await scaler(server).fleet()

@@ -37,7 +37,7 @@ BUSY = {"worker": replace(WORKER, kv_tokens=10**9, max_running=10**6), "targets"
 
 @dataclass
 class Door:
-    """A router's `/metrics`. Before each look it has served what `serve` says."""
+    """A router's `/metrics`. Each look is preceded by the load of `serve`."""
 
     router: RouterCounters = field(default_factory=RouterCounters)
     num: int = 0
@@ -102,7 +102,7 @@ def options(url: str, **changes: Any) -> LiveOptions:
 
 
 async def run_until(planner: LivePlanner, lines: list[str], awaited: str) -> None:
-    """Until a line has this."""
+    """Run until a line contains this."""
     stop = asyncio.Event()
     running = asyncio.create_task(planner.run(stop))
     async with asyncio.timeout(60.0):
@@ -116,7 +116,7 @@ def lines(printed: list[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in printed]
 
 
-async def test_a_load_of_long_prompts_has_a_decode_worker_flipped() -> None:
+async def test_planner_long_prompts_flip_a_decode_worker() -> None:
     printed: list[str] = []
     workers = Workers()
     with door(num=2) as router:
@@ -158,8 +158,7 @@ async def test_planner_failed_order_is_reported_and_retried() -> None:
     assert workers.sizes == SHAPE
 
 
-async def test_planner_signal_that_files_changed_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a unit's reload does; SIGTERM ends it."""
+async def test_planner_survives_sighup_and_ends_on_sigterm(monkeypatch: pytest.MonkeyPatch) -> None:
     reached: list[int] = []
     before = signal.signal(signal.SIGHUP, lambda number, _frame: reached.append(number))
     monkeypatch.setattr("tandem.process.hangup.has_terminal", lambda: False)
@@ -178,7 +177,7 @@ async def test_planner_signal_that_files_changed_does_not_end_it(monkeypatch: py
     assert len(printed) >= 3
 
 
-async def test_what_no_scaler_may_raise_ends_the_planner() -> None:
+async def test_planner_unexpected_scaler_error_is_fatal() -> None:
     class Broken(Workers):
         async def carry_out(self, order: Order) -> None:
             raise ZeroDivisionError
@@ -187,7 +186,7 @@ async def test_what_no_scaler_may_raise_ends_the_planner() -> None:
         await LivePlanner(options(router.url, turns=200), Broken(), lambda _: None).run(asyncio.Event())
 
 
-async def test_a_fleet_or_a_router_that_is_silent_is_named_and_nothing_is_done() -> None:
+async def test_planner_silent_fleet_or_router_is_named_and_gives_no_order() -> None:
     printed: list[str] = []
     workers = Workers(silence="the socket is gone")
     with door(num=2) as router:
@@ -204,7 +203,7 @@ async def test_a_fleet_or_a_router_that_is_silent_is_named_and_nothing_is_done()
     assert workers.orders == []
 
 
-async def test_a_key_is_read_anew_and_its_lack_is_named(tmp_path: Path) -> None:
+async def test_planner_rereads_key_and_reports_refused_one(tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text("old\n")
     with door(key="new") as router:
@@ -262,7 +261,7 @@ async def test_planner_router_name_resolves_to_all_addresses() -> None:
         assert "cannot resolve its name" in str(figures)
 
 
-async def test_a_name_that_is_not_resolved_once_costs_no_look(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_planner_failed_name_lookup_skips_no_observation(monkeypatch: pytest.MonkeyPatch) -> None:
     watch = LoadWatch(SpeedWatch(WORKER), ttft_s=TARGETS.ttft_s, forget_s=60.0)
     with door(num=5) as router:
         url = router.url.replace("127.0.0.1", "localhost")
@@ -291,7 +290,7 @@ async def test_planner_text_output_reports_each_change_once() -> None:
     assert not any("\x1b" in line for line in printed)
 
 
-def test_sizes_and_addresses_are_read_or_refused() -> None:
+def test_autoscale_sizes_and_addresses_parse_or_are_refused() -> None:
     assert sizes_of("1:12") == Sizes(prefill=1, decode=12)
     assert address_of("9100") == ("127.0.0.1", 9100)
     assert address_of("[::]:9100") == ("::", 9100)
@@ -313,7 +312,7 @@ def test_sizes_and_addresses_are_read_or_refused() -> None:
         (["--least", "0:1", "--dry-run"], "must be at least 1"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(arguments: list[str], message: str) -> None:
+def test_autoscale_invalid_options_are_refused(arguments: list[str], message: str) -> None:
     result = CliRunner().invoke(app, ["autoscale", *arguments])
     assert isinstance(result.exception, ConfigError)
     assert message in str(result.exception)

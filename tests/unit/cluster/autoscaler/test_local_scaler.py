@@ -28,7 +28,7 @@ from tandem.values.roles import WorkerRole
 
 @dataclass
 class Cluster:
-    """What is asked of it, and what it says."""
+    """Records requests, and sends scripted answers."""
 
     path: Path
     states: list[tuple[str, ProcessState]] = field(default_factory=list)
@@ -83,7 +83,7 @@ def order(*actions: tuple[ActionKind, WorkerRole]) -> Order:
     return Order.from_actions(tuple(Action(kind=kind, role=role) for kind, role in actions), before)
 
 
-async def test_who_leaves_is_not_counted_and_who_comes_is(tmp_path: Path) -> None:
+async def test_local_scaler_counts_starting_but_not_retiring_workers(tmp_path: Path) -> None:
     async with cluster(tmp_path) as running:
         running.states = [("router", ProcessState.READY), *(("prefill", state) for state in ProcessState)]
         running.states += [("decode", ProcessState.READY), ("decode", ProcessState.RETIRING)]
@@ -92,7 +92,7 @@ async def test_who_leaves_is_not_counted_and_who_comes_is(tmp_path: Path) -> Non
     assert view.starting == Sizes(prefill=3, decode=0)
 
 
-async def test_an_order_is_flips_one_by_one_and_then_one_scale(tmp_path: Path) -> None:
+async def test_local_scaler_order_flips_first_then_scales_once(tmp_path: Path) -> None:
     flip, start = (ActionKind.FLIP, WorkerRole.PREFILL), (ActionKind.START, WorkerRole.DECODE)
     flip_request = FlipRequest(to="prefill", yields=True)
     async with cluster(tmp_path) as running:
@@ -103,7 +103,7 @@ async def test_an_order_is_flips_one_by_one_and_then_one_scale(tmp_path: Path) -
         assert running.received_requests == [flip_request]
 
 
-async def test_a_parent_of_an_older_version_is_ordered_in_its_own_words(tmp_path: Path) -> None:
+async def test_local_scaler_omits_new_fields_for_older_parent(tmp_path: Path) -> None:
     """Parents are upgraded last."""
     flip, start = (ActionKind.FLIP, WorkerRole.PREFILL), (ActionKind.START, WorkerRole.DECODE)
     async with cluster(tmp_path) as running:
@@ -112,14 +112,14 @@ async def test_a_parent_of_an_older_version_is_ordered_in_its_own_words(tmp_path
         assert running.received_requests == [FlipRequest(to="prefill"), ScaleRequest(prefill=2, decode=3)]
 
 
-async def test_sizes_of_a_cluster_in_change_are_none(tmp_path: Path) -> None:
+async def test_local_scaler_cluster_being_changed_has_no_sizes(tmp_path: Path) -> None:
     async with cluster(tmp_path) as running:
         running.changing = True
         with pytest.raises(OrderFailed, match="another change"):
             await ControlScaler(running.path).fleet()
 
 
-async def test_a_refusal_keeps_its_words(tmp_path: Path) -> None:
+async def test_local_scaler_reports_refusal_verbatim(tmp_path: Path) -> None:
     async with cluster(tmp_path) as running:
         running.refusal = "another change is in progress"
         with pytest.raises(OrderFailed, match="another change is in progress"):

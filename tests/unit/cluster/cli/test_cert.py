@@ -21,7 +21,7 @@ def files(folder: Path, name: str = "member") -> TlsFiles:
     return TlsFiles(cert=folder / f"{name}.pem", key=folder / f"{name}.key", ca=folder / "ca.pem")
 
 
-def test_printed_yaml_is_a_configuration_that_works(tmp_path: Path) -> None:
+def test_cert_printed_yaml_is_valid_configuration(tmp_path: Path) -> None:
     folder = tmp_path / "certs"
     result = CliRunner().invoke(app, ["cert", str(folder), "--days", "30"])
     assert result.exit_code == 0
@@ -31,7 +31,7 @@ def test_printed_yaml_is_a_configuration_that_works(tmp_path: Path) -> None:
     assert open_credentials(config.cluster.tls, ("10.0.0.2",)) is not None
 
 
-def test_keys_are_for_their_owner_alone(tmp_path: Path) -> None:
+def test_cert_keys_are_readable_only_by_owner(tmp_path: Path) -> None:
     folder = tmp_path / "certs"
     make_certificate(folder, "member", days=1)
     assert {path.name for path in folder.iterdir()} == NAMES
@@ -40,7 +40,7 @@ def test_keys_are_for_their_owner_alone(tmp_path: Path) -> None:
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
-def test_existing_files_are_refused_and_stay(tmp_path: Path) -> None:
+def test_cert_existing_files_are_not_overwritten(tmp_path: Path) -> None:
     make_certificate(tmp_path, "member", days=1)
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     with pytest.raises(ConfigError, match=r"member\.pem exists: choose another --name, or replace it with --renew"):
@@ -48,7 +48,7 @@ def test_existing_files_are_refused_and_stay(tmp_path: Path) -> None:
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_another_name_is_signed_by_the_same_ca(tmp_path: Path) -> None:
+def test_cert_second_name_is_signed_by_same_ca(tmp_path: Path) -> None:
     make_certificate(tmp_path, "member", days=1)
     ca = (tmp_path / "ca.pem").read_bytes()
     make_certificate(tmp_path, "host-b", days=1)
@@ -56,7 +56,7 @@ def test_another_name_is_signed_by_the_same_ca(tmp_path: Path) -> None:
     ClusterCredentials(files(tmp_path, "host-b"))
 
 
-def test_renewed_certificate_replaces_the_pair(tmp_path: Path) -> None:
+def test_cert_renewal_replaces_the_pair(tmp_path: Path) -> None:
     make_certificate(tmp_path, "member", days=1)
     credentials = ClusterCredentials(files(tmp_path))
     soon = credentials.not_after_s
@@ -67,25 +67,25 @@ def test_renewed_certificate_replaces_the_pair(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["ca", "", "../x", "a/b", "x" * 65])
-def test_bad_name_is_refused(name: str, tmp_path: Path) -> None:
+def test_cert_bad_name_is_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--name: "):
         make_certificate(tmp_path, name, days=1)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_renewal_of_nothing_is_refused(tmp_path: Path) -> None:
+def test_cert_renewal_without_files_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--renew: .*member\.pem and .*member\.key must both exist"):
         make_certificate(tmp_path, "member", days=1, renew=True)
 
 
-def test_ca_without_its_key_is_not_replaced(tmp_path: Path) -> None:
+def test_cert_ca_without_key_is_not_replaced(tmp_path: Path) -> None:
     make_certificate(tmp_path, "member", days=1)
     (tmp_path / "ca.key").unlink()
     with pytest.raises(ConfigError, match=r"ca\.key is missing: without it the CA here cannot sign"):
         make_certificate(tmp_path, "other", days=1)
 
 
-def test_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+def test_cert_impossible_directory_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"file/certs: Not a directory"):
         make_certificate(tmp_path / "file" / "certs", "member", days=1)

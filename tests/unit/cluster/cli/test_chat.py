@@ -1,4 +1,4 @@
-"""`tandem chat` as a user sees it: a terminal, answers as they come, a history that is nobody else's."""
+"""`tandem chat` in a terminal: streamed answers, and a history of its own."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ ASKS = "\x1b[?2004h"
 HISTORY = Path(".local") / "state" / "tandem" / "chat_history"
 
 
-async def test_questions_are_answered_kept_and_found_again(tmp_path: Path) -> None:
+async def test_chat_answers_and_keeps_private_history(tmp_path: Path) -> None:
     path = tmp_path / HISTORY
     path.parent.mkdir(parents=True)
     path.touch()
@@ -41,7 +41,7 @@ async def test_questions_are_answered_kept_and_found_again(tmp_path: Path) -> No
     assert [one["messages"][-1]["content"] for one in router.requests] == ["what is it?"] * 2
 
 
-async def test_a_history_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+async def test_chat_history_symlink_is_not_followed(tmp_path: Path) -> None:
     other, path = tmp_path / "other", tmp_path / HISTORY
     other.write_text("not ours")
     path.parent.mkdir(parents=True)
@@ -60,7 +60,7 @@ async def test_a_history_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
     assert other.read_text() == "not ours"
 
 
-async def test_what_begins_with_a_slash_and_is_no_command_is_not_sent_to_the_model(tmp_path: Path) -> None:
+async def test_chat_unknown_slash_command_is_not_sent(tmp_path: Path) -> None:
     async with (
         fake_router(lambda _: answer_events("yes")) as router,
         terminal("chat", "--url", router.url, HOME=str(tmp_path)) as shown,

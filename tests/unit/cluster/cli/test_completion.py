@@ -1,4 +1,4 @@
-"""Shell completion: what bash and zsh are given, and what a real bash makes of it."""
+"""Shell completion scripts for bash and zsh, and their result in a real bash."""
 
 import os
 import shutil
@@ -48,8 +48,8 @@ def bash(script: str, path: str, home: Path) -> str:
     return done.stdout
 
 
-def test_commands_and_options_are_completed_in_bash(path: str, tmp_path: Path) -> None:
-    """What a real bash offers, with the script that `--show-completion` printed."""
+def test_completion_offers_commands_and_options_in_bash(path: str, tmp_path: Path) -> None:
+    """In a real bash, with the script that `--show-completion` prints."""
     lines = ["tandem ", "tandem top --o", "tandem up --p"]
     named = "complete=$(complete -p tandem | sed -E 's/.*-F ([^ ]+).*/\\1/')"
     script = ['eval "$(tandem --show-completion bash)"', named]
@@ -63,7 +63,7 @@ def test_commands_and_options_are_completed_in_bash(path: str, tmp_path: Path) -
     assert not any("--" in word for word in commands)
 
 
-def test_it_is_installed_for_the_next_shell(path: str, tmp_path: Path) -> None:
+def test_completion_installs_for_next_shell(path: str, tmp_path: Path) -> None:
     (tmp_path / ".bashrc").touch()
     output = bash("tandem --install-completion bash", path, tmp_path)
     assert "bash completion installed" in output
@@ -73,5 +73,5 @@ def test_it_is_installed_for_the_next_shell(path: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_other_shells_have_a_script(shell: str, path: str, tmp_path: Path) -> None:
+def test_completion_script_exists_for_other_shells(shell: str, path: str, tmp_path: Path) -> None:
     assert "_TANDEM_COMPLETE" in bash(f"tandem --show-completion {shell}", path, tmp_path)

@@ -36,7 +36,7 @@ async def test_demo_sends_two_requests_and_shows_timings(tmp_path):
     assert requests[0]["messages"][0]["content"].endswith(QUESTION)
 
 
-async def test_a_refusal_is_an_exit_code(tmp_path):
+async def test_demo_refusal_sets_exit_code(tmp_path):
     code, _, err, _ = await run(tmp_path, lambda _: [b'{"error": {"message": "too busy"}}'], status="503 Busy")
     assert code == 1
     assert "503: too busy" in err

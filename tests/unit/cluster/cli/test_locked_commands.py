@@ -1,4 +1,4 @@
-"""Keys from the command line, warnings in the banner, and a chat client that speaks TLS."""
+"""API keys on the command line, warnings in the banner, and a chat client over TLS."""
 
 import http.server
 import ssl
@@ -23,7 +23,7 @@ from tests.support.certificates import Authority
 from tests.support.http_server import answering
 
 
-def test_new_key_with_entry_is_accepted() -> None:
+def test_key_new_prints_usable_key_and_entry() -> None:
     result = CliRunner().invoke(app, ["key", "new", "--tenant", "acme"])
     assert result.exit_code == 0
     key, entry = (line.partition("): ")[2] for line in result.stdout.splitlines())
@@ -41,14 +41,14 @@ def test_new_key_with_entry_is_accepted() -> None:
 @pytest.mark.parametrize(
     ("arguments", "given"), [(["digest"], "two words"), (["digest"], ""), (["new", "--tenant", "a b"], "")]
 )
-def test_what_can_be_no_key_gets_no_entry(arguments: list[str], given: str) -> None:
+def test_key_invalid_key_or_tenant_gets_no_entry(arguments: list[str], given: str) -> None:
     result = CliRunner().invoke(app, ["key", *arguments], input=f"{given}\n")
     assert isinstance(result.exception, ConfigError)
     assert str(result.exception).startswith("tenant: " if "--tenant" in arguments else "key: ")
     assert "sha256" not in result.stdout
 
 
-def test_banner_open_or_unencrypted_servers_are_warned_of() -> None:
+def test_banner_warns_of_open_or_unencrypted_server() -> None:
     def warned(**router: object) -> list[str]:
         return banner.warnings(ClusterConfig(router=router))
 
@@ -61,13 +61,13 @@ def test_banner_open_or_unencrypted_servers_are_warned_of() -> None:
     assert warned(host="::1") == warned(host="localhost") == []
 
 
-def test_the_banner_shows_where_tls_is_spoken() -> None:
+def test_banner_shows_https_and_client_certificate() -> None:
     config = ClusterConfig(router={"tls": {"cert": "c", "key": "k", "client_ca": "a"}})
     assert banner.curl_line(config, "m").startswith("curl -N https://127.0.0.1:8000/v1/chat/completions ")
     assert "--cacert ca.pem --cert client.pem" in banner.curl_line(config, "m")
 
 
-def test_the_doctor_looks_at_certificates_and_keys(tmp_path: Path) -> None:
+def test_doctor_checks_tls_files_and_keys_file(tmp_path: Path) -> None:
     files = Authority().issue(tmp_path, name="127.0.0.1")
     good = {"cert": str(files.cert), "key": str(files.key)}
     assert [one.status for one in locks(ClusterConfig(router={"tls": good}))] == [Status.OK]
@@ -91,7 +91,7 @@ async def test_demo_without_credentials_is_refused(router: dict[str, object]) ->
         await demo(ClusterConfig(router=router), out=None, err=None)  # type: ignore[arg-type]
 
 
-async def test_chat_client_given_authority_trusts_only_it(tmp_path: Path) -> None:
+async def test_chat_client_trusts_only_given_ca(tmp_path: Path) -> None:
     files = Authority().issue(tmp_path, name="127.0.0.1")
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(files.cert, files.key)
@@ -117,7 +117,7 @@ async def test_chat_client_given_authority_trusts_only_it(tmp_path: Path) -> Non
         client_tls(files.key, None)
 
 
-async def test_up_looks_at_the_locks_before_it_starts_anything(tmp_path: Path) -> None:
+async def test_up_missing_keys_file_fails_before_start(tmp_path: Path) -> None:
     config = ClusterConfig(model={"path": "/nowhere"}, router={"api_keys_file": str(tmp_path / "none")})
     with pytest.raises(ConfigError, match=r"^router\.api_keys_file: .*/none: No such file or directory$"):
         await serve(config, out=Console(), err=Console())

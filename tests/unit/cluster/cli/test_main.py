@@ -25,7 +25,7 @@ def tandem(*arguments, **environment):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=env, timeout=60, check=False)
 
 
-def test_help_is_by_section():
+def test_cli_help_groups_commands():
     done = tandem("--help")
     assert done.returncode == 0
     for expected in (
@@ -80,7 +80,7 @@ def test_light_commands_never_load_torch():
         (("up", "--redis", "localhost:6379"), "error: redis.url is not redis[s]://"),
     ],
 )
-def test_a_wrong_setting_is_one_line_and_exit_code_2(arguments, message):
+def test_cli_invalid_setting_is_one_line_with_exit_code_2(arguments, message):
     done = tandem(*arguments)
     assert done.returncode == 2
     assert message in done.stderr
@@ -89,7 +89,7 @@ def test_a_wrong_setting_is_one_line_and_exit_code_2(arguments, message):
 
 
 @pytest.mark.parametrize(("url", "is_warned"), [("redis://:hush@h:6379", True), ("redis://h:6379", False)])
-def test_a_password_on_the_command_line_is_warned_of(url, is_warned, monkeypatch):
+def test_cli_password_argument_is_warned_of(url, is_warned, monkeypatch):
     async def serve(*_, **__):
         return 0
 
@@ -100,7 +100,7 @@ def test_a_password_on_the_command_line_is_warned_of(url, is_warned, monkeypatch
     assert "hush" not in done.stderr
 
 
-def test_a_taken_port_is_said_at_once():
+def test_up_taken_port_is_reported_at_once():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         done = tandem("up", "--port", port, "--grpc-port", "0")
@@ -117,7 +117,7 @@ def test_a_taken_port_is_said_at_once():
         (["bench", "serve", "--rate", "3", "--help"], ["tandem_bench", "serve", "--rate", "3", "--help"]),
     ],
 )
-def test_processes_replace_the_command(arguments, module, tmp_path, monkeypatch):
+def test_cli_process_commands_exec_their_module(arguments, module, tmp_path, monkeypatch):
     config = tmp_path / "cluster.yaml"
     config.write_text("log_level: info\n")
     calls = []
@@ -140,7 +140,7 @@ def test_doctor_reports_this_machine_as_json():
     assert checks["Python"]["status"] == checks["packages"]["status"] == checks["torch"]["status"] == "ok"
 
 
-def test_doctor_sees_taken_ports_and_missing_model_files(tmp_path):
+def test_doctor_reports_taken_ports_and_missing_model_files(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         router = RouterConfig(port=taken.getsockname()[1], grpc_port=0)
         config = ClusterConfig(router=router, model=ModelSection(path=str(tmp_path)))
@@ -153,7 +153,7 @@ def test_doctor_sees_taken_ports_and_missing_model_files(tmp_path):
     assert has_failed(list(findings.values()))
 
 
-def test_doctor_of_a_machine_for_routers_wants_nothing_that_only_workers_need(tmp_path):
+def test_doctor_router_only_skips_worker_checks(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "tokenizer.json").write_text("{}")
     config = ClusterConfig(model=ModelSection(path=str(tmp_path)))
@@ -165,7 +165,7 @@ def test_doctor_of_a_machine_for_routers_wants_nothing_that_only_workers_need(tm
     assert set(of_routers) >= {"Python", "packages", "HTTP port", "open files"}
 
 
-def test_doctor_exit_code_is_about_essentials(monkeypatch):
+def test_doctor_exit_code_follows_failed_checks(monkeypatch):
     for status, code in ((Status.FAIL, 1), (Status.WARN, 0)):
         finding = Finding(name="thing", status=status, detail="broken", hint="mend it")
         monkeypatch.setattr(doctor_checks, "examine", lambda _config, finding=finding, **_: [finding])

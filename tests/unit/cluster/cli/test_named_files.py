@@ -1,4 +1,4 @@
-"""Files that a command's options name: a pipe in the place of one is refused, and never waited for."""
+"""Files named by a command's options: a FIFO is refused and never waited for."""
 
 import os
 from collections.abc import Callable
@@ -37,13 +37,13 @@ from tandem_bench.report import read_json
         ("key", lambda path: RouterGroup(["http://127.0.0.1:1"], api_key_file=path, tls=None)._key()),
     ],
 )
-def test_a_pipe_is_refused_by_its_name(tmp_path: Path, name: str, read: Callable[[Path], Any]) -> None:
+def test_cli_fifo_is_refused_by_name(tmp_path: Path, name: str, read: Callable[[Path], Any]) -> None:
     os.mkfifo(tmp_path / name)
     with pytest.raises((ConfigError, ClientError), match=rf"{name}.*not a regular file"):
         read(tmp_path / name)
 
 
-def test_a_key_in_a_pipe_ends_the_command_with_its_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cli_fifo_as_key_file_ends_command_with_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     os.mkfifo(tmp_path / "key")
     with pytest.raises(typer.Exit):
         _key_of(tmp_path / "key")

@@ -15,7 +15,7 @@ from tests.support.http_server import answering
 
 @dataclass
 class Door:
-    """Answers every request alike, and keeps what was asked."""
+    """Answers every request alike, and records it."""
 
     url: str = ""
     answer: tuple[int, bytes, dict[str, str]] = (200, b"a flame", {})
@@ -47,7 +47,7 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["profile", *arguments])
 
 
-def test_what_is_recorded_is_written(door: Door, tmp_path: Path) -> None:
+def test_profile_writes_router_and_worker_recordings(door: Door, tmp_path: Path) -> None:
     flame = run("--router", "--out", str(tmp_path / "f.svg"), "--url", f"{door.url}/v1")
     assert (flame.exit_code, (tmp_path / "f.svg").read_bytes()) == (0, b"a flame")
     door.answer = (200, gzip.compress(b"{}"), {"X-Tandem-Steps": "7"})
@@ -60,7 +60,7 @@ def test_what_is_recorded_is_written(door: Door, tmp_path: Path) -> None:
     ]
 
 
-def test_where_nothing_can_be_written_nothing_is_recorded(door: Door, tmp_path: Path) -> None:
+def test_profile_unwritable_output_records_nothing(door: Door, tmp_path: Path) -> None:
     lost = run("--router", "--out", str(tmp_path / "nowhere" / "f.svg"), "--url", door.url)
     assert lost.exit_code == 2
     assert "no such directory" in lost.output
@@ -70,7 +70,7 @@ def test_where_nothing_can_be_written_nothing_is_recorded(door: Door, tmp_path: 
     assert (in_the_way.exit_code, in_the_way.output.partition(":")[0]) == (1, "error")
 
 
-def test_a_refusal_and_an_absence_are_one_line(door: Door, tmp_path: Path) -> None:
+def test_profile_refusal_or_no_cluster_is_one_line(door: Door, tmp_path: Path) -> None:
     where = ("--router", "--out", str(tmp_path / "f.svg"), "--url")
     door.answer = (401, b'{"error": {"message": "no"}}', {})
     refused = run(*where, door.url)

@@ -1,4 +1,4 @@
-"""What fits on this machine's GPUs beside the workers that are there."""
+"""Room on this machine's GPUs beside its running workers."""
 
 import sys
 
@@ -21,17 +21,17 @@ def view(name, ready):
     ("free", "fits"),
     [([100, 100], True), ([100, 99], False), ([99, 100], False), ([100, 100, 0], True), ([1000], False), ([], False)],
 )
-def test_a_successor_is_to_get_what_the_worker_has_on_each_of_its_gpus(free, fits):
+def test_gpu_room_successor_needs_the_same_memory_per_gpu(free, fits):
     assert has_room(ON_TWO, load(None), free) is fits
 
 
-def test_memory_that_was_stated_is_what_a_worker_takes():
+def test_gpu_room_uses_stated_memory():
     config = load(None, {"engine.memory_bytes": 400})
     assert has_room(ON_TWO, config, [200, 200])
     assert not has_room(ON_TWO, config, [200, 199])
 
 
-def test_a_successor_needs_the_whole_share_on_the_gpus_that_the_worker_names():
+def test_gpu_room_successor_needs_full_share_on_named_gpus():
     ready = ON_TWO | {"gpus": [3, 1], "gpu_sharers": 2, "memory_bytes": 240}
     assert has_room(ready, load(None), [0, 120, 0, 120])
     assert not has_room(ready, load(None), [120, 119, 120, 120])
@@ -53,6 +53,6 @@ async def test_gpu_room_is_queried_only_for_gpu_workers_and_tolerates_failure(tm
 
 @pytest.mark.slow
 async def test_gpu_room_query_sees_the_worker_gpus():
-    """Without a GPU here that is nothing, in which a worker on one has no room."""
+    """Without a GPU on this machine it sees none, and a GPU worker has no room."""
     full = await workers_without_room([view("a", {"num_gpus": torch.cuda.device_count() + 1})], load(None))
     assert full == {"a"}

@@ -42,7 +42,7 @@ def events(journal):
 
 
 def seats(cluster):
-    """Which GPU each worker was given, as one of how many on it."""
+    """Each worker's GPU, and the number of workers that share it."""
     argv = {view.name: Path(f"/proc/{view.pid}/cmdline").read_text().split("\0") for view in cluster.workers}
     options = ("--gpus", "--gpu-sharers")
     return {name: " of ".join(words[words.index(option) + 1] for option in options) for name, words in argv.items()}
@@ -54,7 +54,7 @@ def stated(cluster):
     return sorted(config.prefill.addresses), sorted(config.decode.addresses)
 
 
-async def test_it_grows_and_shrinks_and_routers_read_of_it(journal):
+async def test_scale_grows_and_shrinks_and_informs_routers(journal):
     notes = []
     async with make(journal) as cluster:
         before = stated(cluster)
@@ -83,7 +83,7 @@ async def test_operations_leaving_worker_is_reported_once(journal):
     assert [*notes, *reports].count("decode-1 has left") == 1
 
 
-async def test_a_flip_starts_the_one_before_the_other_leaves(journal):
+async def test_flip_starts_new_worker_before_old_leaves(journal):
     async with make(journal, prefill=2) as cluster:
         await carry_out(cluster, FlipRequest(to="decode"), [].append)
         assert names(cluster) == ["decode-0", "decode-1", "prefill-0", "router"]
@@ -94,7 +94,7 @@ async def test_a_flip_starts_the_one_before_the_other_leaves(journal):
     assert seen.index("decode-1 started") < seen.index("prefill-1 term")
 
 
-async def test_a_restart_replaces_every_process_behind_its_successor(journal):
+async def test_restart_replaces_each_process_after_its_successor_starts(journal):
     async with make(journal, decode=2) as cluster:
         before = {view.pid for view in cluster.processes}
         await carry_out(cluster, RestartRequest(), [].append)
@@ -110,7 +110,7 @@ async def test_a_restart_replaces_every_process_behind_its_successor(journal):
         assert "term" not in event or balance >= 4
 
 
-async def test_what_does_not_start_ends_the_change_and_the_old_one_stays(journal):
+async def test_restart_with_failing_successor_keeps_old_process(journal):
     async with make(journal, {"decode-1": "fail"}) as cluster:
         before = {view.pid for view in cluster.processes}
         listed = stated(cluster)
@@ -121,7 +121,7 @@ async def test_what_does_not_start_ends_the_change_and_the_old_one_stays(journal
         await carry_out(cluster, RestartRequest(roles=("prefill",)), [].append)
 
 
-async def test_in_place_each_worker_leaves_before_its_successor_starts(journal, monkeypatch):
+async def test_restart_in_place_stops_worker_before_its_successor(journal, monkeypatch):
     notes, named = [], []
     async with make(journal, {"decode-0": "later"}, decode=2) as cluster:
         name_workers = cluster.shared.name_workers
@@ -146,14 +146,14 @@ async def test_in_place_each_worker_leaves_before_its_successor_starts(journal, 
 
 
 def no_room(monkeypatch, *, free_bytes):
-    """Of the machine's one GPU."""
+    """No room on the machine's only GPU."""
     command = (sys.executable, "-c", f"print([{free_bytes}])")
     monkeypatch.setattr(
         "cluster.control.operations.workers_without_room", partial(workers_without_room, command=command)
     )
 
 
-async def test_a_worker_whose_gpu_is_full_leaves_first_unless_it_is_the_only_one_that_answers(journal, monkeypatch):
+async def test_restart_with_full_gpu_requires_in_place_for_last_worker(journal, monkeypatch):
     async with make(journal, {"decode-0": "gpu", "decode-1": "gpu"}) as cluster:
         no_room(monkeypatch, free_bytes=124)
         with pytest.raises(ChangeRefused, match=r"no room for a replacement while decode-0 runs, .*--in-place"):
@@ -173,7 +173,7 @@ async def test_a_worker_whose_gpu_is_full_leaves_first_unless_it_is_the_only_one
         assert "decode-2" in names(cluster)
 
 
-async def test_a_successor_computes_where_the_one_did_that_it_replaces(journal):
+async def test_restart_successor_gets_same_gpu(journal):
     launcher = LocalLauncher(fake_command(journal), gpus=FakeHost(2))
     async with LocalCluster(fake_config(), launcher=launcher, policy=POLICY) as cluster:
         assert seats(cluster) == {"prefill-0": "0 of 1", "decode-0": "1 of 1"}
@@ -184,7 +184,7 @@ async def test_a_successor_computes_where_the_one_did_that_it_replaces(journal):
         assert seats(cluster) == {"prefill-0": "0 of 1", "decode-0": "1 of 1"}
 
 
-async def test_a_stop_ends_a_change(journal):
+async def test_stop_ends_running_change(journal):
     cluster = make(journal, {"decode-1": "slow"})
     notes = []
 
@@ -198,7 +198,7 @@ async def test_a_stop_ends_a_change(journal):
 
 
 @pytest.mark.parametrize("decode", [1, 2])
-async def test_one_that_was_given_up_leaves_and_a_scale_replaces_it(journal, decode):
+async def test_scale_replaces_given_up_worker(journal, decode):
     notes = []
     async with make(journal, {"decode-0": "once"}, decode=2) as cluster:
         await give_up(cluster, "decode-0")
@@ -222,7 +222,7 @@ async def test_launcher_missing_configuration_file_is_rewritten(journal):
         assert cluster.config_path.parent.stat().st_mode & 0o077 == 0
 
 
-async def test_one_that_was_given_up_comes_back_with_a_restart_and_a_scale_of_the_other_pool_leaves_it(journal):
+async def test_restart_revives_given_up_worker_and_other_scale_keeps_it(journal):
     async with make(journal, {"decode-1": "once"}, decode=2) as cluster:
         await give_up(cluster, "decode-1")
         await carry_out(cluster, ScaleRequest(prefill=2), [].append)
@@ -232,7 +232,7 @@ async def test_one_that_was_given_up_comes_back_with_a_restart_and_a_scale_of_th
         assert load(cluster.config_path).decode.replicas == 2
 
 
-async def test_where_nothing_can_be_written_who_is_to_leave_still_finishes_its_work(journal):
+async def test_retire_with_unwritable_folder_still_drains(journal):
     async with make(journal, decode=2) as cluster:
         changes = cluster.change(Rollout([Step(retire="decode-1")]), [].append)
         place = cluster.config_path.parent
@@ -246,14 +246,14 @@ async def test_where_nothing_can_be_written_who_is_to_leave_still_finishes_its_w
 
 
 async def give_up(cluster, name):
-    """Have it die until nobody starts it again."""
+    """Crash it until it is no longer restarted."""
     pid = next(view.pid for view in cluster.processes if view.name == name)
     cluster.kill(name)
     with pytest.raises(ClusterFailed):
         await cluster.wait_ready(name, after_pid=pid)
 
 
-async def test_workers_over_nodes_leave_before_their_successors_and_do_not_change_sides(journal):
+async def test_multi_node_workers_restart_in_place_and_never_flip(journal):
     config = fake_config(decode=2)
     with hold("127.0.0.1", 0) as held:
         spread = {"tensor_parallel_size": 2, "nodes": 2, "rank_port": held.getsockname()[1]}

@@ -1,4 +1,4 @@
-"""What is asked over the control socket, by the commands, of a cluster of tiny processes."""
+"""Commands over the control socket of a cluster of tiny processes."""
 
 import asyncio
 import json
@@ -46,11 +46,11 @@ def make(folder, modes=None, **counts):
 
 
 async def run(*arguments):
-    """A command, beside the event loop that answers it."""
+    """Run a command beside the event loop that answers it."""
     return await asyncio.to_thread(CliRunner().invoke, app, list(arguments))
 
 
-async def test_commands_change_a_cluster_and_say_how_it_goes(folder):
+async def test_fleet_commands_change_cluster_and_report_progress(folder):
     reports = []
     async with make(folder) as cluster, ControlSocket(cluster, report=reports.append) as control:
         assert stat.S_IMODE(control.path.stat().st_mode) == 0o600
@@ -89,7 +89,7 @@ async def test_commands_change_a_cluster_and_say_how_it_goes(folder):
      ("flip", "router"), ("restart", "nobody"), ("restart", "decode-"), ("restart", "decode-0", "x-1"),
      ("scale", "prefill=-1")],
 )  # fmt: skip
-async def test_what_makes_no_sense_is_refused_before_anybody_is_asked(arguments):
+async def test_fleet_commands_invalid_arguments_are_refused(arguments):
     assert (await run(*arguments)).exit_code == 2
 
 
@@ -109,7 +109,7 @@ NONSENSE = [
 ]
 
 
-async def test_a_line_that_asks_for_nothing_is_answered_with_why(folder):
+async def test_control_socket_malformed_request_gets_reason(folder):
     async with make(folder) as cluster, ControlSocket(cluster, report=[].append) as control:
         for line in NONSENSE:
             with pytest.raises(MalformedRequest):
@@ -123,7 +123,7 @@ async def test_a_line_that_asks_for_nothing_is_answered_with_why(folder):
         assert [view.state for view in cluster.workers] == [ProcessState.READY] * 2
 
 
-def test_a_parent_of_the_version_before_understands_what_does_not_ask_for_more():
+def test_control_requests_omit_defaults_for_older_parent():
     assert encode_message(RestartRequest()) == b'{"op":"restart","roles":[]}\n'
     assert encode_message(RestartRequest(names=("decode-0",))) == b'{"op":"restart","roles":[],"names":["decode-0"]}\n'
     assert encode_message(ScaleRequest(decode=2)) == b'{"op":"scale","decode":2}\n'
@@ -143,7 +143,7 @@ async def test_control_socket_allows_one_change_which_outlives_its_client(folder
 
 
 async def hanging(control, request):
-    """Ask for what will wait for a process that never serves; the rest of the answer, once that is starting."""
+    """Request a change that waits for a process that never serves; returns the rest of the answer once that starts."""
     reader, writer = await asyncio.open_unix_connection(control.path)
     writer.write(encode_message(request))
     while b"starting a " not in await reader.readline():
@@ -157,7 +157,7 @@ async def hanging(control, request):
     return asyncio.create_task(rest())
 
 
-async def test_a_change_that_hangs_is_taken_back_and_what_it_has_done_stays(folder):
+async def test_abort_ends_hanging_change_and_keeps_finished_steps(folder):
     async with make(folder, {"decode-2": "slow"}) as cluster, ControlSocket(cluster, report=[].append) as control:
         where = ("--socket", str(control.path))
         idle = await run("abort", *where)
@@ -176,7 +176,7 @@ async def test_a_change_that_hangs_is_taken_back_and_what_it_has_done_stays(fold
         ]  # fmt: skip
 
 
-async def test_a_planner_makes_room_for_an_operator_and_not_the_other_way_round(folder):
+async def test_operator_change_preempts_planner_but_not_vice_versa(folder):
     async with make(folder, {"decode-1": "slow"}) as cluster, ControlSocket(cluster, report=[].append) as control:
         waits = await hanging(control, ScaleRequest(decode=2, yields=True))
         (answer,) = await asyncio.to_thread(lambda: list(ask(control.path, FlipRequest(to="decode", yields=True))))
@@ -192,7 +192,7 @@ async def test_a_planner_makes_room_for_an_operator_and_not_the_other_way_round(
         await waits
 
 
-async def test_the_last_prefill_worker_is_flipped_only_with_yes(folder):
+async def test_flip_of_last_prefill_worker_requires_yes(folder):
     async with make(folder, prefill=2) as cluster, ControlSocket(cluster, report=[].append) as control:
         where = ("--socket", str(control.path))
         done = await run("flip", "decode", *where)
@@ -246,7 +246,7 @@ async def test_change_unwritable_configuration_reports_failure_and_ends(folder):
         assert answer[-1].done is True
 
 
-async def test_no_socket_where_others_can_enter(folder, monkeypatch):
+async def test_control_socket_in_accessible_folder_is_refused(folder, monkeypatch):
     folder.chmod(0o755)
     async with make(folder) as cluster:
         with pytest.raises(ConfigError, match="is accessible to other users"):
@@ -263,7 +263,7 @@ async def test_no_socket_where_others_can_enter(folder, monkeypatch):
         assert reports[0].startswith("this cluster cannot be changed while it runs: control_socket: ")
 
 
-async def test_cluster_that_starts_removes_sockets_of_killed_ones(folder, monkeypatch):
+async def test_control_socket_start_removes_dead_sockets(folder, monkeypatch):
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
     (folder / "tandem").mkdir(mode=0o700)
     with socket.socket(socket.AF_UNIX) as killed:
@@ -273,8 +273,8 @@ async def test_cluster_that_starts_removes_sockets_of_killed_ones(folder, monkey
         assert list((folder / "tandem").iterdir()) == [control.path]
 
 
-async def test_two_clusters_do_not_take_each_others_socket(folder, monkeypatch):
-    """At one port of two addresses the sockets would have one name."""
+async def test_control_socket_of_other_cluster_is_left_alone(folder, monkeypatch):
+    """Clusters with one port on two addresses would have the same socket name."""
     cluster, other = make(folder), make(folder)
     async with ControlSocket(cluster, report=[].append) as control:
         with pytest.raises(ConfigError, match="another cluster answers at"):
@@ -286,7 +286,7 @@ async def test_two_clusters_do_not_take_each_others_socket(folder, monkeypatch):
     assert control.path.exists()
 
 
-async def test_a_place_that_cannot_be_is_found_out_before_anything_is_started(folder, monkeypatch):
+async def test_start_checks_control_socket_folder_first(folder, monkeypatch):
     folder.chmod(0o755)
     never = object()  # a launcher that would be asked for everything
     for start in (
@@ -297,7 +297,7 @@ async def test_a_place_that_cannot_be_is_found_out_before_anything_is_started(fo
             await start(fake_config().model_copy(update={"control_socket": str(folder / "c.sock")}))
 
 
-def test_nobody_answers(folder, monkeypatch):
+def test_control_client_without_cluster_reports_it(folder, monkeypatch):
     with pytest.raises(NoCluster, match="no cluster answers"):
         list(ask(folder / "none.sock", StatusRequest()))
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))

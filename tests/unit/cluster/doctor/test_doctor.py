@@ -1,4 +1,4 @@
-"""What `tandem doctor` says of the dtype, of who gets which GPU, and of the cluster's certificates."""
+"""`tandem doctor` on the dtype, the GPUs of each worker, and the cluster's certificates."""
 
 import json
 from pathlib import Path
@@ -25,14 +25,14 @@ def dtype_of(**overrides):
     return finding
 
 
-def test_doctor_tells_what_auto_stands_for() -> None:
+def test_doctor_shows_resolved_auto_dtype() -> None:
     found = dtype_of()
     assert (found.status, found.detail) == (Status.OK, "float32 (auto: the built-in model's)")
     assert found in examine(load(None))
     assert dtype_of(model__dtype="float32").detail == "float32"
 
 
-def test_doctor_tells_when_a_resumed_text_may_differ(tmp_path: Path) -> None:
+def test_doctor_reports_inexact_resume_dtype(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"dtype": "bfloat16"}))
     found = dtype_of(model__path=str(tmp_path))
     assert found.status is Status.INFO
@@ -42,7 +42,7 @@ def test_doctor_tells_when_a_resumed_text_may_differ(tmp_path: Path) -> None:
     assert (exact.status, exact.detail) == (Status.OK, "bfloat16 (auto: the checkpoint's)")
 
 
-def test_doctor_names_the_architecture_and_what_is_supported(tmp_path: Path) -> None:
+def test_doctor_names_architecture_or_what_is_supported(tmp_path: Path) -> None:
     config = load(None, {"model.path": str(tmp_path)})
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     (found,) = software.architecture(config)
@@ -61,18 +61,18 @@ def test_doctor_names_the_architecture_and_what_is_supported(tmp_path: Path) -> 
     assert software.architecture(load(None, {"model.path": "org/model"})) == []
 
 
-def test_doctor_fails_where_auto_stands_for_nothing(tmp_path: Path) -> None:
+def test_doctor_unresolvable_auto_dtype_fails(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     found = dtype_of(model__path=str(tmp_path))
     assert (found.status, found.hint) == (Status.FAIL, "set model.dtype")
     assert dtype_of(model__path=str(tmp_path), model__dtype="float16").status is Status.INFO
 
 
-def test_doctor_says_nothing_of_a_model_that_is_not_here_yet() -> None:
+def test_doctor_skips_model_not_downloaded_yet() -> None:
     assert software.dtype(load(None, {"model.path": "org/model"})) == []
 
 
-def test_doctor_shows_which_worker_gets_which_gpu() -> None:
+def test_doctor_shows_gpu_of_each_worker() -> None:
     (found,) = software.gpu_table(load(None, {"decode.replicas": 2, "decode.gpus": [2, 0]}), FakeHost(3))
     assert (found.status, found.detail) == (
         Status.OK,
@@ -86,7 +86,7 @@ def test_doctor_shows_which_worker_gets_which_gpu() -> None:
     assert (found.status, found.hint.partition(":")[0]) == (Status.INFO, "GPU 2, 3 would be idle")
 
 
-def test_doctor_fails_for_gpus_that_are_not_there() -> None:
+def test_doctor_missing_gpus_fail() -> None:
     (found,) = software.gpu_table(load(None, {"prefill.gpus": [1]}), FakeHost(1))
     assert (found.status, found.detail) == (
         Status.FAIL,
@@ -115,7 +115,7 @@ def test_doctor_reads_the_certificates_of_cluster_tls(tmp_path: Path) -> None:
     assert (told("member").status, told("member").detail[:16]) == (Status.FAIL, "cluster.tls.key:")
 
 
-def test_doctor_says_what_is_not_protected() -> None:
+def test_doctor_reports_unprotected_cluster() -> None:
     assert members(load(None)) == []
     beyond = {"decode.host": "10.0.0.2", "decode.port": 7000}
     (missing,) = members(load(None, beyond))

@@ -1,4 +1,4 @@
-"""When a live planner does nothing, and that what it remembers goes on meanwhile."""
+"""When a live planner holds still, and that its history goes on meanwhile."""
 
 from dataclasses import replace
 
@@ -42,7 +42,7 @@ class Bench:
         return turn
 
 
-def test_it_shrinks_when_it_has_watched_for_a_hold_and_grows_sooner() -> None:
+def test_controller_shrinks_after_a_hold_and_grows_sooner() -> None:
     bench = Bench(LARGE)
     turns = [bench.obey(CALM) for _ in range(20)]
     first = next(number for number, turn in enumerate(turns) if turn.outcome is Outcome.ORDERED)
@@ -54,7 +54,7 @@ def test_it_shrinks_when_it_has_watched_for_a_hold_and_grows_sooner() -> None:
     assert bench.sizes.total > small.total
 
 
-def test_a_gap_makes_it_watch_anew_before_it_shrinks() -> None:
+def test_controller_observation_gap_restarts_the_hold() -> None:
     bench = Bench(LARGE)
     for _ in range(3):
         assert bench.turn().outcome is Outcome.STEADY
@@ -67,7 +67,7 @@ def test_a_gap_makes_it_watch_anew_before_it_shrinks() -> None:
     assert bench.now_s - back >= POLICY.hold_s
 
 
-def test_one_look_that_fails_forgets_nothing() -> None:
+def test_controller_single_failed_observation_keeps_history() -> None:
     bench = Bench(LARGE)
     outcomes = [bench.turn(Unseen(why="late") if number == 2 else CALM).outcome for number in range(7)]
     assert outcomes.index(Outcome.ORDERED) * PERIOD_S <= POLICY.hold_s + PERIOD_S
@@ -84,7 +84,7 @@ def test_controller_unknown_fleet_gives_no_order_but_observes_load() -> None:
     assert bench.turn(BUSY).outcome is Outcome.ORDERED
 
 
-def test_one_order_at_a_time() -> None:
+def test_controller_gives_one_order_at_a_time() -> None:
     bench = Bench(SMALL)
     order = bench.turn(BUSY).order
     assert order is not None
@@ -95,7 +95,7 @@ def test_one_order_at_a_time() -> None:
     assert bench.turn(BUSY).outcome in (Outcome.STEADY, Outcome.ORDERED)
 
 
-def test_after_an_order_that_failed_it_waits_longer_each_time() -> None:
+def test_controller_failed_orders_back_off() -> None:
     bench, waits = Bench(SMALL), []
     for _ in range(4):
         while bench.turn(BUSY).outcome is not Outcome.ORDERED:
@@ -110,7 +110,7 @@ def test_after_an_order_that_failed_it_waits_longer_each_time() -> None:
     assert waits[-1] >= 4 * waits[0]
 
 
-def test_controller_half_carried_out_order_is_not_taken_for_a_foreign_change() -> None:
+def test_controller_partly_executed_order_is_no_foreign_change() -> None:
     bench = Bench(SMALL)
     order = bench.turn(BUSY).order
     assert order is not None
@@ -135,7 +135,7 @@ def test_controller_foreign_sizes_are_kept_for_a_hold() -> None:
     assert bench.now_s - theirs_s >= POLICY.hold_s
 
 
-def test_whoever_else_shrinks_it_does_not_stop_it_from_growing() -> None:
+def test_controller_foreign_shrink_does_not_block_growth() -> None:
     bench = Bench(LARGE)
     for _ in range(3):
         bench.obey(BUSY)
@@ -146,7 +146,7 @@ def test_whoever_else_shrinks_it_does_not_stop_it_from_growing() -> None:
     assert ActionKind.STOP not in [action.kind for action in grown.decision.actions]
 
 
-def test_a_dry_run_says_it_every_time_and_orders_nothing() -> None:
+def test_controller_dry_run_repeats_orders_without_acting() -> None:
     bench = Bench(SMALL, is_dry_run=True)
     for _ in range(3):
         turn = bench.turn(BUSY)
@@ -155,7 +155,7 @@ def test_a_dry_run_says_it_every_time_and_orders_nothing() -> None:
         assert turn.order.after.total > SMALL.total
 
 
-def test_a_full_fleet_flips_a_warm_worker() -> None:
+def test_controller_full_fleet_flips_a_warm_worker() -> None:
     policy = replace(POLICY, most_workers=3)
     bench = Bench(Sizes(prefill=1, decode=2), policy=policy)
     prompts = seen(12, prompt=6000, output=10)
@@ -165,7 +165,7 @@ def test_a_full_fleet_flips_a_warm_worker() -> None:
     assert order.flips == (WorkerRole.PREFILL,)
 
 
-def test_an_order_is_flips_and_then_sizes() -> None:
+def test_order_applies_flips_before_sizes() -> None:
     actions = (
         Action(kind=ActionKind.FLIP, role=WorkerRole.PREFILL),
         Action(kind=ActionKind.START, role=WorkerRole.DECODE),

@@ -1,4 +1,4 @@
-"""Forecasts: a level is found, a trend is followed and damped, a season is learnt from one day, errors are measured."""
+"""Forecasts: level, damped trend, a season learnt from one day, and measured errors."""
 
 from math import cos, pi
 from random import Random
@@ -16,26 +16,26 @@ def fed(values: list[float], *, ahead: int = 5, season: int = 0) -> Forecaster:
     return forecaster
 
 
-def test_a_constant_is_forecast_without_error() -> None:
+def test_forecast_of_constant_load_is_exact() -> None:
     forecast = fed([4.0] * 100).ahead(5)
     assert forecast.value == pytest.approx(4.0)
     assert forecast.upper(3.0) == pytest.approx(4.0, abs=1e-6)
 
 
-def test_a_ramp_is_followed_further_than_its_level() -> None:
+def test_forecast_extrapolates_ramp() -> None:
     forecaster = fed([0.1 * n for n in range(200)], ahead=5)
     assert forecaster.ahead(0).value < forecaster.ahead(5).value <= 20.5
     assert forecaster.ahead(5).value == pytest.approx(20.4, rel=0.05)
 
 
-def test_scatter_widens_the_band_and_the_band_holds_the_level() -> None:
+def test_forecast_noise_widens_band_around_level() -> None:
     rng = Random(5)
     calm, wild = (fed([10.0 + scale * rng.gauss(0, 1) for _ in range(400)]).ahead(5) for scale in (0.5, 3.0))
     assert 0.0 < calm.error < wild.error < 3.0
     assert abs(wild.value - 10.0) < 3.0 * wild.error
 
 
-def test_a_season_is_known_on_the_second_day() -> None:
+def test_forecast_learns_season_after_one_day() -> None:
     day = [10.0 + 6.0 * cos(2 * pi * n / 48) for n in range(48)]
     with_season, without = fed(day * 3, ahead=12, season=48), fed(day * 3, ahead=12)
     # Where the curve turns within the distance, only who knows the season can tell.
@@ -49,11 +49,11 @@ def test_a_season_is_known_on_the_second_day() -> None:
     assert sum(errors["with"]) < 0.5 * sum(errors["without"])
 
 
-def test_nothing_is_forecast_below_zero() -> None:
+def test_forecast_is_never_negative() -> None:
     assert fed([10.0 - 0.5 * n for n in range(21)]).ahead(50).value >= 0.0
 
 
 @pytest.mark.parametrize("make", [lambda: Smoothing(level=0.0), lambda: Forecaster(Smoothing(), ahead=0)])
-def test_what_makes_no_sense_is_refused(make) -> None:
+def test_forecast_invalid_options_are_refused(make) -> None:
     with pytest.raises(ConfigError):
         make()

@@ -1,4 +1,4 @@
-"""What routers tell becomes what a period was: summed over them, right in its moments, and never made up."""
+"""Router metrics become a period's load: summed over routers, with exact moments, and never invented."""
 
 from dataclasses import replace
 from math import inf
@@ -14,7 +14,7 @@ from cluster.simulator.model.simulation import Simulation
 from cluster.simulator.studies.elastic import fullness as simulated_fullness
 from tandem.errors import Code
 from tandem.values.roles import WorkerRole
-from tests.support.cluster.bound_clusters import Bottleneck, at_the_queue, exposition
+from tests.support.cluster.bound_clusters import Bottleneck, exposition, run_until_queue
 from tests.support.cluster.planned_worker import PERIOD_S, TARGETS, WORKER
 from tests.support.cluster.router_figures import RouterCounters, backlog, steps
 
@@ -35,7 +35,7 @@ def why(observed: Observation | Unseen) -> str:
     return observed.why
 
 
-def test_a_period_is_what_came_since_the_last_look_over_all_routers() -> None:
+def test_load_watch_sums_period_over_all_routers() -> None:
     one, other, load_watch = RouterCounters(), RouterCounters(), watch()
     one.serve(500, prompt=30)
     assert "first reading" in why(load_watch.observe(0.0, {"a": one.figures(), "b": other.figures()}))
@@ -50,7 +50,7 @@ def test_a_period_is_what_came_since_the_last_look_over_all_routers() -> None:
     assert observation.waiting_prompt_seconds == pytest.approx(1000 * WORKER.prompt_token_s)
 
 
-def test_lengths_and_seconds_come_near_to_what_they_were() -> None:
+def test_load_watch_estimates_prompt_seconds_and_context_tokens() -> None:
     router, load_watch = RouterCounters(), watch()
     load_watch.observe(0.0, {"a": router.figures()})
     router.serve(40, prompt=700, output=80)
@@ -67,7 +67,7 @@ def test_lengths_and_seconds_come_near_to_what_they_were() -> None:
     assert demand.context_tokens == pytest.approx(contexts, rel=0.1)
 
 
-def test_late_first_tokens_and_requests_that_were_lost_are_counted() -> None:
+def test_load_watch_counts_late_first_tokens_and_lost_requests() -> None:
     router, load_watch = RouterCounters(), watch()
     load_watch.observe(0.0, {"a": router.figures()})
     router.serve(8)
@@ -81,7 +81,7 @@ def test_late_first_tokens_and_requests_that_were_lost_are_counted() -> None:
     assert (observation.num_late, observation.num_first) == (5, 13)
 
 
-def test_a_router_that_began_anew_costs_two_looks_and_makes_nothing_up() -> None:
+def test_load_watch_restarted_router_skips_two_observations() -> None:
     router, other, load_watch = RouterCounters(), RouterCounters(), watch()
     router.serve(10_000)
     load_watch.observe(0.0, {"a": router.figures(), "b": other.figures()})
@@ -96,7 +96,7 @@ def test_a_router_that_began_anew_costs_two_looks_and_makes_nothing_up() -> None
     assert (observation.period_s, observation.demand.num_requests) == (45.0, 8)
 
 
-def test_a_process_that_did_not_answer_once_is_no_flood_when_it_does() -> None:
+def test_load_watch_missing_router_process_causes_no_spike() -> None:
     router, part, load_watch = RouterCounters(), RouterCounters(), watch()
     router.serve(10_000)
     part.serve(400)
@@ -106,7 +106,7 @@ def test_a_process_that_did_not_answer_once_is_no_flood_when_it_does() -> None:
     assert seen(load_watch.observe(30.0, {"a": router.figures()})).demand.num_requests == 12
 
 
-def test_a_silent_router_stops_everything_until_it_is_forgotten() -> None:
+def test_load_watch_silent_router_blocks_until_forgotten() -> None:
     one, other, load_watch = RouterCounters(), RouterCounters(), watch()
     load_watch.observe(0.0, {"a": one.figures(), "b": other.figures()})
     for at_s in (15.0, 30.0, 45.0, 60.0):
@@ -122,7 +122,7 @@ def test_a_silent_router_stops_everything_until_it_is_forgotten() -> None:
     assert seen(load_watch.observe(105.0, {"a": one.figures(), "b": other.figures()})).demand.num_requests == 2
 
 
-def test_a_router_that_is_not_listed_any_more_is_not_waited_for() -> None:
+def test_load_watch_unlisted_router_is_not_waited_for() -> None:
     one, other, load_watch = RouterCounters(), RouterCounters(), watch()
     load_watch.observe(0.0, {"a": one.figures(), "b": other.figures()})
     one.serve(4)
@@ -135,7 +135,7 @@ def test_load_watch_without_routers_reports_why() -> None:
     assert why(load_watch.observe(15.0, {})) == "no router was found"
 
 
-def test_every_router_tells_of_the_same_workers() -> None:
+def test_load_watch_counts_workers_once_across_routers() -> None:
     one, other, load_watch = RouterCounters(), RouterCounters(), watch()
     for router in (one, other):
         router.metrics.workers("prefill", "live", 2)
@@ -167,7 +167,7 @@ def test_router_figures_impossible_numbers_are_refused(name: str, value: str) ->
         read_figures(f"{router.text()}{name} {value}\n")
 
 
-def test_buckets_that_fall_and_pools_without_end_are_refused() -> None:
+def test_histogram_not_cumulative_or_impossible_pool_is_refused() -> None:
     with pytest.raises(ValueError, match="must be cumulative"):
         Histogram.from_cumulative({1.0: 5.0, 2.0: 3.0, inf: 6.0}, 7.0)
     with pytest.raises(ValueError, match="must be cumulative"):
@@ -179,7 +179,7 @@ def test_buckets_that_fall_and_pools_without_end_are_refused() -> None:
             )
 
 
-def test_a_sum_that_falls_is_of_a_router_that_began_anew() -> None:
+def test_histogram_sum_decrease_means_router_restart() -> None:
     before = Histogram(bounds=(1.0, inf), counts=(3.0, 0.0), total=3.0)
     assert Histogram(bounds=(1.0, inf), counts=(9.0, 0.0), total=2.0).fell_below(before)
     assert not Histogram(bounds=(1.0, inf), counts=(3.0, 0.0), total=3.0 - 1e-15).fell_below(before)
@@ -204,7 +204,7 @@ def test_load_watch_router_metrics_match_simulated_queue_and_kv(bottleneck: Bott
         # Workers' word is half a second old.
         assert 0.0 < estimate[1] == pytest.approx(truth[1], abs=0.5)
 
-    at_the_queue(bottleneck, look)
+    run_until_queue(bottleneck, look)
     assert looked
 
 
@@ -223,7 +223,7 @@ def test_gpu_room_full_workers_are_named_and_none_without_free_memory() -> None:
     assert observation.taken_pools == pytest.approx(0.3 + 0.5 + 1000 / WORKER.kv_tokens)
 
 
-def test_workers_have_their_own_speed_and_the_profiles_shape() -> None:
+def test_speed_watch_scales_profile_per_pool() -> None:
     router, speed = RouterCounters(), SpeedWatch(WORKER)
     load_watch = watch(speed)
     before = steps("p", "prefill", steps=100, seconds=10, tokens=50_000, requests=100)
@@ -244,7 +244,7 @@ def test_workers_have_their_own_speed_and_the_profiles_shape() -> None:
     assert speed.decode_worker == WORKER
 
 
-def test_the_smallest_pool_of_a_decode_worker_bounds_it() -> None:
+def test_speed_watch_uses_smallest_decode_pool() -> None:
     pools = 'vllm:cache_config_info{model_name="m",engine="%s",block_size="16",num_gpu_blocks="%d"} 1.0\n'
     roles = 'tandem_worker_backlog_tokens{worker="%s",role="%s"} 0.0\n'
     workers = (("p", 10, "prefill"), ("d", 300, "decode"), ("e", 200, "decode"))
@@ -255,7 +255,7 @@ def test_the_smallest_pool_of_a_decode_worker_bounds_it() -> None:
     assert speed.decode_worker.kv_tokens == 3200
 
 
-def test_decode_steps_are_judged_by_their_rows() -> None:
+def test_speed_watch_weighs_decode_steps_by_rows() -> None:
     speed = SpeedWatch(WORKER)
     router = RouterCounters()
     for at in (0, 10_000):
@@ -273,7 +273,7 @@ def test_router_figures_foreign_metrics_are_refused() -> None:
         read_figures(RouterCounters().text('tandem_worker_backlog_tokens{role="decode"} 3\n'))
 
 
-def test_a_histogram_knows_what_lies_above() -> None:
+def test_histogram_above_interpolates() -> None:
     spread = Histogram(bounds=(1.0, 2.0, inf), counts=(10.0, 10.0, 5.0), total=40.0)
     assert spread.above(2.0) == 5.0
     assert spread.above(1.5) == 10.0
@@ -282,7 +282,7 @@ def test_a_histogram_knows_what_lies_above() -> None:
     assert Histogram().above(1.0) == Histogram().moment(2) == 0.0
 
 
-def test_of_histograms_with_other_bounds_those_count_that_both_have() -> None:
+def test_histogram_plus_uses_common_bounds() -> None:
     one = Histogram(bounds=(1.0, 2.0, 5.0, inf), counts=(10.0, 20.0, 3.0, 4.0), total=70.0)
     other = Histogram(bounds=(2.0, 3.0, 4.0, inf), counts=(5.0, 1.0, 1.0, 2.0), total=30.0)
     both = Histogram(bounds=(2.0, inf), counts=(35.0, 11.0), total=100.0)
@@ -290,8 +290,8 @@ def test_of_histograms_with_other_bounds_those_count_that_both_have() -> None:
     assert one.plus(Histogram(bounds=(7.0, inf), counts=(1.0, 0.0), total=3.0)).counts == (38.0,)
 
 
-def test_routers_of_another_version_may_have_other_buckets() -> None:
-    """Both sum up while there are both; what was remembered of lengths begins anew with the buckets."""
+def test_load_watch_sums_routers_with_different_buckets() -> None:
+    """Both are summed while both live; recorded lengths start anew with the new buckets."""
 
     def newer(router: RouterCounters) -> RouterFigures:
         """Without each second bound of prompts' lengths."""

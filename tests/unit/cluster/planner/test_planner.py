@@ -1,4 +1,4 @@
-"""The planner as a property: whatever the load does, the fleet that obeys it stays within every bound."""
+"""Property tests of the planner: for any load its fleet stays within every bound."""
 
 from dataclasses import replace
 
@@ -37,7 +37,7 @@ def obeyed(sizes: Sizes, decision: Decision) -> Sizes:
 
 
 def drive(planner: Planner, loads: list[Observation], sizes: Sizes) -> list[tuple[float, Sizes, Decision]]:
-    """Each decision with its time and the sizes after it; machines serve as soon as they are asked for."""
+    """Each decision with its time and the sizes after it; machines serve at once."""
     history = []
     for number, load in enumerate(loads, 1):
         decision = planner.decide(number * PERIOD_S, load, FleetView(sizes=sizes))
@@ -65,7 +65,7 @@ loads = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(loads=loads)
-def test_whatever_comes_the_bounds_are_kept(loads: list[Observation]) -> None:
+def test_planner_any_load_stays_within_bounds(loads: list[Observation]) -> None:
     settled_s = -POLICY.cooldown_s
     for at_s, sizes, decision in drive(planner(), loads, Sizes(prefill=1, decode=2)):
         assert sizes.prefill >= POLICY.least.prefill
@@ -79,14 +79,14 @@ def test_whatever_comes_the_bounds_are_kept(loads: list[Observation]) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(num_requests=st.integers(1, 60), prompt=st.sampled_from([200, 1_000, 4_000]))
-def test_a_load_that_does_not_change_comes_to_rest(num_requests: int, prompt: int) -> None:
+def test_planner_constant_load_settles(num_requests: int, prompt: int) -> None:
     history = drive(planner(), [seen(num_requests, prompt=prompt)] * 80, Sizes(prefill=3, decode=3))
     assert not [decision.actions for _, _, decision in history[50:] if decision.actions]
     _, sizes, decision = history[-1]
     assert sizes == decision.wanted
 
 
-def test_a_load_that_swings_within_the_hold_is_served_by_its_peaks() -> None:
+def test_planner_short_waves_are_served_at_their_peak() -> None:
     waves = [seen(60 if number % 4 < 2 else 20) for number in range(120)]
     history = drive(planner(), waves, Sizes(prefill=2, decode=4))
     assert not [decision.actions for _, _, decision in history[60:] if decision.actions]
@@ -104,7 +104,7 @@ def test_planner_growing_pool_flips_a_warm_worker_first() -> None:
     assert str(flips[0]) == "flip prefill -> decode"
 
 
-def test_growth_is_at_once_and_shrinking_waits_for_the_hold() -> None:
+def test_planner_grows_at_once_and_shrinks_after_hold() -> None:
     warm = planner()
     calm = drive(warm, [seen(8)] * 40, Sizes(prefill=1, decode=2))[-1][1]
     grown = [warm.decide((41 + n) * PERIOD_S, seen(90), FleetView(sizes=calm)) for n in range(6)]
@@ -115,7 +115,7 @@ def test_growth_is_at_once_and_shrinking_waits_for_the_hold() -> None:
     assert first * PERIOD_S >= POLICY.hold_s
 
 
-def test_late_answers_make_it_provide_for_more_and_a_kept_promise_does_not() -> None:
+def test_planner_adds_workers_only_when_first_tokens_are_late() -> None:
     kept, broken = (replace(seen(60), num_first=60, num_late=late) for late in (0, 6))
     calm = drive(planner(), [kept] * 60, Sizes(prefill=2, decode=3))[-1][2]
     stressed = drive(planner(), [broken] * 60, Sizes(prefill=2, decode=3))[-1][2]
@@ -124,7 +124,7 @@ def test_late_answers_make_it_provide_for_more_and_a_kept_promise_does_not() -> 
     assert stressed.wanted.total > calm.wanted.total
 
 
-def test_a_budget_that_is_half_spent_is_spared_and_an_untouched_one_costs_nothing() -> None:
+def test_planner_half_spent_error_budget_adds_margin() -> None:
     # Never more late at once than may be: only the long run tells.
     some, none = (replace(seen(60), num_first=2_000, num_late=late) for late in (20, 0))
     spent = drive(planner(), [some] * 60, Sizes(prefill=2, decode=3))[-1][2]
@@ -140,7 +140,7 @@ def filled(num_requests: float, sizes: Sizes, taken_pools: float, *, starting: i
 
 @settings(max_examples=40, deadline=None)
 @given(num_requests=st.integers(1, 40), taken_pools=st.floats(0.0, 6.0))
-def test_a_load_that_fills_as_much_kv_all_the_time_comes_to_rest(num_requests: int, taken_pools: float) -> None:
+def test_planner_constant_kv_use_settles(num_requests: int, taken_pools: float) -> None:
     one, sizes, acted = planner(), Sizes(prefill=3, decode=3), 0
     for number in range(1, 81):
         load = filled(num_requests, sizes, taken_pools)
@@ -153,7 +153,7 @@ def test_a_load_that_fills_as_much_kv_all_the_time_comes_to_rest(num_requests: i
     assert taken_pools <= 0.9 * sizes.decode
 
 
-def test_full_decode_workers_get_one_more_at_a_time() -> None:
+def test_planner_full_decode_pool_grows_one_worker_at_a_time() -> None:
     one, sizes = planner(), Sizes(prefill=1, decode=3)
     full = filled(8, sizes, 2.8)
     assert kinds(one.decide(PERIOD_S, full, FleetView(sizes=sizes))) == [ActionKind.START]
@@ -166,7 +166,7 @@ def test_full_decode_workers_get_one_more_at_a_time() -> None:
 
 
 @pytest.mark.parametrize(("taken_pools", "is_kept"), [(1.0, False), (2.0, True)])
-def test_no_worker_leaves_while_what_decodes_would_crowd_the_others(taken_pools: float, is_kept: bool) -> None:
+def test_planner_full_decode_pool_is_not_shrunk(taken_pools: float, is_kept: bool) -> None:
     one, sizes = planner(), Sizes(prefill=1, decode=4)
     decisions = [one.decide(n * PERIOD_S, filled(8, sizes, taken_pools), FleetView(sizes=sizes)) for n in range(40)]
     assert (ActionKind.STOP not in {kind for decision in decisions for kind in kinds(decision)}) is is_kept
@@ -175,13 +175,13 @@ def test_no_worker_leaves_while_what_decodes_would_crowd_the_others(taken_pools:
     assert (ActionKind.FLIP not in kinds(lent)) is is_kept
 
 
-def test_a_forecast_for_more_than_may_be_had_says_so() -> None:
+def test_planner_forecast_beyond_limit_is_reported() -> None:
     history = drive(planner(), [seen(600)] * 20, Sizes(prefill=6, decode=6))
     assert history[-1][1].total == POLICY.most_workers
     assert "bounded" in " ".join(history[-1][2].reasons)
 
 
-def test_work_that_waits_asks_for_more_than_the_rate_does() -> None:
+def test_planner_waiting_work_adds_workers() -> None:
     calm = planner().decide(PERIOD_S, seen(8), FleetView(sizes=Sizes(prefill=1, decode=2)))
     waiting = replace(seen(8), waiting_prompt_seconds=60.0)
     stuck = planner().decide(PERIOD_S, waiting, FleetView(sizes=Sizes(prefill=1, decode=2)))
@@ -193,6 +193,6 @@ def test_work_that_waits_asks_for_more_than_the_rate_does() -> None:
     [{"least": Sizes(prefill=0, decode=1)}, {"most_workers": 1}, {"hold_s": -1.0}, {"most_flips": -1}],
     ids=["least", "most", "hold", "flips"],
 )
-def test_bounds_that_make_no_sense_are_refused(changes: dict) -> None:
+def test_planner_invalid_bounds_are_refused(changes: dict) -> None:
     with pytest.raises(ConfigError):
         PlannerPolicy(**changes)

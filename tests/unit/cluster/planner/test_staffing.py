@@ -1,4 +1,4 @@
-"""Staffing formulas against a queue that is simulated by hand, and in the order that they must keep."""
+"""Staffing formulas against a hand-simulated queue, and their monotonicity."""
 
 import heapq
 from random import Random
@@ -10,7 +10,7 @@ from tests.support.cluster.planned_worker import demand, staffing
 
 
 def waited(count: int, rate: float, left_s: float, seed: int, num: int = 120_000) -> tuple[float, float]:
-    """Of a queue with exponential service of mean 1: who waits at all, and who longer than `left_s`."""
+    """Shares of a queue with exponential service of mean 1 that wait at all, and longer than `left_s`."""
     rng, now, late, waits = Random(seed), 0.0, 0, 0
     free = [0.0] * count
     for _ in range(num):
@@ -23,18 +23,18 @@ def waited(count: int, rate: float, left_s: float, seed: int, num: int = 120_000
 
 
 @pytest.mark.parametrize(("count", "rate"), [(1, 0.6), (3, 2.2), (8, 5.5)])
-def test_waiting_is_what_a_simulated_queue_shows(count: int, rate: float) -> None:
+def test_staffing_wait_matches_simulated_queue(count: int, rate: float) -> None:
     waits, late = waited(count, rate, 1.0, seed=count)
     assert chance_to_wait(count, rate) == pytest.approx(waits, abs=0.03)
     assert late_share(count, rate, 1.0, 1.0) == pytest.approx(late, abs=0.03)
 
 
-def test_servers_that_cannot_keep_up_are_always_late() -> None:
+def test_staffing_overloaded_servers_are_always_late() -> None:
     assert late_share(3, 3.0, 1.0, 10.0) == 1.0
     assert late_share(3, 0.0, 1.0, 10.0) == 0.0
 
 
-def test_more_load_never_takes_fewer_workers() -> None:
+def test_staffing_grows_monotonically_with_load() -> None:
     sizes = [staffing().sizes(rate / 4, demand(10.0)) for rate in range(1, 40)]
     assert [s.prefill for s in sizes] == sorted(s.prefill for s in sizes)
     assert [s.decode for s in sizes] == sorted(s.decode for s in sizes)
@@ -42,7 +42,7 @@ def test_more_load_never_takes_fewer_workers() -> None:
     assert sizes[-1].decode > sizes[0].decode
 
 
-def test_longer_prompts_take_prefill_and_longer_answers_decode() -> None:
+def test_staffing_prompts_need_prefill_and_answers_need_decode() -> None:
     plain = staffing().sizes(3.0, demand(10.0))
     assert staffing().sizes(3.0, demand(10.0, prompt=4_000)).prefill > plain.prefill
     answers = staffing().sizes(3.0, demand(10.0, output=800))
@@ -50,5 +50,5 @@ def test_longer_prompts_take_prefill_and_longer_answers_decode() -> None:
     assert answers.prefill == plain.prefill
 
 
-def test_no_number_of_workers_helps_where_a_step_alone_is_too_long() -> None:
+def test_staffing_step_longer_than_objective_exceeds_any_pool() -> None:
     assert staffing().decode(2.0, demand(10.0, prompt=49_000, output=1_500), 20) > 10

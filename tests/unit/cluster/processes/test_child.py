@@ -1,4 +1,4 @@
-"""One child process: what it says reaches the callbacks whole, in order, before its end."""
+"""One child process: its messages reach the callbacks whole, in order and before its end."""
 
 import asyncio
 import os
@@ -13,7 +13,7 @@ from tandem.process.load_progress import LoadReport
 
 
 class RecordedCallbacks:
-    """Everything that one child said."""
+    """All messages of one child."""
 
     def __init__(self):
         self.ready, self.lines, self.loading, self.news, self.status = [], [], [], [], None
@@ -50,14 +50,14 @@ async def run(code):
     return recorded
 
 
-async def test_the_last_words_come_before_the_end():
+async def test_child_output_is_delivered_before_exit():
     recorded = await run("os.write(fd, b'{\"a\": 1}\\n')\nprint('one\\n\\ntwo')\nsys.stderr.write('cut')\nsys.exit(4)")
     assert recorded.ready == [{"a": 1}]
     assert sorted(recorded.lines) == ["cut", "one", "two"]
     assert recorded.status == 4
 
 
-async def test_long_output_arrives_whole():
+async def test_child_long_output_is_delivered_whole():
     recorded = await run(f"print('x' * {MAX_LINE_BYTES * 20})\nprint('end')")
     assert "".join(recorded.lines) == "x" * MAX_LINE_BYTES * 20 + "end"
     assert max(map(len, recorded.lines)) <= MAX_LINE_BYTES + (1 << 16)
@@ -66,26 +66,26 @@ async def test_long_output_arrives_whole():
 @pytest.mark.parametrize(
     "ready", ["b'[1]\\n'", "b'nonsense\\n'", "b'{\"loading\": 3}\\n'", 'b\'{"loading": {"share": 2, "left_s": 1}}\\n\'']
 )
-async def test_a_bad_ready_line_is_fatal(ready):
+async def test_child_malformed_ready_line_is_fatal(ready):
     recorded = await run(f"os.write(fd, {ready})\ntime.sleep(60)")
     assert recorded.ready == []
     assert recorded.status == -signal.SIGKILL
     assert recorded.lines == ["the ready line is not a JSON object"]
 
 
-async def test_a_ready_line_in_pieces():
+async def test_child_ready_line_may_arrive_in_pieces():
     recorded = await run("os.write(fd, b'{\"a\":')\ntime.sleep(0.05)\nos.write(fd, b' 2}\\n')\nos.close(fd)")
     assert recorded.ready == [{"a": 2}]
 
 
-async def test_words_on_loading_come_before_the_ready_line():
+async def test_child_load_reports_precede_ready_line():
     news = '{"loading": {"share": 0.5, "left_s": null}}\\n{"loading": {"share": 1.0, "left_s": 0.5}}\\n{"a": 2}\\n.'
     recorded = await run(f"os.write(fd, b'{news}')\nos.close(fd)")
     assert recorded.loading == [LoadReport(share=0.5, left_s=None), LoadReport(share=1.0, left_s=0.5)]
     assert recorded.ready == [{"a": 2}]
 
 
-async def test_beats_after_the_ready_line_are_heard():
+async def test_child_heartbeats_after_ready_line_are_reported():
     recorded = RecordedCallbacks()
     child = spawn("os.write(fd, b'{\"a\": 1}\\n')\nos.read(0, 1)\nwhile os.write(fd, b'.'): time.sleep(0.01)", recorded)
     for _ in range(3):
@@ -96,7 +96,7 @@ async def test_beats_after_the_ready_line_are_heard():
     await recorded.ended.wait()
 
 
-async def test_news_between_beats_are_heard_and_what_is_none_is_not():
+async def test_child_news_between_heartbeats_is_parsed_and_noise_ignored():
     news = '{"a": 1}\\n...\\n{"reaches": ["b:1"]}\\n..\\nnonsense\\n[1]\\n.\\n{"reaches":'
     first = f"signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGHUP])\nos.write(fd, b'{news}')\n"
     recorded = RecordedCallbacks()
@@ -108,8 +108,8 @@ async def test_news_between_beats_are_heard_and_what_is_none_is_not():
     assert recorded.news == [{"reaches": ["b:1"]}, {"reaches": []}]
 
 
-async def test_a_sighup_ends_a_child_whose_parent_ignores_it():
-    """It says something to a child that listens, also under `nohup`."""
+async def test_child_sighup_is_not_ignored_like_the_parents():
+    """A child handles SIGHUP, also under `nohup`."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         recorded = RecordedCallbacks()
@@ -122,19 +122,19 @@ async def test_a_sighup_ends_a_child_whose_parent_ignores_it():
     assert recorded.status == -signal.SIGHUP
 
 
-async def test_who_beats_no_more_is_heard_of_no_more():
+async def test_child_closed_heartbeat_pipe_reports_exit_status():
     recorded = await run("os.write(fd, b'{}\\n.')\nos.close(fd)\nsys.exit(3)")
     assert (recorded.ready, recorded.status) == ([{}], 3)
 
 
-async def test_a_grandchild_that_keeps_the_pipe_open_delays_nothing():
+async def test_child_exit_is_not_delayed_by_grandchild_with_pipe():
     code = "print('parent', flush=True)\npid = os.fork()\nif pid == 0:\n    time.sleep(60)\nprint(pid, flush=True)"
     recorded = await run(code)
     assert recorded.lines[0] == "parent"
     os.kill(int(recorded.lines[1]), signal.SIGKILL)
 
 
-async def test_signals_reach_it_and_stop_reaching_it_after_its_end():
+async def test_child_signals_are_sent_only_while_it_runs():
     recorded = RecordedCallbacks()
     child = spawn("os.write(fd, b'{}\\n')\ntime.sleep(60)", recorded)
     await recorded.serves.wait()
@@ -145,8 +145,8 @@ async def test_signals_reach_it_and_stop_reaching_it_after_its_end():
 
 
 @pytest.mark.parametrize("failing", ["os.pipe", "os.pidfd_open", "subprocess.Popen"])
-async def test_a_child_that_cannot_be_started_leaves_no_descriptor_open(monkeypatch, failing):
-    """Out of descriptors it is tried again and again: each time would take some more."""
+async def test_child_failed_start_leaks_no_descriptor_or_process(monkeypatch, failing):
+    """Starts are retried while descriptors are exhausted; each retry would leak more."""
     started, calls = [], []
 
     class Noted(subprocess.Popen):

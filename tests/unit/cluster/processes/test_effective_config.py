@@ -1,4 +1,4 @@
-"""From the user's configuration to the one that runs."""
+"""From the user's configuration to the effective one."""
 
 import io
 import json
@@ -35,7 +35,7 @@ from tests.unit.cluster.doctor.test_doctor import LLAMA
 FREE = RouterConfig(port=0, grpc_port=0)
 
 
-def test_everything_left_open_is_filled_in_and_survives_the_file(tmp_path):
+def test_effective_config_fills_defaults_and_survives_file(tmp_path):
     config = ClusterConfig(router=FREE, prefill=PoolConfig(replicas=2))
     effective = make_effective(config)
     ports = [int(a.rpartition(":")[2]) for a in effective.prefill.addresses + effective.decode.addresses]
@@ -48,7 +48,7 @@ def test_everything_left_open_is_filled_in_and_survives_the_file(tmp_path):
     assert not path.exists()
 
 
-def test_what_the_user_gave_stays():
+def test_effective_config_keeps_user_settings():
     config = ClusterConfig(router=FREE, secret="0123456789abcdef")
     effective = make_effective(config)
     again = make_effective(effective)
@@ -56,7 +56,7 @@ def test_what_the_user_gave_stays():
     assert effective.secret == config.secret
 
 
-def test_a_taken_port_is_named_before_anything_starts():
+def test_effective_config_taken_port_is_named():
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(
@@ -72,7 +72,7 @@ def test_a_taken_port_is_named_before_anything_starts():
         (PoolConfig(replicas=1, host="203.0.113.1"), "decode.host: cannot listen on 203.0.113.1"),
     ],
 )
-def test_contradictions_are_refused(decode, message):
+def test_effective_config_contradictions_are_refused(decode, message):
     with pytest.raises(ConfigError, match=message):
         make_effective(ClusterConfig(router=FREE, decode=decode))
 
@@ -86,7 +86,7 @@ def first_of_two_free_ports() -> int:
     raise AssertionError("no two ports in a row are free")
 
 
-def test_two_workers_that_listen_for_ranks_at_one_port_are_refused_before_anything_starts():
+def test_effective_config_shared_rank_port_is_refused():
     port = first_of_two_free_ports()
     spread = {"tensor_parallel_size": 2, "nodes": 2}
     prefill = PoolConfig(replicas=2, rank_port=port, **spread)
@@ -94,18 +94,18 @@ def test_two_workers_that_listen_for_ranks_at_one_port_are_refused_before_anythi
         make_effective(ClusterConfig(router=FREE, prefill=prefill, decode=PoolConfig(rank_port=port + 1, **spread)))
 
 
-def test_addresses():
+def test_split_address_removes_ipv6_brackets():
     assert split("127.0.0.1:80") == ("127.0.0.1", 80)
     assert split("[::1]:80") == ("::1", 80)
 
 
-def test_a_worker_that_waits_for_ranks_of_other_nodes_is_not_late_by_that():
+def test_process_plan_adds_join_time_to_multi_node_workers():
     spread = PoolConfig(tensor_parallel_size=2, nodes=2, rank_port=7100, join_s=1200.0)
     plans = plan_processes(ClusterConfig(prefill=spread, decode=PoolConfig(join_s=1200.0)))
     assert [plan.join_s for plan in plans] == [1200.0, 0.0, 0.0]
 
 
-def test_the_plan_and_its_commands():
+def test_process_plan_and_module_commands():
     prefill = PoolConfig(replicas=2, addresses=("127.0.0.1:4000", "127.0.0.1:4001"))
     plans = plan_processes(ClusterConfig(prefill=prefill))
     assert [plan.name for plan in plans] == ["prefill-0", "prefill-1", "decode-0", "router"]
@@ -128,14 +128,14 @@ def test_the_plan_and_its_commands():
     ]
 
 
-def test_children_inherit_no_settings():
+def test_child_environment_has_no_settings():
     environment = child_environment({"TANDEM_SECRET": "x", "HOME": "/root", "PYTHONPATH": "/mine"})
     assert "TANDEM_SECRET" not in environment
     assert environment["HOME"] == "/root"
     assert environment["PYTHONPATH"].endswith("/mine")
 
 
-def test_models(tmp_path, monkeypatch):
+def test_resolve_model_finds_directories_or_refuses(tmp_path, monkeypatch):
     builtin = ClusterConfig()
     assert resolve_model(builtin) is builtin
     (tmp_path / "my-model").mkdir()
@@ -151,7 +151,7 @@ def test_models(tmp_path, monkeypatch):
         resolve_model(ClusterConfig(model=ModelSection(path="./nothing-here")))
 
 
-def test_a_model_of_another_family_is_refused_before_workers_start(tmp_path):
+def test_resolve_model_unsupported_architecture_is_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"architectures": ["GPT2LMHeadModel"]}))
     config = ClusterConfig(model=ModelSection(path=str(tmp_path), dtype="float32"))
@@ -165,7 +165,7 @@ def test_a_model_of_another_family_is_refused_before_workers_start(tmp_path):
     assert resolve_model(config, runs_workers=False).model.path == str(tmp_path)
 
 
-def test_generation_config_beyond_bounds_is_refused_before_processes_start_unless_switched_off(tmp_path):
+def test_resolve_model_bad_generation_config_is_refused_unless_off(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
     (tmp_path / "generation_config.json").write_text('{"temperature": 7}')
@@ -200,7 +200,7 @@ def make_views(effective):
     ]
 
 
-def test_the_banner_shows_what_runs_and_hides_secrets():
+def test_banner_shows_cluster_and_hides_secrets():
     config = ClusterConfig(
         router=RouterConfig(port=0, grpc_port=0, host="0.0.0.0", api_keys=("key-of-a-user",)), secret="0123456789abcdef"
     )
@@ -225,8 +225,8 @@ def test_the_banner_shows_what_runs_and_hides_secrets():
     assert text.count("(hidden)") == 2
 
 
-def test_what_auto_stands_for_is_written_for_all_workers(tmp_path):
-    """A worker of the version before knows no `auto`."""
+def test_effective_config_resolves_auto_dtype(tmp_path):
+    """A worker of the previous version knows no `auto`."""
     assert make_effective(ClusterConfig()).model.dtype == "float32"
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"dtype": "bfloat16"}))
     assert make_effective(load(None, {"model.path": str(tmp_path)})).model.dtype == "bfloat16"
@@ -237,7 +237,7 @@ def test_what_auto_stands_for_is_written_for_all_workers(tmp_path):
         make_effective(load(None, {"model.path": str(tmp_path)}))
 
 
-def test_the_banner_shows_what_auto_stands_for_and_when_a_resumed_text_may_differ():
+def test_banner_shows_auto_dtype_and_failover_note():
     def banner_of(dtype, deterministic=False, reported="bfloat16"):
         config = load(None, {"model.dtype": dtype, "engine.deterministic": deterministic})
         effective = make_effective(config)
@@ -255,7 +255,7 @@ def test_the_banner_shows_what_auto_stands_for_and_when_a_resumed_text_may_diffe
     assert banner.FAILOVER_NOTE in stated
 
 
-def test_the_banner_shows_gpus_where_there_are_any():
+def test_banner_shows_gpus_if_any():
     effective = make_effective(ClusterConfig())
     views = make_views(effective)
     assert "GPU" not in show(ClusterConfig(), effective, views, width=80)
@@ -267,7 +267,7 @@ def test_the_banner_shows_gpus_where_there_are_any():
     assert "…" not in text
 
 
-def test_in_a_narrow_terminal_nothing_is_cut_off():
+def test_banner_fits_narrow_terminal():
     effective = make_effective(ClusterConfig())
     views = [replace(view, pid=4194303) for view in make_views(effective)]
     text = show(ClusterConfig(), effective, views, width=80)
@@ -276,7 +276,7 @@ def test_in_a_narrow_terminal_nothing_is_cut_off():
     assert "…" not in text
 
 
-def test_the_curl_line_survives_a_shell():
+def test_banner_curl_line_is_shell_safe():
     config = ClusterConfig(router=RouterConfig(port=9000))
     words = shlex.split(banner.curl_line(config, "it's"))
     assert words[:3] == ["curl", "-N", "http://127.0.0.1:9000/v1/chat/completions"]
@@ -285,7 +285,7 @@ def test_the_curl_line_survives_a_shell():
     assert body["stream"] is True
 
 
-def test_banner_of_a_model_without_chat_template_shows_a_completions_call_and_says_so():
+def test_banner_without_chat_template_shows_completions_call():
     effective = make_effective(ClusterConfig())
     views = make_views(effective)
     assert "/v1/chat/completions" in show(ClusterConfig(), effective, views)
@@ -300,7 +300,7 @@ def test_banner_of_a_model_without_chat_template_shows_a_completions_call_and_sa
     assert "messages" not in body
 
 
-def test_defaults_are_not_settings_and_bytes_have_units():
+def test_banner_lists_changed_settings_and_formats_bytes():
     assert banner.changed_settings(ClusterConfig(), ClusterConfig()) == {}
     changed = banner.changed_settings(load(None, {"decode.replicas": 3, "model.dtype": "bfloat16"}), ClusterConfig())
     assert changed == {"decode.replicas": "3", "model.dtype": "bfloat16"}
@@ -325,7 +325,7 @@ def test_defaults_are_not_settings_and_bytes_have_units():
     assert [banner.format_bytes(n) for n in (12, 1536, 5 << 30, 3 << 40)] == ["12 B", "1.5 KiB", "5.0 GiB", "3.0 TiB"]
 
 
-def test_certificates_are_made_for_workers_beyond_loopback_and_stay():
+def test_certificates_are_generated_beyond_loopback_and_kept():
     made = with_certificates(ClusterConfig(), ("10.0.0.2",))
     assert open_credentials(made.cluster.tls, ("10.0.0.2",)) is not None
     assert with_certificates(ClusterConfig(), ("10.0.0.2",)).cluster != made.cluster
@@ -335,7 +335,7 @@ def test_certificates_are_made_for_workers_beyond_loopback_and_stay():
     assert with_certificates(off, ("10.0.0.2",)).cluster == off.cluster
 
 
-def test_certificates_are_made_on_loopback_when_required_and_never_when_permissive():
+def test_certificates_are_generated_if_required_not_if_permissive():
     required = load(None, {"cluster.tls": "required", "router.port": 0, "router.grpc_port": 0})
     effective = make_effective(required)
     assert "PRIVATE KEY" in effective.cluster.tls.pem.get_secret_value()

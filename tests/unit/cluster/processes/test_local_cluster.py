@@ -19,7 +19,7 @@ from cluster.supervisor.process_view import SilentWatcher
 from cluster.supervisor.supervisor import ProcessState, RestartPolicy, Role
 from tests.support.cluster.fake_cluster import fake_command, fake_config
 
-pytestmark = pytest.mark.usefixtures("hangups_end_processes")
+pytestmark = pytest.mark.usefixtures("default_sighup")
 
 ROOT = Path(__file__).resolve().parents[4]
 POLICY = RestartPolicy(stop_early_s=0.5, backoff_s=0.01, max_rapid_deaths=2, start_timeout_s=30)
@@ -67,7 +67,7 @@ def gone(pid):
     return not Path(f"/proc/{pid}").exists()
 
 
-async def test_starts_serves_and_stops_in_order(journal):
+async def test_local_cluster_starts_serves_and_stops_in_order(journal):
     watcher = Recorder()
     async with make(journal, watcher=watcher, prefill=2, decode=2) as cluster:
         assert [view.name for view in cluster.workers] == ["prefill-0", "prefill-1", "decode-0", "decode-1"]
@@ -92,7 +92,7 @@ async def test_starts_serves_and_stops_in_order(journal):
     assert cluster.failure is None
 
 
-async def test_a_killed_worker_comes_back_on_its_address(journal):
+async def test_local_cluster_killed_worker_restarts_on_same_address(journal):
     watcher = Recorder()
     async with make(journal, watcher=watcher) as cluster:
         before = cluster.workers[1]
@@ -106,14 +106,14 @@ async def test_a_killed_worker_comes_back_on_its_address(journal):
             cluster.kill("nobody")
 
 
-async def test_a_router_that_dies_comes_back(journal):
+async def test_local_cluster_killed_router_restarts(journal):
     async with make(journal) as cluster:
         before = cluster.processes[-1].pid
         cluster.kill("router")
         await cluster.wait_ready("router", after_pid=before)
 
 
-async def test_a_failed_start_says_why_and_leaves_nothing(journal):
+async def test_local_cluster_failed_start_reports_reason_and_cleans_up(journal):
     with pytest.raises(ClusterFailed, match="decode-0 exited with code 3 before it was ready") as failed:
         async with make(journal, {"decode-0": "fail"}):
             pytest.fail("entered")
@@ -121,13 +121,13 @@ async def test_a_failed_start_says_why_and_leaves_nothing(journal):
     assert all(gone(pid) for pid in pids(journal))
 
 
-async def test_a_bad_ready_line_is_a_failed_start(journal):
+async def test_local_cluster_malformed_ready_line_fails_start(journal):
     with pytest.raises(ClusterFailed, match="the ready line is not a JSON object"):
         async with make(journal, {"prefill-0": "garbage"}):
             pytest.fail("entered")
 
 
-async def test_a_start_that_hangs_is_ended(journal):
+async def test_local_cluster_hanging_start_is_killed(journal):
     policy = RestartPolicy(start_timeout_s=0.5, stop_early_s=0.5)
     with pytest.raises(ClusterFailed, match="was ended by SIGKILL before it was ready"):
         async with make(journal, {"prefill-0": "slow"}, policy=policy):
@@ -135,13 +135,13 @@ async def test_a_start_that_hangs_is_ended(journal):
     assert all(gone(pid) for pid in pids(journal))
 
 
-async def test_a_command_that_does_not_exist_is_a_failed_start():
+async def test_local_cluster_missing_command_fails_start():
     cluster = LocalCluster(fake_config(), command=lambda *_: ["/nonexistent/program"], policy=POLICY)
     with pytest.raises(ClusterFailed, match="exited with code 1"):
         await cluster.__aenter__()
 
 
-async def test_the_last_decode_worker_given_up_ends_the_cluster(journal):
+async def test_local_cluster_without_decode_workers_ends(journal):
     async with make(journal, {"decode-0": "once"}) as cluster:
         cluster.kill("decode-0")
         with pytest.raises(ClusterFailed, match="no decode is left") as failed:
@@ -152,7 +152,7 @@ async def test_the_last_decode_worker_given_up_ends_the_cluster(journal):
     assert all(gone(pid) for pid in pids(journal))
 
 
-async def test_a_stop_during_the_start(journal):
+async def test_local_cluster_stop_during_start_cleans_up(journal):
     watcher = Recorder()
     cluster = make(journal, {"decode-0": "slow"}, watcher=watcher)
     task = asyncio.ensure_future(cluster.__aenter__())
@@ -163,7 +163,7 @@ async def test_a_stop_during_the_start(journal):
     assert all(gone(pid) for pid in pids(journal))
 
 
-async def test_cancelling_the_start_leaves_nothing(journal):
+async def test_local_cluster_cancelled_start_cleans_up(journal):
     watcher = Recorder()
     cluster = make(journal, {"decode-0": "slow"}, watcher=watcher)
     task = asyncio.ensure_future(cluster.__aenter__())
@@ -174,7 +174,7 @@ async def test_cancelling_the_start_leaves_nothing(journal):
     assert all(gone(pid) for pid in pids(journal))
 
 
-async def test_kill_ends_a_process_that_will_not_drain(journal):
+async def test_local_cluster_kill_ends_stubborn_process(journal):
     async with make(journal, {"router": "stubborn"}) as cluster:
         cluster.request_stop()
         cluster.request_kill()
@@ -182,7 +182,7 @@ async def test_kill_ends_a_process_that_will_not_drain(journal):
     assert all(gone(pid) for pid in pids(journal))
 
 
-async def test_children_lead_their_own_session_and_see_no_tandem_variables(journal, monkeypatch):
+async def test_local_cluster_children_have_own_session_and_clean_environment(journal, monkeypatch):
     monkeypatch.setenv("TANDEM_LOG_LEVEL", "debug")
     async with make(journal) as cluster:
         for view in cluster.processes:
@@ -195,7 +195,7 @@ def environment(pid):
 
 
 async def start_up(journal, *modes, before=(), **streams):
-    """A `tandem up` of fake processes in a process of its own."""
+    """A `tandem up` of fake processes in its own process."""
     pipes = {"stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.PIPE}
     return await asyncio.create_subprocess_exec(
         *before,
@@ -251,8 +251,8 @@ async def test_up_drains_when_its_terminal_closes(journal):
 
 
 @pytest.mark.parametrize(("mode", "level"), [("ok", "debug"), ("spoilt", "info")])
-async def test_up_without_a_terminal_has_files_read_again_and_goes_on(journal, mode, level):
-    """What the user has written since is handed to all, unless it makes no sense."""
+async def test_up_without_terminal_reloads_on_sighup(journal, mode, level):
+    """All processes get the edited file, unless it is invalid."""
     process = await start_up(journal, f"anybody={mode}", before=("setsid",))
     assert await process.stdout.readline() == b"serving\n"
     process.send_signal(signal.SIGHUP)
@@ -275,7 +275,7 @@ async def test_up_without_a_terminal_has_files_read_again_and_goes_on(journal, m
     assert all(gone(pid) for pid in pids(journal))
 
 
-async def test_up_reload_of_hanging_file_blocks_nothing(journal, monkeypatch):
+async def test_up_hanging_reload_does_not_block_cluster(journal, monkeypatch):
     monkeypatch.setattr("tandem.process.hangup.has_terminal", lambda: False)
     hangs, goes_on = threading.Event(), threading.Event()
 
@@ -312,7 +312,7 @@ async def test_up_shows_why_a_start_failed(journal):
     assert b"Traceback" not in out + err
 
 
-async def test_children_die_with_a_supervisor_that_is_killed(journal):
+async def test_children_die_with_killed_supervisor(journal):
     process = await start_up(journal)
     await process.stdout.readline()
     handles = [os.pidfd_open(pid) for pid in pids(journal)]

@@ -1,4 +1,4 @@
-"""Standby workers: used when a worker starts, replaced, and gone with their cluster."""
+"""Standby workers: used at a worker's start, replaced, and ended with their cluster."""
 
 import asyncio
 import os
@@ -38,7 +38,7 @@ BECOMES = f"import sys; sys.stdin.readline()\n{SERVES}"
 
 
 class RecordedCallbacks:
-    """What one worker said."""
+    """All messages of one worker."""
 
     def __init__(self) -> None:
         self.ready: list[object] = []
@@ -95,7 +95,7 @@ def serve_something(workers: StandbyWorkers, name: str = "decode-0") -> Callback
     return callbacks
 
 
-async def test_standby_given_a_role_becomes_that_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_standby_becomes_worker_when_given_a_role(monkeypatch: pytest.MonkeyPatch) -> None:
     workers = make(monkeypatch, ECHO)
     serve_something(workers)
     [pid] = await until_waiting(workers, 1)
@@ -110,7 +110,7 @@ async def test_standby_given_a_role_becomes_that_worker(monkeypatch: pytest.Monk
     workers.close()
 
 
-async def test_standby_is_replaced_when_the_worker_that_it_became_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_standby_is_replaced_once_its_worker_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     workers = make(monkeypatch, ECHO)
     serve_something(workers)
     [first] = await until_waiting(workers, 1)
@@ -132,7 +132,7 @@ async def test_standby_is_not_started_while_a_process_starts(monkeypatch: pytest
     workers.close()
 
 
-async def test_standby_that_was_killed_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_standby_killed_while_waiting_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     workers = make(monkeypatch, ECHO)
     serve_something(workers)
     [pid] = await until_waiting(workers, 1)
@@ -141,7 +141,7 @@ async def test_standby_that_was_killed_is_not_used(monkeypatch: pytest.MonkeyPat
     workers.close()
 
 
-async def test_standbys_that_cannot_live_are_given_up_and_the_log_says_why(
+async def test_standbys_that_keep_dying_are_given_up_with_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     started: list[int] = []
@@ -161,7 +161,7 @@ async def test_standbys_that_cannot_live_are_given_up_and_the_log_says_why(
     assert ["no more are started" in one for one in errors] == [True]
 
 
-async def test_standbys_that_cannot_be_started_are_given_up_and_the_log_says_why(
+async def test_standbys_that_fail_to_start_are_given_up_with_log(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
@@ -177,7 +177,7 @@ async def test_standbys_that_cannot_be_started_are_given_up_and_the_log_says_why
     workers.close()
 
 
-async def test_close_ends_those_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_standby_close_ends_waiting_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     workers = make(monkeypatch, ECHO, count=2)
     serve_something(workers)
     pids = await until_waiting(workers, 2)
@@ -188,7 +188,7 @@ async def test_close_ends_those_that_wait(monkeypatch: pytest.MonkeyPatch) -> No
             os.kill(pid, 0)
 
 
-async def test_standby_whose_stdin_closes_ends_by_itself() -> None:
+async def test_standby_exits_when_stdin_closes() -> None:
     command = standby._command(1)
     process = await asyncio.create_subprocess_exec(*command, stdin=asyncio.subprocess.DEVNULL)
     async with asyncio.timeout(60):
@@ -205,7 +205,7 @@ sys.stdin.read()
 
 
 async def command_line_shown(arguments: list[str]) -> list[str]:
-    """What `ps` shows of a process that has said that it is a decode worker with these arguments."""
+    """The command line in `ps` of a process that has become a decode worker with these arguments."""
     pipe = asyncio.subprocess.PIPE
     command = [sys.executable, "-c", SHOWS, *standby._command(9)[3:]]
     process = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
@@ -221,7 +221,7 @@ async def command_line_shown(arguments: list[str]) -> list[str]:
 
 
 @pytest.mark.parametrize("length", [8, 300, 9000])
-async def test_command_line_of_a_worker_replaces_that_of_the_standby(length: int) -> None:
+async def test_standby_command_line_becomes_that_of_worker(length: int) -> None:
     arguments = ["--index", "0", "--config", "/" + "c" * length]
     shown = await command_line_shown(arguments)
     expected = [sys.executable, "-m", "decode_worker", *arguments]
@@ -276,7 +276,7 @@ async def cluster(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Cluster]:
     made.close()
 
 
-async def test_worker_that_died_becomes_the_standby(cluster: Cluster) -> None:
+async def test_standby_replaces_dead_worker(cluster: Cluster) -> None:
     await cluster.start()
     [waiting] = await until_waiting(cluster.standbys, 1)
     await cluster.end(signal.SIGKILL)
@@ -284,7 +284,7 @@ async def test_worker_that_died_becomes_the_standby(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("is_replaced", [True, False])
-async def test_worker_that_a_user_restarts_is_of_what_is_installed_now(cluster: Cluster, is_replaced: bool) -> None:
+async def test_standby_is_not_used_for_user_restart(cluster: Cluster, is_replaced: bool) -> None:
     await cluster.start()
     [waiting] = await until_waiting(cluster.standbys, 1)
     if is_replaced:

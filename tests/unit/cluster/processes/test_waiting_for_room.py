@@ -70,7 +70,7 @@ class Crowded:
         pass
 
 
-def test_a_worker_that_waits_for_room_for_long_serves_when_there_is_some():
+def test_local_cluster_worker_waiting_for_room_serves_later():
     async def scenario():
         loop, launcher = asyncio.get_running_loop(), Crowded("decode-1")
         cluster = LocalCluster(fake_config(decode=2), launcher=launcher, policy=POLICY)
@@ -96,7 +96,7 @@ def test_a_worker_that_waits_for_room_for_long_serves_when_there_is_some():
 
 
 class Moving(Crowded):
-    """Where each worker is at another address when it starts again. `is_full`: of the disk."""
+    """Each worker restarts at another address. `is_full`: the disk is."""
 
     is_full = False
 
@@ -125,8 +125,8 @@ class Noting(SilentWatcher):
         self.notes.append(str(note))
 
 
-def test_where_a_worker_is_now_is_written_as_soon_as_that_is_possible_again():
-    """Once it hears that it is not; routers would otherwise wait for the next change of the set."""
+def test_local_cluster_retries_writing_worker_addresses():
+    """As soon as writing has failed; routers would otherwise wait for the next change of the set."""
 
     async def scenario():
         loop, launcher, watcher = asyncio.get_running_loop(), Moving(), Noting()
@@ -164,7 +164,7 @@ def test_where_a_worker_is_now_is_written_as_soon_as_that_is_possible_again():
         runner.run(scenario())
 
 
-async def test_files_that_change_while_a_worker_waits_for_room_are_read_when_it_serves():
+async def test_local_cluster_reload_reaches_worker_once_it_has_room():
     launcher = Crowded("decode-0")
     cluster = LocalCluster(fake_config(), launcher=launcher, policy=POLICY)
     entering = asyncio.ensure_future(cluster.__aenter__())

@@ -1,4 +1,4 @@
-"""`tandem up` gives its workers the GPUs of the machine in turn, and keeps to that while they come and go."""
+"""`tandem up` assigns the machine's GPUs to workers in turn, also as workers come and go."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +18,7 @@ MACHINES: list["Machine"] = []
 
 
 class FakeChild:
-    """What would have been started."""
+    """Records the start arguments."""
 
     def __init__(self, argv: Any, _environment: Any, callbacks: Callbacks) -> None:
         self.argv: list[str] = list(argv(7))
@@ -39,7 +39,7 @@ class Machine:
         self.ended: list[int] = []
 
     def start(self, plan: ProcessPlan) -> list[str]:
-        """Its arguments about GPUs."""
+        """Starts one; returns its arguments about GPUs."""
         nobody = dict.fromkeys(("on_loading", "on_ready", "on_beat", "on_news", "on_log"), lambda *_: None)
         callbacks = Callbacks(**nobody, on_exit=self.ended.append)
         child: Any = self.launcher.start(plan, callbacks)
@@ -69,27 +69,27 @@ def given(gpus: str, sharers: int = 1) -> list[str]:
     return ["--gpus", gpus, "--gpu-sharers", str(sharers)]
 
 
-def test_eight_workers_get_a_gpu_each_and_routers_none() -> None:
+def test_worker_gpus_are_assigned_in_turn_and_none_to_routers() -> None:
     environments = Machine(8, prefill__replicas=3, decode__replicas=5).start_all()
     assert environments == [*(given(str(index)) for index in range(8)), []]
 
 
-def test_the_first_of_two_workers_on_one_gpu_knows_that_the_second_comes() -> None:
+def test_worker_gpus_shared_gpu_counts_both_workers_from_start() -> None:
     assert Machine(1).start_all() == [given("0", 2), given("0", 2), []]
 
 
-def test_pools_keep_to_the_gpus_that_are_stated() -> None:
+def test_worker_gpus_follow_stated_lists() -> None:
     machine = Machine(8, prefill__gpus=[7], decode__gpus=4, decode__tensor_parallel_size=2, decode__replicas=2)
     assert machine.start_all() == [given("7"), given("0,1"), given("2,3"), []]
 
 
-def test_without_gpus_nothing_is_said_and_what_cannot_be_had_the_worker_says_itself() -> None:
+def test_worker_gpus_none_or_missing_leave_worker_unrestricted() -> None:
     assert Machine(0).start_all() == [[], [], []]
     assert Machine(2, engine__device="cpu").start_all() == [[], [], []]
     assert Machine(2, decode__gpus=[2]).start_all()[1] == []
 
 
-def test_a_restarted_worker_and_a_successor_keep_the_gpu() -> None:
+def test_worker_gpus_restart_and_successor_keep_gpu() -> None:
     machine = Machine(3, decode__replicas=2)
     machine.start_all()
     machine.end("decode-0")
@@ -102,9 +102,7 @@ def test_a_restarted_worker_and_a_successor_keep_the_gpu() -> None:
     assert machine.one_more("decode-3") == given("0"), "the least taken"
 
 
-def test_a_worker_started_with_these_arguments_understands_them(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_worker_gpus_arguments_are_parsed_by_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from tandem.process import lifetime
     from tandem.values.roles import WorkerRole
 

@@ -1,4 +1,4 @@
-"""The actor's work, without Ray: a process that is started, reported, signalled and not left behind."""
+"""The actor's work without Ray: a process is started, reported, signalled and not left behind."""
 
 import asyncio
 import os
@@ -59,7 +59,7 @@ async def test_ray_host_starts_reports_and_signals_its_worker(speaker, monkeypat
     host._look.cancel()
 
 
-async def test_the_configuration_is_never_a_file_that_others_could_find(speaker, tmp_path, monkeypatch):
+async def test_ray_host_configuration_is_only_in_memory(speaker, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     host, words = WorkerHost(WAIT_S), []
     pid = await host.start("decode", 0, "127.0.0.1:0", dump(load(None, {"secret": "the-secret-of-all"})))
@@ -93,7 +93,7 @@ asyncio.run(main())
         psutil.Process(pid).wait(WAIT_S)
 
 
-def test_time_in_which_the_actor_stood_still_is_not_of_its_lease(speaker, monkeypatch):
+def test_ray_host_lease_excludes_actor_pauses(speaker, monkeypatch):
     ended = []
     monkeypatch.setattr(os, "_exit", ended.append)
 
@@ -122,7 +122,7 @@ def test_time_in_which_the_actor_stood_still_is_not_of_its_lease(speaker, monkey
         runner.run(scenario())
 
 
-def test_ray_outbox_unfetched_lines_are_bounded_and_drops_reported():
+def test_ray_outbox_bounds_unfetched_lines_and_reports_drops():
     outbox = Outbox(max_log_bytes=100)
     for number in range(1000):
         outbox.log(f"line {number:03}")

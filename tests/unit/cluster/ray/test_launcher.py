@@ -1,4 +1,4 @@
-"""A worker's life on a Ray cluster that a test plays: placed, reported, signalled, lost."""
+"""A worker's life on a fake Ray cluster: placed, reported, signalled, lost."""
 
 import asyncio
 import signal
@@ -28,7 +28,7 @@ PLAN = ProcessPlan(name="decode-1", role=Role.DECODE, index=1, address="10.0.0.9
 
 
 class FakeHost:
-    """An actor; what it has to tell is put into `words`, an exception is raised."""
+    """An actor; its messages come from `words`, exceptions are raised."""
 
     def __init__(self, node):
         self.node = node
@@ -59,7 +59,7 @@ class FakeHost:
 
 
 class FakeSession:
-    """Gives an actor on the node that is asked for, as soon as there is room."""
+    """Places an actor on the requested node, as soon as there is room."""
 
     def __init__(self, *, has_room=True):
         self.hosts = asyncio.Queue()
@@ -156,7 +156,7 @@ async def test_ray_launcher_worker_reports_its_node_address_and_end():
     assert session.open == 0
 
 
-async def test_a_worker_whose_node_is_gone_has_ended_and_goes_elsewhere():
+async def test_ray_launcher_lost_node_ends_worker_and_is_avoided():
     session = FakeSession()
     launcher = launcher_of(session)
     _, host, recorded = await started(session, launcher)
@@ -169,7 +169,7 @@ async def test_a_worker_whose_node_is_gone_has_ended_and_goes_elsewhere():
     again.words.put_nowait([("exit", 0)])
 
 
-async def test_a_worker_of_which_nothing_is_heard_is_lost():
+async def test_ray_launcher_silent_worker_is_lost():
     session = FakeSession()
     launcher = launcher_of(session)
     impatient = launcher.config.ray.model_copy(update={"silence_s": 0.05})
@@ -180,7 +180,7 @@ async def test_a_worker_of_which_nothing_is_heard_is_lost():
     assert session.open == 0
 
 
-async def test_signals_go_to_the_process_and_a_new_configuration_goes_before_its_signal():
+async def test_ray_launcher_forwards_signals_after_new_configuration():
     session = FakeSession()
     launcher = launcher_of(session)
     process, host, recorded = await started(session, launcher)
@@ -274,7 +274,7 @@ def test_ray_launcher_after_own_pause_does_not_count_silence():
         runner.run(scenario())
 
 
-async def test_one_that_cannot_start_says_why(monkeypatch):
+async def test_ray_launcher_failed_start_reports_reason(monkeypatch):
     async def refuse(*_):
         raise ConfigError("model.path: /m is neither a directory nor a hub id")
 
@@ -285,13 +285,13 @@ async def test_one_that_cannot_start_says_why(monkeypatch):
     assert recorded.events[0] == ("log", "cannot start: model.path: /m is neither a directory nor a hub id")
 
 
-def test_addresses_that_are_stated_contradict_ray():
+def test_ray_launcher_stated_addresses_are_refused():
     config = load(None, {"router.port": 0, "router.grpc_port": 0, "decode.addresses": ["10.0.0.1:9000"]})
     with pytest.raises(ConfigError, match=r"decode\.addresses: not possible with Ray"):
         RayLauncher(FakeSession()).settle(config)
 
 
-def test_the_secret_and_certificates_are_drawn_once():
+def test_ray_launcher_settle_draws_secret_and_certificates():
     settled = RayLauncher(FakeSession()).settle(load(None, {"router.port": 0, "router.grpc_port": 0}))
     assert settled.secret is not None
     assert open_credentials(settled.cluster.tls, ("10.0.0.2",)) is not None
@@ -301,8 +301,8 @@ def test_the_secret_and_certificates_are_drawn_once():
     assert settled.decode.addresses == ()
 
 
-def test_what_cannot_be_written_changes_nothing():
-    """Nodes take their bundles after it."""
+def test_ray_launcher_unwritable_configuration_changes_nothing():
+    """Nodes take their bundles after it has been written."""
     launcher = RayLauncher(FakeSession())
     shared = SharedConfig(launcher, load(None, {"router.port": 0, "router.grpc_port": 0, "decode.replicas": 1}))
     launcher.open(shared.config)
@@ -316,6 +316,6 @@ def test_what_cannot_be_written_changes_nothing():
         launcher.close()
 
 
-def test_rays_client_is_refused_by_name():
+def test_ray_client_address_is_refused():
     with pytest.raises(ConfigError, match="ray:// is for interactive clients"):
         connect("ray://head:10001", {})

@@ -1,4 +1,4 @@
-"""What a blocking call makes is ended by another, whatever happens meanwhile, and the loop goes on."""
+"""A blocking call's result is closed by another call whatever happens meanwhile, and the loop keeps running."""
 
 import asyncio
 import threading
@@ -11,7 +11,7 @@ WAIT_S = 20.0
 
 
 class Room:
-    """Something that is made and ended by calls that block until the test lets them."""
+    """A resource that is opened and closed by calls that block until the test allows them."""
 
     def __init__(self):
         self.may_be_made, self.may_end = threading.Event(), threading.Event()
@@ -38,7 +38,7 @@ async def happens(event):
     assert await asyncio.to_thread(event.wait, WAIT_S)
 
 
-async def test_it_is_made_held_and_ended():
+async def test_held_session_is_opened_and_closed():
     room = Room()
     room.may_be_made.set()
     room.may_end.set()
@@ -46,7 +46,7 @@ async def test_it_is_made_held_and_ended():
     assert room.ended.is_set()
 
 
-async def test_who_is_cancelled_while_it_is_made_leaves_nothing_behind():
+async def test_held_session_cancelled_while_opening_is_closed_later():
     room = Room()
     room.may_end.set()
     user = asyncio.ensure_future(room.use())
@@ -59,7 +59,7 @@ async def test_who_is_cancelled_while_it_is_made_leaves_nothing_behind():
     await happens(room.ended)
 
 
-async def test_an_end_that_takes_long_is_not_waited_for_for_ever():
+async def test_held_session_slow_close_is_not_waited_for():
     room = Room()
     room.may_be_made.set()
     await room.use(end_s=0.01)
@@ -68,7 +68,7 @@ async def test_an_end_that_takes_long_is_not_waited_for_for_ever():
     await happens(room.ended)
 
 
-async def test_who_is_cancelled_while_it_is_ended_ends_it_nevertheless():
+async def test_held_session_cancelled_while_closing_still_closes():
     room = Room()
     room.may_be_made.set()
     user = asyncio.ensure_future(room.use())
@@ -80,7 +80,7 @@ async def test_who_is_cancelled_while_it_is_ended_ends_it_nevertheless():
     await happens(room.ended)
 
 
-async def test_what_cannot_be_made_says_why():
+async def test_held_session_failed_open_raises():
     def refuse():
         raise OSError("no")
 

@@ -1,4 +1,4 @@
-"""Traces, latencies and options: read as they are meant, and refused by name where they are wrong."""
+"""Traces, latencies and options: parsed exactly, and refused by name if invalid."""
 
 import json
 from dataclasses import replace
@@ -35,7 +35,7 @@ def mooncake(tmp_path: Path) -> Path:
     return path
 
 
-def test_mooncake_names_full_blocks_and_tells_tails_apart(mooncake: Path) -> None:
+def test_mooncake_trace_names_full_blocks_and_separates_tails(mooncake: Path) -> None:
     trace = load_trace(mooncake)
     assert trace.block_tokens == 512
     assert [r.arrival_s for r in trace.requests] == [0.0, 0.5, 0.9]
@@ -43,14 +43,14 @@ def test_mooncake_names_full_blocks_and_tells_tails_apart(mooncake: Path) -> Non
     assert [r.tail for r in trace.requests] == [2, 4, 0]
 
 
-def test_the_shared_cache_finds_what_came_before(mooncake: Path) -> None:
+def test_shared_cache_counts_prefix_hits(mooncake: Path) -> None:
     trace = load_trace(mooncake)
     # Of the last prompt one block: its last token must be computed.
     assert shared_cache(trace, 100).cached_tokens == (0, 1024, 512)
     assert shared_cache(trace, 4).cached_tokens == (0, 1024, 512)
 
 
-def test_utilisation_is_the_ideal_s_work_by_the_workers_time(mooncake: Path) -> None:
+def test_utilised_stretches_trace_to_requested_share(mooncake: Path) -> None:
     trace, latency = load_trace(mooncake), StepLatency(prompt_token_s=1e-3)
     ideal = shared_cache(trace, 100)
     stretched = utilised(trace, ideal, latency, num_workers=2, share=0.5)
@@ -67,7 +67,7 @@ def test_trace_coarse_clock_spreads_simultaneous_requests() -> None:
     assert spread.spread() == spread
 
 
-def test_azure_shares_nothing(tmp_path: Path) -> None:
+def test_azure_trace_shares_no_prefix(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text(
         "TIMESTAMP,ContextTokens,GeneratedTokens\n"
@@ -82,7 +82,7 @@ def test_azure_shares_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content", ["", "{}", '{"timestamp": 0, "input_length": 2000, "output_length": 1, "hash_ids": [1]}']
 )
-def test_what_is_no_trace_is_refused(tmp_path: Path, content: str) -> None:
+def test_trace_malformed_file_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(content)
     with pytest.raises(ConfigError, match=r"invalid trace|no request"):
@@ -91,7 +91,7 @@ def test_what_is_no_trace_is_refused(tmp_path: Path, content: str) -> None:
         load_trace(tmp_path / "trace.txt")
 
 
-def test_generated_load_has_its_rate_and_shares_its_beginnings() -> None:
+def test_generated_load_has_requested_rate_and_shared_prefixes() -> None:
     trace = load(400)
     assert trace.requests == load(400).requests != load(400, seed=4).requests
     assert len(trace.requests) / trace.span_s == pytest.approx(6.0, rel=0.3)
@@ -100,7 +100,7 @@ def test_generated_load_has_its_rate_and_shares_its_beginnings() -> None:
     assert shared_cache(alone, 100_000).hit_rate == 0.0
 
 
-def test_agents_repeat_their_session_and_pause_for_their_tools() -> None:
+def test_agentic_load_repeats_sessions_and_pauses_for_tools() -> None:
     spec = AgenticSpec(requests=300)
     trace = generate_agentic(spec, 3)
     assert trace == generate_agentic(spec, 3)
@@ -117,7 +117,7 @@ def test_agents_repeat_their_session_and_pause_for_their_tools() -> None:
             assert after.arrival_s > before.arrival_s + before.num_output_tokens * spec.token_s
 
 
-def test_agents_are_calibrated_by_a_trace_with_sessions_only() -> None:
+def test_agentic_load_is_calibrated_only_by_session_traces() -> None:
     spec = AgenticSpec(requests=2_000)
     longer = replace(spec, growth=LengthSpread(median=2_000.0, sigma=0.5))
     found = calibrated(spec, generate_agentic(longer, 4))
@@ -126,7 +126,7 @@ def test_agents_are_calibrated_by_a_trace_with_sessions_only() -> None:
     assert calibrated(spec, generate(LoadSpec(requests=50), 1)) == spec
 
 
-def test_names_are_as_a_router_and_an_engine_expect_them() -> None:
+def test_trace_names_expand_to_engine_blocks() -> None:
     names = SpacedNames([own_name(1, 0), own_name(1, 1)], 64)
     assert len(names) == 8
     assert names[3] == own_name(1, 0) == names[0]
@@ -137,7 +137,7 @@ def test_names_are_as_a_router_and_an_engine_expect_them() -> None:
     assert chain == [own_name(1, index) for index in range(3)]
 
 
-def test_tables_become_latencies(tmp_path: Path) -> None:
+def test_latency_is_loaded_from_published_tables(tmp_path: Path) -> None:
     fit = {
         "prefill": [20.0, 0.1, 1e-6],
         "decoding_smallbs": [15.0, 5e-4, 0.04],
@@ -165,7 +165,7 @@ def test_tables_become_latencies(tmp_path: Path) -> None:
         load_latency("no-such-profile")
 
 
-def test_measured_steps_give_back_what_made_them() -> None:
+def test_step_latency_fit_recovers_parameters() -> None:
     latency = StepLatency(step_s=0.01, prompt_token_s=1e-4, pair_s=1e-8, row_s=1e-3, context_token_s=1e-6)
     works = [StepWork(n, n * (n + 1) // 2, 0, 0) for n in (64, 256, 1024)]
     works += [StepWork(0, 0, rows, rows * context) for rows in (1, 4, 16) for context in (64, 512)]
@@ -174,7 +174,7 @@ def test_measured_steps_give_back_what_made_them() -> None:
         assert getattr(fitted, name) == pytest.approx(getattr(latency, name), rel=1e-3)
 
 
-def test_histograms_are_right_to_a_percent() -> None:
+def test_gap_histogram_is_accurate_to_one_percent() -> None:
     gaps = GapHistogram()
     for i in range(1, 1001):
         gaps.add(i / 1e3)
@@ -186,12 +186,12 @@ def test_histograms_are_right_to_a_percent() -> None:
 
 
 @pytest.mark.parametrize("text", ["ttft", "ttft=x", "e2e=3", "itl=0"])
-def test_a_promise_that_is_none_is_refused(text: str) -> None:
+def test_slo_malformed_text_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="--slo"):
         Slo.parse(text)
 
 
-def test_the_command_prints_all_policies_side_by_side(mooncake: Path, tmp_path: Path) -> None:
+def test_simulate_prints_policies_side_by_side(mooncake: Path, tmp_path: Path) -> None:
     text = simulate(SimulateOptions(trace=mooncake, policies=("random", "tandem"), plots=tmp_path / "plots"))
     assert text.splitlines()[0].split() == ["random", "tandem"]
     assert sorted(p.name for p in (tmp_path / "plots").iterdir()) == ["policies.png", "times.png"]
@@ -199,7 +199,7 @@ def test_the_command_prints_all_policies_side_by_side(mooncake: Path, tmp_path: 
     assert result["share_of_shared_cache"].keys() == {"tandem"}
 
 
-def test_the_command_sweeps_the_ratio() -> None:
+def test_simulate_sweeps_pool_ratio() -> None:
     options = SimulateOptions(generate="requests=30,rate=4,output=20", prefill=1, decode=1, slo="ttft=1,itl=0.05")
     text = simulate(SimulateOptions(**{**_fields(options), "sweep": True}))
     assert "colo 2" in text
@@ -207,7 +207,7 @@ def test_the_command_sweeps_the_ratio() -> None:
     assert "wins" in text.splitlines()[-1]
 
 
-def test_the_plan_is_as_small_as_can_be_and_says_why(tmp_path: Path) -> None:
+def test_plan_is_minimal_and_explained(tmp_path: Path) -> None:
     slow = tmp_path / "slow.json"
     slow.write_text(json.dumps({"step_s": 0.01, "prompt_token_s": 1e-4, "row_s": 1e-3}))
     load = SimulateOptions(generate="requests=60,rate=6,output=20,block=16", slo="ttft=1,itl=0.05", as_json=True)
@@ -245,6 +245,6 @@ def _fields(options: SimulateOptions) -> dict[str, object]:
         (SimulateOptions(generate="requests=5", faults="fire=1"), "--faults"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(options: SimulateOptions, problem: str) -> None:
+def test_simulate_invalid_options_are_refused(options: SimulateOptions, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         simulate(options)

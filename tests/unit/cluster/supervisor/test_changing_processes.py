@@ -42,8 +42,8 @@ def running():
     return supervisor
 
 
-def test_a_change_does_not_wait_for_room_without_end():
-    """Its requester gets an answer, and may request something else."""
+def test_supervisor_added_process_waits_for_room_within_bound():
+    """Its requester gets an answer, and may make another request."""
     supervisor = running()
     supervisor.add(plan("decode-1"), 10)
     supervisor.on_room("decode-1", False, 11)
@@ -54,7 +54,7 @@ def test_a_change_does_not_wait_for_room_without_end():
     assert kill == Send(name="decode-1", signum=signal.SIGKILL)
 
 
-def test_a_member_that_died_waits_for_room_as_long_as_it_takes():
+def test_supervisor_restarted_member_waits_for_room_unbounded():
     supervisor = running()
     supervisor.on_exited("decode-0", 1, 10)
     assert supervisor.tick(11) == [Launch(name="decode-0")]
@@ -66,7 +66,7 @@ def test_a_member_that_died_waits_for_room_as_long_as_it_takes():
 
 
 class World:
-    """Processes that follow a supervisor; it complains of whatever makes no sense to them."""
+    """Processes that obey a supervisor; raises for impossible orders."""
 
     def __init__(self):
         self.supervisor = running()
@@ -129,7 +129,7 @@ class World:
     ),
     st.booleans(),
 )
-def test_whatever_happens_the_set_is_what_was_asked_for(events, stops):
+def test_supervisor_any_event_order_keeps_requested_set(events, stops):
     world, now = World(), 0.0
     for kind, name in events:
         now += 1.0
@@ -148,7 +148,7 @@ def test_whatever_happens_the_set_is_what_was_asked_for(events, stops):
         assert not world.retired & world.there
 
 
-def test_who_was_added_is_of_the_set_once_it_has_served():
+def test_supervisor_added_process_is_member_once_ready():
     supervisor = running()
     assert supervisor.add(plan("decode-1"), 1) == [Launch(name="decode-1")]
     assert not supervisor.is_member("decode-1")
@@ -159,7 +159,7 @@ def test_who_was_added_is_of_the_set_once_it_has_served():
     assert supervisor.tick(supervisor.next_wake()) == [Launch(name="decode-1")]
 
 
-def test_one_that_hangs_at_its_start_is_killed_and_gone():
+def test_supervisor_added_process_hanging_at_start_is_killed():
     supervisor = running()
     supervisor.add(plan("decode-1"), 1)
     assert supervisor.next_wake() == 1 + POLICY.start_timeout_s
@@ -169,7 +169,7 @@ def test_one_that_hangs_at_its_start_is_killed_and_gone():
     assert supervisor.phase is Phase.RUNNING
 
 
-def test_the_end_of_one_that_was_retired_is_no_death():
+def test_supervisor_retired_process_exit_is_no_failure():
     supervisor = running()
     assert supervisor.retire("prefill-0", 1) == [Send(name="prefill-0", signum=signal.SIGTERM)]
     assert supervisor.retire("prefill-0", 2) == []
@@ -180,14 +180,14 @@ def test_the_end_of_one_that_was_retired_is_no_death():
         supervisor.state("prefill-0")
 
 
-def test_one_that_waits_to_be_started_again_goes_at_once():
+def test_supervisor_retired_process_in_backoff_is_gone_at_once():
     supervisor = running()
     supervisor.on_exited("prefill-0", 1, 1)
     assert supervisor.retire("prefill-0", 1) == [Gone(name="prefill-0")]
     assert supervisor.next_wake() is None
 
 
-def test_a_stop_leaves_who_is_retiring_its_own_time():
+def test_supervisor_stop_keeps_drain_time_of_retiring_router():
     supervisor = running()
     supervisor.retire("router-0", 1)
     assert supervisor.stop(5) == [], "the workers have to wait for what it still answers"
@@ -195,7 +195,7 @@ def test_a_stop_leaves_who_is_retiring_its_own_time():
     assert {action.name for action in supervisor.on_exited("router-0", 0, 6)} == {"prefill-0", "decode-0"}
 
 
-def test_the_last_one_that_is_given_up_beside_one_that_leaves_is_the_end():
+def test_supervisor_last_decode_given_up_beside_retiring_one_fails():
     supervisor, now = running(), 0.0
     supervisor.add(plan("decode-1"), now)
     supervisor.on_ready("decode-1", now)
@@ -209,7 +209,7 @@ def test_the_last_one_that_is_given_up_beside_one_that_leaves_is_the_end():
     assert supervisor.failure.startswith("no decode is left")
 
 
-def test_nothing_is_added_or_retired_but_in_a_cluster_that_runs():
+def test_supervisor_add_and_retire_require_running_cluster():
     supervisor = Supervisor([plan(name) for name in FIRST], POLICY)
     supervisor.start(0)
     with pytest.raises(InvariantError, match="starting"):

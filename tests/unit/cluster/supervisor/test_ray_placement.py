@@ -1,4 +1,4 @@
-"""Which worker goes to which node, what it takes, and what it reads there."""
+"""Each worker's node, resources and configuration on Ray."""
 
 import random
 
@@ -32,12 +32,12 @@ def test_ray_bundle_counts_a_gpu_per_rank_and_requested_resources():
 
 
 @pytest.mark.parametrize("name", ["CPU", "GPU", "", "a b"])
-def test_processors_are_not_asked_for_as_custom_resources(name):
+def test_ray_reserved_names_are_refused_as_custom_resources(name):
     with pytest.raises(ValidationError, match="ray"):
         ClusterConfig.model_validate({"ray": {"decode": {"resources": {name: 1.0}}}})
 
 
-def test_pools_are_spread():
+def test_ray_placement_spreads_pools():
     placement, nodes = RayPlacement(), [node("a"), node("b"), node("c")]
     where = {
         (role, index): placement.choose(f"{role.value}-{index}", role, {"CPU": 1.0}, nodes, 0.0).node_id
@@ -49,7 +49,7 @@ def test_pools_are_spread():
     assert len({where[role, 0] for role in (Role.PREFILL, Role.DECODE)}) == 2
 
 
-def test_what_was_just_taken_is_not_given_twice_though_ray_does_not_know_yet():
+def test_ray_placement_counts_recently_taken_resources():
     placement, nodes = RayPlacement(), [node("a", gpus=4.0), node("b", gpus=4.0)]
     bundle = {"CPU": 1.0, "GPU": 4.0}
     assert {placement.choose(f"decode-{i}", Role.DECODE, bundle, nodes, 0.0).node_id for i in range(2)} == {"a", "b"}
@@ -58,13 +58,13 @@ def test_what_was_just_taken_is_not_given_twice_though_ray_does_not_know_yet():
     assert placement.choose("decode-2", Role.DECODE, bundle, nodes, 0.0) is not None
 
 
-def test_what_others_have_taken_is_not_counted_as_free():
+def test_ray_placement_ignores_resources_used_by_others():
     placement = RayPlacement()
     busy, idle = node("a", cpus=16.0, free={"CPU": 0.5}), node("b", cpus=2.0)
     assert placement.choose("decode-0", Role.DECODE, {"CPU": 1.0}, [busy, idle], 0.0) is idle
 
 
-def test_a_node_on_which_a_worker_was_lost_is_the_last_choice_for_a_while():
+def test_ray_placement_shuns_node_of_lost_worker():
     placement, nodes, bundle = RayPlacement(), [node("a"), node("b")], {"CPU": 1.0}
     first = placement.choose("decode-0", Role.DECODE, bundle, nodes, 0.0)
     other = next(one for one in nodes if one is not first)
@@ -77,7 +77,7 @@ def test_a_node_on_which_a_worker_was_lost_is_the_last_choice_for_a_while():
     assert placement.choose("decode-0", Role.DECODE, bundle, nodes, 1.5 + SHUN_S) is first
 
 
-def test_whatever_is_asked_no_node_is_promised_more_than_it_has():
+def test_ray_placement_never_overcommits_nodes():
     draw = random.Random(7)
     for _ in range(200):
         nodes = [node(name, cpus=float(draw.randrange(1, 9)), gpus=float(draw.randrange(5))) for name in "abcd"]
@@ -99,7 +99,7 @@ def test_whatever_is_asked_no_node_is_promised_more_than_it_has():
                     assert taken <= one.total.get(resource, 0.0)
 
 
-def test_a_worker_reads_its_share_of_the_node_and_no_secret_that_it_does_not_need():
+def test_ray_worker_config_has_node_share_and_no_foreign_secrets():
     cluster = config(
         router__api_keys=["sk-of-a-client-0123456789"],
         secret="s" * 32,
@@ -119,10 +119,10 @@ def test_a_worker_reads_its_share_of_the_node_and_no_secret_that_it_does_not_nee
     assert worker_config(own, Role.PREFILL, node("a"), "builtin").engine.memory_bytes == 5 << 30
 
 
-def test_a_worker_on_gpus_looks_at_its_own_memory():
+def test_ray_worker_config_on_gpu_leaves_memory_to_worker():
     read = worker_config(config(), Role.DECODE, node("a", gpus=8.0), "builtin")
     assert (read.engine.num_threads, read.engine.memory_bytes) == (None, None)
 
 
-def test_resources_in_words():
+def test_ray_resources_are_rendered_readably():
     assert render_resources({"GPU": 2.0, "CPU": 0.5, "memory": float(3 << 30)}) == "0.5 CPU, 2 GPU, 3.0 GiB memory"

@@ -1,4 +1,4 @@
-"""Changes of a running cluster, by a world in which processes start, die and are slow as hypothesis likes."""
+"""Changes of a running cluster, with processes that start, die and stall at hypothesis' choice."""
 
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -36,7 +36,7 @@ def member(role, index, state=ProcessState.READY, reaches=None):
 
 
 def cluster(prefill=1, decode=1, routers=1, states=()):
-    """`states`: of the first ones, which need not serve."""
+    """`states`: those of the first processes, which need not serve."""
     counts = {Role.PREFILL: prefill, Role.DECODE: decode, Role.ROUTER: routers}
     made = {f"{role.value}-{i}": member(role, i) for role, count in counts.items() for i in range(count)}
     unwell = dict(zip(made, states, strict=False))
@@ -53,26 +53,26 @@ def serving(members):
 
 
 def present(members):
-    """Those that there are to be, whether or not they serve just now."""
+    """The desired processes, whether or not they serve just now."""
     return {role: sizes_of(members)[role] for role in Role}
 
 
 def staying(members):
-    """With those that were given up, which a restart brings back."""
+    """Including given-up processes, which a restart revives."""
     return {
         role: sum(m.role is role and m.state is not ProcessState.RETIRING for m in members.values()) for role in Role
     }
 
 
 def alive(members):
-    """Those that take room."""
+    """Processes that take room."""
     states = (ProcessState.STARTING, ProcessState.READY, ProcessState.RETIRING, ProcessState.BACKOFF)
     return {role: sum(m.role is role and m.state in states for m in members.values()) for role in Role}
 
 
 @dataclass
 class World:
-    """Carries out a rollout's orders; `fates` decide what becomes of each process that is added."""
+    """Carries out a rollout's orders; `fates` decide the outcome of each added process."""
 
     members: dict
     fates: list
@@ -130,7 +130,7 @@ class World:
         rollout.gone(name, failure)
 
     def pass_time(self, rollout):
-        """Starting processes come up or fail, leaving ones end, routers hear of workers."""
+        """Starting processes come up or fail, leaving ones end, routers learn of workers."""
         self.now += 1.0
         for name, one in list(self.members.items()):
             if one.state is ProcessState.RETIRING:
@@ -141,10 +141,10 @@ class World:
                 self.members[name] = replace(one, state=ProcessState.READY)
                 self.members = all_connected(self.members)
             elif one.state is ProcessState.STARTING:
-                self.meet_fate(name, one, rollout)
+                self.apply_fate(name, one, rollout)
         self.note()
 
-    def meet_fate(self, name, one, rollout):
+    def apply_fate(self, name, one, rollout):
         fate = self.fates.pop(0) if self.fates else "serves"
         if fate == "dies" and name not in self.needed:
             self.leave(name, rollout, f"{name} exited")
@@ -157,7 +157,7 @@ class World:
                 self.members = all_connected(self.members)
 
     def flicker(self, name, one):
-        """Before anybody knows it, so that nobody counts on it."""
+        """Before any process knows it, so that none relies on it."""
         back = one.state is ProcessState.BACKOFF
         self.members[name] = replace(one, state=ProcessState.READY if back else ProcessState.BACKOFF)
         if back:
@@ -180,7 +180,7 @@ ROLES = st.lists(st.sampled_from(list(Role)), min_size=1, max_size=3, unique=Tru
 
 
 @given(CLUSTERS, FATES, ROLES)
-def test_a_restart_never_serves_with_fewer_and_what_fails_leaves_the_old_one(members, fates, roles):
+def test_rollout_restart_keeps_capacity_and_failed_process(members, fates, roles):
     before = dict(members)
     world = World(dict(members), list(fates))
     rollout = Rollout(replacement_steps(members, roles), known_s=KNOWN_S)
@@ -199,7 +199,7 @@ def test_a_restart_never_serves_with_fewer_and_what_fails_leaves_the_old_one(mem
     assert rollout.advance(world.members, world.now) == []
 
 
-def test_restart_by_name_replaces_each_named_process_once():
+def test_rollout_restart_by_name_replaces_each_once():
     members = cluster(2, 3, 1)
     assert [step.retire for step in replacement_steps(members, [], ["decode-2", "decode-0", "decode-2"])] == [
         "decode-2",
@@ -218,19 +218,19 @@ def test_restart_by_name_replaces_each_named_process_once():
         replacement_steps(members, [], ["decode-1"])
 
 
-def test_one_that_was_given_up_and_is_replaced_by_name_counts_again():
+def test_rollout_named_restart_counts_given_up_worker_again():
     members = {**cluster(1, 2, 1), "decode-1": Member(role=Role.DECODE, index=1, state=ProcessState.ABANDONED)}
     for request, decode in ((RestartRequest(names=("decode-1",)), 2), (RestartRequest(names=("decode-0",)), 1)):
         assert plan_change(request, members).sizes == {Role.PREFILL: 1, Role.DECODE: decode}
 
 
 def unmoved(members):
-    """Whose view of others does not change: all but routers."""
+    """Processes whose view of others is constant: all but routers."""
     return {name for name, one in members.items() if one.role is not Role.ROUTER}
 
 
 @given(CLUSTERS, FATES, ROLES)
-def test_a_restart_in_place_takes_no_room_and_misses_one_at_a_time(members, fates, roles):
+def test_rollout_in_place_restart_uses_no_extra_room(members, fates, roles):
     before, workers = dict(members), {n for n, m in members.items() if m.role is not Role.ROUTER}
     world = World(dict(members), list(fates), revives=True)
     rollout = Rollout(replacement_steps(members, roles, in_place=workers), known_s=KNOWN_S)
@@ -289,7 +289,7 @@ def test_rollout_scaling_ends_at_requested_sizes_or_reports_failure(members, fat
 
 
 @given(CLUSTERS, FATES, st.sampled_from(WORKERS))
-def test_a_flip_moves_one_worker_and_never_takes_the_last_decoder(members, fates, to):
+def test_rollout_flip_moves_one_worker_and_keeps_a_decode_worker(members, fates, to):
     before, world = serving(members), World(dict(members), list(fates))
     other = Role.PREFILL if to is Role.DECODE else Role.DECODE
     try:
@@ -306,7 +306,7 @@ def test_a_flip_moves_one_worker_and_never_takes_the_last_decoder(members, fates
         assert present(world.members)[other] == present(members)[other] - 1
 
 
-def test_the_old_one_waits_until_every_router_has_an_answer_from_the_new_one():
+def test_rollout_old_worker_waits_until_routers_reach_new_one():
     members = cluster(routers=2)
     rollout = Rollout(replacement_steps(members, [Role.DECODE]), known_s=KNOWN_S)
     assert [type(order) for order in rollout.advance(members, 0.0)] == [Progress, Add]
@@ -331,7 +331,7 @@ def test_rollout_unreachable_process_is_removed_and_the_old_one_stays():
     assert rollout.failure == "router-0 cannot reach decode-1 after 5 s"
 
 
-def test_a_router_whose_workers_are_elsewhere_must_reach_what_its_predecessor_does():
+def test_rollout_new_router_must_reach_its_predecessors_workers():
     far = frozenset({"a:1", "b:2"})
     members = {"router-0": member(Role.ROUTER, 0, reaches=far), "router-1": member(Role.ROUTER, 1)}
     assert missing_contacts("router-1", "router-0", members) == "router-1 cannot reach any worker"
@@ -341,7 +341,7 @@ def test_a_router_whose_workers_are_elsewhere_must_reach_what_its_predecessor_do
     assert missing_contacts("router-1", "router-0", members) is None
 
 
-def test_who_serves_nobody_leaves_first():
+def test_rollout_scale_down_removes_dead_workers_first():
     members = cluster(decode=3)
     members["decode-0"] = replace(members["decode-0"], state=ProcessState.ABANDONED)
     members["decode-1"] = replace(members["decode-1"], state=ProcessState.BACKOFF)
@@ -350,7 +350,7 @@ def test_who_serves_nobody_leaves_first():
     assert sizes_of(members)[Role.DECODE] == 2
 
 
-def test_one_that_was_given_up_is_replaced_by_a_scale_to_the_same_size():
+def test_rollout_scale_to_same_size_replaces_given_up_worker():
     members = cluster(decode=2)
     members["decode-0"] = replace(members["decode-0"], state=ProcessState.ABANDONED)
     steps = scale_steps(members, {Role.DECODE: 2})
@@ -359,7 +359,7 @@ def test_one_that_was_given_up_is_replaced_by_a_scale_to_the_same_size():
         flip_steps(members, Role.PREFILL)
 
 
-def test_one_that_served_and_died_gets_the_time_to_be_known_anew():
+def test_rollout_restarted_worker_gets_full_contact_time():
     rollout = Rollout(scale_steps(cluster(), {Role.DECODE: 2}), known_s=KNOWN_S)
     rollout.advance(cluster(), 0.0)
     rollout.started("decode-1")
@@ -379,7 +379,7 @@ def test_one_that_served_and_died_gets_the_time_to_be_known_anew():
     [lambda them: scale_steps(them, {Role.PREFILL: 2, Role.DECODE: 1}), lambda them: flip_steps(them, Role.PREFILL)],
 )
 def test_rollout_only_answering_process_stays_until_another_answers(steps):
-    """A new worker may take minutes to load: decode-0 was well when decode-1 was chosen."""
+    """A new worker may take minutes to load: decode-0 was healthy when decode-1 was chosen."""
     members = cluster(decode=2)
     rollout = Rollout(steps(members), known_s=KNOWN_S)
     rollout.advance(members, 0.0)
@@ -396,6 +396,6 @@ def test_rollout_only_answering_process_stays_until_another_answers(steps):
     assert rollout.failure == "decode-1 is the only decode worker left"
 
 
-def test_the_last_decoder_is_not_scaled_away():
+def test_rollout_scale_to_zero_decode_workers_is_refused():
     with pytest.raises(ChangeRefused, match="at least one decode worker"):
         scale_steps(cluster(), {Role.DECODE: 0})

@@ -1,4 +1,4 @@
-"""The supervisor's decisions, with no process anywhere."""
+"""The supervisor's decisions, without any process."""
 
 import signal
 
@@ -55,7 +55,7 @@ def sent(actions):
     return [(a.name, a.signum) for a in actions if isinstance(a, Send)]
 
 
-def test_workers_start_together_and_the_router_after_the_last_of_them():
+def test_supervisor_starts_workers_together_then_router():
     supervisor = make()
     assert launched(supervisor.start(0)) == ["prefill-0", "decode-0", "decode-1"]
     assert launched(supervisor.on_ready("decode-1", 1)) == []
@@ -67,7 +67,7 @@ def test_workers_start_together_and_the_router_after_the_last_of_them():
     assert supervisor.next_wake() is None
 
 
-def test_a_death_while_starting_stops_everything_at_once():
+def test_supervisor_exit_during_start_stops_cluster():
     supervisor = make()
     supervisor.start(0)
     supervisor.on_ready("prefill-0", 1)
@@ -81,7 +81,7 @@ def test_a_death_while_starting_stops_everything_at_once():
     assert supervisor.phase is Phase.STOPPED
 
 
-def test_rapid_deaths_wait_longer_each_time_and_are_given_up():
+def test_supervisor_rapid_deaths_back_off_then_are_given_up():
     supervisor, now, waits = running(), 0.0, []
     for _ in range(POLICY.max_rapid_deaths):
         actions = supervisor.on_exited("prefill-0", -9, now)
@@ -101,7 +101,7 @@ def test_rapid_deaths_wait_longer_each_time_and_are_given_up():
     assert supervisor.next_wake() is None
 
 
-def test_a_death_after_a_stable_time_counts_from_one_again():
+def test_supervisor_stable_time_resets_backoff():
     supervisor = running()
     supervisor.on_exited("decode-0", 1, 1)
     supervisor.tick(2)
@@ -119,7 +119,7 @@ def give_up(supervisor, name, now=0.0):
     return actions
 
 
-def test_one_decode_worker_may_be_given_up_but_not_the_last():
+def test_supervisor_last_decode_worker_given_up_ends_cluster():
     supervisor = running()
     give_up(supervisor, "decode-0")
     assert supervisor.phase is Phase.RUNNING
@@ -129,14 +129,14 @@ def test_one_decode_worker_may_be_given_up_but_not_the_last():
     assert supervisor.failure.startswith("no decode is left")
 
 
-def test_the_router_given_up_is_the_end():
+def test_supervisor_router_given_up_ends_cluster():
     supervisor = running()
     give_up(supervisor, "router")
     assert supervisor.phase is Phase.STOPPING
     assert supervisor.failed_name == "router"
 
 
-def test_a_stop_drains_the_router_first_then_the_workers():
+def test_supervisor_stop_drains_router_before_workers():
     supervisor = running()
     assert sent(supervisor.stop(100)) == [("router", signal.SIGTERM)]
     assert supervisor.stop(101) == []
@@ -151,7 +151,7 @@ def test_a_stop_drains_the_router_first_then_the_workers():
     assert supervisor.failure is None
 
 
-def test_supervisor_reload_signals_serving_processes_at_once_and_starting_ones_later():
+def test_supervisor_reload_signals_starting_processes_once_serving():
     supervisor = running()
     assert sent(supervisor.reread()) == [(name, signal.SIGHUP) for name in NAMES]
     supervisor.on_exited(NAMES[0], -9, 101)
@@ -167,7 +167,7 @@ def test_supervisor_reload_signals_serving_processes_at_once_and_starting_ones_l
     assert supervisor.reread() == []
 
 
-def test_files_that_change_during_the_start_are_read_by_all():
+def test_supervisor_reload_during_start_reaches_all():
     supervisor = make()
     supervisor.start(0)
     supervisor.on_ready("prefill-0", 1)
@@ -177,7 +177,7 @@ def test_files_that_change_during_the_start_are_read_by_all():
     assert sent(supervisor.on_ready("router", 4)) == [], "it was started behind the change"
 
 
-def test_a_drain_beyond_its_bound_is_killed():
+def test_supervisor_drain_beyond_bound_is_killed():
     supervisor = running()
     supervisor.stop(0)
     assert sent(supervisor.tick(29.9)) == []
@@ -186,7 +186,7 @@ def test_a_drain_beyond_its_bound_is_killed():
     assert sent(supervisor.on_exited("router", -9, 31)) == [(name, signal.SIGTERM) for name in NAMES[:3]]
 
 
-def test_kill_reaches_everything_alive_also_after_a_stop():
+def test_supervisor_kill_after_stop_reaches_all():
     supervisor = running()
     supervisor.stop(0)
     assert sent(supervisor.kill(1)) == [(name, signal.SIGKILL) for name in NAMES]
@@ -195,7 +195,7 @@ def test_kill_reaches_everything_alive_also_after_a_stop():
     assert supervisor.phase is Phase.STOPPED
 
 
-def test_a_stop_before_everything_serves_asks_all_at_once_with_little_patience():
+def test_supervisor_stop_during_start_signals_all_at_once():
     supervisor = make()
     supervisor.start(0)
     supervisor.on_ready("decode-0", 1)
@@ -205,7 +205,7 @@ def test_a_stop_before_everything_serves_asks_all_at_once_with_little_patience()
     assert supervisor.state("prefill-0") is ProcessState.STARTING
 
 
-def test_a_process_waiting_to_be_restarted_is_not_started_after_a_stop():
+def test_supervisor_process_in_backoff_is_not_started_after_stop():
     supervisor = running()
     supervisor.on_exited("prefill-0", 1, 0)
     supervisor.stop(0.5)
@@ -213,26 +213,26 @@ def test_a_process_waiting_to_be_restarted_is_not_started_after_a_stop():
     assert launched(supervisor.tick(10)) == []
 
 
-def test_a_start_that_takes_too_long_is_killed():
+def test_supervisor_slow_start_is_killed():
     supervisor = make()
     supervisor.start(0)
     assert {name for name, signum in sent(supervisor.tick(60)) if signum is signal.SIGKILL} == set(NAMES[:3])
 
 
-def test_who_waits_for_others_may_take_longer_by_that():
-    """A worker whose ranks come from other nodes, whenever these are there."""
+def test_supervisor_start_timeout_includes_join_time():
+    """For a worker whose ranks come from other nodes."""
     supervisor = Supervisor([ProcessPlan(name="decode-0", role=Role.DECODE, join_s=600)], POLICY)
     supervisor.start(0)
     assert sent(supervisor.tick(600)) == []
     assert sent(supervisor.tick(660)) == [("decode-0", signal.SIGKILL)]
 
 
-def test_names_are_unique():
+def test_supervisor_duplicate_names_are_refused():
     with pytest.raises(InvariantError):
         Supervisor([ProcessPlan(name="a", role=Role.DECODE)] * 2)
 
 
-def test_exits_in_words():
+def test_describe_exit_names_code_or_signal():
     assert describe_exit(0) == "exited with code 0"
     assert describe_exit(-15) == "was ended by SIGTERM"
     assert describe_exit(-99) == "was ended by signal 99"
@@ -241,8 +241,8 @@ def test_exits_in_words():
 @given(
     st.lists(st.tuples(st.sampled_from(("ready", "exit", "tick", "stop", "kill")), st.sampled_from(NAMES)), max_size=60)
 )
-def test_whatever_happens_processes_are_launched_and_signalled_only_when_they_should_be(events):
-    """A world of processes follows the supervisor; at the end the exits of all that live must stop it."""
+def test_supervisor_any_event_order_sends_only_valid_actions(events):
+    """A simulated set of processes obeys the supervisor; in the end their exits must stop it."""
     supervisor, now, alive, stopping = make(), 0.0, set(), False
 
     def carry_out(actions):
@@ -280,7 +280,7 @@ def test_whatever_happens_processes_are_launched_and_signalled_only_when_they_sh
     assert supervisor.phase is Phase.STOPPED
 
 
-def test_one_that_waits_for_room_is_not_late():
+def test_supervisor_waiting_for_room_does_not_time_out():
     supervisor = make()
     supervisor.start(0)
     for name in ("prefill-0", "decode-0"):
@@ -295,7 +295,7 @@ def test_one_that_waits_for_room_is_not_late():
     assert supervisor.state("decode-0") is ProcessState.READY
 
 
-def test_one_that_waits_for_room_ends_with_the_cluster_in_its_bound():
+def test_supervisor_stop_bounds_process_waiting_for_room():
     supervisor = make()
     supervisor.start(0)
     supervisor.on_room("decode-1", False, 1)
@@ -330,7 +330,7 @@ def pass_time(supervisor, since, until, *, beating=()):
     return actions
 
 
-def test_a_process_that_should_beat_and_does_not_is_killed_and_started_again():
+def test_supervisor_process_without_heartbeat_is_restarted():
     supervisor = pair()
     assert pass_time(supervisor, 0, 60, beating=("router-0", "router-1")) == []
     actions = pass_time(supervisor, 60, 70, beating=("router-0",))
@@ -349,7 +349,7 @@ def test_supervisor_after_own_pause_does_not_count_silence():
     assert pass_time(supervisor, 500, 520, beating=("router-0", "router-1")) == []
 
 
-def test_supervisor_draining_process_gets_its_time_and_no_more():
+def test_supervisor_draining_process_is_killed_at_its_bound():
     supervisor = pair()
     pass_time(supervisor, 0, 10, beating=("router-0", "router-1"))
     supervisor.stop(10)

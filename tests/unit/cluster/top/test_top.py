@@ -1,4 +1,4 @@
-"""`tandem top`: routers joined, workers sorted, and the command as a user runs it, in a terminal and without one."""
+"""`tandem top`: routers merged, workers sorted, and the command with and without a terminal."""
 
 import asyncio
 import os
@@ -68,7 +68,7 @@ async def run(*arguments: str) -> tuple[int, str, str]:
     return process.returncode or 0, out.decode(), err.decode()
 
 
-async def test_routers_of_one_cluster_are_added_up_and_their_workers_are_not() -> None:
+async def test_top_merges_routers_but_not_their_workers() -> None:
     whole = WholeRouter(1)
     one = await status_of(whole)
     busier = tuple(replace(worker, report=worker.report + 1, running=5) for worker in one.workers)
@@ -84,7 +84,7 @@ async def test_routers_of_one_cluster_are_added_up_and_their_workers_are_not() -
     assert merge_statuses([one]) == one
 
 
-async def test_shares_from_caches_weigh_as_much_as_was_read() -> None:
+async def test_top_cached_share_is_weighted_by_tokens() -> None:
     one = await status_of(WholeRouter(1))
 
     def reading(tokens: float, share: float | None) -> ClusterStatus:
@@ -95,7 +95,7 @@ async def test_shares_from_caches_weigh_as_much_as_was_read() -> None:
     assert merge_statuses([reading(0.0, None)]).rates.cached_share is None
 
 
-async def test_workers_are_sorted_by_what_is_asked() -> None:
+async def test_top_sorts_workers_by_chosen_column() -> None:
     whole = WholeRouter(1, num_decode=11, num_prefill=0)
     for number, one in enumerate(whole.workers):
         load = WorkerLoad(num_running=number % 3, num_free_blocks=NUM_BLOCKS - number)
@@ -111,7 +111,7 @@ async def test_workers_are_sorted_by_what_is_asked() -> None:
     assert (seen, order) == (list(SortOrder), SortOrder.NAME)
 
 
-async def test_what_is_printed_says_what_is_known_and_what_is_not() -> None:
+async def test_top_prints_known_status_and_missing_data() -> None:
     whole = WholeRouter(1, num_decode=40, names=("[red]\x1b[2Jname[/red]",))
     feed = feed_of(whole)
     answer(whole, ttft_s=0.2, itl_s=0.01, tokens=51)
@@ -154,7 +154,7 @@ async def test_top_once_prints_once_and_reports_no_answer(tmp_path: Path) -> Non
     assert err == f"error: no cluster answers at {url}: start one with `tandem up`, or give its address with --url\n"
 
 
-async def test_it_lives_in_a_terminal_through_the_loss_of_its_router() -> None:
+async def test_top_survives_router_restart() -> None:
     whole = WholeRouter(1)
     async with served(whole=whole) as url, terminal("top", "--url", url, "--interval", "0.2") as shown:
         before = termios.tcgetattr(shown.follower)[:4]
@@ -181,6 +181,6 @@ async def test_it_lives_in_a_terminal_through_the_loss_of_its_router() -> None:
 
 
 @pytest.mark.parametrize("content", ["[]", "{}", '{"model": {"name": 1}}', "3", "null"])
-def test_what_is_no_status_is_refused(content: str) -> None:
+def test_top_malformed_status_is_refused(content: str) -> None:
     with pytest.raises((LookupError, TypeError, ValueError)):
         ClusterStatus.read(orjson.loads(content))

@@ -36,7 +36,7 @@ def case(request, tmp_path_factory):
     return reference, path, save_and_load(reference, path)
 
 
-def test_logits_are_transformers(case):
+def test_cpu_backend_logits_equal_transformers(case):
     reference, path, _ = case
     model = load_model(path, backend=backend())
     assert model.backend.name == "cpu-vectors"
@@ -49,7 +49,7 @@ def test_logits_are_transformers(case):
         assert (ours - expected).abs().max() < 1e-4
 
 
-def test_tokens_are_torchs_in_any_company(case):
+def test_cpu_backend_tokens_equal_torch_in_any_batch(case):
     _, path, plain = case
     answers = []
     for model in (plain, load_model(path, backend=backend())):
@@ -61,7 +61,7 @@ def test_tokens_are_torchs_in_any_company(case):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_deterministic_means_the_same_bits(case, dtype):
+def test_cpu_backend_deterministic_mode_is_bitwise_reproducible(case, dtype):
     """KV and logits of a token are the same for every chunking and every batch."""
     if dtype == "bfloat16":
         needs(Arithmetic.BF16)
@@ -94,7 +94,7 @@ def kv_of(session, request):
     return kv.permute(0, 2, 3, 1, 4, 5).flatten(3, 4)[:, :, :, :45].clone()
 
 
-def test_bfloat16_stays_close_to_float32(case):
+def test_cpu_backend_bfloat16_stays_close_to_float32(case):
     reference, path, _ = case
     tokens = random_tokens(random.Random(3), 40)
     expected = reference_logits(reference, tokens)
@@ -104,7 +104,7 @@ def test_bfloat16_stays_close_to_float32(case):
     assert ours < max(1.2 * plain, 0.05)  # fewer roundings than the torch operators make
 
 
-def test_int8_costs_little(case):
+def test_cpu_backend_int8_error_is_small(case):
     needs(Arithmetic.INT8)
     reference, path, _ = case
     tokens = random_tokens(random.Random(3), 40)

@@ -1,4 +1,4 @@
-"""Recorded decoding steps: the same bits as eager ones, whatever came between; what cannot be recorded is not."""
+"""Recorded decoding steps give the same bits as eager ones; steps that cannot be recorded are not."""
 
 import random
 
@@ -35,7 +35,7 @@ def path(request, tmp_path_factory):
 
 
 @pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"dtype": "bfloat16", "deterministic": True}])
-def test_programs_give_the_tokens_and_the_kv_of_eager_steps(path, options):
+def test_cpu_programs_equal_eager_tokens_and_kv(path, options):
     if options:
         needs(Arithmetic.BF16)
     answers = []
@@ -58,7 +58,7 @@ def test_programs_give_the_tokens_and_the_kv_of_eager_steps(path, options):
 
 
 def test_cpu_programs_moved_buffer_drops_programs(path):
-    """The program of one row was recorded over buffers that a long chunk has since replaced."""
+    """The one-row program was recorded over buffers that a long chunk has replaced."""
     model = load_model(path, backend=backend())
     session = Session(model, num_blocks=60, block_size=16)
     session.runner.record_graphs(max_rows=4, max_length=400)
@@ -86,8 +86,8 @@ def test_cpu_programs_two_pools_have_separate_programs(path):
     assert list(requests[0].token_ids) == list(requests[1].token_ids)
 
 
-def test_embeddings_of_any_number_of_rows_lie_in_one_place(path):
-    """A program keeps what it reads; one tensor for each number of rows would grow with the square of their largest."""
+def test_cpu_embeddings_of_any_batch_share_one_buffer(path):
+    """A program keeps its inputs: one tensor per number of rows would grow with the square of the largest."""
     model = load_model(path, backend=backend())
     found = model.embedding(torch.tensor([3, 1, 4])).clone()
     places = {model.embedding(torch.arange(count)).data_ptr() for count in (3, 2, 1)}

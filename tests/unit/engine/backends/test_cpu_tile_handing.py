@@ -1,4 +1,4 @@
-"""Who gives tiles and who takes them agree in every model: many rows at once say what each says alone."""
+"""Producers and consumers of tiles agree in every model: a batch gives each row's own output."""
 
 import random
 
@@ -35,7 +35,7 @@ def case(request, tmp_path_factory):
 
 
 def test_cpu_tiles_prompt_in_any_chunks_gives_same_output(case, monkeypatch):
-    """More rows than `FEW_ROWS` are handed on as tiles, fewer are not: the same bits."""
+    """More rows than `FEW_ROWS` are passed as tiles, fewer are not: the same bits."""
     hidden, model = case
     tiled = []
     norm_to_tiles = CpuElementwise.norm_to_tiles
@@ -69,7 +69,7 @@ def test_cpu_tiles_many_decoding_rows_give_same_output(case):
 
 @pytest.mark.parametrize("inner", [96, 128])
 def test_cpu_tiles_two_ranks_give_same_output(inner, tmp_path):
-    """Whose halves of the inner size are whole tiles, or not."""
+    """With halves of the inner size that are whole tiles, or not."""
     needs(Arithmetic.BF16)
     reference_model("LlamaForCausalLM", hidden_size=64, intermediate_size=inner).save_pretrained(tmp_path)
     tokens = random_tokens(random.Random(2), LENGTH)

@@ -36,7 +36,7 @@ def case(request, tmp_path_factory):
     return reference, path, save_and_load(reference, path)
 
 
-def test_logits_are_transformers(case):
+def test_cuda_backend_logits_equal_transformers(case):
     reference, path, _ = case
     model = load_model(path, backend=backend())
     tokens = random_tokens(random.Random(0), 24)
@@ -50,8 +50,8 @@ def test_logits_are_transformers(case):
 
 @pytest.mark.in_turns
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_tokens_are_torchs_in_any_company(case, deterministic):
-    """Greedy and drawn, in mixed batches of chunks and single rows."""
+def test_cuda_backend_tokens_equal_torch_in_any_batch(case, deterministic):
+    """Greedy and sampled, in mixed batches of chunks and single rows."""
     _, path, plain = case
     answers = []
     for model in (plain, load_model(path, backend=backend(deterministic=deterministic))):
@@ -63,8 +63,8 @@ def test_tokens_are_torchs_in_any_company(case, deterministic):
     assert answers[0] == answers[1]
 
 
-def test_deterministic_means_the_same_bits(case):
-    """Logits and KV of a token are the same however the sequence was cut: decode-made KV is recomputed KV."""
+def test_cuda_backend_deterministic_mode_is_bitwise_reproducible(case):
+    """Logits and KV of a token are the same for any chunks: decoded KV equals recomputed KV."""
     _, path, _ = case
     model = load_model(path, backend=backend(deterministic=True))
     assert model.backend.name == "triton-deterministic"
@@ -102,14 +102,14 @@ def decoding(session, requests):
 
 
 def replayed(graphs, inputs):
-    """Token ids come from the device, whatever the host believes them to be; rows in the batch's order."""
+    """Token ids come from the device, not from the host's view; rows in the batch's order."""
     token_ids = torch.from_numpy(inputs.token_ids.copy())
     inputs.token_ids[:] = 0
     return graphs.logits(inputs, token_ids, torch.from_numpy(inputs.sample_rows))
 
 
 @torch.inference_mode()
-def test_padded_replays_are_the_eager_step(case):
+def test_cuda_graph_padded_replay_equals_eager_step(case):
     _, path, _ = case
     model = load_model(path, backend=backend())
     session = Session(model, num_blocks=40, block_size=16)
@@ -141,7 +141,7 @@ def test_padded_replays_are_the_eager_step(case):
     assert replayed(graphs, build_step_inputs(chunk, 16)) is None
 
 
-def test_packed_steps_hold_what_was_packed(case):
+def test_cuda_graph_packed_step_matches_inputs(case):
     _, _, plain = case
     session = Session(plain, num_blocks=40, block_size=4)
     requests = [session.request(random_tokens(random.Random(i), 11), capacity=12) for i in range(3)]
@@ -161,7 +161,7 @@ def test_packed_steps_hold_what_was_packed(case):
     assert step.tables.tolist() == inputs.tables.tolist()
 
 
-def test_batch_sizes_pad_little():
+def test_graph_batch_sizes_bound_padding():
     assert graph_batch_sizes(1) == (1,)
     assert graph_batch_sizes(20) == (1, 2, 4, 8, 16, 20)
     sizes = graph_batch_sizes(256)
@@ -169,6 +169,6 @@ def test_batch_sizes_pad_little():
     assert all(later - earlier <= max(8, later // 3) for earlier, later in pairwise(sizes[3:]))
 
 
-def test_unknown_quantization_is_refused():
+def test_cuda_backend_unknown_quantization_is_refused():
     with pytest.raises(ConfigError, match="quantization"):
         backend(quantization="int8")

@@ -1,4 +1,4 @@
-"""An engine's thread gives way to event loops, and nobody else does."""
+"""An engine's thread, and no other, yields to event loops."""
 
 import os
 import subprocess
@@ -48,8 +48,8 @@ print(session_niceness())
 """
 
 
-def niceness_of_a_session(*, leads: bool) -> str:
-    """After a process of it has stepped back."""
+def measured_session_niceness(*, leads: bool) -> str:
+    """After a process of the session has lowered its priority."""
     command = [sys.executable, "-c", STEPS_BACK]
     done = subprocess.run(command, start_new_session=leads, capture_output=True, text=True, check=True, timeout=60)
     return done.stdout.strip()
@@ -59,8 +59,8 @@ def test_session_priority_follows_leader():
     before = session_niceness()
     # A new session begins as nice as nobody is, where the system divides its processors between sessions at all.
     stepped_back = {f"{NICENESS}"} if before is not None else {f"{NICENESS}", "None"}
-    assert niceness_of_a_session(leads=True) in stepped_back
-    assert niceness_of_a_session(leads=False) == f"{before}"
+    assert measured_session_niceness(leads=True) in stepped_back
+    assert measured_session_niceness(leads=False) == f"{before}"
 
 
 @pytest.mark.parametrize("content", ["", "\n", None])

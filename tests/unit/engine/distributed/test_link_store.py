@@ -1,4 +1,4 @@
-"""Ranks of different nodes meet over links: gloo between two loopback addresses, and no file or port that both know."""
+"""Ranks of different nodes connect over links: gloo between two loopback addresses, without a shared file or port."""
 
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -21,7 +21,7 @@ def meet(keys: RendezvousStore, rank: int, host: str, timeout_s: float = TIMEOUT
     return TorchGroup(None, rank=rank, size=2, device=CPU, timeout_s=timeout_s, over_nodes=over_nodes)
 
 
-def test_ranks_of_two_nodes_meet_and_sum() -> None:
+def test_link_store_ranks_of_two_nodes_meet_and_sum() -> None:
     keys = RendezvousStore()
 
     def run(rank: int) -> list[float]:
@@ -65,7 +65,7 @@ def test_link_store_implements_operations_of_nccl() -> None:
     assert (clone.delete_key("three"), store.check(["two"]), dist.Store.num_keys(store)) == (True, True, 1)
 
 
-def test_interface_of_address_is_found() -> None:
+def test_interface_of_address_is_found_or_refused() -> None:
     assert interface_of("127.0.0.1") == "lo"
     with pytest.raises(RankLost, match=r"no network interface here has the address 203\.0\.113\.7"):
         interface_of("203.0.113.7")

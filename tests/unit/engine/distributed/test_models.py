@@ -1,4 +1,4 @@
-"""Every architecture over several ranks says what it says on one: logits close, greedy tokens equal, in float32."""
+"""Every architecture over several ranks equals one rank: logits close, greedy tokens equal, in float32."""
 
 import queue
 import random
@@ -50,7 +50,7 @@ def directory(request, tmp_path_factory):
 
 
 def say(session: Session) -> list[list[int]]:
-    """Greedy continuations of prompts of unlike lengths, in chunks and in company."""
+    """Greedy continuations of prompts of different lengths, in chunks and batches."""
     rng = random.Random(5)
     requests = [session.request(random_tokens(rng, n), capacity=60) for n in (1, 7, 30, 41)]
     session.run(requests, num_output=OUTPUT, chunk=16, rng=rng)
@@ -58,7 +58,7 @@ def say(session: Session) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("size", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
-def test_ranks_together_are_the_model(directory, size: int) -> None:
+def test_sharded_model_equals_single_rank(directory, size: int) -> None:
     alone = Session(load_plain(directory), num_blocks=80)
     tokens = random_tokens(random.Random(9), 33)
     expected = alone.logits(alone.request(tokens, capacity=40), len(tokens))
@@ -111,7 +111,7 @@ class CountingGroup:
         self._group.meet()
 
     def spent(self) -> dict[str, int]:
-        """Since the last call."""
+        """Bytes since the last call."""
         spent, self.counts = self.counts, dict.fromkeys(self.counts, 0)
         return spent
 
@@ -168,7 +168,7 @@ class LateKeys:
 
 
 class RecordingGroup(CountingGroup):
-    """Rank 0, of which one hears that it waits for the others."""
+    """Rank 0, which records that it waits for the others."""
 
     def __init__(self, group: TorchGroup, waits: threading.Event) -> None:
         super().__init__(group)
@@ -180,7 +180,7 @@ class RecordingGroup(CountingGroup):
 
 
 def test_sharded_step_without_sample_ends_after_last_keys(directory) -> None:
-    """Rank 0 sends what such a step has computed to decode workers at once, of all ranks' parts of the pool."""
+    """Rank 0 sends the KV of such a step to decode workers at once, from all ranks' parts of the pool."""
     last_layer = load_model_config(directory).num_layers - 1
     as_far_as_it_can, written = threading.Event(), threading.Event()
 

@@ -1,4 +1,4 @@
-"""Sums and gathers over real gloo: right, alike on every rank, and in rank order when requested."""
+"""Sums and gathers over real gloo: exact, equal on every rank, and in rank order when requested."""
 
 import os
 
@@ -19,7 +19,7 @@ def values(rank: int, *shape: int, dtype=torch.float32) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_sums_are_right_and_alike_everywhere(size: int) -> None:
+def test_all_reduce_sums_are_equal_on_every_rank(size: int) -> None:
     kinds = [(3, 5, torch.float32), (2, LARGE, torch.float32), (7, 9, torch.bfloat16), (1, LARGE, torch.float16)]
 
     def work(group):

@@ -26,7 +26,7 @@ def library():
 
 @pytest.fixture(scope="module", params=["this processor", "no AMX", "no AVX512"])
 def limited(request, library):
-    """The library as processors with less would use it: every kernel runs, whatever this machine offers."""
+    """The library on processors with fewer features: every kernel runs, whatever this machine offers."""
     seen = copy.copy(library)
     if request.param == "no AMX":
         seen.features = replace(library.features, amx_bf16=False, amx_int8=False)
@@ -36,7 +36,7 @@ def limited(request, library):
 
 
 class Case:
-    """A shape, sequences on shuffled blocks among foreign ones, and what attention over them is."""
+    """A shape, sequences on shuffled blocks among foreign ones, and the expected attention over them."""
 
     def __init__(self, rng, dtype, *, starts, counts, **shape):
         self.shape = CpuAttentionShape(
@@ -108,7 +108,7 @@ def random_case(rng, dtype, **fixed):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("seed", range(24))
-def test_random_steps_equal_float64(limited, dtype, seed):
+def test_cpu_attention_random_steps_equal_float64(limited, dtype, seed):
     rng = random.Random(seed)
     case = random_case(rng, dtype, head_dim=HEAD_DIMS[seed % len(HEAD_DIMS)])
     case.check(limited, threads=1 + seed % 2, deterministic=seed % 3 == 0)
@@ -134,7 +134,7 @@ def test_cpu_attention_long_sequence_is_split_among_threads(limited, head_dim, w
     case.check(limited)
 
 
-def test_long_prefix_and_window_over_many_key_blocks(limited):
+def test_cpu_attention_long_prefix_and_window_match_reference(limited):
     rng = random.Random(2)
     for dtype in (torch.float32, torch.bfloat16):
         for window in (None, 600):
@@ -168,7 +168,7 @@ def test_cpu_attention_nan_query_affects_its_row_only(limited):
     assert torch.equal(spoiled, clean)
 
 
-def test_large_scores_do_not_overflow(limited):
+def test_cpu_attention_large_scores_do_not_overflow(limited):
     for dtype in (torch.float32, torch.bfloat16):
         case = Case(random.Random(5), dtype, starts=[100, 0], counts=[1, 90])
         case.qkv.mul_(64.0)
@@ -177,7 +177,7 @@ def test_large_scores_do_not_overflow(limited):
 
 
 def in_parts(case, library, parts, companions):
-    """The rows of a case's only sequence, computed part by part, each in a step with some company."""
+    """The rows of a case's only sequence, computed part by part, each batched with others."""
     rows, start, table = [], 0, case.inputs.tables[0]
     for count in parts:
         others = random.Random(start).choice(companions)
@@ -213,7 +213,7 @@ def test_cpu_attention_row_is_bitwise_independent_of_batch(limited, dtype, head_
     assert torch.equal(in_parts(case, limited, parts + [1] * tail, companions), whole)
 
 
-def test_threads_change_no_bit(library):
+def test_cpu_attention_thread_count_changes_no_bit(library):
     for dtype in (torch.float32, torch.bfloat16):
         case = Case(random.Random(6), dtype, starts=[300, 17, 0], counts=[1, 1, 70])
         assert torch.equal(case.attend(library, threads=1), case.attend(library, threads=2))
@@ -229,7 +229,7 @@ def test_cpu_attention_empty_step_does_nothing(library):
     assert (metadata.num_rows, metadata.num_units, metadata.num_singles) == (0, 0, 0)
 
 
-def test_wrong_tensors_are_refused(library):
+def test_cpu_attention_mismatched_tensors_are_refused(library):
     case = Case(random.Random(7), torch.bfloat16, starts=[3], counts=[5])
     attention = PagedAttention(library, case.shape, num_threads=1)
     metadata = attention.plan(case.inputs)
@@ -250,7 +250,7 @@ def test_wrong_tensors_are_refused(library):
             PagedAttention(library, shape, num_threads=1)
 
 
-def test_units_cover_every_row_once(library):
+def test_cpu_attention_plan_covers_every_row_once(library):
     rng = random.Random(8)
     for _ in range(30):
         case = random_case(rng, rng.choice([torch.float32, torch.bfloat16]))
@@ -265,6 +265,6 @@ def test_units_cover_every_row_once(library):
         assert all((rows == 1).all() for rows in covered)
 
 
-def test_measuring_gives_figures(library):
+def test_attention_bench_yields_positive_figures(library):
     figures = AttentionBench(library, 1, max_cache_bytes=10**6).measure("few", [40], [8], rounds=1)
     assert min(figures.attend_s, figures.layer_s, figures.torch_s, figures.gb_per_s, figures.gflop_per_s) > 0

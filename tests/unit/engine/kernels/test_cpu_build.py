@@ -58,7 +58,7 @@ def slow_compiler(tmp_path: Path) -> Path:
 
 
 @needs_compiler
-def test_cpu_build_second_finds_first(sources, tmp_path):
+def test_cpu_build_reuses_cached_library(sources, tmp_path):
     cache = tmp_path / "cache"
     first = build(cache, sources=sources)
     stamp = first.stat().st_mtime_ns
@@ -80,7 +80,7 @@ def test_cpu_build_cache_is_private(sources, tmp_path):
 
 
 @needs_compiler
-def test_cpu_build_changed_source_makes_another_library(sources, tmp_path):
+def test_cpu_build_changed_source_changes_key(sources, tmp_path):
     before = plan_build(recipe(sources)).key
     (sources / "one.h").write_text("// a header counts too\n")
     assert plan_build(recipe(sources)).key != before
@@ -148,7 +148,7 @@ def key_under(bin_dir: Path, sources: Path) -> str:
 
 
 @needs_compiler
-def test_old_libraries_are_forgotten(sources, tmp_path):
+def test_cpu_build_old_libraries_are_removed(sources, tmp_path):
     cache = tmp_path / "cache"
     cache.mkdir(mode=0o700)
     for number in range(builder.KEPT_LIBRARIES + 3):

@@ -35,7 +35,7 @@ def normed(x, weight, eps):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES)
-def test_norms(library, dtype, size):
+def test_cpu_rms_norm_equals_float64(library, dtype, size):
     torch.manual_seed(size)
     for rows, threads in ((1, 2), (5, 1), (70, 2)):
         ops = CpuElementwise(library, dtype, num_threads=threads)
@@ -56,7 +56,7 @@ def test_norms(library, dtype, size):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", SIZES)
-def test_silu_mul(library, dtype, size):
+def test_cpu_silu_mul_equals_float64(library, dtype, size):
     torch.manual_seed(size)
     for rows, threads in ((1, 2), (3, 1), (40, 2)):
         x = (torch.randn(rows, 2 * size) * 8).to(dtype)
@@ -85,7 +85,7 @@ def rotation(library, dtype, head_dim, *, rows, block_size, num_blocks, threads=
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("head_dim", [2, 16, 34, 64, 80, 96, 128, 256])
 @pytest.mark.parametrize("norm", [False, True])
-def test_norm_rotation_and_write(library, dtype, head_dim, norm):
+def test_cpu_qk_norm_rope_write_equals_float64(library, dtype, head_dim, norm):
     torch.manual_seed(head_dim)
     for rows, threads in ((1, 1), (29, 2)):
         ops, plan, qkv, cos, sin, slots = rotation(
@@ -111,7 +111,7 @@ def test_norm_rotation_and_write(library, dtype, head_dim, norm):
         assert (stored[untouched] == 7.0).all()
 
 
-def test_float32_equals_the_torch_layers(library):
+def test_cpu_qk_norm_rope_equals_torch_layers_in_float32(library):
     torch.manual_seed(0)
     ops, plan, qkv, cos, sin, _ = rotation(library, torch.float32, 64, rows=40, block_size=16, num_blocks=4)
     query, key = torch.randn(64), torch.randn(64)
@@ -138,7 +138,7 @@ def test_cpu_kv_write_stores_non_finite_as_zero(library, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_do_not_depend_on_company_or_threads(library, dtype):
+def test_cpu_norm_row_is_independent_of_batch_and_threads(library, dtype):
     torch.manual_seed(1)
     x, weight = torch.randn(90, 1000).to(dtype), torch.randn(1000).to(dtype)
     together, alone = torch.empty_like(x), torch.empty_like(x)
@@ -149,7 +149,7 @@ def test_rows_do_not_depend_on_company_or_threads(library, dtype):
     assert torch.equal(together, alone)
 
 
-def test_gather_rows(library):
+def test_cpu_gather_rows_copies_rows_or_refuses_index(library):
     ops = CpuElementwise(library, torch.bfloat16, num_threads=2)
     table = torch.randn(50, 33).to(torch.bfloat16)
     index = torch.randint(50, (200,))
@@ -162,7 +162,7 @@ def test_gather_rows(library):
             ops.gather_rows(table, index, out)
 
 
-def test_wrong_tensors_are_refused(library):
+def test_cpu_elementwise_mismatched_tensors_are_refused(library):
     ops = CpuElementwise(library, torch.bfloat16, num_threads=1)
     x, weight = torch.zeros(4, 32, dtype=torch.bfloat16), torch.zeros(32, dtype=torch.bfloat16)
     for wrong in (

@@ -67,7 +67,7 @@ def assert_near(result, reference, arithmetic, depth):
 
 @pytest.mark.parametrize("epilogue", list(Epilogue))
 @pytest.mark.parametrize("arithmetic", ALL)
-def test_products_agree_with_torch(library, arithmetic, epilogue):
+def test_cpu_gemm_products_equal_torch(library, arithmetic, epilogue):
     needs(arithmetic)
     generator = torch.Generator().manual_seed(7)
     dtype = dtype_of(arithmetic)
@@ -115,7 +115,7 @@ def test_cpu_gemm_row_is_independent_of_batch(library, arithmetic, epilogue):
     threads=st.integers(1, 3),
 )
 def test_cpu_gemm_any_size_stays_in_bounds(library, arithmetic, columns, depth, num_rows, apart, threads):
-    """Rows lie apart in memory, and what lies between them is neither used nor changed."""
+    """Rows have gaps in memory, which are neither read nor written."""
     needs(arithmetic)
     dtype = dtype_of(arithmetic)
     weight = torch.randn(columns, depth).to(dtype)
@@ -132,7 +132,7 @@ def test_cpu_gemm_any_size_stays_in_bounds(library, arithmetic, columns, depth, 
 
 
 @pytest.mark.parametrize("arithmetic", [Arithmetic.BF16, Arithmetic.FLOAT32])
-def test_adding_is_what_the_residual_does(library, arithmetic):
+def test_cpu_gemm_add_epilogue_equals_residual_sum(library, arithmetic):
     needs(arithmetic)
     dtype = dtype_of(arithmetic)
     weight, x, residual = torch.randn(96, 64).to(dtype), torch.randn(40, 64).to(dtype), torch.randn(40, 96).to(dtype)
@@ -144,7 +144,7 @@ def test_adding_is_what_the_residual_does(library, arithmetic):
 
 
 @pytest.mark.parametrize("arithmetic", [Arithmetic.BF16, Arithmetic.FLOAT32])
-def test_gates_far_out_close_and_open(library, arithmetic):
+def test_cpu_gemm_gate_saturates_for_extreme_inputs(library, arithmetic):
     needs(arithmetic)
     dtype = dtype_of(arithmetic)
     gates = torch.tensor([-1e30, -200.0, -88.5, -20.0, -1.0, -0.0, 0.0, 1e-3, 3.0, 20.0, 90.0, 1e30])
@@ -157,7 +157,6 @@ def test_gates_far_out_close_and_open(library, arithmetic):
 @pytest.mark.parametrize("arithmetic", ALL)
 @pytest.mark.parametrize("num_rows", [3, 40])
 def test_cpu_gemm_nan_affects_its_row_only(library, arithmetic, num_rows):
-    """A NaN spoils its own row and no other."""
     needs(arithmetic)
     dtype = dtype_of(arithmetic)
     x = torch.randn(num_rows, 64).to(dtype)
@@ -168,7 +167,7 @@ def test_cpu_gemm_nan_affects_its_row_only(library, arithmetic, num_rows):
     assert out[[row for row in range(num_rows) if row != 1]].isfinite().all()
 
 
-def test_rows_and_weights_of_zeros_stay_zero_in_int8(library):
+def test_cpu_gemm_int8_zero_rows_and_weights_stay_zero(library):
     needs(Arithmetic.INT8)
     weight = torch.randn(40, 64).bfloat16()
     weight[3] = 0
@@ -183,7 +182,7 @@ def test_rows_and_weights_of_zeros_stay_zero_in_int8(library):
 
 @pytest.mark.parametrize("arithmetic", [Arithmetic.BF16, Arithmetic.FLOAT32])
 @pytest.mark.parametrize("depth", [64, 71, 1])
-def test_embeddings_come_out_of_the_packed_head(library, arithmetic, depth):
+def test_cpu_gemm_packed_head_returns_embeddings(library, arithmetic, depth):
     needs(arithmetic)
     dtype = dtype_of(arithmetic)
     weight = torch.randn(101, depth).to(dtype)
@@ -223,7 +222,7 @@ def test_cpu_gemm_invalid_embedding_lookup_raises(library):
         (torch.ones(4, 64), torch.ones(4, 32).bfloat16()),
     ],
 )
-def test_tensors_that_do_not_fit_are_refused(library, x, out):
+def test_cpu_gemm_mismatched_tensors_are_refused(library, x, out):
     linear = pack(library, Arithmetic.FLOAT32, torch.randn(32, 64))
     with pytest.raises(ValueError, match="projection"):
         linear(x, out)
@@ -241,7 +240,7 @@ def test_tensors_that_do_not_fit_are_refused(library, x, out):
         (torch.randn(64), {}),
     ],
 )
-def test_weights_that_cannot_be_packed_are_refused(library, weight, options):
+def test_cpu_gemm_unpackable_weights_are_refused(library, weight, options):
     with pytest.raises(ValueError, match=r"packed|equally many|does not fit"):
         PackedLinear(library, weight, **options)
 
@@ -253,7 +252,7 @@ def test_cpu_gemm_without_amx_is_detected():
     assert not supports(features, Arithmetic.INT8)
 
 
-def test_packing_holds_little_more_than_the_weight(library):
+def test_cpu_gemm_packing_adds_little_memory(library):
     weight = torch.randn(1000, 64)
     linear = pack(library, Arithmetic.FLOAT32, weight)
     assert weight.nbytes <= linear.nbytes <= 1.1 * weight.nbytes
@@ -263,7 +262,7 @@ def test_packing_holds_little_more_than_the_weight(library):
 @pytest.mark.parametrize("num_rows", [1, 5, 200, 512, 514, 600, 1100])
 @pytest.mark.parametrize("has_bias", [True, False])
 @pytest.mark.parametrize("epilogue", list(Epilogue))
-def test_onednn_has_the_same_face(epilogue, num_rows, has_bias):
+def test_onednn_linear_matches_packed_interface(epilogue, num_rows, has_bias):
     weight, bias = (torch.randn(96, 64) / 8).bfloat16(), torch.randn(96).bfloat16() if has_bias else None
     linear = OneDnnLinear(weight, bias, epilogue=epilogue)
     x = torch.randn(num_rows, 64).bfloat16()
@@ -277,8 +276,8 @@ def test_onednn_has_the_same_face(epilogue, num_rows, has_bias):
 
 
 @pytest.mark.skipif(not onednn_bf16(), reason="oneDNN has no bf16 here")
-def test_onednn_is_given_batches_of_few_sizes_into_rows_of_any_stride():
-    """It keeps a compiled kernel for every size."""
+def test_onednn_linear_sees_few_batch_sizes_and_respects_strides():
+    """oneDNN caches a compiled kernel for every size."""
     weight = (torch.randn(96, 64) / 8).bfloat16()
     linear = OneDnnLinear(weight)
     multiply, sizes = torch.ops.mkldnn._linear_pointwise, set()
@@ -299,7 +298,7 @@ def test_onednn_is_given_batches_of_few_sizes_into_rows_of_any_stride():
     assert max(sizes) == 576
 
 
-def test_measuring_yields_figures(library):
+def test_cpu_ceilings_and_projection_rates_are_positive(library):
     ceilings = measure_ceilings(library, num_threads=1, rounds=1, read_bytes=2**22)
     assert 0.1 < ceilings.read_gb_s < 10_000
     assert (ceilings.tile_tflop_s > 0) == library.features.amx_bf16

@@ -34,7 +34,7 @@ def library():
 
 @pytest.fixture(params=["this processor", "no AVX512"])
 def limited(request, library):
-    """The library as processors with less would use it."""
+    """The library on processors with fewer features."""
     seen = copy.copy(library)
     if request.param == "no AVX512":
         seen.features = CpuFeatures.from_bits(1)
@@ -125,7 +125,7 @@ class Case:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("seed", range(16))
-def test_random_steps_equal_float64(limited, dtype, seed):
+def test_cpu_int8_attention_random_steps_equal_float64(limited, dtype, seed):
     case = Case(seed, dtype)
     case.check(limited, threads=1 + seed % 2, deterministic=seed % 3 == 0, max_blocks=9 if seed % 2 else None)
 
@@ -144,7 +144,7 @@ def test_cpu_int8_attention_random_steps_match_reference(library, dtype, seed):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_deterministic_rows_are_the_same_alone(library, dtype):
+def test_cpu_int8_attention_deterministic_row_is_independent_of_batch(library, dtype):
     whole = Case(3, dtype, starts=[30, 0], counts=[50, 40])
     expected = whole.attend(library, deterministic=True)
     first = 0
@@ -167,7 +167,7 @@ def test_deterministic_rows_are_the_same_alone(library, dtype):
         first += count
 
 
-def test_restored_blocks_of_long_prompts_keep_one_sequence_at_a_time(library):
+def test_cpu_int8_attention_restores_one_long_sequence_at_a_time(library):
     case = Case(5, torch.float32, starts=[0, 200, 0], counts=[300, 20, 40])
     attention = PagedInt8Attention(library, case.shape, windows=(None,), num_threads=1)
     attention._max_blocks = 1

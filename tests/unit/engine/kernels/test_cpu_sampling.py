@@ -34,7 +34,7 @@ def draw_params(rng, rows):
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("vocab_size", [1, 3, 63, 64, 65, 2048, 32_003])
-def test_draws_the_reference_token(library, vocab_size, threads):
+def test_cpu_sampling_draws_reference_token(library, vocab_size, threads):
     rng = random.Random(vocab_size)
     torch.manual_seed(vocab_size)
     ours, reference = CpuSampling(library, threads), TorchSampling()
@@ -48,7 +48,7 @@ def test_draws_the_reference_token(library, vocab_size, threads):
 
 
 @pytest.mark.parametrize("vocab_size", [1, 15, 16, 17, 1000, 4099])
-def test_argmax_is_numpys(library, vocab_size):
+def test_cpu_argmax_equals_numpy(library, vocab_size):
     rng = np.random.default_rng(vocab_size)
     ours = CpuSampling(library, 2)
     for _ in range(20):
@@ -91,7 +91,7 @@ def test_cpu_sampling_single_candidate_is_chosen(library):
 
 @pytest.mark.parametrize("vocab_size", [64, 150, 2048])
 @pytest.mark.parametrize("guided", [[0, 2, 4], [1, 2, 3], [3]])
-def test_bans_are_the_same_by_every_way(library, vocab_size, guided):
+def test_forbid_agrees_in_all_implementations(library, vocab_size, guided):
     bits = torch.randint(-(2**31), 2**31, (len(guided), num_words(vocab_size)), dtype=torch.int32)
     rows, logits = torch.tensor(guided), torch.randn(5, vocab_size)
     places = torch.arange(vocab_size)
@@ -104,7 +104,7 @@ def test_bans_are_the_same_by_every_way(library, vocab_size, guided):
         assert torch.equal(found, expected)
 
 
-def test_bans_in_logits_that_do_not_lie_together(library):
+def test_forbid_respects_row_stride(library):
     logits = torch.randn(3, 128)
     found = logits[:, :64]
     CpuSampling(library, 1).forbid_(found, torch.tensor([1]), torch.zeros(1, 2, dtype=torch.int32))

@@ -1,4 +1,4 @@
-"""Scratch memory out of chosen pages takes nothing that is another thread's, and gives back what it did not choose."""
+"""Scratch memory of selected pages never overlaps other threads', and returns the pages not selected."""
 
 import shutil
 import subprocess

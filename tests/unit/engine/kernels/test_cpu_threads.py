@@ -1,4 +1,4 @@
-"""Binding: a team's threads keep to processors of their own, and nobody else's do."""
+"""CPU binding: a team's threads have their own processors, and no other thread is bound."""
 
 import os
 import threading

@@ -1,4 +1,4 @@
-"""Rows handed on in tiles: the same bits as rows that every product packs for itself."""
+"""Rows passed on as tiles give the same bits as rows that every product packs for itself."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def noise(generator, *shape):
 
 
 def tiled(rows, columns):
-    """Room for tiles; what nobody writes is NaN, which must reach nobody."""
+    """Memory for tiles; unwritten parts are NaN, which must not propagate."""
     return torch.full((whole_tiles(rows), columns), NAN, dtype=torch.bfloat16)[:rows]
 
 
@@ -40,7 +40,7 @@ def tiled(rows, columns):
     seed=st.integers(0, 2**32),
 )
 def test_cpu_tiles_norm_gate_and_residual_match_reference(library, rows, hidden, inner, threads, adds, seed):
-    """Few rows stay rows; so do they all where nobody speaks of tiles."""
+    """Few rows stay rows; without tiles all do."""
     generator = torch.Generator().manual_seed(seed)
     hidden, inner = 32 * hidden, 32 * inner
     rows = min(rows, 1 + 2**25 // (hidden * inner))
@@ -79,7 +79,7 @@ def test_cpu_tiles_unsupported_shape_is_refused(library):
         kernels.norm_to_tiles(rows, None, rows[0], EPS, tiled(33, 48))
 
 
-def test_memory_without_room_for_whole_tiles_is_refused(library):
+def test_cpu_tiles_memory_too_small_for_whole_tiles_is_refused(library):
     weight = torch.zeros(64, 64, dtype=torch.bfloat16)
     gates = PackedLinear(library, weight, epilogue=Epilogue.GATED, tiles=Tiles.INPUT | Tiles.OUTPUT)
     short, enough = (torch.zeros(count, 64, dtype=torch.bfloat16) for count in (47, 48))

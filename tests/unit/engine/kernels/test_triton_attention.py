@@ -114,23 +114,23 @@ def decode_case(seed):
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_prefill_is_attention(seed):
+def test_triton_prefill_equals_reference(seed):
     prefill_case(seed)
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_decode_is_attention(seed):
+def test_triton_decode_equals_reference(seed):
     decode_case(seed)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100, 220))
-def test_attention_over_many_shapes(seed):
+def test_triton_attention_random_shapes_match_reference(seed):
     prefill_case(seed)
     decode_case(seed)
 
 
-def test_rows_without_a_sequence_are_left_alone():
+def test_triton_prefill_leaves_rows_without_sequence_untouched():
     case = Case(4, single=False)
     case.queries = torch.cat((case.queries, torch.full_like(case.queries[:3], float("nan"))))
     out = case.prefill(PrefillLaunch(block_m=16, block_n=16, num_warps=4, num_stages=2))
@@ -141,8 +141,8 @@ def test_rows_without_a_sequence_are_left_alone():
 
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("fixed_keys", [0, 32])
-def test_padding_gets_zeros(splits, fixed_keys):
-    """A CUDA graph's spare rows: length 0, whatever the query and the table hold."""
+def test_triton_decode_padding_rows_are_zero(splits, fixed_keys):
+    """A CUDA graph's spare rows: length 0, with any query and any table."""
     case = Case(6, single=True)
     case.starts = case.starts[:1] * 3
     case.queries = torch.cat((case.queries[:1], torch.full_like(case.queries[:2], 9.0)))
@@ -153,8 +153,8 @@ def test_padding_gets_zeros(splits, fixed_keys):
     assert out[0].isfinite().all()
 
 
-def far_layer():
-    """Two blocks beyond 2^32 elements: the cache is memory that is reserved, and touched only where it is used."""
+def layer_beyond_4g_elements():
+    """Two blocks beyond 2^32 elements of reserved memory, of which only the used pages are touched."""
     head_dim, block_size, block = 128, 16, 2**20
     pages = torch.empty(block + 2, 2, 1, block_size, head_dim, dtype=torch.float16)
     assert block * pages.stride(0) >= 2**32
@@ -162,8 +162,8 @@ def far_layer():
     return LayerPages(pages=pages), int32([[block + 1, block]])
 
 
-def test_offsets_do_not_wrap():
-    layer, tables = far_layer()
+def test_triton_attention_large_offsets_do_not_wrap():
+    layer, tables = layer_beyond_4g_elements()
     queries = randn(random.Random(2), 3, 2, layer.head_dim, dtype=torch.float16)
     expected = reference.attention(queries, layer, tables=tables, starts=int32([18]), counts=int32([3]), window=None)
     out = torch.empty_like(queries)
@@ -179,8 +179,8 @@ def test_offsets_do_not_wrap():
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_fixed_runs_give_the_same_bits_in_any_chunks(seed):
-    """Decode equals prefill, whole or in pieces, alone or in company, bit for bit."""
+def test_triton_fixed_keys_are_bitwise_equal_in_any_chunks(seed):
+    """Decode equals prefill, whole or in chunks, alone or batched, bit for bit."""
     case = Case(2 * seed, single=False)  # float32
     launch = PrefillLaunch(block_m=64, block_n=16, num_warps=4, num_stages=2, fixed_keys=32)
     whole = case.prefill(launch)
@@ -205,7 +205,7 @@ def test_fixed_runs_give_the_same_bits_in_any_chunks(seed):
         begin += count
 
 
-def test_splits_fill_the_machine_and_no_more():
+def test_choose_splits_fills_the_machine():
     launch = DecodeLaunch(block_n=64, num_warps=4, num_stages=3, min_keys=128)
 
     def splits(batch, max_length, fixed_keys=0):

@@ -24,7 +24,7 @@ TOLERANCE = {torch.float32: {"atol": 2e-6, "rtol": 2e-6}, torch.float16: {"atol"
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "size"), [(1, 48), (3, 1024), (5, 1100), (0, 64)])
-def test_norm_adds_on_the_way(dtype, rows, size):
+def test_triton_norm_adds_residual(dtype, rows, size):
     rng = random.Random(size)
     residual, weight = randn(rng, rows, size, dtype=dtype), randn(rng, size, dtype=dtype)
     delta = randn(rng, rows, size + 8, dtype=dtype)[:, :size]
@@ -41,7 +41,7 @@ def test_norm_adds_on_the_way(dtype, rows, size):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "size"), [(1, 40), (4, 1024), (3, 1500), (0, 8)])
-def test_gate(dtype, rows, size):
+def test_triton_silu_mul_equals_reference(dtype, rows, size):
     stacked = randn(random.Random(size), rows, 2 * size, dtype=dtype) * 4
     out = torch.empty(rows, size, dtype=dtype)
     silu_mul(stacked, out)
@@ -67,7 +67,7 @@ def rope_case(seed, cache_dtype, dtype):
 
 @pytest.mark.parametrize("cache", ["same", torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("seed", range(8))
-def test_rotation_and_write(seed, cache):
+def test_triton_rope_kv_write_equals_reference(seed, cache):
     dtype = DTYPES[seed % 2]
     layer, qkv, step = rope_case(seed, dtype if cache == "same" else cache, dtype)
     if seed == 3:
@@ -90,8 +90,8 @@ def test_rotation_and_write(seed, cache):
 
 
 @pytest.mark.parametrize("cache", ["same", "int8"])
-def test_writes_beyond_two_to_the_32_do_not_wrap(cache):
-    """The cache is memory that is reserved, and touched only where it is written."""
+def test_triton_kv_write_large_offsets_do_not_wrap(cache):
+    """The cache is reserved memory, of which only the written pages are touched."""
     block, head_dim, block_size = 2**21, 64, 16
     qkv = randn(random.Random(3), 2, 4 * head_dim, dtype=torch.float16)
     if cache == "int8":
@@ -113,7 +113,7 @@ def test_writes_beyond_two_to_the_32_do_not_wrap(cache):
     torch.testing.assert_close(found, expected, atol=3e-2 if cache == "int8" else 0.0, rtol=0.0)
 
 
-def test_rotation_is_the_engines():
+def test_triton_rope_equals_engine_rotation():
     layer, qkv, step = rope_case(11, torch.float32, torch.float32)
     step["norm"] = None
     heads = qkv.view(len(qkv), -1, layer.head_dim).clone()
@@ -143,7 +143,7 @@ def test_triton_kv_write_stores_no_non_finite_value(cache):
 
 
 def written(layer, values):
-    """What the cache says of values `[8, 32]` stored in its only head, which nothing has turned."""
+    """The cache's version of values `[8, 32]` stored in its only head, without rotation."""
     zeros = torch.zeros(8, 32)
     qkv = torch.cat((zeros, zeros, values), dim=1)
     step = {"cos": torch.ones(8, 16), "sin": torch.zeros(8, 16), "slots": torch.arange(8), "norm": None}
@@ -151,7 +151,7 @@ def written(layer, values):
     return reference.gathered(layer, torch.arange(2), 8)[1][0]
 
 
-def test_codes_of_every_magnitude():
+def test_triton_int8_codes_cover_every_magnitude():
     """From vectors too small for a scale to vectors near the end of float32."""
     exponents = torch.tensor([-44.0, -31.0, -20.0, -5.0, 0.0, 10.0, 30.0, 38.0])
     values = randn(random.Random(0), 8, 32).clamp(-2, 2) * 10.0 ** exponents[:, None]
@@ -163,7 +163,7 @@ def test_codes_of_every_magnitude():
 
 
 @pytest.mark.parametrize("scale", [1.0, 2.0**-7, 3.7])
-def test_eight_bit_floats_saturate(scale):
+def test_triton_fp8_codes_saturate(scale):
     exponents = torch.tensor([-12.0, -6.0, -3.0, -1.0, 0.0, 1.0, 2.0, 9.0])
     values = randn(random.Random(1), 8, 32).clamp(-4, 4) * 10.0 ** exponents[:, None] * scale
     pages = torch.zeros(2, 2, 1, 4, 32).to(torch.float8_e4m3fn)
@@ -176,7 +176,7 @@ def test_eight_bit_floats_saturate(scale):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "features", "depth"), [(1, 40, 48), (33, 100, 70), (70, 64, 128)])
-def test_fixed_product(dtype, rows, features, depth):
+def test_triton_fixed_gemm_equals_reference(dtype, rows, features, depth):
     rng = random.Random(rows)
     x, weight = randn(rng, rows, depth + 8, dtype=dtype)[:, :depth], randn(rng, features, depth, dtype=dtype)
     launch = GemmLaunch(block_m=32, block_n=32, block_k=32, num_warps=4, num_stages=2)

@@ -32,7 +32,7 @@ SHAPES = [
 
 
 def compile_kernels(tmp_path, *arguments):
-    """A process of its own: this one interprets."""
+    """In a new process: this one uses the interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != SETTING}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     command = [sys.executable, "-m", "engine.kernels.triton.aot", "--json", *arguments]
@@ -67,7 +67,7 @@ def test_triton_kernels_compile_for_hopper(tmp_path, gpu):
     assert len(rows) > 250
 
 
-def test_kernels_that_need_too_much_are_refused(tmp_path):
+def test_triton_compile_reports_excessive_launch(tmp_path):
     raw = json.loads((TABLES / "h200.json").read_text())
     raw["prefill"] = [entry | {"block_m": 256, "num_warps": 4} for entry in raw["prefill"]]
     tables = tmp_path / "tables"
@@ -97,7 +97,7 @@ def test_triton_tables_have_entry_for_every_shape(path):
         assert table.gemm(wide=wide).block_m >= 16
 
 
-def test_tables_are_found_by_the_longest_name(tmp_path):
+def test_launch_table_is_chosen_by_longest_gpu_name(tmp_path):
     for name, gpu in (("a", "default"), ("b", "NVIDIA H100"), ("c", "NVIDIA H100 NVL")):
         (tmp_path / f"{name}.json").write_text(json.dumps({"gpu": gpu}))
     assert load_table("NVIDIA H100 80GB HBM3", tmp_path).gpu == "NVIDIA H100"
@@ -106,7 +106,7 @@ def test_tables_are_found_by_the_longest_name(tmp_path):
     assert load_table("NVIDIA H200").gpu == "NVIDIA H200"
 
 
-def test_empty_launch_tables_are_refused(tmp_path):
+def test_launch_table_missing_or_malformed_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="no launch table"):
         load_table("x", tmp_path)
     (tmp_path / "broken.json").write_text("{")
@@ -124,7 +124,7 @@ def test_empty_launch_tables_are_refused(tmp_path):
 
 @dataclass(frozen=True)
 class FakeBench:
-    """Thinks that small tiles of many stages are fast."""
+    """Reports small tiles of many stages as fast."""
 
     def prefill_ms(self, launch):
         return launch.block_m + launch.block_n - launch.num_stages / 10 + launch.num_warps / 100
@@ -133,7 +133,7 @@ class FakeBench:
         return launch.block_n - launch.num_stages / 10 + launch.num_warps / 100 + launch.min_keys / 1000
 
 
-def test_tuning_writes_a_table_that_serves():
+def test_tuned_table_serves_every_shape():
     shipped = load_table("NVIDIA H200")
     made = tuned_table(shipped, "NVIDIA Fictional", lambda shape: FakeBench())
     table = LaunchTable(json.loads(json.dumps(made)))
@@ -143,7 +143,7 @@ def test_tuning_writes_a_table_that_serves():
         assert table.prefill(shape, deterministic=True) == shipped.prefill(shape, deterministic=True)
 
 
-def test_tuning_skips_what_cannot_be_launched():
+def test_tuning_skips_unlaunchable_candidates():
     from triton.runtime.errors import OutOfResources
 
     start = PrefillLaunch(block_m=128, block_n=64, num_warps=8, num_stages=3)

@@ -1,4 +1,4 @@
-"""Sampling kernels against the torch sampler: the same words, the same noise, the same tokens."""
+"""Sampling kernels against the torch sampler: the same random words, noise and tokens."""
 
 import random
 from array import array
@@ -68,7 +68,7 @@ def test_triton_sampling_noise_matches_sampler(seed):
     torch.testing.assert_close(out, expected, atol=2e-6, rtol=1e-6)
 
 
-def test_logarithms_keep_their_digits_near_one():
+def test_triton_log_is_accurate_near_one():
     near_one = 1.0 + torch.linspace(-0.3, 0.3, 1024, dtype=torch.float64).pow(3)
     wide = torch.logspace(-37.5, 38, 1024, dtype=torch.float64)
     for x in (near_one.float(), wide.float()):
@@ -118,19 +118,19 @@ def draw_case(vocab_size, rows, seed=0):
 
 
 @pytest.mark.parametrize(("vocab_size", "rows"), [(1, 4), (3, 8), (65, 16), (2048, 8), (4099, 8), (32_003, 2)])
-def test_draws_the_samplers_token(vocab_size, rows):
+def test_triton_sampling_draws_reference_token(vocab_size, rows):
     draw_case(vocab_size, rows)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("vocab_size", "rows"), [(2048, 32), (65_536, 4), (152_064, 2)])
-def test_draws_over_large_vocabularies(vocab_size, rows, seed):
+def test_triton_sampling_draws_over_large_vocabularies(vocab_size, rows, seed):
     draw_case(vocab_size, rows, seed + 1)
 
 
 @pytest.mark.parametrize("cut", [{"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.9}])
-def test_ties_with_the_last_one_kept_are_kept(cut):
+def test_triton_sampling_keeps_ties_at_cutoff(cut):
     logits = torch.full((40, 64), -4.0)
     logits[:, ::8] = 2.0  # eight equal ones: each of them is the third, holds the half, is the largest
     rows = len(logits)
@@ -150,7 +150,7 @@ def test_ties_with_the_last_one_kept_are_kept(cut):
 
 
 @pytest.mark.parametrize("vocab_size", [1, 15, 5000])
-def test_argmax_takes_the_first(vocab_size):
+def test_triton_argmax_picks_first_of_equals(vocab_size):
     logits = torch.randn(4, vocab_size, generator=torch.Generator().manual_seed(0)).round()
     logits[3] = 1.0
     expected = torch.from_numpy(logits.numpy().argmax(axis=-1))
@@ -194,7 +194,7 @@ def edits_of(requests, sampler):
 
 
 def test_triton_sampling_matches_reference_sampler():
-    """Biases, bans and penalties too, from state that lives on the device and is updated by the kernel."""
+    """Biases, bans and penalties too, from device state that the kernel updates."""
     rng, vocab_size, rows = random.Random(5), 600, 24
     requests = [request(rng, vocab_size, row) for row in range(rows)]
     logits = torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(3)) * 2
@@ -242,8 +242,8 @@ def test_triton_sampling_matches_reference_sampler():
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter is numpy, which warns of NaN
 @pytest.mark.parametrize("vocab_size", [9, 5000])
 @pytest.mark.parametrize("greedy", [True, False])
-def test_rows_without_candidates_get_no_token_and_disturb_no_other(vocab_size, greedy):
-    """Both kernels agree on which those are, and the others' tokens are what they would be alone."""
+def test_triton_sampling_rows_without_candidates_get_no_token(vocab_size, greedy):
+    """Both kernels agree on those rows, and the other rows' tokens are unchanged."""
     rng, rows = random.Random(vocab_size), 12
     logits = torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(1))
     logits[0] = float("nan")
@@ -269,7 +269,7 @@ def test_rows_without_candidates_get_no_token_and_disturb_no_other(vocab_size, g
     assert counts[0].counts.sum() == (0 if greedy else 2 * (rows - 4))
 
 
-def test_rows_without_penalties_need_no_slot():
+def test_triton_sampling_rows_without_penalties_need_no_slot():
     logits = torch.randn(2, 100, generator=torch.Generator().manual_seed(0))
     counts = TokenCounts.allocate(1, 100, "cpu")
     penalties = Penalties(

@@ -1,4 +1,4 @@
-"""Which variants of the kernels an engine makes Triton compile, as a launch on an H200 would decide it."""
+"""Which kernel variants an engine makes Triton compile, as a launch on an H200 would choose."""
 
 import json
 import os
@@ -14,7 +14,7 @@ SETTING = "TRITON_INTERPRET"
 
 @pytest.fixture(scope="module")
 def found():
-    """By a process of its own: this one may interpret."""
+    """In a new process: this one may use the interpreter."""
     environment = {name: value for name, value in os.environ.items() if name != SETTING}
     command = [sys.executable, "-m", "tests.unit.engine.kernels.triton_specialisations"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
@@ -24,13 +24,13 @@ def found():
 
 @pytest.mark.turn(2)
 def test_triton_warm_up_covers_all_specialisations(found):
-    """However many rows there are, where their arrays begin, and what they ask for."""
+    """For any number of rows, alignment of arrays, and sampling options."""
     assert len(found["launched"]) > 20
     assert not found["late"]
 
 
 def test_triton_warm_up_compiles_only_launched_kernels(found):
-    """Types, alignments, absent arguments, warps and stages: figures of registers and spills are of the real thing."""
+    """Types, alignments, absent arguments, warps and stages: reported registers and spills are the real ones."""
     launched = found["launched"]
     cases = {case.pop("name"): case for case in found["cases"]}
     astray = {name for name, case in cases.items() if case not in launched}

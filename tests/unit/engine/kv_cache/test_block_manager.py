@@ -31,7 +31,7 @@ def test_pool_counts_references_and_keeps_idle_content() -> None:
     pool.check_invariants()
 
 
-def test_pool_refuses_misuse() -> None:
+def test_pool_misuse_is_refused() -> None:
     pool = KVBlockPool(1)
     with pytest.raises(InvariantError):
         pool.release(BlockId(0), keep=False)
@@ -55,7 +55,7 @@ def test_pool_audit_finds_damage() -> None:
         pool.check_invariants()
 
 
-def test_promises_are_a_hard_count() -> None:
+def test_block_manager_promises_are_exact() -> None:
     blocks = manager(4)
     blocks.promise(3)
     taken = blocks.allocate(1)
@@ -89,7 +89,7 @@ def test_block_manager_promised_prefix_cannot_be_pinned() -> None:
     sched.check_invariants()
 
 
-def test_event_log_shows_a_gap_instead_of_growing() -> None:
+def test_event_log_beyond_capacity_has_a_gap() -> None:
     log = KVEventLog(capacity=3)
     event = Evicted(name=BlockHash(b"x"))
     for _ in range(2):
@@ -104,7 +104,7 @@ def test_event_log_shows_a_gap_instead_of_growing() -> None:
     assert log.drain().events == ()
 
 
-def test_clearing_the_cache_keeps_and_reports_blocks_in_use() -> None:
+def test_block_manager_clear_cache_keeps_blocks_in_use() -> None:
     sched = ledger.scheduler()
     sched.add(ledger.request(range(40)))
     ledger.run(sched, ledger.LedgerRunner())
@@ -123,7 +123,7 @@ def test_clearing_the_cache_keeps_and_reports_blocks_in_use() -> None:
 
 
 @pytest.mark.parametrize("change", [{"block_size": 24}, {"num_blocks": 0}, {"max_batched_tokens": -1}])
-def test_config_refuses_impossible_bounds(change: dict[str, int]) -> None:
+def test_scheduler_config_impossible_bounds_are_refused(change: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match=next(iter(change))):
         ledger.config(**change)
     assert isinstance(ledger.config(block_size=32), SchedulerConfig)

@@ -1,4 +1,4 @@
-"""What a pool says of its content: hottest first, every block once, nothing without its root."""
+"""A pool's list of cached chains: hottest first, every block once, nothing without its root."""
 
 from random import Random
 
@@ -24,7 +24,7 @@ class Cache:
         self.paths: dict[int, list[int]] = {}
 
     def store(self, *numbers: int, after: int | None = None) -> None:
-        """As a request does that computed them; they stay in use."""
+        """As by a request that computed them; they stay in use."""
         for number in numbers:
             parent = ROOT if after is None else name(after)
             self.index.insert(name(number), BlockId(number), parent=parent, is_first=after is None)
@@ -32,7 +32,7 @@ class Cache:
             after = number
 
     def end(self, *numbers: int) -> None:
-        """The request is over: tail first."""
+        """The request ends: tail first."""
         for number in reversed(numbers):
             self.index.park(BlockId(number))
 
@@ -53,7 +53,7 @@ def number_of(of: BlockHash) -> int:
     return int.from_bytes(of, "big")
 
 
-def test_cached_chains_last_used_comes_first_shared_blocks_once() -> None:
+def test_cached_chains_are_hottest_first_and_share_blocks_once() -> None:
     cache = Cache()
     cache.store(1, 2, 3)
     cache.end(1, 2, 3)
@@ -101,7 +101,7 @@ def number_of_block(block: BlockId) -> int:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_random_caches_are_reported_whole(policy: str) -> None:
+def test_cached_chains_report_random_caches_completely(policy: str) -> None:
     rng = Random(11)
     for _ in range(30):
         cache = Cache(policy)

@@ -1,4 +1,4 @@
-"""Three ways to choose a leaf."""
+"""Three eviction policies for leaf blocks."""
 
 import pytest
 
@@ -21,7 +21,7 @@ class Cache:
         self._next = 0
 
     def touch(self, text: str) -> None:
-        """Somebody uses a chain: finds what is here, computes the rest, and goes."""
+        """Use a chain: reuse its cached part, compute the rest, and release it."""
         names = [BlockHash(text[: i + 1].encode()) for i in range(len(text))]
         blocks = []
         for i, name in enumerate(names):
@@ -47,7 +47,7 @@ class Cache:
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
-def test_leaves_go_first_under_every_policy(policy: str) -> None:
+def test_eviction_takes_leaves_first_under_every_policy(policy: str) -> None:
     cache = Cache(policy)
     for text in ("abc", "abd", "abc", "x", "abd", "ae"):
         cache.touch(text)
@@ -59,14 +59,14 @@ def test_leaves_go_first_under_every_policy(policy: str) -> None:
         cache.index.evict()
 
 
-def test_least_recently_used_forgets_what_was_popular() -> None:
+def test_eviction_lru_forgets_popular_chain() -> None:
     cache = Cache("lru")
     for text in ("p", "p", "p", "q"):
         cache.touch(text)
     assert cache.evict() == ["p"]
 
 
-def test_least_often_used_keeps_what_is_popular_until_it_has_aged() -> None:
+def test_eviction_lfu_keeps_popular_chain_until_aged() -> None:
     cache = Cache("lfu")
     for text in ("p", "p", "p", "q"):
         cache.touch(text)
@@ -80,7 +80,7 @@ def test_least_often_used_keeps_what_is_popular_until_it_has_aged() -> None:
     assert "p" in gone
 
 
-def test_prefix_keeps_what_is_near_the_root_and_shared() -> None:
+def test_eviction_prefix_policy_keeps_shared_roots() -> None:
     cache = Cache("prefix")
     cache.touch("sys-one")
     cache.touch("sys-two")

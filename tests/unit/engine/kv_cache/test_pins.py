@@ -1,4 +1,4 @@
-"""Pinned prefixes: what stays through eviction, for how long, within which bounds, and who makes it give way."""
+"""Pinned prefixes: protection from eviction, expiry, bounds, and which pin gives way."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -30,7 +30,7 @@ class World:
         self.runner = LedgerRunner()
 
     def compute(self, prompt: range, params: SamplingParams = ONE) -> int:
-        """Run a prompt; how many of its tokens were cached."""
+        """Run a prompt; returns how many of its tokens were cached."""
         request = ledger.request(prompt, params=params)
         self.sched.add(request)
         outputs = run(self.sched, self.runner)
@@ -38,7 +38,7 @@ class World:
         return request.num_cached_tokens
 
     def flood(self) -> None:
-        """Other prompts, of several times the pool's size in all."""
+        """Run other prompts, of several times the pool's size in all."""
         for first in range(10_000, 10_800, 100):
             self.compute(range(first, first + 6 * BLOCK))
 
@@ -85,7 +85,7 @@ def test_pin_expires_unless_renewed() -> None:
     assert world.compute(first(1)) == 0
 
 
-def test_pin_expired_on_idle_engine_takes_no_room() -> None:
+def test_pin_expired_on_idle_engine_frees_its_room() -> None:
     world = World()
     for number in (1, 2):
         world.compute(first(number, 5))
@@ -169,7 +169,7 @@ def test_pins_on_one_chain_share_their_blocks() -> None:
     world.sched.check_invariants()
 
 
-def test_pins_take_nothing_that_is_promised() -> None:
+def test_pins_leave_promised_blocks_alone() -> None:
     world = World()
     world.compute(first(1))
     wanted = ledger.request(range(5000, 5000 + 19 * BLOCK))
@@ -249,7 +249,7 @@ def test_pins_without_limits_refuse_all() -> None:
 
 
 def test_pin_many_giving_way_weighs_each_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once for each of thousands it holds every stream of the worker up."""
+    """Weighing all anew for each of thousands would stall every stream of the worker."""
     looks = 0
 
     class Chain(list[BlockId]):

@@ -18,7 +18,7 @@ from tests.unit.engine.scheduler.test_scheduler_machine import SchedulerMachine
 
 
 class Pins:
-    """Rules and checks that both machines get."""
+    """Rules and invariants of both machines."""
 
     sched: Scheduler
     now: float
@@ -53,7 +53,7 @@ class Pins:
         super().take_output(output)  # type: ignore[misc]
 
     @invariant()
-    def pins_are_bounded_and_keep_what_they_hold(self) -> None:
+    def pins_are_bounded_and_keep_blocks(self) -> None:
         if not hasattr(self, "sched"):
             return
         totals = self.sched.pins.totals()
@@ -67,7 +67,7 @@ class Pins:
         super().teardown()  # type: ignore[misc]
 
     def settle(self) -> None:
-        """All requests come to their ends beside the pins that are there; only then these are taken away."""
+        """All requests end beside the pins; only then are these removed."""
         super().settle()  # type: ignore[misc]
         if self.is_ending and all(request.state is RequestState.FINISHED for request in self.requests.values()):
             self.sched.pins.expire(float("inf"))

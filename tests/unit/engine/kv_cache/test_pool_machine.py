@@ -25,7 +25,7 @@ prompts = st.builds(
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Tables come, are computed, are pinned and go, in any order; promises are made, broken and kept."""
+    """Tables are added, computed, pinned and freed in any order; reservations are made, cancelled and used."""
 
     tables = Bundle("tables")
     eviction: ClassVar[str] = "lru"
@@ -118,7 +118,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.blocks.unpromise(min(n, self.blocks.num_promised))
 
     @rule(n=st.integers(1, 6))
-    def keep_promise(self, n: int) -> None:
+    def allocate_from_promised(self, n: int) -> None:
         self.blocks.release(self.blocks.allocate_promised(min(n, self.blocks.num_promised)))
 
     @rule()
@@ -133,7 +133,7 @@ class PoolMachine(RuleBasedStateMachine):
         assert refs == [owned.count(BlockId(i)) for i in range(12)]
 
     @invariant()
-    def events_tell_the_index(self) -> None:
+    def events_match_index(self) -> None:
         for event in self.events.drain().events:
             match event:
                 case Stored(name=name, parent=parent):
@@ -148,13 +148,13 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 class LfuPoolMachine(PoolMachine):
-    """The same where the least often used goes first."""
+    """The same with least-frequently-used eviction."""
 
     eviction = "lfu"
 
 
 class PrefixPoolMachine(PoolMachine):
-    """The same where the deepest and least shared goes first."""
+    """The same with the deepest and least shared evicted first."""
 
     eviction = "prefix"
 

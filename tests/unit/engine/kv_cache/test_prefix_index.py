@@ -34,7 +34,7 @@ def test_prefix_index_evicts_leaves_first_and_reports_in_order() -> None:
         index.evict()
 
 
-def test_least_recently_used_chain_goes_first() -> None:
+def test_prefix_index_evicts_least_recently_used_chain() -> None:
     index = chain()
     index.insert(BlockHash(b"z"), BlockId(9), parent=ROOT, is_first=True)
     for block in (9, 2, 1, 0):
@@ -44,7 +44,7 @@ def test_least_recently_used_chain_goes_first() -> None:
     assert [index.evict() for _ in range(4)] == [2, 1, 0, 9]
 
 
-def test_orphans_and_second_names_are_refused() -> None:
+def test_prefix_index_orphans_and_duplicates_are_refused() -> None:
     index = chain()
     with pytest.raises(InvariantError):
         index.insert(BlockHash(b"orphan"), BlockId(7), parent=BlockHash(b"unknown"), is_first=False)
@@ -65,14 +65,14 @@ def test_prefix_index_rebind_replaces_parked_block() -> None:
     assert [type(e) for e in index.events.drain().events].count(Evicted) == 0
 
 
-def test_audit_finds_a_referenced_child_of_a_cached_parent() -> None:
+def test_prefix_index_audit_finds_referenced_child_of_parked_parent() -> None:
     index = chain()
     index.park(BlockId(0))
     with pytest.raises(InvariantError, match="its parent is not"):
         index.check_invariants()
 
 
-def test_audit_finds_a_wrong_eviction_order() -> None:
+def test_prefix_index_audit_finds_wrong_eviction_order() -> None:
     index = chain()
     for block in (0, 1, 2):
         index.park(BlockId(block))

@@ -1,4 +1,4 @@
-"""Blocks in files: written whole, verified when read, found again after a restart; whatever is wrong is never used."""
+"""Blocks in files: written whole, verified when read, found after a restart; damaged ones are never used."""
 
 import errno
 import os
@@ -26,7 +26,7 @@ NAMES = [BlockHash(bytes([k]) * 16) for k in range(20)]
 
 
 class Rig:
-    """A store over eight places, and the end of each job."""
+    """A store of eight slots, and the end of each job."""
 
     def __init__(self, path: Path, identity: CacheIdentity = IDENTITY, capacity: int = 100) -> None:
         self.places = bytearray(os.urandom(8 * BLOCK_BYTES))
@@ -118,7 +118,7 @@ def test_disk_store_removed_folder_is_not_recreated_without_lock(tmp_path, caplo
     later.store.close()
 
 
-def test_workers_of_one_path_have_folders_of_their_own(tmp_path):
+def test_disk_store_workers_on_one_path_have_separate_folders(tmp_path):
     one, two = Rig(tmp_path), Rig(tmp_path)
     assert one.store.folder != two.store.folder
     folder = one.store.folder
@@ -129,7 +129,7 @@ def test_workers_of_one_path_have_folders_of_their_own(tmp_path):
         rig.store.close()
 
 
-def test_workers_of_unlike_pools_find_their_own_in_whatever_order_they_start(tmp_path):
+def test_disk_store_workers_of_different_caches_find_their_own(tmp_path):
     kinds = [IDENTITY, replace(IDENTITY, digest=b"another caches id"[:16])]
     for rig in [Rig(tmp_path, kind) for kind in kinds]:
         rig.write(NAMES[1])
@@ -203,7 +203,7 @@ def test_disk_store_file_of_another_cache_is_ignored(tmp_path):
     other.store.close()
 
 
-def test_half_written_files_go_and_foreign_ones_stay(tmp_path):
+def test_disk_store_removes_partial_files_and_keeps_foreign_ones(tmp_path):
     rig = Rig(tmp_path)
     rig.write(NAMES[1])
     half = rig.path(NAMES[1]).with_suffix(".tmp")
@@ -252,7 +252,7 @@ def test_disk_store_does_not_follow_links(rig, tmp_path):
     assert secret.read_text() == "untouched"
 
 
-def test_identity_tells_caches_apart():
+def test_cache_identity_differs_by_layout_secret_and_engine():
     layout = KVLayout(model_fingerprint="m", dtype="float32", num_layers=2, num_kv_heads=2, head_dim=4, block_size=16)
     one = cache_identity(layout, secret=b"s", computed_by=("a", "bc"))
     assert one == cache_identity(layout, secret=b"s", computed_by=("a", "bc"))
@@ -265,7 +265,7 @@ def test_identity_tells_caches_apart():
     assert len({one.digest, *(other.digest for other in others)}) == 5
 
 
-def test_names_are_stable_across_processes_and_opaque_without_the_secret():
+def test_block_names_are_stable_per_secret_and_tenant():
     """A chain's root is keyed with the cluster's secret and covers model and tenant; no process adds anything."""
     chains = []
     for secret, tenant in ((b"s" * 16, "a"), (b"s" * 16, "a"), (b"t" * 16, "a"), (b"s" * 16, "b")):

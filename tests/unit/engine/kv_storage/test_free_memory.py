@@ -1,4 +1,4 @@
-"""What may still be taken: files' pages are no loss, and a container's limit holds before the machine's."""
+"""Available memory: page cache counts as free, and a container's limit precedes the machine's."""
 
 import os
 from pathlib import Path
@@ -27,7 +27,7 @@ def group_v2(folder: Path, limit: object, usage: int, inactive: int = 0) -> None
     write(folder / "memory.stat", f"anon 5\ninactive_file {inactive}\nactive_file 9\n")
 
 
-def test_pages_that_files_hold_can_be_had(root: Path) -> None:
+def test_free_memory_includes_page_cache(root: Path) -> None:
     assert free_memory_bytes(root) == 4000 * 1024
 
 
@@ -46,8 +46,8 @@ def test_free_memory_uses_tightest_cgroup(root: Path) -> None:
     assert free_memory_bytes(root) == 750_000
 
 
-def test_capacity_is_of_the_machine_or_of_the_smallest_limit_around_the_process(root: Path) -> None:
-    """Whatever of it is used."""
+def test_memory_capacity_is_machine_or_smallest_cgroup_limit(root: Path) -> None:
+    """Whatever part of it is in use."""
     assert memory_capacity_bytes(root) == 9000 * 1024
     write(root / "proc/self/cgroup", "0::/pods/worker\n")
     groups = root / "sys/fs/cgroup"
@@ -60,7 +60,7 @@ def test_capacity_is_of_the_machine_or_of_the_smallest_limit_around_the_process(
 
 
 def test_free_memory_container_uses_mounted_cgroup(root: Path) -> None:
-    """The path in /proc/self/cgroup is the host's, and is not there."""
+    """The path in /proc/self/cgroup is the host's and does not exist in the container."""
     write(root / "proc/self/cgroup", "4:memory,hugetlb:/docker/1234\n3:cpuset:/docker/1234\n0::/docker/1234\n")
     own = root / "sys/fs/cgroup/memory"
     write(own / "memory.limit_in_bytes", 800_000)
@@ -70,7 +70,7 @@ def test_free_memory_container_uses_mounted_cgroup(root: Path) -> None:
     assert memory_capacity_bytes(root) == 800_000
 
 
-def test_this_machine_has_some_and_not_more_than_it_has() -> None:
+def test_free_memory_is_within_machine_total() -> None:
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert 0 < free_memory_bytes() <= total
     assert free_memory_bytes() <= memory_capacity_bytes() <= total

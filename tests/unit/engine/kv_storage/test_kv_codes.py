@@ -1,4 +1,4 @@
-"""KV caches in eight bits: bytes, codes within the bounds of their format, and engines that answer alike with them."""
+"""8-bit KV caches: bytes, codes within their format's bounds, and engines that answer alike with them."""
 
 import logging
 import random
@@ -55,7 +55,7 @@ def paths(tmp_path_factory):
 # What it takes.
 
 
-def test_bytes_of_a_block():
+def test_kv_layout_block_bytes_follow_dtype():
     real = {"num_layers": 36, "num_kv_heads": 8, "head_dim": 128, "block_size": 16}
     plain, fp8, int8 = (layout(dtype, **real) for dtype in ("bfloat16", "fp8_e4m3", "int8"))
     assert plain.block_bytes == 2 * fp8.block_bytes == 36 * 2 * 8 * 16 * 128 * 2
@@ -72,13 +72,13 @@ def test_bytes_of_a_block():
         )
 
 
-def test_unequal_caches_do_not_match():
+def test_kv_layouts_of_different_dtypes_mismatch():
     assert layout("int8").mismatch(layout("int8")) is None
     assert layout("int8").mismatch(layout("bfloat16")) == "dtype: int8 here, bfloat16 there"
     assert layout("int8").mismatch(layout("fp8_e4m3")) == "dtype: int8 here, fp8_e4m3 there"
 
 
-def test_memory_holds_twice_the_blocks():
+def test_kv_codes_double_the_number_of_blocks():
     config = parse_model_config(
         {
             "architectures": ["Qwen3ForCausalLM"],
@@ -129,7 +129,7 @@ def test_int8_block_with_scales_is_contiguous(dtype):
 # What it costs in accuracy.
 
 
-def test_codes_are_within_the_bounds_of_their_formats():
+def test_kv_codes_error_is_within_format_bounds():
     torch.manual_seed(0)
     values = torch.randn(500, 64) * torch.logspace(-6, 6, 500)[:, None]
     codes, scales = token_codes(values)
@@ -146,7 +146,7 @@ def test_codes_are_within_the_bounds_of_their_formats():
         assert ((found - limited).abs() <= bound * 1.00001).all()
 
 
-def test_codes_are_rounded_from_one_quotient():
+def test_kv_codes_round_one_quotient():
     peaks = torch.arange(128, 256).bfloat16().float()
     codes, _ = token_codes(torch.stack([peaks, peaks / 3], 1))
     quotients = (torch.full_like(peaks, 127.0).numpy() / peaks.numpy()) * (peaks / 3).numpy()
@@ -156,7 +156,7 @@ def test_codes_are_rounded_from_one_quotient():
 
 @pytest.mark.parametrize(("kv_dtype", "bound"), [("int8", 0.03), ("fp8_e4m3", 0.2)])
 @pytest.mark.parametrize("name", ["Qwen3ForCausalLM", "MistralForCausalLM"])
-def test_logits_stay_close_to_plain_ones(paths, name, kv_dtype, bound):
+def test_kv_codes_logits_stay_close_to_plain(paths, name, kv_dtype, bound):
     model = load_plain(paths[name])
     tokens = random_tokens(random.Random(0), 60)
     logits = {}
@@ -182,7 +182,7 @@ def answers(model, kv_dtype, *, chunk, together, seed=0):
 
 @pytest.mark.parametrize("kv_dtype", QUANTISED_DTYPES)
 @pytest.mark.parametrize("name", ["Qwen3ForCausalLM", "MistralForCausalLM"])
-def test_tokens_do_not_depend_on_chunks_company_or_kernels(paths, name, kv_dtype):
+def test_kv_codes_tokens_are_independent_of_batch_and_kernels(paths, name, kv_dtype):
     plain = load_plain(paths[name])
     expected = answers(plain, kv_dtype, chunk=100, together=False)
     assert expected == answers(plain, kv_dtype, chunk=7, together=True, seed=1)
@@ -193,7 +193,7 @@ def test_tokens_do_not_depend_on_chunks_company_or_kernels(paths, name, kv_dtype
 
 
 @pytest.mark.parametrize("kv_dtype", QUANTISED_DTYPES)
-def test_copied_blocks_continue_the_same(paths, kv_dtype):
+def test_kv_codes_copied_blocks_continue_equally(paths, kv_dtype):
     model = load_model(paths["Qwen3ForCausalLM"], backend=backend(kv_dtype=kv_dtype))
     session = Session(model, block_size=16, kv_dtype=kv_dtype)
     first, second = (session.request(random_tokens(random.Random(1), 40)) for _ in range(2))
@@ -208,7 +208,7 @@ def test_copied_blocks_continue_the_same(paths, kv_dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_deterministic_int8_means_the_same_bits(paths, dtype):
+def test_kv_codes_deterministic_int8_is_bitwise_reproducible(paths, dtype):
     if dtype == "bfloat16" and not has_amx():
         with pytest.raises(ConfigError, match="without AMX only float32 is deterministic"):
             backend(dtype=dtype, kv_dtype="int8", deterministic=True)
@@ -239,7 +239,7 @@ def with_scales(path, target, scales):
     return target
 
 
-def test_scales_are_the_checkpoints(paths, tmp_path):
+def test_kv_codes_scales_come_from_checkpoint(paths, tmp_path):
     path = paths["Qwen3ForCausalLM"]
     scales = {
         "model.layers.0.self_attn.k_scale": torch.tensor(0.25),
@@ -262,7 +262,7 @@ def test_scales_are_the_checkpoints(paths, tmp_path):
 
 
 @pytest.mark.parametrize("bad", [torch.tensor(0.0), torch.tensor([1.0, float("inf")]), torch.ones(3)])
-def test_impossible_scales_are_refused(paths, tmp_path, bad):
+def test_kv_codes_impossible_scales_are_refused(paths, tmp_path, bad):
     target = with_scales(paths["Qwen3ForCausalLM"], tmp_path, {"model.layers.1.self_attn.v_scale": bad})
     with pytest.raises(ConfigError, match=r"layers\.1\.self_attn\.v_scale must be one positive number"):
         load_plain(target)
@@ -312,7 +312,7 @@ def test_checkpoint_with_kv_scales_only_is_float():
 # Configuration.
 
 
-def test_engine_with_kv_codes_is_assembled(caplog):
+def test_kv_codes_engine_holds_fewer_bytes(caplog):
     held = {}
     for kv_dtype in ("auto", *QUANTISED_DTYPES):
         with caplog.at_level(logging.WARNING):
@@ -347,7 +347,7 @@ def test_kv_codes_write_stores_no_non_finite_value(paths):
                 assert session.cache.layer_scales(0).isfinite().all()
 
 
-def test_float_logits_are_transformers_still(paths):
+def test_plain_kv_logits_equal_transformers(paths):
     model = load_plain(paths["Qwen3ForCausalLM"])
     tokens = random_tokens(random.Random(3), 30)
     session = Session(model, block_size=16)

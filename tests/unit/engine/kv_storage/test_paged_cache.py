@@ -1,4 +1,4 @@
-"""The pool's memory: its layout, and one memory under two maps."""
+"""The pool's memory: its layout, and one memory under two mappings."""
 
 import mmap
 import os
@@ -16,7 +16,7 @@ def layout(dtype="float32"):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_blocks_are_contiguous_at_the_offsets_the_layout_says(dtype):
+def test_paged_cache_blocks_are_contiguous_at_layout_offsets(dtype):
     kv = layout(dtype)
     cache = PagedKVCache(kv, num_blocks=5)
     assert cache.tensor.shape == (3, 5, 2, 2, 4, 8)
@@ -54,7 +54,7 @@ def test_paged_cache_memfd_is_shared_by_both_mappings():
     assert cache.host_view().nbytes == size
 
 
-def test_unfit_buffers_are_refused():
+def test_paged_cache_unfit_buffer_is_refused():
     kv = layout()
     with pytest.raises(ConfigError, match="writable"):
         PagedKVCache(kv, num_blocks=2, buffer=memoryview(bytes(2 * kv.block_bytes)))

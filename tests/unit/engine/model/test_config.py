@@ -23,7 +23,7 @@ def parse(architecture="LlamaForCausalLM", generation=None, **changes):
     return parse_model_config({k: v for k, v in raw.items() if v is not ...}, generation or {})
 
 
-def test_defaults_follow_transformers():
+def test_model_config_defaults_equal_transformers():
     config = parse()
     assert (config.num_kv_heads, config.head_dim, config.tie_embeddings) == (4, 16, False)
     assert (config.qkv_bias, config.output_bias, config.mlp_bias, config.qk_norm) == (False,) * 4
@@ -35,7 +35,7 @@ def test_defaults_follow_transformers():
     assert parse("MistralForCausalLM", num_attention_heads=8, hidden_size=64).num_kv_heads == 8
 
 
-def test_biases_by_architecture():
+def test_model_config_biases_follow_architecture():
     llama = parse(attention_bias=True, mlp_bias=True)
     assert (llama.qkv_bias, llama.output_bias, llama.mlp_bias) == (True, True, True)
     qwen2 = parse("Qwen2ForCausalLM")
@@ -45,7 +45,7 @@ def test_biases_by_architecture():
 
 
 @pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM"])
-def test_qwen_windows(architecture):
+def test_model_config_reads_qwen_sliding_windows(architecture):
     assert parse(architecture, sliding_window=8, max_window_layers=0).layer_windows == (None,) * 4
     used = {"use_sliding_window": True, "sliding_window": 8}
     assert parse(architecture, **used, max_window_layers=3).layer_windows == (None, None, None, 8)
@@ -53,7 +53,7 @@ def test_qwen_windows(architecture):
     assert parse(architecture, **used, layer_types=types).layer_windows == (8, None, 8, None)
 
 
-def test_mistral_windows():
+def test_model_config_reads_mistral_sliding_windows():
     kv = {"num_key_value_heads": 2}
     assert parse("MistralForCausalLM", **kv, sliding_window=9).layer_windows == (9,) * 4
     assert parse("MistralForCausalLM", **kv, sliding_window=None).layer_windows == (None,) * 4
@@ -106,7 +106,7 @@ def test_end_tokens_prefer_generation_config():
         ({"max_position_embeddings": 0}, "max_position_embeddings"),
     ],
 )
-def test_bad_fields_are_named(changes, match):
+def test_model_config_bad_fields_are_named(changes, match):
     with pytest.raises(ConfigError, match=match):
         parse(**changes)
 
@@ -122,7 +122,7 @@ def test_bad_fields_are_named(changes, match):
         ({"use_sliding_window": False, "sliding_window": -4}, "sliding_window must be an integer"),
     ],
 )
-def test_bad_windows_are_named(changes, match):
+def test_model_config_bad_windows_are_named(changes, match):
     with pytest.raises(ConfigError, match=match):
         parse("Qwen2ForCausalLM", **changes)
 
@@ -138,26 +138,26 @@ def test_bad_windows_are_named(changes, match):
         ('{"a": ' + "1" * 5000 + "}", "not valid JSON"),
     ],
 )
-def test_malformed_files(tmp_path, text, match):
+def test_model_config_malformed_file_is_refused(tmp_path, text, match):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match=match):
         load_model_config(tmp_path)
 
 
-def test_missing_files(tmp_path):
+def test_model_config_missing_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"config\.json is missing"):
         load_model_config(tmp_path)
     with pytest.raises(ConfigError, match="does not exist"):
         load_model_config(tmp_path / "none")
 
 
-def test_digest_covers_the_computation(tmp_path):
+def test_model_config_digest_covers_the_computation(tmp_path):
     assert parse().digest() == parse(eos_token_id=3, dtype="bfloat16").digest()
     assert len({parse(rms_norm_eps=e).digest() for e in (1e-5, 1e-6)}) == 2
     assert parse(rope_theta=5e4).digest() != parse().digest()
 
 
-def test_generation_config_is_read(tmp_path):
+def test_model_config_end_tokens_come_from_generation_config(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(BASE))
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 4}')
     assert load_model_config(tmp_path).eos_token_ids == (4,)

@@ -1,4 +1,4 @@
-"""What `model.dtype: auto` stands for, and who hears of it."""
+"""How `model.dtype: auto` is resolved and reported."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def state(folder: Path, **dtype: str | None) -> None:
-    """Let config.json say this of its dtype, and nothing else."""
+    """Set the dtype in config.json, and nothing else."""
     file = folder / "config.json"
     raw = {name: value for name, value in json.loads(file.read_text()).items() if name not in ("dtype", "torch_dtype")}
     file.write_text(json.dumps(raw | dtype))
@@ -44,13 +44,13 @@ def state(folder: Path, **dtype: str | None) -> None:
         ({"dtype": None}, "bfloat16"),
     ],
 )
-def test_auto_dtype_is_the_checkpoints_own(checkpoint: Path, stated: dict[str, str | None], found: str) -> None:
+def test_dtype_auto_follows_checkpoint(checkpoint: Path, stated: dict[str, str | None], found: str) -> None:
     state(checkpoint, **stated)
     assert resolve_dtype("auto", str(checkpoint)) == found
     assert resolve_dtype("float32", str(checkpoint)) == "float32"
 
 
-def test_auto_dtype_of_mixed_weights_is_that_of_most_values(checkpoint: Path) -> None:
+def test_dtype_auto_follows_majority_of_values(checkpoint: Path) -> None:
     state(checkpoint)
     file = checkpoint / "model.safetensors"
     tensors = load_file(file)
@@ -62,7 +62,7 @@ def test_auto_dtype_of_mixed_weights_is_that_of_most_values(checkpoint: Path) ->
     assert resolve_dtype("auto", str(checkpoint)) == "float16"
 
 
-def test_auto_dtype_of_an_unusable_checkpoint_is_refused_by_field(checkpoint: Path) -> None:
+def test_dtype_auto_unusable_checkpoint_dtype_is_refused(checkpoint: Path) -> None:
     state(checkpoint, dtype="float8_e4m3fn")
     with pytest.raises(ConfigError, match=r"config\.json.*dtype.*must be one of float32, bfloat16, float16"):
         resolve_dtype("auto", str(checkpoint))
@@ -114,7 +114,7 @@ def test_dtype_gpu_without_bfloat16_is_refused(
         select_backend(BackendOptions(**options, dtype="bfloat16"))
 
 
-def test_float16_on_a_cpu_falls_back_to_torch_and_logs_it(caplog: pytest.LogCaptureFixture) -> None:
+def test_dtype_float16_on_cpu_falls_back_to_torch_with_log(caplog: pytest.LogCaptureFixture) -> None:
     backend = select_backend(BackendOptions(device=torch.device("cpu"), dtype="float16"))
     assert (backend.name, backend.dtype) == ("torch", torch.float16)
     assert "using plain torch" in caplog.text

@@ -1,4 +1,4 @@
-"""How much of a GPU a worker may take, and what it says when that is not there."""
+"""A worker's share of GPU memory, and its error when that is not available."""
 
 from dataclasses import replace
 
@@ -33,7 +33,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
 
 
 @pytest.mark.parametrize(("sharers", "gib"), [(1, 112), (2, 56), (8, 14)])
-def test_workers_on_one_gpu_divide_80_percent_of_it_evenly(sharers: int, gib: int, gpu: list[torch.device]) -> None:
+def test_gpu_memory_sharers_split_80_percent_evenly(sharers: int, gib: int, gpu: list[torch.device]) -> None:
     assert assembly._limit_bytes(replace(SPEC, memory_bytes=None, gpu_sharers=sharers), CUDA) == gib * GIB
     assert set(gpu) == {CUDA}
 
@@ -45,7 +45,7 @@ def test_gpu_memory_share_is_independent_of_start_order() -> None:
     assert wish.shortage(taken) is None
 
 
-def test_stated_memory_is_of_all_ranks_and_must_fit_for_each_sharer(gpu: list[torch.device]) -> None:
+def test_gpu_memory_stated_size_covers_all_ranks_and_must_fit(gpu: list[torch.device]) -> None:
     spec = replace(SPEC, memory_bytes=90 * GIB, tensor_parallel_size=2, gpu_sharers=3)
     assert assembly._limit_bytes(spec, CUDA) == 45 * GIB
     with pytest.raises(ConfigError, match=r"GPU 5 \(NVIDIA H200\): engine\.memory_bytes wants 45\.0 GiB for each of 4"):
@@ -74,7 +74,7 @@ def test_gpu_memory_shortage_names_gpu_wanted_and_free(wish: GpuWish, words: str
     assert sum(waited) == 2.0
 
 
-def test_memory_that_a_dead_process_gives_back_is_waited_for() -> None:
+def test_gpu_memory_waits_for_memory_of_dead_process() -> None:
     seen = [replace(H200, free_bytes=20 * GIB)] * 3
     found = granted_bytes(GpuWish(index=0), lambda: seen.pop() if seen else H200, wait=lambda _s: None)
     assert (found, seen) == (112 * GIB, [])

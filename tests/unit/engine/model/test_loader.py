@@ -1,4 +1,4 @@
-"""Loading: what is stored arrives exactly, however sharded; what is hostile is refused by name."""
+"""Loading: stored weights arrive exactly, for any sharding; hostile files are refused by name."""
 
 import json
 import os
@@ -25,7 +25,7 @@ def pristine(tmp_path_factory):
 
 @pytest.fixture
 def model_dir(pristine, tmp_path):
-    """A copy to spoil."""
+    """A copy to corrupt."""
     for file in pristine.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     return tmp_path
@@ -55,7 +55,7 @@ def refused(path, match):
         load_plain(path)
 
 
-def test_parameters_are_the_stored_tensors_fused(pristine):
+def test_loader_fuses_stored_tensors_exactly(pristine):
     stored = load_file(pristine / "model.safetensors")
     model = load_plain(pristine)
     prefix = "model.layers.0."
@@ -68,14 +68,14 @@ def test_parameters_are_the_stored_tensors_fused(pristine):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_dtypes_are_cast_once(pristine, dtype):
+def test_loader_casts_dtype_once(pristine, dtype):
     stored = load_file(pristine / "model.safetensors")["lm_head.weight"]
     model = load_plain(pristine, dtype=dtype)
     assert torch.equal(model.head.weight, stored.to(model.dtype))
     assert str(model.dtype) == f"torch.{dtype}"
 
 
-def test_shards_tie_and_progress(tmp_path):
+def test_loader_sharded_checkpoint_equals_whole(tmp_path):
     reference = reference_model("Qwen2ForCausalLM", tie_word_embeddings=True)
     whole = save_and_load(reference, tmp_path / "whole")
     reference.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
@@ -97,7 +97,7 @@ def test_shards_tie_and_progress(tmp_path):
     assert sharded.fingerprint == whole.fingerprint
 
 
-def test_fingerprint_names_the_computation_only(model_dir, pristine):
+def test_fingerprint_covers_only_the_computation(model_dir, pristine):
     first = load_plain(model_dir).fingerprint
     assert first == load_plain(pristine).fingerprint
     set_config(model_dir, eos_token_id=[2, 5], _name_or_path="elsewhere")
@@ -111,7 +111,7 @@ def test_fingerprint_names_the_computation_only(model_dir, pristine):
     assert load_plain(model_dir).fingerprint != first
 
 
-def test_hub_cache_links_are_followed(pristine, tmp_path):
+def test_loader_follows_hub_cache_links(pristine, tmp_path):
     blobs, snapshot = tmp_path / "models--org--name" / "blobs", tmp_path / "models--org--name" / "snapshots" / "abc"
     blobs.mkdir(parents=True)
     snapshot.mkdir(parents=True)
@@ -124,7 +124,7 @@ def test_hub_cache_links_are_followed(pristine, tmp_path):
     refused(snapshot, r"config\.json is a link out of the directory")
 
 
-def test_links_and_special_files_are_refused(model_dir, pristine):
+def test_loader_links_and_special_files_are_refused(model_dir, pristine):
     weights = model_dir / "model.safetensors"
     weights.unlink()
     weights.symlink_to(pristine / "model.safetensors")
@@ -172,12 +172,12 @@ def test_loader_pickled_weights_are_refused(model_dir):
         ({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}, b"1" * 9, None, "end at byte"),
     ],
 )
-def test_hostile_headers(model_dir, header, data, length, match):
+def test_loader_hostile_header_is_refused(model_dir, header, data, length, match):
     write_safetensors(model_dir / "model.safetensors", header, data, length)
     refused(model_dir, match)
 
 
-def test_truncated_files(model_dir):
+def test_loader_truncated_file_is_refused(model_dir):
     file = model_dir / "model.safetensors"
     whole = file.read_bytes()
     for size in (0, 5, 100, len(whole) - 1):
@@ -185,7 +185,7 @@ def test_truncated_files(model_dir):
         refused(model_dir, r"model\.safetensors")
 
 
-def test_hostile_indices(model_dir):
+def test_loader_hostile_index_is_refused(model_dir):
     file = model_dir / "model.safetensors"
     names = list(load_file(file))
     index = model_dir / "model.safetensors.index.json"
@@ -214,7 +214,7 @@ def test_hostile_indices(model_dir):
     refused(model_dir, "in more than one shard")
 
 
-def test_wrong_tensors(model_dir):
+def test_loader_wrong_tensors_are_refused(model_dir):
     norm = torch.ones(48)
     norm[3] = float("nan")
     spoil(model_dir, **{"model.norm.weight": norm})
@@ -234,19 +234,19 @@ def test_wrong_tensors(model_dir):
     load_plain(model_dir)
 
 
-def test_geometry_is_checked_before_memory_is_taken(model_dir):
+def test_loader_checks_shapes_before_allocating(model_dir):
     set_config(model_dir, vocab_size=500)
     refused(model_dir, r"embed_tokens\.weight has shape \[97, 48\], config\.json implies \[500, 48\]")
     set_config(model_dir, vocab_size=97, hidden_size=2**20, num_hidden_layers=4000)
     refused(model_dir, "config.json implies")
 
 
-def test_unknown_dtype():
+def test_select_backend_unknown_dtype_is_refused():
     with pytest.raises(ConfigError, match=r"model\.dtype must be one of float32, bfloat16, float16, is 'int8'"):
         select_backend(BackendOptions(device=torch.device("cpu"), dtype="int8"))
 
 
-def test_loading_does_not_keep_the_file_in_memory(tmp_path):
+def test_loader_forgets_mapped_pages(tmp_path):
     def mapped(path):
         sizes, here = 0, False
         for line in Path("/proc/self/smaps").read_text().splitlines():
@@ -271,7 +271,7 @@ def test_loading_does_not_keep_the_file_in_memory(tmp_path):
         stored.close()
 
 
-def test_code_of_a_checkpoint_is_ignored_with_a_warning(model_dir, caplog):
+def test_loader_ignores_checkpoint_code_with_warning(model_dir, caplog):
     load_plain(model_dir)
     assert "auto_map" not in caplog.text
     set_config(model_dir, auto_map={"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"})

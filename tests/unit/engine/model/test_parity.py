@@ -58,7 +58,7 @@ def close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("rope", ROPES)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_logits_equal_transformers(architecture: str, rope: str, tmp_path: Path) -> None:
+def test_parity_logits_equal_transformers(architecture: str, rope: str, tmp_path: Path) -> None:
     rng = random.Random(f"{architecture} {rope}")
     reference = reference_model(architecture, **random_overrides(architecture, rope, rng))
     model = save_and_load(reference, tmp_path, old_rope=rng.random() < 0.5)
@@ -101,7 +101,7 @@ def test_parity_mixed_batch_matches_transformers(window: int | None, tmp_path: P
         assert [list(r.token_ids)[: r.num_prompt_tokens + 6] for r in requests] == expected
 
 
-def test_dynamic_rope_beyond_its_context_equals_transformers_generating_with_a_cache(tmp_path: Path) -> None:
+def test_parity_dynamic_rope_beyond_context_equals_transformers(tmp_path: Path) -> None:
     rope = {"rope_type": "dynamic", "rope_theta": 10_000.0, "factor": 4.0}
     reference = reference_model("LlamaForCausalLM", rope_parameters=rope, max_position_embeddings=16)
     model = save_and_load(reference, tmp_path)
@@ -123,7 +123,7 @@ def test_dynamic_rope_beyond_its_context_equals_transformers_generating_with_a_c
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_half_precision_stays_near_float32(dtype: str, tmp_path: Path) -> None:
+def test_parity_half_precision_stays_near_float32(dtype: str, tmp_path: Path) -> None:
     reference = reference_model("Qwen3ForCausalLM")
     model = save_and_load(reference, tmp_path, dtype=dtype)
     tokens = random_tokens(random.Random(1), 30)

@@ -43,7 +43,7 @@ def reference(scaling, theta, max_positions, head_dim):
 
 
 @pytest.mark.parametrize(("scaling", "theta", "max_positions", "head_dim"), CASES)
-def test_angles_equal_transformers(scaling, theta, max_positions, head_dim):
+def test_rope_angles_equal_transformers(scaling, theta, max_positions, head_dim):
     expected = reference(scaling, theta, max_positions, head_dim)
     old = parse_rope({"rope_theta": theta, "rope_scaling": scaling}, max_positions)
     flat = {**(scaling or {}), "rope_theta": theta}
@@ -58,7 +58,7 @@ def test_angles_equal_transformers(scaling, theta, max_positions, head_dim):
     torch.testing.assert_close(sin[:, 0, head_dim // 2 :], their_sin[0, :, head_dim // 2 :], atol=1e-5, rtol=0.0)
 
 
-def test_dynamic_angles_beyond_the_context_are_those_of_a_sequence_ending_there():
+def test_rope_dynamic_angles_beyond_context_match_reference():
     config = parse_rope({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, 16)
     cos, _ = RotaryEmbedding(config, 32).angles(torch.arange(60), torch.float32)
     for last in (10, 15, 16, 17, 40, 59):
@@ -66,7 +66,7 @@ def test_dynamic_angles_beyond_the_context_are_those_of_a_sequence_ending_there(
         torch.testing.assert_close(cos[last, 0], expected[0, 0], atol=1e-5, rtol=0.0)
 
 
-def test_rotation_keeps_lengths_and_makes_scores_depend_on_distance():
+def test_rope_rotation_keeps_norms_and_depends_on_distance():
     rope = RotaryEmbedding(parse_rope({}, 64), 16)
     vectors = torch.randn(1, 2, 16, generator=torch.Generator().manual_seed(0))
     scores = []
@@ -87,7 +87,7 @@ def test_rotation_keeps_lengths_and_makes_scores_depend_on_distance():
         ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 50}, 200),
     ],
 )
-def test_context_length(rope, max_context):
+def test_rope_scaling_extends_context(rope, max_context):
     assert parse_rope({"rope_parameters": rope}, 100).max_context == max_context
 
 
@@ -110,7 +110,7 @@ def test_context_length(rope, max_context):
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
     ],
 )
-def test_bad_settings_are_named(raw, field):
+def test_rope_bad_settings_are_named(raw, field):
     with pytest.raises(ConfigError, match=field):
         parse_rope(raw, 64)
 

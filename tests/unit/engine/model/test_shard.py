@@ -1,4 +1,4 @@
-"""The parts of all ranks are the model, for every way of dividing it; what cannot be divided is refused by name."""
+"""The shards of all ranks form the model, for every division; impossible divisions are refused by name."""
 
 import random
 from dataclasses import replace

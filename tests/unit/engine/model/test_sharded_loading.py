@@ -1,4 +1,4 @@
-"""A rank takes its own slices out of the mapped files and touches nothing else of them."""
+"""A rank reads its own slices of the mapped files and touches nothing else."""
 
 import json
 import struct
@@ -74,7 +74,7 @@ def test_sharded_loading_rank_reads_its_slices_in_place(directory, views) -> Non
         assert num_bytes == stored[name].nbytes * copies, name
 
 
-def test_progress_counts_what_the_rank_holds(directory) -> None:
+def test_sharded_loading_progress_counts_own_bytes(directory) -> None:
     seen = []
     load_plain(directory, group=StillGroup(1), progress=lambda done, total: seen.append((done, total)))
     num_tensors = len(expected_shapes(load_model_config(directory))) - 2 * 3
@@ -86,7 +86,7 @@ def test_progress_counts_what_the_rank_holds(directory) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_parts_of_a_tensor_at_any_offset(tmp_path, dtype) -> None:
+def test_sharded_loading_reads_parts_at_any_offset(tmp_path, dtype) -> None:
     name = {torch.float32: "F32", torch.bfloat16: "BF16"}[dtype]
     tensors = {"odd": torch.arange(35).view(5, 7).to(dtype), "flat": torch.arange(9).to(dtype)}
     data, header = b"", {}

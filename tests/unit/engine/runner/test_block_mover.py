@@ -1,4 +1,4 @@
-"""Blocks really leave for host memory and come back: bytes first, then a model's tokens."""
+"""Blocks are offloaded to host memory and restored: bytes first, then a model's tokens."""
 
 import queue
 from array import array
@@ -55,7 +55,7 @@ def moves(*, offloads: object = (), loads: object = (), copies: object = ()) -> 
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
-def test_blocks_go_and_come_back_over_all_layers(dtype: str) -> None:
+def test_block_mover_moves_all_layers_in_order(dtype: str) -> None:
     cache = PagedKVCache(layout(dtype), num_blocks=6)
     mover = BlockMover(cache, num_host_slots=3)
     assert mover.host_bytes == 3 * cache.layout.block_bytes
@@ -69,7 +69,7 @@ def test_blocks_go_and_come_back_over_all_layers(dtype: str) -> None:
     assert torch.equal(cache.blocks, before[:, [5, 0, 2, 5, 0, 1]])
 
 
-def test_measuring_leaves_the_pool_as_it_was() -> None:
+def test_block_mover_measurement_leaves_pool_unchanged() -> None:
     cache = PagedKVCache(layout("float32"), num_blocks=6)
     cache.blocks.random_()
     before = cache.blocks.clone()
@@ -81,7 +81,7 @@ def test_measuring_leaves_the_pool_as_it_was() -> None:
 
 
 def requests() -> list[Request]:
-    """Together they need twice the blocks that there are."""
+    """Requests that need twice the available blocks together."""
     made = []
     for k in range(4):
         prompt = [(31 * k + 7 * i) % 500 + 3 for i in range(20 + 9 * k)]
@@ -104,7 +104,7 @@ def outputs(made: list[Request]) -> list[list[int]]:
 
 
 def generate(parts: EngineParts) -> tuple[list[Request], int, int]:
-    """Every request's end; also the blocks saved and those brought back."""
+    """Every request's output; also the blocks offloaded and restored."""
     made = requests()
     for request in made:
         parts.scheduler.add(request)
@@ -135,7 +135,7 @@ def test_block_mover_saved_kv_gives_same_output() -> None:
 
 
 def test_block_mover_rates_are_measured_by_engine() -> None:
-    """Copy rates from start, the rate of computing from its steps: no test says what is cheaper here."""
+    """Copy rates at start, compute rate from steps: no test states which is cheaper here."""
     parts = assemble(replace(TIGHT, num_blocks=32, max_batched_tokens=128, prefill_chunk_tokens=128))
     ended: queue.Queue[str] = queue.Queue()
 
@@ -165,7 +165,7 @@ def test_block_mover_rates_are_measured_by_engine() -> None:
     assert min(rates.prefill_tokens_per_s, rates.offload_bytes_per_s, rates.load_bytes_per_s) > 0.0
 
 
-def test_host_memory_is_counted_in_the_budget() -> None:
+def test_block_mover_host_memory_is_in_the_budget() -> None:
     parts = assemble(TIGHT)
     num_slots = TIGHT.offload_bytes // parts.layout.block_bytes
     assert parts.budget.offload_bytes == parts.facts()["offload_bytes"] == num_slots * parts.layout.block_bytes

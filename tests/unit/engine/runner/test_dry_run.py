@@ -1,4 +1,4 @@
-"""The dry run's steps are the largest that can be planned, and their memory is what is reported."""
+"""The dry run's steps are the largest possible ones, and their memory is what is reported."""
 
 import gc
 
@@ -32,7 +32,7 @@ def test_dry_run_covers_last_chunk_of_longest_context() -> None:
 
 
 @pytest.mark.alone
-def test_growth_is_the_most_that_was_in_use_at_once() -> None:
+def test_peak_memory_growth_is_largest_simultaneous_use() -> None:
     peak = PeakMemory(torch.device("cpu"))
     gc.collect()  # what other tests have left behind must not be counted, nor go meanwhile
     if not peak.start():
@@ -42,8 +42,8 @@ def test_growth_is_the_most_that_was_in_use_at_once() -> None:
     assert 60 * MB < peak.growth_bytes() < 120 * MB
 
 
-def test_graphs_are_recorded_within_what_is_measured(tmp_path, monkeypatch) -> None:
-    """Their memory counts: they are recorded before the budget is made, as large as they will be."""
+def test_dry_run_records_graphs_within_measured_memory(tmp_path, monkeypatch) -> None:
+    """Graphs are recorded at their final size before the budget is computed."""
     reference_model("LlamaForCausalLM").save_pretrained(tmp_path)
     model = load_plain(tmp_path)
     recorded = []

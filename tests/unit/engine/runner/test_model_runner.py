@@ -1,4 +1,4 @@
-"""One step of any mixture: what is computed, sampled, isolated, tiled and grouped; and the memory budget."""
+"""One step of any mixture: computing, sampling, isolation, tiling and grouping; and the memory budget."""
 
 import random
 from itertools import pairwise
@@ -79,7 +79,7 @@ def sampling(i):
     return SamplingParams(temperature=0.9, top_p=0.9, repetition_penalty=1.1, seed=i)
 
 
-def test_sampled_tokens_do_not_depend_on_company_chunks_or_blocks(model):
+def test_model_runner_tokens_are_independent_of_batch_and_chunks(model):
     expected = run_all(model, seed=0, chunk=100, params=sampling, together=False)
     assert expected == run_all(model, seed=1, chunk=7, params=sampling)
     assert expected == run_all(model, seed=2, chunk=3, params=sampling, rng=random.Random(0))
@@ -98,7 +98,7 @@ def test_model_runner_preempted_request_continues_equally(model):
     assert first.token_ids == second.token_ids
 
 
-def test_garbage_in_other_blocks_changes_nothing(full_model):
+def test_model_runner_ignores_foreign_blocks(full_model):
     tokens = random_tokens(random.Random(0), 21)
     session = Session(full_model)
     request = session.request(tokens, capacity=24)
@@ -121,7 +121,7 @@ def test_model_runner_nan_request_leaves_no_nan_in_cache(full_model):
 
 
 @pytest.mark.parametrize("which", ["model", "full_model"])
-def test_tiles_and_groups_give_the_same_answer(which, request, monkeypatch):
+def test_model_runner_tiled_attention_gives_same_tokens(which, request, monkeypatch):
     decoder = request.getfixturevalue(which)
 
     def params(_):
@@ -157,7 +157,7 @@ def test_split_bounds_padding():
     assert list(_split([5, 4, 4, 2], 10**6)) == [(0, 4)]
 
 
-def test_small_gather_limit_is_honoured(full_model):
+def test_torch_attention_respects_gather_limit(full_model):
     session = Session(full_model)
     backend = TorchAttention(full_model.attention_spec, session.cache, max_gather_bytes=1)
     runner = ModelRunner(full_model, session.cache, attention=backend)
@@ -169,13 +169,13 @@ def test_small_gather_limit_is_honoured(full_model):
     assert [t.token_id for t in runner.execute(batch)] == [t.token_id for t in session.runner.execute(batch)]
 
 
-def test_mismatched_cache_is_refused(full_model):
+def test_model_runner_mismatched_cache_is_refused(full_model):
     layout = kv_layout(full_model.config, fingerprint="f", dtype="bfloat16", block_size=4)
     with pytest.raises(ConfigError, match="KV cache is"):
         ModelRunner(full_model, PagedKVCache(layout, num_blocks=2))
 
 
-def test_positions_cross_blocks_vectorised(model):
+def test_step_inputs_slots_cross_blocks(model):
     session = Session(model, num_blocks=40)
     requests = [session.request(range(40), capacity=40) for _ in range(3)]
     spans = [(0, 40), (7, 20), (39, 1)]
@@ -185,7 +185,7 @@ def test_positions_cross_blocks_vectorised(model):
     assert np.array_equal(inputs.slots, expected)
 
 
-def test_budget_divides_the_limit_and_refuses_with_figures(full_model):
+def test_plan_memory_divides_limit_or_refuses_with_figures(full_model):
     layout = kv_layout(full_model.config, fingerprint="f", dtype="float32", block_size=16)
     workspace = estimate_workspace_bytes(
         full_model.config, dtype="float32", max_batch_tokens=64, max_num_seqs=4, max_context=128
@@ -207,7 +207,7 @@ def test_budget_divides_the_limit_and_refuses_with_figures(full_model):
         plan_memory(limit_bytes=2**10, **common)
 
 
-def test_rows_without_sampling_still_store_keys_and_values(full_model):
+def test_model_runner_rows_without_sampling_store_kv(full_model):
     tokens = random_tokens(random.Random(4), 30)
     whole, part = Session(full_model), Session(full_model)
     all_rows = whole.logits(whole.request(tokens, capacity=32), 30)

@@ -1,4 +1,4 @@
-"""What is read of a prompt is what `transformers` says of it: in any chunks, company and pool, and past any cache."""
+"""Prompt logprobs equal `transformers`': in any chunks, batch and pool, and with any cache."""
 
 import random
 
@@ -35,14 +35,14 @@ def model(request, reference, tmp_path_factory):
 
 
 def reader(prompt, num_top, number=0):
-    """A request that reads; even ones score and odd ones pool, unless `num_top` says."""
+    """A scoring request; even ones score and odd ones pool, unless `num_top` is given."""
     request = ledger.request(prompt, params=SamplingParams(max_tokens=1, temperature=0.0), arrival_s=float(number))
     request.reading = PromptScoringState(num_prompt_tokens=len(prompt), num_top=num_top)
     return request
 
 
 def assert_read(reference, request):
-    """`transformers` on the whole prompt at once says the same."""
+    """Equal to `transformers` on the whole prompt at once."""
     prompt = torch.tensor([list(request.token_ids[: request.num_prompt_tokens])])
     with torch.no_grad():
         out = reference(prompt, output_hidden_states=True)
@@ -62,8 +62,8 @@ def assert_read(reference, request):
 
 
 @pytest.mark.parametrize("pipelined", [False, True])
-def test_readings_agree_in_company_and_chunks(model, reference, pipelined, monkeypatch):
-    """Beside requests that decode, in a pool too small for all; logits are made for three rows at a time."""
+def test_prompt_logprobs_are_independent_of_batch_and_chunks(model, reference, pipelined, monkeypatch):
+    """Beside decoding requests, in a pool too small for all; logits are computed for three rows at a time."""
     monkeypatch.setattr(row_reader, "_SLICE_LOGITS", {"cpu": 3 * 97})
     rng = random.Random(7)
     readers = [
@@ -81,7 +81,7 @@ def test_readings_agree_in_company_and_chunks(model, reference, pipelined, monke
 
 @pytest.mark.parametrize("num_top", [None, 4])
 def test_prompt_logprobs_preempted_request_continues(model, reference, num_top):
-    """And takes over the blocks that it has read itself, as far as they are still there."""
+    """It reuses those of its own blocks that are still cached."""
     serve = Serve(model, pipelined=False, num_blocks=10, prefill_chunk_tokens=20)
     rng = random.Random(5)
     read, urgent = reader(random_tokens(rng, 110), num_top), ledger.request(random_tokens(rng, 70), priority=-1)
@@ -105,7 +105,7 @@ def advance(serve, most):
 
 
 def test_prompt_logprobs_do_not_affect_other_requests(model):
-    """Tokens beside rows that are read are those of an engine that reads nothing."""
+    """Their tokens equal those of an engine without prompt logprobs."""
     rng = random.Random(3)
     answers = []
     for readers in ([], [reader(random_tokens(rng, 50), top, number=i) for i, top in enumerate((3, None, 0))]):

@@ -1,4 +1,4 @@
-"""Uploads through memory that is written again: right even on a device that copies as late as it may."""
+"""Uploads through reused memory are right even on a device that copies as late as it may."""
 
 import random
 from collections import deque
@@ -22,7 +22,7 @@ class LateMark:
 
 
 class LateQueue:
-    """Does nothing before somebody waits for it, and then no more than must be done. Implements DeviceQueue."""
+    """Runs its work only when waited for, and no more than needed. Implements DeviceQueue."""
 
     def __init__(self):
         self._work = deque()
@@ -83,7 +83,7 @@ def test_staging_steady_state_allocates_nothing():
     assert queue.num_allocations == before
 
 
-def test_results_are_waited_for_and_no_later_work_with_them():
+def test_download_waits_for_own_result_only():
     queue = LateQueue()
     first = queue.download(torch.arange(4))
     later = queue.mark()

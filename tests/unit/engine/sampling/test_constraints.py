@@ -28,7 +28,7 @@ def allowed(guide: TokenGuide) -> set[int]:
     return set(np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little")[:VOCAB]).tolist())
 
 
-def test_allowed_tokens_alone_may_come():
+def test_allowed_tokens_allow_only_listed():
     guide = AllowedTokens([0, 31, 32, 99], VOCAB)
     assert allowed(guide) == {0, 31, 32, 99}
     assert guide.accept(99)
@@ -50,7 +50,7 @@ def test_bad_words_sequence_bans_last_token_only():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_random_sequences_never_come(seed):
+def test_banned_sequences_never_occur(seed):
     rng = Random(seed)
     sequences = [tuple(rng.choices(range(6), k=rng.randrange(1, 4))) for _ in range(6)]
     guide = BannedSequences(sequences)
@@ -68,7 +68,7 @@ def test_random_sequences_never_come(seed):
     assert allowed(again) == allowed(guide)
 
 
-def test_together_they_allow_what_all_allow():
+def test_all_of_allows_the_intersection():
     guide = AllOf([AllowedTokens([1, 2, 3], VOCAB), BannedSequences([[2], [1, 3]])])
     assert allowed(guide) == {1, 3}
     assert guide.accept(1)

@@ -1,4 +1,4 @@
-"""Answers that follow a grammar, whatever the batch, the order of steps and the worker; a real model and llguidance."""
+"""Answers follow a grammar in any batch, order of steps and worker; a real model and llguidance."""
 
 import json
 import re
@@ -108,7 +108,7 @@ def test_grammar_constrains_its_row_only(model, guides, decode, pipelined):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_another_worker_goes_on_wherever_the_answer_broke_off(model, guides, temperature):
+def test_grammar_answer_continues_on_another_worker(model, guides, temperature):
     with serve(model, pipelined=False) as engine:
         (whole,) = engine.run([ask(guides, "schema", seed=3, temperature=temperature)])
         for cut in range(0, len(whole.ids) + 1, 3):
@@ -117,7 +117,7 @@ def test_another_worker_goes_on_wherever_the_answer_broke_off(model, guides, tem
             assert rest.reason is FinishReason.STOP
 
 
-def test_grammar_forbidden_token_is_never_sampled_and_logprobs_are_the_models(model, guides):
+def test_grammar_forbids_tokens_and_keeps_model_logprobs(model, guides):
     vocab_size = model.config.vocab_size
     logits = torch.randn((3, vocab_size), generator=torch.Generator().manual_seed(1))
     before = logits.clone()
@@ -134,8 +134,8 @@ def test_grammar_forbidden_token_is_never_sampled_and_logprobs_are_the_models(mo
     assert torch.equal(chosen.logprobs[0].sampled, expected)
 
 
-def test_grammar_refused_answer_fails_alone(model, guides):
-    """As after damage: the tokens of another worker do not match the grammar."""
+def test_grammar_mismatch_fails_only_its_request(model, guides):
+    """As after corruption: tokens from another worker do not match the grammar."""
     with serve(model, pipelined=False) as engine:
         spoilt, sound = engine.run([ask(guides, "schema", output=[700, 701]), ask(guides, "schema", seed=1)])
     assert (spoilt.ids, spoilt.reason) == ([], FinishReason.ERROR)

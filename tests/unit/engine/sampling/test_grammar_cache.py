@@ -1,4 +1,4 @@
-"""Compiled grammars of hostile clients: what a worker keeps of them, and who waits while they are compiled."""
+"""Compiled grammars of hostile clients: what a worker caches, and which requests wait for a compilation."""
 
 import asyncio
 import json
@@ -36,7 +36,7 @@ def llguides(cache_bytes=256 << 20):
 
 
 def follow(guide, seed, num_tokens=1 << 20):
-    """As long as the grammar goes on, at most so many tokens."""
+    """Tokens until the grammar's end, at most so many."""
     random, bits = Random(seed), np.zeros(num_words(VOCAB), np.int32)
     for _ in range(num_tokens):
         bits.fill(0)
@@ -50,8 +50,8 @@ SLOW_GROWING = "(.{0,%d}b){0,1000}"
 """Looks harmless for its first hundred tokens, and learns hundreds of states with each of those that follow."""
 
 
-def test_64_regexes_without_measure_stay_small_as_they_are_followed():
-    """Routers refuse them; a worker that is given one all the same is safe."""
+def test_grammar_cache_huge_regexes_stay_small():
+    """Routers refuse them; a worker that gets one is safe nevertheless."""
     guides = llguides()
     guides.guide(regex("a"))
     before = resident_bytes()
@@ -77,7 +77,7 @@ print(guide.num_tokens)
 
 @pytest.mark.parametrize("lark", ENDLESS)
 def test_grammar_endless_grammar_terminates(lark):
-    """In a process that can be killed: the loop is in llguidance, and nothing else ends it."""
+    """In a process that can be killed: the loop is inside llguidance, and nothing else ends it."""
     other = {"name": "other", "lark_grammar": 'start: /a+/ "a"'}
     grammar = json.dumps({"grammars": [{"lark_grammar": lark}, other]})
     command = [sys.executable, "-c", FOLLOW_ENDLESS, grammar]
@@ -93,7 +93,7 @@ AMBIGUOUS = [
 
 
 @pytest.mark.parametrize("rules", AMBIGUOUS)
-def test_guide_of_an_ambiguous_grammar_gives_up_before_its_tokens_take_long(rules):
+def test_grammar_guide_of_ambiguous_grammar_stops_early(rules):
     """Without a bound the 600th token takes a quarter of a second, and so does its mask."""
     guides, grammar = llguides(), json.dumps({"grammars": [{"lark_grammar": f"start: s\n{rules}"}]})
     guide = guides.guide(grammar)
@@ -105,7 +105,7 @@ def test_guide_of_an_ambiguous_grammar_gives_up_before_its_tokens_take_long(rule
     assert unusable(guide).param == "grammar"
 
 
-def test_guide_beyond_parser_limits_is_reported_as_too_expensive(monkeypatch):
+def test_grammar_guide_beyond_parser_limits_is_too_expensive(monkeypatch):
     monkeypatch.setattr(guidance, "LIMITS", {"max_items_in_row": 300})
     guide = llguides().guide(json.dumps({"grammars": [{"lark_grammar": f"start: s\n{AMBIGUOUS[0]}"}]}))
     follow(guide, seed=0, num_tokens=100)
@@ -143,14 +143,14 @@ REALISTIC = {
 
 
 @pytest.mark.parametrize("schema", REALISTIC.values(), ids=REALISTIC)
-def test_guide_of_a_large_schema_follows_long_answers(schema):
+def test_grammar_guide_of_large_schema_follows_long_answers(schema):
     guide = llguides().guide(json.dumps({"grammars": [{"json_schema": schema}]}))
     follow(guide, seed=1, num_tokens=400)
     assert not guide.takes_too_much
     assert not guide.has_refused
 
 
-def test_parser_time_bounds_what_all_tokens_take_and_lets_single_ones_take_longer():
+def test_parser_time_bounds_total_and_tolerates_single_tokens():
     time = ParserTime(VOCAB)
     for _ in range(5):
         time.add(8 * time.token_s)
@@ -170,7 +170,7 @@ def test_parser_time_bounds_what_all_tokens_take_and_lets_single_ones_take_longe
     assert ended == 8
 
 
-def test_64_regexes_that_grow_as_they_are_followed_stay_within_the_cache():
+def test_grammar_cache_growing_regexes_stay_within_bound():
     guides = llguides()
     guides.guide(regex("a"))
     before = resident_bytes()
@@ -238,7 +238,7 @@ def test_grammar_cache_size_is_share_of_memory():
 
 
 class SlowGuides:
-    """Takes until it is let go to compile what begins with `slow`; of a real library's guides else."""
+    """Blocks compiling of what begins with `slow` until released; else a real library's guides."""
 
     def __init__(self):
         self.let_go = threading.Event()
@@ -264,7 +264,7 @@ def request_with(grammar, output=()):
     return ledger.request([1, 2, 3], params=params, output=output)
 
 
-async def test_other_streams_go_on_while_sixteen_grammars_are_compiled():
+async def test_grammar_compilation_does_not_block_other_streams():
     made = parts()
     guides = SlowGuides()
     object.__setattr__(made, "guides", guides)

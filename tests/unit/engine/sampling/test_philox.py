@@ -22,7 +22,7 @@ def word(value: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("counter", "key", "expected"), VECTORS)
-def test_known_answers(counter, key, expected):
+def test_philox_matches_known_answers(counter, key, expected):
     c, k = [word(v) for v in counter], [word(v) for v in key]
     assert tuple(int(w) for w in philox4x32((c[0], c[1], c[2], c[3]), (k[0], k[1]))) == expected
 
@@ -43,7 +43,7 @@ def test_philox_noise_is_independent_of_vocabulary_size():
     assert torch.equal(noise([9], [4], [0], 40)[:, :37], noise([9], [4], [0], 37))
 
 
-def test_noise_is_standard_gumbel_and_finite():
+def test_philox_noise_is_standard_gumbel_and_finite():
     sample = noise(list(range(300)), [3] * 300, [0] * 300).double().flatten()
     assert torch.isfinite(sample).all()
     assert abs(sample.mean() - 0.5772) < 0.01

@@ -1,4 +1,4 @@
-"""Sampling: each parameter against a plain rendering of its definition, and rows independent of their company."""
+"""Sampling: each parameter against a plain version of its definition, and rows independent of their batch."""
 
 import math
 from array import array
@@ -54,13 +54,13 @@ def frequencies(row, count=20_000, **params):
     return torch.bincount(drawn, minlength=len(row)) / count
 
 
-def test_greedy_takes_the_largest():
+def test_sampler_greedy_takes_largest_logit():
     logits = logits_of(0, 1, 2)
     assert ids(logits, [make(temperature=0.0)] * 3) == logits.argmax(-1).tolist()
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
-def test_draws_follow_the_softmax(temperature):
+def test_sampler_draws_follow_softmax(temperature):
     row = logits_of(3)[0]
     expected = (row / temperature).softmax(-1)
     assert (frequencies(row, temperature=temperature) - expected).abs().max() < 0.015
@@ -69,7 +69,7 @@ def test_draws_follow_the_softmax(temperature):
 @pytest.mark.parametrize(
     "params", [{"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.2}, {"top_k": 6, "top_p": 0.8, "min_p": 0.05}, {"top_k": 1}]
 )
-def test_truncation_keeps_the_right_tokens(params):
+def test_sampler_truncation_keeps_right_tokens(params):
     row = logits_of(4)[0]
     kept = row.clone()
     probabilities = row.softmax(-1)
@@ -86,7 +86,7 @@ def test_truncation_keeps_the_right_tokens(params):
     assert (observed - kept.softmax(-1)).abs().max() < 0.015
 
 
-def test_penalties_follow_their_formulas():
+def test_sampler_penalties_follow_their_formulas():
     row = logits_of(5)[0]
     prompt, output = [1, 2, 3, 3], [3, 4, 4, 4]
     expected = row.clone()
@@ -115,7 +115,7 @@ class Spy(TorchSampling):
 
 
 def test_sampler_penalty_counts_survive_pause():
-    """One sampler over steps in changing company, where each row's counts outlive some steps and not others."""
+    """One sampler over steps of varying batches; each row's counts outlive the steps without it."""
     kept, rng = Sampler(eos_token_ids=(EOS,)), Random(3)
     params = {"repetition_penalty": 1.4, "frequency_penalty": 0.6, "presence_penalty": 0.3}
     requests = [make(prompt=[i, 7], seed=i, temperature=i % 2, **params) for i in range(6)]
@@ -150,12 +150,12 @@ def test_sampler_nan_row_has_no_token_and_affects_no_other(params):
     assert [tokens[i].token_id for i in (0, 3, 5)] == [expected[i] for i in (0, 3, 5)]
 
 
-def test_penalties_before_any_output():
+def test_sampler_penalties_without_output_change_nothing():
     row = logits_of(5)
     assert ids(row, [make(temperature=0.0, presence_penalty=2.0)]) == row.argmax(-1).tolist()
 
 
-def test_logit_bias_decides_and_bans():
+def test_sampler_logit_bias_forces_and_bans():
     logits = logits_of(6, 6)
     best = int(logits[0].argmax())
     biased = [make(temperature=0.0, logit_bias={7: 100.0}), make(temperature=0.0, logit_bias={best: -100.0})]
@@ -164,7 +164,7 @@ def test_logit_bias_decides_and_bans():
     assert second == int(logits[0].topk(2).indices[1])
 
 
-def test_min_tokens_bans_every_end_until_reached():
+def test_sampler_min_tokens_bans_all_end_tokens():
     logits = torch.zeros(1, VOCAB)
     logits[0, EOS], logits[0, 9] = 9.0, 8.0
     ends = {"temperature": 0.0, "min_tokens": 2, "stop_token_ids": (9,)}
@@ -173,7 +173,7 @@ def test_min_tokens_bans_every_end_until_reached():
     assert ids(logits, [make(output=[5], ignore_eos=True, **ends)]) == [EOS]
 
 
-def test_logprobs_are_of_the_untouched_distribution():
+def test_sampler_logprobs_are_of_unmodified_distribution():
     logits = logits_of(8, 9, 10)
     requests = [
         make(temperature=0.0, logit_bias={4: 100.0}, num_logprobs=3),
@@ -211,7 +211,7 @@ def test_sampler_row_is_independent_of_batch_and_slot():
     assert together[::-1] == ids(logits.flip(0), requests[::-1])
 
 
-def test_choices_and_positions_draw_independently():
+def test_sampler_choices_and_positions_draw_independently():
     flat = torch.zeros(64, VOCAB)
     by_choice = ids(flat, [make(seed=1, choice=i) for i in range(64)])
     by_position = ids(flat, [make(seed=1, output=[5] * i) for i in range(64)])

@@ -1,4 +1,4 @@
-"""An engine after a storm of aborts is as quick as a fresh one (docs/extend/incidents.md), counted in steps."""
+"""An engine after a storm of aborts is as fast as a fresh one (docs/extend/incidents.md), counted in steps."""
 
 import random
 
@@ -21,7 +21,7 @@ def add(sched: Scheduler, rng: random.Random, *, max_tokens: int) -> RequestId:
 
 
 def storm(sched: Scheduler, runner: LedgerRunner, num_requests: int) -> int:
-    """So many requests at any stage, nearly all of them aborted. Returns how many were."""
+    """So many requests at any stage, nearly all aborted. Returns how many were."""
     rng, alive, held, added, aborted = random.Random(3), set[RequestId](), set[RequestId](), 0, 0
     while added < num_requests or alive or held:
         while added < num_requests and len(alive) < 20:
@@ -43,7 +43,7 @@ def storm(sched: Scheduler, runner: LedgerRunner, num_requests: int) -> int:
 
 
 def steps_of_work(sched: Scheduler, runner: LedgerRunner) -> int:
-    """Prompts that nobody has sent before, more than run at once."""
+    """New prompts, more than run at once."""
     rng = random.Random(8)
     for _ in range(60):
         prompt = [96, *(rng.randrange(97) for _ in range(60))]

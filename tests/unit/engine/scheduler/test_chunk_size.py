@@ -1,4 +1,4 @@
-"""Chunks that bound the time of a step while somebody reads along; all time here is virtual."""
+"""Chunk sizes that bound a step's time beside streams; all time here is virtual."""
 
 from dataclasses import dataclass
 
@@ -64,7 +64,7 @@ def test_chunk_size_before_measurement_or_without_bound_is_maximum() -> None:
 @pytest.mark.parametrize("num_readers", [0, NUM_READERS])
 @pytest.mark.parametrize("slowness", [0.5, 1.0, 1.3, 2.0, 3.0])
 def test_chunk_size_known_rate_fills_time_bound(slowness: float, num_readers: int) -> None:
-    """Whether its rate was seen beside decodes or on a prompt alone."""
+    """Whether the rate was measured beside decodes or on a prompt alone."""
     paced = Paced(Machine(slowness=slowness))
     for _ in range(12):
         paced.observe(0)
@@ -102,7 +102,7 @@ def test_chunk_size_two_slow_steps_shorten_until_three_faster_ones() -> None:
 
 @pytest.mark.parametrize("stall_s", [0.5, 1.0, 2.0, 10.0])
 def test_chunk_size_one_stalled_decode_is_ignored(stall_s: float) -> None:
-    """A machine that stood still for once; no pure decode follows, since prompts keep coming."""
+    """The machine stalled once, and no pure decode follows since prompts keep coming."""
     served = Served(Machine()).with_readers()
     served.step()
     usual, served.machine.decode_s = served.machine.decode_s, stall_s
@@ -115,7 +115,7 @@ def test_chunk_size_one_stalled_decode_is_ignored(stall_s: float) -> None:
 
 
 def test_chunk_size_after_cold_start_recovers() -> None:
-    """Every kind of step took seconds when it was made first; again, prompts keep coming."""
+    """The first step of every kind took seconds; again, prompts keep coming."""
     paced = Paced(Machine(slowness=50.0))
     paced.observe(0)
     paced.observe(FULL)
@@ -130,8 +130,8 @@ def test_chunk_size_after_cold_start_recovers() -> None:
 @pytest.mark.parametrize("decode_s", [0.02, 0.1, 0.15, 0.2, 0.25])
 @pytest.mark.parametrize("token_s", [0.0005, 0.001])
 @pytest.mark.parametrize("alone_every", [2, 4, 0])
-def test_chunks_settle_where_they_fill_the_time(decode_s: float, token_s: float, alone_every: int) -> None:
-    """However much of it decodes take, and however seldom they are alone."""
+def test_chunk_size_converges_to_step_time_bound(decode_s: float, token_s: float, alone_every: int) -> None:
+    """However much of it decodes take, and however seldom they run alone."""
     paced = Paced(Machine(decode_s=decode_s, token_s=token_s)).warm()
     for i in range(60):
         paced.observe(0 if alone_every and i % alone_every == 0 else paced.pace.chunk_tokens())
@@ -175,7 +175,7 @@ def test_has_decodes_counts_newest_tokens_only() -> None:
 
 
 class Served:
-    """A scheduler on a machine whose steps take virtual time; what is sampled does not matter here."""
+    """A scheduler on a machine whose steps take virtual time; sampled tokens do not matter here."""
 
     def __init__(self, machine: Machine, max_step_s: float | None = BOUND_S, *, prefill_only: bool = False) -> None:
         self.machine = machine
@@ -220,7 +220,7 @@ class Served:
         return batch, took
 
     def with_readers(self) -> "Served":
-        """Some read along, and the machine's rate is known."""
+        """With some streams, and a known rate."""
         for _ in range(NUM_READERS):
             self.add(60, 5000)
         for _ in range(3):
@@ -251,7 +251,7 @@ def test_chunk_size_only_steps_with_decodes_are_bounded() -> None:
     assert (len(alone.items), chunk_of(alone)) == (1, FULL)
 
 
-def test_newcomers_and_those_in_the_middle_share_the_smaller_chunk() -> None:
+def test_chunk_size_is_shared_by_all_prompts_in_step() -> None:
     served = Served(Machine(slowness=2.0)).with_readers()
     for _ in range(8):
         served.add(150, 10)
@@ -268,7 +268,7 @@ def test_chunk_size_prefill_worker_is_not_bounded() -> None:
     assert chunks == [FULL] * 5
 
 
-def test_once_two_steps_were_slow_no_step_that_is_read_is_late() -> None:
+def test_chunk_size_keeps_steps_within_bound_after_two_slow_ones() -> None:
     """The machine halves its speed while prompts are computed, thirds it, and recovers: the chunk follows."""
     served = Served(Machine()).with_readers()
     assert (chunk_of(served.step()[0]), served.sched.load().num_waiting) == (0, 0)
@@ -294,7 +294,7 @@ def test_once_two_steps_were_slow_no_step_that_is_read_is_late() -> None:
 
 
 def test_chunk_size_without_bound_exceeds_step_time() -> None:
-    """What the test above would see if nothing were bounded."""
+    """Control of the previous test."""
     served = Served(Machine(slowness=2.0), None).with_readers()
     served.add(4000, 10)
     assert served.step()[1] > BOUND_S

@@ -1,4 +1,4 @@
-"""Steps taken at once leave everything as single steps do."""
+"""Steps taken at once leave the same state as single steps."""
 
 from array import array
 from collections.abc import Sequence
@@ -100,7 +100,7 @@ jobs = st.lists(
 
 @settings(max_examples=50, deadline=None)
 @given(jobs, st.integers(12, 60), st.integers(1, 5), st.sampled_from([16, 32]), st.integers(1, 150))
-def test_steps_at_once_are_single_steps(
+def test_fast_forward_equals_single_steps(
     work: list[Job], num_blocks: int, rows: int, block_size: int, num_steps: int
 ) -> None:
     size = {"num_blocks": num_blocks, "rows": rows, "block_size": block_size}

@@ -14,7 +14,7 @@ PROMPT = list(range(50))
 T1, T2 = TransferId("t1"), TransferId("t2")
 
 
-def test_prefill_only_reports_every_source_block_once_and_holds_them() -> None:
+def test_handoff_source_blocks_are_reported_once_and_held() -> None:
     sched, runner = ledger.scheduler(), LedgerRunner()
     sched.add(ledger.request(range(32)))
     run(sched, runner)
@@ -43,7 +43,7 @@ def test_prefill_only_reports_every_source_block_once_and_holds_them() -> None:
     assert_empty(sched)
 
 
-def test_pinned_blocks_outlive_abort_until_every_transfer_is_quiet() -> None:
+def test_handoff_pinned_blocks_outlive_abort_until_all_unpinned() -> None:
     sched, runner = ledger.scheduler(num_blocks=8, max_model_len=128), LedgerRunner()
     source = ledger.request(range(75), prefill_only=True)
     sched.add(source)
@@ -73,7 +73,7 @@ def land(sched: Scheduler, runner: LedgerRunner, transfer_id: TransferId, tokens
         runner.write(blocks, position - held, entries[position])
 
 
-def test_hand_off_commits_and_continues() -> None:
+def test_handoff_commit_continues_the_request() -> None:
     sched, runner = ledger.scheduler(), LedgerRunner()
     sched.add(ledger.request(PROMPT[:33]))
     run(sched, runner)
@@ -100,7 +100,7 @@ def test_hand_off_commits_and_continues() -> None:
 @pytest.mark.parametrize("landed", [0, 15, 16, 40, 50])
 @pytest.mark.parametrize("first_is_known", [True, False])
 @pytest.mark.parametrize("quiet", [True, False])
-def test_hand_off_that_fails_is_finished_here(landed: int, first_is_known: bool, quiet: bool) -> None:
+def test_handoff_failed_transfer_is_finished_locally(landed: int, first_is_known: bool, quiet: bool) -> None:
     sched, runner = ledger.scheduler(), LedgerRunner()
     request = ledger.request(PROMPT)
     expected = continuation(PROMPT, request.params)
@@ -125,7 +125,7 @@ def test_hand_off_that_fails_is_finished_here(landed: int, first_is_known: bool,
     assert_empty(sched)
 
 
-def test_next_attempt_resumes_from_what_landed() -> None:
+def test_handoff_next_attempt_resumes_after_landed_tokens() -> None:
     sched, runner = ledger.scheduler(), LedgerRunner()
     request = ledger.request(PROMPT)
     expected = continuation(PROMPT, request.params)
@@ -141,7 +141,7 @@ def test_next_attempt_resumes_from_what_landed() -> None:
     assert_empty(sched)
 
 
-def test_first_token_may_be_the_last() -> None:
+def test_handoff_first_token_may_be_last() -> None:
     sched, runner = ledger.scheduler(), LedgerRunner()
     request = ledger.request(PROMPT, params=SamplingParams(max_tokens=1))
     sched.reservations.reserve(T1, request)
@@ -152,7 +152,7 @@ def test_first_token_may_be_the_last() -> None:
     assert_empty(sched)
 
 
-def test_credit_is_hard_and_growth_preempts_growth_instead() -> None:
+def test_handoff_reserved_blocks_are_not_taken_by_growth() -> None:
     sched, runner = ledger.scheduler(num_blocks=10, max_model_len=160), LedgerRunner()
     params = SamplingParams(max_tokens=60, ignore_eos=True)
     for k in range(2):
@@ -200,7 +200,7 @@ def test_handoff_prefill_is_never_preempted() -> None:
     assert_empty(sched)
 
 
-def test_reservations_do_not_overtake_preempted_requests() -> None:
+def test_handoff_reservations_do_not_overtake_preempted_requests() -> None:
     sched, runner = ledger.scheduler(num_blocks=8, max_model_len=128), LedgerRunner()
     for k in range(3):
         sched.add(ledger.request([k] * 30, params=SamplingParams(max_tokens=90, ignore_eos=True), arrival_s=float(k)))
@@ -268,7 +268,7 @@ def test_handoff_second_attempt_holds_no_more_than_announced() -> None:
 
 
 def test_handoff_prompt_blocks_are_reported_once() -> None:
-    """The counts of `StepEventCollector` would be wrong after a preemption: none happens under load."""
+    """A preempted hand-off would make the counts of `StepEventCollector` wrong; under load none is preempted."""
     sched, runner = ledger.scheduler(num_blocks=13, max_batched_tokens=24, max_overtakes=0), LedgerRunner()
     urgent = [ledger.request(range(40 * i, 40 * i + 30), priority=-1, arrival_s=float(i)) for i in range(3)]
     for one in urgent:

@@ -1,4 +1,4 @@
-"""The scheduler's whole machine once more, with a step always under way and a device that is late."""
+"""The scheduler's state machine test with a step always in flight on a late device."""
 
 from collections import Counter
 
@@ -14,7 +14,7 @@ from tests.unit.engine.scheduler.test_scheduler_machine import SchedulerMachine
 
 
 class PipelinedMachine(SchedulerMachine):
-    """Each request must say what it says without pipelining, and end as it ends there: what recursion says."""
+    """Each request must have the output and end that it has without pipelining."""
 
     launched: DelayedStep | None = None
 
@@ -48,14 +48,14 @@ class PipelinedMachine(SchedulerMachine):
 
     @rule(data=st.data())
     def poison(self, data: st.DataObject) -> None:
-        """From now on the model makes nothing but NaN of this request."""
+        """From now on the model yields only NaN for this request."""
         alive = (r for r in self.requests.values() if r.state in {RequestState.WAITING, RequestState.RUNNING})
         request = self.pick(data, alive)
         if isinstance(request, Request) and request not in self.reserved.values():
             self.late.poisoned.add(request.request_id)
 
     def check_writes(self, batch: Batch) -> None:
-        """Nobody writes where anybody else reads, steps under way included; a copy's source is read before that."""
+        """No block is written while another owner reads it, also in flight; copies read their source first."""
         pool = self.sched.blocks.pool
         read = Counter(copy.source for step in self.late.pending for copy in step.batch.copies)
         read.update(copy.source for copy in batch.copies)
@@ -68,7 +68,7 @@ class PipelinedMachine(SchedulerMachine):
                 assert pool.num_refs(table[i]) - read[table[i]] == 1
 
     @invariant()
-    def nothing_under_way_is_anybody_elses(self) -> None:
+    def pending_steps_use_own_blocks(self) -> None:
         for step in self.late.pending:
             blocks = step.blocks()
             assert all(self.sched.blocks.pool.num_refs(block) for block in blocks)
@@ -76,8 +76,8 @@ class PipelinedMachine(SchedulerMachine):
                 assert not blocks & {*request.block_table[request.num_computed_tokens // ledger.BLOCK :]}
 
     @invariant()
-    def nothing_under_way_writes_what_peers_were_told_to_read(self) -> None:
-        """Until it is released; so nobody who reads it has to wait for the device."""
+    def pending_steps_never_write_shared_sources(self) -> None:
+        """Until its release; so no reader has to wait for the device."""
         alive = (RequestState.RUNNING, RequestState.HELD)
         outputs = {
             block
@@ -89,7 +89,7 @@ class PipelinedMachine(SchedulerMachine):
             assert not outputs & step.written()
 
     @invariant()
-    def ends_are_the_right_ones(self) -> None:
+    def finish_reasons_are_right(self) -> None:
         for request_id, reason in self.ended.items():
             request, outputs = self.requests[request_id], self.outputs[request_id]
             if reason is FinishReason.ERROR:

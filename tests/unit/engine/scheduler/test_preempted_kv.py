@@ -1,4 +1,4 @@
-"""Preempted KV is computed again or saved and brought back, and nobody can tell which from the tokens."""
+"""Preempted KV is recomputed, or offloaded and restored, with the same tokens."""
 
 import math
 
@@ -20,7 +20,7 @@ from tests.support.engine.ledger import LedgerRunner, assert_empty, continuation
 RATES = MeasuredRates(prefill_tokens_per_s=100.0, offload_bytes_per_s=1000.0, load_bytes_per_s=500.0)
 
 
-def test_cost_model() -> None:
+def test_preempted_kv_cost_model_prefers_cheaper_way() -> None:
     assert recompute_s(50, RATES) == pytest.approx(0.5)
     assert offload_s(100, RATES) == pytest.approx(0.1 + 0.2)
     assert prefers_offload(50, 100, RATES)
@@ -30,7 +30,7 @@ def test_cost_model() -> None:
     assert not prefers_offload(50, 100, MeasuredRates(prefill_tokens_per_s=1e-9))
 
 
-def test_host_tier_is_bounded_and_notices_misuse() -> None:
+def test_host_tier_is_bounded_and_refuses_misuse() -> None:
     tier = HostTier(3)
     blocks = [BlockId(k) for k in (7, 8)]
     handle = tier.store(blocks)
@@ -59,7 +59,7 @@ DEAR_COPY = MeasuredRates(prefill_tokens_per_s=1e9, offload_bytes_per_s=1.0, loa
 
 
 @pytest.mark.parametrize(("rates", "slots"), [(CHEAP_COPY, 16), (DEAR_COPY, 16), (CHEAP_COPY, 1)])
-def test_tokens_are_the_same_whatever_becomes_of_the_kv(rates: MeasuredRates, slots: int) -> None:
+def test_preempted_kv_tokens_are_equal_saved_or_recomputed(rates: MeasuredRates, slots: int) -> None:
     tier, runner = HostTier(slots), LedgerRunner()
     sched = scheduler(tier, rates)
     params = SamplingParams(max_tokens=70, ignore_eos=True)
@@ -90,7 +90,7 @@ def test_tokens_are_the_same_whatever_becomes_of_the_kv(rates: MeasuredRates, sl
 
 
 def preempted(tier: HostTier) -> tuple[Scheduler, LedgerRunner, Request]:
-    """A scheduler whose lower-priority request has just been saved."""
+    """A scheduler whose lower-priority request has just been offloaded."""
     sched, runner = scheduler(tier, CHEAP_COPY), LedgerRunner()
     low = ledger.request(range(70), priority=1, params=SamplingParams(max_tokens=40, ignore_eos=True))
     sched.add(low)
@@ -135,7 +135,7 @@ def test_preempted_kv_restores_only_evicted_blocks() -> None:
 
 
 def test_preempted_kv_unsaved_blocks_are_recomputed() -> None:
-    """A request that preempts itself leaves nobody to run: its blocks may be a hand-off's before the next step."""
+    """After preempting itself nothing runs: a hand-off may take its blocks before the next step."""
     tier = HostTier(16)
     sched, runner = scheduler(tier, CHEAP_COPY), LedgerRunner()
     alone = ledger.request(range(70), params=SamplingParams(max_tokens=30, ignore_eos=True))

@@ -1,4 +1,4 @@
-"""Who goes next: levels, deadlines, cached prefixes; and what is guaranteed to the others."""
+"""The order of the queue: priorities, deadlines, cached prefixes; and guarantees for the others."""
 
 import pytest
 
@@ -15,7 +15,7 @@ LONG = list(range(64))
 
 
 def admissions(sched: Scheduler, runner: LedgerRunner, now: float = 0.0) -> list[str]:
-    """Run everything; request ids in the order in which they left the queue."""
+    """Run everything; returns request ids in the order of leaving the queue."""
     order = []
     while (batch := sched.schedule(now)) is not None:
         order += [a.request_id for a in sched.commit(batch, runner.execute(batch)).admissions]
@@ -30,7 +30,7 @@ def warmed(**changes: object) -> tuple[Scheduler, LedgerRunner]:
     return sched, runner
 
 
-def test_rank_is_level_then_due_time_then_arrival() -> None:
+def test_ranking_is_level_then_due_time_then_arrival() -> None:
     rank = Ranking(None)
     early, late, urgent, low = (
         ledger.request([1], arrival_s=1.0),
@@ -44,7 +44,7 @@ def test_rank_is_level_then_due_time_then_arrival() -> None:
     assert rank(patient) < rank(newcomer)
 
 
-def test_levels_age() -> None:
+def test_ranking_levels_age() -> None:
     rank = Ranking(10.0)
     low = ledger.request([1], arrival_s=0.0, priority=2)
     assert rank(ledger.request([1], arrival_s=19.0)) < rank(low) < rank(ledger.request([1], arrival_s=21.0))
@@ -53,7 +53,7 @@ def test_levels_age() -> None:
 @pytest.mark.parametrize(
     "change", [{"max_overtakes": -1}, {"priority_aging_s": 0.0}, {"max_step_s": 0.0}, {"eviction": "fifo"}]
 )
-def test_impossible_policies_are_refused(change: dict[str, object]) -> None:
+def test_queue_order_impossible_policy_is_refused(change: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=f"engine.{next(iter(change))}"):
         ledger.config(**change)
 
@@ -118,7 +118,7 @@ def shares(batch: Batch | None, *requests: Request) -> list[int]:
     return [sum(item.num_tokens for item in batch.items if item.request is request) for request in requests]
 
 
-def test_queue_order_chunk_of_a_step_goes_to_prompts_in_order() -> None:
+def test_queue_order_chunk_goes_to_prompts_in_order() -> None:
     """A later prompt's chunk never makes an earlier prompt's step longer than one chunk."""
     sched, runner = ledger.scheduler(prefill_chunk_tokens=20, max_batched_tokens=100, num_blocks=64), LedgerRunner()
     first, second, third = (ledger.request([k] * 30, arrival_s=float(k)) for k in range(3))

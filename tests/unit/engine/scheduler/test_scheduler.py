@@ -16,7 +16,7 @@ PROMPT = list(range(50))
 T1 = TransferId("t1")
 
 
-def test_tokens_do_not_depend_on_chunks_or_company() -> None:
+def test_scheduler_tokens_are_independent_of_chunks_and_batch() -> None:
     prompts = [[k * 13 % 97 for k in range(n)] for n in (1, 15, 16, 17, 33, 90)]
     for chunk, budget in ((1, 1), (7, 7), (16, 48), (200, 200)):
         sched, runner = ledger.scheduler(prefill_chunk_tokens=chunk, max_batched_tokens=budget), LedgerRunner()
@@ -29,7 +29,7 @@ def test_tokens_do_not_depend_on_chunks_or_company() -> None:
         assert_empty(sched)
 
 
-def test_block_of_several_hash_blocks() -> None:
+def test_scheduler_blocks_of_several_hash_blocks_are_shared() -> None:
     sched, runner = ledger.scheduler(block_size=48, num_blocks=8), LedgerRunner(48)
     first, second = ledger.request(range(100)), ledger.request(range(100))
     sched.add(first)
@@ -40,7 +40,7 @@ def test_block_of_several_hash_blocks() -> None:
     assert_empty(sched)
 
 
-def test_prefix_hit_leaves_one_token_and_is_reported() -> None:
+def test_scheduler_prefix_hit_leaves_one_token_and_is_reported() -> None:
     sched, runner = ledger.scheduler(), LedgerRunner()
     sched.add(ledger.request(range(48)))
     run(sched, runner)
@@ -53,7 +53,7 @@ def test_prefix_hit_leaves_one_token_and_is_reported() -> None:
     assert runner.num_computed - before == 16 + again.params.max_tokens - 1
 
 
-def test_equal_prompts_side_by_side_share_blocks_in_the_end() -> None:
+def test_scheduler_equal_concurrent_prompts_share_blocks() -> None:
     sched, runner = ledger.scheduler(), LedgerRunner()
     twins = [ledger.request(range(64), prefill_only=True) for _ in range(3)]
     for twin in twins:
@@ -66,7 +66,7 @@ def test_equal_prompts_side_by_side_share_blocks_in_the_end() -> None:
     assert_empty(sched)
 
 
-def test_preemption_changes_no_token_and_favours_the_oldest() -> None:
+def test_scheduler_preemption_keeps_tokens_and_favours_oldest() -> None:
     sched, runner = ledger.scheduler(num_blocks=8, max_model_len=128), LedgerRunner()
     params = SamplingParams(max_tokens=60, ignore_eos=True)
     requests = [ledger.request([k] * 20, arrival_s=float(k), params=params) for k in range(4)]
@@ -80,7 +80,7 @@ def test_preemption_changes_no_token_and_favours_the_oldest() -> None:
     assert_empty(sched)
 
 
-def test_higher_priority_takes_room_from_lower() -> None:
+def test_scheduler_higher_priority_preempts_lower() -> None:
     sched, runner = ledger.scheduler(num_blocks=6, max_model_len=96), LedgerRunner()
     low = ledger.request(range(60), priority=5, params=SamplingParams(max_tokens=30, ignore_eos=True))
     sched.add(low)
@@ -102,7 +102,7 @@ def test_higher_priority_takes_room_from_lower() -> None:
     assert_empty(sched)
 
 
-def test_finish_reasons() -> None:
+def test_scheduler_reports_finish_reason() -> None:
     base = continuation(PROMPT, SamplingParams(max_tokens=6, ignore_eos=True))
     stop = SamplingParams(max_tokens=6, ignore_eos=True, stop_token_ids=(base[1],))
     late = SamplingParams(max_tokens=6, ignore_eos=True, stop_token_ids=(base[1],), min_tokens=4)
@@ -120,7 +120,7 @@ def test_finish_reasons() -> None:
     assert long.finish_reason is FinishReason.LENGTH
 
 
-def test_end_token_of_the_model_stops_unless_ignored() -> None:
+def test_scheduler_end_token_stops_unless_ignored() -> None:
     params = SamplingParams(max_tokens=150)
     prompt = next(p for p in ([k, k + 1] for k in range(90)) if continuation(p, params)[-1] == ledger.EOS)
     sched, runner = ledger.scheduler(), LedgerRunner()
@@ -149,7 +149,7 @@ def test_scheduler_impossible_request_is_refused_at_once() -> None:
     assert sched.load().num_waiting == 1
 
 
-def test_queue_is_bounded() -> None:
+def test_scheduler_queue_is_bounded() -> None:
     sched = ledger.scheduler(max_waiting_requests=2)
     for _ in range(2):
         sched.add(ledger.request(PROMPT))
@@ -158,7 +158,7 @@ def test_queue_is_bounded() -> None:
     assert refusal.value.retry_after_s
 
 
-def test_resume_continues_and_repeats_a_lost_end() -> None:
+def test_scheduler_resume_continues_and_repeats_lost_end() -> None:
     params = SamplingParams(max_tokens=8, ignore_eos=True)
     output = continuation(PROMPT, params)
     sched, runner = ledger.scheduler(), LedgerRunner()
@@ -173,7 +173,7 @@ def test_resume_continues_and_repeats_a_lost_end() -> None:
     assert_empty(sched)
 
 
-def test_abort_in_every_state_ends_once() -> None:
+def test_scheduler_abort_in_any_state_ends_once() -> None:
     sched, runner = ledger.scheduler(num_blocks=8, max_model_len=128), LedgerRunner()
     held = ledger.request(PROMPT[:10], prefill_only=True)
     running = ledger.request(range(60, 90), arrival_s=1.0)

@@ -1,4 +1,4 @@
-"""Random histories of a whole worker's scheduler, in all its roles at once, against what must come out."""
+"""Random histories of a whole worker's scheduler, in all its roles at once, against expected results."""
 
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
@@ -20,7 +20,7 @@ from tests.unit.engine.kv_cache.test_pool_machine import prompts
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """A worker in all its roles at once; every request that ends by itself must have said what recursion says."""
+    """A worker in all its roles at once; every finished request must have the expected output."""
 
     @initialize(
         num_blocks=st.integers(12, 30),
@@ -146,10 +146,10 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.write_garbage(transfer_id)
 
     def settle(self) -> None:
-        """Nothing is under way: each step here ends before the next begins."""
+        """Nothing is in flight: each step here ends before the next begins."""
 
     def check_writes(self, batch: Batch) -> None:
-        """Nobody writes where anybody else reads; a copy's source is read before that."""
+        """No block is written while another owner reads it; copies read their source first."""
         pool = self.sched.blocks.pool
         read = [copy.source for copy in batch.copies]
         for item in batch.items:

@@ -1,4 +1,4 @@
-"""Equal beginnings that are in flight at once are computed once."""
+"""Shared prefixes of concurrent requests are computed once."""
 
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.shared_prefills import MAX_STALLS
@@ -25,7 +25,7 @@ def step(sched: Scheduler, runner: LedgerRunner) -> Batch:
     return batch
 
 
-def test_eight_choices_compute_their_prompt_once() -> None:
+def test_shared_prefill_eight_choices_compute_prompt_once() -> None:
     for length in (5, 16, 32, 33, 47, 48, 75):
         sched, runner = ledger.scheduler(num_blocks=64, max_running_requests=8), LedgerRunner()
         eight = choices(range(length))
@@ -41,7 +41,7 @@ def test_eight_choices_compute_their_prompt_once() -> None:
         assert_empty(sched)
 
 
-def test_choices_share_every_block_that_is_full_and_copy_the_one_that_is_not() -> None:
+def test_shared_prefill_choices_share_full_blocks_and_copy_partial() -> None:
     sched, runner = ledger.scheduler(num_blocks=64, max_running_requests=8, prefill_chunk_tokens=40), LedgerRunner()
     eight = choices(range(40))
     for request in eight:
@@ -88,7 +88,7 @@ def test_shared_prefill_common_prefix_is_computed_once() -> None:
     assert_empty(sched)
 
 
-def test_others_go_on_while_choices_wait() -> None:
+def test_shared_prefill_other_requests_run_while_choices_wait() -> None:
     sched, runner = ledger.scheduler(num_blocks=64, max_running_requests=8, prefill_chunk_tokens=40), LedgerRunner()
     twins = choices(range(30), 3)
     other = ledger.request(range(50, 60), arrival_s=9.0)
@@ -99,8 +99,8 @@ def test_others_go_on_while_choices_wait() -> None:
     assert_empty(sched)
 
 
-def test_shared_prefill_stalled_leader_is_not_awaited_for_ever() -> None:
-    """Progress buys patience, and only progress."""
+def test_shared_prefill_stalled_leader_is_not_awaited_forever() -> None:
+    """Only progress extends the wait."""
     sched, runner = ledger.scheduler(num_blocks=64, max_batched_tokens=2, prefill_chunk_tokens=2), LedgerRunner()
     leader = ledger.request(range(60), params=PARAMS)
     follower = ledger.request(range(60), params=PARAMS, arrival_s=1.0)
@@ -134,7 +134,7 @@ def test_shared_prefill_lower_priority_leader_is_not_awaited() -> None:
     assert_empty(sched)
 
 
-def test_prefills_of_all_choices_share_blocks_under_pins() -> None:
+def test_shared_prefill_of_choices_shares_pinned_blocks() -> None:
     sched, runner = ledger.scheduler(num_blocks=64, max_running_requests=8), LedgerRunner()
     four = choices(range(75), 4, prefill_only=True)
     for request in four:

@@ -20,7 +20,7 @@ MAX_TOTAL = MAX_PROMPT + MAX_OUTPUT
 
 @dataclass(frozen=True)
 class Arrival:
-    """What somebody asks for: a beginning that many share, and an own end."""
+    """A request: a prefix shared by many, and its own suffix."""
 
     family: int
     length: int
@@ -97,7 +97,7 @@ def test_scheduler_later_requests_cause_no_starvation(
     chunk: int,
     with_decodes: int | None,
 ) -> None:
-    """Nor when steps beside decodes are bounded by time, on a machine that has next to none."""
+    """Nor on a very slow machine with time-bounded steps beside decodes."""
     sched, runner = scheduler(num_blocks, chunk), LedgerRunner()
     if with_decodes is not None:
         sched._planner._pace = ledger.Crawl(with_decodes)
@@ -118,7 +118,7 @@ def test_scheduler_later_requests_cause_no_starvation(
 
 
 def flooded(aging_s: float | None) -> bool:
-    """Whether one of low priority gets through while higher ones arrive faster than they are served."""
+    """Whether a low-priority request runs while higher ones arrive faster than they are served."""
     sched, runner = scheduler(num_blocks=8, chunk=20, aging_s=aging_s), LedgerRunner()
     low = Arrival(family=0, length=40, own=1, num_output=8, patience_s=None).request(0.0, priority=2)
     sched.add(low)
@@ -134,7 +134,5 @@ def flooded(aging_s: float | None) -> bool:
 
 
 @pytest.mark.parametrize(("aging_s", "gets_through"), [(50.0, True), (None, False)])
-def test_aging_lets_the_lowest_level_through_and_strict_levels_do_not(
-    aging_s: float | None, gets_through: bool
-) -> None:
+def test_scheduler_aging_prevents_starvation_of_lowest_level(aging_s: float | None, gets_through: bool) -> None:
     assert flooded(aging_s) is gets_through

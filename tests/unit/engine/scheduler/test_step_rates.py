@@ -14,7 +14,7 @@ def decode(seconds: float) -> StepTimings:
     return StepTimings(schedule_s=0.0, execute_s=seconds, commit_s=0.0, num_tokens=4, num_requests=4)
 
 
-def test_one_disturbed_first_step_is_neither_reported_nor_decisive() -> None:
+def test_rate_meter_ignores_disturbed_first_step() -> None:
     meter = RateMeter()
     meter.observe(prefill(2.0))  # another program had the processor
     meter.observe(decode(0.5))
@@ -36,7 +36,7 @@ def settled() -> RateMeter:
     return meter
 
 
-def test_later_steps_count_a_fifth_each() -> None:
+def test_rate_meter_weighs_later_steps_by_a_fifth() -> None:
     meter = settled()
     meter.observe(prefill(0.08))
     meter.observe(decode(0.015))
@@ -45,7 +45,7 @@ def test_later_steps_count_a_fifth_each() -> None:
 
 
 @pytest.mark.parametrize(("seconds", "tokens_per_s", "step_s"), [(60.0, 900.0, 0.012), (1e-6, 1_200.0, 0.009)])
-def test_one_step_that_is_far_off_changes_little(seconds: float, tokens_per_s: float, step_s: float) -> None:
+def test_rate_meter_single_outlier_changes_little(seconds: float, tokens_per_s: float, step_s: float) -> None:
     meter = settled()
     meter.observe(prefill(seconds))
     meter.observe(decode(seconds))
@@ -53,7 +53,7 @@ def test_one_step_that_is_far_off_changes_little(seconds: float, tokens_per_s: f
     assert meter.settled_decode_step_s == pytest.approx(step_s)
 
 
-def test_rates_follow_a_machine_that_became_ten_times_slower() -> None:
+def test_rate_meter_follows_tenfold_slowdown() -> None:
     meter = settled()
     for _ in range(40):
         meter.observe(prefill(1.0))
@@ -62,7 +62,7 @@ def test_rates_follow_a_machine_that_became_ten_times_slower() -> None:
     assert meter.settled_decode_step_s == pytest.approx(0.1, rel=0.1)
 
 
-def test_small_steps_do_not_affect_the_prefill_rate() -> None:
+def test_rate_meter_small_steps_do_not_affect_prefill_rate() -> None:
     meter = RateMeter()
     meter.observe(prefill(0.1, num_tokens=MIN_PREFILL_TOKENS))  # one of them is not a prompt's
     assert meter.prefill_tokens_per_s == 0.0

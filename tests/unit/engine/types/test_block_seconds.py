@@ -1,4 +1,4 @@
-"""What a place in the pool costs: blocks held times the seconds for which they were, exactly."""
+"""The cost of KV: exactly the blocks held times the seconds."""
 
 from array import array
 
@@ -12,7 +12,7 @@ from tandem.values.sampling import SamplingParams
 from tests.support.engine import ledger
 
 
-def test_blocks_times_seconds() -> None:
+def test_block_seconds_sum_blocks_over_time() -> None:
     held = BlockSeconds()
     held.change(3, 10.0)
     held.change(4, 12.0)
@@ -23,7 +23,7 @@ def test_blocks_times_seconds() -> None:
 
 @pytest.mark.parametrize("num_tokens", [1, 40])
 def test_block_seconds_cover_admission_to_end(num_tokens: int) -> None:
-    """Step after step the sum is what an observer counts who looks at the table at every moment."""
+    """After every step the sum equals an observer's who reads the block table at every moment."""
     now_s, expected = 100.0, 0.0
     scheduler = Scheduler(ledger.config(), BlockHasher(ledger.SECRET), clock=lambda: now_s)
     request = Request(

@@ -1,4 +1,4 @@
-"""The layout of a step, against the plainest way to say it, over histories in which requests come, grow and go."""
+"""The layout of a step against a plain version, over random histories of requests."""
 
 import random
 from array import array
@@ -56,7 +56,7 @@ def assert_plain(inputs: StepInputs, batch: Batch) -> None:
 
 
 def edit(rng: random.Random, live: list[Request]) -> None:
-    """What a scheduler does to its requests between two steps."""
+    """A scheduler's changes of its requests between two steps."""
     for _ in range(rng.choice([0, 0, 0, 1, 3])):
         live.append(request(rng, rng.randrange(1, 40)))
     for victim in rng.sample(live, min(len(live) - 1, rng.choice([0, 0, 0, 1]))):

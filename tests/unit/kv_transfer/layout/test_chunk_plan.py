@@ -1,4 +1,4 @@
-"""How cells are cut: each once, within the bound, as soon as they are there."""
+"""Cells are cut into chunks: each once, within the bound, as soon as they are ready."""
 
 import random
 

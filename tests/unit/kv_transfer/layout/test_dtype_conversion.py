@@ -1,4 +1,4 @@
-"""Converted payloads against the engine's own codes, to the bit."""
+"""Converted payloads equal the engine's own codes, bit for bit."""
 
 from itertools import product
 
@@ -43,7 +43,7 @@ def every_16_bits(dtype):
     return torch.where(values.isfinite(), values, 0)
 
 
-def hard_floats(seed):
+def edge_case_floats(seed):
     """float32 of all magnitudes; around the middles between codes of e4m3 and beyond their bounds."""
     generator = torch.Generator().manual_seed(seed)
     bits = torch.randint(-(2**31), 2**31 - 1, (1 << 17,), generator=generator).to(torch.int32).view(torch.float32)
@@ -57,12 +57,12 @@ def hard_floats(seed):
 
 
 def values_of(dtype, seed=0):
-    return hard_floats(seed) if dtype == "float32" else every_16_bits(dtype)
+    return edge_case_floats(seed) if dtype == "float32" else every_16_bits(dtype)
 
 
 @pytest.mark.parametrize("dtype", PLAIN)
 @pytest.mark.parametrize("scale", [None, 1.0, 0.037, 3e-39, 1e20])
-def test_e4m3_is_the_engines(dtype, scale):
+def test_conversion_to_fp8_equals_engine(dtype, scale):
     values = values_of(dtype).view(-1, 64)
     made = converted(
         as_bytes(values),
@@ -78,7 +78,7 @@ def test_e4m3_is_the_engines(dtype, scale):
 
 @pytest.mark.parametrize("dtype", PLAIN)
 @pytest.mark.parametrize("head_dim", [1, 4, 64, 128])
-def test_int8_is_the_engines(dtype, head_dim):
+def test_conversion_to_int8_equals_engine(dtype, head_dim):
     generator = torch.Generator().manual_seed(head_dim)
     flat = values_of(dtype, head_dim)
     mixed = flat[torch.randperm(flat.numel(), generator=generator)]
@@ -93,7 +93,7 @@ def test_int8_is_the_engines(dtype, head_dim):
 
 
 @pytest.mark.parametrize("dtype", PLAIN)
-def test_restored_values_are_the_engines(dtype):
+def test_conversion_restored_values_equal_engine(dtype):
     codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).repeat(64).view(-1, 32)
     scales = torch.logspace(-8, 3, len(codes))
     scales[::4] = torch.tensor([3.0, 5.0, 33.0, 513.0]).repeat(len(codes) // 16)  # ties of bfloat16 and float16
@@ -186,7 +186,7 @@ def test_conversion_prompt_equals_engine_output(source, target, early, batch, mo
         assert np.array_equal(moved(kv, tables, pools, ranges, head_scales, wire), expected)
 
 
-def test_codes_on_the_wire_alone_are_what_the_engine_would_read():
+def test_conversion_wire_codes_equal_engine_codes():
     rng = torch.Generator().manual_seed(4)
     kv = [layout("bfloat16", tp=tp, heads=4, head_dim=8) for tp in (2, 1)]
     values = torch.randn(2, 32, 2, 4, 8, generator=rng).bfloat16()
@@ -204,7 +204,7 @@ def test_codes_on_the_wire_alone_are_what_the_engine_would_read():
         assert np.array_equal(moved(kv, tables, pools, [cells(kv[0], 0, 2)], head_scales, wire), expected)
 
 
-def test_equal_dtypes_copy_bytes():
+def test_conversion_between_equal_dtypes_copies_bytes():
     for dtype in (*PLAIN, *QUANTISED_DTYPES):
         size = 32 * (CACHE_DTYPES[dtype].itemsize * 4 + 4 * (dtype == "int8"))
         data = np.random.default_rng(0).integers(0, 256, size, np.uint8)
@@ -219,7 +219,7 @@ def test_conversion_every_declared_pair_exists():
         Converter("int8", "fp8_e4m3")
 
 
-def test_payloads_of_another_size_are_refused():
+def test_conversion_payload_of_wrong_size_is_refused():
     mapping = CellMapping(layout(), layout("int8"))
     payload, converter = mapping.payload(cells(layout(), 0, 1)), Converter("bfloat16", "int8")
     data, room = np.zeros(1024, np.uint8), np.zeros(1024, np.uint8)

@@ -47,7 +47,7 @@ def copied(region, copies, source=None):
 
 
 def marked(region, runs):
-    """How often each byte is named."""
+    """How often each byte is covered."""
     marks = np.zeros(region.size, np.uint8)
     for offset, length in runs:
         marks[offset : offset + length] += 1
@@ -139,7 +139,7 @@ def test_mapping_between_every_pair_of_sizes_moves_each_cell_once_long(tp_source
 
 
 @pytest.mark.parametrize(("tp", "heads"), [p for p in product((1, 2, 3, 4, 6, 8), HEADS) if splits(*p)])
-def test_mapping_of_a_head_names_the_ranks_that_the_engine_shards_it_to(tp, heads):
+def test_mapping_of_head_names_engine_ranks(tp, heads):
     config = parse_model_config(
         {
             "architectures": ["Qwen3ForCausalLM"],
@@ -165,7 +165,7 @@ def test_mapping_of_a_head_names_the_ranks_that_the_engine_shards_it_to(tp, head
         assert planes == {rank * 8 + layer for rank in holders for layer in range(8)}
 
 
-def test_runs_of_adjacent_blocks_are_joined():
+def test_mapping_joins_runs_of_adjacent_blocks():
     kv = layout(heads=8, tp=4, layers=3)
     mapping = CellMapping(kv, kv)
     here = TokenBlocks(blocks=(4, 5, 6, 9, 8), pool_blocks=10)
@@ -182,7 +182,7 @@ def test_runs_of_adjacent_blocks_are_joined():
 
 
 @pytest.mark.parametrize("sizes", [(16, 64), (64, 16)])
-def test_runs_of_the_smaller_blocks_are_whole_blocks(sizes):
+def test_mapping_runs_of_smaller_blocks_are_whole_blocks(sizes):
     kv = [layout(block_size=size, layers=1) for size in sizes]
     mapping, tables = CellMapping(*kv), [TokenBlocks(blocks=tuple(range(8)), pool_blocks=8)] * 2
     eight = cells(kv[0], 0, 8)
@@ -193,7 +193,7 @@ def test_runs_of_the_smaller_blocks_are_whole_blocks(sizes):
     assert len(runs[sizes.index(64)]) == 2 * 4 * 4 - 1
 
 
-def test_replicas_share_reads_and_writes_by_layer():
+def test_mapping_replicas_share_reads_and_writes_by_layer():
     kv = [layout(tp=tp, heads=2, layers=8) for tp in (8, 4)]
     mapping, at = CellMapping(*kv), TokenBlocks(blocks=(0, 1), pool_blocks=2)
     two = cells(kv[0], 0, 2)
@@ -240,7 +240,7 @@ def test_mapping_of_cells_outside_is_refused():
                 ask(bad)
 
 
-def test_mapping_of_layouts_that_disagree_is_refused():
+def test_mapping_of_incompatible_layouts_is_refused():
     with pytest.raises(TransferError, match=r"^head_dim: 4 at the source, 8 at the destination$"):
         CellMapping(layout(), layout(head_dim=8))
     mapping = CellMapping(layout(), layout("int8"))
@@ -255,7 +255,7 @@ def test_mapping_of_layouts_that_disagree_is_refused():
     assert mapping.writes(one, at).num_bytes == mapping.payload(one).num_bytes("int8") == vectors * (4 + 4)
 
 
-def test_gather_of_a_wrong_size_is_refused():
+def test_mapping_gather_of_wrong_size_is_refused():
     mapping = CellMapping(layout(), layout())
     at = TokenBlocks(blocks=(1,), pool_blocks=2)
     runs, region = mapping.reads(cells(layout(), 0, 1), at), np.zeros(2 * layout().worker_block_bytes, np.uint8)

@@ -85,8 +85,8 @@ def test_landing_revocation_waits_for_one_piece_only(watched) -> None:
     assert not table.verify(KEY, cells(), 7), "and nothing of it is ever in place"
 
 
-def test_revocation_does_not_wait_for_device_and_is_notified(watched) -> None:
-    """The event loop revokes: what a device is writing would hold it up for as long as the device takes."""
+def test_landing_revocation_does_not_wait_for_device_and_notifies(watched) -> None:
+    """The event loop revokes, and must not block until the device's write ends."""
     table, landing, _ = watched
     landing.is_on_device = True
     calls: list[TransferKey] = []
@@ -133,8 +133,8 @@ def test_landing_ended_before_revocation_is_not_reported(watched) -> None:
     assert not calls
 
 
-def test_chunks_land_from_several_threads_while_others_are_put_into_place() -> None:
-    """As the streams of `tcp` do: each finds room under the lock, and room is never counted twice."""
+def test_landing_from_several_threads_counts_room_once() -> None:
+    """As the streams of `tcp` do: each reserves room under the lock."""
     pairing = Pairing.from_layouts(layout("bfloat16"), layout("bfloat16"), wire_dtype="int8")
     target = region(pairing.destination, 0)
     table = GrantTable()
@@ -159,7 +159,7 @@ def test_chunks_land_from_several_threads_while_others_are_put_into_place() -> N
     assert table.revoke(KEY) is grant
 
 
-def test_landing_after_revocation_nothing_is_placed() -> None:
+def test_landing_places_nothing_after_revocation() -> None:
     pairing = Pairing.from_layouts(layout("bfloat16"), layout("bfloat16"), wire_dtype="int8")
     for round_ in range(20):
         target = region(pairing.destination, 0)

@@ -47,7 +47,7 @@ def open_gate(check: Callable[[], None] = lambda: None, lock: BurstLock | None =
 
 
 class Somewhere:
-    """Runs anywhere in an array, as PlacedBytes says where cells are."""
+    """Runs anywhere in an array, in PlacedBytes' form."""
 
     def __init__(self, array: np.ndarray, runs: list[tuple[int, int]]) -> None:
         table = StridedLayoutTable([(0, 0)], [[runs]], num_layers=1, block_bytes=array.nbytes)
@@ -80,7 +80,7 @@ def cut_up(rng: random.Random, total: int) -> list[int]:
     return lengths
 
 
-def test_checksums_are_zlibs(mover: Mover) -> None:
+def test_mover_checksums_equal_zlib(mover: Mover) -> None:
     rng = random.Random(1)
     data = np.random.default_rng(1).integers(0, 256, 1 << 16, dtype=np.uint8)
     sizes = [*range(600), *(rng.randrange(60_000) for _ in range(150)), 8192, 8191, 8193, 16_384, 65_000]
@@ -91,7 +91,7 @@ def test_checksums_are_zlibs(mover: Mover) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_random_runs_move_exactly_and_touch_nothing_else(mover: Mover, seed: int) -> None:
+def test_mover_random_runs_move_exactly_and_touch_nothing_else(mover: Mover, seed: int) -> None:
     rng = random.Random(seed)
     total = rng.choice((1, 100, 5000, 300_000))
     source = np.random.default_rng(seed).integers(0, 256, 2 * total + 100, dtype=np.uint8)
@@ -142,7 +142,7 @@ def test_mover_any_run_touches_nothing_beyond_its_ends(mover: Mover) -> None:
             libc.mprotect(ctypes.c_void_p(guard), page, 3)
 
 
-def test_zero_runs_move_nothing(mover: Mover) -> None:
+def test_mover_empty_runs_move_nothing(mover: Mover) -> None:
     target = np.full(100, CANARY, np.uint8)
     nothing = Somewhere(target, [])
     assert mover.move(nothing, nothing, WHOLE, open_gate()) == (0, 0)
@@ -151,7 +151,7 @@ def test_zero_runs_move_nothing(mover: Mover) -> None:
     assert (target == CANARY).all()
 
 
-def test_sides_of_different_sizes_are_a_bug(mover: Mover) -> None:
+def test_mover_sides_of_different_sizes_are_refused(mover: Mover) -> None:
     data = np.zeros(100, np.uint8)
     for here, there in (([(0, 10)], [(20, 9)]), ([(0, 10)], [(20, 11)]), ([(0, 1)], []), ([], [(0, 1)])):
         with pytest.raises(InvariantError, match="differ in size"):
@@ -218,7 +218,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("pair", CASES, ids=lambda pair: " ".join(f"tp{kv.tp_size}x{kv.block_size}" for kv in pair))
-def test_unequal_workers_as_numpy_moves_them(mover: Mover, pair: tuple[KVLayout, KVLayout]) -> None:
+def test_mover_between_unequal_layouts_equals_numpy(mover: Mover, pair: tuple[KVLayout, KVLayout]) -> None:
     rng = random.Random(str(pair))
     source_layout, target_layout = pair
     pairing = Pairing.from_layouts(*pair, wire_dtype=source_layout.dtype)
@@ -295,7 +295,7 @@ def test_mover_missing_cells_are_refused_before_any_move(mover: Mover) -> None:
     assert not target.array().any()
 
 
-def test_addresses_of_held_tokens_within_a_unit_are_refused() -> None:
+def test_cell_addresses_held_tokens_within_unit_are_refused() -> None:
     kv = layout(1, 8)
     pairing = Pairing.from_layouts(kv, kv, wire_dtype=kv.dtype)
     with pytest.raises(TransferError, match="held_tokens 4 is not a multiple of 8"):

@@ -1,4 +1,4 @@
-"""Memory that peers map: there from the start, and made so that other threads go on meanwhile."""
+"""Memory mapped by peers: complete from the start, and created without blocking other threads."""
 
 import mmap
 

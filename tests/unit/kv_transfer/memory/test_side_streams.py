@@ -1,4 +1,4 @@
-"""A pool's work beside an engine whose stream is a step ahead: nothing waits for it, nor one thread for another."""
+"""A pool's copies beside an engine whose stream is a step ahead wait neither for it nor for each other."""
 
 import threading
 from collections.abc import Callable
@@ -79,7 +79,7 @@ def test_side_streams_do_not_wait_for_engine(cuda: FakeCuda, work: str) -> None:
 
 @pytest.mark.parametrize("work", [work for work in WORK if work != "blank"])
 def test_side_stream_thread_does_not_wait_for_another(cuda: FakeCuda, work: str) -> None:
-    """One of them is held up on the device until all the others have done the same work."""
+    """One is blocked on the device until all others have done the same work."""
     pool = a_pool(cuda)
     held_up, go_on = threading.Event(), threading.Event()
 
@@ -99,7 +99,7 @@ def test_side_stream_thread_does_not_wait_for_another(cuda: FakeCuda, work: str)
     assert [stream.log for stream in cuda.made] == [["synchronized"]] * 2
 
 
-def test_streams_are_used_again_and_bounded(cuda: FakeCuda) -> None:
+def test_side_streams_are_reused_and_bounded(cuda: FakeCuda) -> None:
     pool = a_pool(cuda, max_streams=2)
     for _ in range(5):
         pool.checksum(READS)

@@ -1,4 +1,4 @@
-"""Chunks through sockets by compiled code, against the same bytes gathered by numpy."""
+"""Chunks sent by compiled code against the same bytes gathered by numpy."""
 
 import random
 import shutil
@@ -46,7 +46,7 @@ def sockets() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 class Somewhere:
-    """Runs anywhere in an array, as PlacedBytes says where cells are."""
+    """Runs anywhere in an array, in PlacedBytes' form."""
 
     def __init__(self, array: np.ndarray, runs: list[tuple[int, int]], *, num_blocks: int = 1) -> None:
         table = StridedLayoutTable([(0, 0)], [[runs]], num_layers=1, block_bytes=array.nbytes)
@@ -70,7 +70,7 @@ def open_pair(
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_random_runs_arrive_exactly_and_touch_nothing_else(
+def test_socket_stream_random_runs_arrive_exactly(
     mover: Mover, sockets: tuple[socket.socket, socket.socket], seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rng = random.Random(seed)
@@ -143,7 +143,7 @@ def test_socket_stream_full_buffer_never_blocks(mover: Mover, sockets: tuple[soc
     assert target.all()
 
 
-def test_stream_ends_and_failures_are_reported(mover: Mover, sockets: tuple[socket.socket, socket.socket]) -> None:
+def test_socket_stream_reports_end_and_failure(mover: Mover, sockets: tuple[socket.socket, socket.socket]) -> None:
     near, far = sockets
     source, target = np.ones(100, np.uint8), np.zeros(100, np.uint8)
     going, coming = open_pair(mover, sockets, Somewhere(source, [(0, 100)]), Somewhere(target, [(0, 100)]), BurstLock())
@@ -160,7 +160,7 @@ def test_stream_ends_and_failures_are_reported(mover: Mover, sockets: tuple[sock
     far.close()
 
 
-def test_cells_that_are_not_there_are_refused(mover: Mover, sockets: tuple[socket.socket, socket.socket]) -> None:
+def test_socket_stream_missing_cells_are_refused(mover: Mover, sockets: tuple[socket.socket, socket.socket]) -> None:
     target = np.zeros(100, np.uint8)
     with pytest.raises(TransferError, match="outside"):
         mover.streams.open(

@@ -1,4 +1,4 @@
-"""A pool on a device against the same blocks as host memory: what is packed, where it lands, what its sum shows."""
+"""A pool on a device against the same blocks in host memory: packing, landing and checksums."""
 
 import random
 
@@ -23,7 +23,7 @@ PAIRS = [
 
 
 @pytest.mark.parametrize(("source_layout", "target_layout"), PAIRS)
-def test_device_pool_moves_the_same_bytes_as_host_pool(source_layout, target_layout) -> None:
+def test_device_pool_moves_same_bytes_as_host_pool(source_layout, target_layout) -> None:
     rng = np.random.default_rng(3)
     source = PlainWorker(source_layout, pool_blocks=9, num_tokens=TOKENS, rng=rng)
     target = PlainWorker(target_layout, pool_blocks=8, num_tokens=TOKENS, rng=rng)

@@ -1,4 +1,4 @@
-"""Locks that are handed over within one burst."""
+"""Locks that change hands within one burst."""
 
 import ctypes
 import threading

@@ -1,4 +1,4 @@
-"""Every interleaving of the real state machines, within bounds; and what each guard is for."""
+"""Every interleaving of the real state machines, within bounds; and why each guard is needed."""
 
 import pytest
 
@@ -21,11 +21,11 @@ SAME = MEETINGS[0]
 
 @pytest.fixture
 def show(capsys: pytest.CaptureFixture[str]):
-    def show_it(explored: Explored) -> None:
+    def print_result(explored: Explored) -> None:
         with capsys.disabled():
             print(f"\n{explored}")
 
-    return show_it
+    return print_result
 
 
 @pytest.mark.parametrize("world", DAILY, ids=str)
@@ -38,13 +38,13 @@ def test_explorer_every_interleaving_is_safe_and_ends(world: World, show) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", NIGHTLY, ids=str)
-def test_larger_worlds_are_safe_and_end(world: World, show) -> None:
+def test_explorer_larger_worlds_are_safe_and_end(world: World, show) -> None:
     explored = explore(world.scope, *world.meetings)
     show(explored)
     assert explored.num_states > world.at_least
 
 
-def test_ci_sees_more_than_a_million_states_of_two_requests_with_two_faults() -> None:
+def test_explorer_daily_worlds_cover_a_million_states_with_two_faults() -> None:
     paired = [world for world in DAILY if world.meetings and world.scope.max_faults == 2]
     assert max(world.at_least for world in paired) > 1_000_000
     assert all(world.scope.max_faults <= 2 and world.scope.num_chunks <= 3 for world in DAILY)
@@ -69,12 +69,12 @@ def test_ci_sees_more_than_a_million_states_of_two_requests_with_two_faults() ->
     ids=["crashes", "spare-blocks", "hangs", "shared-faults", "two-crashes"],
 )
 @pytest.mark.in_turns
-def test_pairs_of_lives_are_the_whole_cluster(scope: Scope, meeting: Meeting) -> None:
+def test_explorer_pairs_of_lives_equal_whole_cluster(scope: Scope, meeting: Meeting) -> None:
     lives = Lives(Environment(scope)).explore()
     assert Pairs(lives, meeting).explore() == Whole(Environment(scope), meeting).explore()
 
 
-def test_hand_offs_never_touch_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_explorer_handoffs_never_affect_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     lives = Lives(Environment(Scope(max_faults=1, shared_memory=False))).explore()
     assert foreign_messages_do_nothing(lives.environment.names) > 5_000
     monkeypatch.setattr(guards, "stale_attempt", lambda _envelope, _key: False)
@@ -83,7 +83,7 @@ def test_hand_offs_never_touch_each_other(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_explorer_early_block_reuse_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the search of pairs alone, with what one life would notice switched off."""
+    """By the pairwise search alone, with the checks of a single life switched off."""
     for name in ("no_writer_into", "writes_its_own"):
         monkeypatch.setattr(properties, name, lambda *_, **_options: None)
     monkeypatch.setattr("tests.proofs.explore.model.life.Life.put", lambda *_: None)
@@ -102,7 +102,7 @@ def test_explorer_thawed_machine_equals_frozen_one() -> None:
         assert freeze(thaw(image)) == image
 
 
-def test_lives_are_numbered_by_the_faults_they_need() -> None:
+def test_explorer_lives_are_ordered_by_required_faults() -> None:
     lives = Lives(Environment(Scope(num_layers=1, max_faults=1))).explore()
     assert list(lives.levels) == sorted(lives.levels)
     assert lives.trace(len(lives.nodes) - 1)
@@ -156,14 +156,14 @@ def test_explorer_attempt_of_other_prompt_keeps_no_blocks() -> None:
     explore(Scope(steps=(1, 1), num_layers=1, max_faults=2, mistakes=True, only=faults))
 
 
-def test_tokens_that_only_the_seal_differs_in_are_not_kept() -> None:
+def test_explorer_tokens_differing_only_in_seal_are_not_kept() -> None:
     faults = frozenset({"goes on with other tokens"})
     explore(Scope(steps=(1, 1), num_layers=1, max_faults=1, mistakes=True, only=faults))
 
 
 @pytest.mark.turn(1)
 def test_explorer_offer_hash_protects_unsealed_attempt() -> None:
-    """What no identity can tell: an engine that goes on with other tokens than those it has named."""
+    """Identities cannot tell: the engine continues with other tokens than it has named."""
     faults = frozenset({"goes on with other tokens", "crash"})
     with pytest.raises(Broken, match="keeps wrong KV"):
         explore(Scope(steps=(1, 1), num_layers=1, max_faults=2, mistakes=True, only=faults))

@@ -12,7 +12,7 @@ from tests.support.kv_transfer.world import World
 
 
 def run(choices: "list[int] | random.Random", *, steps: int, shared_memory: bool, max_faults: int) -> World:
-    """Each choice picks a move; one in eight is trouble while there may be any."""
+    """Each choice picks a move; one in eight is a fault while any are left."""
     world = World(num_transfers=2, shared_memory=shared_memory, max_faults=max_faults)
     for step in range(steps):
         choice = choices.randrange(2**16) if isinstance(choices, random.Random) else choices[step]
@@ -24,12 +24,12 @@ def run(choices: "list[int] | random.Random", *, steps: int, shared_memory: bool
 
 @given(choices=st.lists(st.integers(0, 2**16 - 1), max_size=120), shared_memory=st.booleans(), faults=st.integers(0, 4))
 @settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-def test_interleavings_are_safe_and_end(choices: list[int], shared_memory: bool, faults: int) -> None:
+def test_interleavings_of_any_faults_are_safe_and_end(choices: list[int], shared_memory: bool, faults: int) -> None:
     run(choices, steps=len(choices), shared_memory=shared_memory, max_faults=faults)
 
 
 @pytest.mark.parametrize("shared_memory", [False, True])
-def test_long_random_walks_are_safe_and_end(shared_memory: bool) -> None:
+def test_random_walks_are_safe_and_end(shared_memory: bool) -> None:
     committed = 0
     for seed in range(400):
         world = run(random.Random(seed), steps=150, shared_memory=shared_memory, max_faults=seed % 6)

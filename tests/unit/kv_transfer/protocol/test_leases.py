@@ -1,4 +1,4 @@
-"""Leases and the clock that they are counted on."""
+"""Leases and their clock."""
 
 import pytest
 

@@ -28,7 +28,7 @@ def submitted() -> Half:
 
 
 def computed() -> Half:
-    """The decode worker has refused nothing and reserved nothing: it was full, and does not say so."""
+    """The decode worker has neither refused nor reserved: it was full, and sends no answer."""
     half = offered()
     half.see(progress(10))
     half.see(ev.FirstTokenSampled(first_token=TOKEN))
@@ -56,7 +56,7 @@ STAGES = pytest.mark.parametrize("stage", [submitted, offered, computed, streami
 
 
 def assert_over(half: Half, actions: act.Actions) -> None:
-    """The sources are given back as soon as nobody reads them."""
+    """The sources are freed as soon as their reads end."""
     found = kinds(actions)
     if "CancelWrites" in found:
         assert "ReleaseSources" not in found
@@ -81,7 +81,7 @@ def test_hold_of_silent_peer_ends_with_lease(stage: Callable[[], Half]) -> None:
     assert_over(half, half.machine.on_timer(1.0 + DEFAULT.lease_s + MARGIN_S))
 
 
-def test_leases_are_two_seconds_unless_somebody_wants_longer_ones() -> None:
-    """Looked at often enough that a lease lasts little longer than it says."""
+def test_handoff_lease_default_is_two_seconds_everywhere() -> None:
+    """Checked often enough that a lease hardly outlasts it."""
     assert sending().machine.plan.lease_s == DEFAULT.lease_s == ClusterConfig().transfer.lease_s == 2.0
     assert DEFAULT.sweep_s <= 0.1

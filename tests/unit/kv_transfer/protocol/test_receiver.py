@@ -1,4 +1,4 @@
-"""The decode worker's half of a hand-off, message by message: what each guard refuses."""
+"""The decode worker's half of a hand-off, message by message, with each guard's refusals."""
 
 from dataclasses import replace
 
@@ -107,7 +107,7 @@ def test_receiver_incomplete_handoff_never_commits(missing: str) -> None:
     assert kinds(actions)[-1] == "Commit"
 
 
-def test_stale_messages_do_nothing() -> None:
+def test_receiver_stale_messages_do_nothing() -> None:
     half = reserved()
     assert half.hear(chunk(0), key=replace(KEY, attempt=2)) == ()
     assert half.hear(chunk(0), key=replace(KEY, transfer_id=TransferId("other"))) == ()
@@ -116,7 +116,7 @@ def test_stale_messages_do_nothing() -> None:
     assert half.state is HandoffState.RESERVED
 
 
-def test_repeated_messages_do_nothing() -> None:
+def test_receiver_repeated_messages_do_nothing() -> None:
     half = reserved()
     assert half.hear(offer(3, queue_s=0.0)) == ()
     half.hear(chunk(0))
@@ -164,7 +164,7 @@ def test_receiver_protocol_violation_ends_attempt_and_keeps_landed_blocks(bad: B
 
 
 @pytest.mark.parametrize("tail_hash", [None, BlockHash(b"x" * 16)])
-def test_other_tokens_are_refused_before_anything_is_bound(tail_hash: BlockHash | None) -> None:
+def test_receiver_offer_of_other_tokens_is_refused_before_binding(tail_hash: BlockHash | None) -> None:
     half = receiving(replace(JOB, tail_hash=BlockHash(b"y" * 16)))
     assert kinds(half.hear(offer(tail_hash=tail_hash))) == ["Abort", "ReportFailed"]
     assert half.state is HandoffState.CLOSED
@@ -185,7 +185,7 @@ def test_receiver_failed_attempt_keeps_only_blocks_with_all_units() -> None:
     assert report.landed == BLOCKS[:1]
 
 
-def test_blocks_of_other_tokens_are_not_kept() -> None:
+def test_receiver_blocks_of_other_tokens_are_not_kept() -> None:
     half = reserved(replace(JOB, tail_hash=BlockHash(b"y" * 16)))
     half.hear(chunk(2, cell_range(0, 1)))
     verify(half, 2)
@@ -218,7 +218,7 @@ def test_receiver_rewrite_with_another_range_is_refused() -> None:
     assert "ReportFailed" in kinds(half.hear(chunk(0, cell_range(1, 1), rewrite=1)))
 
 
-def test_blocks_land_by_layers_and_heads_too() -> None:
+def test_receiver_commits_cells_in_any_layer_and_head_order() -> None:
     half = reserved()
     cells = [cell_range(0, 3, layer, 1, (head, 1)) for layer in range(2) for head in range(2)]
     half.hear(TOKEN)
@@ -229,7 +229,7 @@ def test_blocks_land_by_layers_and_heads_too() -> None:
     assert kinds(actions) == ["Commit"]
 
 
-def test_destinations_are_kept_until_their_writer_is_quiet() -> None:
+def test_receiver_keeps_destinations_until_writer_is_quiet() -> None:
     half = reserved()
     assert kinds(half.see(ev.HandoffCancelled(reason="left"))) == ["Abort", "Revoke"]
     assert half.state is HandoffState.ABORTING
@@ -263,7 +263,7 @@ def test_receiver_cancel_while_binding_releases_blocks() -> None:
         half.see(ev.BlocksBound(blocks=BLOCKS))
 
 
-def test_silence_and_standstill_both_end_a_hand_off() -> None:
+def test_receiver_silence_and_standstill_end_handoff() -> None:
     half = receiving()
     [abort, report] = half.machine.on_timer(2.1)
     assert isinstance(abort.body, Abort)
@@ -294,7 +294,7 @@ def test_handoff_retry_keeps_landed_blocks_and_first_token() -> None:
         ladder.begin(3, PEER, 9.0)
 
 
-def test_never_everything_is_held() -> None:
+def test_fetch_job_never_holds_the_whole_prompt() -> None:
     job = replace(JOB, token_ids=tuple(range(8)), num_prompt_tokens=8)
     assert job.num_blocks(4) == 2
     assert job.num_keepable_blocks(4) == 1

@@ -67,7 +67,7 @@ def written(half: Half, seq: int, rewrite: int = 0) -> act.Actions:
     return half.see(ev.Written(seq=seq, rewrite=rewrite, checksum=1, seconds=0.5))
 
 
-def test_blocks_are_written_as_they_become_whole_and_the_last_one_in_part() -> None:
+def test_sender_writes_whole_blocks_then_partial_last_one() -> None:
     half = offered()
     assert half.see(progress(5)) == (), "nothing before a grant"
     [first] = half.hear(RESERVE)
@@ -90,7 +90,7 @@ def coming(num_tokens: int, coming_tokens: int, num_layers: int) -> ev.KVCompute
     )
 
 
-def test_layers_of_a_step_under_way_are_written_before_it_ends() -> None:
+def test_sender_writes_layers_of_step_in_progress() -> None:
     half = offered(window=8, chunk_bytes=30)
     half.hear(RESERVE)
     [first] = half.see(coming(0, 10, 1))
@@ -108,7 +108,7 @@ def test_sender_partly_filled_block_waits_for_its_step() -> None:
     assert (only.cells.first_unit, only.cells.num_units, only.sources) == (0, 1, BLOCKS[:1])
 
 
-def test_cells_are_counted_in_the_smaller_block_of_the_two() -> None:
+def test_sender_counts_cells_in_the_smaller_block() -> None:
     """The peer's blocks hold two tokens, and it holds six already: the first block here is read from its middle."""
     half = offered(job=replace(JOB, held_tokens=6), window=8, unit_tokens=2)
     assert half.see(progress(8)) == ()
@@ -133,7 +133,7 @@ def test_sender_held_prefix_is_not_sent() -> None:
     assert write.sources == BLOCKS[2:]
 
 
-def test_blocks_reported_first_are_the_ones_read() -> None:
+def test_sender_reads_blocks_first_reported() -> None:
     half = offered()
     half.see(progress(4))
     half.see(ev.KVComputed(num_computed_tokens=8, blocks=(BlockId(90), BlockId(91), BlockId(92))))
@@ -162,7 +162,7 @@ def test_sender_protocol_violation_aborts_attempt(bad: Body) -> None:
     assert kinds(half.see(ev.WritesQuiet())) == ["Drained", "ReleaseSources"]
 
 
-def test_sources_stay_while_they_are_read() -> None:
+def test_sender_keeps_sources_while_reads_run() -> None:
     half = offered()
     half.see(progress(10))
     half.hear(RESERVE)
@@ -218,7 +218,7 @@ def test_sender_chunk_reports_write_duration() -> None:
     assert sent.body.write_s == 0.5
 
 
-def test_sources_stay_until_unstoppable_reads_have_ended() -> None:
+def test_sender_keeps_sources_until_unstoppable_reads_end() -> None:
     half = offered()
     half.see(progress(10))
     half.hear(RESERVE)

@@ -1,4 +1,4 @@
-"""Messages survive the wire; whatever else arrives is a WireError and nothing else."""
+"""Messages survive the wire; any other bytes raise WireError."""
 
 from dataclasses import replace
 
@@ -85,7 +85,7 @@ def test_wire_every_message_round_trips(body: Body) -> None:
 
 
 def fetch(**changes: object) -> pb.Prefill:
-    """A good one but for what is changed."""
+    """A valid message but for the changed fields."""
     fields = {"fetch": True, "names": b"n" * 16, "request_id": "r", "hash_root": bytes(16), "lease_s": 2.0}
     return pb.Prefill(**{**fields, **changes})
 
@@ -123,7 +123,7 @@ def test_wire_value_out_of_bounds_is_refused(message: pb.HandoffMessage) -> None
 
 
 @pytest.mark.parametrize("trace", ["", "nonsense", "00-1-2-01", "x" * (MAX_TEXT_CHARS + 1)])
-def test_decode_malformed_trace_context_is_not_refused_and_traces_nothing(trace: str) -> None:
+def test_wire_malformed_trace_context_is_ignored(trace: str) -> None:
     message = pb.HandoffMessage(transfer_id="t", prefill=fetch(trace=trace))
     tracer, _ = keeping()
     assert tracer.span("tandem.send", wire.decode(message).body.job.trace) is None
@@ -131,7 +131,7 @@ def test_decode_malformed_trace_context_is_not_refused_and_traces_nothing(trace:
 
 @given(st.binary(max_size=200))
 @settings(max_examples=300, deadline=None, derandomize=True)
-def test_random_bytes_never_do_more_than_fail(data: bytes) -> None:
+def test_wire_random_bytes_raise_only_wire_errors(data: bytes) -> None:
     try:
         message = pb.HandoffMessage.FromString(data)
     except DecodeError:

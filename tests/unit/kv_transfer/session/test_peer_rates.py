@@ -1,4 +1,4 @@
-"""What is expected of a peer: its own rate, its transport's, that of all; and for how long."""
+"""A peer's expected rate: its own, its transport's or the overall one; and its expiry."""
 
 import pytest
 
@@ -51,7 +51,7 @@ def test_peer_rates_write_of_unknown_time_is_ignored(world: World) -> None:
     assert world.of("a", "tcp") == 500.0
 
 
-def test_peers_that_sent_nothing_for_long_are_forgotten(world: World) -> None:
+def test_peer_rates_idle_peers_are_forgotten(world: World) -> None:
     for number in range(2000):
         world.observe(f"peer {number}", "tcp" if number else "shm", 10 if number else 1000, 1.0)
         world.observe("often", "tcp", 77, 1.0)

@@ -1,4 +1,4 @@
-"""The link rate is bytes over the seconds of just those bytes."""
+"""The link rate is bytes over the seconds of those bytes only."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Which transport two workers take, and that a forced one that cannot work is a wrong configuration, said plainly."""
+"""The transport of two workers, and a clear error for a forced one that cannot work."""
 
 import importlib
 import os
@@ -42,7 +42,7 @@ def region() -> Iterator[KVRegion]:
 
 
 def offered(monkeypatch, region, prefill: Side, decode: Side, *, where: str) -> list[str]:
-    """Names of what the prefill worker would try, best first."""
+    """Transports that the prefill worker would try, best first."""
     monkeypatch.setattr(nixl_agent, "problem", lambda: None)
     fabric = MemoryFabric() if where == "same process" else None
     shared = {"fabric": fabric, "sharing": HostSharing(region.fd)}
@@ -108,7 +108,7 @@ def test_catalogue_impossible_forced_transport_is_config_error(region: KVRegion,
         open_receivers(region, choice=choice)
 
 
-def test_shm_needs_shared_memory(region: KVRegion) -> None:
+def test_catalogue_shm_without_shared_memory_is_refused(region: KVRegion) -> None:
     with pytest.raises(ConfigError, match="shared memory"):
         open_receivers(replace(region, fd=None), choice="shm")
 
@@ -141,7 +141,7 @@ def test_catalogue_insecure_transport_needs_private_network(
 
 
 @pytest.mark.parametrize("broken", [ImportError("No module named 'nixl'"), OSError("libucp.so: wrong ELF class")])
-def test_nixl_not_loadable_is_not_offered_and_forcing_it_fails_clearly(
+def test_catalogue_unloadable_nixl_is_not_offered_and_forcing_it_fails(
     monkeypatch: pytest.MonkeyPatch, region: KVRegion, broken: Exception
 ) -> None:
     def load(name: str) -> object:
@@ -167,13 +167,13 @@ def test_catalogue_host_transport_refuses_gpu_memory(region: KVRegion, choice: s
         open_receivers(on_device(region), choice=choice, fabric=MemoryFabric())
 
 
-def test_cuda_ipc_is_refused_where_there_is_no_gpu(region: KVRegion) -> None:
+def test_catalogue_cuda_ipc_without_gpu_is_refused(region: KVRegion) -> None:
     for force in (open_receivers, open_senders):
         with pytest.raises(ConfigError, match="GPU"):
             force(region, choice="cuda_ipc")
 
 
-def test_rdma_is_what_the_kernel_lists(tmp_path) -> None:
+def test_has_rdma_follows_the_kernels_list(tmp_path) -> None:
     assert not same_host.has_rdma(tmp_path / "infiniband")
     (tmp_path / "infiniband").mkdir()
     assert not same_host.has_rdma(tmp_path / "infiniband")

@@ -148,7 +148,7 @@ def assert_refused(pair: Pair, *args: object) -> None:
         pair.writer.write(order(*args)).result(WAIT_S)
 
 
-def test_bytes_land_exactly_and_nowhere_else(pair: Pair) -> None:
+def test_transport_bytes_land_exactly(pair: Pair) -> None:
     rng = random.Random(0)
     destinations = rng.sample(range(NUM_BLOCKS), 10)
     sources = [3, 4, 5, 9, 1, 2, 20, 21, 22, 0]
@@ -161,7 +161,7 @@ def test_bytes_land_exactly_and_nowhere_else(pair: Pair) -> None:
     assert not any(block_bytes(pair.target, others))
 
 
-def test_layers_and_blocks_can_be_cut(pair: Pair) -> None:
+def test_transport_layers_and_blocks_can_be_split(pair: Pair) -> None:
     grant = pair.receiver.open_grant(KEY, landing(pair.lands_in, 7, 3, 12, 11))
     for layer in range(LAYOUT.num_layers):
         for first in (2, 0):
@@ -170,7 +170,7 @@ def test_layers_and_blocks_can_be_cut(pair: Pair) -> None:
     assert block_bytes(pair.target, [7, 3, 12, 11]) == block_bytes(pair.source, [0, 1, 2, 3])
 
 
-def test_concurrent_transfers_do_not_mix(pair: Pair) -> None:
+def test_transport_concurrent_transfers_do_not_mix(pair: Pair) -> None:
     rng = random.Random(1)
     blocks = list(range(NUM_BLOCKS))
     rng.shuffle(blocks)
@@ -209,13 +209,13 @@ def test_transport_after_revocation_nothing_lands(pair: Pair) -> None:
     assert block_bytes(pair.target, [2]) == block_bytes(pair.source, [6])
 
 
-def test_revoking_an_unused_grant_is_proven_at_once(pair: Pair) -> None:
+def test_transport_unused_grant_is_revoked_at_once(pair: Pair) -> None:
     pair.receiver.open_grant(KEY, landing(pair.lands_in, 1))
     assert pair.receiver.revoke(KEY)
     assert pair.receiver.revoke(replace(KEY, attempt=9))
 
 
-def test_revocations_during_writes_are_final(pair: Pair) -> None:
+def test_transport_revocation_during_writes_is_final(pair: Pair) -> None:
     for attempt in range(1, 30):
         key = replace(KEY, attempt=attempt)
         grant = pair.receiver.open_grant(key, landing(pair.lands_in, *range(NUM_BLOCKS)))
@@ -230,7 +230,7 @@ def test_revocations_during_writes_are_final(pair: Pair) -> None:
         assert not any(pair.target.buffer), "bytes landed after the proof"
 
 
-def test_cancel_stops_reading_sources(pair: Pair) -> None:
+def test_transport_cancel_stops_reading_sources(pair: Pair) -> None:
     pattern = bytes(pair.source.buffer)
     for attempt in range(1, 30):
         pair.source.buffer[:] = bytes([attempt]) * len(pattern)
@@ -267,14 +267,14 @@ def test_transport_wrong_token_is_refused(pair: Pair) -> None:
     "cells",
     [cell_range(1, 1), cell_range(0, 2), cell_range(0, 1, first_layer=3, num_layers=1), cell_range(0, 1, num_layers=4)],
 )
-def test_cells_outside_the_reservation_are_refused(pair: Pair, cells: object) -> None:
+def test_transport_cells_outside_reservation_are_refused(pair: Pair, cells: object) -> None:
     grant = pair.receiver.open_grant(KEY, landing(pair.lands_in, 1))
     assert_refused(pair, KEY, grant, cells, [5] * cells.num_units)
     assert not any(pair.target.buffer)
     pair.writer.write(order(KEY, grant, cell_range(0, 1), [5])).result(WAIT_S)
 
 
-def test_sources_outside_the_pool_are_refused(pair: Pair) -> None:
+def test_transport_sources_outside_pool_are_refused(pair: Pair) -> None:
     grant = pair.receiver.open_grant(KEY, landing(pair.lands_in, 1))
     assert_refused(pair, KEY, grant, cell_range(0, 1), [NUM_BLOCKS])
 
@@ -294,7 +294,7 @@ def test_transport_sender_end_proves_quiet(pair: Pair) -> None:
         assert pair.quieted.wait(WAIT_S)
 
 
-def test_connecting_needs_the_secret(pair: Pair) -> None:
+def test_transport_connecting_without_secret_is_refused(pair: Pair) -> None:
     offer = pair.receiver.offer()
     middle = offer.advert[:-10] + b"0" * 8 + offer.advert[-2:]
     forged = bytes(16) + offer.advert[16:] if offer.name in ("memory", "shm", "cuda_ipc") else middle
@@ -305,7 +305,7 @@ def test_connecting_needs_the_secret(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_closing_leaks_neither_threads_nor_descriptors(mode: str, files: TlsFiles) -> None:
+def test_transport_close_leaks_no_threads_or_descriptors(mode: str, files: TlsFiles) -> None:
     with opened(mode, files):
         pass
     gc.collect()
@@ -345,7 +345,7 @@ class Peer:
 
 
 def freeze(process: "subprocess.Popen[str]") -> None:
-    """On return it runs no more."""
+    """Returns when it is stopped."""
     process.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, process.pid, os.WSTOPPED)
 
@@ -372,7 +372,7 @@ def remote(
     os.close(target.fd)
 
 
-def test_between_processes_and_through_a_kill(remote) -> None:
+def test_transport_works_between_processes_and_survives_a_kill(remote) -> None:
     target, receiver, peer, quieted = remote
     grant = receiver.open_grant(KEY, landing(target, 9, 8, 1, 2))
     peer.ask(f"write {grant.hex()} 0 4")

@@ -118,7 +118,7 @@ def cells(first_layer: int = 0, num_layers: int = 4, first_unit: int = 0, num_un
     )
 
 
-def test_chunks_land_as_the_converter_makes_them(ends: Ends) -> None:
+def test_conversion_chunks_land_as_converted(ends: Ends) -> None:
     token = ends.receiver.open_grant(KEY, ends.landing())
     shape = HandoffSize(num_layers=4, num_heads=4, unit_layer_bytes=ends.pairing.unit_layer_bytes)
     chunks = ChunkPlanner(shape, chunk_bytes=3 * ends.pairing.unit_layer_bytes).plan(NUM_BLOCKS)
@@ -181,7 +181,7 @@ def test_conversion_cancelled_leaves_connection_in_step(ends: Ends) -> None:
     assert np.array_equal(ends.target.array(), ends.expected(cells()))
 
 
-def test_sources_outside_the_pool_are_refused_before_anything_is_sent(ends: Ends) -> None:
+def test_conversion_sources_outside_pool_are_refused_before_sending(ends: Ends) -> None:
     token = ends.receiver.open_grant(KEY, ends.landing())
     nowhere = ends.pairing.at_source(0, 0, tuple(BlockId(b + POOL_BLOCKS) for b in SOURCES), POOL_BLOCKS)
     with pytest.raises(TransferError, match="outside"):
@@ -191,7 +191,7 @@ def test_sources_outside_the_pool_are_refused_before_anything_is_sent(ends: Ends
 
 @pytest.mark.parametrize("limit", [1, 200, 1000, 5000, 1 << 20])
 @pytest.mark.parametrize("tps", [(1, 1), (2, 1), (1, 4), (4, 2)])
-def test_slabs_are_the_payload_in_its_order(monkeypatch: pytest.MonkeyPatch, tps: tuple[int, int], limit: int) -> None:
+def test_conversion_slabs_form_the_payload(monkeypatch: pytest.MonkeyPatch, tps: tuple[int, int], limit: int) -> None:
     monkeypatch.setattr(departure, "MAX_CONVERTED_BYTES", limit)
     pairing = Pairing.from_layouts(layout("bfloat16", tps[0]), layout("int8", tps[1]), wire_dtype="int8")
     leaving = Departure(region(pairing.source, 3), pairing)

@@ -87,7 +87,7 @@ def begin(pair: Pair, busy: Busy) -> tuple["Future[object]", bytes]:
     return future, grant
 
 
-def test_orders_are_taken_while_the_device_reads(from_device: tuple[Pair, Busy], loop) -> None:
+def test_device_orders_are_accepted_during_device_read(from_device: tuple[Pair, Busy], loop) -> None:
     pair, busy = from_device
     first, grant = begin(pair, busy)
     second = loop(lambda: pair.writer.write(order(KEY, grant, cell_range(1, 1), [6])))
@@ -185,7 +185,7 @@ def test_device_grant_ends_with_last_of_writer_and_own_device() -> None:
 
 
 def test_device_receiver_end_waits_for_device_write() -> None:
-    """Its memory is given back then: the end of the socket says that nothing is written there."""
+    """Memory is freed after the socket's end, which promises that no write follows."""
     with opened("cuda_ipc") as pair:
         busy = Busy(pool_of(pair.sender._region))
         try:

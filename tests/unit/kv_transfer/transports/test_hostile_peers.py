@@ -1,4 +1,4 @@
-"""What strangers and broken peers can do at the sockets of `tcp` and `shm`: nothing."""
+"""Unauthenticated and broken peers at the sockets of `tcp` and `shm` have no effect."""
 
 import errno
 import logging
@@ -152,7 +152,7 @@ def test_hostile_bytes_end_only_their_connection(tcp, greet: bool, data: bytes) 
     os.close(source.fd)
 
 
-def test_unauthenticated_connections_are_logged_at_a_bounded_rate(
+def test_connection_log_unauthenticated_peers_are_rate_limited(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stranger_log, "EVERY_S", 1e9)
@@ -234,7 +234,7 @@ def test_claims_unauthenticated_peer_is_dropped() -> None:
     os.close(target.fd)
 
 
-def test_another_user_gets_no_slot_at_the_claims(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_claims_peer_of_other_user_is_dropped_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     target = make_region(seed=0)
     [receiver] = open_receivers(target, choice="shm")
     address = receiver.offer().advert[16:].decode()
@@ -250,7 +250,7 @@ def test_another_user_gets_no_slot_at_the_claims(monkeypatch: pytest.MonkeyPatch
 
 
 def knock(receiver: KVReceiver) -> socket.socket:
-    """A connection of somebody who has said nothing yet."""
+    """A connection without any message yet."""
     if isinstance(receiver, TcpReceiver):
         return dial(receiver, greet=False)
     sock = socket.socket(socket.AF_UNIX)
@@ -313,6 +313,6 @@ def test_receiver_out_of_threads_listens_again(
 
 
 @pytest.mark.parametrize("name", ["shm", "cuda_ipc"])
-def test_greeting_a_socket_that_is_gone_names_the_transport(name: str) -> None:
+def test_claims_greeting_a_missing_socket_names_the_transport(name: str) -> None:
     with pytest.raises(TransferError, match=f"^{name}: "):
         greet_on_this_host(bytes(TOKEN_BYTES) + b"\0tandem-kv-nobody", name)

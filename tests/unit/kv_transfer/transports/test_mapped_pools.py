@@ -1,4 +1,4 @@
-"""`memory` and `shm` with the compiled mover and without: unequal workers; cancels and revocations between bursts."""
+"""`memory` and `shm` with and without the compiled mover: unequal workers, cancels and revocations between bursts."""
 
 import logging
 import random
@@ -112,7 +112,7 @@ def cell_range(pairing: Pairing, **changes: int) -> CellRange:
         (layout(2, 32), layout(8, 8)),
     ],
 )
-def test_unequal_workers_hand_over_what_numpy_would(ends: Ends, source_kv: KVLayout, target_kv: KVLayout) -> None:
+def test_mapped_pools_of_unequal_layouts_equal_numpy(ends: Ends, source_kv: KVLayout, target_kv: KVLayout) -> None:
     rng = random.Random(3)
     pairing = Pairing.from_layouts(source_kv, target_kv, wire_dtype="bfloat16")
     source, target, receiver, writer = ends(pairing)
@@ -137,7 +137,7 @@ def test_unequal_workers_hand_over_what_numpy_would(ends: Ends, source_kv: KVLay
 
 
 def test_mapped_pool_under_load_nothing_moves_after_proof(ends: Ends) -> None:
-    """Two hand-offs at a time, one revoked and one cancelled at any moment; their blocks are then somebody else's."""
+    """Two hand-offs at a time, one revoked and one cancelled at random; their blocks are then reused."""
     kv, rng = layout(1, 16, head_dim=128), random.Random(4)
     pairing = Pairing.from_layouts(kv, kv, wire_dtype=kv.dtype)
     source, target, receiver, writer = ends(pairing)

@@ -1,4 +1,4 @@
-"""A receiver that dies or freezes in the middle of writes: nothing hangs, and sources are quiet at the end."""
+"""A receiver that dies or freezes during writes: nothing hangs, and sources are quiet at the end."""
 
 import os
 import signal
@@ -92,8 +92,8 @@ def pools_mapped() -> int:
     return Path("/proc/self/maps").read_text(encoding="utf-8").count("/memfd:")
 
 
-def test_peer_loss_closed_writer_gives_back_the_dead_peers_memory() -> None:
-    """Though the writer itself is still known to somebody, as to the garbage collector when there are cycles."""
+def test_peer_loss_closed_writer_unmaps_dead_peers_memory() -> None:
+    """Although something still references the writer, as the garbage collector does with cycles."""
     with victim("shm") as peer:
         peer.write().result(WAIT_S)
         peer.process.kill()

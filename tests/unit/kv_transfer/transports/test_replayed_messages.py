@@ -1,4 +1,4 @@
-"""Bytes that come once more, or changed, on the sockets of the transports: none of them counts."""
+"""Replayed or altered bytes on the transports' sockets are rejected."""
 
 import os
 import socket
@@ -77,7 +77,7 @@ def test_blob_flipped_bit_is_refused() -> None:
 
 @pytest.mark.parametrize("echo", [torch_dist_wire.MessageKind.WRITE, torch_dist_wire.MessageKind.RENEW])
 def test_torch_dist_header_out_of_turn_ends_connection(echo: torch_dist_wire.MessageKind) -> None:
-    """gloo ends the process whose posted receive is smaller than what is sent to it."""
+    """gloo aborts the process if a message is larger than its posted receive."""
     target = make_region(seed=0)
     [receiver] = open_receivers(target, choice="torch_dist")
     assert isinstance(receiver, TorchDistReceiver)

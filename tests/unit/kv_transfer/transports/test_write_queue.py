@@ -1,4 +1,4 @@
-"""The thread behind every writer: a bug in one write must not leave the others waiting."""
+"""The thread behind every writer: a bug in one write does not block the others."""
 
 import threading
 

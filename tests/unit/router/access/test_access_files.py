@@ -1,4 +1,4 @@
-"""Nobody without a key comes to anything, however the path is spelled; keys change while the router runs."""
+"""No access without a key, for any spelling of a path; keys change while the router runs."""
 
 import asyncio
 import os
@@ -67,7 +67,7 @@ async def listening(config: RouterConfig) -> AsyncIterator[int]:
 
 
 async def status(port: int, target: str, head: str = "", method: str = "GET") -> int:
-    """Of one request, spelled exactly so."""
+    """The status of one request, with exactly this spelling."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(f"{method} {target} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n{head}\r\n".encode("latin-1"))
     line = await reader.readline()
@@ -135,7 +135,7 @@ async def test_operator_access_setting_opens_chosen_pages(access: dict[str, str]
         assert set(with_key.values()) == {200}
 
 
-def test_beyond_loopback_only_probes_are_open() -> None:
+def test_access_beyond_loopback_leaves_only_probes_open() -> None:
     far = RouterConfig(host="10.0.0.2", api_keys=("a-key",))
     guard = AccessGuard(ApiKeyStore(far.api_keys), far)
     assert guard.is_open(OperatorPage.HEALTH)
@@ -157,8 +157,8 @@ FAR = RouterConfig(
 
 
 @asynccontextmanager
-async def used_by_two(config: RouterConfig) -> AsyncIterator[httpx.AsyncClient]:
-    """A real server behind which two tenants had an answer."""
+async def server_used_by_two_tenants(config: RouterConfig) -> AsyncIterator[httpx.AsyncClient]:
+    """A real server that has answered two tenants."""
     async with listening(config) as port, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
         for key in ("acmes", "acmes", "others"):
             body = {"model": fakes.MODEL, "messages": [{"role": "user", "content": "hello"}]}
@@ -168,13 +168,13 @@ async def used_by_two(config: RouterConfig) -> AsyncIterator[httpx.AsyncClient]:
 
 
 def tenants_in(page: str) -> set[str | None]:
-    """Of all series; None: one of no tenant."""
+    """Tenants of all series; None: a series without one."""
     families = text_string_to_metric_families(page)
     return {sample.labels.get("tenant") for family in families for sample in family.samples}
 
 
-async def test_metrics_beyond_loopback_are_for_operators_keys() -> None:
-    async with used_by_two(FAR) as client:
+async def test_metrics_beyond_loopback_require_operator_key() -> None:
+    async with server_used_by_two_tenants(FAR) as client:
         assert (await client.get("/metrics")).status_code == 401
         refused = await client.get("/metrics", headers={"x-api-key": "acmes"})
         assert refused.status_code == 403
@@ -186,9 +186,9 @@ async def test_metrics_beyond_loopback_are_for_operators_keys() -> None:
         assert tenants_in(everything.text) == {None, "acme", "other-company"}
 
 
-async def test_metrics_for_every_key_show_a_tenant_its_own_series_alone() -> None:
+async def test_metrics_open_to_keys_show_only_own_tenant() -> None:
     for_keys = FAR.model_copy(update={"operator_access": OperatorAccess(metrics="key")})
-    async with used_by_two(for_keys) as client:
+    async with server_used_by_two_tenants(for_keys) as client:
         own = (await client.get("/metrics", headers={"x-api-key": "acmes"})).text
         assert tenants_in(own) == {"acme"}
         assert "other-company" not in own
@@ -231,7 +231,7 @@ def test_application_route_without_stated_access_is_refused() -> None:
 
 
 def test_application_routes_have_one_access_dependency_each() -> None:
-    """All that there can be: with batches, profiles, named caches, decisions and a status."""
+    """All possible routes: with batches, profiles, named caches, decisions and a status."""
     found = {route.path: access_of(route) for route in routes_of(whole_app(KEYED))}
     pages = {path: access.page.value for path, access in found.items() if access.page is not None}
     assert pages.keys() - {path for path in pages if path.startswith("/status/")} == {
@@ -243,7 +243,7 @@ def test_application_routes_have_one_access_dependency_each() -> None:
 
 
 async def test_application_routes_without_key_are_refused() -> None:
-    """Pages open to everyone excepted; and no request body is read."""
+    """Except the public pages; and no request body is read."""
     app = whole_app(KEYED)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
 
@@ -275,7 +275,7 @@ def test_key_file_entry_maps_digest_to_tenant() -> None:
 
 
 def write_keys(path: Path, text: str) -> None:
-    """As a careful operator does it: a new file in the place of the old one."""
+    """Replace the file atomically, as a careful operator does."""
     fresh = path.with_suffix(".new")
     fresh.touch(mode=0o600)
     fresh.write_text(text)
@@ -283,7 +283,7 @@ def write_keys(path: Path, text: str) -> None:
 
 
 async def looked(keeper: AccessControl) -> None:
-    """What the watch does once a second."""
+    """The watch's work of one second."""
     live = next(one for one in keeper._collectors if isinstance(one, FileWatcher))
     await live.check()
 
@@ -305,7 +305,7 @@ def accepted(keys: ApiKeyStore, *given: str) -> list[bool]:
     return [passes(key) for key in given]
 
 
-async def test_keys_change_while_the_router_runs_and_a_broken_file_changes_nothing(
+async def test_key_file_reload_applies_changes_and_rejects_broken_file(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "keys.yaml"
@@ -344,7 +344,7 @@ async def test_keys_change_while_the_router_runs_and_a_broken_file_changes_nothi
 
 
 async def test_key_file_unreadable_for_too_long_closes_access(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A pipe in its place: who waited for it to be written to would never hear that a key was revoked."""
+    """A FIFO in its place: a reader that blocks on it would never see a key revoked."""
     path, now = tmp_path / "keys.yaml", 0.0
     write_keys(path, f"api_keys: ['{entry_of('one')}', '{entry_of('two')}']")
     config = RouterConfig(api_keys_file=str(path), api_keys_trust_s=60.0)
@@ -369,7 +369,7 @@ async def test_key_file_unreadable_for_too_long_closes_access(tmp_path: Path, ca
         assert keeper.not_ready_reason() is None
 
 
-async def test_limits_of_tenants_change_with_the_file(tmp_path: Path) -> None:
+async def test_key_file_reload_changes_tenant_limits(tmp_path: Path) -> None:
     path = tmp_path / "keys.yaml"
     one = f"api_keys: [{{key: '{entry_of('one')}', tenant: acme}}]\n"
     write_keys(path, one + "limits: {tenants: {acme: {requests_per_minute: 2}}}")
@@ -431,6 +431,6 @@ def _about(mode: int, user: int, group: int) -> os.stat_result:
         (0o440, 7, 10001, True),
     ],
 )
-def test_root_may_give_keys_to_our_group(mode: int, owner: int, group: int, shared: bool) -> None:
+def test_key_file_may_be_readable_by_own_group(mode: int, owner: int, group: int, shared: bool) -> None:
     assert is_shared(_about(mode, owner, group), user=10001, groups=(10001,)) is shared
     assert is_shared(_about(mode, owner, group), user=0, groups=(0, 10001)) is bool(mode & 0o077)

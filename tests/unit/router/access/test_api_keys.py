@@ -17,7 +17,7 @@ def keys(*given) -> ApiKeyStore:
     return ApiKeyStore(RouterConfig(api_keys=given).api_keys)
 
 
-def test_keys_of_one_tenant_share_its_name_and_bare_keys_are_tenants_of_their_own() -> None:
+def test_key_store_tenant_is_named_or_derived_from_key() -> None:
     book = keys("bare", {"key": "one", "tenant": "acme"}, {"key": "two", "tenant": "acme"})
     assert book.tenant("Bearer one") == book.tenant("Bearer two") == "acme"
     assert len(book.tenant("Bearer bare")) == 32
@@ -55,7 +55,7 @@ def test_key_store_missing_key_does_not_match_empty_one(header: str | None) -> N
         book.tenant(header)
 
 
-def test_keys_survive_the_file_that_processes_are_given() -> None:
+def test_api_keys_survive_dump_and_are_hidden_in_repr() -> None:
     config = ClusterConfig(router={"api_keys": ["bare", {"key": "a-secret", "tenant": "acme"}]})
     assert "a-secret" in dump(config)
     assert "a-secret" not in repr(config)

@@ -1,4 +1,4 @@
-"""The audit log: a line for each request that showed a key or was refused, none of what was said, and no harm done."""
+"""The audit log: a line for each request with a key or refused, without content, and without harm to requests."""
 
 import errno
 import json
@@ -73,7 +73,7 @@ async def test_audit_log_entry_has_caller_and_no_content(tmp_path: Path) -> None
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-async def test_calls_over_grpc_are_written_down_too(tmp_path: Path) -> None:
+async def test_audit_log_records_grpc_calls(tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
     config = RouterConfig(api_keys=({"key": "a-key", "tenant": "acme"},), audit_log={"path": str(path)})
     parts = fakes.make_servers(fakes.make_tokenizer(), config)

@@ -1,4 +1,4 @@
-"""Pages of other origins cannot use a router that asks for no key; everything that is no such page can."""
+"""Pages of other origins cannot use a router without keys; other clients can."""
 
 from collections.abc import Mapping
 
@@ -18,7 +18,7 @@ TLS = RouterTls(cert="cert.pem", key="key.pem")
 
 
 def refused(config: RouterConfig, headers: Mapping[str, str], method: str = "POST") -> str | None:
-    """The header that a request is refused for; None when it is let in."""
+    """The header that a request is refused for; None if it is admitted."""
     guard = BrowserGuard.from_config(config)
     assert guard is not None
     try:
@@ -42,7 +42,7 @@ def refused(config: RouterConfig, headers: Mapping[str, str], method: str = "POS
         "[::1]",
     ],
 )
-def test_host_of_loopback_is_let_in_on_any_port(host: str) -> None:
+def test_browser_guard_allows_loopback_host_on_any_port(host: str) -> None:
     assert refused(RouterConfig(), {"Host": host}) is None
 
 
@@ -51,11 +51,11 @@ def test_host_of_loopback_is_let_in_on_any_port(host: str) -> None:
     ["evil.example", "evil.example:8000", "localhost.evil.example", "evillocalhost", "127.0.0.1.evil.example", "", "["],
 )
 @pytest.mark.parametrize("method", ["GET", "POST", "HEAD"])
-def test_host_of_another_name_is_refused_on_loopback(host: str, method: str) -> None:
+def test_browser_guard_refuses_foreign_host_on_loopback(host: str, method: str) -> None:
     assert refused(RouterConfig(), {"Host": host}, method) == "Host"
 
 
-def test_host_is_any_where_names_are_not_known_or_certificates_tell() -> None:
+def test_browser_guard_allows_any_host_beyond_loopback_or_with_tls() -> None:
     assert refused(RouterConfig(host="0.0.0.0", allow_open=True), EVIL) is None
     assert refused(RouterConfig(tls=TLS), EVIL) is None
     assert refused(RouterConfig(allowed_origins=("http://evil.example",)), EVIL) is None
@@ -83,7 +83,7 @@ def test_host_is_any_where_names_are_not_known_or_certificates_tell() -> None:
     ],
 )
 @pytest.mark.parametrize("open_beyond", [False, True])
-def test_post_is_refused_by_its_page_and_get_is_not(
+def test_browser_guard_checks_origin_except_for_get(
     headers: dict[str, str], header: str | None, open_beyond: bool
 ) -> None:
     host = "0.0.0.0" if open_beyond else "127.0.0.1"
@@ -93,19 +93,19 @@ def test_post_is_refused_by_its_page_and_get_is_not(
     assert refused(config, headers | {"Host": LOCAL}, "GET") is None
 
 
-def test_client_certificate_alone_does_not_let_pages_in() -> None:
-    """A browser presents its certificate for whatever page asks."""
+def test_browser_guard_client_certificate_does_not_allow_foreign_origin() -> None:
+    """Browsers present their certificate on behalf of any page."""
     config = RouterConfig(tls=TLS.model_copy(update={"client_ca": "ca.pem"}))
     assert refused(config, {"Host": "router.example", "Origin": "https://evil.example"}) == "Origin"
 
 
-def test_guard_is_absent_where_keys_are_required() -> None:
+def test_browser_guard_is_absent_when_keys_are_required() -> None:
     assert BrowserGuard.from_config(RouterConfig(api_keys=("a-key",))) is None
     assert BrowserGuard.from_config(RouterConfig(api_keys_file="keys.yaml")) is None
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/embeddings", "/v1/messages", "/tokenize"])
-async def test_router_without_keys_refuses_pages_of_other_origins_on_every_kind_of_route(path: str) -> None:
+async def test_browser_guard_refuses_foreign_pages_on_every_route(path: str) -> None:
     parts = fakes.make_servers(fakes.make_tokenizer())
     parts.say("hello")
     async with client_of(parts) as client:

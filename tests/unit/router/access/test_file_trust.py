@@ -1,4 +1,4 @@
-"""What was read of a file is good for a while after the file could last be read, and no longer."""
+"""A file's last content stays valid for a limited time after the last successful read."""
 
 from router.access.file_trust import QUIET_S, FileTrust
 

@@ -1,4 +1,4 @@
-"""Both servers in TLS: whom they take, what they show after the files have changed, and what is refused at start."""
+"""Both servers over TLS: accepted clients, rotated certificates, and files refused at start."""
 
 import asyncio
 import socket
@@ -111,7 +111,7 @@ async def shown(port: int, context: ssl.SSLContext) -> bytes:
     return found
 
 
-async def test_answers_and_streams_come_in_tls(tls: RouterTls, tmp_path: Path) -> None:
+async def test_tls_servers_answer_and_stream(tls: RouterTls, tmp_path: Path) -> None:
     async with opened(tls) as (_, http, rpc):
         async with https_client(http.port, trusting(tmp_path)) as client:
             for _ in range(3):
@@ -169,7 +169,7 @@ async def test_tls_plaintext_or_old_version_is_refused(tls: RouterTls, tmp_path:
         assert await models(rpc.port, tmp_path) == [fakes.MODEL]
 
 
-async def test_new_certificates_reach_new_connections_and_keep_old_ones(
+async def test_tls_renewed_certificates_apply_to_new_connections(
     tls: RouterTls, authority: Authority, tmp_path: Path
 ) -> None:
     other_folder = tmp_path / "stranger"
@@ -229,7 +229,7 @@ async def test_tls_client_authority_refuses_other_clients(tls: RouterTls, author
         assert [await served(client) for client in (None, one, other)] == [[False] * 2, [False] * 2, [True] * 2]
 
 
-async def test_handshakes_are_bounded_in_time_and_number(tls: RouterTls, tmp_path: Path) -> None:
+async def test_tls_handshakes_are_bounded_in_time_and_number(tls: RouterTls, tmp_path: Path) -> None:
     limits = ConnectionLimits(most=2, head_timeout_s=1.0, keep_alive_s=WAIT_S, write_timeout_s=WAIT_S)
     async with opened(tls, limits) as (_, http, _rpc):
         silent = [await asyncio.open_connection(LOCAL, http.port) for _ in range(4)]
@@ -245,7 +245,7 @@ async def test_handshakes_are_bounded_in_time_and_number(tls: RouterTls, tmp_pat
 
 
 @pytest.mark.parametrize("what", ["expired", "mismatch", "no key", "no cert", "no ca", "ca of the past", "absent"])
-def test_files_that_no_client_could_trust_stop_the_start(what: str, authority: Authority, tmp_path: Path) -> None:
+def test_tls_untrustworthy_files_are_refused_at_start(what: str, authority: Authority, tmp_path: Path) -> None:
     past = datetime.now(UTC) - timedelta(days=1)
     files = authority.issue(tmp_path, name=LOCAL, not_after=past if what == "expired" else None)
     other = tmp_path / "other"

@@ -1,4 +1,4 @@
-"""Files that are read again: whatever reading them raises, the next change is seen."""
+"""Watched files: after any error of reading, the next change is noticed."""
 
 import asyncio
 import os
@@ -62,7 +62,7 @@ async def test_file_watcher_notified_checks_at_once(tmp_path: Path) -> None:
 async def test_watched_file_unreadable_is_retried_without_change(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A disk that fails and recovers leaves every date as it is."""
+    """A disk that fails and recovers leaves every mtime unchanged."""
     path, applied, is_broken = tmp_path / "file", list[str](), True
     path.write_text("text")
 

@@ -1,4 +1,4 @@
-"""Why requests wait for admission: which pool has too little room, or the router itself."""
+"""Why requests wait for admission: the pool without room, or the router itself."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ def _held(desk: AdmissionBench) -> dict[Shortage, tuple[int, int]]:
     [(5000, 1, Shortage.PREFILL), (0, 8, Shortage.DECODE), (5000, 8, Shortage.BOTH)],
     ids=lambda value: getattr(value, "value", value),
 )
-def test_queue_metrics_name_the_pool_that_is_short(prefill_backlog: int, decoding: int, lack: Shortage) -> None:
+def test_admission_queue_is_counted_under_the_short_pool(prefill_backlog: int, decoding: int, lack: Shortage) -> None:
     desk = AdmissionBench()
     prefill = replace(worker("p0", backlog=prefill_backlog), load=WorkerLoad(prefill_tokens_per_s=1000.0))
     desk.workers = [prefill, snapshot(active=decoding)]
@@ -45,7 +45,7 @@ def test_queue_behind_first_request_counts_under_its_shortage() -> None:
     assert _held(desk) == {Shortage.DECODE: (2, 1010)}
 
 
-def test_shortage_of_places_is_the_routers_and_refusals_are_the_decode_pools() -> None:
+def test_admission_shortage_is_router_for_places_and_decode_for_refusals() -> None:
     desk = AdmissionBench()
     desk.places = 0
     desk.ask()

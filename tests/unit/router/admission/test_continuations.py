@@ -1,4 +1,4 @@
-"""Streams that are continued: the first time at a router as promised, later within limits, and each time counted."""
+"""Continued streams: the first at a router is always admitted, later ones within limits, all counted."""
 
 import asyncio
 from dataclasses import replace
@@ -69,7 +69,7 @@ def test_continuations_stream_is_promised_once() -> None:
     assert streams.begin("two")
 
 
-def test_so_many_at_a_time_are_promised_as_run_at_a_time() -> None:
+def test_continuations_promise_at_most_the_running_bound() -> None:
     streams = Streams(most=2)
     assert [streams.begin(name) for name in ("one", "two", "three")] == [True, True, False]
     streams.book.ended()
@@ -116,7 +116,7 @@ async def test_continued_stream_bypasses_full_router_and_limits(limits: TenantLi
         (TenantLimits(tokens_per_minute=100), "tokens_per_minute"),
     ],
 )
-async def test_repeated_stream_id_gets_no_more_than_key_limits(limits: TenantLimits, name: str) -> None:
+async def test_continuations_repeated_id_gets_no_more_than_key_limits(limits: TenantLimits, name: str) -> None:
     worker = FakeWorker("d0")
     async with gated(worker, limits=LimitsConfig(default=limits)) as (gate, core):
         results = [await outcome(gate, again("kept")) for _ in range(30)]
@@ -130,7 +130,7 @@ async def test_repeated_stream_id_gets_no_more_than_key_limits(limits: TenantLim
         core.assert_idle()
 
 
-async def test_kept_ids_of_many_streams_run_as_many_at_a_time_as_the_key_may() -> None:
+async def test_continuations_respect_concurrent_request_limit() -> None:
     worker = FakeWorker("d0", script=hold)
     limits = LimitsConfig(default=TenantLimits(concurrent_requests=1))
     async with gated(worker, limits=limits) as (gate, _):
@@ -159,8 +159,8 @@ async def test_continuations_beyond_bound_wait_their_turn() -> None:
         core.assert_idle()
 
 
-async def test_takeover_of_a_stream_inherits_former_readers_slot() -> None:
-    """A client whose connections break again and again, half open each time, never has more than one request."""
+async def test_continuation_inherits_slot_of_former_reader() -> None:
+    """Repeated reconnects with half-open connections never count as more than one request."""
     worker = FakeWorker("d0", script=hold)
     limits = LimitsConfig(default=TenantLimits(concurrent_requests=1))
     async with gated(worker, running=9, limits=limits) as (gate, core):

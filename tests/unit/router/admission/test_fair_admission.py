@@ -1,4 +1,4 @@
-"""Who goes, who waits and who is turned away, one decision at a time."""
+"""Admission decisions one at a time: requests that run, wait or are refused."""
 
 from dataclasses import replace
 
@@ -43,7 +43,7 @@ def test_admission_without_live_worker_passes_to_dispatch() -> None:
     assert not desk.ask().waiting
 
 
-def test_places_memory_and_running_requests_hold_back() -> None:
+def test_admission_waits_for_places_memory_and_running_requests() -> None:
     desk = AdmissionBench()
     desk.places = 0
     entry = desk.ask()
@@ -62,7 +62,7 @@ def test_places_memory_and_running_requests_hold_back() -> None:
 
 
 def test_admission_request_larger_than_pools_blocks_no_other() -> None:
-    """Dispatch refuses it. The one worker is busy with a stream, and so has no moment in which it is empty."""
+    """Dispatch refuses it. The only worker is busy with a stream and never empty."""
     desk = AdmissionBench(max_queue_s=1000.0)
     desk.fill()
     pool_tokens = desk.workers[0].info.pool_tokens
@@ -81,7 +81,7 @@ def test_admission_request_larger_than_pools_blocks_no_other() -> None:
     assert desk.turns() == [behind]
 
 
-def test_priorities_go_first_and_may_be_bounded() -> None:
+def test_admission_priorities_go_first_and_are_bounded() -> None:
     desk = AdmissionBench(
         limits=LimitsConfig(tenants={"a": TenantLimits(best_priority=-1), "b": TenantLimits(best_priority=1)})
     )
@@ -90,14 +90,14 @@ def test_priorities_go_first_and_may_be_bounded() -> None:
     assert order(desk, 4) == [sooner, normal, bounded, later]
 
 
-def test_within_one_tenant_the_earlier_deadline_goes_first() -> None:
+def test_admission_earlier_deadline_goes_first_within_tenant() -> None:
     desk = AdmissionBench()
     desk.fill()
     late, early, never = desk.ask(within_s=9.0), desk.ask(within_s=8.0), desk.ask()
     assert order(desk, 3) == [early, late, never]
 
 
-def test_turns_alternate_between_tenants_however_many_wait() -> None:
+def test_admission_alternates_between_tenants() -> None:
     desk = AdmissionBench()
     desk.fill()
     many = [desk.ask("greedy") for _ in range(6)]
@@ -105,7 +105,7 @@ def test_turns_alternate_between_tenants_however_many_wait() -> None:
     assert order(desk, 6) == [many[0], few[0], many[1], few[1], many[2], many[3]]
 
 
-def test_weights_divide_the_turns() -> None:
+def test_admission_turns_follow_weights() -> None:
     desk = AdmissionBench(limits=LimitsConfig(tenants={"heavy": TenantLimits(weight=3.0)}))
     desk.fill()
     for _ in range(12):
@@ -115,7 +115,7 @@ def test_weights_divide_the_turns() -> None:
     assert tenants.count("heavy") == 9
 
 
-def test_answers_count_and_an_idle_tenant_saves_nothing_up() -> None:
+def test_admission_counts_answers_and_lifts_idle_tenants() -> None:
     desk = AdmissionBench(credit_s=0.0)
     first = desk.ask("talker")
     desk.admission.generated(first, 10_000)
@@ -287,7 +287,7 @@ def test_promised_stream_runs_at_once() -> None:
         (TenantLimits(tokens_per_minute=250), "tokens_per_minute"),
     ],
 )
-def test_limits_are_named_and_are_each_tenants_own(limits: TenantLimits, name: str) -> None:
+def test_admission_limits_are_named_and_per_tenant(limits: TenantLimits, name: str) -> None:
     desk = AdmissionBench(limits=LimitsConfig(default=limits, tenants={"free": TenantLimits()}))
     held = [desk.ask(tokens=99) for _ in range(2)]
     with pytest.raises(Overloaded, match=f"limit {name} of") as caught:
@@ -318,7 +318,7 @@ def test_refused_call_counts_all_its_requests() -> None:
     assert desk.admission.counts.tenants["a"].rejected == 6
 
 
-def test_tokens_are_settled_with_what_was_used() -> None:
+def test_admission_settles_tokens_actually_used() -> None:
     desk = AdmissionBench(limits=LimitsConfig(default=TenantLimits(tokens_per_minute=1000)))
     entry = desk.ask(tokens=100, output=500)
     desk.admission.generated(entry, 2000)
@@ -347,7 +347,7 @@ def test_full_bucket_admits_request_larger_than_itself() -> None:
     assert bucket.wait_s(1.0, 0.0) == pytest.approx(441.0)
 
 
-def test_drafts_penalties_and_pools_in_the_view() -> None:
+def test_measure_capacity_covers_penalties_pools_and_prior_rates() -> None:
     prefill = snapshot("p0", backlog=500)
     object.__setattr__(prefill, "info", info("p0", role=WorkerRole.PREFILL))
     room = measure_capacity(view_of([snapshot(), prefill]), CapacityPolicy(), InTransit(), 0.0)
@@ -379,7 +379,7 @@ def test_drain_meter_idle_time_only_fades() -> None:
 
 
 def test_drain_meter_forgets_a_slow_hour() -> None:
-    """If it were, they would all be refused, and that the cluster is fast again would never be measured."""
+    """Otherwise all would be refused, and the recovered speed would never be measured."""
     desk = AdmissionBench(max_queue_s=4.0)
     desk.fill()
     patient = desk.ask(tokens=100)

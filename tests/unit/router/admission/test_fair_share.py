@@ -1,4 +1,4 @@
-"""Whose claim goes how far: counters of tenants that come, go and come back."""
+"""Fair shares: counters of tenants that come, go and come back."""
 
 import pytest
 
@@ -8,7 +8,7 @@ CREDIT = 100.0
 
 
 def counters(**had: float) -> VirtualCounters:
-    """Of tenants that had so much, and nobody waits."""
+    """Counters of tenants with these totals, and an empty queue."""
     found = VirtualCounters(weight_of=lambda tenant: 4.0 if tenant == "heavy" else 1.0)
     for tenant, cost in had.items():
         found.activate(tenant, ())
@@ -37,7 +37,7 @@ def test_fair_share_service_under_contention_is_bounded_debt() -> None:
     assert one.counter("busy") - one.counter("idle") == CREDIT
 
 
-def test_time_to_spare_saves_nothing_up_beyond_a_credit() -> None:
+def test_fair_share_unclaimed_service_is_capped_at_one_credit() -> None:
     one = counters(a=0.0, b=500.0)
     for _ in range(10):
         one.unclaimed("a", 1000.0, credit=CREDIT)
@@ -47,7 +47,7 @@ def test_time_to_spare_saves_nothing_up_beyond_a_credit() -> None:
     assert one.lifted("new", (), credit=CREDIT) == 600.0
 
 
-def test_credits_do_not_add_up_over_tenants_that_wait_on_credit() -> None:
+def test_fair_share_credits_do_not_add_up_over_waiting_tenants() -> None:
     one = counters(a=0.0, b=0.0, c=0.0, busy=1000.0)
     waiting = ["busy"]
     for tenant in ("a", "b", "c"):

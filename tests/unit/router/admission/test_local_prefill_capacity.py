@@ -1,4 +1,4 @@
-"""Prompts that decode workers would read themselves: the gate knows them as placement does, and lets them pass."""
+"""Prompts prefilled by decode workers: admission recognises them as placement does, and lets them pass."""
 
 from dataclasses import replace
 from random import Random
@@ -58,19 +58,19 @@ def test_local_prefill_threshold_agrees_with_placement(seed: int) -> None:
     view = view_of(workers)
     most = room_of(workers, model).most_tokens
 
-    def reads_itself(num_tokens: int) -> bool:
+    def prefills_locally(num_tokens: int) -> bool:
         placed = place(demand_of(view, num_tokens, matched={}), view, model, Random(1))
         return placed.prefill is None
 
     if most < 10_000_000:
-        assert most < 1 or reads_itself(int(most))
-        assert not reads_itself(int(most) + 2)
+        assert most < 1 or prefills_locally(int(most))
+        assert not prefills_locally(int(most) + 2)
     else:
-        assert reads_itself(1_000_000)
+        assert prefills_locally(1_000_000)
 
 
 def desk(*workers: WorkerSnapshot, costs: CostModel | None = EXACT) -> AdmissionBench:
-    """A tenth of a second of reading ahead of each worker, and eight requests at once."""
+    """Room for a tenth of a second of prefill per worker, and eight requests at once."""
     made = AdmissionBench(
         room=CapacityPolicy(worker_backlog_s=0.1, max_running_per_worker=8, costs=costs), max_queue_s=100.0
     )
@@ -78,7 +78,7 @@ def desk(*workers: WorkerSnapshot, costs: CostModel | None = EXACT) -> Admission
     return made
 
 
-def test_short_prompt_passes_long_ones_that_wait_for_prefill() -> None:
+def test_local_prefill_short_prompt_passes_queued_long_ones() -> None:
     full = desk(writer(), reader(5000))
     long = [full.ask(tokens=9000) for _ in range(3)]
     short = [full.ask(tokens=40) for _ in range(2)]
@@ -90,7 +90,7 @@ def test_short_prompt_passes_long_ones_that_wait_for_prefill() -> None:
     assert [blind.ask(tokens=tokens).waiting for tokens in (9000, 40)] == [True, True]
 
 
-def test_short_prompt_waits_for_busy_decode_worker_only() -> None:
+def test_local_prefill_short_prompt_waits_only_for_decode_worker() -> None:
     full = desk(writer(backlog=500), reader(5000))
     long, first, second = full.ask(tokens=9000), full.ask("b", tokens=40), full.ask("c", tokens=60)
     assert (long.waiting, first.waiting, second.waiting) == (True, True, True)
@@ -108,8 +108,8 @@ def test_short_prompt_waits_for_busy_decode_worker_only() -> None:
     [(writer(active=7), _MANY), (writer(free_blocks=565), _MANY), (writer(), 1)],
     ids=["slots", "memory", "places"],
 )
-def test_passing_prompt_leaves_what_the_first_needs(decode: WorkerSnapshot, places: int) -> None:
-    """One place, or KV of 9,040 tokens, is free: just what the long one needs once the prefill pool has room."""
+def test_local_prefill_passing_prompt_leaves_room_for_first_in_line(decode: WorkerSnapshot, places: int) -> None:
+    """One slot, or 9,040 tokens of KV, is free: what the long prompt needs once the prefill pool has room."""
     tight = desk(decode, reader(5000))
     tight.places = places
     assert tight.ask(tokens=9000).waiting
@@ -117,8 +117,8 @@ def test_passing_prompt_leaves_what_the_first_needs(decode: WorkerSnapshot, plac
     assert tight.turns() == []
 
 
-def test_first_in_line_waiting_for_decode_is_not_passed() -> None:
-    """Else the short ones would take the memory that it waits for, again and again."""
+def test_local_prefill_does_not_pass_request_waiting_for_decode() -> None:
+    """Otherwise short requests would take the memory that it waits for, again and again."""
     full = desk(writer(free_blocks=200), reader(5000))
     assert full.ask(tokens=9000).waiting
     assert full.ask(tokens=40).waiting
@@ -126,7 +126,7 @@ def test_first_in_line_waiting_for_decode_is_not_passed() -> None:
     assert full.admission.held()[Shortage.BOTH].num_requests == 2
 
 
-def test_its_wait_is_predicted_by_what_it_waits_for() -> None:
+def test_local_prefill_wait_is_predicted_by_decode_load() -> None:
     full = desk(writer(backlog=500), reader(5000))
     for _ in range(4):
         full.ask(tokens=9000)
@@ -141,8 +141,8 @@ def test_its_wait_is_predicted_by_what_it_waits_for() -> None:
 
 
 @pytest.mark.parametrize("lacks_decode", [False, True])
-def test_forecast_of_prompt_that_cannot_pass_equals_the_firsts(lacks_decode: bool) -> None:
-    """The first one has no room for its KV either, so the short one behind it is not read soon."""
+def test_local_prefill_forecast_behind_blocked_first_equals_its_wait(lacks_decode: bool) -> None:
+    """The first has no room for its KV either, so the short one behind it is not prefilled soon."""
     full = desk(writer(free_blocks=200 if lacks_decode else _MANY), reader(5000))
     assert full.ask(tokens=9000).waiting
     wanted = AdmissionRequest(tenant="a", priority=0, num_tokens=40, max_output_tokens=1, deadline_s=None)
@@ -153,7 +153,7 @@ def test_forecast_of_prompt_that_cannot_pass_equals_the_firsts(lacks_decode: boo
             full.ask(tokens=40, within_s=6.0)
 
 
-def test_unpaired_decode_worker_does_not_raise_threshold() -> None:
+def test_local_prefill_unpaired_decode_worker_does_not_raise_threshold() -> None:
     alone = worker("d1", layout=replace(LAYOUT, dtype="bfloat16"), num_blocks=_MANY, load=writer().load)
     pair = [writer(), reader(5000)]
     found = local_prefill_capacity(
@@ -167,15 +167,15 @@ def test_unpaired_decode_worker_does_not_raise_threshold() -> None:
 
 
 @pytest.mark.parametrize("is_local", [False, True])
-def test_passed_prompt_is_computed_locally_despite_cached_prefix(is_local: bool) -> None:
-    """Else those that pass keep the prefill pool busy, for which the one waits that they passed."""
+def test_local_prefill_request_stays_local_despite_cached_prefix(is_local: bool) -> None:
+    """Otherwise passing requests would keep the prefill pool busy, for which the passed one waits."""
     view = view_of([writer(active=8), reader(200)])
     placed = place(demand_of(view, 400, matched={"p0": 380}, is_local=is_local), view, EXACT, Random(1))
     assert (placed.prefill is None) is is_local
 
 
 @pytest.mark.parametrize("is_local", [False, True])
-async def test_dispatch_learns_which_entries_passed(is_local: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_local_prefill_dispatches_passed_entry(is_local: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     room = LocalPrefillCapacity(most_tokens=1e3, always_tokens=0, slack_tokens=1e6, tokens_per_s=1e3, wait_s=0.0)
     async with gated(FakeWorker("d0"), FakeWorker("p0", role=WorkerRole.PREFILL)) as (gate, core):
         watch = gate.queue.admission._watch
@@ -186,7 +186,7 @@ async def test_dispatch_learns_which_entries_passed(is_local: bool, monkeypatch:
         assert core.observed.modes == ["local_cheaper" if is_local else "disaggregated"]
 
 
-def test_tenants_pass_in_fair_order() -> None:
+def test_local_prefill_tenants_pass_in_fair_order() -> None:
     full = desk(writer(backlog=500), reader(5000))
     full.ask("x", tokens=9000)
     greedy = [full.ask("greedy", tokens=60) for _ in range(3)]
@@ -195,7 +195,7 @@ def test_tenants_pass_in_fair_order() -> None:
     assert full.turns() == [greedy[0], modest]
 
 
-def test_idle_work_waits_for_the_prefill_pool_despite_passing_requests() -> None:
+def test_local_prefill_queue_leaves_no_idle_room() -> None:
     full = desk(writer(), reader(5000))
     assert not full.admission.has_idle_room()
     assert desk(writer(), reader(0)).admission.has_idle_room()

@@ -1,4 +1,4 @@
-"""A cluster that is asked for more than it can do, on a virtual clock: what admission promises, deterministically."""
+"""An overloaded cluster on a virtual clock: admission's promises, deterministically."""
 
 from collections.abc import Sequence
 from random import Random
@@ -80,7 +80,7 @@ def test_overload_by_one_tenant_costs_others_little() -> None:
 
 
 def test_overload_begun_by_one_tenant_costs_others_little() -> None:
-    """Again and again, after times in which it asks for nothing: it saves up no claim to go before them."""
+    """Repeatedly, after idle times, which earn it no credit over the others."""
     share, period_s, busy_s, periods = 0.5 * MOST / 4, 20.0, 8.0, 12
     modest = [r for i in range(4) for r in arrivals(f"t{i}", share, i, seconds=periods * period_s)]
     greedy = [
@@ -106,7 +106,7 @@ def test_overload_leaves_no_capacity_idle() -> None:
     assert tokens >= 0.95 * RATE * WORKERS * SECONDS
 
 
-def test_equal_demands_get_service_by_weight() -> None:
+def test_overload_equal_demands_are_served_by_weight() -> None:
     limits = LimitsConfig(tenants={"gold": TenantLimits(weight=3.0)})
     pressed = run(world(limits=limits), [*arrivals("gold", 2 * MOST, 7), *arrivals("iron", 2 * MOST, 8)])
     served = {

@@ -1,4 +1,4 @@
-"""Bounds of what is prepared and of what runs; those of the queue: `test_fair_admission`, `test_overload`."""
+"""Bounds of prepared and running requests; those of the queue: `test_fair_admission`, `test_overload`."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tandem.errors import Overloaded
 from tests.support.router.admission_world import AdmissionBench
 
 
-def test_inflight_limit_leaves_a_share_to_what_is_not_background_work() -> None:
+def test_inflight_limit_reserves_share_for_foreground() -> None:
     num_running = 0
     limit = InflightLimit(AdmissionPolicy(max_inflight=4), lambda: num_running)
     assert [limit.num_free(priority) for priority in (-5, 0, 1)] == [4, 4, 3]
@@ -18,18 +18,18 @@ def test_inflight_limit_leaves_a_share_to_what_is_not_background_work() -> None:
     assert [limit.num_free(priority) for priority in (0, 1)] == [-1, -2]
 
 
-def test_inflight_limit_of_one_gives_background_work_its_turn() -> None:
+def test_inflight_limit_of_one_admits_background() -> None:
     assert InflightLimit(AdmissionPolicy(max_inflight=1), int).num_free(1) == 1
 
 
-def test_background_requests_wait_while_others_may_run() -> None:
+def test_background_requests_wait_while_foreground_runs() -> None:
     desk = AdmissionBench()
     desk.places = 10**6 // 4  # three quarters are taken
     assert not desk.ask(priority=0).waiting
     assert desk.ask(priority=1).waiting
 
 
-def test_preparation_limit_reached_refuses_and_places_come_back() -> None:
+def test_preparation_limit_refuses_beyond_bound_and_frees_slots() -> None:
     limit = PreparationLimit(2)
     with limit.preparing():
         with pytest.raises(ZeroDivisionError), limit.preparing():

@@ -1,4 +1,4 @@
-"""Several routers, one account: what any of them gives a tenant counts at all of them, once."""
+"""Rate limits shared by several routers: what one admits for a tenant counts once at all of them."""
 
 from random import Random
 
@@ -17,7 +17,7 @@ TENANTS = ("a", "b", "free")
 
 
 class Routers:
-    """Their clocks are one."""
+    """Routers with one clock."""
 
     def __init__(self, count: int, **limits: int) -> None:
         self.now_s = 0.0
@@ -39,7 +39,7 @@ class Routers:
             receiver.keep({Incarnation(other + 1) for other in range(len(self.all)) if other != sender})
 
 
-def test_requests_that_another_router_let_in_count_here() -> None:
+def test_shared_limits_count_requests_of_other_routers() -> None:
     routers = Routers(3, requests_per_minute=10)
     routers.exchange_all()
     for index in (0, 1):
@@ -57,7 +57,7 @@ def test_requests_that_another_router_let_in_count_here() -> None:
     routers.limiters[0].admit("a", 1.0)
 
 
-def test_requests_under_way_elsewhere_count_until_their_router_is_gone() -> None:
+def test_shared_limits_count_remote_requests_until_router_leaves() -> None:
     routers = Routers(2, concurrent_requests=3)
     grants = [routers.limiters[0].admit("a", 1.0) for _ in range(2)]
     routers.exchange(0, 1)  # also of a router that is heard of for the first time
@@ -116,7 +116,7 @@ def test_shared_limits_accounts_converge_to_one(seed: int, steps: int) -> None:
             assert limiter.num_elsewhere(tenant) == limiter.num_inflight(tenant) == 0
 
 
-def test_shared_sums_restart_and_old_ones_are_not_counted_again() -> None:
+def test_shared_limits_tallies_restart_with_new_epoch() -> None:
     routers = Routers(2, requests_per_minute=10)
     routers.exchange_all()
     routers.limiters[0].settle(routers.limiters[0].admit("a", 1.0), 1.0)
@@ -142,7 +142,7 @@ def test_shared_tallies_hide_tenant_names_and_cover_limited_ones() -> None:
     assert TAG_OF("a") != tenant_tags(b"the secret of another")("a")
 
 
-def test_unknown_tenants_are_ignored() -> None:
+def test_shared_limits_unknown_tenants_are_ignored() -> None:
     routers = Routers(2, requests_per_minute=10)
     unrelated = SharedRateLimits(routers.limiters[1], tenants=("x",), tag_of=TAG_OF)
     routers.limiters[0].admit("a", 1.0)
@@ -152,7 +152,7 @@ def test_unknown_tenants_are_ignored() -> None:
 
 
 class Host:
-    """The account of a host, as its processes 1 and 2 see it."""
+    """A host's account, as its processes 1 and 2 see it."""
 
     def __init__(self, *, is_first: bool) -> None:
         self._is_first = is_first

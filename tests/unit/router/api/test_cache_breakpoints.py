@@ -1,4 +1,4 @@
-"""Marks in a conversation: where in the prompt they stand, also in long ones of many blocks."""
+"""Cache marks in conversations: their position in the prompt, also in long ones of many blocks."""
 
 import pytest
 
@@ -33,7 +33,7 @@ def test_breakpoint_inside_a_turn_covers_text_before_it() -> None:
     assert conversation.marks == [CacheBreakpoint(1, len("\n".join(texts[:501])), 300.0)]
 
 
-def test_calls_and_results_end_turns_and_marks_follow_them() -> None:
+def test_breakpoints_follow_tool_calls_and_results() -> None:
     call = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
     result = {"type": "tool_result", "tool_use_id": "a", "content": "42", "cache_control": KEPT}
     text = {"type": "text", "text": "one"}
@@ -54,7 +54,7 @@ def test_calls_and_results_end_turns_and_marks_follow_them() -> None:
 
 
 async def test_breakpoint_after_varying_template_head_covers_nothing_of_it() -> None:
-    """What is asked of the thinking stands before the mark, so it is there where the mark's place is found as well."""
+    """Thinking options are rendered before the mark, and also when the mark's position is computed."""
     template = "[{{ reasoning_effort }}]{% for m in messages %}{{ m.content }}{% endfor %}</think>"
     parts = fakes.make_servers(fakes.make_tokenizer(template))
     conversation = [Message(role="user", content="the quick brown fox " * 20), Message(role="user", content="jumps")]

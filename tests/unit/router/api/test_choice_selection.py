@@ -1,4 +1,4 @@
-"""The best of several, and the answer that most agree on."""
+"""The best of several choices, and the majority vote."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -78,7 +78,7 @@ async def test_vote_shows_most_common_answer(
     assert [(one["index"], one["text"], one["vote"]) for one in answer["choices"]] == [(0, text, vote), (1, text, vote)]
 
 
-async def test_calls_of_tools_are_no_answers_to_vote_on(client: httpx.AsyncClient) -> None:
+async def test_vote_with_tools_is_refused(client: httpx.AsyncClient) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
     refused = await client.post(CHAT, json=HELLO | {"tools": [tool], "n": 2, "vote": True})
     assert (refused.status_code, error_of(refused)["param"]) == (400, "vote")
@@ -90,7 +90,7 @@ def test_elect_tie_is_won_by_first() -> None:
     assert elect([None, None]) == (0, None, 0)
 
 
-def test_likeliest_tie_keeps_order() -> None:
+def test_likeliest_keeps_order_of_ties() -> None:
     choices = [(SampledToken(token_id=1, logprob=value),) for value in (-2.0, -1.0, -1.0)]
     assert likeliest(choices, 3) == [1, 2, 0]
 
@@ -125,7 +125,7 @@ async def test_pattern_search_without_turn_is_overloaded() -> None:
     assert await search.find("a", ["a"], "vote_pattern", "acme") == ["a"]
 
 
-async def test_slow_patterns_of_one_tenant_are_not_waited_for_by_others() -> None:
+async def test_slow_vote_patterns_delay_no_other_tenant() -> None:
     search = PatternSearch(most_s=60.0)
     text = ["a" * 40]
     slow = [asyncio.create_task(search.find("(a+)+b", text, "vote_pattern", "acme")) for _ in range(4)]

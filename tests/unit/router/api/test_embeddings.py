@@ -64,7 +64,7 @@ async def test_embeddings_accept_every_input_form(
     assert 'vllm:request_success_total{engine="router",finished_reason="length"' in parts.metrics.render().decode()
 
 
-async def test_base64_is_of_little_endian_floats(client: httpx.AsyncClient) -> None:
+async def test_embeddings_base64_is_little_endian_floats(client: httpx.AsyncClient) -> None:
     body = (await client.post(EMBED, json={"input": "fox", "encoding_format": "base64"})).json()
     assert list(struct.unpack("<3f", base64.b64decode(body["data"][0]["embedding"]))) == UNIT
 

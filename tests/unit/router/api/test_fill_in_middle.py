@@ -1,4 +1,4 @@
-"""`suffix`: what comes after the answer, for models whose tokenizer has marks for it."""
+"""`suffix`: text after the answer, for models whose tokenizer has marks for it."""
 
 from typing import Any
 

@@ -54,7 +54,7 @@ async def test_frontend_stated_fields_are_kept(parts: fakes.Servers) -> None:
     assert one.prompt_text is None
 
 
-async def test_cache_salt_and_tenant_make_different_names(parts: fakes.Servers) -> None:
+async def test_frontend_cache_salt_and_tenant_separate_block_names(parts: fakes.Servers) -> None:
     async def root(**fields: str) -> bytes:
         return (await parts.frontend.prepare_chat(HELLO, ClientRequest(**fields))).request.hash_root
 
@@ -83,7 +83,7 @@ async def test_cache_salt_and_tenant_make_different_names(parts: fakes.Servers) 
         ({"sampling": SamplingParams(num_logprobs=10**6)}, "top_logprobs"),
     ],
 )
-async def test_bounds_name_their_field(parts: fakes.Servers, fields: dict[str, object], param: str) -> None:
+async def test_frontend_bounds_name_their_field(parts: fakes.Servers, fields: dict[str, object], param: str) -> None:
     for prepare in (
         parts.frontend.prepare_chat(HELLO, ClientRequest(**fields)),
         parts.frontend.prepare_prompts(["x"], ClientRequest(**fields)),
@@ -106,7 +106,7 @@ async def test_frontend_unknown_model_is_refused(parts: fakes.Servers) -> None:
         await parts.frontend.prepare_chat(HELLO, ClientRequest(model="gpt-4"))
 
 
-async def test_context_bound_names_the_figures(parts: fakes.Servers) -> None:
+async def test_frontend_context_error_names_the_figures(parts: fakes.Servers) -> None:
     fits = (5,) * (fakes.CONTEXT - 1)
     (one,) = await parts.frontend.prepare_prompts([fits], ClientRequest())
     assert one.request.sampling.max_tokens == 1
@@ -123,7 +123,7 @@ async def test_context_bound_names_the_figures(parts: fakes.Servers) -> None:
         (ClientRequest(max_tokens=8, reads_along=False, truncate_prompt_tokens=fakes.CONTEXT - 7), "max_tokens"),
     ],
 )
-async def test_frontend_answer_beyond_the_context_is_refused_by_its_field_with_the_figures(
+async def test_frontend_answer_beyond_context_is_refused_with_figures(
     parts: fakes.Servers, fields: ClientRequest, param: str
 ) -> None:
     message = f"{param} must be at most 7, got 8: the prompt has {fakes.CONTEXT - 7} tokens, the model's context"
@@ -134,7 +134,7 @@ async def test_frontend_answer_beyond_the_context_is_refused_by_its_field_with_t
     assert len(one.request.prompt_token_ids) + 8 <= fakes.CONTEXT
 
 
-async def test_prompt_truncated_to_the_context_leaves_room_for_max_tokens(parts: fakes.Servers) -> None:
+async def test_frontend_truncated_prompt_leaves_room_for_max_tokens(parts: fakes.Servers) -> None:
     prompt = tuple(range(4, 4 + fakes.CONTEXT // 2)) * 2
     for max_tokens, kept in ((None, fakes.CONTEXT - 1), (8, fakes.CONTEXT - 8)):
         fields = ClientRequest(max_tokens=max_tokens, truncate_prompt_tokens=-1)
@@ -189,7 +189,7 @@ def test_frontend_prompt_forms_are_parsed(parts: fakes.Servers) -> None:
     assert parse([[1], [2, 3]]) == [(1,), (2, 3)]
 
 
-async def test_waiting_texts_are_bounded(tokenizer: Tokenizer) -> None:
+async def test_frontend_bounds_texts_waiting_for_tokenization(tokenizer: Tokenizer) -> None:
     frontend = fakes.make_servers(tokenizer, RouterConfig(max_inflight_requests=2)).frontend
     long_text = "x" * 8192  # tokenized in a thread
 

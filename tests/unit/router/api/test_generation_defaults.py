@@ -1,4 +1,4 @@
-"""A model's own `generation_config.json`: read within bounds, and in place of what any wire leaves out."""
+"""A model's own `generation_config.json`: read within bounds, and used for absent fields of every API."""
 
 import json
 from collections.abc import AsyncIterator
@@ -62,12 +62,12 @@ async def stub(parts: fakes.Servers) -> AsyncIterator[InferenceStub]:
 
 
 def sampled(parts: fakes.Servers) -> dict[str, float]:
-    """How the last request is sampled."""
+    """The last request's sampling parameters."""
     return {name: getattr(parts.generator.requests[-1].sampling, name) for name in OWN}
 
 
 @pytest.mark.parametrize("path", CALLS)
-async def test_http_request_without_sampling_gets_the_models_own(
+async def test_http_request_without_sampling_gets_model_defaults(
     parts: fakes.Servers, client: httpx.AsyncClient, path: str
 ) -> None:
     assert (await client.post(path, json=CALLS[path])).status_code == 200
@@ -78,16 +78,14 @@ async def test_http_request_without_sampling_gets_the_models_own(
 @pytest.mark.parametrize(
     ("stated", "top_k"), [({"temperature": 0}, 20), ({"temperature": 0, "top_k": 0}, 0), ({"top_k": 7}, 7)]
 )
-async def test_http_request_that_states_a_field_keeps_it(
+async def test_http_request_field_overrides_model_default(
     parts: fakes.Servers, client: httpx.AsyncClient, path: str, stated: dict[str, float], top_k: int
 ) -> None:
     assert (await client.post(path, json=CALLS[path] | stated)).status_code == 200
     assert sampled(parts) == OWN | stated | {"top_k": top_k}
 
 
-async def test_grpc_request_gets_the_models_own_where_it_states_nothing(
-    parts: fakes.Servers, stub: InferenceStub
-) -> None:
+async def test_grpc_request_gets_model_defaults_for_absent_fields(parts: fakes.Servers, stub: InferenceStub) -> None:
     for stated in ({}, {"temperature": 0.0, "top_k": 0}, {"repetition_penalty": 1.0}):
         sampling = common_pb2.SamplingParams(**stated)
         async for _ in stub.Generate(pb.GenerateRequest(chat=GRPC_HELLO, sampling=sampling)):
@@ -95,9 +93,7 @@ async def test_grpc_request_gets_the_models_own_where_it_states_nothing(
         assert sampled(parts) == OWN | stated
 
 
-async def test_max_new_tokens_bounds_conversations_that_state_nothing(
-    parts: fakes.Servers, client: httpx.AsyncClient
-) -> None:
+async def test_max_new_tokens_bounds_chats_without_max_tokens(parts: fakes.Servers, client: httpx.AsyncClient) -> None:
     expected = {CHAT: 33, PLAIN: 16, "/v1/responses": 33, "/v1/messages": 8}
     for path, body in CALLS.items():
         await client.post(path, json=body)
@@ -113,15 +109,13 @@ async def test_model_card_shows_the_defaults(client: httpx.AsyncClient, tokenize
         assert (await plain.get(f"/v1/models/{fakes.MODEL}")).json()["default_sampling_params"] == {}
 
 
-async def test_beam_search_samples_nothing_and_takes_no_defaults(
-    client: httpx.AsyncClient, parts: fakes.Servers
-) -> None:
+async def test_beam_search_ignores_sampling_defaults(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     answer = await client.post(PLAIN, json={"prompt": "hello", "use_beam_search": True, "n": 2})
     assert "repetition_penalty" not in answer.text
     assert parts.generator.requests[-1].sampling.repetition_penalty == 1.0
 
 
-async def test_sampling_made_whole_by_the_router_itself_is_left_alone(parts: fakes.Servers) -> None:
+async def test_complete_sampling_params_ignore_model_defaults(parts: fakes.Servers) -> None:
     own = SamplingParams(temperature=0.5)
     (one,) = await parts.frontend.prepare_prompts(["x"], ClientRequest(sampling=own))
     assert one.request.sampling == replace(own, seed=99)
@@ -135,7 +129,7 @@ async def test_sampling_made_whole_by_the_router_itself_is_left_alone(parts: fak
         ({}, {}),
     ],
 )
-def test_generation_config_is_read_as_requests_are(
+def test_generation_config_is_parsed_like_requests(
     tmp_path: Path, raw: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps(raw))

@@ -144,7 +144,7 @@ async def test_workers_receive_the_parent_span() -> None:
 
 
 @pytest.mark.parametrize("is_traced", [False, True])
-def test_trace_per_token_work_is_none(is_traced: bool) -> None:
+def test_traced_request_adds_no_work_per_token(is_traced: bool) -> None:
     tracer, kept = keeping()
     span = tracer.request("request", None, 0.0) if is_traced else None
     with RequestMeter(RouterMetrics("m"), lambda: 1.0, prompt_tokens=1, choices=1, span=span) as meter:

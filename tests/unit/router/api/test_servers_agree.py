@@ -119,7 +119,7 @@ def calls_of(rng: random.Random) -> list[dict[str, Any]]:
 
 
 def tools_of(rng: random.Random) -> list[dict[str, Any]]:
-    """Most of them good, so that something is left to disagree on."""
+    """Most of them valid, so that other fields can differ."""
     function: dict[str, Any] = {"name": "weather" if rng.random() < 0.7 else rng.choice(NAMES)}
     if rng.random() < 0.5:
         function["description"] = rng.choice(DESCRIPTIONS)
@@ -217,7 +217,7 @@ BASES = (
 
 
 def case_of(rng: random.Random) -> tuple[dict[str, Any], list[str]]:
-    """A body, and those of its fields that may be at fault."""
+    """A body, and its fields that may be invalid."""
     own, base = rng.choice(BASES)
     fields = COMMON | own
     chosen = rng.sample(sorted(fields), rng.choice((1, 1, 1, 2, 3)))
@@ -231,7 +231,7 @@ def case_of(rng: random.Random) -> tuple[dict[str, Any], list[str]]:
 
 @pytest.mark.parametrize(("count", "seed"), [(2_000, 11), pytest.param(100_000, 12, marks=pytest.mark.slow)])
 @pytest.mark.timeout(3600)
-async def test_http_and_grpc_answer_alike(count: int, seed: int) -> None:
+async def test_http_and_grpc_accept_and_refuse_the_same(count: int, seed: int) -> None:
     both, rng = BothServers(), random.Random(seed)
     seen: Counter[str] = Counter()
     while seen["asked"] < count:

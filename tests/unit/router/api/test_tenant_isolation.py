@@ -23,7 +23,7 @@ PROMPT = [(7 * i) % 90 for i in range(100)]
 
 
 class Stack:
-    """One router's names and map, and the one worker that it has."""
+    """One router's names and map, and its only worker."""
 
     def __init__(self, secret: bytes = fakes.SECRET) -> None:
         self._parts = fakes.make_servers(fakes.make_tokenizer())
@@ -42,7 +42,7 @@ class Stack:
         return one.request.hash_root, names
 
     async def ask(self, fields: ClientRequest) -> tuple[int, int, int]:
-        """Blocks that the router thought to be cached, tokens that were, and tokens that the engine computed."""
+        """Blocks that the router expected in the cache, tokens that were, and tokens that the engine computed."""
         root, names = await self.names(fields)
         thought = self.map.longest_prefix(names).get(HERE, 0)
         request = ledger.request(PROMPT, params=SamplingParams(max_tokens=1, ignore_eos=True))
@@ -84,7 +84,7 @@ async def test_prompt_of_another_tenant_hits_no_cache(victim: ClientRequest, spy
 
 @pytest.mark.parametrize("change", [lambda prompt: prompt[:-1], lambda prompt: [*prompt[:20], 1, *prompt[21:]]])
 async def test_block_names_are_opaque_without_the_secret(change: Callable[[list[int]], list[int]]) -> None:
-    """Cache events and Redis hold names: without the secret no guess of a prompt can be tried against them."""
+    """Cache events and Redis hold names: without the secret a guessed prompt cannot be tested against them."""
     (_, ours), (_, theirs) = (
         await Stack().names(ClientRequest()),
         await Stack(b"another secret..").names(ClientRequest()),

@@ -111,7 +111,7 @@ async def test_batch_runs_at_most_configured_requests(parts: fakes.Servers, tmp_
 
 
 async def test_batch_after_restart_neither_loses_nor_repeats_requests(parts: fakes.Servers, tmp_path: Path) -> None:
-    """The first process stops in the middle of things."""
+    """The first process stops mid-batch."""
     names = [str(i) for i in range(8)]
     async with running(parts, tmp_path, max_concurrent=1) as world:
         made = await world.create(await world.upload(*map(line, names)))
@@ -136,7 +136,7 @@ def stored(folder: Path) -> BatchStore:
 
 
 async def test_batch_restart_during_publishing_completes(parts: fakes.Servers, tmp_path: Path) -> None:
-    """They are files already, and the batch does not say so yet."""
+    """The result files exist, and the batch does not list them yet."""
     store, name = stored(tmp_path), f"batch_{'0' * 32}"
     made = StoredBatch(
         id=name,
@@ -233,7 +233,7 @@ def test_batch_folder_is_run_by_one_process(tmp_path: Path) -> None:
     second.close()
 
 
-async def test_tenants_see_their_own(parts: fakes.Servers, tmp_path: Path) -> None:
+async def test_batches_and_files_are_visible_only_to_their_tenant(parts: fakes.Servers, tmp_path: Path) -> None:
     async with running(parts, tmp_path) as world:
         file_id = await world.upload(line("a"))
         made = await world.create(file_id)
@@ -302,7 +302,7 @@ async def test_malformed_multipart_is_refused(parts: fakes.Servers, tmp_path: Pa
             assert answer.status_code == 400, answer.text
 
 
-async def test_bytes_of_a_file_come_back_as_they_were(parts: fakes.Servers, tmp_path: Path) -> None:
+async def test_file_content_is_returned_unchanged(parts: fakes.Servers, tmp_path: Path) -> None:
     content = b"\r\n--not-the-end\r\n" + bytes(range(256)) + b"\r\n\r\n"
     async with running(parts, tmp_path) as world:
         file_id = await world.upload(content)
@@ -346,7 +346,7 @@ def test_batch_folder_not_creatable_is_config_error(tmp_path: Path) -> None:
         store.open()
 
 
-async def test_files_and_batches_are_as_described(parts: fakes.Servers, tmp_path: Path) -> None:
+async def test_batch_and_file_answers_match_openapi_document(parts: fakes.Servers, tmp_path: Path) -> None:
     async with running(parts, tmp_path) as world:
         described, http = await Described.by(world.http), world.http
         file = ("in.jsonl", orjson.dumps(line("a")) + b"\n" + orjson.dumps(line("a")))

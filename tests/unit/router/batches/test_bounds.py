@@ -1,4 +1,4 @@
-"""Batches: bounds of what many of them, broken files and a full disk may do to others."""
+"""Batches: bounds on the effect of many batches, broken files and a full disk."""
 
 import asyncio
 import os
@@ -68,7 +68,7 @@ def test_runner_starts_bounded_batches_oldest_first() -> None:
     assert startable(live, {**at_work, live[0].id: "0"}, lambda one: one is over) == [over]
 
 
-def test_store_batch_of_another_version_disturbs_no_other(
+def test_store_batch_of_other_version_is_skipped(
     store: BatchStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for number in range(3):
@@ -82,7 +82,7 @@ def test_store_batch_of_another_version_disturbs_no_other(
     assert "another version" in caplog.text
 
 
-def test_store_file_whose_bytes_are_gone_is_not_found(store: BatchStore, tmp_path: Path) -> None:
+def test_store_file_with_missing_content_is_not_found(store: BatchStore, tmp_path: Path) -> None:
     content = tmp_path / "content"
     content.write_bytes(b"x")
     file = store.add_file("acme", content, filename="f", purpose="batch", now_s=100.0)
@@ -91,7 +91,7 @@ def test_store_file_whose_bytes_are_gone_is_not_found(store: BatchStore, tmp_pat
         store.file("acme", file.id)
 
 
-def test_store_bytes_without_a_row_are_deleted_when_no_upload_can_be_theirs(store: BatchStore, tmp_path: Path) -> None:
+def test_store_orphaned_content_is_deleted_once_old(store: BatchStore, tmp_path: Path) -> None:
     content = tmp_path / "content"
     content.write_bytes(b"x")
     file = store.add_file("acme", content, filename="f", purpose="batch", now_s=time.time())
@@ -114,13 +114,13 @@ def test_store_database_of_a_newer_version_is_refused(store: BatchStore, tmp_pat
         BatchStore(tmp_path, max_tenant_bytes=1, keep_s=1.0).open()
 
 
-def test_store_file_that_is_no_database_is_refused(tmp_path: Path) -> None:
+def test_store_invalid_database_is_refused(tmp_path: Path) -> None:
     (tmp_path / "batches.sqlite3").write_bytes(b"x" * 4096)
     with pytest.raises(ConfigError, match=r"router\.batches\.path: .*not a database"):
         BatchStore(tmp_path, max_tenant_bytes=1, keep_s=1.0).open()
 
 
-def test_batches_that_ended_are_remembered_up_to_a_bound(store: BatchStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_keeps_bounded_number_of_ended_batches(store: BatchStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "MAX_ENDED_BATCHES", 2)
     for number in range(5):
         store.save(batch(number, status=BatchStatus.FAILED))
@@ -134,7 +134,7 @@ def test_batches_that_ended_are_remembered_up_to_a_bound(store: BatchStore, monk
     assert store.batches("other-company") == [other]
 
 
-def test_files_are_bounded_in_number(store: BatchStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_store_bounds_number_of_files(store: BatchStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_module, "MAX_FILES", 1)
     content = tmp_path / "content"
     content.write_bytes(b"x")
@@ -146,7 +146,7 @@ def test_files_are_bounded_in_number(store: BatchStore, tmp_path: Path, monkeypa
 
 @contextmanager
 def full_disk(most_bytes: int) -> Iterator[None]:
-    """No file may be longer: a write that would make it so is cut short, as on a full disk."""
+    """A limit on file size: a write beyond it is cut short, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (most_bytes, hard))
     try:
@@ -170,8 +170,8 @@ def test_store_full_disk_leaves_no_partial_line(store: BatchStore, tmp_path: Pat
     assert store.content("acme", output).read_bytes() == b"".join(lines)
 
 
-def test_results_first_result_of_a_line_stands(store: BatchStore) -> None:
-    """Two processes may answer the same line, when one is stopped in the middle of it and another goes on."""
+def test_results_first_result_of_line_is_kept(store: BatchStore) -> None:
+    """Two processes may answer the same line, if one stops in its middle and another continues."""
     made = batch(0)
     store.save(made)
     first, second = store.results(made), store.results(made)
@@ -187,7 +187,7 @@ def test_results_first_result_of_a_line_stands(store: BatchStore) -> None:
     assert store.results(made).done == set()
 
 
-def test_results_that_find_a_full_disk_become_files_later(store: BatchStore) -> None:
+def test_results_on_full_disk_are_published_later(store: BatchStore) -> None:
     made = batch(0)
     store.save(made)
     line = f'{{"id":"batch_req_{0:032x}_0"}}\n'.encode()
@@ -221,9 +221,7 @@ async def test_upload_on_full_disk_is_refused_without_leftovers(parts: fakes.Ser
         assert (await world.http.post("/v1/batches", json=body)).status_code == 200
 
 
-async def test_uploads_on_their_way_are_bounded_by_tenant_for_all_processes(
-    parts: fakes.Servers, tmp_path: Path
-) -> None:
+async def test_uploads_in_progress_are_bounded_per_tenant_over_processes(parts: fakes.Servers, tmp_path: Path) -> None:
     released = asyncio.Event()
 
     async def slowly() -> AsyncIterator[bytes]:
@@ -246,7 +244,7 @@ async def test_uploads_on_their_way_are_bounded_by_tenant_for_all_processes(
         assert await other.upload(b"{}")
 
 
-async def test_batches_that_have_not_ended_are_bounded_for_all_processes(parts: fakes.Servers, tmp_path: Path) -> None:
+async def test_live_batches_are_bounded_over_processes(parts: fakes.Servers, tmp_path: Path) -> None:
     async with running(parts, tmp_path, max_batches=3) as world, running(parts, tmp_path, max_batches=3) as other:
         world.room.is_there = other.room.is_there = False
         line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "a"}}
@@ -256,7 +254,7 @@ async def test_batches_that_have_not_ended_are_bounded_for_all_processes(parts: 
 
 
 @pytest.mark.parametrize("what", ["file", "batch"])
-def test_store_bounds_hold_for_processes_that_add_at_once(tmp_path: Path, what: str) -> None:
+def test_store_bounds_hold_for_concurrent_processes(tmp_path: Path, what: str) -> None:
     stores = [BatchStore(tmp_path, max_tenant_bytes=40, keep_s=1000.0) for _ in range(4)]
     for store in stores:
         store.open()
@@ -294,7 +292,7 @@ for number in range(1_000_000):
 """
 
 
-def test_store_process_killed_while_it_writes_loses_no_result(store: BatchStore) -> None:
+def test_store_process_killed_while_writing_loses_no_result(store: BatchStore) -> None:
     made = batch(0)
     store.save(made)
     reported: list[int] = []
@@ -327,9 +325,7 @@ def test_upload_slots_of_killed_process_are_freed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("step", [1, 7, 64])
-async def test_upload_whose_boundary_comes_in_pieces_is_the_same_file(
-    parts: fakes.Servers, tmp_path: Path, step: int
-) -> None:
+async def test_upload_in_any_pieces_gives_same_file(parts: fakes.Servers, tmp_path: Path, step: int) -> None:
     content = b"\r\n--not-the-end\r\n--x\r\n--xy-\r" + bytes(range(256))
     head = b'--xyz\r\nContent-Disposition: form-data; name="file"; filename="\xc3\xa4.jsonl"\r\n\r\n'
     purpose = b'\r\n--xyz\r\ncontent-disposition: form-data; name="purpose"\r\n\r\nbatch\r\n--xyz--\r\n'
@@ -367,7 +363,7 @@ FILE = b'--x\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\
         (FILE + PART % (b"purpose", b"batch"), 400),
     ],
 )
-async def test_upload_beyond_its_bounds_is_refused_and_leaves_nothing(
+async def test_upload_beyond_bounds_is_refused_without_leftovers(
     parts: fakes.Servers, tmp_path: Path, body: bytes, status: int
 ) -> None:
     async with running(parts, tmp_path, max_file_bytes=1024) as world:

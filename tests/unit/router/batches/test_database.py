@@ -1,4 +1,4 @@
-"""The SQLite database of batches: what its threads do to each other."""
+"""The SQLite database of batches under concurrent threads."""
 
 import os
 import threading
@@ -20,7 +20,7 @@ def database(tmp_path: Path) -> Database:
     return made
 
 
-def test_close_while_another_thread_reads_lets_it_have_all_rows(database: Database) -> None:
+def test_database_close_waits_for_reads_in_other_threads(database: Database) -> None:
     reading, may_go_on = threading.Event(), threading.Event()
 
     def read() -> list[int]:
@@ -48,7 +48,7 @@ def test_database_read_after_close_reopens(database: Database) -> None:
     assert database.read("SELECT 2") == [(2,)]
 
 
-def test_connections_of_threads_that_have_ended_are_closed(database: Database) -> None:
+def test_database_closes_connections_of_ended_threads(database: Database) -> None:
     num_open = len(os.listdir("/proc/self/fd"))
     for _ in range(20):
         thread = threading.Thread(target=database.read, args=("SELECT 1",))

@@ -1,4 +1,4 @@
-"""What the version before kept in JSON files goes on in the database, exactly, once no such process runs batches."""
+"""Import of the previous version's JSON files into the database, once no such process runs batches."""
 
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ def write_old_file(folder: Path, name: str, content: bytes, **changes: Any) -> N
 
 
 def write_old_batch(folder: Path, output: bytes = b"", **changes: Any) -> Path:
-    """As the version before had it on disk."""
+    """In the previous version's format."""
     place = folder / "tenants" / _owner("acme") / "batches" / BATCH
     place.mkdir(parents=True)
     state = {
@@ -67,7 +67,7 @@ def test_import_keeps_files_batches_results_and_cancellation(tmp_path: Path) -> 
     assert not list(tmp_path.glob("tenants/*/files/*.json"))
 
 
-def test_import_that_was_cut_off_is_done_again_without_a_second_copy(tmp_path: Path) -> None:
+def test_import_interrupted_is_repeated_without_duplicates(tmp_path: Path) -> None:
     write_old_batch(tmp_path, result(0))
     store = opened(tmp_path)
     store.sweep(NOW_S)
@@ -95,7 +95,7 @@ def test_import_unreadable_file_disturbs_no_other(
     assert store.live() == []
 
 
-def test_import_results_that_were_files_already_are_published_again(tmp_path: Path) -> None:
+def test_import_published_results_keep_their_file(tmp_path: Path) -> None:
     write_old_batch(tmp_path, status="finalizing", ends_as="completed")
     (tmp_path / "tenants" / _owner("acme") / "batches" / BATCH / "output.jsonl").unlink()
     write_old_file(tmp_path, f"file-{7:032x}-output", result(0), purpose="batch_output")
@@ -105,8 +105,8 @@ def test_import_results_that_were_files_already_are_published_again(tmp_path: Pa
     assert store.publish(batch, NOW_S) == (f"file-{7:032x}-output", None)
 
 
-def test_import_waits_for_the_process_that_runs_batches(tmp_path: Path) -> None:
-    """One of the version before may run them yet: it has the same lock."""
+def test_import_waits_for_process_running_batches(tmp_path: Path) -> None:
+    """A process of the previous version may still run them: it uses the same lock."""
     running_one = opened(tmp_path)
     assert running_one.may_run()
     write_old_batch(tmp_path, result(0))

@@ -1,4 +1,4 @@
-"""What clients upload, and what becomes of it, is readable by nobody but the router's own user."""
+"""Uploads and their results are readable by the router's own user only."""
 
 import os
 from collections.abc import Iterator
@@ -16,14 +16,14 @@ from tests.unit.router.batches.test_batches import KEYS, TEXT, line
 
 
 @pytest.fixture(autouse=True)
-def _careless_umask() -> Iterator[None]:
+def _permissive_umask() -> Iterator[None]:
     before = os.umask(0)
     yield
     os.umask(before)
 
 
 def readable_by_others(folder: Path) -> set[str]:
-    """Below it, and itself."""
+    """Paths readable by other users, the folder included."""
     return {
         f"{path.relative_to(folder)} {path.stat().st_mode & 0o777:o}"
         for path in (folder, *folder.rglob("*"))
@@ -74,7 +74,7 @@ async def test_upload_in_progress_is_private(tmp_path: Path) -> None:
     assert content.read_bytes() == b"hello"
 
 
-def test_folder_of_earlier_version_is_made_private(tmp_path: Path) -> None:
+def test_batch_folder_of_earlier_version_is_made_private(tmp_path: Path) -> None:
     old = tmp_path / "batches"
     for name in ("incoming", "uploads", "tenants"):
         (old / name / "below").mkdir(parents=True)

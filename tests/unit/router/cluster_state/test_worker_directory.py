@@ -1,4 +1,4 @@
-"""Redis is believed when it tells of a worker, and not at once when it tells of none."""
+"""Workers listed in Redis are used at once; an empty list is not trusted at once."""
 
 import asyncio
 from pathlib import Path
@@ -50,8 +50,8 @@ async def test_directory_watcher_receives_every_change() -> None:
     assert await waiting == {at("s:1"), at("a:1"), at("b:1")}
 
 
-async def test_directory_reread_file_changes_stated_addresses_only(tmp_path: Path) -> None:
-    """SIGHUP of a router with Redis: it forgets nobody whom the file has never named."""
+async def test_directory_reload_changes_only_configured_addresses(tmp_path: Path) -> None:
+    """SIGHUP of a router with Redis keeps workers that the file never named."""
     path = tmp_path / "cluster.yaml"
     directory = RedisDirectory(KnownAddresses(frozenset({at("s:1")}), forget_s=30.0))
     directory.on_notices([notice("a:1")], 0.0)

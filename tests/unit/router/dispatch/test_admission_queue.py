@@ -1,4 +1,4 @@
-"""Requests at the gate: real sessions and dispatch behind it, fake workers behind those."""
+"""Requests at admission, with real sessions and dispatch, and fake workers."""
 
 import asyncio
 from dataclasses import replace
@@ -21,7 +21,7 @@ from tests.support.router.admission_queues import gated, of
 from tests.support.router.cluster import PROMPT, collect, routed
 
 
-async def test_requests_run_in_turn_and_every_answer_is_whole() -> None:
+async def test_queued_requests_run_in_turn_with_whole_answers() -> None:
     worker = FakeWorker("d0")
     async with gated(worker) as (gate, core):
         requests = [of(tenant, i) for i in range(4) for tenant in "ab"]
@@ -55,7 +55,7 @@ async def test_queued_tenants_alternate() -> None:
         assert order == ["a0-0", "b0-0", "a1-0", "b1-0", "a2-0"]
 
 
-async def test_request_beyond_the_bound_of_those_in_flight_waits_for_a_place() -> None:
+async def test_request_beyond_inflight_bound_waits() -> None:
     worker = FakeWorker("d0", script=hold)
     async with gated(worker, running=9, inflight=2) as (gate, core):
         tasks = [asyncio.create_task(collect(gate.generate(of("a", i)))) for i in range(4)]
@@ -70,7 +70,7 @@ async def test_request_beyond_the_bound_of_those_in_flight_waits_for_a_place() -
         await asyncio.gather(*tasks)
 
 
-async def test_drain_that_ran_out_of_time_lets_not_even_promised_streams_in() -> None:
+async def test_drain_timeout_refuses_promised_streams() -> None:
     async with gated(FakeWorker("d0", script=hold)) as (gate, _):
         stuck = asyncio.create_task(collect(gate.generate(of("a", 0))))
         await asyncio.sleep(0)
@@ -84,7 +84,7 @@ async def test_drain_that_ran_out_of_time_lets_not_even_promised_streams_in() ->
         stuck.cancel()
 
 
-async def test_client_leaving_the_queue_leaves_nothing() -> None:
+async def test_client_leaving_queue_frees_its_place() -> None:
     worker = FakeWorker("d0", script=hold)
     async with gated(worker) as (gate, core):
         running = asyncio.create_task(collect(gate.generate(of("a", 0))))
@@ -288,13 +288,13 @@ async def test_client_leaving_at_its_turn_is_not_charged() -> None:
         turns: list[AdmissionEntry] = []
         pump = gate.queue.admission.pump
 
-        def leave_on_turn() -> list[AdmissionEntry]:
+        def cancel_when_admitted() -> list[AdmissionEntry]:
             if given := pump():
                 turns.extend(given)
                 waiting.cancel()
             return given
 
-        gate.queue.admission.pump = leave_on_turn
+        gate.queue.admission.pump = cancel_when_admitted
         held.give_all()
         await asyncio.gather(running, waiting, return_exceptions=True)
         assert [entry.ticket.tenant for entry in turns] == ["a"]

@@ -1,4 +1,4 @@
-"""Dispatch hands tokens to a reader where they arrive: slow readers, readers that fail, all failures of workers."""
+"""Dispatch pushes tokens to readers: slow readers, failing readers, all failures of workers."""
 
 import asyncio
 import json
@@ -115,7 +115,7 @@ async def test_cancelling_cancels_on_the_worker() -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_tokens_reach_socket_from_worker(stream: bool) -> None:
-    """Real sockets on both sides: whole and streamed answers are the same text; ids stand with each event asked for."""
+    """Real sockets on both sides: whole and streamed answers have equal text; ids come with each event on request."""
     parts = fakes.make_servers(fakes.make_tokenizer())
     parts.frontend.clock = asyncio.get_running_loop().time
     worker = FakeWorker("d0")

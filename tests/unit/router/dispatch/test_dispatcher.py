@@ -1,4 +1,4 @@
-"""The undisturbed life of a request, and its ends that are the client's own doing."""
+"""The undisturbed life of a request, and ends caused by the client."""
 
 import asyncio
 import time
@@ -18,7 +18,7 @@ from tests.support.fake_worker import FakeWorker, Submission, answer, expected_t
 from tests.support.router.cluster import LONG_PROMPT, PROMPT, ROOT, cluster, collect, routed
 
 
-async def test_streams_tokens_in_order_and_ends_once() -> None:
+async def test_dispatch_streams_tokens_in_order_and_ends_once() -> None:
     worker = FakeWorker("d0")
     async with cluster(worker) as router:
         deltas = [d async for d in router.generate(routed())]
@@ -112,7 +112,7 @@ async def test_cancelled_client_task_cancels_on_the_worker() -> None:
         router.assert_idle()
 
 
-async def test_finish_choice_ends_it_with_what_is_known() -> None:
+async def test_finish_choice_ends_with_known_figures() -> None:
     async def two_tokens(submission: Submission) -> None:
         submission.give(submission.tokens[:2], cached=5)
 
@@ -132,14 +132,14 @@ async def test_finish_choice_ends_it_with_what_is_known() -> None:
         router.dispatcher.finish_choice(routed().request_id, 0)
 
 
-async def test_finish_one_choice_of_two_leaves_the_other_running() -> None:
-    async def first_is_endless(submission: Submission) -> None:
+async def test_finish_choice_leaves_other_choice_running() -> None:
+    async def hang_first_choice(submission: Submission) -> None:
         if submission.submit.choice_index == 0:
             submission.give(submission.tokens[:1])
         else:
             await answer(submission)
 
-    worker = FakeWorker("d0", script=first_is_endless)
+    worker = FakeWorker("d0", script=hang_first_choice)
     async with cluster(worker) as router:
         ends: dict[int, FinishReason] = {}
         async for delta in router.generate(routed(n=2)):

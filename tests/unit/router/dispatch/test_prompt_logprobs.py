@@ -1,4 +1,4 @@
-"""Who reads a prompt, and what becomes of the request when a reader refuses, dies or is given up."""
+"""Which worker scores a prompt, and retries when it refuses, dies or is given up."""
 
 import asyncio
 from dataclasses import replace
@@ -50,7 +50,7 @@ def prefill(name: str, script: object = None) -> FakeWorker:
     return made
 
 
-async def test_scoring_by_prefill_worker_precedes_the_answer() -> None:
+async def test_scoring_on_prefill_worker_precedes_answer() -> None:
     decode, reads = FakeWorker("d0"), prefill("p0")
     async with cluster(decode, reads) as router:
         reading, reader = await run(router, scoring_request())
@@ -152,7 +152,7 @@ async def test_scoring_waits_for_returning_worker() -> None:
 
 
 async def test_scoring_retries_only_worker_in_new_session() -> None:
-    """The same process: it was frozen, or its network was away."""
+    """The same process after a freeze or a network loss."""
     alone = FakeWorker("d0")
     alone.read_script = lambda _: None
     async with cluster(alone) as router:
@@ -182,7 +182,7 @@ async def test_scoring_abandoned_is_cancelled_on_worker() -> None:
         router.assert_idle()
 
 
-async def test_malformed_scores_are_an_internal_error() -> None:
+async def test_scoring_malformed_scores_raise_internal_error() -> None:
     async with cluster(FakeWorker("d0"), prefill("p0", lambda reading: reading.give(3))) as router:
         assert_whole((await run(router, scoring_request()))[0])
     lone = FakeWorker("d0")
@@ -216,8 +216,8 @@ def test_scoring_chooses_worker_done_first() -> None:
     assert choose_scoring_worker([replace(idle, draining=True)], 5, excluded=(), avoided=()) is None
 
 
-async def test_beam_search_stays_on_one_worker_and_survives_its_loss() -> None:
-    """The likeliest token is always its position; the second ends the answer."""
+async def test_beam_search_stays_on_one_worker_until_lost() -> None:
+    """The most likely token is always its position; the second ends the answer."""
     asked_of: dict[str, list[int]] = {"p0": [], "p1": []}
 
     def follow(name: str) -> object:

@@ -1,4 +1,4 @@
-"""The only decode worker is gone: its streams wait as long as `router.rejoin_s` says, on a clock of the test's own."""
+"""The only decode worker is lost: its streams wait for `router.rejoin_s`, on a virtual clock."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -34,7 +34,7 @@ LAYOUT = KVLayout(
 
 
 class Loop(asyncio.SelectorEventLoop):
-    """Its time stands still but for `pass_s`."""
+    """Its time advances by `pass_s` only."""
 
     now_s = 0.0
 
@@ -43,7 +43,7 @@ class Loop(asyncio.SelectorEventLoop):
 
 
 async def pass_s(seconds: float) -> None:
-    """Time goes by, and whatever was due is done."""
+    """Advance the time, and run everything due."""
     loop = asyncio.get_running_loop()
     assert isinstance(loop, Loop)
     loop.now_s += seconds
@@ -53,7 +53,7 @@ async def pass_s(seconds: float) -> None:
 
 @dataclass(eq=False)
 class Worker:
-    """One process, whose port takes orders and does what the test says."""
+    """One process, whose port takes orders and follows the test's script."""
 
     registry: WorkerRegistry
     incarnation: int
@@ -85,7 +85,7 @@ class Worker:
         deliver(TokensArrived(start, tokens, None, finished))
 
     async def die(self) -> None:
-        """As the end of its session does it: first the registry, then the attempts that ran there."""
+        """Like the end of its session: first the registry, then the attempts on it."""
         self.registry.left(self.key, "gone")
         for _, deliver in self.orders:
             deliver(WorkerLost(reason="gone"))
@@ -110,7 +110,7 @@ class World:
         return asyncio.create_task(collect(self.dispatcher.generate(routed(n=num_choices))))
 
 
-def on_its_own_clock(test: Callable[[World], Awaitable[None]], *, rejoin_s: float) -> None:
+def run_on_virtual_clock(test: Callable[[World], Awaitable[None]], *, rejoin_s: float) -> None:
     async def run() -> None:
         await test(World(rejoin_s))
 
@@ -147,7 +147,7 @@ def test_rejoining_worker_continues_the_stream(num_choices: int, away_s: float) 
         assert await answer == expected
         assert world.dispatcher.num_inflight == 0
 
-    on_its_own_clock(test, rejoin_s=60.0)
+    run_on_virtual_clock(test, rejoin_s=60.0)
 
 
 @pytest.mark.parametrize("num_choices", [1, 2])
@@ -171,7 +171,7 @@ def test_rejoin_timeout_names_the_limit(num_choices: int) -> None:
         assert caught.value.retry_after_s == 1.0
         assert world.dispatcher.num_inflight == 0
 
-    on_its_own_clock(test, rejoin_s=30.0)
+    run_on_virtual_clock(test, rejoin_s=30.0)
 
 
 def test_rejoin_limit_is_configurable() -> None:

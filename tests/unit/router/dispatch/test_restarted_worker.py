@@ -1,4 +1,4 @@
-"""A worker that comes back on its old address is somebody else: nothing of its former life counts there."""
+"""A worker restarted on its old address is a new incarnation: nothing of its former one counts."""
 
 import asyncio
 import time
@@ -14,7 +14,7 @@ WAIT_S = 20.0
 
 
 async def restart(worker: FakeWorker, router: Cluster, *, live: int) -> None:
-    """A new process, which listens where the old one did."""
+    """A new process on the old one's address."""
     address = worker.address
     await worker.crash()
     await router.registry.until_live(live - 1)
@@ -25,7 +25,7 @@ async def restart(worker: FakeWorker, router: Cluster, *, live: int) -> None:
 
 
 async def test_handoff_names_current_incarnation() -> None:
-    """The decode worker can tell the two apart, and refuses what an older life would send."""
+    """The decode worker distinguishes the two, and refuses KV from the former."""
     prefill, decode = FakeWorker("p0", role=WorkerRole.PREFILL), FakeWorker("d0")
     async with cluster(decode, prefill) as router:
         for life in (1, 2, 3):
@@ -61,13 +61,13 @@ async def test_restarted_worker_has_no_earlier_failures(role: WorkerRole) -> Non
 
 
 async def test_stream_of_former_incarnation_continues_unmixed() -> None:
-    """The new life answers the same request under the next attempt; what it says of the one before is not heard."""
+    """The new incarnation serves the next attempt; messages about the former attempt are ignored."""
     worker = FakeWorker("d0", script=_two_tokens)
     async with cluster(worker) as router, asyncio.timeout(WAIT_S):
         client = asyncio.create_task(collect(router.generate(routed())))
         first = await worker.submissions.get()
         await router.registry.until(lambda: bool(router.dispatcher._runs))
-        worker.script = _says_first_what_its_former_life_would
+        worker.script = _send_stale_attempt_then_answer
         await restart(worker, router, live=1)
         second = await worker.submissions.get()
         assert (first.submit.attempt, second.submit.attempt) == (1, 2)
@@ -79,6 +79,6 @@ async def _two_tokens(submission: Submission) -> None:
     submission.give(submission.tokens[:2])
 
 
-async def _says_first_what_its_former_life_would(submission: Submission) -> None:
+async def _send_stale_attempt_then_answer(submission: Submission) -> None:
     submission.give([1, 2, 3], first_index=2, attempt=1)
     await answer(submission)

@@ -1,4 +1,4 @@
-"""A stream that another router began: taken over from its worker, or generated again where that is not possible."""
+"""A stream of another router: taken over from its worker, or generated again where that is not possible."""
 
 import asyncio
 from contextlib import aclosing
@@ -95,7 +95,7 @@ async def test_former_reader_is_superseded_without_cancelling() -> None:
 
 @pytest.mark.parametrize("resumptions", [1, 2, 7])
 async def test_resumed_stream_belongs_to_latest_reader(resumptions: int) -> None:
-    """A client sends the same id again while its former connection is half open, or an earlier one, or a later one."""
+    """A client resends the id while its former connection is half open, out of order or not."""
     worker = FakeWorker("d0")
     worker._give_away = lambda adopt: worker.adoptions.put_nowait(adopt)  # type: ignore[method-assign]
     async with cluster(worker) as router:
@@ -114,7 +114,7 @@ async def test_resumed_stream_belongs_to_latest_reader(resumptions: int) -> None
 
 
 async def test_two_continuations_have_distinct_handoffs() -> None:
-    """Their attempts have the same number, and the first one's hand-off may still be at the worker that gets both."""
+    """Both attempts have the same number, and the first hand-off may still be at the worker that gets both."""
     decode, prefill = FakeWorker("d0", incarnation=9), FakeWorker("p0", role=WorkerRole.PREFILL)
     again = replace(continued(worker=8), prompt_token_ids=LONG_PROMPT)
     async with cluster(decode, prefill) as router:
@@ -127,7 +127,7 @@ async def test_two_continuations_have_distinct_handoffs() -> None:
 
 
 async def test_resumed_long_answer_is_complete() -> None:
-    """More tokens than a slow reader may have waiting."""
+    """More tokens than may be buffered for a slow reader."""
     long = replace(continued(num_tokens=6000), sampling=replace(continued().sampling, max_tokens=6001))
     worker = FakeWorker("d0")
     worker.keeps = {"r1-0": [7] * 6001}
@@ -136,7 +136,7 @@ async def test_resumed_long_answer_is_complete() -> None:
 
 
 async def begun(submission: Submission) -> None:
-    """Two tokens, and nothing after them by itself."""
+    """Gives two tokens, and nothing more by itself."""
     submission.give(whole()[:2])
 
 

@@ -1,4 +1,4 @@
-"""One client call with several prompts is let in as a whole or not at all, and what is refused spends nothing."""
+"""A call with several prompts is admitted as a whole or not at all; a refused one costs nothing."""
 
 import asyncio
 import time
@@ -111,7 +111,7 @@ async def test_admitted_call_never_run_frees_slots() -> None:
 
 
 async def test_evicted_request_of_call_is_refused_on_run() -> None:
-    """Entered, it waits in the line; what is decided there before `run` is not lost."""
+    """Once entered it is queued; a decision made there before `run` is kept."""
     worker = FakeWorker("d0", script=hold)
     async with gated(worker, max_queue_s=0.3) as (gate, _), asyncio.timeout(WAIT_S):
         running = asyncio.create_task(collect(gate.generate(of("x", 0))))
@@ -126,7 +126,7 @@ async def test_evicted_request_of_call_is_refused_on_run() -> None:
         await asyncio.gather(running, return_exceptions=True)
 
 
-async def test_over_http_the_limit_is_named_and_the_next_call_is_served() -> None:
+async def test_call_over_http_names_limit_and_frees_slots() -> None:
     parts = fakes.make_servers(fakes.make_tokenizer())
     parts.frontend.clock = time.monotonic
     bounds = limits(concurrent_requests=1, requests_per_minute=1)

@@ -1,4 +1,4 @@
-"""Whatever goes wrong on the workers' side: the client gets the undisturbed text, or a clear error."""
+"""Failures of workers: the client gets the undisturbed text, or a clear error."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -19,7 +19,7 @@ async def _overloaded(submission: Submission) -> None:
     submission.refuse("Overloaded", retry_after_s=2.5)
 
 
-async def test_refusal_goes_to_another_worker() -> None:
+async def test_refused_request_goes_to_another_worker() -> None:
     busy = FakeWorker("d0", script=_overloaded)
     free = FakeWorker("d1")
     async with cluster(busy, free) as router:
@@ -57,7 +57,7 @@ async def test_request_too_large_for_one_pool_runs_on_larger() -> None:
             await collect(router.generate(routed()))
 
 
-async def test_larger_than_every_pool_is_refused_without_asking() -> None:
+async def test_request_larger_than_every_pool_is_refused_unsent() -> None:
     worker = FakeWorker("d0", num_blocks=2)
     async with cluster(worker) as router:
         with pytest.raises(RequestTooLarge):
@@ -65,7 +65,7 @@ async def test_larger_than_every_pool_is_refused_without_asking() -> None:
         assert worker.submissions.empty()
 
 
-def _first_attempt_gives(count: int) -> Script:
+def _first_attempt_stalls_after(count: int) -> Script:
     """The first attempt gives so many tokens and then hangs; later ones answer in full."""
 
     async def script(submission: Submission) -> None:
@@ -89,8 +89,8 @@ async def _holder_first(workers: Sequence[FakeWorker]) -> list[FakeWorker]:
 
 @pytest.mark.parametrize("survivors", [0, 1, 5, 8])
 async def test_crash_mid_stream_continues_on_another_worker(survivors: int) -> None:
-    """The text is the undisturbed one, wherever the crash falls."""
-    workers = [FakeWorker(name, script=_first_attempt_gives(survivors)) for name in ("d0", "d1")]
+    """The text equals the undisturbed one, wherever the crash falls."""
+    workers = [FakeWorker(name, script=_first_attempt_stalls_after(survivors)) for name in ("d0", "d1")]
     tokens: list[int] = []
     finishes: list[ChoiceFinish] = []
     received = asyncio.Event()
@@ -121,7 +121,7 @@ async def test_crash_mid_stream_continues_on_another_worker(survivors: int) -> N
 
 
 async def test_crash_with_four_choices_loses_none() -> None:
-    doomed = FakeWorker("d0", script=_first_attempt_gives(3))
+    doomed = FakeWorker("d0", script=_first_attempt_stalls_after(3))
     async with cluster(doomed) as router:
         tokens: dict[int, list[int]] = {c: [] for c in range(4)}
         restarted = FakeWorker("d0", incarnation=2, port=doomed.port)
@@ -135,8 +135,8 @@ async def test_crash_with_four_choices_loses_none() -> None:
         router.assert_idle()
 
 
-async def test_lost_stream_waits_for_the_restarted_worker() -> None:
-    worker = FakeWorker("d0", script=_first_attempt_gives(2))
+async def test_lost_stream_waits_for_restarted_worker() -> None:
+    worker = FakeWorker("d0", script=_first_attempt_stalls_after(2))
     async with cluster(worker) as router:
         client = asyncio.create_task(collect(router.generate(routed())))
         await worker.submissions.get()
@@ -148,7 +148,7 @@ async def test_lost_stream_waits_for_the_restarted_worker() -> None:
             router.assert_idle()
 
 
-async def test_lost_stream_ends_when_no_worker_comes_back() -> None:
+async def test_lost_stream_ends_after_rejoin_timeout() -> None:
     settings = DispatchSettings(rejoin_s=0.05)
     worker = FakeWorker("d0", script=hold)
     async with cluster(worker, settings=settings) as router:
@@ -174,10 +174,10 @@ async def test_attempts_without_progress_are_bounded() -> None:
         router.assert_idle()
 
 
-async def test_missing_and_repeated_tokens() -> None:
+async def test_worker_token_gap_is_retried_and_repeats_are_dropped() -> None:
     """A gap is the worker's fault and another continues; tokens that the client has are dropped."""
 
-    async def stutters_then_skips(submission: Submission) -> None:
+    async def repeat_then_skip_tokens(submission: Submission) -> None:
         if submission.submit.attempt > 1:
             await answer(submission)
             return
@@ -186,7 +186,7 @@ async def test_missing_and_repeated_tokens() -> None:
         submission.give(tokens[1:4], first_index=1)
         submission.give(tokens[6:], first_index=6)
 
-    workers = [FakeWorker(name, script=stutters_then_skips) for name in ("d0", "d1")]
+    workers = [FakeWorker(name, script=repeat_then_skip_tokens) for name in ("d0", "d1")]
     async with cluster(*workers) as router:
         assert (await collect(router.generate(routed())))[0] == expected_tokens(PROMPT, count=8, seed=3)
         assert router.observed.retries == ["worker_fault"]
@@ -194,12 +194,12 @@ async def test_missing_and_repeated_tokens() -> None:
 
 
 async def test_stale_attempts_are_not_delivered() -> None:
-    async def mixes_attempts(submission: Submission) -> None:
+    async def send_other_attempts(submission: Submission) -> None:
         submission.give([1, 2, 3], attempt=submission.submit.attempt + 1)
         submission.give([4, 5, 6], attempt=0)
         await answer(submission)
 
-    worker = FakeWorker("d0", script=mixes_attempts)
+    worker = FakeWorker("d0", script=send_other_attempts)
     async with cluster(worker) as router:
         assert (await collect(router.generate(routed())))[0] == expected_tokens(PROMPT, count=8, seed=3)
         assert router.observed.retries == []
@@ -222,11 +222,11 @@ async def test_prefill_workers_final_refusal_ends_the_request() -> None:
         router.assert_idle()
 
 
-async def test_tokens_come_before_the_error_that_came_with_them() -> None:
-    async def gives_up(submission: Submission) -> None:
+async def test_tokens_precede_error_delivered_with_them() -> None:
+    async def finish_with_error(submission: Submission) -> None:
         submission.give(submission.tokens[:3], finish=FinishReason.ERROR)
 
-    async with cluster(FakeWorker("d0", script=gives_up)) as router:
+    async with cluster(FakeWorker("d0", script=finish_with_error)) as router:
         tokens: list[int] = []
 
         async def client() -> None:
@@ -265,7 +265,7 @@ async def test_failed_transfer_is_rerouted_then_computed_locally() -> None:
         router.assert_idle()
 
 
-async def test_prefill_worker_gone_before_dispatch_means_local() -> None:
+async def test_prefill_worker_lost_before_dispatch_falls_back_to_local() -> None:
     prefill = FakeWorker("p0", role=WorkerRole.PREFILL)
     decode = FakeWorker("d0")
     async with cluster(decode, prefill) as router:
@@ -275,7 +275,7 @@ async def test_prefill_worker_gone_before_dispatch_means_local() -> None:
         assert router.observed.modes == ["no_prefill_worker"]
 
 
-async def test_draining_worker_gets_nothing_new() -> None:
+async def test_draining_worker_gets_no_new_requests() -> None:
     one = FakeWorker("d0")
     two = FakeWorker("d1")
     async with cluster(one, two) as router:
@@ -288,7 +288,7 @@ async def test_draining_worker_gets_nothing_new() -> None:
 
 @pytest.mark.parametrize("taken", [False, True], ids=["refused", "taken"])
 async def test_request_failed_by_live_workers_does_not_wait(taken: bool) -> None:
-    """An address that is named is worth a wait while nobody serves, not to be failed there as well."""
+    """A listed address is awaited while no worker serves, not to fail on it as well."""
 
     async def fails(submission: Submission) -> None:
         if taken:
@@ -305,7 +305,7 @@ async def test_request_failed_by_live_workers_does_not_wait(taken: bool) -> None
 
 
 async def test_request_waiting_next_to_live_workers_gets_workers_error() -> None:
-    """One has failed it and serves; the other leaves, and its successor does not come in time."""
+    """One worker failed it and still serves; the other leaves, and its successor does not come in time."""
 
     async def script(submission: Submission) -> None:
         if submission.submit.attempt == 1:

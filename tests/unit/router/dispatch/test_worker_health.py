@@ -63,7 +63,7 @@ async def test_failing_worker_is_avoided_until_it_recovers() -> None:
 
 @pytest.mark.parametrize("role", list(WorkerRole))
 async def test_health_of_departed_worker_is_forgotten(role: WorkerRole) -> None:
-    """Nothing runs there when it goes, so that its end fails no request. It comes back on the same address."""
+    """Idle when it leaves, so no request fails. It comes back on the same address."""
     failing, decode = FakeWorker("w0", role=role, script=broken), FakeWorker("d1", script=_transfers_fail)
     async with cluster(failing, decode) as router:
         health, registry = router.dispatcher.health, router.registry
@@ -147,10 +147,10 @@ async def test_requests_next_to_poison_request_are_answered() -> None:
 
 
 async def test_established_stream_survives_two_worker_losses() -> None:
-    async def two_then_hang(submission: Submission) -> None:
+    async def hang_after_two_tokens(submission: Submission) -> None:
         submission.give(submission.tokens[:2])
 
-    workers = [FakeWorker(f"d{i}", script=two_then_hang) for i in range(3)]
+    workers = [FakeWorker(f"d{i}", script=hang_after_two_tokens) for i in range(3)]
     async with cluster(*workers) as router:
         async with aclosing(router.generate(routed())) as stream:
             got = [token.token_id for token in (await anext(stream)).tokens]
@@ -158,7 +158,7 @@ async def test_established_stream_survives_two_worker_losses() -> None:
             for script in (hold, answer):
                 for worker in workers:
                     worker.script = script
-                victim = await _who_runs(workers)
+                victim = await _running_worker(workers)
                 workers.remove(victim)
                 await victim.crash()
             got += await rest
@@ -169,7 +169,7 @@ async def _rest(stream) -> list[int]:
     return [token.token_id async for delta in stream for token in delta.tokens]
 
 
-async def _who_runs(workers: list[FakeWorker]) -> FakeWorker:
+async def _running_worker(workers: list[FakeWorker]) -> FakeWorker:
     while not (found := [w for w in workers if w._live]):  # noqa: ASYNC110 - a fake worker wakes nobody
         await asyncio.sleep(0.01)
     return found[0]
@@ -181,7 +181,7 @@ async def warm(router, count: int = 80) -> None:
 
 
 @pytest.mark.parametrize("prompt", [PROMPT, LONG_PROMPT], ids=["local", "handed_over"])
-async def test_late_first_token_is_hedged_and_first_answer_wins(prompt: tuple[int, ...]) -> None:
+async def test_hedge_on_late_first_token_first_answer_wins(prompt: tuple[int, ...]) -> None:
     workers = [FakeWorker("d0"), FakeWorker("d1")]
     async with cluster(*workers, FakeWorker("p0", role=WorkerRole.PREFILL), settings=HEDGED) as router:
         await warm(router)
@@ -190,13 +190,13 @@ async def test_late_first_token_is_hedged_and_first_answer_wins(prompt: tuple[in
         assert hedging is not None
         started, won = hedging.num_started, hedging.num_won
 
-        async def first_hangs(submission: Submission) -> None:
+        async def hang_first_attempt(submission: Submission) -> None:
             slow.append(submission)
             if len(slow) > 1:
                 await answer(submission)
 
         for worker in workers:
-            worker.script = first_hangs
+            worker.script = hang_first_attempt
         tokens = await collect(router.generate(routed(prompt)))
         assert tokens[0] == expected_tokens(prompt, count=8, seed=3)
         await slow[0].cancelled.wait()
@@ -257,7 +257,7 @@ async def test_hedging_is_off_by_default() -> None:
 
 async def test_hedged_request_crashing_two_workers_is_refused() -> None:
     workers = [FakeWorker(f"d{i}", incarnation=i + 1) for i in range(5)]
-    become_deadly_once_hedged(workers)
+    crash_once_hedged(workers)
     async with cluster(*workers, settings=HEDGED) as router, asyncio.timeout(20.0):
         await warm(router)
         with pytest.raises(Unavailable, match="crashed"):
@@ -268,8 +268,8 @@ async def test_hedged_request_crashing_two_workers_is_refused() -> None:
         assert router.dispatcher.health.poison.check(())
 
 
-def become_deadly_once_hedged(workers: Sequence[FakeWorker]) -> None:
-    """Have each end as `deadly` does, once a second attempt of the request has begun."""
+def crash_once_hedged(workers: Sequence[FakeWorker]) -> None:
+    """Crash each as `deadly` does, once a second attempt of the request has begun."""
     begun: list[Submission] = []
     hedged = asyncio.Event()
 

@@ -61,7 +61,7 @@ async def test_readyz_without_accepted_key_is_503() -> None:
 
 
 async def test_readyz_with_dead_engine_is_503() -> None:
-    """At the server: /health goes on to say that the router lives, /readyz says 503 until a token has come."""
+    """At the server: /health stays 200 while the router lives, /readyz is 503 until the canary gets a token."""
     parts = fakes.make_servers(fakes.make_tokenizer())
     dead = FakeWorker("d0", script=hold)
     async with cluster(dead) as router, _canary(router, timeout_s=0.1) as (canary, readiness):
@@ -79,7 +79,7 @@ async def test_readyz_with_dead_engine_is_503() -> None:
             assert (await client.get("/readyz")).status_code == 200
 
 
-async def test_readyz_without_workers_is_ready_while_the_pools_are_down_and_not_while_draining() -> None:
+async def test_readyz_without_workers_ignores_pools_but_not_draining() -> None:
     parts = fakes.make_servers(fakes.make_tokenizer())
     async with cluster(FakeWorker("d0")) as router:
         parts.ready = readiness = ReadinessCheck(router.registry, RouterMetrics("m"), lambda _: False)
@@ -93,7 +93,7 @@ async def test_readyz_without_workers_is_ready_while_the_pools_are_down_and_not_
             assert (await client.get("/readyz?exclude=workers")).status_code == 503
 
 
-async def test_readyz_without_workers_is_not_ready_while_no_key_is_good() -> None:
+async def test_readyz_without_workers_still_needs_an_accepted_key() -> None:
     async with cluster(FakeWorker("d0")) as router:
         readiness = ReadinessCheck(
             router.registry, RouterMetrics("m"), lambda _: True, lambda: "no API key is accepted"
@@ -101,7 +101,7 @@ async def test_readyz_without_workers_is_not_ready_while_no_key_is_good() -> Non
         assert readiness.not_ready_reason(exclude_workers=True) == "no API key is accepted"
 
 
-async def test_queue_with_every_engine_dead_refuses_new_requests_until_a_token_comes() -> None:
+async def test_queue_with_all_engines_dead_refuses_until_a_token() -> None:
     dead = FakeWorker("d0", script=hold)
     async with gated(dead) as (gate, router), _canary(router, timeout_s=0.1) as (canary, _):
         gate.queue.refuse_while(canary.no_tokens_reason)
@@ -118,7 +118,7 @@ async def test_queue_with_every_engine_dead_refuses_new_requests_until_a_token_c
         router.assert_idle()
 
 
-async def test_queue_with_one_engine_alive_takes_new_requests() -> None:
+async def test_queue_with_one_live_engine_accepts_requests() -> None:
     workers = [FakeWorker("d0"), FakeWorker("d1", script=hold)]
     async with gated(*workers) as (gate, router), _canary(router, timeout_s=0.1) as (canary, _):
         gate.queue.refuse_while(canary.no_tokens_reason)
@@ -152,13 +152,13 @@ async def test_canary_error_is_logged_and_probing_continues(caplog: pytest.LogCa
     async with cluster(FakeWorker("d0")) as router, _canary(router) as (canary, _):
         generate, called = router.dispatcher.generate, asyncio.Event()
 
-        def faulty_at_first(request: RoutedRequest) -> AsyncGenerator[ChoiceDelta, None]:
+        def fail_first_canary(request: RoutedRequest) -> AsyncGenerator[ChoiceDelta, None]:
             if request.request_id == "canary-0":
                 raise RuntimeError("a fault of ours")
             called.set()
             return generate(request)
 
-        router.dispatcher.generate = faulty_at_first
+        router.dispatcher.generate = fail_first_canary
         async with canary, asyncio.timeout(20.0):
             await called.wait()
         assert "a fault of ours" in caplog.text
@@ -182,7 +182,7 @@ async def test_canary_stop_passes_its_callers_cancellation_on() -> None:
     probing, cancelled, may_end = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     class Slow(Canary):
-        """Takes its time to end."""
+        """Takes a while to end."""
 
         async def probe_due(self) -> None:
             try:

@@ -1,4 +1,4 @@
-"""When the certificates of this router and of its workers expire."""
+"""Expiry of this router's and its workers' certificates."""
 
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime, timedelta
@@ -27,7 +27,7 @@ def exported(watch: CertificateWatch) -> dict[str, float]:
     return {sample.labels["member"]: sample.value for sample in family.samples}
 
 
-async def test_watch_tells_what_each_member_shows_and_asks_again_after_a_period(tmp_path: Path) -> None:
+async def test_certificate_watch_reports_expiry_of_each_member(tmp_path: Path) -> None:
     authority, now_s = Authority(), 0.0
     (own, own_s), (worker, worker_s) = valid(authority, tmp_path / "own", 30), valid(authority, tmp_path / "worker", 3)
     addresses: dict[WorkerKey, str] = {}
@@ -55,7 +55,7 @@ async def test_watch_tells_what_each_member_shows_and_asks_again_after_a_period(
     assert exported(watch) == {"router": own_s}
 
 
-async def test_watch_looks_while_entered(tmp_path: Path) -> None:
+async def test_certificate_watch_reports_own_expiry_at_start(tmp_path: Path) -> None:
     own, own_s = valid(Authority(), tmp_path / "own", 30)
     async with CertificateWatch(own, dict) as watch:
         assert exported(watch) == {"router": own_s}

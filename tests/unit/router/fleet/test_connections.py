@@ -1,4 +1,4 @@
-"""The fleet and a directory that changes its mind."""
+"""The fleet's connections under a changing directory."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""Renewals of pins that a worker does not take: bounded, whatever is asked for meanwhile."""
+"""Pin renewals that a worker does not accept stay bounded, whatever is ordered meanwhile."""
 
 import asyncio
 from typing import Any
@@ -32,7 +32,7 @@ def test_pending_pin_orders_keep_newest_per_pin() -> None:
     assert not pins
 
 
-def test_beyond_the_bound_the_oldest_is_dropped() -> None:
+def test_pending_pin_orders_drop_oldest_beyond_bound() -> None:
     pins = PendingPinOrders[int](most=3)
     for number in range(5):
         pins.add(_key(number), number)
@@ -43,7 +43,7 @@ def test_beyond_the_bound_the_oldest_is_dropped() -> None:
 
 
 class _Stuck:
-    """A call to a worker that reads nothing until the test lets it; it never replies."""
+    """A call to a worker that reads nothing until the test allows it; it never replies."""
 
     def __init__(self) -> None:
         self.written: list[pb.RouterMessage] = []
@@ -63,7 +63,7 @@ class _Stuck:
         """Do nothing: the call is never answered."""
 
 
-async def test_renewals_to_a_worker_that_is_stuck_are_few_and_the_newest() -> None:
+async def test_pending_pin_orders_for_stuck_worker_are_bounded_and_newest() -> None:
     call, settings = _Stuck(), SessionSettings(metadata=(), incarnation=Incarnation(5), silence_s=3600.0)
     info = hello_from_pb(pb.WorkerMessage(hello=FakeWorker("d0").hello))
     session = WorkerSession(call, info, settings)

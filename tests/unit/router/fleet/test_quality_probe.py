@@ -1,4 +1,4 @@
-"""Every worker reads the probe's text, and a metric says how probable it was to its model."""
+"""Every worker scores the probe's text, and a metric shows its probability."""
 
 import asyncio
 import time
@@ -45,7 +45,7 @@ def test_probe_schedule_is_due_on_join_and_each_period() -> None:
     assert schedule.due([first, second], 61.5) == [(second.info.key, WorkerRole.PREFILL)], "and is another now"
 
 
-def test_loss_of_scores_is_their_mean() -> None:
+def test_quality_loss_is_mean_negative_logprob() -> None:
     assert loss_of(ScoredPrompt(logprobs=array("f", [-1.0, -2.0, -6.0]))) == 3.0
 
 

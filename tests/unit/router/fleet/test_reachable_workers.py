@@ -1,4 +1,4 @@
-"""Which workers a router says that it reaches, and where the configuration says that they are."""
+"""Workers that a router reports as reachable, and their addresses from the configuration."""
 
 import asyncio
 import logging
@@ -14,7 +14,7 @@ NOBODY = stated_addresses(prefill=[], decode=[])
 
 
 class Registry:
-    """Workers that join, drain and leave as the test likes."""
+    """Workers that join, drain and leave at the test's command."""
 
     def __init__(self, *workers):
         self.workers = {one.info.key: one for one in workers}
@@ -43,7 +43,7 @@ class Registry:
 
 
 class Canary:
-    """Workers that give a token when they are let."""
+    """Workers that give a token when allowed."""
 
     def __init__(self):
         self.probed = asyncio.Queue()
@@ -130,7 +130,7 @@ async def test_departed_worker_is_not_probed_again(monkeypatch):
     assert [published.get_nowait() for _ in range(published.qsize())] == [[]]
 
 
-async def test_stated_workers_are_those_of_the_file_and_malformed_files_change_nothing(tmp_path, caplog):
+async def test_configured_workers_follow_file_and_reject_malformed_ones(tmp_path, caplog):
     path, applied, called = tmp_path / "cluster.yaml", [], asyncio.Event()
 
     def apply(addresses):

@@ -1,4 +1,4 @@
-"""Workers that are missing: what alarms go by, which must not take a wish for a loss."""
+"""Missing workers in the metrics used by alarms; a desired size is no loss."""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A worker's session breaks and the same process is back in a new one: its network, or its scheduler, was away."""
+"""A worker's session breaks, and the same process returns in a new one after a network or scheduler stall."""
 
 import asyncio
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ WAIT_S = 20.0
 
 
 async def _break_sessions(workers: Sequence[FakeWorker], router: Cluster) -> None:
-    """Their connections end; they serve again, the same incarnations."""
+    """Their connections end; they serve again, as the same incarnations."""
     count = len(router.registry.snapshots())
     for worker in workers:
         await worker.crash()
@@ -108,10 +108,10 @@ async def test_repeated_session_breaks_condemn_no_request() -> None:
         router.assert_idle()
 
 
-async def _back_and_answered(
+async def _restart_and_assert_answers(
     running: asyncio.Task[dict[int, list[int]]], away: list[FakeWorker], router: Cluster
 ) -> None:
-    """Two sessions are away at once: not before they are back is it known that nobody died."""
+    """Two sessions are lost at once: only their return proves that no worker died."""
     for worker in away:
         await worker.start()
     (tokens,) = (await running).values()
@@ -121,7 +121,7 @@ async def _back_and_answered(
     router.assert_idle()
 
 
-async def test_sessions_that_break_one_after_the_other_condemn_no_request() -> None:
+async def test_successive_session_breaks_condemn_no_request() -> None:
     workers = [FakeWorker(f"d{i}", script=hold, incarnation=10 + i) for i in range(2)]
     async with cluster(*workers) as router, asyncio.timeout(WAIT_S):
         running = asyncio.create_task(collect(router.generate(routed())))
@@ -133,10 +133,10 @@ async def test_sessions_that_break_one_after_the_other_condemn_no_request() -> N
             await worker.crash()
             worker.script = answer
         await router.registry.until_live(0)
-        await _back_and_answered(running, workers, router)
+        await _restart_and_assert_answers(running, workers, router)
 
 
-async def test_prefill_sessions_that_break_one_after_the_other_condemn_no_request() -> None:
+async def test_successive_prefill_session_breaks_condemn_no_request() -> None:
     decode = FakeWorker("d0", script=hold)
     prefill = {f"p{i}": FakeWorker(f"p{i}", role=WorkerRole.PREFILL, incarnation=10 + i) for i in range(2)}
     async with cluster(decode, *prefill.values()) as router, asyncio.timeout(WAIT_S):
@@ -152,4 +152,4 @@ async def test_prefill_sessions_that_break_one_after_the_other_condemn_no_reques
         # Its own worker must not be the next, either.
         await submission.cancelled.wait()
         decode.script = answer
-        await _back_and_answered(running, list(prefill.values()), router)
+        await _restart_and_assert_answers(running, list(prefill.values()), router)

@@ -1,4 +1,4 @@
-"""Sessions over real sockets: meeting, reporting, losing and finding workers again."""
+"""Sessions over real sockets: connecting, reporting, losing and reconnecting workers."""
 
 import asyncio
 import logging
@@ -57,7 +57,7 @@ async def test_hello_registers_the_worker() -> None:
         ]
 
 
-async def test_prefill_workers_alone_are_not_ready() -> None:
+async def test_prefill_workers_without_decode_worker_are_not_ready() -> None:
     async with cluster(FakeWorker("p0", role=WorkerRole.PREFILL)) as router:
         assert not router.registry.status().ready
 
@@ -76,7 +76,7 @@ async def test_load_and_cache_events_reach_the_registry() -> None:
         assert not prefix_map.is_approximate(WorkerId("d0"))
 
 
-async def test_missed_events_make_a_worker_approximate_until_its_snapshot() -> None:
+async def test_missed_events_make_worker_approximate_until_snapshot() -> None:
     worker = FakeWorker("d0")
     worker.first_messages = [_events(1, (0, True), cleared=True)]
     async with cluster(worker) as router:
@@ -105,7 +105,7 @@ async def test_missed_events_request_a_snapshot() -> None:
         assert worker.num_resyncs == 1
 
 
-async def test_orders_of_one_moment_travel_together_and_in_order() -> None:
+async def test_session_orders_are_batched_in_order() -> None:
     worker = FakeWorker("d0", script=hold)
     async with cluster(worker) as router:
         (port,) = [router.registry.port(w.info.key) for w in router.registry.snapshots()]
@@ -119,7 +119,7 @@ async def test_orders_of_one_moment_travel_together_and_in_order() -> None:
         await worker.submission(names[0]).cancelled.wait()
 
 
-def test_orders_together_stay_far_below_the_bound_of_a_message() -> None:
+def test_session_order_batches_stay_below_message_bound() -> None:
     long = submit_to_pb(_order(prompt=tuple(range(1 << 17, 1 << 18))))
     short = submit_to_pb(_order())
     waiting = deque([short, short, long, long, long, short])
@@ -130,7 +130,7 @@ def test_orders_together_stay_far_below_the_bound_of_a_message() -> None:
     assert orders_of(short) == (short,)
 
 
-async def test_restarted_worker_is_a_new_one_with_nothing_cached() -> None:
+async def test_restarted_worker_is_new_with_empty_prefix_map() -> None:
     worker = FakeWorker("d0")
     worker.first_messages = [_events(1, (0, True), cleared=True)]
     async with cluster(worker) as router:
@@ -150,15 +150,15 @@ async def test_restarted_worker_is_a_new_one_with_nothing_cached() -> None:
             assert await collect(router.generate(routed()))
 
 
-async def test_silent_worker_is_taken_for_dead() -> None:
+async def test_silent_worker_is_removed() -> None:
     registry, worker = WatchedRegistry(), FakeWorker("d0")
     async with worker, fleet_of(worker, registry=registry, settings=session_settings(silence_s=0.05)):
         await registry.until_live(1)
         await registry.until_live(0)
 
 
-async def test_killed_process_is_noticed_by_the_end_of_its_socket() -> None:
-    """Long before any keepalive or silence could tell."""
+async def test_killed_worker_is_noticed_by_closed_socket() -> None:
+    """Long before a keepalive or the silence limit would."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "tests.support.fake_worker", stdout=asyncio.subprocess.PIPE
     )
@@ -172,7 +172,7 @@ async def test_killed_process_is_noticed_by_the_end_of_its_socket() -> None:
     await process.wait()
 
 
-async def test_worker_of_another_model_is_kept_out(caplog: pytest.LogCaptureFixture) -> None:
+async def test_worker_of_another_model_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     ours, other = FakeWorker("d0"), FakeWorker("d1", model_fingerprint="model-b")
     registry = WatchedRegistry()
     async with ours, fleet_of(ours, registry=registry):
@@ -198,7 +198,7 @@ async def test_router_without_workers_keeps_its_model(caplog: pytest.LogCaptureF
         await registry.until_live(1)
 
 
-async def test_second_worker_of_the_same_id_is_kept_out(caplog: pytest.LogCaptureFixture) -> None:
+async def test_second_worker_with_same_id_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     registry, one, two = WatchedRegistry(), FakeWorker("d0", incarnation=1), FakeWorker("d0", incarnation=2)
     async with one, two, fleet_of(one, registry=registry):
         await registry.until_live(1)
@@ -225,7 +225,7 @@ async def test_session_with_wrong_role_or_secret_is_refused(caplog: pytest.LogCa
 
 
 class _EndingCall:
-    """A stream over which a worker says this much before it ends it."""
+    """A stream that a worker ends after these messages."""
 
     def __init__(self, *messages: pb.WorkerMessage) -> None:
         self._messages = deque(messages)
@@ -344,7 +344,7 @@ def test_logprobs_must_match_the_tokens() -> None:
     assert (first.logprob, second.logprob, second.top_logprobs[0].token_id) == (-0.5, -1.5, 4)
 
 
-def test_backoff_grows_to_its_bound_and_is_never_in_step() -> None:
+def test_backoff_grows_to_bound_with_jitter() -> None:
     backoff, rng = Backoff(first_s=0.1, most_s=2.0), Random(4)
     waits = [backoff.wait_s(n, rng) for n in range(1, 200)]
     for n, wait in enumerate(waits, 1):

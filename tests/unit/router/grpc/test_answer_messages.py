@@ -1,4 +1,4 @@
-"""What gRPC tells at the end alone: the best of several, a vote, beams. And what is kept: marks, names."""
+"""gRPC's final messages: the best of several, votes, beams; and stored marks and names."""
 
 from typing import Any
 
@@ -101,7 +101,7 @@ def chat_of(*texts: str) -> pb.GenerateRequest:
     return grpc_request({"messages": [{"role": "user", "content": text} for text in texts]})
 
 
-async def test_marks_are_kept(tokenizer: Tokenizer) -> None:
+async def test_grpc_breakpoints_are_pinned(tokenizer: Tokenizer) -> None:
     world = World(tokenizer)
     request = chat_of(LONG, "and now")
     request.chat.messages[0].cache_control.ttl = "1h"

@@ -1,4 +1,4 @@
-"""The gRPC server under more calls than it takes, and before who has no key: nobody hears less than a reason."""
+"""The gRPC server beyond its call limit, and without a key: every call gets a status."""
 
 import asyncio
 from collections import Counter
@@ -58,7 +58,7 @@ async def outcome(call: Any) -> str:
 async def test_grpc_burst_on_one_channel_is_answered(
     tokenizer: Any, most_streams: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Beyond what may be sent at a time a client keeps the rest, and loses none."""
+    """The client queues calls beyond the stream limit, and loses none."""
     if most_streams is not None:
         monkeypatch.setattr(server_module, "_STREAMS", most_streams)
     parts = fakes.make_servers(tokenizer)

@@ -1,4 +1,4 @@
-"""Named caches over gRPC, with the client: made, found, used, prolonged and deleted, at either server."""
+"""Named caches over gRPC with the client: created, found, used, extended and deleted, at either server."""
 
 from collections.abc import AsyncIterator
 

@@ -1,4 +1,4 @@
-"""A stream over gRPC that broke goes on from its last response, at another router: nothing twice, nothing lost."""
+"""A broken gRPC stream resumes after its last response at another router: nothing twice, nothing lost."""
 
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
@@ -41,7 +41,7 @@ def router(tokenizer: Tokenizer, *, seed: int = 99, **script: Any) -> fakes.Serv
 
 
 def shown(answers: Iterable[pb.GenerateResponse]) -> tuple[dict[int, list[Any]], list[pb.Usage]]:
-    """What a client has of each choice, and of the usage."""
+    """What a client has received of each choice, and of the usage."""
     choices: dict[int, list[Any]] = {}
     usages: list[pb.Usage] = []
     for answer in answers:

@@ -81,7 +81,7 @@ async def test_grpc_generate_streams_text(parts: fakes.Servers, stub: InferenceS
     assert usage.prompt_tokens == len(routed.prompt_token_ids)
 
 
-async def test_absent_fields_are_not_zero(parts: fakes.Servers, stub: InferenceStub) -> None:
+async def test_grpc_absent_fields_get_defaults(parts: fakes.Servers, stub: InferenceStub) -> None:
     parts.say("hello")
     inputs = (
         pb.GenerateRequest(prompt="hello"),
@@ -93,7 +93,7 @@ async def test_absent_fields_are_not_zero(parts: fakes.Servers, stub: InferenceS
         assert (routed.sampling.max_tokens, routed.sampling.temperature, routed.sampling.seed) == (16, 1.0, 99)
 
 
-async def test_stop_strings(parts: fakes.Servers, stub: InferenceStub) -> None:
+async def test_grpc_stop_strings_end_the_text(parts: fakes.Servers, stub: InferenceStub) -> None:
     parts.say("hello STOP here")
     request = pb.GenerateRequest(prompt="a", stop=["STOP"])
     assert "".join([a.text async for a in stub.Generate(request)]) == "hello "
@@ -160,7 +160,7 @@ async def test_grpc_errors_have_status_codes(
     assert 'tandem_grpc_requests_total{code="NOT_FOUND",method="Generate"} 1.0' in page
 
 
-async def test_cancel_and_deadline_close_the_request(stub: InferenceStub, parts: fakes.Servers) -> None:
+async def test_grpc_cancel_and_deadline_close_the_request(stub: InferenceStub, parts: fakes.Servers) -> None:
     parts.say("hello world", hang_after=2)
     call = stub.Generate(pb.GenerateRequest(prompt="a"))
     assert (await call.read()).text
@@ -192,7 +192,7 @@ async def test_grpc_without_key_is_unauthenticated(tokenizer: Tokenizer) -> None
         assert (await stub.ListModels(pb.ListModelsRequest(), metadata=metadata)).models
 
 
-async def test_health_and_reflection(grpc_server: GrpcServer, channel: grpc.aio.Channel) -> None:
+async def test_grpc_health_and_reflection(grpc_server: GrpcServer, channel: grpc.aio.Channel) -> None:
     health = health_pb2_grpc.HealthStub(channel)
     request = health_pb2.HealthCheckRequest(service=SERVICE_NAME)
     assert (await health.Check(request)).status == health_pb2.HealthCheckResponse.NOT_SERVING

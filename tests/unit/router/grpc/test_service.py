@@ -1,4 +1,4 @@
-"""The one message of a call over gRPC: none, too late, no message at all, or of somebody without a key."""
+"""A call's only message over gRPC: missing, late, malformed, or without a key."""
 
 import asyncio
 import logging
@@ -26,7 +26,7 @@ METHODS = ("Generate", "Tokenize")
 
 
 class Calls:
-    """Of a client that sends whatever bytes it likes, or none."""
+    """A client that sends any bytes, or none."""
 
     def __init__(self, channel: grpc.aio.Channel, key: str | None) -> None:
         self._channel = channel
@@ -111,7 +111,7 @@ async def test_grpc_first_message_is_the_request(channel: grpc.aio.Channel) -> N
 
 
 async def both_sent(channel: grpc.aio.Channel, messages: list[bytes]) -> Any:
-    """None: the call was answered before the second could be written, upon which gRPC gives the whole call up."""
+    """None: the call was answered before the second could be written, so gRPC cancels the whole call."""
     try:
         return await Calls(channel, KEY).sent("Tokenize", messages)
     except asyncio.InvalidStateError:

@@ -1,4 +1,4 @@
-"""gRPC clients that ask and do not read, over real sockets: they end by the bounds that hold for HTTP."""
+"""gRPC clients that do not read, over real sockets: ended by the same bounds as for HTTP."""
 
 import asyncio
 import contextlib
@@ -40,7 +40,7 @@ async def grpc_server(
 
 
 async def _rest(call: grpc.aio.UnaryStreamCall) -> grpc.aio.AioRpcError:
-    """How a call ends for a client that reads it at last."""
+    """How a call ends for a client that starts to read late."""
     try:
         while await call.read() is not grpc.aio.EOF:
             pass
@@ -49,7 +49,7 @@ async def _rest(call: grpc.aio.UnaryStreamCall) -> grpc.aio.AioRpcError:
     pytest.fail("the call went well")
 
 
-async def test_grpc_client_reading_nothing_is_given_up() -> None:
+async def test_grpc_client_not_reading_is_disconnected() -> None:
     parts = fakes.make_servers(fakes.make_tokenizer())
     parts.say("hello world " * 20_000, per_delta=64)
     async with grpc_server(parts, parts.generator, write_timeout_s=0.05) as stub:
@@ -75,7 +75,7 @@ async def test_grpc_client_leaving_unread_answer_is_cancelled(caplog: pytest.Log
 
 
 async def test_grpc_deadline_ends_unread_request() -> None:
-    """Both of two places are held by clients that do not read; at the deadline a third one has its turn."""
+    """Clients that do not read hold both slots; at the deadline a third gets one."""
     parts = fakes.make_servers(fakes.make_tokenizer(), RouterConfig(request_timeout_s=1.0))
     parts.frontend.clock = asyncio.get_running_loop().time
 
@@ -107,7 +107,7 @@ async def test_grpc_slow_client_gets_whole_answer() -> None:
         assert got == ids
 
 
-async def test_connections_are_bounded_and_silent_ones_are_closed() -> None:
+async def test_grpc_connections_are_bounded_and_silent_ones_closed() -> None:
     config = RouterConfig(connections=ConnectionsConfig(head_timeout_s=0.5))
     parts = fakes.make_servers(fakes.make_tokenizer(), config)
     parts.say("hello")
@@ -127,6 +127,6 @@ async def test_connections_are_bounded_and_silent_ones_are_closed() -> None:
 
 
 async def _closed(reader: asyncio.StreamReader) -> None:
-    """Return when the server has closed it, whatever it says before."""
+    """Return when the server has closed it, whatever it sends before."""
     with contextlib.suppress(ConnectionError):
         await reader.read()

@@ -1,4 +1,4 @@
-"""What a gRPC client can read of an error in any language: `google.rpc.Status` with the field and the time to wait."""
+"""Error details for gRPC clients of any language: `google.rpc.Status` with the field and the retry time."""
 
 from collections.abc import AsyncIterator
 
@@ -62,7 +62,7 @@ async def test_grpc_status_has_error_reason(parts: fakes.Servers, stub: Inferenc
     assert len(status.message) == 1000
 
 
-async def test_other_models_and_absent_ones(stub: InferenceStub) -> None:
+async def test_grpc_empty_or_unknown_model_is_not_found(stub: InferenceStub) -> None:
     assert (await stub.Tokenize(pb.TokenizeRequest(text="a"))).token_ids
     for model in ("", "other"):
         error = await refused(stub.Tokenize(pb.TokenizeRequest(model=model, text="a")))
@@ -70,7 +70,7 @@ async def test_other_models_and_absent_ones(stub: InferenceStub) -> None:
         assert details_of(error)[1][BadRequest].field_violations[0].field == "model"
 
 
-async def test_tokens_as_bytes_and_conversations_without_a_turn_to_come(
+async def test_grpc_tokenize_returns_bytes_and_omits_generation_prompt(
     parts: fakes.Servers, stub: InferenceStub
 ) -> None:
     response = await stub.Tokenize(pb.TokenizeRequest(text="hello 漢", return_token_bytes=True))
@@ -82,7 +82,7 @@ async def test_tokens_as_bytes_and_conversations_without_a_turn_to_come(
     assert model.created_s == parts.frontend.model.created_s
 
 
-async def test_fields_that_http_has_are_honoured(parts: fakes.Servers, stub: InferenceStub) -> None:
+async def test_grpc_honours_the_fields_of_http(parts: fakes.Servers, stub: InferenceStub) -> None:
     parts.say("hello world STOP")
     request = pb.GenerateRequest(
         prompt="a b c",
@@ -103,7 +103,7 @@ async def test_fields_that_http_has_are_honoured(parts: fakes.Servers, stub: Inf
 
 
 def test_grpc_keepalive_options_have_known_names() -> None:
-    """A misspelt one is ignored in silence."""
+    """gRPC ignores misspelt ones silently."""
     kept = dict(SERVER_OPTIONS)
     assert kept["grpc.http2.max_ping_strikes"] == 0
     assert kept["grpc.http2.min_ping_interval_without_data_ms"] == 10_000

@@ -1,4 +1,4 @@
-"""Tools over gRPC, in process: the calls that HTTP shows, in parts, in a stream that goes on, in conversations."""
+"""Tools over gRPC, in process: the same calls as HTTP, in deltas, resumed streams and conversations."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ def parts_of(tokenizer: Tokenizer, *, seed: int = 99, **script: Any) -> fakes.Se
 
 
 def put_together(answers: list[pb.GenerateResponse]) -> dict[int, dict[str, Any]]:
-    """As a client of streams does it, by choice."""
+    """Joined by choice, as a streaming client does."""
     choices: dict[int, dict[str, Any]] = {}
     for answer in answers:
         has = choices.setdefault(answer.choice_index, {"content": "", "calls": [], "finish": 0})

@@ -1,4 +1,4 @@
-"""Named caches of router processes that share a host's servers: made in one, found, prolonged and deleted in any."""
+"""Named caches of router processes on one host: created in one; found, extended and deleted in any."""
 
 import asyncio
 from contextlib import AsyncExitStack
@@ -23,7 +23,7 @@ WAIT_S = 20.0
 
 
 class Process:
-    """One router process; the worker that it has a session with remembers who ordered what."""
+    """One router process; its worker records the orders of each router."""
 
     def __init__(self, clock: list[float]) -> None:
         self.orders: list[PinOrder] = []

@@ -1,4 +1,4 @@
-"""Router processes of one host count a tenant's requests together: real processes, which are stopped and killed."""
+"""Router processes of one host share rate limits: real processes, which are stopped and killed."""
 
 import errno
 import logging
@@ -41,7 +41,7 @@ class RouterProcess:
         self.grants: list[RateLimitGrant] = []
 
     def admit(self, count: int = 1, tenant: str = "") -> int:
-        """How many of so many tries were admitted."""
+        """How many of so many attempts were admitted."""
         former = len(self.grants)
         for _ in range(count):
             try:
@@ -136,7 +136,7 @@ def peers(tmp_path: Path) -> Iterator[Peers]:
     made.stop()
 
 
-def test_concurrent_requests_end_in_one_process_frees_the_slot_in_another_at_once(peers: Peers) -> None:
+def test_host_limits_concurrency_slot_is_free_in_other_process_at_once(peers: Peers) -> None:
     peers.start(2, concurrent_requests=1)
     for _ in range(50):
         assert peers.call(0, "admit") == 1
@@ -147,7 +147,7 @@ def test_concurrent_requests_end_in_one_process_frees_the_slot_in_another_at_onc
         peers.call(1, "end", 1)
 
 
-def test_requests_per_minute_over_two_processes_are_exact(peers: Peers) -> None:
+def test_host_limits_requests_per_minute_are_exact_over_processes(peers: Peers) -> None:
     peers.start(2, requests_per_minute=5)
     assert [peers.call(number % 2, "admit_and_end", 1) for number in range(8)] == [1] * 5 + [0] * 3
     for index in (0, 1):
@@ -155,19 +155,19 @@ def test_requests_per_minute_over_two_processes_are_exact(peers: Peers) -> None:
     assert [peers.call(index, "admit_and_end", 1) for index in (1, 0)] == [1, 0]
 
 
-def test_tokens_per_minute_settled_in_one_process_bind_the_other(peers: Peers) -> None:
+def test_host_limits_tokens_per_minute_bind_other_process(peers: Peers) -> None:
     peers.start(2, tokens_per_minute=40)
     assert [peers.call(number % 2, "admit_and_end", 1) for number in range(5)] == [1, 1, 1, 1, 0]
 
 
-def test_requests_of_many_processes_at_once_are_counted_exactly(peers: Peers) -> None:
+def test_host_limits_concurrent_requests_per_minute_are_counted_exactly(peers: Peers) -> None:
     peers.start(3, requests_per_minute=2000)
     for index in range(3):
         peers.send(index, "admit_and_end", 1500)
     assert sum(peers.answer(index) for index in range(3)) == 2000
 
 
-def test_concurrent_requests_tried_by_many_processes_at_once_fill_the_bound_exactly(peers: Peers) -> None:
+def test_host_limits_concurrency_bound_is_filled_exactly(peers: Peers) -> None:
     peers.start(3, concurrent_requests=4)
     for _ in range(40):
         for index in range(3):
@@ -178,7 +178,7 @@ def test_concurrent_requests_tried_by_many_processes_at_once_fill_the_bound_exac
             peers.call(index, "end", admitted[index])
 
 
-def test_killed_process_gives_its_slots_back_at_once(peers: Peers) -> None:
+def test_host_limits_killed_process_frees_its_slots(peers: Peers) -> None:
     peers.start(3, concurrent_requests=4)
     assert [peers.call(index, "admit", 2) for index in range(3)] == [2, 2, 0]
     peers.kill(0)
@@ -189,14 +189,14 @@ def test_killed_process_gives_its_slots_back_at_once(peers: Peers) -> None:
     assert peers.call(3, "admit", 4) == 2
 
 
-def test_process_killed_with_the_lock_blocks_no_other(peers: Peers) -> None:
+def test_host_limits_killed_lock_holder_blocks_no_other(peers: Peers) -> None:
     peers.start(2, concurrent_requests=2)
     peers.call(0, "hold_lock")
     peers.kill(0)
     assert peers.call(1, "admit", 3) == 2
 
 
-def test_stopped_process_that_holds_the_lock_is_waited_for_once(
+def test_host_limits_stopped_lock_holder_is_waited_for_once(
     peers: Peers, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     peers.start(1, concurrent_requests=2)
@@ -216,7 +216,7 @@ def test_stopped_process_that_holds_the_lock_is_waited_for_once(
         limiter.admit("", 1.0)
 
 
-def test_limits_that_processes_read_at_different_times_keep_what_was_used(peers: Peers) -> None:
+def test_host_limits_changed_at_different_times_keep_usage(peers: Peers) -> None:
     peers.start(2, requests_per_minute=10)
     assert peers.call(0, "admit_and_end", 8) == 8
     peers.call(0, "set_limits", requests_per_minute=12)
@@ -225,7 +225,7 @@ def test_limits_that_processes_read_at_different_times_keep_what_was_used(peers:
     assert [peers.call(index, "admit_and_end", 1) for index in (0, 1)] == [0, 0]
 
 
-def test_tenants_have_accounts_of_their_own_however_many_there_are(peers: Peers) -> None:
+def test_host_limits_tenants_have_separate_accounts(peers: Peers) -> None:
     peers.start(2, concurrent_requests=1)
     for number in range(300):
         index = number % 2
@@ -234,7 +234,7 @@ def test_tenants_have_accounts_of_their_own_however_many_there_are(peers: Peers)
         assert peers.call(1 - number % 2, "admit", tenant=f"t{number}") == 0
 
 
-def test_file_whose_processes_are_all_gone_is_reset(peers: Peers) -> None:
+def test_host_limits_file_of_dead_processes_is_reset(peers: Peers) -> None:
     peers.start(2, concurrent_requests=2, requests_per_minute=2)
     assert [peers.call(index, "admit") for index in (0, 1)] == [1, 1]
     for index in (0, 1):
@@ -243,21 +243,21 @@ def test_file_whose_processes_are_all_gone_is_reset(peers: Peers) -> None:
     assert peers.call(2, "admit", 3) == 2
 
 
-def test_file_is_for_its_user_alone(tmp_path: Path) -> None:
+def test_host_limits_file_is_private(tmp_path: Path) -> None:
     with RateLimitFile(tmp_path, router=Incarnation(1)) as file:
         file.usage_of(bytes(16))
     (made,) = tmp_path.iterdir()
     assert made.stat().st_mode & 0o777 == 0o600
 
 
-def test_link_in_place_of_the_file_is_refused(tmp_path: Path) -> None:
+def test_host_limits_symlink_in_place_of_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other").touch()
     (tmp_path / "rate-limits-1").symlink_to(tmp_path / "other")
     with pytest.raises(OSError, match="symbolic link"), RateLimitFile(tmp_path, router=Incarnation(1)):
         pass
 
 
-def test_full_disk_leaves_each_process_its_own_account(
+def test_host_limits_full_disk_falls_back_to_own_account(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(*_: int) -> None:
@@ -277,7 +277,7 @@ def test_full_disk_leaves_each_process_its_own_account(
         limiter.admit("a", 1.0)
 
 
-def test_first_of_the_living_counts_for_other_hosts_and_all_are_known_by_name(peers: Peers) -> None:
+def test_host_limits_first_live_router_reports_for_host(peers: Peers) -> None:
     peers.start(2, concurrent_requests=1)
     with RateLimitFile(peers.folder, router=Incarnation(77)) as file:
         assert file.routers() == {1, 2, 77}
@@ -290,9 +290,7 @@ def test_first_of_the_living_counts_for_other_hosts_and_all_are_known_by_name(pe
         assert file.routers() == {1, 2, 77}
 
 
-def test_account_that_cannot_be_opened_leaves_no_descriptor_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_host_limits_failed_open_leaks_no_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with RateLimitFile(tmp_path, router=Incarnation(1)):
         pass
     before = os.listdir("/proc/self/fd")
@@ -302,7 +300,7 @@ def test_account_that_cannot_be_opened_leaves_no_descriptor_behind(
     assert os.listdir("/proc/self/fd") == before
 
 
-def test_account_that_was_closed_still_ends_requests(tmp_path: Path) -> None:
+def test_host_limits_closed_file_still_settles_requests(tmp_path: Path) -> None:
     with RateLimitFile(tmp_path, router=Incarnation(1)) as file:
         limiter = limiter_over(file, {"default": {"concurrent_requests": 1, "tokens_per_minute": 50}}, lambda: NOW_S)
         grant = limiter.admit("", 1.0)
@@ -313,7 +311,7 @@ def test_account_that_was_closed_still_ends_requests(tmp_path: Path) -> None:
 FILE = "rate-limits-1"
 
 
-def test_file_that_is_removed_in_use_is_made_again_with_all_that_was_used(peers: Peers) -> None:
+def test_host_limits_file_removed_in_use_is_recreated_with_usage(peers: Peers) -> None:
     peers.start(2, requests_per_minute=10, concurrent_requests=4)
     assert [peers.call(index, "admit", count) for index, count in ((0, 2), (1, 1))] == [2, 1]
     for _ in range(3):
@@ -329,7 +327,7 @@ def test_file_that_is_removed_in_use_is_made_again_with_all_that_was_used(peers:
     assert [peers.call(index, "admit_and_end", 10) for index in (1, 0)] == [1, 0]
 
 
-def test_file_that_another_process_has_replaced_is_joined(peers: Peers) -> None:
+def test_host_limits_file_replaced_by_other_process_is_joined(peers: Peers) -> None:
     peers.start(2, requests_per_minute=6, concurrent_requests=3)
     assert [peers.call(index, "admit") for index in (0, 1)] == [1, 1]
     (peers.folder / FILE).unlink()
@@ -343,7 +341,7 @@ def test_file_that_another_process_has_replaced_is_joined(peers: Peers) -> None:
     assert [peers.call(index, "admit_and_end", 1) for index in (0, 1, 2)] == [0, 0, 0]
 
 
-def test_file_that_cannot_be_made_again_stays_in_use(
+def test_host_limits_file_not_recreatable_stays_in_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def full(*_: int) -> None:
@@ -371,7 +369,7 @@ def test_file_that_cannot_be_made_again_stays_in_use(
         assert limiter.admit("", 1.0)
 
 
-def test_file_in_use_never_looks_unused(tmp_path: Path) -> None:
+def test_host_limits_file_in_use_has_recent_mtime(tmp_path: Path) -> None:
     with RateLimitFile(tmp_path, router=Incarnation(1)) as file:
         os.utime(tmp_path / FILE, (0, 0))
         limiter_over(file, {"default": {"concurrent_requests": 2}}, lambda: NOW_S).admit("", 1.0)

@@ -1,4 +1,4 @@
-"""docs/use/fields.md says of every field what becomes of it, and the servers do so."""
+"""docs/use/fields.md lists the handling of every field, and the servers follow it."""
 
 import re
 from pathlib import Path
@@ -19,7 +19,7 @@ NOTES = {"user", "metadata", "safety_identifier", "prompt_cache_key", "service_t
 
 
 def columns(route: str) -> dict[str, str]:
-    """What the table that has the route says of each field."""
+    """The page's entry for each field, from the route's table."""
     (table,) = [part for part in PAGE.split("\n## ") if f"| {route} |" in part]
     head, _, *rows = [re.split(r" *\| *", line.strip("| ")) for line in table.splitlines() if line.startswith("|")]
     found = {row[0].strip("`"): row[head.index(route)] for row in rows}

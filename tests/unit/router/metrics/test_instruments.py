@@ -1,4 +1,4 @@
-"""Plain instruments show what prometheus_client's own would."""
+"""Plain instruments render as prometheus_client's own would."""
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest

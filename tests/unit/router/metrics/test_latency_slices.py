@@ -1,4 +1,4 @@
-"""What one ended request adds to the slices, and that tenants' labels are bounded."""
+"""What a finished request adds to the slices, and bounded tenant labels."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ def shown(
     return registry.get_sample_value
 
 
-def test_ttft_phases_do_not_overlap() -> None:
+def test_ttft_phases_add_up_without_overlap() -> None:
     value = shown()
     phases = {
         name: value("tandem_ttft_phase_seconds_sum", {"phase": name})
@@ -66,7 +66,7 @@ def test_latency_slices_label_kind_of_request() -> None:
 @pytest.mark.parametrize(
     ("read_by", "pool"), [(WorkerRole.PREFILL, "prefill"), (WorkerRole.DECODE, "decode"), (None, "unknown")]
 )
-def test_latency_slices_pool_is_the_computing_one(read_by: WorkerRole | None, pool: str) -> None:
+def test_latency_slices_pool_is_where_prompt_was_computed(read_by: WorkerRole | None, pool: str) -> None:
     value = shown(read_by=read_by)  # a prefix was fetched first, which counts as transfer
     kind = {"prompt": "2k", "guided": "yes"}
     found = {

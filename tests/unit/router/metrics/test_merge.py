@@ -1,4 +1,4 @@
-"""Figures of several processes: what each counted adds up, what all know alike does not."""
+"""Merged metrics of several processes: counts add up, shared facts do not."""
 
 import asyncio
 import os
@@ -46,14 +46,14 @@ def test_merge_adds_counts_but_not_worker_reports() -> None:
     assert value(text, "tandem_workers", role="decode", state="live") == 2
 
 
-def test_merge_worker_totals_take_the_greatest() -> None:
+def test_merge_worker_totals_use_maximum() -> None:
     lines = b'# TYPE tandem_worker_fetched_tokens_total counter\ntandem_worker_fetched_tokens_total{worker="d"} %d\n'
     assert value(merge([lines % 40, lines % 42]), "tandem_worker_fetched_tokens_total", worker="d") == 42
     lines = b'# TYPE vllm:num_preemptions_total counter\nvllm:num_preemptions_total{engine="d"} %d\n'
     assert value(merge([lines % 3, lines % 3]), "vllm:num_preemptions_total", engine="d") == 3
 
 
-def test_merge_redis_up_takes_the_least() -> None:
+def test_merge_redis_up_uses_minimum() -> None:
     lines = b'# TYPE tandem_redis_up gauge\ntandem_redis_up{use="poll"} %d\n'
     assert value(merge([lines % 1, lines % 0, lines % 1]), "tandem_redis_up", use="poll") == 0
 

@@ -1,4 +1,4 @@
-"""What the meter measures, on a clock of the test's."""
+"""What the meter measures, on a virtual clock."""
 
 import contextlib
 
@@ -24,7 +24,7 @@ from worker.wire import load_to_pb
 
 
 class Clock:
-    """A clock that the test moves."""
+    """A virtual clock."""
 
     now = 0.0
 
@@ -37,13 +37,13 @@ def value(metrics: RouterMetrics, name: str, **labels: str) -> float | None:
 
 
 def genai(metrics: RouterMetrics, name: str, **labels: str) -> float | None:
-    """One of those that follow OpenTelemetry's conventions."""
+    """A metric that follows OpenTelemetry's conventions."""
     of_server = {"provider_name": "tandem", "request_model": "m", "response_model": "m"}
     same = {f"gen_ai_{label}": value for label, value in {"operation_name": "text_completion", **of_server}.items()}
     return metrics.registry.get_sample_value(f"gen_ai_server_{name}", same | labels)
 
 
-def test_cache_tiers_are_shown_as_workers_count_them() -> None:
+def test_worker_cache_tier_metrics_match_reported_counts() -> None:
     metrics = RouterMetrics("m")
     counts = TierCounts(tier="disk", num_blocks=3, capacity_blocks=9, hits=5, stored_bytes=7, store_s=0.5, damaged=2)
     plain = dict.fromkeys((name for name in Load._fields if name not in ("tiers", "pins")), 1)
@@ -82,7 +82,7 @@ def test_cache_tiers_are_shown_as_workers_count_them() -> None:
 
 @pytest.mark.parametrize("bottleneck", ["prefill", "decode"])
 def test_scaling_metrics_are_labelled_by_pool(bottleneck: str) -> None:
-    """Whichever pool is short of something shows it, and the other shows that it is not."""
+    """Each pool's metrics show its own shortage only."""
     full = WorkerLoad(num_running=8, num_waiting=9, num_free_blocks=0, backlog_tokens=4000)
     # What it has reserved waits for the other pool.
     idle = WorkerLoad(num_running=1, num_waiting=5, num_reserved=5, num_free_blocks=990)
@@ -150,7 +150,7 @@ def test_oldest_request_gauge_follows_unfinished_requests() -> None:
     assert metrics.registry.get_sample_value("tandem_oldest_request_seconds") == 0.0
 
 
-def test_failures_leave_no_gauge_behind() -> None:
+def test_failed_requests_reset_gauges_and_count_failures() -> None:
     metrics = RouterMetrics("m")
     for error in (Unavailable("x"), GeneratorExit(), ZeroDivisionError()):
         with pytest.raises(type(error)), RequestMeter(metrics, Clock(), prompt_tokens=1, choices=1):
@@ -184,7 +184,7 @@ def test_router_metrics_count_dispatch_events() -> None:
         (2.6, 9.0, GeneratorExit(), None),
     ],
 )
-def test_goodput_is_of_requests_that_went_well_in_all(
+def test_goodput_counts_requests_meeting_every_objective(
     first_s: float | None, last_s: float | None, error: BaseException | None, verdict: str | None
 ) -> None:
     metrics, clock = RouterMetrics("m", objectives=ObjectivesConfig(ttft_s=2.5, per_token_s=0.1)), Clock()

@@ -1,4 +1,4 @@
-"""Workers' own counts of moving KV, from their report to /metrics."""
+"""Workers' own KV transfer counts, from their report to /metrics."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""The columns against plain Python on clusters made at random, and what must hold of every choice."""
+"""The cost columns against plain Python on random clusters, and properties of every choice."""
 
 from collections import Counter
 from contextlib import suppress
@@ -75,7 +75,7 @@ def placed(workers: list[WorkerSnapshot], request: PlacementRequest, model: Cost
 
 
 @pytest.mark.parametrize("few", [0, pricing.FEW], ids=["by_columns", "one_by_one"])
-def test_placement_costs_equal_those_of_plain_python(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_placement_costs_equal_plain_python(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pricing, "FEW", few)
     rng, num_placed = Random(11), 0
     for _ in range(400):
@@ -105,7 +105,7 @@ def test_placement_costs_equal_those_of_plain_python(few: int, monkeypatch: pyte
     assert num_placed > 200
 
 
-def test_placement_decides_alike_one_by_one_and_by_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_placement_scalar_and_vectorised_paths_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     rng, found, reasons = Random(12), [], set()
     cases = [(workers := cluster_at_random(rng), ask_at_random(rng, workers)) for _ in range(300)]
     for few in (0, pricing.FEW):
@@ -146,7 +146,7 @@ def test_placement_excluded_workers_are_never_chosen() -> None:
 
 
 def test_local_threshold_is_where_choice_changes() -> None:
-    """For every decode worker: it computes the prompt itself just when the uncached part is within its threshold."""
+    """For every decode worker: it prefills itself exactly when the uncached part is within its threshold."""
     rng, turns = Random(13), Counter[bool]()
     for _ in range(400):
         workers = [replace(w, load=replace(w.load, context_tokens=0)) for w in cluster_at_random(rng)]
@@ -174,7 +174,7 @@ def test_local_threshold_respects_bounds() -> None:
 
 
 def test_placement_streams_favour_handoff() -> None:
-    """The same prompt is computed by a decode worker with nothing to delay while the prefill pool is busy."""
+    """A decode worker without streams computes the same prompt while the prefill pool is busy."""
     busy = worker("p0", backlog=400)
     assert placed([worker("d0"), busy], PlacementRequest(300, {}), EXACT).reason is PlacementReason.LOCAL_CHEAPER
     assert (
@@ -208,7 +208,7 @@ def test_placement_replica_goes_to_shortest_queue() -> None:
 
 
 def test_placement_recomputes_less_under_load() -> None:
-    """The same queue ahead: with few requests about it is not worth waiting for, with many it is."""
+    """With the same queue ahead: not worth waiting for with few requests, worth it with many."""
     decode, holder = worker("d0", active=30), worker("p1", backlog=500)
     wanted = PlacementRequest(600, {"p1": 480})
     idle = [decode, worker("p0"), holder]
@@ -220,15 +220,15 @@ def test_placement_recomputes_less_under_load() -> None:
     assert costs[0].handoff_ms == costs[1].handoff_ms
 
 
-def test_cold_prompts_go_to_the_least_loaded_however_long_they_are() -> None:
-    """The margin for what predictions cannot tell grows with the cost, and must not hide a queue."""
+def test_placement_cold_prompt_of_any_length_goes_to_least_loaded() -> None:
+    """The margin for prediction errors grows with the cost, and must not hide a queue."""
     workers = [worker("d0", active=9), *(worker(f"p{i}", backlog=100 * i) for i in range(4))]
     large = [replace(w, info=replace(w.info, num_blocks=9_000)) for w in workers]
     for seed in range(10):
         assert placed(large, PlacementRequest(50_000, {}), CostModel(), seed).computing.info.key.worker_id == "p0"
 
 
-def test_ties_are_uniform() -> None:
+def test_placement_ties_are_uniform() -> None:
     workers = [worker("d0", active=9), *(worker(f"p{i}") for i in range(5))]
     view, rng = view_of(workers), Random(4)
     wanted = demand_of(view, 500, matched={})
@@ -241,7 +241,7 @@ def test_ties_are_uniform() -> None:
     assert again[0] == again[1]
 
 
-def test_context_makes_a_long_prompt_dearer_than_its_length() -> None:
+def test_placement_context_makes_long_prompt_superlinear() -> None:
     grows = WorkerLoad(num_free_blocks=1000, prefill_tokens_per_s=5_000.0, context_tokens=1_000)
     decode = worker("d0", active=50)
     placement = placed([decode, worker("p0", load=grows)], PlacementRequest(1_000, {"p0": 0}), EXACT)

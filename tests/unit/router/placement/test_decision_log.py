@@ -1,4 +1,4 @@
-"""What is kept of decisions, what becomes of it, and what nobody gets to see."""
+"""The decision log: recorded content, retention and access."""
 
 import asyncio
 import json
@@ -211,7 +211,7 @@ async def test_decisions_page_requires_key_and_may_be_absent() -> None:
 
 
 async def test_decisions_page_yields_between_callers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A page takes milliseconds; fifty in one turn of the loop would hold up every stream for a second."""
+    """A page takes milliseconds; fifty in one turn of the loop would stall every stream."""
     log, turns, shown_at = DecisionLog(4, clock=Clock()), 0, list[int]()
     monkeypatch.setattr(log, "described", lambda *_, **__: shown_at.append(turns) or [])
     routes = DecisionRoutes(log)

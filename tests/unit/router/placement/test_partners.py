@@ -40,7 +40,7 @@ def pair_of(placement: Placement) -> tuple[str, str | None]:
     return placement.decode.info.key.worker_id, None if prefill is None else prefill.info.key.worker_id
 
 
-def test_fast_pair_beats_the_two_best_singles() -> None:
+def test_pair_placement_fast_pair_beats_best_single_workers() -> None:
     table = PairTable()
     workers = [at("a", worker("d0", load=LOAD, active=9)), at("b", worker("d1", load=LOAD, active=10))]
     workers += [at("c", worker("p0", backlog=0)), at("b", worker("p1", backlog=20))]
@@ -57,7 +57,7 @@ def test_fast_pair_beats_the_two_best_singles() -> None:
     assert first.total_ms == pytest.approx(placement.predicted_ms)
 
 
-def test_fast_pair_loses_when_its_prefill_worker_has_a_long_queue() -> None:
+def test_pair_placement_avoids_long_prefill_queue() -> None:
     workers = [at("a", worker("d0", load=LOAD, active=9)), at("b", worker("d1", load=LOAD, active=9))]
     workers += [at("c", worker("p0")), at("b", worker("p1", backlog=9_000))]
     assert pair_of(placed(workers, PlacementRequest(num_tokens=1000, matched={}), PairTable())[0])[1] == "p0"
@@ -80,7 +80,7 @@ def test_rerouted_prefill_considers_the_link() -> None:
 
 
 @pytest.mark.parametrize("few", [0, pricing.FEW], ids=["by_columns", "one_by_one"])
-def test_linked_placement_finds_the_cheapest_of_all_pairs(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pair_placement_finds_cheapest_of_all_pairs(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pricing, "FEW", few)
     rng, num_remote, num_moved = Random(5), 0, 0
     for _ in range(150):
@@ -100,10 +100,10 @@ def test_linked_placement_finds_the_cheapest_of_all_pairs(few: int, monkeypatch:
     assert num_moved > 10
 
 
-def test_linked_placement_of_many_never_misses_by_more_than_the_spread_of_links(
+def test_pair_placement_of_many_is_within_spread_of_links(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Only the promising decode workers are priced with every partner; what is chosen has its true price."""
+    """Only promising decode workers are priced with every partner; the chosen pair has its true price."""
     monkeypatch.setattr(pricing, "FEW", 0)
     monkeypatch.setattr(partners, "PROMISING", 2)
     rng = Random(6)

@@ -1,4 +1,4 @@
-"""Who is named as holder of a prompt's prefix."""
+"""Which worker is named as holder of a prompt's prefix."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -84,7 +84,7 @@ def test_prefix_map_counts_confirmed_blocks() -> None:
 
 
 class Counted(Sequence[BlockHash]):
-    """Names, and how many were looked at."""
+    """Names, with a count of those looked at."""
 
     def __init__(self, names: list[BlockHash]) -> None:
         self.names = names
@@ -115,7 +115,7 @@ def test_prefix_map_confirmed_count_is_fast_for_long_prompts(per_block: int) -> 
 
 @given(st.data())
 def test_prefix_map_confirmed_count_ends_at_first_expected(data: st.DataObject) -> None:
-    """Whatever was evicted in between, and however much is expected of other prompts."""
+    """Whatever was evicted in between, and whatever is expected for other prompts."""
     per_block = data.draw(st.sampled_from([1, 2]))
     names = [BlockHash(i.to_bytes(16, "big")) for i in range(16)]
     others = [*names[:4], *(BlockHash(i.to_bytes(16, "little")) for i in range(1, 30))]

@@ -1,4 +1,4 @@
-"""Which prefixes get another copy, when, at what price, and when no more."""
+"""Which prefixes get another copy, when, at what cost, and when it stops."""
 
 from random import Random
 
@@ -19,7 +19,7 @@ POLICY = ReplicationPolicy(settle_s=1.0, half_life_s=5.0)
 
 
 def ask(hot: HotPrefixes, *, for_s: float, per_s: float, work_ms: float, from_s: float = 0.0) -> float:
-    """Requests at a steady rate; the time afterwards."""
+    """Requests at a steady rate; returns the time afterwards."""
     for number in range(round(for_s * per_s)):
         hot.on_placed(NAMES, work_ms=work_ms, tokens=100, now_s=from_s + number / per_s)
     return from_s + for_s
@@ -44,7 +44,7 @@ def test_replication_more_demand_wants_more_copies(num_holders: int, wanted: int
 
 
 def test_replication_copies_have_hysteresis() -> None:
-    """Between the two bounds nothing changes, whichever way demand came there."""
+    """Between the two bounds nothing changes, from either direction."""
     hot = HotPrefixes(POLICY)
     now_s = ask(hot, for_s=60.0, per_s=6.0, work_ms=100.0)
     assert hot.wanted_tokens(NAMES, lambda _: 1, now_s)

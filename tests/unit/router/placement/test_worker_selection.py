@@ -1,4 +1,4 @@
-"""Placement: who is chosen, why, and what never may be."""
+"""Placement: the chosen worker, the reason, and choices that must never occur."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ def chosen(wanted: PlacementDemand, *workers: WorkerSnapshot, seed: int = 0) -> 
     return placement.decode.info.key.worker_id, prefill.info.key.worker_id if prefill else None
 
 
-def test_long_prompt_is_disaggregated() -> None:
+def test_placement_long_prompt_is_disaggregated() -> None:
     placement = place(demand(500), [worker("d0"), worker("p0")], MODEL, Random(0))
     assert placement.reason is PlacementReason.DISAGGREGATED
     assert placement.computing.info.key.worker_id == "p0"
@@ -51,13 +51,13 @@ def test_long_prompt_is_disaggregated() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "local"), [(1, True), (64, True), (65, False)])
-def test_short_prompt_is_computed_where_it_is_decoded(tokens: int, local: bool) -> None:
+def test_placement_short_prompt_is_computed_on_decode_worker(tokens: int, local: bool) -> None:
     placement = place(demand(tokens), [worker("d0"), worker("p0")], MODEL, Random(0))
     assert (placement.prefill is None) is local
     assert (placement.reason is PlacementReason.SHORT_SUFFIX) is local
 
 
-def test_threshold_counts_only_what_is_not_cached() -> None:
+def test_placement_threshold_counts_uncached_tokens() -> None:
     workers = [worker("d0"), worker("p0")]
     assert chosen(demand(500, d0=448), *workers) == ("d0", None)
     assert chosen(demand(500, d0=400, p0=400), *workers) == ("d0", "p0")
@@ -71,12 +71,12 @@ def test_placement_without_prefill_workers_is_local() -> None:
     assert placement.computing.info.key.worker_id == "d0"
 
 
-def test_prefix_attracts() -> None:
+def test_placement_prefers_cached_prefix() -> None:
     for seed in range(10):
         assert chosen(demand(500, p1=320), worker("d0"), worker("p0"), worker("p1"), seed=seed) == ("d0", "p1")
 
 
-def test_hot_prefix_spreads_when_its_queue_costs_more_than_computing() -> None:
+def test_placement_hot_prefix_spreads_when_queue_exceeds_compute() -> None:
     hot, cold = worker("p1", backlog=300), worker("p0")
     assert chosen(demand(500, p1=320), worker("d0"), cold, hot) == ("d0", "p1")
     hot = worker("p1", backlog=400)
@@ -88,11 +88,11 @@ def test_placement_hot_worker_keeps_affinity_of_others() -> None:
     assert chosen(demand(500, p0=480, p1=320), *workers) == ("d0", "p1")
 
 
-def test_least_loaded_decode_worker() -> None:
+def test_placement_prefers_least_loaded_decode_worker() -> None:
     assert chosen(demand(500), worker("d0", active=9), worker("d1", active=2), worker("p0"))[0] == "d1"
 
 
-def test_measured_rates_decide() -> None:
+def test_placement_uses_measured_rates() -> None:
     slow = worker("p0", load=WorkerLoad(prefill_tokens_per_s=1_000.0))
     fast = worker("p1", load=WorkerLoad(prefill_tokens_per_s=10_000.0), backlog=2_000)
     decode = worker("d0", active=50)
@@ -101,42 +101,42 @@ def test_measured_rates_decide() -> None:
     assert chosen(demand(500), decode, slow, fast)[1] == "p0"
 
 
-def test_unmeasured_worker_takes_its_pools_mean() -> None:
+def test_placement_unmeasured_worker_uses_pool_mean() -> None:
     measured = worker("p0", load=WorkerLoad(prefill_tokens_per_s=100.0))
     placement = place(demand(500), [worker("d0"), measured, worker("p1")], MODEL, Random(0))
     assert [cost.compute_ms for cost in placement.prefill_candidates] == pytest.approx([5_000.0, 5_000.0])
 
 
-def test_slow_link_counts() -> None:
+def test_placement_avoids_slow_link() -> None:
     slow = worker("d0", load=WorkerLoad(num_free_blocks=1000, kv_bytes_per_s=1e5))
     fast = worker("d1", load=WorkerLoad(num_free_blocks=1000, kv_bytes_per_s=1e9))
     assert chosen(demand(500), slow, fast, worker("p0"))[0] == "d1"
 
 
-def test_prefix_held_by_the_decode_worker_need_not_travel() -> None:
+def test_placement_prefers_decode_worker_holding_prefix() -> None:
     link = WorkerLoad(num_free_blocks=1000, kv_bytes_per_s=1e6)
     pair = worker("d0", load=link, active=9), worker("d1", load=link, active=9)
     assert chosen(demand(500, d1=400), *pair, worker("p0")) == ("d1", "p0")
 
 
-def test_full_memory_repels() -> None:
+def test_placement_avoids_full_memory() -> None:
     full = worker("d0", load=WorkerLoad(num_free_blocks=1, num_running=2))
     assert chosen(demand(500), full, worker("d1"), worker("p0"))[0] == "d1"
 
 
-def test_penalty_repels_but_does_not_exclude() -> None:
+def test_placement_penalty_repels_but_does_not_exclude() -> None:
     punished = replace(worker("d0"), penalty_ms=2_000.0)
     assert chosen(demand(), punished, worker("d1")) == ("d1", None)
     assert chosen(demand(), punished) == ("d0", None)
 
 
-def test_unequal_layouts_are_never_paired() -> None:
+def test_placement_incompatible_layouts_are_never_paired() -> None:
     other = worker("p0", layout=replace(LAYOUT, dtype="bfloat16"))
     assert chosen(demand(500), worker("d0"), other) == ("d0", None)
     assert chosen(demand(500), worker("d0", active=50), other, worker("p1", backlog=10**4)) == ("d0", "p1")
 
 
-def test_workers_without_a_common_transport_are_never_paired() -> None:
+def test_placement_without_common_transport_is_never_paired() -> None:
     decode = worker("d0", transports=frozenset({"tcp"}))
     assert chosen(demand(500), decode, worker("p0", transports=frozenset({"shm"}))) == ("d0", None)
     assert chosen(demand(500), decode, worker("p0", transports=frozenset({"shm", "tcp"}))) == ("d0", "p0")
@@ -164,7 +164,7 @@ _WAYS = st.frozensets(st.sampled_from(["shm", "tcp", "nixl"]), min_size=1)
 def test_placement_never_chooses_an_impossible_pair(
     kinds: list[tuple[KVLayout, frozenset[str], int]], num_decoders: int, seed: int
 ) -> None:
-    """Not at first, not after a failed hand-off, and not as who lends a prefix."""
+    """Not at first, not after a failed hand-off, and not as the holder of a prefix."""
     workers = [
         worker(f"d{i}" if i < num_decoders else f"p{i}", layout=layout, transports=ways)
         for i, (layout, ways, _) in enumerate(kinds)
@@ -185,7 +185,7 @@ def test_placement_never_chooses_an_impossible_pair(
         assert lender.cannot_send_to(placement.computing.info) is None
 
 
-def test_draining_and_excluded_workers_get_nothing() -> None:
+def test_placement_draining_or_excluded_workers_get_nothing() -> None:
     decode, prefill = worker("d0"), worker("p0")
     draining = replace(worker("p1"), draining=True)
     assert chosen(demand(500, prefill), decode, prefill, draining) == ("d0", None)
@@ -204,17 +204,17 @@ def test_placement_without_workers_raises() -> None:
         place(demand(), [worker("p0")], MODEL, Random(0))
 
 
-def test_request_that_no_pool_can_hold() -> None:
+def test_placement_request_larger_than_every_pool_is_refused() -> None:
     with pytest.raises(RequestTooLarge, match="the largest pool holds 480"):
         place(demand(480), [worker("d0", num_blocks=30), worker("d1", num_blocks=20)], MODEL, Random(0))
     assert chosen(demand(479), worker("d0", num_blocks=30), worker("d1", num_blocks=20)) == ("d0", None)
 
 
-def test_prefill_worker_too_small_is_passed_over() -> None:
+def test_placement_too_small_prefill_worker_is_skipped() -> None:
     assert chosen(demand(500), worker("d0"), worker("p0", num_blocks=10)) == ("d0", None)
 
 
-def test_ties_are_broken_by_the_given_randomness() -> None:
+def test_placement_ties_are_broken_randomly() -> None:
     workers = [worker(f"d{i}") for i in range(3)] + [worker(f"p{i}") for i in range(3)]
     rng, view = Random(1), view_of(workers)
     wanted = demand(500)(view)
@@ -233,12 +233,12 @@ def test_placement_cached_prompt_computes_last_token() -> None:
     assert (placement.cached_tokens, placement.uncached_tokens) == (496, 16)
 
 
-def test_match_is_rounded_to_the_workers_own_blocks() -> None:
+def test_placement_match_is_rounded_to_worker_blocks() -> None:
     coarse = worker("d0", layout=replace(LAYOUT, block_size=64))
     assert place(demand(500, d0=144), [coarse], MODEL, Random(0)).cached_tokens == 128
 
 
-def test_reroute_keeps_the_decode_worker() -> None:
+def test_placement_reroute_keeps_decode_worker() -> None:
     decode, one, two = worker("d0"), worker("p0"), worker("p1")
     again = place_prefill(demand(500, one), decode, [decode, one, two], MODEL, Random(0))
     assert again == "p1"
@@ -268,7 +268,7 @@ def test_placement_finds_cheapest_pair(
     tokens: int,
     seed: int,
 ) -> None:
-    """The linear search against all pairs, each priced alone; a tie's margin may be taken once in each pool."""
+    """The linear search against all pairs priced alone; a tie's margin may apply once in each pool."""
     alone = replace(MODEL, again_weight=0.0)
     named = {f"d{i}": d for i, d in enumerate(decoders)} | {f"p{i}": p for i, p in enumerate(prefillers)}
     workers = {name: worker(name, load=load, backlog=backlog) for name, (load, backlog, _) in named.items()}

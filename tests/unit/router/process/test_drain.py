@@ -1,4 +1,4 @@
-"""The end of a router: new requests are refused at both servers while accepted ones end, within one bound."""
+"""A router's drain: both servers refuse new requests while accepted ones end, within one bound."""
 
 import asyncio
 import json
@@ -107,7 +107,7 @@ async def test_drain_both_servers_share_one_bound() -> None:
 
 
 async def test_drain_with_siblings_leaves_new_connections_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And serves who is connected, whether it has asked before or not."""
+    """Open connections are still served, used or not."""
     monkeypatch.setattr(router_drain, "_HAND_OVER_S", 60.0)
     worker = FakeWorker("d0")
     async with _router(worker) as router:
@@ -150,7 +150,7 @@ async def test_drain_serves_queued_connections() -> None:
 
 
 async def _answered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
-    """All that the server says to a request until it closes."""
+    """All bytes that the server sends until it closes."""
     writer.write(REQUEST)
     answer = await reader.read()
     writer.close()
@@ -159,7 +159,7 @@ async def _answered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) 
 
 
 async def _until_refused(port: int) -> None:
-    """Nobody listens there any more."""
+    """Wait until no process listens there."""
     async with asyncio.timeout(WAIT_S):
         while await _is_open(port):
             pass

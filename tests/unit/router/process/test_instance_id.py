@@ -1,4 +1,4 @@
-"""What a router process calls itself in traces."""
+"""A router process's instance id in traces."""
 
 import os
 from contextlib import AsyncExitStack
@@ -11,7 +11,7 @@ from tandem.process.lifetime import Lifetime, RouterPlace
 from tandem.telemetry.tracing import NoTracer
 
 
-async def test_router_processes_of_one_host_have_instance_ids_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_router_processes_on_one_host_have_distinct_instance_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     instances: list[str] = []
 
     def record(*_: object, instance: str, **__: object) -> NoTracer:

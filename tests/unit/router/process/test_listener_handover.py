@@ -1,4 +1,4 @@
-"""Servers that go from one router to the next, by real sockets."""
+"""Listeners handed from one router to the next, over real sockets."""
 
 import asyncio
 import os
@@ -101,7 +101,7 @@ async def test_handover_same_port_other_address_is_ignored(unnamed, server, capl
     assert list((runtime_folder()).iterdir()) == []
 
 
-async def test_router_that_starts_removes_sockets_of_killed_ones(unnamed, server):
+async def test_router_start_removes_dead_handover_sockets(unnamed, server):
     runtime_folder().mkdir(mode=0o700)
     dead = runtime_folder() / "router-8999.sock"
     with socket.socket(socket.AF_UNIX) as killed:
@@ -132,7 +132,7 @@ async def test_handover_accepts_again_after_descriptor_shortage(config, server, 
 
 
 class Sessions:
-    """A successor's, with the workers that it has joined."""
+    """A successor's sessions, with its connected workers."""
 
     def __init__(self):
         self.registry = WorkerRegistry(prefix_map=PrefixMap(), clock=lambda: 0.0)
@@ -151,7 +151,7 @@ class Sessions:
 
 
 async def test_handover_successor_waits_for_predecessors_workers(config, server, monkeypatch):
-    """Not with the first that answers: all load of the router would fall on that one."""
+    """Not only for the first: all load of the router would fall on that one."""
     alone = Sessions()
     alone.join("a")
     assert await alone.wait(None)
@@ -214,7 +214,7 @@ async def test_handover_ended_predecessor_is_not_waited_for(config, server):
 
 
 class HandedOverBefore(ListenerHandover):
-    """As before a successor asked anything: whatever is not the word that it serves ends the connection."""
+    """The protocol without queries: any word but the one that the successor serves ends the connection."""
 
     async def _offer(self, link):
         with link:
@@ -237,7 +237,7 @@ async def test_handover_from_older_version_succeeds(config, server):
 
 
 async def test_handover_silent_predecessor_is_queried_again(config, server, monkeypatch):
-    """Else the successor would take over at once, with the first worker that it has met."""
+    """Otherwise the successor would take over at once, with the first worker only."""
     monkeypatch.setattr(listener_handover, "_ANSWER_S", 0.05)
     monkeypatch.setattr(listener_handover, "_LOOK_S", 0.0)
     called, speaks, sessions = asyncio.Event(), asyncio.Event(), Sessions()
@@ -281,7 +281,7 @@ async def test_handover_from_silent_predecessor_is_logged(config, server, monkey
 
 
 async def test_handover_of_two_successors_one_stays(config, server, monkeypatch):
-    """Only the last one has the place; nobody has a link to the other to tell it."""
+    """Only the last one owns the socket's path; no link tells the other."""
     monkeypatch.setattr(listener_handover, "_LOOK_S", 0.01)
     relieved = [asyncio.Event() for _ in range(2)]
     async with hands_over(config, server, on_handed_over=relieved[0].set) as predecessor:
@@ -336,7 +336,7 @@ async def test_handover_from_other_user_is_refused(config, server, tmp_path):
 
 
 def accepted(listening):
-    """How many connections are in its queue."""
+    """The number of connections in its queue."""
     listening.setblocking(False)
     count = 0
     while True:

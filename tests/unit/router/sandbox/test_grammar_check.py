@@ -1,4 +1,4 @@
-"""The process that judges grammars: what it says, what bounds it, and that nobody waits for a dead one."""
+"""The process that checks grammars: its verdicts, its bounds, and that no request waits for a dead one."""
 
 import asyncio
 import json
@@ -109,7 +109,7 @@ async def test_grammar_check_invalid_grammar_names_its_field(
     ],
 )
 @pytest.mark.parametrize("in_schema", [False, True])
-async def test_regex_unsupported_feature_is_named_as_the_client_wrote_it(
+async def test_regex_unsupported_feature_is_named_as_written(
     checker: GrammarProcess, pattern: str, message: str, in_schema: bool
 ) -> None:
     schema = {"type": "string", "pattern": pattern}
@@ -132,7 +132,7 @@ async def test_grammar_check_expensive_to_follow_is_refused(checker: GrammarProc
     assert await checker.checked(grammar_of(Shape.REGEX, "a{900}"), "field")
 
 
-async def test_64_such_regexes_are_refused_by_one_process_that_stays_small(checker: GrammarProcess) -> None:
+async def test_grammar_check_huge_regexes_are_refused_in_bounded_memory(checker: GrammarProcess) -> None:
     await checker.checked(grammar_of(Shape.REGEX, "a"), "field")
     assert checker._process is not None
     pid = checker._process.pid
@@ -166,7 +166,7 @@ async def test_grammar_check_large_harmless_grammar_is_accepted(
 
 
 async def test_grammar_check_endless_loop_is_killed() -> None:
-    """llguidance 1.9 goes on for ever when a greedy lexeme leaves nothing for what must follow it."""
+    """llguidance 1.9 loops when a greedy lexeme leaves nothing for what must follow it."""
     checker = process(compile_s=1.0)
     with pytest.raises(InvalidRequest, match="more than 1 s"):
         await checker.checked(grammar_of(Shape.GRAMMAR, 'start: /[x-z]{3}/ /a+/ "a"'), "field")

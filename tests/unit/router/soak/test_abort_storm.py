@@ -1,4 +1,4 @@
-"""A storm of aborts leaves nothing behind, and the router is as quick as it was before (docs/extend/incidents.md)."""
+"""A storm of aborts leaves nothing behind, and the router as fast as before (docs/extend/incidents.md)."""
 
 from random import Random
 
@@ -16,7 +16,7 @@ STORM = (Fate.ANSWER, Fate.ANSWER, Fate.STOP_SHORT, Fate.HANG, Fate.FULL)
 
 
 async def storm(whole: WholeRouter, num_crowds: int) -> int:
-    """Crowds of which so many leave at any moment of their requests' lives. Returns how many were not served."""
+    """Crowds of which a share leaves at random moments. Returns how many were not served."""
     rng = Random(9)
     whole.draw = lambda: rng.choice(STORM)
 
@@ -39,25 +39,25 @@ async def test_abort_storm_leaves_no_state() -> None:
     whole.assert_nothing_is_left()
 
 
-async def turns_of_a_crowd(whole: WholeRouter) -> int:
-    """How long it takes until a crowd is served that is larger than what may run at once."""
+async def turns_to_serve_crowd(whole: WholeRouter) -> int:
+    """Turns until a crowd larger than the limit of running requests is served."""
     whole.rng = Random(5)
     assert await whole.crowd(4 * MAX_INFLIGHT, lambda: PATIENT) == 4 * MAX_INFLIGHT
     return whole.num_turns
 
 
 async def test_abort_storm_does_not_slow_later_work() -> None:
-    """In turns of the event loop, which are the only time here. There is nothing to wait for but the storm's end."""
+    """Measured in turns of the event loop, the only time here."""
     calm, stormy = WholeRouter(3), WholeRouter(3)
-    before = await turns_of_a_crowd(calm)
+    before = await turns_to_serve_crowd(calm)
     await storm(stormy, 8)
-    assert await turns_of_a_crowd(stormy) <= before / 0.95
+    assert await turns_to_serve_crowd(stormy) <= before / 0.95
     stormy.assert_nothing_is_left()
 
 
 @pytest.mark.parametrize("outcome", ["aborted", "refused for room"])
 async def test_abort_storm_cancelled_probe_leaves_breaker_usable(outcome: str) -> None:
-    """The one request that a half-open breaker lets through says nothing: the next one is let through at once."""
+    """A cancelled probe proves nothing: the breaker lets the next one through at once."""
     whole = WholeRouter(3, num_decode=1, num_prefill=0)
     whole.draw = lambda: Fate.BROKEN
     health, (key,) = whole.dispatcher.health, (one.info.key for one in whole.workers)
@@ -74,7 +74,7 @@ async def test_abort_storm_cancelled_probe_leaves_breaker_usable(outcome: str) -
 
 
 class LeavingWorld(World):
-    """Where clients may leave. A worker computes a prompt to its end all the same, for nobody."""
+    """Clients may leave; the worker then still computes the prompt to its end."""
 
     def __init__(self, **settings: object) -> None:
         super().__init__(**settings)
@@ -82,7 +82,7 @@ class LeavingWorld(World):
         self.first_tokens_s: list[float] = []
 
     def leaves(self, served: Served, when_s: float) -> None:
-        """Its client goes then, unless it has been answered or refused by then."""
+        """Its client leaves then, unless it has been answered or refused."""
 
         def go() -> None:
             entry = next((entry for entry, one in self._requests.items() if one is served), None)
@@ -118,8 +118,8 @@ RATE = 18.0
 """Requests a second of 100 tokens: nine tenths of what two workers of 1,000 tokens a second compute."""
 
 
-def served_afterwards(*, stormy: bool) -> int:
-    """First tokens in the seconds that begin `RECOVERS_S` after a storm, or after just as much calm."""
+def num_served_after_storm(*, stormy: bool) -> int:
+    """First tokens in the seconds from `RECOVERS_S` after a storm, or after as much calm."""
     policy = AdmissionPolicy(max_queue_s=2.0, room=CapacityPolicy(worker_backlog_s=0.25, max_running_per_worker=32))
     world, rng = LeavingWorld(policy=policy), Random(4)
     now_s = 0.0
@@ -139,6 +139,6 @@ def served_afterwards(*, stormy: bool) -> int:
 
 
 def test_abort_storm_throughput_recovers_in_five_seconds() -> None:
-    calm = served_afterwards(stormy=False)
+    calm = num_served_after_storm(stormy=False)
     assert calm > 0.8 * RATE * WATCHED_S, "the load that is compared is served"
-    assert served_afterwards(stormy=True) >= 0.95 * calm
+    assert num_served_after_storm(stormy=True) >= 0.95 * calm

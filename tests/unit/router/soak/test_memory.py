@@ -30,12 +30,12 @@ FATES = (*[Fate.ANSWER] * 12, *Fate)
 
 @pytest.fixture(autouse=True)
 def _quiet(caplog: pytest.LogCaptureFixture) -> None:
-    """Or the test would keep every warning."""
+    """Otherwise the test would keep every warning."""
     caplog.set_level(logging.CRITICAL, logger="router")
 
 
 class Soak:
-    """Everything that may happen to a router, again and again."""
+    """Repeats everything that may happen to a router."""
 
     def __init__(self, seed: int) -> None:
         self.whole = WholeRouter(seed)
@@ -49,7 +49,7 @@ class Soak:
         return {name: getattr(whole, name) for name in ("registry", "dispatcher", "gate", "metrics", "decisions")}
 
     async def go_on(self, num_requests: int) -> int:
-        """Serve so many; how many of them were answered in full."""
+        """Serve so many; returns how many were answered in full."""
         whole, rng, served = self.whole, self._rng, 0
         for _ in range(num_requests // CROWD):
             served += await whole.crowd(CROWD, lambda: rng.choice((0, 1, 2, 4, 6, 10, 25, 25, 25)))
@@ -59,7 +59,7 @@ class Soak:
         return served
 
     def restart_one(self) -> None:
-        """A worker goes, and comes back under its own name or another one."""
+        """A worker leaves, and returns under its own name or another one."""
         one = self._rng.choice(self.whole.workers)
         one.leave(on_request=self._rng.random() < 0.5)
         if self._rng.random() < 0.5:
@@ -68,7 +68,7 @@ class Soak:
         one.join()
 
     async def measured(self, num_requests: int, *, warm_up: int = 800, num_samples: int = NUM_SAMPLES) -> Meter:
-        """Once every log of the last so many is full; each sample with empty caches."""
+        """Samples once all bounded logs are full; each with empty caches."""
         for _ in range(600):
             self.restart_one()
         await self.go_on(warm_up)
@@ -85,7 +85,7 @@ class Soak:
 
 @pytest.mark.parametrize("num_requests", [2_000, pytest.param(100_000, marks=pytest.mark.slow)])
 @pytest.mark.turn(2)
-async def test_memory_does_not_grow_with_the_requests_that_were_served(num_requests: int) -> None:
+async def test_memory_does_not_grow_with_served_requests(num_requests: int) -> None:
     soak = Soak(1)
     # One sample may be off by 2,000 objects, as full as the logs happen to be: the slope needs many.
     meter = await soak.measured(num_requests, num_samples=max(NUM_SAMPLES, num_requests // 2_500))
@@ -95,7 +95,7 @@ async def test_memory_does_not_grow_with_the_requests_that_were_served(num_reque
 
 
 class ServerUnderTest:
-    """The HTTP server in front of all that, asked as a server asks an application."""
+    """The HTTP server in front of all that, called as an ASGI server calls an application."""
 
     def __init__(self, soak: Soak) -> None:
         self._whole, self._rng = soak.whole, Random(7)
@@ -113,7 +113,7 @@ class ServerUnderTest:
         self.statuses: Counter[int] = Counter()
 
     async def crowd(self, count: int) -> None:
-        """So many at once: right and wrong ones, of which some leave early."""
+        """So many at once, valid and invalid, of which some leave early."""
         tasks = {asyncio.create_task(self._ask(left := asyncio.Event())): left for _ in range(count)}
         turn = 0
         while not all(task.done() for task in tasks):
@@ -169,8 +169,8 @@ async def test_memory_of_http_server_does_not_grow(num_requests: int) -> None:
     assert meter.objects_per_request() * num_requests < MOST_OBJECTS_MORE, meter.samples
 
 
-def forgetting_nothing(*_: object, **__: object) -> None:
-    """Instead of whatever forgets."""
+def never_evict(*_: object, **__: object) -> None:
+    """Replaces any eviction."""
 
 
 @pytest.mark.parametrize(
@@ -185,7 +185,7 @@ def forgetting_nothing(*_: object, **__: object) -> None:
 async def test_memory_meter_finds_a_leak(
     owner: type, forgets: str, keeper: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(owner, forgets, forgetting_nothing)
-    monkeypatch.setattr(WholeRouter, "assert_nothing_is_left", forgetting_nothing)
+    monkeypatch.setattr(owner, forgets, never_evict)
+    monkeypatch.setattr(WholeRouter, "assert_nothing_is_left", never_evict)
     meter = await Soak(1).measured(400, warm_up=100)
     assert any(keeper in way for way in meter.grown(5)), meter.grown(1)

@@ -52,7 +52,7 @@ async def connected(listener: HttpServer) -> AsyncIterator[tuple[asyncio.StreamR
 
 
 @pytest.mark.parametrize("body", [b'{"prompt": "a", "stream": true}', b'{"prompt": "a"}', b'{"prompt": "a", "n": 0}'])
-async def test_answers_and_refusals(body: bytes) -> None:
+async def test_answers_and_refusals_leave_no_cycles(body: bytes) -> None:
     parts = fakes.make_servers(fakes.make_tokenizer())
     parts.say("hello world")
     app = create_app(parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics)
@@ -68,7 +68,7 @@ async def test_answers_and_refusals(body: bytes) -> None:
     assert not found
 
 
-async def test_clients_that_leave() -> None:
+async def test_departed_clients_leave_no_cycles() -> None:
     parts = fakes.make_servers(fakes.make_tokenizer())
     parts.say("hello world", hang_after=1)
     app = create_app(parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics)
@@ -85,7 +85,7 @@ async def test_clients_that_leave() -> None:
     assert "_DirectLink" not in found
 
 
-async def test_runs_on_workers() -> None:
+async def test_dispatched_requests_leave_no_cycles() -> None:
     async with cluster(FakeWorker("d0")) as core, asyncio.timeout(WAIT_S):
         with collecting() as found:
             for number in range(NUM_REQUESTS):

@@ -1,4 +1,4 @@
-"""The status of a whole router: its content, who may read it, and how it is sent."""
+"""A whole router's status: its content, access and transport."""
 
 import asyncio
 from contextlib import ExitStack
@@ -59,7 +59,7 @@ async def test_status_shows_reported_pools_and_workers() -> None:
     assert (decode["running"], decode["waiting"], decode["used_blocks"]) == (3, 2, 24 + NUM_BLOCKS)
 
 
-async def test_handoffs_are_in_flight_until_their_first_token() -> None:
+async def test_status_handoff_is_in_flight_until_first_token() -> None:
     whole = WholeRouter(2)
     whole.draw = lambda: Fate.HANG
     feed, prompt = feed_of(whole), range(300)
@@ -86,7 +86,7 @@ async def test_status_handoffs_end_with_their_requests() -> None:
     assert len(whole.dispatcher.placer.handoffs) == 0
 
 
-async def test_latencies_and_rates_of_the_last_minutes() -> None:
+async def test_status_recent_latencies_and_rates_cover_last_minutes() -> None:
     whole = WholeRouter(4)
     feed = feed_of(whole)
     for _ in range(4):
@@ -105,7 +105,7 @@ async def test_latencies_and_rates_of_the_last_minutes() -> None:
     assert not any((await status_of(feed))["curves"]["generation_tokens_per_s"])
 
 
-async def test_bytes_between_workers_are_counted_once_over_all_routers() -> None:
+async def test_status_transfer_rate_is_counted_once_over_routers() -> None:
     whole = WholeRouter(5)
     other = StatusFeed(sources_of(whole))
 
@@ -120,7 +120,7 @@ async def test_bytes_between_workers_are_counted_once_over_all_routers() -> None
     assert sum(len(pool["workers"]) for pool in status["pools"]) == 5
 
 
-async def test_hot_prefixes_are_names_and_counts() -> None:
+async def test_status_hot_prefixes_show_names_and_counts() -> None:
     whole = WholeRouter(6)
     feed, prompt = feed_of(whole), range(300)
     for _ in range(3):
@@ -197,7 +197,7 @@ async def test_status_slow_listener_gets_newest() -> None:
         assert await listener.next() == b"3"
 
 
-async def test_listeners_are_bounded_and_sent_away_at_the_end() -> None:
+async def test_status_listeners_are_bounded_and_closed_at_end() -> None:
     whole = WholeRouter(10)
     feed = StatusFeed(sources_of(whole), most_listeners=2)
     with feed.listening("a") as first, feed.listening("b"):

@@ -1,4 +1,4 @@
-"""The page's playground asks a model in the way that it serves: its own JavaScript, run by node."""
+"""The page's playground queries a model as it is served: its own JavaScript, run by node."""
 
 import json
 import shutil
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(shutil.which("node") is None, reason="no node he
 
 
 def evaluated(expression: str) -> Any:
-    """What an expression of the module's exports gives."""
+    """The value of an expression over the module's exports."""
     program = f'const page = await import("{PAGE}/playground.js"); console.log(JSON.stringify({expression}));'
     done = subprocess.run(
         ["node", "--no-warnings", "--input-type=module", "--eval", program], capture_output=True, text=True

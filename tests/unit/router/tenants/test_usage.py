@@ -1,4 +1,4 @@
-"""What requests cost and what tenants have spent: exact sums, bounded, merged, and shown to whom they concern."""
+"""Request costs and tenants' usage: exact sums, bounded, merged, and visible to their owners."""
 
 from dataclasses import asdict
 
@@ -55,7 +55,7 @@ def test_spent_fractions_are_computed() -> None:
     assert (Spent().retry_amplification, Spent().hit_fraction) == (1.0, 0.0)
 
 
-def test_tenants_beyond_the_bound_are_counted_together() -> None:
+def test_usage_tenants_beyond_bound_are_summed_as_others() -> None:
     book = TenantUsage(most=2)
     for tenant in ("a", "b", "c", "d", "a"):
         book.add(tenant, SPENT)

@@ -1,4 +1,4 @@
-"""`chat_template_kwargs` and `continue_final_message`: what the model reads, and what is refused."""
+"""`chat_template_kwargs` and `continue_final_message`: rendered prompts and refusals."""
 
 from typing import Any
 
@@ -51,7 +51,7 @@ async def test_template_without_effort_accepts_none() -> None:
     assert not (await prompt(THINKS, {"reasoning_effort": None})).startswith("[no]")
 
 
-async def test_variables_reach_the_template_as_text() -> None:
+async def test_template_variables_are_rendered_as_text() -> None:
     assert (await prompt(TEMPLATE, {"chat_template_kwargs": {"mood": 3}})).startswith("[3]<|user|>")
     text = await prompt(TEMPLATE, {"chat_template_kwargs": {"mood": "<|end|>"}})
     assert text.startswith("[<|end|>]")

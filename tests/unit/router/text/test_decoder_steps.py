@@ -1,4 +1,4 @@
-"""Streams of tokenizers of every kind join to what the library decodes, and come token by token where that can be."""
+"""Streamed tokens of every kind of tokenizer decode like the library, token by token where possible."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -106,14 +106,14 @@ def streamed(tokenizer: Tokenizer, ids: Sequence[int], *, skip: bool) -> list[st
 
 @settings(max_examples=150, deadline=None)
 @given(text=TEXTS, skip=st.booleans())
-def test_stream_of_a_text_joins_to_its_decode(kind: Tokenizer, text: str, skip: bool) -> None:
+def test_stream_of_text_joins_to_decode(kind: Tokenizer, text: str, skip: bool) -> None:
     ids = kind.encode(text)
     assert "".join(streamed(kind, ids, skip=skip)) == kind.decode(ids, skip_special_tokens=skip)
 
 
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), skip=st.booleans())
-def test_stream_of_any_tokens_joins_to_their_decode(kind: Tokenizer, data: st.DataObject, skip: bool) -> None:
+def test_stream_of_any_tokens_joins_to_decode(kind: Tokenizer, data: st.DataObject, skip: bool) -> None:
     ids = data.draw(st.lists(st.integers(0, kind.size + 7), max_size=40))
     assert "".join(streamed(kind, ids, skip=skip)) == kind.decode(ids, skip_special_tokens=skip)
 
@@ -149,9 +149,7 @@ TOKENS = st.sampled_from(
     tokens=["<0xE6>", "<0xE6>"],
 )
 @given(steps=st.lists(st.sampled_from(STEPS), min_size=1, max_size=4), tokens=st.lists(TOKENS, max_size=12))
-def test_chain_of_any_steps_joins_to_what_the_library_makes_of_all_tokens(
-    steps: list[dict[str, Any]], tokens: list[str]
-) -> None:
+def test_decoder_chain_of_any_steps_agrees_with_library(steps: list[dict[str, Any]], tokens: list[str]) -> None:
     decoder = {"type": "Sequence", "decoders": steps}
     stream = DecoderChain(decoder).stream()
     streamed = "".join(map(stream.push, tokens)) + stream.flush()
@@ -177,7 +175,7 @@ def tokenizer_of(name: str) -> Tokenizer:
 
 
 @pytest.mark.parametrize("name", ["llama_without_bytes", "word_piece", "unigram", "strip_both"])
-def test_stream_shows_each_token_as_it_comes(name: str) -> None:
+def test_stream_emits_each_token_at_once(name: str) -> None:
     tokenizer = tokenizer_of(name)
     pieces = streamed(tokenizer, tokenizer.encode("hello world"), skip=True)
     shown = [piece for piece in pieces if piece]
@@ -209,7 +207,7 @@ def test_stream_holds_an_unfinished_character() -> None:
         ("no_decoder", "he", b" he"),
     ],
 )
-def test_bytes_of_a_token_are_its_text_among_others(name: str, token: str, expected: bytes) -> None:
+def test_bytes_of_token_equal_its_text_in_context(name: str, token: str, expected: bytes) -> None:
     made = KINDS[name]()
     if (token_id := made.token_to_id(token)) is None:
         made.add_tokens([AddedToken(token, normalized=False)])

@@ -1,4 +1,4 @@
-"""Streams of tokens join to what the library decodes, and never show half a character early."""
+"""Streamed tokens decode like the library, and never yield half a character early."""
 
 from collections.abc import Sequence
 
@@ -30,14 +30,14 @@ def test_stream_joins_to_decode(tokenizer: Tokenizer, data: st.DataObject, skip:
 @pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, SENTENCE_PIECE], ids=["byte_level", "sentencepiece"])
 @settings(max_examples=200, deadline=None)
 @given(text=st.text(alphabet="héllo w漢字😀👩‍🚀\u0301 ", max_size=20))
-def test_text_survives_and_no_piece_is_broken(tokenizer: Tokenizer, text: str) -> None:
+def test_detokenizer_keeps_text_and_breaks_no_character(tokenizer: Tokenizer, text: str) -> None:
     pieces = streamed(tokenizer, tokenizer.encode(text), skip=True)
     assert not any("\ufffd" in piece for piece in pieces)
     # A SentencePiece decoder drops one leading space, which its (here absent) normalizer would have added.
     assert "".join(pieces) == (text.removeprefix(" ") if tokenizer is SENTENCE_PIECE else text)
 
 
-def test_emoji_appears_with_its_last_byte() -> None:
+def test_detokenizer_emits_emoji_with_last_byte() -> None:
     table = {BYTE_LEVEL.bytes_of(i): i for i in range(BYTE_LEVEL.size)}
     ids = [table[bytes([b])] for b in "😀".encode()]
     assert streamed(BYTE_LEVEL, ids, skip=True) == ["", "", "", "😀", ""]

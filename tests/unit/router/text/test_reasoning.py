@@ -1,4 +1,4 @@
-"""Reasoning is separated from the answer, the same however the text comes in pieces."""
+"""Reasoning is separated from the answer, independently of how the text is split."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ TEXTS = st.lists(
 
 
 def whole(text: str, *, is_open: bool) -> tuple[str, str]:
-    """Thinking and answer of a text that is there at once."""
+    """Reasoning and answer of an unsplit text."""
     body = text
     if not is_open:
         begun = text.lstrip(WHITE)
@@ -47,7 +47,7 @@ def test_reasoning_parser_any_split_agrees(text: str, is_open: bool, data: st.Da
 
 
 @given(TEXTS, st.booleans())
-def test_tokens_up_to_the_end_of_thinking(text: str, is_open: bool) -> None:
+def test_reasoning_tokens_are_counted_up_to_end_of_thinking(text: str, is_open: bool) -> None:
     tokens = list(text.encode())
     counter = ReasoningTokens(THINK, lambda token: bytes([token]), is_open=is_open)
     for token in tokens:
@@ -67,8 +67,8 @@ def test_reasoning_marks_of_every_family_are_parsed(marks: ThinkingMarks) -> Non
     assert one.answer_in(text) == "It is 4."
 
 
-def test_white_space_without_end_is_looked_at_once() -> None:
-    """A model that loops writes it for as long as it may: each piece costs the same, however much was held back."""
+def test_reasoning_parser_endless_whitespace_takes_linear_time() -> None:
+    """A looping model writes whitespace up to the limit: each piece costs the same, however much is held back."""
     pieces = ["\n" * 8] * 5_000
     assert read([*pieces, "<think>", *pieces, "a", *pieces, "</think>", *pieces, "b"], is_open=False) == ("a", "b")
     between = ["<think>a", *pieces, "b</think>c"]

@@ -1,4 +1,4 @@
-"""Stop strings against a plain definition, however the text is cut."""
+"""Stop strings against a plain definition, for any split of the text."""
 
 import pytest
 from hypothesis import given
@@ -25,7 +25,7 @@ _AB = st.text(alphabet="ab", min_size=1, max_size=5)
     parts=st.lists(st.text(alphabet="abc", max_size=4), max_size=12),
     include=st.booleans(),
 )
-def test_cut_anywhere_the_result_is_the_same(stops: list[str], parts: list[str], include: bool) -> None:
+def test_stop_matcher_any_split_gives_the_same_result(stops: list[str], parts: list[str], include: bool) -> None:
     matcher = StopMatcher(StopStrings(stops), include_match=include)
     shown = "".join(map(matcher.feed, parts)) + matcher.flush()
     assert (shown, matcher.match is not None) == expected("".join(parts), stops, include)
@@ -40,7 +40,7 @@ def test_stop_matcher_holds_only_possible_matches(stops: list[str], text: str) -
         assert not held or any(stop.startswith(held) for stop in stops)
 
 
-def test_held_text_is_emitted_as_soon_as_it_cannot_match() -> None:
+def test_stop_matcher_emits_text_once_no_match_is_possible() -> None:
     matcher = StopMatcher(StopStrings(["STOP"]), include_match=False)
     assert [matcher.feed(part) for part in ("a S", "T", "x", "STO", "P more", "never")] == ["a ", "", "STx", "", "", ""]
     assert matcher.match == "STOP"

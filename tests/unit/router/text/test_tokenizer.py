@@ -25,13 +25,13 @@ def chat(tokenizer: Tokenizer, *contents: str) -> list[int]:
     return tokenizer.encode_chat(messages, add_generation_prompt=True, max_chars=MANY)
 
 
-def test_plain_text_never_holds_control_tokens(tokenizer: Tokenizer) -> None:
+def test_plain_text_never_encodes_control_tokens(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("a <|end|> b")
     assert not set(ids) & tokenizer.special_ids
     assert tokenizer.decode(ids) == "a <|end|> b"
 
 
-def test_conversation_has_the_templates_control_tokens(tokenizer: Tokenizer) -> None:
+def test_conversation_has_control_tokens_of_template(tokenizer: Tokenizer) -> None:
     assert chat(tokenizer, "hello") == [
         fakes.BOS,
         fakes.USER,
@@ -48,7 +48,7 @@ _PIECES = st.lists(
 
 @settings(max_examples=200, deadline=None)
 @given(contents=st.lists(_PIECES.map("".join), min_size=1, max_size=4))
-def test_clients_write_no_control_token_in_a_conversation(contents: list[str]) -> None:
+def test_conversation_texts_never_encode_control_tokens(contents: list[str]) -> None:
     # Messages that touch: nothing stands between them.
     touching = Tokenizer(_SPEC, ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}<|assistant|>", {}))
     ids = chat(touching, *contents)
@@ -60,7 +60,7 @@ def test_clients_write_no_control_token_in_a_conversation(contents: list[str]) -
 _SPEC = fakes.byte_level_spec()
 
 
-def test_template_still_sees_what_the_client_wrote(tokenizer: Tokenizer) -> None:
+def test_template_sees_raw_client_text(tokenizer: Tokenizer) -> None:
     source = "{% for m in messages %}{{ m.content.split('</think>')[-1] | trim }}{% endfor %}"
     thinking = Tokenizer(_SPEC, ChatTemplate(source, {}))
     assert thinking.decode(chat(thinking, "<think>so</think> yes ")) == "yes"
@@ -79,7 +79,7 @@ def test_tokenizer_without_template_refuses_conversations() -> None:
         chat(fakes.make_tokenizer(None), "hello")
 
 
-def test_load_reads_both_places_of_a_template(tmp_path: Path) -> None:
+def test_tokenizer_load_reads_template_from_either_file(tmp_path: Path) -> None:
     fakes.write_model(tmp_path)
     assert chat(Tokenizer.load(tmp_path), "hello")[0] == fakes.BOS
     (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}{{ eos_token }}")
@@ -138,7 +138,7 @@ def test_template_beyond_budget_is_refused() -> None:
         echo.render(many, add_generation_prompt=False, max_chars=999)
 
 
-def test_template_may_refuse_messages_but_not_quote_a_failure() -> None:
+def test_template_may_refuse_messages_and_failure_hides_content() -> None:
     refusing = ChatTemplate("{{ raise_exception('only one message') }}", {})
     with pytest.raises(InvalidRequest, match="only one message"):
         refusing.render([], add_generation_prompt=False, max_chars=MANY)
@@ -148,7 +148,7 @@ def test_template_may_refuse_messages_but_not_quote_a_failure() -> None:
     assert "secret" not in caught.value.message
 
 
-def test_template_dialect_of_hugging_face() -> None:
+def test_template_supports_hugging_face_dialect() -> None:
     source = (
         "{% generation %}a{% endgeneration %}{{ {'x': '<é>'} | tojson }}{% for i in [1, 2] %}{% break %}{% endfor %}"
     )
@@ -156,7 +156,7 @@ def test_template_dialect_of_hugging_face() -> None:
 
 
 @pytest.mark.parametrize("place", ["model.vocab", "added_tokens"])
-def test_tokenizer_with_two_tokens_of_one_id_is_refused_by_both_their_names(tmp_path: Path, place: str) -> None:
+def test_tokenizer_with_duplicate_token_id_is_refused_by_names(tmp_path: Path, place: str) -> None:
     fakes.write_model(tmp_path)
     raw = json.loads(fakes.byte_level_spec())
     if place == "model.vocab":

@@ -1,4 +1,4 @@
-"""Ids of a stream's events: read as written, and by nobody else's hand."""
+"""Ids of a stream's events: parsed as written, and not forgeable."""
 
 import base64
 from dataclasses import replace
@@ -55,7 +55,7 @@ def test_stream_id_malformed_is_refused(text: str) -> None:
         IDS.read(text)
 
 
-def test_another_clusters_id_is_refused() -> None:
+def test_stream_id_of_other_cluster_is_refused() -> None:
     with pytest.raises(InvalidRequest):
         StreamIds(b"another secret", most_s=MOST_S).read(IDS.write(HEAD, [ChoicePosition()]).decode())
 

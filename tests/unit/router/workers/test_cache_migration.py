@@ -1,4 +1,4 @@
-"""Who is to have a leaving worker's cache, how much of it is named, and what if somebody goes in the middle."""
+"""The target and extent of a leaving worker's cache migration, and losses on the way."""
 
 from dataclasses import replace
 from typing import Any
@@ -200,7 +200,7 @@ def test_migration_offer_of_serving_worker_is_ignored() -> None:
 
 
 def test_migration_second_offer_is_ignored() -> None:
-    """Neither while a migration is under way nor afterwards, until it has gone and come back."""
+    """Neither during a migration nor afterwards, until the worker has left and come back."""
     world = World(made("d0"), made("d1"))
     for _ in range(3):
         world.offer_cache("d0")

@@ -1,4 +1,4 @@
-"""For how long it is worth waiting for a decode worker that is not here, and how requests wait for it."""
+"""How long requests wait for an expected decode worker, and in which order."""
 
 import math
 
@@ -74,7 +74,7 @@ def test_expected_worker_after_last_drain_is_due(world: World) -> None:
     assert (world.due_s(), world.due_s(serving=1)) == (40.0, 0.0)
 
 
-def test_expected_worker_always_rejected_is_not_due_for_ever(world: World) -> None:
+def test_expected_worker_always_rejected_is_not_due_forever(world: World) -> None:
     for incarnation in range(3):
         key = WorkerKey(WorkerId("of another model"), Incarnation(incarnation))
         world.expected.found(HERE, key)
@@ -125,7 +125,7 @@ def test_request_wait_for_expected_worker_is_bounded() -> None:
     assert desk.turns() == [second], "dispatch says what is wrong"
 
 
-def test_drain_rate_is_not_learned_without_workers() -> None:
+def test_drain_rate_is_not_learnt_without_workers() -> None:
     desk = AdmissionBench()
     desk.workers, desk.is_due = [], True
     desk.ask()

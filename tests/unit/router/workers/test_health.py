@@ -1,4 +1,4 @@
-"""Which workers get no requests."""
+"""Which workers are excluded from requests."""
 
 from router.types.worker_view import WorkerKey
 from router.workers.health import WorkerBreakers
@@ -10,7 +10,7 @@ POLICY = BreakerPolicy(most_in_a_row=3, open=Backoff(first_s=2.0, most_s=6.0), p
 KEY = WorkerKey(WorkerId("d0"), Incarnation(1))
 
 
-def test_workers_have_their_own_and_the_gone_are_forgotten() -> None:
+def test_worker_breakers_are_per_worker_and_forget_departed() -> None:
     breakers, other = WorkerBreakers(POLICY), WorkerKey(WorkerId("d1"), Incarnation(1))
     for _ in range(3):
         breakers.failed(KEY, 0.0)

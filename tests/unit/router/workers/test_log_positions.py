@@ -1,4 +1,4 @@
-"""What a router makes of what it reads: apply, ignore, or load again; the map is never wrong for long."""
+"""How a router handles log entries: apply, ignore or reload; the map is never wrong for long."""
 
 from random import Random
 
@@ -132,7 +132,7 @@ def test_log_positions_state_pieces_make_one_snapshot(count: int, sequence: int)
 
 
 class Life:
-    """A worker, and a stand-in for Redis that loses and spoils entries; the view must notice by itself."""
+    """A worker, and a fake Redis that loses and corrupts entries; the view must notice by itself."""
 
     def __init__(self, seed: int) -> None:
         self.rng = Random(seed)

@@ -1,4 +1,4 @@
-"""What is known of the links between two workers, by pair, by class, and by priors."""
+"""Link speed between two workers: by pair, by class, and by priors."""
 
 from dataclasses import replace
 
@@ -53,14 +53,14 @@ def test_link_class_is_by_host_rack_and_transport(decode: WorkerInfo, expected: 
     assert link_class(info("p0", "a", rack="r"), decode) == expected
 
 
-def test_priors_prefer_the_nearer_link_and_average_out() -> None:
+def test_pair_links_priors_prefer_nearer_link() -> None:
     prefill = [info("p0", "a", rack="r"), info("p1", "b", rack="r"), info("p2", "c", rack="s")]
     added = column_of(PairTable(), [info("d0", "a", rack="r")], prefill, 0)
     assert added[0] < added[1] < added[2]
     assert added.sum() == pytest.approx(0.0, abs=1e-18)
 
 
-def test_links_of_one_class_make_no_difference_until_a_pair_is_measured_to_differ() -> None:
+def test_pair_links_of_one_class_are_equal_until_measured() -> None:
     table, prefill, decode = PairTable(), [info("p0", "b"), info("p1", "c")], [info("d0", "a")]
     links = PairLinks(table, pool(*decode), pool(*prefill))
     assert not links.refreshed(0.0)
@@ -73,8 +73,8 @@ def test_links_of_one_class_make_no_difference_until_a_pair_is_measured_to_diffe
     assert links.column(0)[1] > 0.0 > links.column(0)[0]
 
 
-def test_measured_class_replaces_its_prior() -> None:
-    """A shared-memory link that is slower than TCP is found out."""
+def test_pair_links_measured_class_replaces_prior() -> None:
+    """Detects a shared-memory link that is slower than TCP."""
     table, decode = PairTable(), [info("d0", "a"), info("d1", "b")]
     prefill = [info("p0", "a"), info("p1", "b")]
     before = column_of(table, decode, prefill, 1)
@@ -85,7 +85,7 @@ def test_measured_class_replaces_its_prior() -> None:
     assert after[1] > after[0]
 
 
-def test_pair_measurement_fades_to_its_class() -> None:
+def test_pair_links_measurement_fades_to_class() -> None:
     table, decode, prefill = PairTable(), [info("d0", "a")], [info("p0", "b"), info("p1", "c"), info("p2", "a")]
     observe(table, prefill[0], decode[0], 1e-9)
     observe(table, prefill[1], decode[0], 9e-9)
@@ -96,12 +96,12 @@ def test_pair_measurement_fades_to_its_class() -> None:
     assert faded[2] < faded[0]
 
 
-def test_pairs_that_cannot_exist_are_infinite() -> None:
+def test_pair_links_impossible_pair_is_infinite() -> None:
     prefill = [info("p0", "a"), info("p1", "b"), info("p2", "b", transports=frozenset({"nixl"}))]
     assert np.isinf(column_of(PairTable(), [info("d0", "a")], prefill, 0)).tolist() == [False, False, True]
 
 
-def test_pair_table_keeps_the_most_recently_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pair_table_keeps_most_recently_used_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pair_links, "MAX_PAIRS", 3)
     table, decode = PairTable(), info("d0", "a")
     senders = [info(f"p{number}", "b") for number in range(5)]
@@ -111,7 +111,7 @@ def test_pair_table_keeps_the_most_recently_used(monkeypatch: pytest.MonkeyPatch
     assert set(table.changed) == set(table.pairs)
 
 
-def test_pair_table_forgets_workers_that_left() -> None:
+def test_pair_table_forgets_departed_workers() -> None:
     table, decode = PairTable(), info("d0", "a")
     for one in (info("p0", "b"), info("p1", "b")):
         observe(table, one, decode, 1e-9)
@@ -126,7 +126,7 @@ def test_pair_table_forgets_workers_that_left() -> None:
     assert [rate.link.locality for rate in table.rates(0.0)] == [Locality.BEYOND]
 
 
-def test_pair_table_ignores_what_cannot_be() -> None:
+def test_pair_table_ignores_impossible_measurements() -> None:
     table = PairTable()
     table.observe(info("p0", "a"), info("d0", "b"), num_tokens=0, exposed_s=1.0, now_s=0.0)
     table.observe(info("p0", "a"), info("d0", "b"), num_tokens=9, exposed_s=-1.0, now_s=0.0)

@@ -1,4 +1,4 @@
-"""Other routers' loads: each request counts once, wherever it is known from, and a dead router's not at all."""
+"""Other routers' loads: each request counts once, and a dead router's not at all."""
 
 from random import Random
 
@@ -136,7 +136,7 @@ def test_registry_in_flight_leaves_out_idle_workers() -> None:
 
 
 def test_registries_of_several_routers_converge() -> None:
-    """A worker, three routers, reports and loads that come when they like: never more than is there and was there."""
+    """One worker, three routers, messages in any order: counts never exceed what exists or existed."""
     for seed in range(40):
         rng = Random(seed)
         peers = {i: PeerLoads(lease_s=1e9) for i in range(3)}

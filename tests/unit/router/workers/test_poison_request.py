@@ -1,4 +1,4 @@
-"""Who ended the workers: condemned is a request that was alone each time, never one that was merely there."""
+"""Poison requests: condemned if alone at each crash, never for mere presence."""
 
 from itertools import count
 from random import Random
@@ -108,7 +108,7 @@ def test_poison_unrelated_death_requires_one_more_loss() -> None:
         assert book.lost(late, worker, 100.0 + number) is condemned
 
 
-def test_established_streams_go_on_anywhere_at_once() -> None:
+def test_poison_established_streams_continue_at_once() -> None:
     book = PoisonRequestTracker()
     streams = names(32)
     for one in streams:
@@ -137,7 +137,7 @@ def test_poison_many_choices_are_not_isolated() -> None:
     assert book.avoid(RequestId("new")) == set()
 
 
-def test_waiting_for_a_worker_of_ones_own_has_an_end_and_keeps_others_away() -> None:
+def test_poison_isolation_wait_is_bounded_and_repels_others() -> None:
     book = PoisonRequestTracker()
     other = RequestId("other")
     book.placed(P, (A,))
@@ -200,7 +200,7 @@ def test_poison_random_kills_condemn_none(seed: int) -> None:
             book.placed(one, (on[one],))
 
 
-def test_hedging_learns_a_quantile_and_keeps_its_budget() -> None:
+def test_hedging_learns_quantile_and_respects_budget() -> None:
     hedging = Hedging(quantile=0.9, budget=0.25)
     assert hedging.delay_s is None
     for number in range(100):

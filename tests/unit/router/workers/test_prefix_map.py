@@ -1,4 +1,4 @@
-"""The prefix map against a model that only knows sets, and the rules that keep it bounded and true."""
+"""The prefix map against a model made of sets, and the rules that keep it bounded and correct."""
 
 from collections.abc import Sequence
 
@@ -37,7 +37,7 @@ def two() -> PrefixMap:
     return prefix_map
 
 
-def test_counts_leading_blocks_per_worker(two: PrefixMap) -> None:
+def test_prefix_map_counts_leading_blocks_per_worker(two: PrefixMap) -> None:
     two.apply(A, _stored(0, 0, 1, 2))
     two.apply(B, _stored(0, 0, 2, 3))
     assert two.longest_prefix(NAMES[:4]) == {A: 3, B: 1}
@@ -46,7 +46,7 @@ def test_counts_leading_blocks_per_worker(two: PrefixMap) -> None:
     assert two.longest_prefix([]) == {}
 
 
-def test_larger_blocks_are_known_by_their_last_names() -> None:
+def test_prefix_map_larger_blocks_match_by_last_name() -> None:
     """Worker b's blocks hold two hash blocks each."""
     prefix_map = PrefixMap(expectation_s=10.0)
     prefix_map.add_worker(A, capacity=8)
@@ -65,7 +65,7 @@ def test_larger_blocks_are_known_by_their_last_names() -> None:
     assert prefix_map.longest_prefix(NAMES) == {A: 3}
 
 
-def test_repeated_events_change_nothing(two: PrefixMap) -> None:
+def test_prefix_map_repeated_events_change_nothing(two: PrefixMap) -> None:
     two.apply(A, _stored(0, 0, 1))
     two.apply(A, _evicted(2, 1))
     two.apply(A, _stored(0, 0, 1))
@@ -73,14 +73,14 @@ def test_repeated_events_change_nothing(two: PrefixMap) -> None:
     assert not two.is_approximate(A)
 
 
-def test_overlapping_message_applies_its_new_part(two: PrefixMap) -> None:
+def test_prefix_map_overlapping_message_applies_new_part(two: PrefixMap) -> None:
     two.apply(A, _stored(0, 0, 1))
     two.apply(A, _stored(1, 1, 2))
     assert two.longest_prefix(NAMES) == {A: 3}
     assert not two.is_approximate(A)
 
 
-def test_gap_drops_what_was_known_and_keeps_what_follows(two: PrefixMap) -> None:
+def test_prefix_map_gap_drops_earlier_blocks(two: PrefixMap) -> None:
     two.apply(A, _stored(0, 0, 1))
     two.apply(A, _stored(5, 0))
     assert two.is_approximate(A)
@@ -92,7 +92,7 @@ def test_gap_drops_what_was_known_and_keeps_what_follows(two: PrefixMap) -> None
     assert two.longest_prefix(NAMES) == {A: 3}
 
 
-def test_worker_that_never_sent_a_snapshot_is_approximate() -> None:
+def test_prefix_map_worker_without_snapshot_is_approximate() -> None:
     prefix_map = PrefixMap()
     prefix_map.add_worker(A, capacity=4)
     prefix_map.apply(A, _stored(40, 0))
@@ -100,7 +100,7 @@ def test_worker_that_never_sent_a_snapshot_is_approximate() -> None:
     assert prefix_map.longest_prefix(NAMES) == {A: 1}
 
 
-def test_expectations_are_confirmed_revoked_or_lapse(two: PrefixMap) -> None:
+def test_prefix_map_expectations_are_confirmed_revoked_or_expire(two: PrefixMap) -> None:
     two.expect(A, NAMES[:4], now_s=0.0)
     assert two.longest_prefix(NAMES) == {A: 4}
     two.apply(A, _stored(0, 0))
@@ -127,14 +127,14 @@ def test_prefix_map_revoke_keeps_others_expectations(two: PrefixMap) -> None:
     assert len(two) == 0
 
 
-def test_expectation_of_a_worker_that_left_is_nothing(two: PrefixMap) -> None:
+def test_prefix_map_expectation_of_departed_worker_is_ignored(two: PrefixMap) -> None:
     two.drop_worker(A)
     two.expect(A, NAMES, now_s=0.0)
     two.revoke(A, NAMES)
     assert len(two) == 0
 
 
-def test_expectations_never_push_out_what_is_known(two: PrefixMap) -> None:
+def test_prefix_map_expectations_never_evict_confirmed_blocks(two: PrefixMap) -> None:
     two.apply(A, _stored(0, *range(6)))
     two.expect(A, NAMES[6:], now_s=0.0)
     assert two.num_blocks(A) == 8
@@ -144,14 +144,14 @@ def test_expectations_never_push_out_what_is_known(two: PrefixMap) -> None:
     assert two.longest_prefix(NAMES) == {A: 6}
 
 
-def test_capacity_bounds_a_lying_worker(two: PrefixMap) -> None:
+def test_prefix_map_capacity_bounds_a_lying_worker(two: PrefixMap) -> None:
     two.apply(A, _stored(0, *range(12)))
     assert two.num_blocks(A) == 8
     assert len(two) == 8
     assert two.longest_prefix(NAMES) == {A: 8}
 
 
-def test_dropping_a_worker_leaves_the_others(two: PrefixMap) -> None:
+def test_prefix_map_dropping_worker_keeps_others(two: PrefixMap) -> None:
     two.apply(A, _stored(0, 0, 1))
     two.apply(B, _stored(0, 0))
     two.drop_worker(A)
@@ -275,7 +275,7 @@ def names_of(count: int, salt: int = 0) -> list[BlockHash]:
     return [BlockHash((salt << 32 | i).to_bytes(16, "big")) for i in range(count)]
 
 
-def test_use_keeps_what_is_used_as_the_workers_own_lru_does() -> None:
+def test_prefix_map_lru_order_matches_worker() -> None:
     prefix_map, old, new = PrefixMap(), names_of(4, 1), names_of(4, 2)
     prefix_map.add_worker(A, capacity=8)
     for names in (old, new):
@@ -351,7 +351,7 @@ def test_prefix_map_gap_requests_a_snapshot() -> None:
     assert not prefix_map.lacks_snapshot(A, 99.0)
 
 
-def test_dropping_one_of_many_workers_touches_its_own_blocks_only() -> None:
+def test_prefix_map_dropping_worker_touches_only_its_blocks() -> None:
     prefix_map, shared = PrefixMap(), names_of(50)
     workers = [WorkerId(f"w{i}") for i in range(70)]
     for number, name in enumerate(workers):

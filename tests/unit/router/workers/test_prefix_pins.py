@@ -1,4 +1,4 @@
-"""Where a pin lives, who renews it, and what is left of it when its worker or its time is gone."""
+"""The worker of a pin, its renewal, and its end with its worker or its lifetime."""
 
 import pytest
 
@@ -55,7 +55,7 @@ def test_pin_covers_whole_blocks_of_computing_worker() -> None:
     assert larger.ports[P0].pins[0].last_block == NAMES[1]
 
 
-def test_pin_of_less_than_a_block_is_not_made() -> None:
+def test_pin_shorter_than_block_is_not_created() -> None:
     world = World()
     world.use(P0, num_tokens=15)
     assert world.ports[P0].pins == []

@@ -1,4 +1,4 @@
-"""The columns follow the registry, cell by cell, and say what its snapshots say."""
+"""The columns follow the registry, cell by cell, and equal its snapshots."""
 
 from dataclasses import replace
 from random import Random

@@ -49,7 +49,7 @@ async def server_of(parts: fakes.Servers) -> AsyncIterator[str]:
         yield f"127.0.0.1:{door.port}"
 
 
-async def test_whole_answers(parts: fakes.Servers) -> None:
+async def test_client_chat_generate_tokenize_and_models(parts: fakes.Servers) -> None:
     ids = parts.say(TEXT, logprobs=True)
     async with server_of(parts) as address, AsyncClient(address) as client:
         options = Options(
@@ -94,7 +94,7 @@ def server_in_thread(parts: fakes.Servers) -> Iterator[str]:
     loop.close()
 
 
-def test_sync_client_generates(parts: fakes.Servers, server_in_thread: str) -> None:
+def test_sync_client_streams_generates_and_chats(parts: fakes.Servers, server_in_thread: str) -> None:
     ids = parts.say(TEXT)
     with Client(server_in_thread) as client:
         pieces = list(client.stream("a"))
@@ -123,7 +123,7 @@ def test_sync_client_generates(parts: fakes.Servers, server_in_thread: str) -> N
         (Options(max_tokens=10, min_tokens=511, truncate_prompt_tokens=5000), InvalidRequest, "truncate_prompt_tokens"),
     ],
 )
-async def test_errors_have_a_type_and_a_field(
+async def test_client_errors_have_type_and_field(
     parts: fakes.Servers, options: Options, kind: type[Exception], param: str
 ) -> None:
     async with server_of(parts) as address, AsyncClient(address) as client:
@@ -132,7 +132,7 @@ async def test_errors_have_a_type_and_a_field(
         assert caught.value.param == param  # type: ignore[attr-defined]
 
 
-async def test_refusals_of_the_server_are_not_asked_for_again(parts: fakes.Servers) -> None:
+async def test_client_server_refusals_are_not_retried(parts: fakes.Servers) -> None:
     async with server_of(parts) as address, AsyncClient(address) as client:
         for error in (Overloaded("full", retry_after_s=2.25), Unavailable("nobody is here", retry_after_s=0.5)):
             parts.generator.requests.clear()
@@ -145,7 +145,7 @@ async def test_refusals_of_the_server_are_not_asked_for_again(parts: fakes.Serve
             await client.generate([5] * fakes.CONTEXT)
 
 
-async def test_keys(parts: fakes.Servers) -> None:
+async def test_client_api_key_is_sent_and_wrong_one_refused(parts: fakes.Servers) -> None:
     guarded = fakes.make_servers(fakes.make_tokenizer(), RouterConfig(api_keys=["key-a"]))
     guarded.say(TEXT)
     async with server_of(guarded) as address:
@@ -156,7 +156,7 @@ async def test_keys(parts: fakes.Servers) -> None:
                 await client.models()
 
 
-async def test_certificates(parts: fakes.Servers) -> None:
+async def test_client_mutual_tls_is_used(parts: fakes.Servers) -> None:
     parts.say(TEXT)
     authority = trustme.CA()
     ours, theirs = authority.issue_cert("router.example"), authority.issue_cert("client.example")
@@ -182,7 +182,7 @@ async def test_certificates(parts: fakes.Servers) -> None:
 
 
 async def test_client_broken_stream_resumes_at_next_router(parts: fakes.Servers) -> None:
-    """The first one dies when three tokens are out."""
+    """The first router dies after three tokens."""
     first, other = parts, fakes.make_servers(fakes.make_tokenizer(), mint_seed=lambda: 1)
     ids = first.say(TEXT, hang_after=3)
     other.say(TEXT)
@@ -201,7 +201,7 @@ async def test_client_broken_stream_resumes_at_next_router(parts: fakes.Servers)
 
 @asynccontextmanager
 async def relay_to(address: str, is_cut: asyncio.Event) -> AsyncIterator[str]:
-    """The way to a router; once it is cut nothing comes through, and nobody is told."""
+    """A relay to a router; once cut, it drops everything without closing a connection."""
     host, _, port = address.rpartition(":")
     pumps: set[asyncio.Task[None]] = set()
 
@@ -227,10 +227,10 @@ async def relay_to(address: str, is_cut: asyncio.Event) -> AsyncIterator[str]:
             task.cancel()
 
 
-async def test_client_router_that_vanishes_is_given_up_while_its_streams_live(
+async def test_client_vanished_router_is_abandoned_and_stream_resumes(
     parts: fakes.Servers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its machine lost power, say: no connection ends. A stream that was quiet for long is no exception."""
+    """As after a power loss: no connection ends. Streams quiet for long are included."""
     options = dict(base._CHANNEL_OPTIONS)
     patience_ms = options["grpc.keepalive_time_ms"] + options["grpc.keepalive_timeout_ms"]  # type: ignore[operator]
     assert patience_ms < 1e3 * RouterConfig().takeover_s  # type: ignore[operator]
@@ -273,7 +273,7 @@ async def test_client_idempotent_call_is_retried_at_next_router(parts: fakes.Ser
 
 @pytest.mark.slow
 async def test_client_silent_router_is_abandoned(parts: fakes.Servers) -> None:
-    """Within the answer's own time."""
+    """Within the answer's own timeout."""
     parts.say(TEXT)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         silent_address = f"127.0.0.1:{silent.getsockname()[1]}"

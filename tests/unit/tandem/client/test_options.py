@@ -1,4 +1,4 @@
-"""tandem.client: calls of tools, log probabilities of prompts, variables, votes, marks; what does not go on."""
+"""tandem.client: tool calls, prompt logprobs, variables, votes, cache marks; and streams that do not resume."""
 
 import json
 from random import Random
@@ -29,7 +29,7 @@ def parts() -> fakes.Servers:
     return fakes.make_servers(fakes.make_tokenizer(), grammars=fakes.AnyGrammar(), context=4096)
 
 
-def test_calls_and_how_a_conversation_goes_on_with_them(parts: fakes.Servers, server_in_thread: str) -> None:
+def test_options_tool_calls_continue_the_conversation(parts: fakes.Servers, server_in_thread: str) -> None:
     parts.say(CALLS)
     with Client(server_in_thread) as client:
         options = Options(tools=TOOLS, n=2)
@@ -61,7 +61,7 @@ def test_calls_and_how_a_conversation_goes_on_with_them(parts: fakes.Servers, se
         (ToolChoice(mode="required", allowed=["weather"]), ["weather"]),
     ],
 )
-async def test_choices_among_tools(parts: fakes.Servers, choice: ToolChoice, names: list[str]) -> None:
+async def test_options_tool_choice_limits_grammar(parts: fakes.Servers, choice: ToolChoice, names: list[str]) -> None:
     parts.say(CALLS)
     async with server_of(parts) as address, AsyncClient(address) as client:
         await client.chat(HELLO, Options(tools=TOOLS, tool_choice=choice))
@@ -69,7 +69,7 @@ async def test_choices_among_tools(parts: fakes.Servers, choice: ToolChoice, nam
     assert [tool.name for tool in TOOLS if tool.name in grammar] == names
 
 
-async def test_log_probabilities_of_a_prompt(parts: fakes.Servers) -> None:
+async def test_options_prompt_logprobs_are_returned(parts: fakes.Servers) -> None:
     parts.say("hello")
     async with server_of(parts) as address, AsyncClient(address) as client:
         answer = await client.generate([10, 11, 12], Options(prompt_logprobs=2))
@@ -98,7 +98,7 @@ async def test_options_best_of_vote_and_beams_arrive_at_end(parts: fakes.Servers
         assert (beam_search.num_beams, beam_search.length_penalty, beam_search.early_stopping) == (2, 2.0, "never")
 
 
-async def test_everything_has_its_field() -> None:
+async def test_options_map_to_request_fields() -> None:
     options = Options(
         tools=TOOLS,
         chat_template_kwargs={"think": True, "level": 7, "share": 0.5, "name": "x", "nothing": None},
@@ -131,7 +131,7 @@ async def test_everything_has_its_field() -> None:
         (Options(cached_content="cachedContents/x"), "cached_content"),
     ],
 )
-async def test_errors_name_the_field(parts: fakes.Servers, options: Options, param: str) -> None:
+async def test_options_errors_name_the_field(parts: fakes.Servers, options: Options, param: str) -> None:
     async with server_of(parts) as address, AsyncClient(address) as client:
         with pytest.raises(InvalidRequest) as caught:
             await client.chat(HELLO, options)
@@ -140,7 +140,7 @@ async def test_errors_name_the_field(parts: fakes.Servers, options: Options, par
 
 @pytest.mark.parametrize("more", [{"prompt_logprobs": 0}, {"best_of": 2}, {"vote": True}, {"use_beam_search": True}])
 def test_options_stream_without_ids_is_not_resumed(more: dict[str, Any]) -> None:
-    """Before anything came it is asked for again; behind that the same would come twice."""
+    """It is retried before the first event; later a retry would repeat events."""
     request = generate_request("a", Options(**more))
     assert not request.stream_ids
     progress = StreamProgress(request, max_reconnects=2, rng=Random(1))
@@ -150,7 +150,7 @@ def test_options_stream_without_ids_is_not_resumed(more: dict[str, Any]) -> None
     assert progress.after(broken, from_server=False) is None
 
 
-async def test_thinking_stands_apart() -> None:
+async def test_options_reasoning_is_separate_from_answer() -> None:
     template = "{% for m in messages %}[{{ m.reasoning_content }}]{{ m.content }}{% endfor %}<think>\n{# </think> #}"
     parts = fakes.make_servers(fakes.make_tokenizer(template))
     count = len(parts.say("so\n</think>\n\nfour")) - len(parts.tokenizer.encode("\n\nfour")) - 1

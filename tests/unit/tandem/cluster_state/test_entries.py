@@ -1,4 +1,4 @@
-"""Entries in Redis: they survive the way there and back, and nothing else passes for one."""
+"""Entries in Redis survive a round trip, and nothing else is accepted as one."""
 
 import hmac
 from random import Random
@@ -61,7 +61,7 @@ def openers(codec: ClusterStateCodec, process: Process):
 @pytest.mark.parametrize(
     "codec", [ClusterStateCodec(b"another secret of it", "c"), ClusterStateCodec(SECRET, "another")]
 )
-def test_another_clusters_entries_are_bad(codec: ClusterStateCodec) -> None:
+def test_entry_of_other_cluster_is_refused(codec: ClusterStateCodec) -> None:
     for data, open_ in openers(codec, ME):
         with pytest.raises(BadEntry, match="forged"):
             open_(data)

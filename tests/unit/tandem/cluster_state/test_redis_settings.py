@@ -1,4 +1,4 @@
-"""Where Redis is: a URL that is understood whole, or refused without being shown."""
+"""Redis URLs: parsed completely, or refused without being shown."""
 
 import sys
 from pathlib import Path
@@ -18,7 +18,7 @@ def test_redis_settings_without_url_are_none() -> None:
     assert ClusterConfig().redis.redis_settings() is None
 
 
-def test_everything_in_the_url_counts() -> None:
+def test_redis_settings_parse_every_part_of_url() -> None:
     settings = RedisConfig(url="rediss://me:p%40ss@[::1]:7000/3", cluster="x", ca="ca.pem").redis_settings()
     assert settings is not None
     assert (settings.host, settings.port, settings.database) == ("::1", 7000, 3)

@@ -1,4 +1,4 @@
-"""Configurations that no cluster can run: each is refused with the field's name, none is tried."""
+"""Invalid configurations are refused with the field's name before anything starts."""
 
 import re
 from collections.abc import Iterator
@@ -211,7 +211,7 @@ class CountedKey(str):
     __hash__ = str.__hash__
 
 
-def test_looking_for_keys_that_stand_twice_takes_time_in_proportion_to_their_number() -> None:
+def test_config_duplicate_key_check_is_linear() -> None:
     CountedKey.comparisons = 0
     tag = "tag:yaml.org,2002:str"
     keys = [yaml.ScalarNode(tag, CountedKey(f"k{index}")) for index in range(2000)]
@@ -221,7 +221,7 @@ def test_looking_for_keys_that_stand_twice_takes_time_in_proportion_to_their_num
 
 
 def test_config_worker_silence_is_at_least_two_load_periods() -> None:
-    """Else nobody could be served."""
+    """Otherwise no worker could serve."""
     assert load(None, {"router.worker_silence_s": 0.5}).router.worker_silence_s >= 2 * LOAD_PERIOD_S
 
 
@@ -237,7 +237,7 @@ def test_config_variable_invalid_yaml_is_named_and_not_shown(monkeypatch: pytest
 def test_config_bare_switch_is_read_from_file_and_variable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: str
 ) -> None:
-    """YAML takes `on` and `off` for truth values."""
+    """YAML parses `on` and `off` as booleans."""
     path = tmp_path / "cluster.yaml"
     path.write_text(f"engine: {{pipelined: {wanted}}}", encoding="utf-8")
     config = load(path)
@@ -321,7 +321,7 @@ def test_config_variable_fills_null_section(tmp_path, monkeypatch):
         load(path)
 
 
-def test_dump_for_processes_leaves_out_default_nulls_and_keeps_stated_ones(tmp_path: Path) -> None:
+def test_dump_for_processes_omits_default_nulls_only(tmp_path: Path) -> None:
     config = ClusterConfig.model_validate({"engine": {"max_step_s": None}, "model": {"name": "mine"}})
     dumped = yaml.safe_load(dump_for_processes(config))
     assert "sample_ratio" not in dumped["telemetry"]
@@ -331,7 +331,7 @@ def test_dump_for_processes_leaves_out_default_nulls_and_keeps_stated_ones(tmp_p
     assert load(path) == config
 
 
-def test_allowed_origins_are_read_as_browsers_write_them() -> None:
+def test_allowed_origins_are_normalised_like_browsers() -> None:
     given = ("HTTPS://Chat.Example.com:443", "http://localhost:3000", "http://[::1]:80", "https://a.example:80")
     config = ClusterConfig.model_validate({"router": {"allowed_origins": given}})
     written = ("https://chat.example.com", "http://localhost:3000", "http://[::1]", "https://a.example:80")

@@ -1,4 +1,4 @@
-"""Whether processes speak TLS to each other: every mode, with and without certificates, on loopback and beyond."""
+"""Whether processes use TLS between them: every mode, with and without certificates, on loopback and beyond."""
 
 import pytest
 import yaml
@@ -17,12 +17,12 @@ def section(text: str) -> ClusterTls:
 
 
 @pytest.mark.parametrize("text", ["off", "{mode: off}", "'off'", "{mode: 'off', cert: /c, key: /k, ca: /a}"])
-def test_mode_off_however_yaml_reads_it_is_plain_everywhere(text: str) -> None:
+def test_tls_mode_off_in_any_yaml_spelling_is_plain(text: str) -> None:
     assert section(text).mode == "off"
     assert link_security(section(text), REMOTE) is LinkSecurity.PLAIN
 
 
-def test_mode_from_the_environment_replaces_the_section(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+def test_tls_mode_from_environment_replaces_section(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text(yaml.safe_dump({"cluster": {"tls": FILES}}))
     monkeypatch.setenv("TANDEM_CLUSTER__TLS", "off")
@@ -34,23 +34,23 @@ def test_mode_from_the_environment_replaces_the_section(monkeypatch: pytest.Monk
     [("auto", LinkSecurity.TLS), ("required", LinkSecurity.TLS), ("permissive", LinkSecurity.PERMISSIVE)],
 )
 @pytest.mark.parametrize("hosts", [LOCAL, REMOTE])
-def test_certificates_are_used_on_loopback_too(mode: str, expected: LinkSecurity, hosts: tuple[str, ...]) -> None:
+def test_tls_certificates_are_used_on_loopback(mode: str, expected: LinkSecurity, hosts: tuple[str, ...]) -> None:
     assert link_security(ClusterTls(mode=mode, **FILES), hosts) is expected
 
 
-def test_auto_without_certificates_on_loopback_is_plain() -> None:
+def test_tls_auto_on_loopback_without_certificates_is_plain() -> None:
     assert link_security(ClusterTls(), LOCAL) is LinkSecurity.PLAIN
 
 
 @pytest.mark.parametrize("host", ["10.0.0.2", "decode-0", "0.0.0.0", "[fd00::1]"])
-def test_auto_without_certificates_beyond_loopback_names_both_ways_out(host: str) -> None:
+def test_tls_auto_beyond_loopback_without_certificates_is_refused(host: str) -> None:
     with pytest.raises(ConfigError, match=r"cluster.tls: .*`tandem cert`.*`cluster.tls: off`") as refused:
         link_security(ClusterTls(), ("127.0.0.1", host))
     assert host.strip("[]") in str(refused.value)
 
 
 @pytest.mark.parametrize("mode", ["required", "permissive"])
-def test_stated_mode_without_certificates_is_refused_on_loopback(mode: str) -> None:
+def test_tls_stated_mode_without_certificates_is_refused(mode: str) -> None:
     with pytest.raises(ConfigError, match=rf"cluster.tls: mode is {mode} and there are no certificates.*`tandem cert`"):
         link_security(ClusterTls(mode=mode), LOCAL)
 
@@ -65,7 +65,7 @@ def test_stated_mode_without_certificates_is_refused_on_loopback(mode: str) -> N
         ("{mode: sometimes}", "cluster.tls.mode: Input should be 'auto', 'required', 'permissive' or 'off'"),
     ],
 )
-def test_bad_section_names_the_field(tls: str, reason: str, tmp_path) -> None:
+def test_tls_bad_section_names_the_field(tls: str, reason: str, tmp_path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text(f"cluster: {{tls: {tls}}}")
     with pytest.raises(ConfigError) as refused:
@@ -85,11 +85,11 @@ def test_bad_section_names_the_field(tls: str, reason: str, tmp_path) -> None:
         (ClusterTls(pem="x"), REMOTE, False),
     ],
 )
-def test_up_makes_certificates_only_where_they_are_needed(tls: ClusterTls, hosts, expected: bool) -> None:
+def test_up_generates_certificates_only_if_needed(tls: ClusterTls, hosts, expected: bool) -> None:
     assert needs_certificates(tls, hosts) is expected
 
 
-def test_warning_beyond_loopback_only_when_nothing_protects() -> None:
+def test_tls_warning_only_if_unprotected_beyond_loopback() -> None:
     assert "cluster.tls: off" in plain_warning(ClusterTls(mode="off"), REMOTE)
     assert "permissive" in plain_warning(ClusterTls(mode="permissive", **FILES), REMOTE)
     for quiet in (ClusterTls(mode="off"), ClusterTls(mode="permissive", **FILES)):
@@ -97,7 +97,7 @@ def test_warning_beyond_loopback_only_when_nothing_protects() -> None:
     assert plain_warning(ClusterTls(**FILES), REMOTE) is None
 
 
-def test_peer_hosts_are_those_of_addresses_or_of_pools_with_hosts_of_their_own() -> None:
+def test_peer_hosts_are_from_addresses_or_pool_hosts() -> None:
     config = ClusterConfig.model_validate(
         {
             "prefill": {"host": "10.0.0.2", "port": 7000},
@@ -116,14 +116,14 @@ def test_peer_hosts_are_those_of_addresses_or_of_pools_with_hosts_of_their_own()
         ("{replicas: 9, health_port: 65530}", "one port for each of 9 workers goes beyond 65535"),
     ],
 )
-def test_health_port_that_collides_is_refused(pool: str, reason: str, tmp_path) -> None:
+def test_health_port_conflict_is_refused(pool: str, reason: str, tmp_path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text(f"decode: {pool}")
     with pytest.raises(ConfigError, match=reason):
         load(path)
 
 
-def test_process_of_an_older_parent_speaks_in_the_clear_and_no_other() -> None:
+def test_process_of_older_parent_is_plain() -> None:
     older = ClusterConfig.model_validate({"decode": {"addresses": ["10.0.0.2:7000"]}})
     assert cluster_tls(older, has_parent=True).mode == "off"
     assert cluster_tls(older, has_parent=False).mode == "auto"

@@ -1,4 +1,4 @@
-"""Which GPUs of a host each of its workers gets, and how many divide each."""
+"""The GPUs of each of a host's workers, and how many workers share each."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ def cluster(
 
 
 def seats(config: ClusterConfig, num_gpus: int) -> list[GpuSeat]:
-    """Of all workers, each having found its own by itself."""
+    """The GPUs of all workers, each computed by the worker itself."""
     sizes = ((PREFILL, len(config.prefill.addresses)), (DECODE, len(config.decode.addresses)))
     return [static_seat(config, role, index, num_gpus) for role, count in sizes for index in range(count)]
 
@@ -38,7 +38,7 @@ def test_gpu_placement_two_workers_share_one_gpu() -> None:
     assert seats(cluster(), 1) == [GpuSeat(gpus=(0,), sharers=2)] * 2
 
 
-def test_eight_workers_on_eight_gpus_get_one_each() -> None:
+def test_gpu_placement_one_gpu_per_worker() -> None:
     assert seats(cluster(3, 5), 8) == [GpuSeat(gpus=(index,), sharers=1) for index in range(8)]
 
 
@@ -48,7 +48,7 @@ def test_gpu_placement_more_workers_than_gpus_share_evenly() -> None:
     ]
 
 
-def test_ranks_of_a_worker_are_on_gpus_of_their_own() -> None:
+def test_gpu_placement_ranks_of_a_worker_get_distinct_gpus() -> None:
     assert gpus(cluster(2, 1, decode__tensor_parallel_size=2), 4) == [(0,), (1,), (2, 3)]
     assert gpus(cluster(1, 1, decode__tensor_parallel_size=2), 2) == [(0,), (1, 0)]
     assert [seat.sharers for seat in seats(cluster(1, 1, decode__tensor_parallel_size=2), 2)] == [2, 2]
@@ -66,13 +66,13 @@ def test_ranks_of_a_worker_are_on_gpus_of_their_own() -> None:
         ({"prefill__gpus": list(range(8))}, [(0,), (1,), (2,), (3,)]),
     ],
 )
-def test_stated_gpus_are_taken_and_left_alone_by_the_other_pool(
+def test_gpu_placement_stated_gpus_are_left_to_their_pool(
     settings: dict[str, Any], found: list[tuple[int, ...]]
 ) -> None:
     assert gpus(cluster(2, 2, **settings), 8) == found
 
 
-def test_workers_of_other_hosts_do_not_count() -> None:
+def test_gpu_placement_ignores_workers_of_other_hosts() -> None:
     config = cluster(2, 2, hosts=("10.0.0.1", "10.0.0.2"))
     assert seats(config, 2) == [GpuSeat(gpus=(gpu,)) for gpu in (0, 0, 1, 1)]
     assert gpus(cluster(1, 1, hosts=("127.0.0.1", "127.0.0.2")), 2) == [(0,), (1,)]
@@ -113,7 +113,7 @@ def test_gpu_placement_worker_uses_gpus_from_ray() -> None:
         ),
     ],
 )
-def test_gpus_that_cannot_be_had_are_refused_by_name(settings: dict[str, Any], role: WorkerRole, words: str) -> None:
+def test_gpu_placement_refuses_impossible_gpus(settings: dict[str, Any], role: WorkerRole, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         allowed_gpus(cluster(**settings), role, 8)
 
@@ -126,7 +126,7 @@ def test_gpu_placement_invalid_list_is_refused_in_one_line(value: object) -> Non
         load(None, {"decode.gpus": value})
 
 
-def test_gpus_are_not_stated_where_others_give_them() -> None:
+def test_gpu_placement_gpus_are_refused_with_ray_or_nodes() -> None:
     with pytest.raises(ConfigError, match=r"prefill\.gpus cannot be set on Ray"):
         load(None, {"prefill.gpus": 1, "ray.address": "auto"})
     nodes = {"decode.nodes": 2, "decode.tensor_parallel_size": 2, "decode.rank_port": 7100}

@@ -1,4 +1,4 @@
-"""What is no regular file, or is larger than its bound, is refused by name: nobody waits, and nothing fills memory."""
+"""Irregular or oversized files are refused by name, without blocking or filling memory."""
 
 import os
 import socket
@@ -64,7 +64,7 @@ def test_regular_file_replaced_during_open_is_refused(tmp_path: Path, monkeypatc
 
 
 def test_regular_file_bound_counts_bytes_read() -> None:
-    """A file of proc(5) is regular and says that it is empty."""
+    """A file of proc(5) is regular and reports size 0."""
     path = Path("/proc/self/status")
     assert path.stat().st_size == 0
     assert read_regular_file(path).startswith(b"Name:")
@@ -80,7 +80,7 @@ def test_regular_file_check_receives_opened_file(tmp_path: Path) -> None:
     assert seen == [path.stat().st_ino]
 
 
-def test_text_of_another_encoding_is_refused_and_not_shown(tmp_path: Path) -> None:
+def test_regular_text_not_utf8_is_refused_and_not_shown(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"hush\xff")
     with pytest.raises(ConfigError, match=r"file: not UTF-8 \(byte 4\)$") as refusal:

@@ -1,4 +1,4 @@
-"""What a worker reads of its own place in the cluster."""
+"""A worker's own settings from its place in the cluster."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[4]
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "*"])
-def test_peers_cannot_reach_everywhere(host: str) -> None:
+def test_worker_wildcard_address_is_refused(host: str) -> None:
     pool = PoolConfig(addresses=(f"{host}:4001",))
     with pytest.raises(ConfigError, match="not where a peer can reach this worker"):
         listen_address(pool, "decode", 0)
@@ -76,10 +76,10 @@ M = 10 << 30
         ({"replicas": 0}, {"tensor_parallel_size": 4, "nodes": 4, "rank_port": 9}, M // 4),
     ],
 )
-def test_memory_here_counts_workers_of_one_machine(
+def test_memory_here_counts_workers_on_same_host(
     prefill: dict[str, object], decode: dict[str, object], here: int
 ) -> None:
-    """Only those are counted of which it is known that they share one."""
+    """Only workers known to share one."""
     config = ClusterConfig.model_validate({"engine": {"memory_bytes": M}, "prefill": prefill, "decode": decode})
     assert memory_here_bytes(config, config.decode) == here
     assert memory_here_bytes(ClusterConfig(), PoolConfig()) is None

@@ -1,4 +1,4 @@
-"""What a process sees of a host's GPUs, and how it makes its own the first."""
+"""A process's view of a host's GPUs, and how it puts its own first."""
 
 import ctypes
 
@@ -23,7 +23,7 @@ FOUR = ("GPU-a", "GPU-b", "GPU-c", "GPU-d")
         ("-1", ()),
     ],
 )
-def test_names_are_what_cuda_would_show(stated: str | None, names: tuple[str, ...]) -> None:
+def test_gpu_host_names_follow_cuda_visible_devices(stated: str | None, names: tuple[str, ...]) -> None:
     environ = {} if stated is None else {"CUDA_VISIBLE_DEVICES": stated}
     assert NvidiaHost(environ, lambda: FOUR).names() == names
 
@@ -43,7 +43,7 @@ def test_gpu_host_without_driver_has_no_gpu() -> None:
         ("3,1", (0,), "3,1"),
     ],
 )
-def test_own_gpus_come_first_and_the_others_stay_visible(
+def test_gpu_host_put_first_keeps_other_gpus_visible(
     stated: str | None, own: tuple[int, ...], then: str | None
 ) -> None:
     environ = {} if stated is None else {"CUDA_VISIBLE_DEVICES": stated}

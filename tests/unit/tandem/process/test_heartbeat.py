@@ -15,7 +15,7 @@ async def read(fd: int) -> bytes:
 
 
 def is_full(fd: int) -> bool:
-    """Write; whether that would have to wait."""
+    """Write; returns whether that would block."""
     try:
         os.write(fd, b"x" * 4096)
     except BlockingIOError:
@@ -23,7 +23,7 @@ def is_full(fd: int) -> bool:
     return False
 
 
-async def test_first_it_serves_then_it_lives_then_it_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_heartbeat_writes_ready_line_then_beats_until_exit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "BEAT_S", 0.01)
     reading, writing = os.pipe()
     with Heartbeat(writing, beats=True) as heart:
@@ -65,7 +65,7 @@ async def test_heartbeat_without_beats_writes_once() -> None:
         heart.begin({})
 
 
-async def test_news_come_whole_between_the_beats_and_the_last_of_several_counts(
+async def test_heartbeat_news_are_whole_and_latest_wins(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(heartbeat, "BEAT_S", 0.01)

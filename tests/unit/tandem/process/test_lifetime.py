@@ -1,4 +1,4 @@
-"""The end of a process that cannot start, as its parent sees it."""
+"""The exit of a process that cannot start, as its parent sees it."""
 
 import asyncio
 import os
@@ -14,7 +14,7 @@ from tandem.errors import ConfigError
 from tandem.process.hangup import on_hangup
 from tandem.process.lifetime import Lifetime, OneAtATime, router_main
 
-pytestmark = pytest.mark.usefixtures("hangups_end_processes")
+pytestmark = pytest.mark.usefixtures("default_sighup")
 
 
 async def _fail_in_a_task_group(*_: object) -> None:
@@ -107,7 +107,7 @@ def test_lifetime_ignored_sighup_stays_ignored(monkeypatch: pytest.MonkeyPatch) 
     assert not on_hangup(Untouched(), closed=lambda: None, reread=lambda: None)
 
 
-def test_however_often_files_are_to_be_read_again_they_are_read_once_more():
+def test_one_at_a_time_coalesces_pending_calls():
     begun, go_on, turns = threading.Event(), threading.Event(), []
 
     def work() -> None:

@@ -1,4 +1,4 @@
-"""Progress of loading weights: when it is published and logged, and what reaches another process."""
+"""Progress of loading weights: publishing, logging, and delivery to another process."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from tests.support.engine.paged_harness import load_plain
 
 
 class World:
-    """A loading on a clock that a test moves."""
+    """A load on a virtual clock."""
 
     def __init__(self) -> None:
         self.now_s = 50.0

@@ -1,4 +1,4 @@
-"""Sockets of processes that were killed go; those of living ones, and everything else, stay."""
+"""Sockets of killed processes are removed; those of live ones, and everything else, stay."""
 
 import os
 import socket
@@ -25,7 +25,7 @@ def bound(path: Path, *, age_s: float = 3600.0) -> socket.socket:
     return made
 
 
-def test_remove_dead_sockets_leaves_what_lives_or_is_no_socket(tmp_path: Path, sockets: ExitStack) -> None:
+def test_remove_dead_sockets_keeps_live_sockets_and_other_files(tmp_path: Path, sockets: ExitStack) -> None:
     for name in ("router-8000.sock", "8000.sock", "router-8000.sock.ab12"):
         bound(tmp_path / name).close()
     sockets.enter_context(bound(tmp_path / "router-8001.sock")).listen()

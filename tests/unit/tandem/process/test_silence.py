@@ -1,4 +1,4 @@
-"""Silence is the peer's, not our own."""
+"""A peer's silence is distinguished from the router's own stall."""
 
 from tandem.process.silence import SilenceWatch
 

@@ -1,4 +1,4 @@
-"""Looks into a running process: what is counted, how it is shown, when it ends."""
+"""Profiles of a running process: counts, output and duration."""
 
 import asyncio
 import threading
@@ -18,7 +18,7 @@ def tally_of(*stacks: str) -> StackTally:
     return made
 
 
-def test_equal_stacks_are_one_line():
+def test_collapsed_stacks_merge_equal_ones():
     assert collapsed(tally_of("a b", "a b", "a c", "a")) == "a 1\na;b 2\na;c 1\n"
     made = StackTally()
     made.add(["a;b"])
@@ -67,7 +67,7 @@ def test_flame_graph_width_is_share_of_samples():
 
 
 class Seen(StackSampler):
-    """Says when it has seen a frame."""
+    """Reports when it has seen a frame."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, wanted: str) -> None:
         super().__init__(loop, period_s=0.001)

@@ -1,4 +1,4 @@
-"""Pins come back from the wire as they went."""
+"""Pins survive the wire."""
 
 import pytest
 
@@ -32,7 +32,7 @@ def test_pin_result_unknown_outcome_is_gave_way() -> None:
     assert result_from_pb(pb.PinResult(tenant="t", name="n")).outcome is PinOutcome.GAVE_WAY
 
 
-def test_totals_come_back() -> None:
+def test_pin_totals_round_trip() -> None:
     totals = PinTotals(*range(1, 9))
     assert totals_from_pb(totals_to_pb(totals)) == totals
     assert totals_from_pb(pb.PinReport()) == PinTotals()

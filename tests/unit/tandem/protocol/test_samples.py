@@ -1,4 +1,4 @@
-"""What the version before says is understood here, and what is said here it understands, news left aside."""
+"""Messages are compatible with the previous version in both directions, new fields aside."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -19,7 +19,7 @@ def previous(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Release]:
 
 
 def lacking(here: Any, there: Any, place: str = "") -> list[str]:
-    """Where something of `there` is not, or not the same, `here`, which may have more fields."""
+    """Where something of `there` is missing or different `here`, which may have more fields."""
     if isinstance(there, dict) and isinstance(here, dict):
         return [
             fault
@@ -40,7 +40,7 @@ def test_lacking_finds_missing_and_different_values() -> None:
     assert lacking([1], [1, 2]) == [": [1], not [1, 2]"]
 
 
-def test_everything_has_a_sample_that_can_be_read() -> None:
+def test_samples_cover_every_message_and_are_readable() -> None:
     messages = samples.written()
     assert release.samples().keys() <= messages.keys(), "what was said may still be said, by others"
     read = samples.read(messages) | {f"{name}, kept": value for name, value in release.samples_read().items()}
@@ -59,8 +59,8 @@ def test_previous_version_reads_samples_with_unknown_fields(previous: Release) -
     assert lacking(here, previous.says_of(newer)) == []
 
 
-def test_errors_go_by_names_that_the_version_before_knows() -> None:
-    """A new one is put into `NEW_ERRORS`, and taken out when that version knows it (ADR 14)."""
+def test_error_codes_are_known_to_previous_version() -> None:
+    """New codes go to `NEW_ERRORS` until the previous version knows them (ADR 14)."""
     known_there = {name.removeprefix("error/") for name in release.samples() if name.startswith("error/")}
     assert len(known_there) > 10
     sent = {wire.failure_to_pb(wire.failure_from_pb(pb.Failure(code=name))).code for name in wire._ERRORS}
@@ -68,21 +68,21 @@ def test_errors_go_by_names_that_the_version_before_knows() -> None:
     assert {kind.__name__ for kind in wire.NEW_ERRORS}.isdisjoint(known_there)
 
 
-def test_fields_that_nobody_here_knows_change_nothing() -> None:
+def test_samples_with_unknown_fields_are_read_equally() -> None:
     messages = samples.written()
     newer = {name: samples.with_news(name, data) for name, data in messages.items()}
     assert samples.read(newer) == samples.read(messages)
 
 
-def test_samples_that_must_be_same_are_same() -> None:
+def test_samples_pinned_as_same_are_unchanged() -> None:
     messages = samples.written()
     kept = {name: data for name, data in release.samples().items() if name.startswith("same/")}
     assert len(kept) >= 4
     assert {name: messages[name] for name in kept} == kept
 
 
-def test_settings_of_the_version_before_are_settings_still(previous: Release) -> None:
-    """A supervisor of that version writes all of them for processes that may be of this one."""
+def test_settings_of_previous_version_are_valid(previous: Release) -> None:
+    """Its supervisor writes all of them for processes that may be of this version."""
     ClusterConfig.model_validate(previous.defaults())
 
 

@@ -107,8 +107,8 @@ def test_router_session_has_negotiated_version(oldest: int, newest: int, version
     assert hello_from_pb(pb.WorkerMessage(hello=hello)).protocol_version == version
 
 
-def test_those_who_know_of_one_number_are_told_the_oldest() -> None:
-    """They compare it with their own for equality."""
+def test_hello_to_versionless_peer_states_oldest_version() -> None:
+    """Such peers compare it with their own for equality."""
     assert hello_to_pb(Incarnation(1)).hello.protocol_version == SPOKEN.oldest
     assert FakeWorker("d0").hello.protocol_version == SPOKEN.oldest
 
@@ -141,7 +141,7 @@ def _hello(versions: VersionRange) -> Hello:
     return Hello(versions=versions, worker_id=WorkerId("d0"), layout=layout, transports=())
 
 
-def test_workers_without_a_common_version_are_not_paired() -> None:
+def test_workers_without_common_version_are_not_paired() -> None:
     here = _hello(HANDOFF_SPOKEN)
     assert refuses(source=here, destination=_hello(VersionRange(HANDOFF_SPOKEN.oldest, HANDOFF_SPOKEN.oldest))) is None
     newer = VersionRange(HANDOFF_SPOKEN.newest + 1, HANDOFF_SPOKEN.newest + 2)

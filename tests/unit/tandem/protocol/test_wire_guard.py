@@ -1,4 +1,4 @@
-"""The wire may grow between two versions, and change in no other way; what is new on it belongs to a new version."""
+"""The wire may only grow between two versions; additions belong to a new version."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -20,7 +20,7 @@ OF_CLIENTS = frozenset({".tandem.v1.EarlyStopping"})
 
 
 def previous() -> FileDescriptorSet:
-    """The version before, under today's names."""
+    """The previous version, under today's names."""
     return renamed(release.descriptors())
 
 
@@ -36,7 +36,7 @@ def test_wire_guard_previous_definitions_are_unchanged() -> None:
     assert breaks(previous(), current()) == []
 
 
-def test_renamed_name_that_the_version_before_lacks_is_refused() -> None:
+def test_wire_guard_renaming_unknown_name_is_refused() -> None:
     for wrong in (
         {"files": {"tandem/v1/none.proto": "a.proto"}},
         {"messages": {"Nothing": "Something"}},
@@ -46,7 +46,7 @@ def test_renamed_name_that_the_version_before_lacks_is_refused() -> None:
             renamed(release.descriptors(), **wrong)
 
 
-def test_renamed_definitions_differ_in_nothing_but_names() -> None:
+def test_wire_guard_renamed_definitions_differ_only_in_names() -> None:
     fields = {"Submit": {"attempt": "number"}}
     new = renamed(release.descriptors(), files={}, messages={"Cancel": "Stop"}, fields=fields)
     assert breaks(release.descriptors(), new) == [
@@ -57,7 +57,7 @@ def test_renamed_definitions_differ_in_nothing_but_names() -> None:
     ]
 
 
-def test_this_version_speaks_that_of_the_version_before() -> None:
+def test_wire_guard_versions_overlap_with_previous() -> None:
     assert session_versions.SPOKEN.negotiate(release.spoken().session) == release.spoken().session.newest
     assert handoff_versions.SPOKEN.negotiate(release.spoken().handoff) == release.spoken().handoff.newest
 
@@ -71,7 +71,7 @@ def new_kinds(old: FileDescriptorSet, new: FileDescriptorSet, message: str) -> s
 
 
 def too_early(old: FileDescriptorSet, new: FileDescriptorSet, before: int, since: Mapping[str, Mapping[str, int]]):
-    """Kinds of message that are new, and said to be of a version that knew nothing of them."""
+    """New kinds of message that are assigned to a version without them."""
     return {
         f"{message}.{kind}"
         for message, kinds in since.items()
@@ -191,7 +191,7 @@ def test_wire_guard_removed_definitions_are_detected() -> None:
     assert {"message", "enum", "service"} <= {line.split()[2] for line in found if line.endswith("is gone")}
 
 
-def test_numbers_and_names_that_were_reserved_stay_so() -> None:
+def test_wire_guard_reserved_numbers_and_names_stay_reserved() -> None:
     old = release.descriptors()
     reserve(Definitions(old).messages["tandem.v1.Submit"], 90, "former")
     reserve(Definitions(old).enums["tandem.v1.WorkerRole"], 90, "FORMER", beyond=0)
@@ -206,7 +206,7 @@ def test_numbers_and_names_that_were_reserved_stay_so() -> None:
     assert "tandem.v1.Submit: 90 was reserved, and is used again" in breaks(old, new)
 
 
-def test_growth_and_an_orderly_end_break_nothing() -> None:
+def test_wire_guard_growth_and_reserved_removal_are_compatible() -> None:
     new = release.descriptors()
     found = Definitions(new)
     found.messages["tandem.v1.Submit"].field.add(name="later", number=90)

@@ -1,4 +1,4 @@
-"""What is read of a connection at most, and that everything of ours fits."""
+"""Bounds on what is read from a Redis connection, and that all our values fit."""
 
 import asyncio
 
@@ -35,7 +35,7 @@ async def test_bounded_reader_beyond_limit_raises(how: str) -> None:
     assert len(inner._buffer) >= 100_000 - 101  # type: ignore[attr-defined]
 
 
-async def test_pieces_add_up() -> None:
+async def test_bounded_reader_limit_counts_all_pieces() -> None:
     reader, _ = reader_of(b"x" * 200 + b"\r\n", allowed=100)
     for _ in range(100):
         assert await reader.read(1) == b"x"

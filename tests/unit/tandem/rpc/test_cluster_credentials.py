@@ -1,4 +1,4 @@
-"""Credentials of `cluster.tls`: who is let in, rotation under way, and what is said of bad files."""
+"""Credentials of `cluster.tls`: accepted peers, live rotation, and messages about invalid files."""
 
 import asyncio
 import logging
@@ -67,7 +67,7 @@ async def is_served(channels: Channels, address: str) -> bool:
             return False
 
 
-async def test_member_is_served_by_member_whatever_their_certificates(authority: Authority, issue: Make) -> None:
+async def test_members_with_different_certificates_serve_each_other(authority: Authority, issue: Make) -> None:
     one, other = ClusterCredentials(issue(authority)), ClusterCredentials(issue(authority, "other"))
     async with serving(one) as address:
         assert await is_served(Channels(other), address)
@@ -77,8 +77,8 @@ async def test_member_is_served_by_member_whatever_their_certificates(authority:
 
 
 @asynccontextmanager
-async def serving_in_spite(files: TlsFiles) -> AsyncIterator[str]:
-    """A server with a certificate that a process would not start with, such as one that has expired since."""
+async def serving_with_invalid_certificate(files: TlsFiles) -> AsyncIterator[str]:
+    """A server with a certificate that start-up would refuse, such as an expired one."""
     config = grpc.ssl_server_certificate_configuration([(files.key.read_bytes(), files.cert.read_bytes())])
     server = make_server(ClusterAuth(b"s" * 16))
     port = server.add_secure_port("127.0.0.1:0", grpc.dynamic_ssl_server_credentials(config, lambda: None, False))
@@ -135,7 +135,7 @@ async def test_server_with_wrong_certificate_of_the_right_ca_is_refused(
     details, reason: str, authority: Authority, issue: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     client = ClusterCredentials(issue(authority))
-    async with serving_in_spite(issue(authority, "wrong", **details)) as address:
+    async with serving_with_invalid_certificate(issue(authority, "wrong", **details)) as address:
         await assert_refused(address, client, f"the peer's certificate is refused: {reason}", caplog)
 
 
@@ -143,7 +143,7 @@ async def test_server_with_wrong_certificate_of_the_right_ca_is_refused(
     ("details", "reason"),
     [({"not_after": YESTERDAY}, "certificate has expired"), ({"name": "worker.internal"}, "Hostname mismatch")],
 )
-def test_process_does_not_start_with_a_certificate_that_peers_refuse(details, reason, authority, issue: Make) -> None:
+def test_credentials_invalid_certificate_is_refused_at_start(details, reason, authority, issue: Make) -> None:
     files = issue(authority, **details)
     with pytest.raises(ConfigError, match=f"cluster.tls.cert: {files.cert} is not good for {files.ca}: {reason}"):
         ClusterCredentials(files)
@@ -158,7 +158,7 @@ async def test_unreachable_peer_is_not_blamed_on_tls(authority, issue: Make, cap
     assert caplog.records == []
 
 
-async def test_rotated_files_serve_new_connections_and_the_old_one_stays(
+async def test_rotated_certificates_apply_to_new_connections(
     authority: Authority, foreign: Authority, issue: Make, caplog: pytest.LogCaptureFixture
 ) -> None:
     files, new = issue(authority), issue(foreign, "new")
@@ -174,7 +174,7 @@ async def test_rotated_files_serve_new_connections_and_the_old_one_stays(
     assert any("new certificates of cluster.tls are in force" in record.message for record in caplog.records)
 
 
-async def test_bad_rotated_file_changes_nothing(authority, issue: Make, caplog: pytest.LogCaptureFixture) -> None:
+async def test_rotation_rejects_invalid_certificates(authority, issue: Make, caplog: pytest.LogCaptureFixture) -> None:
     files = issue(authority)
     server, client = ClusterCredentials(files), ClusterCredentials(issue(authority, "other"))
     async with serving(server) as address:
@@ -185,8 +185,8 @@ async def test_bad_rotated_file_changes_nothing(authority, issue: Make, caplog: 
     assert told.endswith("the previous certificates stay in force")
 
 
-async def test_plain_sockets_use_rotated_files_too(authority, foreign, issue: Make) -> None:
-    """What asyncio's servers and connections get from the same settings."""
+async def test_plain_sockets_use_rotated_certificates(authority, foreign, issue: Make) -> None:
+    """asyncio servers and connections with the same settings."""
     files, new = issue(authority), issue(foreign, "new")
     credentials, late = ClusterCredentials(files), ClusterCredentials(new)
 
@@ -212,7 +212,7 @@ async def test_plain_sockets_use_rotated_files_too(authority, foreign, issue: Ma
         assert await ask(late) == b"ping"
 
 
-async def test_permissive_port_takes_both_and_permissive_client_reaches_both(authority, issue: Make) -> None:
+async def test_permissive_mode_talks_to_tls_and_plain_peers(authority, issue: Make) -> None:
     strict = ClusterCredentials(issue(authority))
     permissive = ClusterCredentials(issue(authority, "other"), is_permissive=True)
     async with serving(permissive) as mixed, serving(strict) as closed, serving(None) as plain:
@@ -224,15 +224,13 @@ async def test_permissive_port_takes_both_and_permissive_client_reaches_both(aut
             assert await asyncio.to_thread(channel.unary_unary(HEALTH_METHOD), b"", 10) == SERVING
 
 
-async def test_permissive_client_does_not_fall_back_when_a_certificate_is_wrong(
-    authority, foreign, issue: Make
-) -> None:
+async def test_permissive_client_does_not_fall_back_on_bad_certificate(authority, foreign, issue: Make) -> None:
     permissive = ClusterCredentials(issue(authority), is_permissive=True)
     async with serving(ClusterCredentials(issue(foreign, "foreign"), is_permissive=True)) as address:
         assert not await is_served(Channels(permissive), address)
 
 
-async def test_health_port_answers_the_kubelet_in_the_clear(unused_tcp_port: int) -> None:
+async def test_health_port_answers_without_tls(unused_tcp_port: int) -> None:
     takes_work = True
     async with AsyncExitStack() as stack:
         await serve_health(stack, "127.0.0.1", None, lambda: True)
@@ -244,7 +242,7 @@ async def test_health_port_answers_the_kubelet_in_the_clear(unused_tcp_port: int
             assert await check(b"", timeout=10) != SERVING
 
 
-def test_pem_text_is_as_good_as_files() -> None:
+def test_credentials_from_pem_text_equal_files() -> None:
     text = draw_bundle()
     credentials = open_credentials(ClusterTls(pem=text), ("10.0.0.2",))
     assert credentials is not None
@@ -265,6 +263,6 @@ def test_mode_off_beyond_loopback_is_warned_of(caplog: pytest.LogCaptureFixture)
     assert "not encrypted (cluster.tls: off)" in caplog.text
 
 
-def test_expiry_is_that_of_the_certificate_or_of_its_authority(authority: Authority, issue: Make) -> None:
+def test_credentials_expiry_is_that_of_certificate(authority: Authority, issue: Make) -> None:
     soon = datetime.now(UTC).replace(microsecond=0) + timedelta(days=3)
     assert ClusterCredentials(issue(authority, not_after=soon)).not_after_s == soon.timestamp()

@@ -14,7 +14,7 @@ _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
-async def test_health_is_told_without_a_token_and_nothing_else_is() -> None:
+async def test_health_needs_no_token_and_sessions_do() -> None:
     takes_work = True
     server = make_server(ClusterAuth(b"s" * 32))
     server.add_generic_rpc_handlers((health_handler(lambda: takes_work),))

@@ -43,7 +43,7 @@ def test_hosts_ipv6_brackets_are_removed(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def _config(taken: socket.socket) -> ClusterConfig:
-    """Of a model that is not there: who would load it before looking at the port says so."""
+    """Configuration with a missing model: loading it before checking the port would fail."""
     address = f"127.0.0.1:{taken.getsockname()[1]}"
     return load(
         None,

@@ -1,4 +1,4 @@
-"""Lines for collectors: one JSON object each, with the request's id where there is one."""
+"""JSON log lines for collectors, with the request's id where there is one."""
 
 import json
 import logging
@@ -59,7 +59,7 @@ def test_about_finds_request_id_in_name(name: str, request_id: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "fetch/p-0-1/3", "0123456789abcdef" * 3, "7:", "-0"])
-def test_other_names_are_of_no_request(name: str) -> None:
+def test_about_other_names_have_no_request_id(name: str) -> None:
     assert about(name) == {}
 
 

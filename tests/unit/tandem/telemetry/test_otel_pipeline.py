@@ -1,4 +1,4 @@
-"""Spans on their way to a real receiver: all that they say arrives, and a receiver that is away costs no request."""
+"""Spans sent to a real receiver arrive complete, and a missing receiver costs no request."""
 
 import asyncio
 import logging
@@ -44,7 +44,7 @@ def end_span(tracer: OtelTracer, name: str = "span") -> None:
 
 
 @pytest.mark.parametrize("protocol", list(RECEIVERS))
-async def test_pipeline_exports_all_that_a_span_says(protocol: str) -> None:
+async def test_pipeline_exports_all_span_fields(protocol: str) -> None:
     async with RECEIVERS[protocol]() as receiver:
         with exporting(receiver.port, protocol) as (tracer, pipeline):
             now_s, now_ns = time.monotonic(), time.time_ns()
@@ -72,7 +72,7 @@ async def test_pipeline_exports_all_that_a_span_says(protocol: str) -> None:
 
 
 @pytest.mark.parametrize("protocol", list(RECEIVERS))
-async def test_pipeline_burst_arrives_whole_and_once(protocol: str) -> None:
+async def test_pipeline_exports_burst_completely_and_once(protocol: str) -> None:
     async with RECEIVERS[protocol]() as receiver:
         with exporting(receiver.port, protocol) as (tracer, pipeline):
 
@@ -86,7 +86,7 @@ async def test_pipeline_burst_arrives_whole_and_once(protocol: str) -> None:
     assert sorted(int(one.name) for one in receiver.spans) == list(range(3000))
 
 
-async def test_pipeline_receiver_that_is_away_costs_spans_and_is_found_again(
+async def test_pipeline_recovers_after_unreachable_receiver(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "0.2")
@@ -129,7 +129,7 @@ class StuckExporter(SpanExporter):
         self.is_shut.set()
 
 
-def test_pipeline_stuck_receiver_keeps_a_bounded_queue_and_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pipeline_stuck_receiver_bounds_queue_and_blocks_no_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(otel_pipeline, "CLOSE_S", 0.05)
     exporter = StuckExporter()
     pipeline = OtelPipeline(exporter, make_resource("s", "i"))
@@ -144,7 +144,7 @@ def test_pipeline_stuck_receiver_keeps_a_bounded_queue_and_nobody_waits(monkeypa
     assert exporter.num_spans <= otel_pipeline.QUEUE_SPANS + otel_pipeline.BATCH_SPANS
 
 
-def test_pipeline_exporter_that_raises_ends_no_thread_and_its_secrets_are_not_logged(
+def test_pipeline_exporter_error_keeps_thread_and_hides_secrets(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     exporter = StuckExporter()
@@ -161,7 +161,7 @@ def test_pipeline_exporter_that_raises_ends_no_thread_and_its_secrets_are_not_lo
     assert "cret" not in caplog.text
 
 
-async def test_pipeline_what_a_receiver_says_is_one_short_line_of_the_log(
+async def test_pipeline_receiver_refusal_is_one_short_log_line(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name in otel_pipeline._SDK_LOGGERS:  # without what earlier tests have had logged

@@ -1,4 +1,4 @@
-"""Which tracer a process gets, of the YAML and of the OTEL_* variables; a sample ratio that changes while it runs."""
+"""A process's tracer from the YAML and OTEL_* variables; a sample ratio that changes while it runs."""
 
 import logging
 import subprocess
@@ -72,7 +72,7 @@ def test_telemetry_reload_without_tracer_does_nothing(tmp_path: Path) -> None:
         ("always_on", 0.0, False),
     ],
 )
-async def test_sampler_of_the_environment_decides_unless_the_yaml_names_a_ratio(
+async def test_tracer_sampler_from_environment_unless_yaml_has_ratio(
     monkeypatch: pytest.MonkeyPatch, sampler: str, ratio: float | None, is_traced: bool
 ) -> None:
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler)
@@ -101,7 +101,7 @@ def test_tracing_is_off_without_an_endpoint() -> None:
 
 
 async def exported(tracer: Tracer, stack: AsyncExitStack, receiver: OtlpReceiver | OtlpHttpReceiver) -> Any:
-    """The only span, and what it came with."""
+    """The only span, and the metadata sent with it."""
     assert isinstance(tracer, OtelTracer)
     span = tracer.request("r", None, 1.0)
     assert span is not None
@@ -114,7 +114,7 @@ async def exported(tracer: Tracer, stack: AsyncExitStack, receiver: OtlpReceiver
 
 @pytest.mark.parametrize("protocol", ["grpc", "http/protobuf"])
 @pytest.mark.parametrize("by", ["yaml", "environment"])
-async def test_endpoint_protocol_and_headers_come_from_the_yaml_or_the_environment(
+async def test_tracer_endpoint_protocol_headers_from_yaml_or_environment(
     monkeypatch: pytest.MonkeyPatch, protocol: str, by: str
 ) -> None:
     open_receiver = otlp_receiver if protocol == "grpc" else otlp_http_receiver
@@ -138,7 +138,7 @@ async def test_endpoint_protocol_and_headers_come_from_the_yaml_or_the_environme
     assert metadata["x-key"] == "k"
 
 
-def test_resource_names_the_process_and_the_environment_wins_but_for_the_instance(
+def test_tracer_resource_merges_environment_except_instance(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     own = make_resource("tandem-router", "router.host.7").attributes
@@ -160,7 +160,7 @@ def test_resource_names_the_process_and_the_environment_wins_but_for_the_instanc
         ("OTEL_BSP_MAX_QUEUE_SIZE=1", "max_queue_size"),
     ],
 )
-def test_variables_that_are_invalid_are_config_errors(
+def test_tracer_invalid_otel_variable_is_config_error(
     monkeypatch: pytest.MonkeyPatch, variable: str, named: str
 ) -> None:
     monkeypatch.setenv(*variable.split("="))
@@ -169,7 +169,7 @@ def test_variables_that_are_invalid_are_config_errors(
         open_tracer(AsyncExitStack(), config, service="s", instance="i")
 
 
-def without_the_extra(config: str, **environment: str) -> str:
+def run_without_opentelemetry(config: str, **environment: str) -> str:
     code = (
         "import sys\nsys.modules['opentelemetry'] = None\n"
         "from contextlib import AsyncExitStack\n"
@@ -187,20 +187,20 @@ def without_the_extra(config: str, **environment: str) -> str:
     return done.stdout + done.stderr
 
 
-def test_missing_library_is_named_when_the_yaml_asks_for_tracing() -> None:
-    output = without_the_extra("otlp_endpoint='http://localhost:4317'")
+def test_tracing_without_library_named_in_yaml_is_error() -> None:
+    output = run_without_opentelemetry("otlp_endpoint='http://localhost:4317'")
     assert "telemetry.otlp_endpoint" in output
     assert "tandem-serve[telemetry]" in output
 
 
-def test_missing_library_is_logged_when_only_a_variable_asks_for_tracing() -> None:
-    output = without_the_extra("", OTEL_EXPORTER_OTLP_ENDPOINT="http://localhost:4317")
+def test_tracing_without_library_named_in_variable_is_logged() -> None:
+    output = run_without_opentelemetry("", OTEL_EXPORTER_OTLP_ENDPOINT="http://localhost:4317")
     assert "NoTracer" in output
     assert "OTEL_EXPORTER_OTLP_ENDPOINT is set, but nothing is traced" in output
     assert "tandem-serve[telemetry]" in output
 
 
 @pytest.mark.parametrize("endpoint", ["localhost:4317", "ftp://host:1", "http://", "http://a/b c"])
-def test_endpoint_that_is_no_url_is_refused(endpoint: str) -> None:
+def test_otlp_endpoint_invalid_url_is_refused(endpoint: str) -> None:
     with pytest.raises(ValueError, match="otlp_endpoint"):
         TelemetryConfig(otlp_endpoint=endpoint)

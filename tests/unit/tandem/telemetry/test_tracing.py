@@ -1,4 +1,4 @@
-"""Contexts on their way between processes, spans as they end, and what is not traced."""
+"""Trace contexts between processes, finished spans, and untraced requests."""
 
 import pytest
 from hypothesis import given
@@ -30,7 +30,7 @@ def test_tracer_sampled_traceparent_continues_the_trace(parent: str) -> None:
 
 
 @pytest.mark.parametrize("flags", ["00", "02"])
-def test_tracer_unsampled_traceparent_traces_nothing(flags: str) -> None:
+def test_tracer_unsampled_traceparent_is_not_traced(flags: str) -> None:
     tracer, _ = keeping(sample_ratio=1.0)
     context = context_from_headers([f"00-{TRACE}-{SPAN}-{flags}"], [])
     assert tracer.request("r", context, 0.0) is None
@@ -45,7 +45,7 @@ def test_tracer_unsampled_traceparent_traces_nothing(flags: str) -> None:
         f"cc-{TRACE}-{SPAN}-01.more", f"0-{TRACE}-{SPAN}-01", f"00_{TRACE}_{SPAN}_01", GOOD + "\n00",
     ],
 )  # fmt: skip
-def test_tracer_malformed_traceparent_begins_a_trace_at_a_server_and_none_at_a_worker(parent: str) -> None:
+def test_tracer_malformed_traceparent_starts_trace_only_at_server(parent: str) -> None:
     tracer, kept = keeping()
     request = tracer.request("r", context_from_headers([parent], []), 0.0)
     assert request is not None
@@ -55,7 +55,7 @@ def test_tracer_malformed_traceparent_begins_a_trace_at_a_server_and_none_at_a_w
     assert tracer.span("s", context_from_text(parent), 0.0) is None
 
 
-def test_context_two_parents_are_none() -> None:
+def test_context_from_headers_needs_exactly_one_traceparent() -> None:
     assert context_from_headers([GOOD, GOOD], []) is None
     assert context_from_headers([], ["a=1"]) is None
 
@@ -83,7 +83,7 @@ def test_tracer_malformed_tracestate_is_dropped_alone(sent: list[str], kept_stat
 
 
 @given(st.text(max_size=700))
-def test_tracer_any_text_of_a_peer_never_raises(text: str) -> None:
+def test_tracer_arbitrary_peer_text_never_raises(text: str) -> None:
     tracer, _ = keeping()
     for context in (context_from_text(text), context_from_headers([text], [text])):
         assert context is None or len(context.to_text()) <= MAX_TEXT_CHARS + MAX_STATE_CHARS
@@ -91,7 +91,7 @@ def test_tracer_any_text_of_a_peer_never_raises(text: str) -> None:
         assert tracer.request("r", context, 0.0) is not None
 
 
-def test_children_are_of_their_parents_and_keep_its_state() -> None:
+def test_child_spans_keep_parent_and_tracestate() -> None:
     tracer, kept = keeping()
     client = context_of(7, 9, state="a=1")
     request = tracer.request("request", client, 10.0)
@@ -114,7 +114,7 @@ def test_children_are_of_their_parents_and_keep_its_state() -> None:
     assert (grandchild.start_s, grandchild.end_s, grandchild.attributes) == (11.5, 12.0, {"count": 3})
 
 
-def test_span_ends_once_and_its_events_are_bounded() -> None:
+def test_span_ends_once_with_bounded_events() -> None:
     tracer, kept = keeping()
     span = tracer.request("request", None, 1.0)
     assert span is not None
@@ -141,7 +141,7 @@ def test_span_end_before_its_start_has_no_duration() -> None:
     assert (kept.one("request").start_s, kept.one("request").end_s) == (3.0, 3.0)
 
 
-def test_tracer_ratio_samples_that_share_of_new_traces_and_follows_clients() -> None:
+def test_tracer_ratio_samples_new_traces_and_follows_clients() -> None:
     tracer, _ = keeping(sample_ratio=0.25)
     assert sum(tracer.request("request", None, 0.0) is not None for _ in range(4000)) == pytest.approx(1000, abs=150)
     assert tracer.request("request", CLIENT, 0.0) is not None
@@ -164,7 +164,7 @@ def test_tracer_ratio_samples_that_share_of_new_traces_and_follows_clients() -> 
         ("none", True, False),
     ],
 )
-def test_tracer_untrusted_client_decides_nothing(trusted: Trusted, by_operator: bool, follows: bool) -> None:
+def test_tracer_ignores_sampling_of_untrusted_client(trusted: Trusted, by_operator: bool, follows: bool) -> None:
     wanting, unwilling = CLIENT, context_of(CLIENT_TRACE_ID, CLIENT_SPAN_ID, sampled=False)
     never, kept = keeping(sample_ratio=0.0, trusted=trusted)
     assert (never.request("r", wanting, 0.0, by_operator=by_operator) is not None) == follows

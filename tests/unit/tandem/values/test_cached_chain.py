@@ -1,4 +1,4 @@
-"""A cache in words: what fits, and what is taken from the wire."""
+"""A cached chain's names: what fits, and what is accepted from the wire."""
 
 import pytest
 

@@ -9,7 +9,7 @@ from tandem.values.kv_layout import DTYPE_BYTES
 from tests.support.kv_transfer.plain_worker import layout
 
 
-def test_unequal_workers_of_one_model_agree():
+def test_kv_agreement_pairs_unequal_layouts_of_one_model():
     for tp, size, dtype in product((1, 2, 4, 8), (16, 32, 64), ("bfloat16", "int8", "fp8_e4m3")):
         for heads in (1, 2, 4, 8, 16):
             assert agree(layout(heads=heads), layout(dtype, heads=heads, tp=tp, block_size=size)) is None
@@ -35,7 +35,7 @@ def test_kv_agreement_reason_begins_with_field(change, reason):
     assert agree(layout(**change), layout()).split(":")[0] == reason.split(":")[0]
 
 
-def test_codes_become_no_other_codes():
+def test_kv_agreement_needs_a_listed_conversion():
     for source, target in permutations(DTYPE_BYTES, 2):
         disagreement = agree(layout(source), layout(target))
         assert (disagreement is None) == ((source, target) in CONVERSIONS)

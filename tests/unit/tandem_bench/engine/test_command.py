@@ -1,4 +1,4 @@
-"""The command: what its options mean, what it draws, what it says when it cannot."""
+"""The engine bench's command: options, drawing of loads, and errors."""
 
 import argparse
 import asyncio
@@ -28,13 +28,13 @@ def parsed(*arguments: str) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def test_names_on_the_command_line_are_those_of_the_modules() -> None:
+def test_bench_engine_option_names_match_modules() -> None:
     assert set(options.SHAPE_NAMES) == SHAPES.keys()
     assert set(options.PEER_NAMES) == ENVIRONMENTS.keys() == set(contestants.PEERS)
     assert set(options.BASELINE_NAMES) == _BASELINES.keys()
 
 
-def test_parts_and_peers_follow_from_the_flags() -> None:
+def test_bench_engine_flags_choose_parts_and_peers() -> None:
     assert options.parts(parsed()) == options.MODEL_PARTS
     assert options.parts(parsed("--full")) == options.PARTS
     assert options.parts(parsed("--baseline", "no-kv-cache")) == ("baselines",)
@@ -44,7 +44,7 @@ def test_parts_and_peers_follow_from_the_flags() -> None:
     assert options.peers(parsed("--full", "--peer", "vllm")) == ("vllm",)
 
 
-def test_only_the_bare_command_hurries() -> None:
+def test_bench_engine_only_default_run_has_time_limit() -> None:
     assert Scale.from_options(parsed()).limit_s is not None
     assert Scale.from_options(parsed("--full")).limit_s is None
     peers = Scale.from_options(parsed("--peer", "vllm"))
@@ -53,26 +53,26 @@ def test_only_the_bare_command_hurries() -> None:
     assert {cell.num_tokens for cell in peers.cells} == {128}
 
 
-def test_a_worker_that_is_asked_for_is_measured_alone_and_in_a_crowd() -> None:
+def test_bench_engine_worker_part_has_every_concurrency() -> None:
     assert [cell.concurrency for cell in Scale.from_options(parsed("--only", "worker")).worker_cells] == [1, 4, 16]
     assert [cell.concurrency for cell in Scale.from_options(parsed()).worker_cells] == [4]
 
 
-def test_the_pool_holds_the_largest_job() -> None:
+def test_bench_engine_pool_holds_largest_job() -> None:
     cell = Cell(concurrency=16, prompt_tokens=512, num_tokens=128)
     assert 16 * 40 <= pool_blocks((cell,)) <= 16 * 44
     busy = Cell(concurrency=16, prompt_tokens=512, num_tokens=128, with_newcomers=True)
     assert pool_blocks((busy,)) > pool_blocks((cell,))
 
 
-def test_a_model_with_too_short_a_context_is_refused(tmp_path: Path) -> None:
+def test_bench_engine_model_with_short_context_is_refused(tmp_path: Path) -> None:
     write_model(tmp_path, SHAPES["tiny"])
     given = parsed("--model", str(tmp_path), "--full")
     with pytest.raises(CannotMeasure, match="has a context of 1024 tokens"):
         make_subject(given, Scale.from_options(given), lambda _: None)
 
 
-def test_settings_reach_the_engine_and_others_are_refused(tmp_path: Path) -> None:
+def test_bench_engine_settings_reach_engine_or_are_refused(tmp_path: Path) -> None:
     write_model(tmp_path, SHAPES["tiny"])
     given = parsed("--model", str(tmp_path), "--set", "engine.prefill_chunk_tokens=64", "--threads", "1")
     stage = make_subject(given, Scale.from_options(given), lambda _: None).stage
@@ -99,25 +99,25 @@ def summary(contestant: str) -> Summary:
     )
 
 
-def test_without_matplotlib_the_plot_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_engine_plot_without_matplotlib_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(CannotMeasure, match="pip install"):
         plot.draw(tmp_path / "a.png", [summary("tandem")], title="t")
 
 
-def test_the_plot_is_a_picture(tmp_path: Path) -> None:
+def test_bench_engine_plot_is_a_png(tmp_path: Path) -> None:
     plot.draw(tmp_path / "a.png", [summary("tandem"), summary("somebody else")], title="t")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_picture_of_many_or_of_prefills_alone(tmp_path: Path) -> None:
+def test_bench_engine_plot_of_many_or_busy_cells_is_a_png(tmp_path: Path) -> None:
     busy = replace(summary("tandem"), cell=Cell(concurrency=4, prompt_tokens=512, num_tokens=48, with_newcomers=True))
     for name, seen in (("many", [summary(f"engine {k}") for k in range(24)]), ("busy", [busy])):
         plot.draw(tmp_path / f"{name}.png", seen, title="t")
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_other_parts_measure_no_model(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_engine_parts_without_model(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(eviction, "traces", lambda _folder: iter([("small", eviction.mixture(num_requests=40))]))
     monkeypatch.setattr(eviction, "POOLS", (500,))
     monkeypatch.setattr(step_cost, "rows", lambda: [figure("16 sequences: step p50", 0.1, "ms")])

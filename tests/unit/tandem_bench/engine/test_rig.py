@@ -1,4 +1,4 @@
-"""The engine in process on a tiny model: real scheduler, real runner, real tokens; and its handicapped selves."""
+"""The engine in process on a tiny model: real scheduler, runner and tokens; and handicapped variants."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ def rig(model: Path) -> Iterator[Rig]:
         yield made
 
 
-def test_tokens_are_those_of_transformers_and_times_only_grow(rig: Rig, model: Path) -> None:
+def test_rig_tokens_equal_transformers_and_times_increase(rig: Rig, model: Path) -> None:
     prompts = random_prompts(Random("rig"), 5, 40, VOCAB)
     done = rig.run(Job(prompts=prompts, num_tokens=6))
     wanted = measure.answers(model, [Prompt(token_ids=prompt) for prompt in prompts], 6, dtype="float32")
@@ -50,7 +50,7 @@ def test_tokens_are_those_of_transformers_and_times_only_grow(rig: Rig, model: P
     assert all(row[0] > 0 for row in done.arrivals_s)
 
 
-def test_steps_are_accounted_for(rig: Rig) -> None:
+def test_rig_counts_steps_and_their_time(rig: Rig) -> None:
     done = rig.run(Job(prompts=random_prompts(Random("steps"), 3, 40, VOCAB), num_tokens=5))
     assert done.steps is not None
     # 40 tokens in chunks of 32, then one token at a time.
@@ -60,7 +60,7 @@ def test_steps_are_accounted_for(rig: Rig) -> None:
     assert 3 <= len(done.steps.decode_steps_s) < done.steps.num_steps
 
 
-def test_newcomers_come_while_the_others_decode(rig: Rig) -> None:
+def test_rig_newcomers_arrive_during_decode(rig: Rig) -> None:
     rng = Random("newcomers")
     job = Job(prompts=random_prompts(rng, 3, 20, VOCAB), num_tokens=24, newcomers=random_prompts(rng, 40, 24, VOCAB))
     done = rig.run(job)
@@ -70,8 +70,8 @@ def test_newcomers_come_while_the_others_decode(rig: Rig) -> None:
     assert rig.parts.scheduler.load().num_running == 0
 
 
-def test_output_depends_on_the_whole_context(rig: Rig) -> None:
-    """Random weights must not make a model that ignores its prompt: benchmarks compare its tokens."""
+def test_rig_output_depends_on_whole_context(rig: Rig) -> None:
+    """Random weights must not yield a model that ignores its prompt: benchmarks compare its tokens."""
     (prompt,) = random_prompts(Random("context"), 1, 60, VOCAB)
     changed = (prompt[0] ^ 1, *prompt[1:])
     first, second = rig.run(Job(prompts=(prompt, changed), num_tokens=8)).tokens
@@ -81,7 +81,7 @@ def test_output_depends_on_the_whole_context(rig: Rig) -> None:
 LENGTHS = Lengths(mean_prompt=20, mean_answer=8, most=64)
 
 
-def test_lengths_are_mixed_and_bounded() -> None:
+def test_bench_lengths_are_mixed_and_bounded() -> None:
     asks = LENGTHS.draw(Random(0), 2000, 50)
     assert asks == LENGTHS.draw(Random(0), 2000, 50)
     assert max(len(ask.prompt) + ask.num_tokens for ask in asks) == 64
@@ -91,7 +91,7 @@ def test_lengths_are_mixed_and_bounded() -> None:
     assert lengths[-20] > 24
 
 
-def test_closed_batches_hold_the_same_requests() -> None:
+def test_policies_closed_and_padded_batches_hold_same_requests() -> None:
     asks = LENGTHS.draw(Random(0), 10, 50)
     static, padded = deque(asks), deque(asks)
     for size in (4, 4, 2):
@@ -107,13 +107,13 @@ def test_closed_batches_hold_the_same_requests() -> None:
     assert policies.padded(4)(padded, 0) == []
 
 
-def test_arrivals_are_spread_as_asked() -> None:
+def test_bench_arrivals_have_requested_rate() -> None:
     asks = policies.arriving(Random(0), LENGTHS.draw(Random(0), 1000, 50), 5.0)
     assert asks[-1].arrival_s == pytest.approx(200, rel=0.1)
     assert [ask.arrival_s for ask in asks] == sorted(ask.arrival_s for ask in asks)
 
 
-def test_memory_of_slots_is_counted_in_full(rig: Rig) -> None:
+def test_policies_reserved_slots_count_full_memory(rig: Rig) -> None:
     parts = rig.parts
     asks = [Ask(prompt=tuple(range(20, 36)), num_tokens=4)]
     paged = policies.serve(parts.scheduler, parts.runner, asks, policies.continuous)
@@ -124,7 +124,7 @@ def test_memory_of_slots_is_counted_in_full(rig: Rig) -> None:
     assert slots.kv_use == pytest.approx((16 + 17 + 18 + 19) / 160 / 4)
 
 
-def test_times_count_from_a_requests_own_arrival(rig: Rig) -> None:
+def test_bench_times_count_from_own_arrival(rig: Rig) -> None:
     parts = rig.parts
     prompt = tuple(range(20, 36))
     asks = [Ask(prompt=prompt, num_tokens=40), Ask(prompt=prompt[::-1], num_tokens=2, arrival_s=0.05)]
@@ -135,7 +135,7 @@ def test_times_count_from_a_requests_own_arrival(rig: Rig) -> None:
     assert parts.scheduler.load().num_running == 0
 
 
-def test_every_baseline_has_a_gain_to_tell(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_baselines_show_a_gain(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(baselines, "cached_model", lambda *_, **__: model)
     bench = Bench(
         shape="tiny",

@@ -11,17 +11,17 @@ def cost() -> ModelCost:
     return ModelCost.from_config(SHAPES[REFERENCE].model_config(), "bfloat16")
 
 
-def test_the_reference_model_is_the_issues() -> None:
+def test_roofline_reference_model_matches_issue() -> None:
     assert SHAPES[REFERENCE].num_parameters == pytest.approx(0.44e9, rel=0.015)
     cost = ModelCost.from_config(SHAPES[REFERENCE].model_config(), "bfloat16")
     assert cost.weights_bytes == pytest.approx(0.889e9, rel=5e-4)
 
 
-def test_every_weight_is_streamed_once_when_the_head_is_the_embedding(cost: ModelCost) -> None:
+def test_roofline_tied_head_streams_every_weight_once(cost: ModelCost) -> None:
     assert cost.streamed_weights == SHAPES[REFERENCE].num_parameters
 
 
-def test_an_embedding_of_its_own_is_not_streamed() -> None:
+def test_roofline_untied_embedding_is_not_streamed() -> None:
     shape = SHAPES["8b"]
     cost = ModelCost.from_config(shape.model_config(), "bfloat16")
     assert cost.streamed_weights == shape.num_parameters - shape.vocab_size * shape.hidden_size
@@ -31,16 +31,16 @@ def test_an_embedding_of_its_own_is_not_streamed() -> None:
     ("gb_per_s", "concurrency", "tokens_per_s"),
     [(23, 1, 25.1), (23, 4, 91.8), (23, 16, 274), (12, 1, 13.1), (12, 4, 47.9), (12, 16, 143)],
 )
-def test_decode_limits_of_the_issue(cost: ModelCost, gb_per_s: float, concurrency: int, tokens_per_s: float) -> None:
+def test_roofline_decode_limits(cost: ModelCost, gb_per_s: float, concurrency: int, tokens_per_s: float) -> None:
     limit = cost.decode_limit(concurrency, mean_context(512, 128), gb_per_s * 1e9)
     assert limit == pytest.approx(tokens_per_s, rel=2e-3)
 
 
 @pytest.mark.parametrize(("tflops", "tokens_per_s"), [(5.3, 6790), (1.45, 1860)])
-def test_prefill_limits_of_the_issue(cost: ModelCost, tflops: float, tokens_per_s: float) -> None:
+def test_roofline_prefill_limits_match_issue(cost: ModelCost, tflops: float, tokens_per_s: float) -> None:
     assert cost.prefill_limit(512, tflops * 1e12) == pytest.approx(tokens_per_s, rel=2e-3)
 
 
-def test_longer_contexts_and_prompts_cost_more(cost: ModelCost) -> None:
+def test_roofline_longer_contexts_and_prompts_cost_more(cost: ModelCost) -> None:
     assert cost.decode_limit(16, 2048, 2e10) < cost.decode_limit(16, 512, 2e10)
     assert cost.prompt_flops_per_token(4096) > cost.prompt_flops_per_token(1024)

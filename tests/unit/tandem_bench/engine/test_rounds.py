@@ -1,4 +1,4 @@
-"""Rounds: who runs when, what is compared with what, and what is skipped for want of time."""
+"""Rounds: their order, comparisons, and rounds skipped for lack of time."""
 
 import pytest
 
@@ -18,7 +18,7 @@ COST = ModelCost.from_config(SHAPES["tiny"].model_config(), "bfloat16")
 
 
 class FakeEngine:
-    """A contestant whose time, on paper, the test sets."""
+    """A contestant with a fake time set by the test."""
 
     def __init__(self, name: str, step_s: float) -> None:
         self.name = name
@@ -41,7 +41,7 @@ class FakeEngine:
 
 
 @pytest.fixture(autouse=True)
-def _no_settling(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_settle_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rounds, "_SETTLE_S", 0.0)
 
 
@@ -59,7 +59,7 @@ async def test_rounds_every_engine_gets_the_same_job_in_rotating_order() -> None
     assert len({job.prompts for job in engines[0].jobs}) == 3
 
 
-async def test_newcomers_only_go_to_engines_that_take_them() -> None:
+async def test_rounds_newcomers_need_supporting_engine() -> None:
     engines = [FakeEngine("tandem", 1.0), FakeEngine("transformers", 1.0)]
     done = await run_rounds(plan(BUSY), engines, TimeBox(None))
     assert [seen.contestant for seen in done] == ["tandem"]
@@ -76,7 +76,7 @@ async def test_rounds_job_beyond_the_time_is_skipped_and_noted() -> None:
     assert any("c4.p8: skipped" in text for text in notes)
 
 
-def test_a_guess_grows_with_the_work() -> None:
+def test_rounds_guess_grows_with_work() -> None:
     known = [measurement("tandem", 0, 1.0, cell=ONE)]
     assert guess(FOUR, []) is None
     near, far, busy = (guess(cell, known) for cell in (ONE, FOUR, BUSY))
@@ -100,7 +100,7 @@ def measurement(
     )
 
 
-def test_ratios_are_taken_within_a_round() -> None:
+def test_rounds_ratios_are_within_one_round() -> None:
     # The machine halves its speed in the second round: the ratios do not move.
     done = [
         measurement(name, round_index, base * slow)
@@ -113,12 +113,12 @@ def test_ratios_are_taken_within_a_round() -> None:
     assert ratios["best"] == ratios["a"]
 
 
-def test_a_round_without_tandem_or_without_peers_is_not_compared() -> None:
+def test_rounds_without_tandem_or_peer_are_not_compared() -> None:
     done = [measurement("tandem", 0, 1.0), measurement("a", 1, 1.0)]
     assert round_ratios(done, FOUR, lambda seen: seen.decode_tokens_per_s) == {}
 
 
-def test_goals_against_the_best_peer() -> None:
+def test_rounds_goals_are_against_best_peer() -> None:
     done = [measurement("tandem", 0, 1.0), measurement("a", 0, 1.3), measurement("b", 0, 1.1)]
     rows = {row.name: row for row in ratio_rows(done, COST, judged=True)}
     assert rows["ratio.c4.p8.decode.a"].met is None
@@ -127,7 +127,7 @@ def test_goals_against_the_best_peer() -> None:
     assert all(row.met is None for row in ratio_rows(done, COST, judged=False))
 
 
-def test_alone_the_machines_limit_counts_when_it_is_lower() -> None:
+def test_rounds_lower_machine_limit_decides_single_stream_goal() -> None:
     rate = measurement("tandem", 0, 1.0, cell=ONE).outcome.decode_tokens_per_s
     at_limit = rate * COST.decode_step_bytes(1, 9.5) / 0.95  # 95 % of this bandwidth is used
     done = [measurement("tandem", 0, 1.0, cell=ONE, bandwidth=at_limit), measurement("a", 0, 1.0, cell=ONE)]
@@ -138,7 +138,7 @@ def test_alone_the_machines_limit_counts_when_it_is_lower() -> None:
     assert rows["ratio.c1.p8.decode.wanted"].met is False
 
 
-def test_summaries_are_medians_and_shares_of_the_bandwidth_of_their_round() -> None:
+def test_rounds_summaries_are_medians_relative_to_bandwidth() -> None:
     done = [measurement("tandem", i, step_s, bandwidth=1e6 / step_s) for i, step_s in enumerate((1.0, 2.0, 4.0))]
     (summary,) = summarize(done, COST)
     assert summary.decode_tokens_per_s == pytest.approx(4 / 2.0)
@@ -148,7 +148,7 @@ def test_summaries_are_medians_and_shares_of_the_bandwidth_of_their_round() -> N
     assert "tandem.c4.p8.decode_of_limit" in names
 
 
-def test_the_wait_during_prefills_is_judged_at_sixteen() -> None:
+def test_rounds_itl_during_prefills_is_judged_at_sixteen() -> None:
     cell = Cell(concurrency=16, prompt_tokens=8, num_tokens=3, with_newcomers=True)
     for step_s, met in ((0.39, True), (0.41, False)):
         (row,) = speed_rows(summarize([measurement("tandem", 0, step_s, cell=cell)], COST), judged=True)

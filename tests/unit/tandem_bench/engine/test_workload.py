@@ -1,4 +1,4 @@
-"""What times mean: the definitions that every engine is measured by."""
+"""Definitions of the times by which every engine is measured."""
 
 import math
 from random import Random
@@ -24,26 +24,26 @@ def test_outcome_prefill_ends_with_the_last_first_token() -> None:
     assert done.first_token_s == 1.5
 
 
-def test_gaps_are_between_tokens_of_one_answer() -> None:
+def test_outcome_gaps_are_between_tokens_of_one_answer() -> None:
     done = seen((1.0, 1.5, 4.0), (2.0, 3.0, 4.0))
     assert sorted(done.gaps_s) == [0.5, 1.0, 1.0, 2.5]
     assert done.gap_s(50) == 1.0
     assert done.gap_s(99) == 2.5
 
 
-def test_one_token_each_has_no_decode() -> None:
+def test_outcome_of_single_tokens_has_no_decode_rate() -> None:
     done = Outcome(job=Job(prompts=((1,), (2,)), num_tokens=1), arrivals_s=((1.0,), (2.0,)))
     assert math.isnan(done.decode_tokens_per_s)
     assert math.isnan(done.gap_s(99))
 
 
 @pytest.mark.parametrize("rows", [((1.0, 2.0, 3.0),), ((1.0, 2.0), (1.0, 2.0, 3.0))])
-def test_missing_tokens_are_refused(rows: tuple[tuple[float, ...], ...]) -> None:
+def test_outcome_with_missing_tokens_is_refused(rows: tuple[tuple[float, ...], ...]) -> None:
     with pytest.raises(ValueError, match="requested for"):
         seen(*rows)
 
 
-def test_a_reply_becomes_an_outcome_with_its_steps() -> None:
+def test_outcome_from_reply_includes_steps() -> None:
     steps = {"num_steps": 4, "wall_s": 2.0, "execute_s": 1.9, "model_s": 1.8, "decode_steps_s": [0.1, 0.2]}
     reply = {"arrivals_s": [[1, 2, 3]] * 2, "num_newcomers": 5, "steps": steps, "tokens": [[7, 8, 9]] * 2}
     done = outcome(JOB, reply)
@@ -54,7 +54,7 @@ def test_a_reply_becomes_an_outcome_with_its_steps() -> None:
     assert done.steps.scheduling_percent == pytest.approx(5)
 
 
-def test_prompts_are_reproducible_and_share_no_beginning() -> None:
+def test_random_prompts_are_reproducible_with_distinct_prefixes() -> None:
     prompts = random_prompts(Random("a"), 8, 32, 65_536)
     assert prompts == random_prompts(Random("a"), 8, 32, 65_536)
     assert {len(prompt) for prompt in prompts} == {32}
@@ -62,7 +62,7 @@ def test_prompts_are_reproducible_and_share_no_beginning() -> None:
     assert all(300 <= token < 65_536 for prompt in prompts for token in prompt)
 
 
-def test_a_streams_gaps_become_times_again() -> None:
+def test_arrivals_are_restored_from_stream_gaps() -> None:
     answer = Completion(
         token_ids=(1, 2, 3, 4), cached_tokens=0, first_token_s=1.0, gaps_s=(0.5, 0.25), prefill_s=0.0, transfer_s=0.0
     )

@@ -1,4 +1,4 @@
-"""What an incident's report says, and that its parts are what they claim."""
+"""The content of an incident's report, and the checks of its parts."""
 
 from dataclasses import replace
 
@@ -40,13 +40,11 @@ def report(*, trouble: float, cured: float) -> Report:
 @pytest.mark.parametrize(
     ("trouble", "cured", "is_shown"), [(1.0, 0.0, True), (0.2, 0.19, True), (0.1, 0.0, False), (1.0, 0.5, False)]
 )
-def test_an_incident_is_shown_if_its_alarms_are_raised_in_trouble_alone(
-    trouble: float, cured: float, is_shown: bool
-) -> None:
+def test_incident_report_is_shown_only_if_alerts_match_trouble(trouble: float, cured: float, is_shown: bool) -> None:
     assert report(trouble=trouble, cured=cured).is_shown is is_shown
 
 
-def test_the_table_has_a_column_for_each_phase() -> None:
+def test_incident_table_has_a_column_per_phase() -> None:
     table = [line.split() for line in lines(report(trouble=1.0, cured=0.0))]
     assert table == [
         ["trouble", "cured"],
@@ -57,19 +55,17 @@ def test_the_table_has_a_column_for_each_phase() -> None:
     assert report(trouble=1.0, cured=0.0).outcomes[0].settled_s == 115.0
 
 
-def test_the_cured_pool_takes_the_same_bytes() -> None:
+def test_same_bytes_converts_blocks_between_dtypes() -> None:
     assert same_bytes(256, dtype="float32", as_dtype="int8") == 256 * 4096 // 1152
     assert same_bytes(256, dtype="float32", as_dtype="bfloat16") == 512
 
 
-def test_percentiles_are_of_what_was_seen() -> None:
+def test_percentile_picks_observed_value() -> None:
     assert [percentile(range(100), share) for share in (0.0, 0.5, 0.99, 1.0)] == [0, 50, 99, 99]
     assert percentile([], 0.5) == 0.0
 
 
-def test_careless_rounding_loses_much_and_careful_rounding_little(
-    tmp_path: object, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_careless_rounding_errs_more_than_careful_rounding(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     known.make_rounded()
     before = load_file(model_directory(BUILTIN) / "model.safetensors")

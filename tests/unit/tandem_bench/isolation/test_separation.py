@@ -1,4 +1,4 @@
-"""What a bench of tenant isolation calls a leak."""
+"""When the tenant isolation bench reports a leak."""
 
 from math import sqrt
 from random import Random
@@ -24,7 +24,7 @@ def by_pairs(found: list[Probe]) -> float:
     return sum((a < b) + (a == b) / 2 for a in sent for b in others) / (len(sent) * len(others))
 
 
-def test_auc_is_the_share_of_pairs_in_order_and_half_of_the_equal_ones() -> None:
+def test_auc_counts_ordered_pairs_and_half_of_ties() -> None:
     rng = Random(3)
     for _ in range(50):
         found = [Probe(float(rng.randrange(5)), rng.random() < 0.4, 0) for _ in range(30)]
@@ -32,7 +32,7 @@ def test_auc_is_the_share_of_pairs_in_order_and_half_of_the_equal_ones() -> None
         assert Separation.from_probes(found).auc == pytest.approx(by_pairs(found))
 
 
-def test_standard_error_is_that_of_alike_kinds() -> None:
+def test_standard_error_matches_spread_without_leak() -> None:
     aucs = [Separation.from_probes(probes(200, gain=0.0, seed=seed)).auc for seed in range(300)]
     spread = sqrt(sum((auc - 0.5) ** 2 for auc in aucs) / len(aucs))
     assert Separation.from_probes(probes(200, gain=0.0)).standard_error == pytest.approx(spread, rel=0.15)
@@ -48,11 +48,11 @@ def test_leak_of_either_direction_misses_the_goal(gain: float, num_wrong: int) -
     assert num_missed(leak_rows(probes(2000, gain=gain))) == num_wrong
 
 
-def test_few_probes_have_no_goal_but_what_answers_tell() -> None:
+def test_leak_rows_of_few_probes_judge_only_cached_tokens() -> None:
     assert num_missed(leak_rows(probes(100, gain=5.0))) == 0
     assert num_missed(leak_rows(probes(100, gain=0.0, cached=1))) == 1
 
 
-def test_medians_are_by_kind() -> None:
+def test_median_ms_is_per_kind() -> None:
     found = [Probe(0.002, True, 0), Probe(0.004, True, 0), Probe(0.009, False, 0)]
     assert (median_ms(found, was_sent=True), median_ms(found, was_sent=False)) == (pytest.approx(3.0), 9.0)

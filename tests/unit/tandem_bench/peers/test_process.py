@@ -49,7 +49,7 @@ async def ask(process: EngineProcess, *prompts: list[int]) -> dict[str, object]:
     return await process.run({"prompts": list(prompts), "num_tokens": 2, "newcomers": []})
 
 
-async def test_jobs_are_answered_past_the_librarys_chatter(tmp_path: Path) -> None:
+async def test_engine_process_answers_despite_library_output(tmp_path: Path) -> None:
     process = toy(tmp_path)
     await process.spawn()
     try:
@@ -62,7 +62,7 @@ async def test_jobs_are_answered_past_the_librarys_chatter(tmp_path: Path) -> No
         await process.stop()
 
 
-async def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
+async def test_engine_process_failed_start_reports_reason(tmp_path: Path) -> None:
     process = toy(tmp_path, broken=True)
     await process.spawn()
     try:
@@ -72,7 +72,7 @@ async def test_an_engine_that_cannot_start_says_why(tmp_path: Path) -> None:
         await process.stop()
 
 
-async def test_last_words_of_a_process_that_died(tmp_path: Path) -> None:
+async def test_engine_process_death_reports_last_output(tmp_path: Path) -> None:
     process = toy(tmp_path)
     await process.spawn()
     try:
@@ -83,7 +83,7 @@ async def test_last_words_of_a_process_that_died(tmp_path: Path) -> None:
         await process.stop()
 
 
-async def test_its_memory_is_watched(tmp_path: Path) -> None:
+async def test_engine_process_memory_is_watched(tmp_path: Path) -> None:
     process = toy(tmp_path, size=64 << 20)
     await process.spawn()
     watch = Watch()
@@ -95,17 +95,17 @@ async def test_its_memory_is_watched(tmp_path: Path) -> None:
         await process.stop()
 
 
-def test_memory_lines_of_a_status() -> None:
+def test_parse_status_reads_memory_lines() -> None:
     text = "Name:\tx\nVmHWM:\t    2048 kB\nVmRSS:\t 1024 kB\nRssAnon:\t 512 kB\nThreads:\t3\n"
     assert parse_status(text) == {"VmHWM": 2 << 20, "VmRSS": 1 << 20, "RssAnon": 512 << 10, "RssShmem": 0}
 
 
-def test_a_process_that_is_gone_holds_nothing() -> None:
+def test_footprint_of_dead_process_is_zero() -> None:
     assert footprint([2**22 - 1]).peak_bytes == 0
     assert family(2**22 - 1) == ()
 
 
-def test_other_pins_are_another_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peer_environments_have_folders_by_pins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     folders = {environment.folder for environment in ENVIRONMENTS.values()}
     assert len(folders) == len(ENVIRONMENTS)
@@ -114,7 +114,7 @@ def test_other_pins_are_another_environment(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.slow
-async def test_transformers_answers_like_tandem(tmp_path: Path) -> None:
+async def test_transformers_peer_answers_like_tandem(tmp_path: Path) -> None:
     from tandem_bench.engine.rig import Rig, assemble_from
 
     write_model(tmp_path, SHAPES["tiny"], dtype="float32")

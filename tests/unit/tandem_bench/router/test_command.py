@@ -1,4 +1,4 @@
-"""What `tandem bench router` measures, on the smallest scale: that every figure is of something that was done."""
+"""`tandem bench router` at the smallest scale: every figure is of real work."""
 
 import argparse
 from random import Random
@@ -8,7 +8,7 @@ from tandem_bench.router import agentic, measure, options, placement, prefix_map
 from tandem_bench.router.workers import names, registry, stored
 
 
-def test_parts_are_those_that_are_named() -> None:
+def test_bench_router_parts_are_those_named() -> None:
     parser = argparse.ArgumentParser()
     options.add_options(parser)
     assert options.parts(parser.parse_args([])) == options.PARTS
@@ -16,13 +16,13 @@ def test_parts_are_those_that_are_named() -> None:
     assert {*measure._PARTS, "doors", "overload", "agentic"} == set(options.PARTS)
 
 
-def test_the_least_of_several_rounds() -> None:
+def test_least_us_runs_requested_rounds() -> None:
     rounds: list[int] = []
     assert timing.least_us(lambda: rounds.append(1), repeats=4) > 0.0
     assert len(rounds) == 4
 
 
-def test_placement_is_measured_over_a_cluster_of_both_pools() -> None:
+def test_bench_placement_uses_both_pools() -> None:
     view = registry(Random(0), num_each=3).view()
     assert (len(view.decode.members), len(view.prefill.members)) == (3, 3)
     assert not view.decode.unmeasured
@@ -31,7 +31,7 @@ def test_placement_is_measured_over_a_cluster_of_both_pools() -> None:
     assert placement._report_us(1) > 0.0
 
 
-def test_the_map_that_is_measured_holds_what_is_said() -> None:
+def test_bench_prefix_map_holds_stated_blocks() -> None:
     prefix_map_, blocks = PrefixMap(), names(Random(1), 20)
     worker = prefix_map._add(prefix_map_, 0, blocks)
     assert prefix_map_.longest_prefix(blocks) == {worker: 20}
@@ -41,7 +41,7 @@ def test_the_map_that_is_measured_holds_what_is_said() -> None:
     assert {name: max(depths) for name, depths in holdings.items()}["one"] == prefix_map.NUM_BLOCKS
 
 
-def test_agents_are_placed_by_every_policy_and_ours_is_judged() -> None:
+def test_bench_agentic_places_by_every_policy_and_judges_tandem() -> None:
     rows = {row.name: row for row in agentic.rows(40, seeds=(1,), policies=(agentic.OURS, "approximate"))}
     assert len(rows) == 8
     judged = {name for name, row in rows.items() if row.goal is not None}

@@ -1,4 +1,4 @@
-"""The benches of scheduling and eviction say something true; how fast, they alone know."""
+"""The scheduling and eviction benches report correct figures, speed aside."""
 
 import json
 from pathlib import Path
@@ -8,14 +8,14 @@ import pytest
 from tandem_bench.scheduler import eviction, step_cost
 
 
-def test_a_step_is_split_into_its_parts() -> None:
+def test_bench_step_cost_is_split_into_parts() -> None:
     cost = step_cost.measure(num_seqs=4, num_blocks=1024, num_steps=20)
     assert (cost.num_seqs, cost.num_blocks) == (4, 1024)
     assert 0.0 < cost.least_ms <= cost.total_ms <= cost.p99_ms
     assert cost.schedule_ms + cost.inputs_ms + cost.commit_ms == pytest.approx(cost.total_ms, rel=0.5)
 
 
-def test_the_measured_batch_is_steady_and_never_preempts() -> None:
+def test_bench_steady_batch_never_preempts() -> None:
     run = step_cost.NullRun(num_seqs=8, num_blocks=1024)
     for _ in range(40):
         run.step()
@@ -24,18 +24,18 @@ def test_the_measured_batch_is_steady_and_never_preempts() -> None:
 
 
 @pytest.mark.parametrize("policy", [*eviction.POLICIES, eviction.BEST])
-def test_an_endless_pool_finds_everything_that_was_asked_before(policy: str) -> None:
+def test_eviction_replay_of_unbounded_pool_finds_every_repeat(policy: str) -> None:
     trace = [[1, 2, 3], [1, 2, 4], [1, 2, 3, 5], [9], [1, 2, 4]]
     assert eviction.replay(trace, policy=policy, num_blocks=100) == pytest.approx((2 + 3 + 3) / 14)
 
 
-def test_a_small_pool_finds_less() -> None:
+def test_eviction_replay_of_small_pool_finds_less() -> None:
     trace = eviction.mixture(num_requests=120)
     small, large = (eviction.replay(trace, policy="lru", num_blocks=n) for n in (150, 5_000))
     assert 0.0 < small < large < 1.0
 
 
-def test_no_policy_finds_more_than_one_that_knows_the_future() -> None:
+def test_eviction_policies_stay_below_clairvoyant_one() -> None:
     trace = eviction.mixture(num_requests=300)
     for size in (150, 500):
         found = {rate.policy: rate.rate for rate in eviction.compare(trace, name="t", pools=(size,))}
@@ -43,7 +43,7 @@ def test_no_policy_finds_more_than_one_that_knows_the_future() -> None:
         assert best > max(found.values())
 
 
-def test_traces_are_read_where_they_are_and_missed_where_they_are_not(tmp_path: Path) -> None:
+def test_eviction_traces_are_read_if_present(tmp_path: Path) -> None:
     assert [name for name, _ in eviction.traces(tmp_path)] == [eviction.BUILT_IN]
     lines = [{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": ids} for ids in ([0, 1], [0, 2])]
     file = tmp_path / eviction.FILES["conversation"]

@@ -1,4 +1,4 @@
-"""What a soak calls growth: a leak that is small beside the noise, and nothing that comes and goes."""
+"""What the soak reports as growth: a leak within the noise, and nothing periodic."""
 
 from collections.abc import Callable
 from random import Random
@@ -18,7 +18,7 @@ def life(
     num_files: Callable[[float], int] = lambda _: 20,
     num_samples: int = 400,
 ) -> Life:
-    """`rss_mb` and `num_files`: at so many hours."""
+    """`rss_mb` and `num_files` after so many hours."""
     made = Life(name="router 0", pid=7)
     for number in range(num_samples):
         at = hours * number / (num_samples - 1)
@@ -30,13 +30,13 @@ def life(
 
 
 def noisy(mb_per_hour: float) -> Callable[[float], float]:
-    """Growth beneath some megabytes that requests take and give back, and a warm-up of fifty."""
+    """Growth beneath some megabytes of transient request memory, and a warm-up of fifty."""
     rng = Random(1)
     return lambda at: 100 + min(50.0, 500 * at) + mb_per_hour * at + rng.choice((0, 0, 0, 0.2, 8.0)) + rng.random() / 4
 
 
 @pytest.mark.parametrize(("mb_per_hour", "num_wrong"), [(0.0, 0), (0.7, 0), (1.5, 1), (40.0, 1), (-5.0, 0)])
-def test_growth_of_two_hours_is_told_from_noise(mb_per_hour: float, num_wrong: int) -> None:
+def test_soak_growth_is_distinguished_from_noise(mb_per_hour: float, num_wrong: int) -> None:
     rows = life(hours=2.0, rss_mb=noisy(mb_per_hour)).rows(warm_up_s=0.25 * HOUR_S, least_s=HOUR_S)
     found = {row.name: row for row in rows}
     assert found["router 0: growth of RSS"].value == pytest.approx(mb_per_hour, abs=0.2)
@@ -53,14 +53,14 @@ def test_short_soak_is_judged_by_a_megabyte_in_total() -> None:
     assert [wrong(mb_per_hour) for mb_per_hour in (9.0, 11.0)] == [0, 1]
 
 
-def test_files_that_stay_open_are_growth() -> None:
+def test_soak_open_files_count_as_growth() -> None:
     rows = life(hours=2.0, rss_mb=lambda _: 100.0, num_files=lambda at: 20 + int(10 * at)).rows(
         warm_up_s=0.0, least_s=HOUR_S
     )
     assert [row.name for row in rows if row.met is False] == ["router 0: growth of open files"]
 
 
-def test_process_that_lived_briefly_is_not_judged() -> None:
+def test_soak_short_lived_process_is_not_judged() -> None:
     brief = life(hours=0.5, rss_mb=lambda at: 100 + 1000 * at)
     assert brief.rows(warm_up_s=0.1 * HOUR_S, least_s=0.5 * HOUR_S) == []
     few = life(hours=2.0, rss_mb=lambda at: 100 + 1000 * at, num_samples=MIN_SAMPLES - 1)
@@ -68,6 +68,6 @@ def test_process_that_lived_briefly_is_not_judged() -> None:
     assert Life(name="x", pid=1).rows(warm_up_s=0.0, least_s=0.0) == []
 
 
-def test_slope_of_one_moment_is_refused() -> None:
+def test_slope_of_single_moment_is_refused() -> None:
     with pytest.raises(ValueError, match="two moments"):
         slope([1.0, 1.0], [2.0, 3.0])

@@ -1,4 +1,4 @@
-"""What a soak sends, and what it calls a failure."""
+"""The soak's requests, and what it counts as a failure."""
 
 import asyncio
 from contextlib import suppress
@@ -12,7 +12,7 @@ from tandem_bench.soak.measure import _name
 from tests.support.redis_server import free_port, until
 
 
-async def test_every_kind_of_request_fails_without_a_server_and_the_load_goes_on() -> None:
+async def test_soak_load_counts_failures_and_continues_without_server() -> None:
     load = SoakLoad(f"http://127.0.0.1:{free_port()}", rate=500.0, rng=Random(1))
     sending = asyncio.create_task(load.run())
     await until(lambda: sending.done() or load.failures.total() >= 2 * len(load._kinds), "two rounds of failures")
@@ -24,7 +24,7 @@ async def test_every_kind_of_request_fails_without_a_server_and_the_load_goes_on
     assert not load._running
 
 
-def test_processes_are_told_apart_by_module_and_index() -> None:
+def test_soak_process_names_include_module_and_index() -> None:
     worker = ["python", "-m", "decode_worker", "--config", "x.yaml", "--index", "1"]
     assert _name(worker) == "decode_worker 1"
     assert _name(["python", "-m", "cluster.cli.main", "up"]) == "tandem up"
@@ -42,7 +42,7 @@ def test_processes_are_told_apart_by_module_and_index() -> None:
         ["isolation", "--control", "0"],
     ],
 )
-def test_options_that_measure_nothing_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_soak_invalid_options_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parser().parse_args(arguments)
     assert f"got {arguments[-1]}" in capsys.readouterr().err

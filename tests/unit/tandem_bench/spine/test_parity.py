@@ -1,13 +1,13 @@
-"""The clusters that sit the parity exam."""
+"""The clusters of the parity check."""
 
 from tandem_bench.clusters import Setup
 from tandem_bench.spine.parity import MODES, setups
 
 
-def test_every_mode_meets_every_chunk_size_once():
+def test_parity_setups_cover_every_mode_and_chunk_size():
     made = setups([16, 64])
     assert len(dict.fromkeys(made)) == len(made) == 2 * len(MODES)
 
 
-def test_clusters_that_differ_in_a_section_are_not_one():
+def test_parity_setups_with_different_sections_are_distinct():
     assert len({Setup(mode="shm"), Setup(mode="shm"), Setup(mode="shm", engine={"eviction": "lfu"})}) == 2

@@ -1,4 +1,4 @@
-"""What `tandem bench telemetry` makes of its turns: costs against the cluster without, and nothing without spans."""
+"""`tandem bench telemetry`: costs against the cluster without telemetry, and no result without spans."""
 
 import asyncio
 from dataclasses import replace
@@ -33,7 +33,7 @@ def spans_of(turn: Turn, kind: Kind) -> Turn:
 SLOWER = replace(TURN, requests_per_s=80.0, cpu_ms={**TURN.cpu_ms, "router": 1.5})
 
 
-def test_costs_are_against_the_same_rounds_without() -> None:
+def test_bench_telemetry_costs_are_relative_to_same_rounds() -> None:
     load = LOADS[0]
     turns = {(load, kind): [spans_of(TURN, kind)] * 3 for kind in (OFF, *KINDS)}
     slower = spans_of(SLOWER, KINDS[1])
@@ -51,19 +51,19 @@ def test_costs_are_against_the_same_rounds_without() -> None:
     assert {row.met for row in rows.values()} == {None, False}
 
 
-def test_parts_are_those_that_the_command_names() -> None:
+def test_bench_telemetry_parts_match_command() -> None:
     assert (SPANS, *PARTS) == TELEMETRY_PARTS
 
 
 @pytest.mark.parametrize(("num_spans", "named"), [(0, "every trace"), (TURN.num_spans, "off again")])
-def test_what_was_not_switched_over_has_no_cost(num_spans: int, named: str) -> None:
+def test_bench_telemetry_unswitched_cluster_cannot_be_measured(num_spans: int, named: str) -> None:
     load = LOADS[0]
     turns = {(load, kind): [replace(TURN, num_spans=num_spans)] for kind in (OFF, *KINDS)}
     with pytest.raises(CannotMeasure, match=named):
         _rows(turns, load, "cluster")
 
 
-def test_a_switch_leaves_the_rest_of_the_file_as_it_is(tmp_path: Path) -> None:
+def test_bench_telemetry_switch_keeps_rest_of_file(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     path.write_text("{secret: s, telemetry: {otlp_endpoint: 'http://a:1', sample_ratio: 0.0}, log_level: warning}")
     KINDS[1].rewrite(path)
@@ -77,7 +77,7 @@ def test_a_switch_leaves_the_rest_of_the_file_as_it_is(tmp_path: Path) -> None:
     assert path.stat().st_mode & 0o077 == 0
 
 
-def test_spans_part_measures_each_step_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bench_telemetry_spans_part_measures_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spans, "_UNSAMPLED_CALLS", 3)
     monkeypatch.setattr(spans, "_SAMPLED_CALLS", 3)
     unsampled, sampled, encoded = spans.measure_spans()
@@ -86,7 +86,7 @@ def test_spans_part_measures_each_step_of_a_request(monkeypatch: pytest.MonkeyPa
     assert unsampled.value < sampled.value
 
 
-async def test_spans_are_counted() -> None:
+async def test_span_counter_counts_exported_spans() -> None:
     async with span_counter() as counter:
         with exporting(int(counter.url.rpartition(":")[2])) as (tracer, pipeline):
             for _ in range(7):

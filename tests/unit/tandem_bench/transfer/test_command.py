@@ -1,4 +1,4 @@
-"""The command from end to end with a few megabytes, and what it does about ends that lie, fail or hang about."""
+"""The command from end to end with a few megabytes, and with ends that lie, fail or hang."""
 
 import argparse
 import asyncio
@@ -51,7 +51,7 @@ async def admitted(one: Contestant, *, may_fail: bool) -> Field:
     return field
 
 
-async def test_the_command_measures_verifies_and_judges(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_bench_transfer_measures_verifies_and_judges(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(contestants, "PEER_ENVIRONMENTS", {"nixl": _Impossible()})
     parser = argparse.ArgumentParser()
     options.add_options(parser)
@@ -82,25 +82,25 @@ class _Impossible:
         raise CannotMeasure("nowhere to be found")
 
 
-async def test_an_honest_end_is_admitted(tmp_path: Path) -> None:
+async def test_bench_transfer_honest_contestant_is_admitted(tmp_path: Path) -> None:
     field = await admitted(contestant(tmp_path, "pass"), may_fail=False)
     assert [pair.name for pair in field.pairs] == ["made up"]
     assert not field.absent
 
 
-async def test_wrong_bytes_end_the_measurement(tmp_path: Path) -> None:
+async def test_bench_transfer_wrong_bytes_end_the_measurement(tmp_path: Path) -> None:
     with pytest.raises(WrongBytes, match="made up"):
         await admitted(contestant(tmp_path, "self.target[there] ^= 1"), may_fail=False)
 
 
-async def test_a_peer_that_fails_is_absent_with_its_reason(tmp_path: Path) -> None:
+async def test_bench_transfer_failing_peer_is_absent_with_reason(tmp_path: Path) -> None:
     field = await admitted(contestant(tmp_path, "raise OSError('no luck')"), may_fail=True)
     assert not field.pairs
     [absence] = field.absent
     assert "no luck" in absence.reason
 
 
-async def test_frozen_processes_end_with_their_pair(tmp_path: Path) -> None:
+async def test_bench_transfer_frozen_processes_end_with_their_pair(tmp_path: Path) -> None:
     with Pools(pool_bytes(PAYLOAD)) as pools:
         pair = Pair(contestant(tmp_path, "pass"), pools)
         await pair.start()

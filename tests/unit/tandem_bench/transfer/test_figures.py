@@ -1,4 +1,4 @@
-"""The transfer benchmark's pure parts: cases, ratios and goals, options; and the check of what arrived."""
+"""The transfer bench's pure parts: cases, ratios, goals, options; and the check of received bytes."""
 
 import argparse
 from pathlib import Path
@@ -28,14 +28,14 @@ def parsed(*arguments: str) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def test_the_reference_shape_has_49_kb_a_token() -> None:
+def test_transfer_reference_shape_has_49_kb_per_token() -> None:
     geometries = {geometry.name: geometry for geometry in GEOMETRIES}
     assert geometries[REFERENCE].block_bytes == 16 * 49_152
     assert geometries["1mb"].block_bytes == 1 << 20
 
 
 @pytest.mark.parametrize("payload_bytes", [2 * SMALL.block_bytes, 40 * SMALL.block_bytes + 5])
-def test_copies_move_each_layer_of_each_block(payload_bytes: int) -> None:
+def test_transfer_copies_cover_each_layer_of_each_block(payload_bytes: int) -> None:
     for case in make_cases(payload_bytes, (SMALL,)):
         shape = (SMALL.num_layers, case.pool_blocks, SMALL.layer_block_bytes)
         source = np.random.default_rng(1).integers(1, 256, shape, dtype=np.uint8)
@@ -48,7 +48,7 @@ def test_copies_move_each_layer_of_each_block(payload_bytes: int) -> None:
         assert source.nbytes <= pool_bytes(payload_bytes)
 
 
-def test_adjacent_blocks_are_one_copy_a_layer_and_scattered_ones_are_not() -> None:
+def test_transfer_adjacent_blocks_are_one_copy_per_layer() -> None:
     adjacent, scattered = make_cases(100 * SMALL.block_bytes, (SMALL,))
     assert not adjacent.is_scattered
     assert len(adjacent.copies()) == SMALL.num_layers
@@ -56,18 +56,18 @@ def test_adjacent_blocks_are_one_copy_a_layer_and_scattered_ones_are_not() -> No
     assert len(scattered.copies()) > 90 * SMALL.num_layers
 
 
-def test_a_payload_must_hold_two_blocks() -> None:
+def test_transfer_payload_below_two_blocks_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 2"):
         make_cases(SMALL.block_bytes, (SMALL,))
 
 
-def test_ratios_pair_the_rounds_and_only_those_in_which_both_ran() -> None:
+def test_transfer_ratios_pair_common_rounds() -> None:
     done = [turn(TCP_BARE, 3.0), turn("gloo", 2.0), turn(TCP_BARE, 8.0, 1), turn("gloo", 2.0, 1), turn(TCP_BARE, 99, 2)]
     assert figures.round_ratios(done, "a", TCP_BARE, "gloo") == pytest.approx([1.5, 4.0])
     assert figures.round_ratios(done, "b", TCP_BARE, "gloo") == []
 
 
-def test_goals_are_met_at_their_bounds_and_missed_below() -> None:
+def test_transfer_goals_are_judged_at_their_bounds() -> None:
     good = [turn(COPY, 10), turn(SHM_BARE, 9.01), turn(PLAIN, 2), turn(TCP_BARE, 1.91), turn("gloo", 1.4)]
     rows = {row.name: row for row in figures.ratio_rows(good, ("gloo",))}
     assert {name: row.met for name, row in rows.items()} == {
@@ -79,33 +79,33 @@ def test_goals_are_met_at_their_bounds_and_missed_below() -> None:
     assert num_missed(figures.ratio_rows(bad, ("gloo",))) == 3
 
 
-def test_checksums_cost_time_not_rate() -> None:
+def test_transfer_checksum_cost_is_in_time() -> None:
     done = [turn(SHM, 5), turn(SHM_BARE, 6.7), turn(TCP, 2.0), turn(TCP_BARE, 2.3)]
     rows = figures.checksum_rows(done)
     assert [row.value for row in rows] == pytest.approx([34, 15])
     assert [row.met for row in rows] == [True, False]
 
 
-def test_python_is_judged_by_the_block() -> None:
+def test_transfer_python_time_is_judged_per_block() -> None:
     rows = figures.python_rows({("a", "shm"): 0.9e-6, ("a", "tcp"): 1.1e-6})
     assert [row.met for row in rows] == [True, False]
 
 
-def test_an_absent_peer_is_a_row_and_leaves_its_ratio_out() -> None:
+def test_transfer_absent_peer_is_a_row_without_ratio() -> None:
     [row] = figures.absence_rows([Absence(name="nixl", reason="no such package")])
     assert (row.name, row.value) == ("absent.nixl", 1)
     assert "no such package" in row.unit
     assert figures.ratio_rows([turn(TCP_BARE, 2)], ("nixl",)) == []
 
 
-def test_rates_are_medians_and_progress_names_everybody() -> None:
+def test_transfer_rates_are_medians() -> None:
     done = [turn(COPY, rate, i) for i, rate in enumerate((9, 3, 8))]
     [row] = figures.rate_rows(done)
     assert row.value == pytest.approx(8)
     assert describe(done, 1) == "copy 3.00-3.00 GB/s"
 
 
-def test_options_name_parts_and_peers() -> None:
+def test_transfer_options_name_parts_and_peers() -> None:
     assert options.parts(parsed()) == options.DEFAULT_PARTS
     assert options.parts(parsed("--only", "planning", "rates")) == ("rates", "planning")
     assert options.peers(parsed()) == options.PEER_NAMES
@@ -116,7 +116,7 @@ def test_options_name_parts_and_peers() -> None:
         parsed("--rounds", "0")
 
 
-def test_what_arrived_is_checked_byte_by_byte() -> None:
+def test_transfer_pools_check_every_byte() -> None:
     with Pools(1 << 16) as pools:
         copies = [(0, 4096, 1000), (8192, 0, 24)]
         pools.wipe()
@@ -132,7 +132,7 @@ def test_what_arrived_is_checked_byte_by_byte() -> None:
             pools.check("us", copies)
 
 
-def test_a_picture_of_the_rates(tmp_path: Path) -> None:
+def test_transfer_rates_can_be_plotted(tmp_path: Path) -> None:
     path = tmp_path / "rates.png"
     draw(path, [turn(COPY, 9), turn(TCP, 2), turn("gloo", 1), turn(COPY, 8, case="b")])
     assert path.stat().st_size > 1000

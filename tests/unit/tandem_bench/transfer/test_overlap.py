@@ -1,4 +1,4 @@
-"""What is said of a prompt's phases; the phases themselves come from real workers, by the command."""
+"""The report on a prompt's phases; the command takes the phases from real workers."""
 
 import pytest
 
@@ -10,7 +10,7 @@ def phases(prefill_s: float, exposed_s: float) -> Phases:
     return Phases(prefill_s=prefill_s, exposed_s=exposed_s, first_token_s=prefill_s)
 
 
-def test_the_share_is_exposed_over_prefill_prompt_by_prompt() -> None:
+def test_overlap_share_is_exposed_time_over_prefill() -> None:
     meanwhile = [phases(2.0, 0.02), phases(1.0, 0.06), phases(4.0, 0.08)]
     rows = {row.name: row for row in exposed_rows(meanwhile, [phases(2.0, 0.5)], judged=True)}
     share = rows["overlap.meanwhile.share"]
@@ -21,17 +21,17 @@ def test_the_share_is_exposed_over_prefill_prompt_by_prompt() -> None:
 
 
 @pytest.mark.parametrize(("exposed_s", "met"), [(0.05, True), (0.051, False)])
-def test_five_percent_is_the_goal_at_the_full_length_only(exposed_s: float, met: bool) -> None:
+def test_overlap_goal_applies_only_at_full_length(exposed_s: float, met: bool) -> None:
     seen = [phases(1.0, exposed_s)]
     assert [row.met for row in exposed_rows(seen, seen, judged=True) if row.goal] == [met]
     assert [row for row in exposed_rows(seen, seen, judged=False) if row.goal] == []
 
 
-def test_the_time_line_is_to_scale() -> None:
+def test_overlap_time_line_is_to_scale() -> None:
     bar = time_line(phases(0.75, 0.25)).split("|")[1]
     assert bar.count("=") == 3 * bar.count(">") > 0
 
 
-def test_phases_are_the_workers_own() -> None:
+def test_overlap_phases_come_from_workers() -> None:
     answer = Completion(token_ids=(1,), cached_tokens=0, first_token_s=1.5, gaps_s=(), prefill_s=1.25, transfer_s=0.125)
     assert Phases.from_answer(answer) == Phases(prefill_s=1.25, exposed_s=0.125, first_token_s=1.5)

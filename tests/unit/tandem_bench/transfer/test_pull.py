@@ -1,4 +1,4 @@
-"""What is said of turns two; the turns themselves come from real workers, by the command."""
+"""The report on second turns; the command takes the turns from real workers."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def turn(turn_tokens: int, *, pulled_tokens: int, pulled_s: float, computed_s: f
     )
 
 
-def test_medians_are_compared_length_by_length() -> None:
+def test_pull_medians_are_compared_per_length() -> None:
     turns = [
         turn(512, pulled_tokens=576, pulled_s=0.1, computed_s=0.5),
         turn(1024, pulled_tokens=1088, pulled_s=0.2, computed_s=1.0),
@@ -30,6 +30,6 @@ def test_medians_are_compared_length_by_length() -> None:
     assert rows["pull.tcp.1024.computed"] == pytest.approx(1000)
 
 
-def test_a_turn_that_brought_nothing_is_no_comparison() -> None:
+def test_pull_without_fetched_tokens_is_refused() -> None:
     with pytest.raises(CannotMeasure, match="computed, not fetched"):
         pull_rows("shm", [turn(512, pulled_tokens=0, pulled_s=0.5, computed_s=0.5)])

@@ -1,4 +1,4 @@
-"""Readers of the state and the log know what the worker holds, whatever Redis does to writes."""
+"""Readers of the state and the log learn a worker's content, whatever Redis does to writes."""
 
 from random import Random
 
@@ -43,7 +43,7 @@ class PublishedState:
         return head if holds_together else None
 
     def read(self) -> tuple[int, set[BlockHash]]:
-        """As a router does that starts now."""
+        """The state as a newly started router reads it."""
         assert self.head is not None
         assert self.state is not None
         known, due = set(self.state), self.head.state_sequence
@@ -79,7 +79,7 @@ def test_cache_journal_first_write_is_whole_state_then_changes() -> None:
     assert journal.next_write() is None
 
 
-def test_events_that_were_had_are_skipped_and_a_gap_asks_for_a_snapshot() -> None:
+def test_cache_journal_skips_old_events_and_needs_snapshot_after_gap() -> None:
     journal = CacheJournal()
     journal.restart(2, [name(1)])
     assert journal.apply(0, stored(8, 9, 3)), "two of them are old"
@@ -96,7 +96,7 @@ def test_events_that_were_had_are_skipped_and_a_gap_asks_for_a_snapshot() -> Non
     assert again.state == (name(4),)
 
 
-def test_too_much_to_catch_up_with_becomes_one_fresh_state() -> None:
+def test_cache_journal_too_many_pending_events_become_fresh_state() -> None:
     journal = CacheJournal(max_pending=10)
     journal.restart(0, [])
     journal.written(journal.next_write())
@@ -186,7 +186,7 @@ def test_cache_journal_grown_log_is_compacted_and_bounded() -> None:
 
 
 class Life:
-    """One worker whose published state suffers whatever a seed picks."""
+    """One worker whose published state gets seeded random failures."""
 
     def __init__(self, seed: int) -> None:
         self.rng = Random(seed)
@@ -237,7 +237,7 @@ class Life:
             self.journal.doubt()
 
     def settle(self) -> None:
-        """Redis is well again: two looks, a second apart."""
+        """Redis has recovered: two looks, a second apart."""
         for _ in range(2):
             self.journal.on_read(self.published.found())
             while (write := self.journal.next_write()) is not None:

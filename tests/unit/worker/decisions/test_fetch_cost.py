@@ -1,4 +1,4 @@
-"""When a peer's prefix is worth bringing."""
+"""When fetching a peer's prefix is worth it."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Fetching over a real engine thread and scheduler, with a hub that does what a test says."""
+"""Fetching over a real engine thread and scheduler, with a hub scripted by each test."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -29,7 +29,7 @@ HOLDER = PrefixHolder(worker_id=WorkerId("decode-1"), incarnation=Incarnation(5)
 
 
 class FakeHub:
-    """Takes notes; a test plays the peer."""
+    """Records calls; a test plays the peer."""
 
     def __init__(self) -> None:
         self.stats = TransferStats()
@@ -305,7 +305,7 @@ async def test_fetcher_decides_by_peers_own_rate(bench: Bench) -> None:
     await bench.assert_empty()
 
 
-async def test_fetcher_last_waiting_prompt_gone_ends_fetch_and_keeps_landed_blocks(bench: Bench) -> None:
+async def test_fetcher_ends_fetch_with_last_prompt_and_keeps_landed_blocks(bench: Bench) -> None:
     first, second = bench.request(), bench.request()
     bringing = bench.bring(request=first)
     job = await bench.next_job()

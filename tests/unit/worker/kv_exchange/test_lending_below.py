@@ -1,4 +1,4 @@
-"""Lending of what is below the pool, over a real engine: what comes up is held like the rest, and is the very same."""
+"""Lending from lower tiers over a real engine: restored blocks are held like the rest, with the same bytes."""
 
 import asyncio
 import threading
@@ -125,7 +125,7 @@ async def lending_from(spec: EngineSpec) -> AsyncIterator[Bench]:
 
 
 def evict_tail(scheduler: Scheduler) -> None:
-    """As a hand-off does that takes five blocks and gives them back."""
+    """As a hand-off does that takes five blocks and frees them."""
     scheduler.blocks.promise(5)
     scheduler.blocks.release(scheduler.blocks.allocate_promised(5))
 
@@ -158,7 +158,7 @@ async def test_lending_prefix_held_in_pool_is_extended(sizes):
         await bench.check()
 
 
-async def test_lending_does_not_fill_the_pool(sizes):
+async def test_lending_keeps_a_quarter_of_the_pool_available(sizes):
     async with lending_from(tiny(sizes, host=24, num_blocks=9)) as bench:
         await bench.compute(1)
         for k in range(2, 5):
@@ -216,7 +216,7 @@ async def test_lending_unresponsive_disk_ends_in_time(sizes, tmp_path: Path, mon
         await bench.check()
 
 
-async def test_hits_and_misses_are_counted_once_however_many_slices_come_up(sizes, monkeypatch):
+async def test_lending_counts_hits_and_misses_once_over_slices(sizes, monkeypatch):
     monkeypatch.setattr(lender, "_PROMOTE_BYTES", sizes[0])
     async with lending_from(tiny(sizes, host=24, num_blocks=9)) as bench:
         for k in range(1, 5):

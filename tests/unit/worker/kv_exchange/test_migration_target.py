@@ -1,4 +1,4 @@
-"""Inheriting over a real engine thread and scheduler, with a hub that does what a test says."""
+"""Inheriting a cache over a real engine thread and scheduler, with a hub scripted by each test."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -107,7 +107,7 @@ async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
     assert not faults
 
 
-async def test_everything_is_fetched_by_name_and_each_block_once(bench: Bench) -> None:
+async def test_migration_fetches_by_name_and_each_block_once(bench: Bench) -> None:
     bench.migrate()
     first, second = await bench.next_job(), await bench.next_job_or_none()
     assert first.fetch
@@ -152,7 +152,7 @@ async def test_migration_blocks_cheaper_to_compute_are_skipped(bench: Bench) -> 
 
 @pytest.mark.parametrize("num_taken", [24, 22, 18])
 async def test_migration_uses_spare_room_only(bench: Bench, num_taken: int) -> None:
-    """Of 24 blocks a quarter stays available, however little is free."""
+    """A quarter of 24 blocks stays available, however few are free."""
     taken = await bench.host.call(lambda scheduler: scheduler.blocks.allocate(num_taken))
     bench.migrate()
     await bench.answered()
@@ -163,7 +163,7 @@ async def test_migration_uses_spare_room_only(bench: Bench, num_taken: int) -> N
 
 
 def crowd(scheduler: Scheduler, num_cached: int) -> list[BlockId]:
-    """Leaves one block free, and so many that are cached; those in use."""
+    """Leaves one block free and so many cached; returns those in use."""
     blocks, parent = scheduler.blocks, ledger.ROOT
     in_use, cached = blocks.allocate(23 - num_cached), blocks.allocate(num_cached)
     for i, block in enumerate(cached):
@@ -219,7 +219,7 @@ async def test_migration_timeout_counts_rest_as_no_time(bench: Bench) -> None:
     await bench.assert_empty()
 
 
-async def test_migration_target_that_drains_fetches_nothing(bench: Bench) -> None:
+async def test_migration_draining_target_fetches_nothing(bench: Bench) -> None:
     bench.migrate()
     job = await bench.next_job()
     bench.migration_target.close()
@@ -246,7 +246,7 @@ async def test_migration_prompt_joins_running_fetch(bench: Bench) -> None:
     await bench.assert_empty()
 
 
-async def test_larger_blocks_here_are_asked_for_by_the_names_that_the_leaver_has(bench: Bench) -> None:
+async def test_migration_larger_blocks_are_requested_by_source_names(bench: Bench) -> None:
     bench.migrate([chain(TRUNK)], block_size=32)
     await bench.answered()
     assert bench.hub.jobs.empty(), "blocks of 32 do not make up blocks of 16"
@@ -281,7 +281,7 @@ async def test_migration_short_parent_is_fetched_with_child(bench: Bench) -> Non
 
 
 @LARGE
-async def test_blocks_are_counted_along_the_path_and_rests_of_runs_are_not_lost(bench: Bench) -> None:
+async def test_migration_whole_blocks_span_chain_boundaries(bench: Bench) -> None:
     first, second, third = line(10, 6), line(11, 3), line(12, 8)
     bench.migrate([chain(first), chain(second, after=first[-1]), chain(third, after=second[-1])])
     for length, held in ((4, 0), (8, 4), (16, 8)):
@@ -311,7 +311,7 @@ async def test_migration_child_of_cut_chain_is_skipped(bench: Bench) -> None:
 
 
 async def test_migration_chain_beyond_context_is_cut(bench: Bench) -> None:
-    """199 tokens have twelve blocks before them."""
+    """199 tokens have twelve full blocks before them."""
     names = line(10, 400)
     chains = [chain(names[:1]), *(chain([name], after=before) for before, name in pairwise(names))]
     judged: list[int] = []
@@ -344,7 +344,7 @@ async def test_migration_timeout_while_queued_is_counted(bench: Bench) -> None:
 
 
 async def test_migration_repeated_order_joins_running_one(bench: Bench) -> None:
-    """As a second router does when the first, which got the offer, is gone."""
+    """As from a second router after the loss of the first, which got the offer."""
     second = SessionPort(Incarnation(3))
     bench.migrate([chain(TRUNK)])
     job = await bench.next_job()

@@ -21,8 +21,8 @@ def parts(*, tp_size: int = 1) -> SimpleNamespace:
     return SimpleNamespace(kv_memory=lambda: None, layout=layout, runner=runner)
 
 
-def test_region_of_a_device_pool_waits_until_the_engine_has_cleared_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the clearing, which the engine's stream may still have before it, would wipe out what a peer wrote."""
+def test_region_of_device_pool_waits_for_clearing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the clearing queued on the engine's stream would erase what a peer wrote."""
     waited: list[torch.device] = []
 
     class Late(HostQueue):

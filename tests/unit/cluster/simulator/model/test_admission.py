@@ -1,4 +1,4 @@
-"""Production's admission before a simulated router: who waits, who is refused, and that nobody is lost."""
+"""Production's admission before a simulated router: waits, refusals, and no lost request."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from cluster.simulator.studies.capacity import what_breaks
 from router.admission.cluster_capacity import CapacityPolicy, Shortage
 from router.admission.counts import Rejection
 from router.admission.types import AdmissionPolicy
-from tests.support.cluster.bound_clusters import QUEUE, Bottleneck, at_the_queue, held
+from tests.support.cluster.bound_clusters import QUEUE, Bottleneck, held, run_until_queue
 from tests.support.cluster.small_clusters import cluster, load
 from tests.unit.cluster.simulator.model.test_simulation import audit
 
@@ -54,7 +54,7 @@ def test_simulated_admission_local_prefill_turn_runs_on_the_decode_worker() -> N
     assert sum(is_local for is_local, _ in placed) > 5 < sum(not is_read_there for _, is_read_there in placed)
 
 
-def test_a_long_wait_is_refused_by_its_prediction() -> None:
+def test_simulated_admission_predicted_long_wait_is_refused() -> None:
     policy = AdmissionPolicy(max_queue_s=0.2, room=CapacityPolicy(max_running_per_worker=2, worker_backlog_s=0.05))
     simulation = simulated(policy)
     outcomes, counts = simulation.router.outcomes, simulation.router.admission.fair.counts
@@ -100,6 +100,6 @@ def test_simulated_admission_queued_requests_outlive_a_worker() -> None:
 @pytest.mark.parametrize("bottleneck", ["prefill", "decode"])
 def test_simulated_admission_reports_the_full_pool_it_waits_for(bottleneck: Bottleneck) -> None:
     seen: dict[Shortage, int] = {}
-    at_the_queue(bottleneck, lambda simulation: seen.update(held(simulation)))
+    run_until_queue(bottleneck, lambda simulation: seen.update(held(simulation)))
     assert seen.keys() == {Shortage(bottleneck)}
     assert seen[Shortage(bottleneck)] >= QUEUE

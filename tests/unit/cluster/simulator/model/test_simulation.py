@@ -23,7 +23,7 @@ def simulated(spec: ClusterSpec, *, policy: str = "tandem", seed: int = 1, fault
 
 
 def settle(simulation: Simulation) -> None:
-    """Let go on what the last request has left behind."""
+    """Run what the last request has left behind."""
     simulation.events.run()
 
 
@@ -48,7 +48,7 @@ def test_simulation_every_policy_answers_all_and_frees_all_blocks(policy: str, s
     audit(simulation)
 
 
-def test_the_same_seed_gives_the_same_bytes_and_another_one_others() -> None:
+def test_simulation_is_deterministic_per_seed() -> None:
     def text(seed: int) -> str:
         simulation = simulated(cluster(), seed=seed, faults="crash=2,freeze=2", policy="random")
         return json.dumps(report_on(simulation, Slo(), policy="random", seed=seed).as_dict())
@@ -59,28 +59,28 @@ def test_the_same_seed_gives_the_same_bytes_and_another_one_others() -> None:
 
 @pytest.mark.parametrize("sizes", [(2, 2), (0, 3)], ids=["disaggregated", "colocated"])
 @pytest.mark.parametrize("seed", range(4))
-def test_no_request_is_lost_with_its_worker(sizes: tuple[int, int], seed: int) -> None:
+def test_simulation_worker_failures_lose_no_request(sizes: tuple[int, int], seed: int) -> None:
     simulation = simulated(cluster(*sizes), seed=seed, faults="crash=4,freeze=3,restart=1,freeze_for=3", rate=12.0)
     assert simulation.num_faults >= 2
     assert len(simulation.router.outcomes.finished) == 60
     audit(simulation)
 
 
-def test_a_request_that_lost_its_worker_gets_the_tokens_that_are_missing_and_no_more() -> None:
+def test_simulation_resumed_request_gets_only_missing_tokens() -> None:
     simulation = simulated(cluster(0, 2), faults="crash=3,restart=1", rate=30.0, output=80.0)
     resumed = [r for r in simulation.router.outcomes.finished if r.num_output_tokens]
     assert resumed
     assert all(r.num_output_tokens < r.wanted.num_output_tokens for r in resumed)
 
 
-def test_a_small_pool_makes_requests_wait_and_loses_none() -> None:
+def test_simulation_small_pool_queues_without_losses() -> None:
     simulation = simulated(cluster(2, 1, num_blocks=60), rate=60.0)
     assert len(simulation.router.outcomes.finished) == 60
     assert simulation.router.outcomes.num_retries
     audit(simulation)
 
 
-def test_the_report_counts_what_the_trace_says() -> None:
+def test_simulation_report_counts_match_trace() -> None:
     simulation = simulated(cluster())
     trace, report = simulation.trace, report_on(simulation, Slo(), policy="tandem", seed=1)
     assert report.output_tokens_per_s * report.duration_s == pytest.approx(trace.num_output_tokens)
@@ -92,7 +92,7 @@ def test_the_report_counts_what_the_trace_says() -> None:
     assert "token hit rate" in table([report])
 
 
-def test_kv_that_the_decode_worker_holds_does_not_travel() -> None:
+def test_simulation_cached_decode_kv_is_not_transferred() -> None:
     simulation = simulated(cluster())
     finished = simulation.router.outcomes.finished
     most = sum(-(-r.wanted.num_prompt_tokens // 16) * 16 * 1024 for r in finished)
@@ -110,6 +110,6 @@ def test_simulation_snapshot_equals_applied_events() -> None:
         assert prefix_map.num_blocks(key.worker_id) == before == len(worker.scheduler.blocks.index)
 
 
-def test_an_unknown_policy_is_refused() -> None:
+def test_simulation_unknown_policy_is_refused() -> None:
     with pytest.raises(ConfigError, match="policy must be one of"):
         Simulation(cluster(), load(), Choosing(policy="best"), seed=1)

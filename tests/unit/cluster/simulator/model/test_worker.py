@@ -1,4 +1,4 @@
-"""A simulated worker's schedule equals the real one, whatever it does in one go and however often it is called."""
+"""A simulated worker's schedule equals the real one, for any grouping of its steps and calls."""
 
 from functools import partial
 from random import Random
@@ -95,7 +95,7 @@ def _add(request: Request, scheduler: Scheduler) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_the_schedule_is_the_real_one(seed: int) -> None:
+def test_simulated_worker_schedule_matches_scheduler(seed: int) -> None:
     real, ours = by_hand(seed), simulated(seed)
     assert ours.admissions == real.admissions
     assert ours.num_steps == real.num_steps
@@ -103,12 +103,12 @@ def test_the_schedule_is_the_real_one(seed: int) -> None:
     assert [at for _, at in ours.ends] == pytest.approx([at for _, at in real.ends])
 
 
-def test_a_run_of_steps_takes_as_long_as_its_steps() -> None:
+def test_step_latency_of_run_is_sum_of_steps() -> None:
     latency = StepLatency(step_s=0.01, prompt_token_s=1.0, row_s=1e-3, context_token_s=1e-5)
     single = sum(latency.seconds(StepWork(0, 0, 3, 100 + 3 * i)) for i in range(20))
     assert latency.run_seconds(3, 100, 20) == pytest.approx(single)
 
 
-def test_a_prompt_takes_as_long_in_chunks_as_its_pairs_say() -> None:
+def test_step_latency_of_chunked_prompt_sums_its_pairs() -> None:
     latency = StepLatency(prompt_token_s=0.0, pair_s=1.0)
     assert latency.prompt_seconds(3, 8, 2) == 4 + 5 + 6 + 7 + 8

@@ -1,4 +1,4 @@
-"""What a cluster holds: the search, and trials that end before their last request."""
+"""The capacity search, and trials that end before their last request."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from tests.support.cluster.small_clusters import cluster, load
 
 
 class WholeTrial(Trial):
-    """Sees every request to its end."""
+    """Runs every request to its end."""
 
     def run(self, spec: ClusterSpec, *, speed: float = 1.0) -> Report:
         simulation = Simulation(spec, self.trace.stretched(1.0 / speed), self.choosing, seed=self.seed)
@@ -27,7 +27,7 @@ class WholeTrial(Trial):
     ],
     ids=["TTFT", "ITL", "both"],
 )
-def test_what_is_left_out_of_a_trial_would_change_nothing(sizes: tuple[int, int], slo: Slo) -> None:
+def test_capacity_trial_ending_early_gives_same_result(sizes: tuple[int, int], slo: Slo) -> None:
     trace = load(requests=100)
     cut, whole = (
         capacity(kind(trace=trace, slo=slo, choosing=Choosing(), seed=1), cluster(*sizes), halvings=2)
@@ -38,7 +38,7 @@ def test_what_is_left_out_of_a_trial_would_change_nothing(sizes: tuple[int, int]
     assert set(cut.breaks.split(" and ")) <= set(whole.breaks.split(" and "))
 
 
-def test_a_broken_promise_ends_the_trial_and_is_named() -> None:
+def test_capacity_trial_ends_at_broken_objective() -> None:
     trial = Trial(trace=load(requests=100), slo=Slo(ttft_s=0.05, itl_s=5.0), choosing=Choosing(), seed=1)
     report = trial.run(cluster(1, 1), speed=50.0)
     assert report.num_finished < report.num_requests
@@ -46,7 +46,7 @@ def test_a_broken_promise_ends_the_trial_and_is_named() -> None:
     assert what_breaks(report) == "TTFT"
 
 
-def test_a_sweep_names_a_winner_of_every_ratio() -> None:
+def test_ratio_sweep_names_winner() -> None:
     trial = Trial(trace=load(requests=60), slo=Slo(ttft_s=0.5, itl_s=0.05), choosing=Choosing(), seed=1)
     rows = sweep(trial, 2, lambda p: cluster(p, 2 - p))
     assert [(prefill, decode) for prefill, decode, _ in rows] == [(0, 2), (1, 1)]

@@ -25,7 +25,7 @@ FIRST = Sizes(prefill=2, decode=3)
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_the_planner_holds_the_day_at_little_more_than_the_best_fixed_schedule() -> None:
+def test_planner_day_costs_little_more_than_best_schedule() -> None:
     load = SimulateOptions(slo="ttft=6,itl=0.1", latency="small-gpu", kv_tokens=45_000, max_running=64)
     day = day_trace(DaySpec(hour_s=200.0), generate(CHAT, 1), generate(LONG, 2))
     slo, spec = Slo.parse(load.slo), cluster_of(load, day.block_tokens)

@@ -1,4 +1,4 @@
-"""Fleets that change while requests run: nobody is lost, machine time adds up, schedules are obeyed."""
+"""Fleets that change under load: no lost request, exact machine time, obeyed schedules."""
 
 import json
 from dataclasses import replace
@@ -50,7 +50,7 @@ FLIP, START, STOP = ActionKind
 PREFILL, DECODE = WorkerRole.PREFILL, WorkerRole.DECODE
 
 
-def test_workers_come_go_and_change_pools_and_every_request_is_answered() -> None:
+def test_fleet_scales_and_flips_without_losing_requests() -> None:
     trace = load(requests=90, rate=10.0)
     orders = {
         1.0: [action(FLIP, PREFILL)],
@@ -69,7 +69,7 @@ def test_workers_come_go_and_change_pools_and_every_request_is_answered() -> Non
     assert script.views[8.0].sizes == Sizes(prefill=2, decode=2)
 
 
-def test_machine_time_counts_from_the_order_to_the_end_of_the_drain() -> None:
+def test_fleet_machine_time_runs_from_order_to_end_of_drain() -> None:
     trace = load(requests=60, rate=10.0)
     still = run_elastic(elastic(trace), Script({}), Sizes(prefill=2, decode=2))
     assert still.machine_hours == pytest.approx(4 * trace.span_s / 3600.0)
@@ -90,7 +90,7 @@ def test_fleet_worker_beyond_its_drain_moves_requests_elsewhere() -> None:
     assert result.report.num_retries
 
 
-def test_one_that_does_not_serve_yet_changes_pools_where_no_other_can() -> None:
+def test_fleet_flips_starting_worker_when_no_other_can() -> None:
     trace = load(requests=60, rate=10.0)
     orders = {
         1.0: [action(START, DECODE), action(FLIP, PREFILL)],
@@ -110,7 +110,7 @@ def test_fleet_stop_in_empty_pool_is_refused() -> None:
         run_elastic(elastic(load()), script, Sizes(prefill=1, decode=2))
 
 
-def test_what_is_seen_adds_up_to_what_came() -> None:
+def test_fleet_observations_add_up_to_arrivals() -> None:
     trace, script = load(requests=60, rate=10.0), Script({})
     run_elastic(elastic(trace), script, Sizes(prefill=2, decode=2))
     # The last period is cut by the end.
@@ -123,7 +123,7 @@ def test_what_is_seen_adds_up_to_what_came() -> None:
     assert any(seen.taken_pools for seen in script.seen)
 
 
-def test_first_tokens_are_counted_once_and_when_they_come() -> None:
+def test_fleet_first_tokens_are_counted_once() -> None:
     trace, script = load(requests=30, rate=20.0, output=400.0), Script({1.5: [action(STOP, DECODE)]})
     timing = FleetTiming(start_s=2.0, flip_s=0.5, drain_s=0.25)
     result = run_elastic(elastic(trace, slo=Slo(ttft_s=0.0), timing=timing), script, Sizes(prefill=2, decode=2))
@@ -137,7 +137,7 @@ def test_first_tokens_are_counted_once_and_when_they_come() -> None:
     assert answered > ended
 
 
-def test_a_schedule_has_its_sizes_when_each_window_begins() -> None:
+def test_schedule_reaches_its_sizes_at_each_window() -> None:
     trace = load(requests=150, rate=10.0)
     windows = (Sizes(prefill=1, decode=2), Sizes(prefill=2, decode=3), Sizes(prefill=1, decode=1))
 
@@ -166,7 +166,7 @@ def small_day() -> Trace:
     return day_trace(spec, load(requests=40, seed=1), load(requests=30, seed=2, prompt=150.0))
 
 
-def test_a_day_has_its_curves_rates_and_shares_nothing_between_two_laps() -> None:
+def test_day_trace_follows_rates_and_repeats_no_prefix() -> None:
     day = small_day()
     assert 80 < len(day.requests) < 110
     assert day.span_s <= 12.0
@@ -178,7 +178,7 @@ def test_a_day_has_its_curves_rates_and_shares_nothing_between_two_laps() -> Non
     assert len({name for r in again.requests for name in r.names}) >= 2 * len(names)
 
 
-def test_a_day_of_prompts_that_are_all_too_long_is_refused() -> None:
+def test_day_trace_without_usable_prompt_is_refused() -> None:
     with pytest.raises(ConfigError, match="no prompt"):
         day_trace(DaySpec(longest_prompt=1), load(), load())
 
@@ -187,7 +187,7 @@ def breaches(late: float, gaps: float = 0.0) -> Breaches:
     return Breaches(num_late=late, num_gaps=gaps)
 
 
-def test_the_cheapest_schedule_spends_the_allowance_where_it_saves_most() -> None:
+def test_cheapest_schedule_spends_allowance_best() -> None:
     small, middle, large = (Sizes(prefill=1, decode=d) for d in (1, 2, 4))
     calm = [(small, breaches(6)), (middle, breaches(0))]
     busy = [(small, breaches(9)), (large, breaches(0))]
@@ -198,7 +198,7 @@ def test_the_cheapest_schedule_spends_the_allowance_where_it_saves_most() -> Non
         cheapest([[(small, breaches(11))]], allowed)
 
 
-def test_the_search_finds_a_schedule_that_holds_and_no_cheaper_constant_one_does() -> None:
+def test_schedule_search_finds_holding_schedule() -> None:
     day = small_day()
     task = elastic(day, slo=Slo(ttft_s=0.6, itl_s=0.05))
     search = ScheduleSearch(
@@ -216,7 +216,7 @@ def test_the_search_finds_a_schedule_that_holds_and_no_cheaper_constant_one_does
 LOAD = SimulateOptions(generate="rate=3,requests=60,prompt=900", latency="small-gpu", kv_tokens=45_000, slo="ttft=6")
 
 
-def test_a_dry_run_says_what_it_would_do_and_why() -> None:
+def test_autoscale_day_dry_run_explains_actions() -> None:
     options = AutoscaleOptions(is_dry_run=True, timing=TIMING, period_s=2.0, first=Sizes(prefill=1, decode=1))
     report = autoscale_day(LOAD, options)
     assert "start decode: decode needs" in report
@@ -232,6 +232,6 @@ def test_a_dry_run_says_what_it_would_do_and_why() -> None:
     [AutoscaleOptions(), AutoscaleOptions(is_dry_run=True, chat=Path("a.csv"))],
     ids=["nothing to change", "half a day"],
 )
-def test_what_cannot_be_done_is_refused(options: AutoscaleOptions) -> None:
+def test_autoscale_day_invalid_options_are_refused(options: AutoscaleOptions) -> None:
     with pytest.raises(ConfigError):
         autoscale_day(LOAD, options)

@@ -1,4 +1,4 @@
-"""Placement on a small load: nearly what one shared cache finds, and less queueing than under least backlog."""
+"""Placement on a small load: nearly the hits of one shared cache, and less queueing than least backlog."""
 
 import pytest
 
@@ -19,7 +19,7 @@ def of(result: PlacementResult, policy: str) -> Report:
     return next(report for report in result.reports if report.policy == policy)
 
 
-def test_ours_finds_nearly_all_that_one_shared_cache_would(result: PlacementResult) -> None:
+def test_tandem_placement_nears_hit_rate_of_shared_cache(result: PlacementResult) -> None:
     assert result.share_of_ideal(of(result, "tandem")) >= 0.97
     assert result.share_of_ideal(of(result, "random")) < 0.8
 
@@ -28,6 +28,6 @@ def test_placement_no_policy_queues_longer_than_least_backlog(result: PlacementR
     assert of(result, "tandem").queue_ms.p99 <= of(result, "least_load").queue_ms.p99
 
 
-def test_the_table_names_every_policy(result: PlacementResult) -> None:
+def test_placement_table_lists_every_policy(result: PlacementResult) -> None:
     lines = placement_table(result).splitlines()
     assert [line.split()[0] for line in lines[1:]] == ["shared", "random", "least_load", "tandem"]

@@ -19,7 +19,7 @@ def ends():
         yield RankChannel(near, "rank 1"), RankChannel(far, "rank 0"), far
 
 
-def test_messages_of_any_size_in_order(ends) -> None:
+def test_channel_messages_of_any_size_arrive_in_order(ends) -> None:
     near, far, _ = ends
     payloads = [b"", b"x", bytes(range(256)) * 8000, b"end"]
     writer = threading.Thread(target=lambda: [near.send(ChannelKind.STEP, payload) for payload in payloads])
@@ -55,7 +55,7 @@ def test_channel_refusal_is_config_error(ends) -> None:
         far.expect(ChannelKind.LOADED)
 
 
-def test_another_message_than_the_expected_is_the_end(ends) -> None:
+def test_channel_unexpected_message_or_end_is_rank_lost(ends) -> None:
     near, far, _ = ends
     near.send(ChannelKind.READY)
     with pytest.raises(RankLost, match="rank 0 sent READY, not LOADED"):
@@ -73,7 +73,7 @@ def test_channel_truncated_message_is_an_end(ends) -> None:
 
 
 @pytest.mark.parametrize("frame", [struct.pack("<BI", 200, 0), struct.pack("<BI", ChannelKind.STEP, 2**32 - 1)])
-def test_nonsense_is_refused(ends, frame) -> None:
+def test_channel_malformed_frame_is_rank_lost(ends, frame) -> None:
     near, _, raw = ends
     raw.sendall(frame)
     with pytest.raises(RankLost, match="rank 1"):

@@ -1,4 +1,4 @@
-"""An end that receives nothing gives the other up; values in the store reach all ranks."""
+"""An end that receives nothing gives up its peer; values in the store reach all ranks."""
 
 import queue
 import re
@@ -43,7 +43,7 @@ def test_heartbeat_silent_rank_is_given_up(ends) -> None:
     assert losses.empty()
 
 
-def test_heartbeat_rank_that_never_begins_is_given_up(ends) -> None:
+def test_heartbeat_rank_silent_since_start_is_given_up(ends) -> None:
     losses = queue.SimpleQueue()
     heartbeats = HeartbeatServer(losses.put, silence_s=WAIT_S, start_s=SILENCE_S)
     heartbeats.serve(ends[0])
@@ -57,7 +57,7 @@ def test_heartbeat_silent_leader_is_given_up(ends) -> None:
     assert ended.get(timeout=WAIT_S) == 1
 
 
-def test_heartbeat_both_ends_alive_reports_nothing(ends) -> None:
+def test_heartbeat_live_ends_report_nothing(ends) -> None:
     losses, ended = queue.SimpleQueue(), queue.SimpleQueue()
     requested = threading.Semaphore(0)
     heartbeats = HeartbeatServer(losses.put)
@@ -75,7 +75,7 @@ def test_heartbeat_both_ends_alive_reports_nothing(ends) -> None:
 
 
 @pytest.mark.parametrize("question", [b'{"op": "format the disk"}', b"{", b"[]", b'{"op": "set", "key": 1}'])
-def test_nonsense_is_the_end(ends, question: bytes) -> None:
+def test_heartbeat_malformed_request_is_rank_lost(ends, question: bytes) -> None:
     losses = queue.SimpleQueue()
     heartbeats = HeartbeatServer(losses.put)
     heartbeats.serve(ends[0])

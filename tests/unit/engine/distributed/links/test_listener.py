@@ -1,4 +1,4 @@
-"""Ranks of other nodes come in, and nobody else does: by TLS, by the secret, by what they say they are."""
+"""Only ranks of other nodes may join: by TLS, by the secret and by their stated identity."""
 
 import logging
 import socket
@@ -80,7 +80,7 @@ def rejected() -> Iterator[threading.Semaphore]:
 
 
 class RemoteRanks:
-    """Ranks that come, and both ends of what they opened, which are closed in the end."""
+    """Joining ranks, and both ends of their connections, which are closed in the end."""
 
     def __init__(self, given: NodeGroup) -> None:
         self.given = given
@@ -149,7 +149,7 @@ def test_listener_group_mismatch_is_refused(node_listener: NodeListener, given: 
         knock(given, 1, None)
 
 
-def test_ranks_of_another_revision_retry_until_their_group_listens(
+def test_ranks_of_other_revision_retry_until_their_group_listens(
     given: NodeGroup, heartbeats: HeartbeatServer, rejected: threading.Semaphore
 ) -> None:
     node_listener = NodeListener(replace(given, revision="new"), heartbeats.serve)
@@ -185,7 +185,7 @@ def test_ranks_of_another_version_retry_until_versions_match(
         link.pulse.close()
 
 
-def test_rank_with_another_secret_is_rejected_and_ends_nothing(node_listener: NodeListener, given: NodeGroup) -> None:
+def test_rank_with_wrong_secret_is_rejected_without_ending_group(node_listener: NodeListener, given: NodeGroup) -> None:
     other = replace(given, secret=b"another secret !")
     with pytest.raises(RankLost, match="does not know this cluster's secret"):
         joining._come(other, 2, None, other.open_tls())
@@ -356,7 +356,7 @@ def test_listener_rank_lost_while_joining_ends_wait(
     heartbeats.close()
 
 
-def test_ranks_that_do_not_come_are_named(remote: RemoteRanks, given: NodeGroup, heartbeats: HeartbeatServer) -> None:
+def test_listener_names_missing_ranks(remote: RemoteRanks, given: NodeGroup, heartbeats: HeartbeatServer) -> None:
     node_listener = NodeListener(replace(given, join_s=0.0), heartbeats.serve)
     with pytest.raises(RankLost, match="ranks 2, 3 have not joined within 0 s"):
         remote.gathered(node_listener)

@@ -1,4 +1,4 @@
-"""Rank 0's connections end from any thread, whatever another one does with them meanwhile."""
+"""Rank 0's connections can be closed from any thread, whatever other threads do with them."""
 
 import socket
 
@@ -12,7 +12,7 @@ def test_channels_end_during_add_reaches_existing_ranks() -> None:
 
     class Late(RankChannel):
         def hang_up(self) -> None:
-            """Just then another thread adds one."""
+            """At that moment another thread adds one."""
             channels.add({3: RankChannel(ends[2][0], "rank 3")})
             super().hang_up()
 

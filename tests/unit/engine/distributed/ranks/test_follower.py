@@ -20,7 +20,7 @@ from tests.support.engine.paged_harness import reference_model, save_and_load
 
 
 class Script:
-    """A channel on which rank 0 has said everything already."""
+    """A channel with all of rank 0's messages already sent."""
 
     def __init__(self, *messages):
         self.messages = [(kind, memoryview(payload), None) for kind, payload in messages]
@@ -46,7 +46,7 @@ def step(block_size):
     return encode_step(build_step_inputs(Batch(items=(item,)), block_size))
 
 
-def test_dry_steps_leave_nothing_behind(tmp_path, monkeypatch):
+def test_follower_dry_run_releases_memory(tmp_path, monkeypatch):
     save_and_load(reference_model("Qwen3ForCausalLM"), tmp_path)
     backend = select_backend(BackendOptions(device=torch.device("cpu"), dtype="float32"))
     model = load_model(tmp_path, backend=backend)

@@ -1,4 +1,4 @@
-"""What ranks tell each other survives JSON; a shared pool is, plane by plane, what a hand-off takes it for."""
+"""Messages between ranks survive JSON; a shared pool has the planes that a hand-off expects."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -29,14 +29,14 @@ LAYOUT = KVLayout(
 )
 
 
-def test_messages_survive_json() -> None:
+def test_rank_messages_round_trip_json() -> None:
     facts = RankFacts(weights_bytes=2**40, fingerprint="f", room=HostRoom(7, "10.0.0.2"))
     plan = PoolPlan(layout=replace(LAYOUT, tp_rank=1), num_blocks=9, num_host_slots=3)
     for value in (SETUP, replace(SETUP, gpus=(3, 1), gpu_sharers=2, stated_bytes=5), facts, plan):
         assert type(value).from_json(memoryview(value.to_json())) == value
 
 
-def test_ranks_on_several_devices_get_one_each() -> None:
+def test_rank_setup_gives_each_rank_its_gpu() -> None:
     assert SETUP.of_rank(3) == replace(SETUP, rank=3)
     on_gpu = replace(SETUP, backend=replace(SETUP.backend, device=torch.device("cuda")))
     there = RankSetup.from_json(memoryview(on_gpu.of_rank(3).to_json()))
@@ -44,16 +44,16 @@ def test_ranks_on_several_devices_get_one_each() -> None:
 
 
 def test_rank_on_another_machine_uses_its_threads() -> None:
-    def of_eight(wanted: int | None, num_sharers: int) -> int:
+    def split_eight(wanted: int | None, num_sharers: int) -> int:
         return wanted or 8 // num_sharers
 
     over_nodes = replace(SETUP, num_nodes=2, num_sharers=2)
-    assert over_nodes.of_rank(1).on_own_machine(of_eight) == SETUP.backend, "rank 0 has counted for both"
-    there = over_nodes.of_rank(2).on_own_machine(of_eight)
+    assert over_nodes.of_rank(1).on_own_machine(split_eight) == SETUP.backend, "rank 0 has counted for both"
+    there = over_nodes.of_rank(2).on_own_machine(split_eight)
     assert there == replace(SETUP.backend, num_threads=4, binds_threads=False)
-    alone = replace(over_nodes, num_sharers=1).of_rank(3).on_own_machine(of_eight)
+    alone = replace(over_nodes, num_sharers=1).of_rank(3).on_own_machine(split_eight)
     assert (alone.num_threads, alone.binds_threads) == (8, True)
-    assert replace(over_nodes, num_threads=5).of_rank(2).on_own_machine(of_eight).num_threads == 5
+    assert replace(over_nodes, num_threads=5).of_rank(2).on_own_machine(split_eight).num_threads == 5
 
 
 def test_memory_shortage_names_smallest_machine() -> None:

@@ -1,4 +1,4 @@
-"""A node's starter: what it does about signals, and about a machine that has no room for a process."""
+"""A node's starter: signals, and a machine without room for another process."""
 
 import errno
 import os
@@ -20,7 +20,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 @pytest.fixture(autouse=True)
 def handlers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Those that would end this process but for the starter's own."""
+    """Signals that would end this process without the starter's handlers."""
     reached: list[int] = []
     before = {number: signal.signal(number, lambda got, _frame: reached.append(got)) for number in SIGNALS}
     monkeypatch.setattr("tandem.process.hangup.has_terminal", lambda: False)
@@ -71,7 +71,7 @@ def run() -> int:
     return NodeStarter(group(size=4, num_nodes=2), 1).run()
 
 
-def test_ranks_that_cannot_be_started_now_are_started_later(played: type[Played]) -> None:
+def test_node_starter_retries_ranks_after_failed_fork(played: type[Played]) -> None:
     none_left = OSError(errno.EAGAIN, "Resource temporarily unavailable")
     played.lives = [none_left, [signal.SIGTERM]]
     assert run() == 0

@@ -62,7 +62,7 @@ def test_rank_processes_any_exit_code_is_a_death(pipe) -> None:
     processes.close()
 
 
-def test_closing_kills_ranks_without_reporting_losses(pipe) -> None:
+def test_rank_processes_close_kills_without_reporting_losses(pipe) -> None:
     processes, end = start(pipe, SLEEP, "import signal; signal.signal(15, signal.SIG_IGN); " + SLEEP)
     reported = queue.SimpleQueue()
     end.watch(reported.put)

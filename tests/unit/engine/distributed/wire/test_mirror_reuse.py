@@ -1,4 +1,4 @@
-"""Blocks that are freed and used again: their next owner still reads what was written last, cell by cell.
+"""Freed and reused blocks: their next owner reads what was written last, cell by cell.
 
 A transfer that fails, or whose blocks no step ever read, leaves them marked as newer at rank 0. The next owner computes
 into them on the other node, or receives into them again.
@@ -15,7 +15,7 @@ from tests.unit.engine.distributed.wire.test_mirror_state import BLOCK_SIZE, NUM
 
 @dataclass(eq=False)
 class Owner:
-    """A sequence, or what is to become one: its blocks, and what its tokens' cells must hold."""
+    """A sequence or future sequence: its blocks, and the expected content of its tokens' cells."""
 
     table: list[int] = field(default_factory=list)
     cells: list[int] = field(default_factory=list)
@@ -36,7 +36,7 @@ class Pool:
         self.num_reused_while_newer_here = 0
 
     def bind(self, number: int) -> None:
-        """Blocks for a transfer."""
+        """Reserve blocks for a transfer."""
         taken = [self.free.pop() for _ in range(min(1 + number % 3, len(self.free)))]
         if taken:
             self.book.mark_received(taken)
@@ -50,7 +50,7 @@ class Pool:
                 self.write(self.here, owner)
 
     def commit(self, number: int) -> None:
-        """What has landed is a sequence, whose last block may be begun."""
+        """Landed blocks become a sequence, whose last block may be partial."""
         if self.transfers:
             owner = self.transfers.pop(number % len(self.transfers))
             held = -(-len(owner.cells) // BLOCK_SIZE)
@@ -59,7 +59,7 @@ class Pool:
             self.sequences.append(owner)
 
     def fail(self, number: int) -> None:
-        """Whatever has landed is nobody's."""
+        """Landed blocks are freed."""
         if self.transfers:
             self.free += self.transfers.pop(number % len(self.transfers)).table
 

@@ -1,4 +1,4 @@
-"""Whatever a worker does, a step reads there, and a peer reads here, what was written last."""
+"""After any operations of a worker, its steps and its peers read what was written last."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Blocks arrive as they left; what is no list of blocks is refused."""
+"""Lists of blocks survive the wire; anything else is refused."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ def planes() -> np.ndarray:
 
 
 @pytest.mark.parametrize("blocks", [[], [4], [0, 3, 9]])
-def test_blocks_arrive_as_they_left(blocks: list[int]) -> None:
+def test_mirrored_blocks_round_trip(blocks: list[int]) -> None:
     source, target = planes(), np.zeros((3, 10, 8), dtype=np.uint8)
     wanted = np.array(blocks, dtype=np.int64)
     found, data = decode_blocks(memoryview(encode_blocks(wanted) + read_blocks(source, wanted)), num_blocks=10)
@@ -38,6 +38,6 @@ def test_mirrored_blocks_malformed_list_is_refused(data: bytes) -> None:
         decode_blocks(memoryview(data), num_blocks=10)
 
 
-def test_blocks_of_another_size_are_refused() -> None:
+def test_mirrored_blocks_of_wrong_size_are_refused() -> None:
     with pytest.raises(InvariantError, match="are not 2 blocks"):
         write_blocks(planes(), np.array([1, 2]), memoryview(bytes(7)))

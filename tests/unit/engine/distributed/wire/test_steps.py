@@ -1,4 +1,4 @@
-"""A step arrives as it was sent, whatever the batch; bytes that are no step are refused."""
+"""Steps survive the wire for any batch; other bytes are refused."""
 
 import random
 from array import array
@@ -68,7 +68,7 @@ def test_step_message_truncated_is_refused(cut: int) -> None:
         decode_step(encode_step(step(random.Random(6)))[:cut])
 
 
-def test_negative_sizes_are_refused() -> None:
+def test_step_message_negative_size_is_refused() -> None:
     inputs = step(random.Random(7))
     data = bytearray(encode_step(replace(inputs, sample_rows=inputs.sample_rows[:0])))
     data[12:16] = b"\xff\xff\xff\xff"

@@ -1,4 +1,4 @@
-"""Cached blocks go down and come up in a real engine, with unchanged output: pool, host memory, disk, restart."""
+"""Cached blocks move to lower tiers and back in a real engine, with unchanged output, also over a restart."""
 
 import asyncio
 import logging
@@ -35,7 +35,7 @@ CHEAP_COPY = MeasuredRates(prefill_tokens_per_s=1.0, offload_bytes_per_s=1e12, l
 DEAR_COPY = MeasuredRates(prefill_tokens_per_s=1e12, offload_bytes_per_s=1.0, load_bytes_per_s=1.0)
 
 
-def test_cost_model():
+def test_tier_costs_choose_store_load_and_fetch():
     costs = TierCosts(block_bytes=100, block_tokens=16)
     assert not costs.prefers_load()  # what copying takes is not known
     costs.copies_at(MeasuredRates(offload_bytes_per_s=1000.0, load_bytes_per_s=500.0))
@@ -102,7 +102,7 @@ class Serving:
         )
 
     def run(self, request: Request) -> list[int]:
-        """What it says, to its end."""
+        """The whole answer."""
         self.engine.call(lambda scheduler: scheduler.add(request)).result(WAIT_S)
         assert self._ended.get(timeout=WAIT_S) == request.request_id
         return list(request.token_ids[request.num_prompt_tokens :])
@@ -117,7 +117,7 @@ class Serving:
         return {counts.tier: counts for counts in load.tiers}
 
     def settle(self) -> None:
-        """Until the disk has nothing left to do."""
+        """Wait until the disk is idle."""
         if self.parts.disk is not None:
             self.engine.call(lambda scheduler: scheduler.tiers.collect()).result(WAIT_S)
             self.parts.disk._writer.submit(bool).result(WAIT_S)
@@ -153,7 +153,7 @@ def sizes() -> tuple[int, int]:
 def tiny(
     sizes: tuple[int, int], *, host: int, disk: int = 0, path: Path | None = None, num_blocks: int = 9
 ) -> EngineSpec:
-    """So many blocks in the pool, in host memory, on disk."""
+    """Tier sizes: blocks in the pool, in host memory, on disk."""
     return replace(
         SPEC,
         num_blocks=num_blocks,
@@ -174,7 +174,7 @@ def answers(served: Serving, rounds: int = 3) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("pipelined", [False, True])
-def test_answers_are_the_same_with_every_tier(sizes, tmp_path, pipelined):
+def test_tier_cache_outputs_are_unchanged_by_tiers(sizes, tmp_path, pipelined):
     with serving(replace(SPEC, num_blocks=9, max_model_len=128)) as bare:
         expected = answers(bare)
         assert bare.counts() == {}
@@ -191,7 +191,7 @@ def test_answers_are_the_same_with_every_tier(sizes, tmp_path, pipelined):
         assert counts["host"].capacity_blocks == 12
 
 
-def test_cached_tokens_count_what_came_up(sizes):
+def test_tier_cache_loaded_blocks_count_as_cached(sizes):
     with serving(tiny(sizes, host=12)) as served:
         first, cached = served.ask(prompt(1))
         assert cached == 0
@@ -232,7 +232,7 @@ def test_tier_cache_disk_blocks_survive_restart(sizes, tmp_path):
         assert not list(tmp_path.rglob(f"*{SUFFIX}"))
 
 
-def test_damaged_files_are_counted_and_computed_again(sizes, tmp_path, caplog):
+def test_tier_cache_damaged_files_are_counted_and_recomputed(sizes, tmp_path, caplog):
     spec = tiny(sizes, host=12, disk=40, path=tmp_path)
     with serving(spec) as served:
         expected = answers(served, rounds=1)
@@ -288,7 +288,7 @@ def test_tier_cache_reservation_holds_blocks_in_host_memory(sizes):
         assert list(request.token_ids[100:]) == expected
 
 
-def test_blocks_that_a_hand_off_overwrites_are_saved_before(sizes):
+def test_tier_cache_saves_blocks_before_handoff_overwrites_them(sizes):
     with serving(tiny(sizes, host=12)) as served:
         expected = served.ask(prompt(1))[0]
         stranger = served.request(prompt(9, 120))
@@ -306,7 +306,7 @@ def test_blocks_that_a_hand_off_overwrites_are_saved_before(sizes):
         assert served.counts()["host"].hits > 0
 
 
-def test_sizes_that_cannot_work_are_refused(sizes, tmp_path):
+def test_tier_cache_impossible_sizes_are_refused(sizes, tmp_path):
     spec = tiny(sizes, host=4, disk=4, path=tmp_path)
     with pytest.raises(ConfigError, match=r"engine\.host_cache_bytes is 5; one KV block takes"):
         assemble(replace(spec, host_cache_bytes=5))

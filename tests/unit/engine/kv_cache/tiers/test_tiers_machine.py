@@ -30,7 +30,7 @@ NAMES = ("hits", "misses", "stores", "evictions", "dropped", "damaged", "late")
 
 
 class Tiers:
-    """Rules and checks that both machines get."""
+    """Rules and invariants of both machines."""
 
     sched: Scheduler
 
@@ -83,7 +83,7 @@ class Tiers:
             self.sched.release_held(request.request_id)
 
     def end_hand_off(self, draw: random.Random) -> None:
-        """What was reserved lands, in part or in whole, or is given up."""
+        """A reservation is filled, in part or in whole, or given up."""
         if not self.reserved:
             return
         transfer_id, request = draw.choice(list(self.reserved.items()))
@@ -110,14 +110,14 @@ class Tiers:
                 case Cleared():
                     self.told_names.clear()
 
-    def cluster_knows_what_is_here(self) -> None:
+    def reported_blocks_equal_snapshot(self) -> None:
         next_seq, stored = self.sched.blocks.snapshot()
         names = [event.name for event in stored]
         assert len(names) == len(set(names))
         if next_seq == self.next_seq:
             assert self.told_names == set(names)
 
-    def disk_is_bounded_and_known(self) -> None:
+    def disk_files_equal_index(self) -> None:
         if not self.disk.writes and not self.disk.reads and not self.disk.done and self.disk.capacity:
             assert self.disk.files.keys() == set(self.sched.tiers._disk)
 
@@ -129,7 +129,7 @@ class Tiers:
             self.disk.work()
             self.sched.tiers.collect()
         self.sched.check_invariants()
-        self.disk_is_bounded_and_known()
+        self.disk_files_equal_index()
         assert not self.sched.tiers._host.num_pins
         assert not self.sched.tiers._waits
         assert all(counts.num_blocks <= counts.capacity_blocks for counts in self.sched.load().tiers)
@@ -140,11 +140,11 @@ class TieredMachine(Tiers, SchedulerMachine):
 
 
 class TieredPipelinedMachine(Tiers, PipelinedMachine):
-    """A step is always under way, and the device is late."""
+    """A step is always in flight, and the device is late."""
 
 
 def prompts(draw: random.Random) -> Iterator[list[int]]:
-    """Conversations that go on, one after the other, so that each finds most of its past evicted."""
+    """Conversations in turn, so that each finds most of its past evicted."""
     talks = [[draw.randrange(90) for _ in range(draw.choice([16, 20, 33]))] for _ in range(8)]
     while True:
         talk = draw.choice(talks)
@@ -155,7 +155,7 @@ def prompts(draw: random.Random) -> Iterator[list[int]]:
 
 
 def history(machine: type[TieredMachine | TieredPipelinedMachine], seed: int, *, num_turns: int = 60) -> Counter[str]:
-    """One worker's life; what its tiers counted."""
+    """One worker's life; returns its tiers' counts."""
     draw = random.Random(seed)
     worker = machine()
     worker.start(
@@ -189,8 +189,8 @@ def history(machine: type[TieredMachine | TieredPipelinedMachine], seed: int, *,
         else:
             worker.step(draw.randint(1, 12), draw.choice([0, 1, 3, 99]))
         worker.conserved()
-        worker.cluster_knows_what_is_here()
-        worker.disk_is_bounded_and_known()
+        worker.reported_blocks_equal_snapshot()
+        worker.disk_files_equal_index()
         worker.pinned_sources_keep_their_content()
     worker.disk.is_full = False
     worker.teardown()
@@ -201,7 +201,7 @@ def history(machine: type[TieredMachine | TieredPipelinedMachine], seed: int, *,
 
 @pytest.mark.parametrize("seed", [1893, 3310, 3538])
 def test_tiers_arriving_block_is_not_reported_early(seed: int) -> None:
-    """A prompt was reported complete with a block that another request's step, still under way, was to fill."""
+    """A prompt was reported complete with a block that another request's unfinished step was to fill."""
     history(TieredPipelinedMachine, seed)
 
 
@@ -216,7 +216,7 @@ def test_tiers_random_operations_do_not_change_results(machine, count):
 
 
 def test_tiers_ended_wait_wakes_engine_once():
-    """Whose patience has ended while others, before them, find no room: the engine sleeps."""
+    """The wait times out behind others that find no room, while the engine sleeps."""
     sched, runner = ledger.scheduler(), ledger.LedgerRunner()
     disk = SlowDisk(host=runner.host, capacity=9)
     request = ledger.request(range(40))

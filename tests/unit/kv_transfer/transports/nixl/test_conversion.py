@@ -1,4 +1,4 @@
-"""`nixl` with a conversion on the way, over an agent that is not there: it moves bytes as late as it may."""
+"""`nixl` with a conversion, over a fake agent that moves bytes as late as it may."""
 
 import socket
 import threading
@@ -127,7 +127,7 @@ def test_nixl_conversion_delayed_write_lands_converted(ends: Ends) -> None:
 
 
 def test_nixl_conversion_releases_lock_between_parts(ends: Ends) -> None:
-    """So that a cancel waits for no more than one, and what comes after it is not converted."""
+    """A cancel waits for one part at most, and the later ones are not converted."""
     seen: list[bool] = []
 
     def cancel() -> None:
@@ -143,7 +143,7 @@ def test_nixl_conversion_releases_lock_between_parts(ends: Ends) -> None:
     ends.agent.on_wait = lambda: None
 
 
-def test_cells_that_are_not_there_are_refused_and_end_nothing(ends: Ends) -> None:
+def test_nixl_missing_cells_are_refused_and_connection_stays_open(ends: Ends) -> None:
     order = ends.order()
     wrong = WriteOrder(key=KEY, grant=order.grant, cells=cells(num_units=99), source=order.source)
     with pytest.raises(TransferError):

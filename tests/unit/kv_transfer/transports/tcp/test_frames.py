@@ -1,4 +1,4 @@
-"""Frames of `tcp`: what is damaged, repeated, left out or out of order is refused, and nothing lands wrongly."""
+"""Frames of `tcp`: damaged, repeated, missing or reordered ones are refused, and nothing lands wrongly."""
 
 import os
 import random
@@ -101,7 +101,7 @@ def test_frame_flipped_answer_bit_is_detected() -> None:
             tcp_frames.unpack_answer(damaged)
 
 
-def test_frames_are_no_answers_nor_answers_frames() -> None:
+def test_frames_and_answers_are_not_interchangeable() -> None:
     with pytest.raises(TransferError, match="not an answer"):
         tcp_frames.unpack_answer(tcp_frames.pack_answer(FrameKind.WRITE, 1))
     header = FrameHeader(kind=FrameKind.DONE, write_id=1, token=bytes(16), cells=one_layer(0), payload_bytes=0)
@@ -191,7 +191,7 @@ def test_frame_answers_are_accepted_once_and_in_order(answers: list[tuple[FrameK
 # Pieces and checksums
 
 
-def test_pieces_are_the_same_bytes_in_bounded_groups() -> None:
+def test_bursts_are_bounded_and_keep_bytes() -> None:
     rng = random.Random(1)
     for _ in range(200):
         data = memoryview(rng.randbytes(rng.randrange(1, 5000)))
@@ -203,7 +203,7 @@ def test_pieces_are_the_same_bytes_in_bounded_groups() -> None:
         assert all(0 < sum(map(len, group)) <= limit for group in groups)
 
 
-def test_pieces_have_no_more_views_than_the_kernel_takes() -> None:
+def test_bursts_have_at_most_iov_max_views() -> None:
     data = memoryview(bytes(3 * MAX_VIEWS + 5))
     groups = list(bursts([data[i : i + 1] for i in range(len(data))], 1 << 20))
     assert [len(group) for group in groups] == [MAX_VIEWS] * 3 + [5]
@@ -261,8 +261,8 @@ def test_frame_landed_payload_is_not_reread_to_verify(
     assert checksum.checksum_of(block_views(target, [4, 9])) == result.checksum
 
 
-def test_cells_are_written_once_unless_they_are_found_damaged(receiver: TcpReceiver, target: KVRegion) -> None:
-    """Nobody would look at what a second write leaves where verified cells stood."""
+def test_frame_verified_cells_cannot_be_written_again(receiver: TcpReceiver, target: KVRegion) -> None:
+    """A second write over verified cells would go unchecked."""
     source = make_region(seed=3)
     writer = TcpSender(source).connect(receiver.offer(), PAIRING)
     token = receiver.open_grant(KEY, landing(target, 4, 9))

@@ -1,4 +1,4 @@
-"""A frame of one stream that comes again on another one, where it may have the very number that comes next."""
+"""A frame of one stream replayed on another, where its number may be the next expected."""
 
 import os
 import socket

@@ -79,7 +79,7 @@ def all_bytes(region: KVRegion, blocks: list[int]) -> bytes:
     return b"".join(block_views(region, blocks))
 
 
-def test_writes_take_the_stream_with_the_fewest(ends: Ends) -> None:
+def test_streams_write_uses_the_least_busy_stream(ends: Ends) -> None:
     [peer] = ends.receiver._peers.values()
     assert len(peer.channels) == STREAMS
     with ends.lock:
@@ -130,7 +130,7 @@ def test_streams_after_one_ended_nothing_lands(ends: Ends) -> None:
 
 
 def slow_down(monkeypatch: pytest.MonkeyPatch, landing_now: threading.Event, go_on: threading.Event) -> None:
-    """Whichever parcel lands waits in the middle of a call: that of compiled code, or of views."""
+    """Any landing parcel waits in the middle of a call, of compiled code or of views."""
 
     def slow(advance: Callable[[object], StreamStep]) -> Callable[[object], StreamStep]:
         def waiting(parcel: object) -> StreamStep:
@@ -162,7 +162,7 @@ def test_streams_revocation_waits_for_landing_call(ends: Ends, monkeypatch: pyte
     assert not any(ends.target.buffer)
 
 
-def test_cancel_is_final_on_every_stream(ends: Ends) -> None:
+def test_streams_cancel_is_final_on_every_stream(ends: Ends) -> None:
     with ends.lock:
         futures = ends.start_whole_frames()
         assert ends.writer.cancel(KEY)

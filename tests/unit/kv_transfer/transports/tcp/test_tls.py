@@ -1,4 +1,4 @@
-"""`tcp` in TLS: whom it takes, whom it refuses, and what it says then."""
+"""`tcp` over TLS: accepted and refused peers, and the error messages."""
 
 import json
 import logging
@@ -89,7 +89,7 @@ def forged(offer: TransportOffer, field: str, value: str) -> TransportOffer:
 
 
 def assert_serves(receiver: TcpReceiver, files: TlsFiles | None, source: KVRegion, target: KVRegion) -> None:
-    """A sender in order gets its bytes through."""
+    """A valid sender gets its bytes through."""
     tls = TlsIdentity(files) if files else None
     writer = TcpSender(source, settings=TcpSettings(tls=tls)).connect(receiver.offer(), PAIRING)
     grant = receiver.open_grant(KEY, landing(target, 1))
@@ -153,7 +153,7 @@ def with_encrypted_key(files: TlsFiles, at: Path) -> TlsFiles:
         (with_encrypted_key, r"tls\.key: the key is encrypted"),
     ],
 )
-def test_bad_files_are_config_errors_that_name_them(files: TlsFiles, tmp_path: Path, change, message: str) -> None:
+def test_tls_bad_files_are_config_errors_by_name(files: TlsFiles, tmp_path: Path, change, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         TlsIdentity(change(files, tmp_path))
 
@@ -267,7 +267,7 @@ def hello(receiver: TcpReceiver) -> bytes:
 
 
 def answer_to_hello(receiver: TcpReceiver, context: ssl.SSLContext) -> bytes:
-    """What somebody hears who knows the secret."""
+    """The answer to a client with the secret."""
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     with knock(receiver) as sock, context.wrap_socket(sock) as secure:
@@ -310,7 +310,7 @@ def test_tls_sender_with_expired_certificate_learns_reason(
             TcpSender(source, settings=TcpSettings(tls=identity)).connect(secured.offer(), PAIRING)
 
 
-def test_older_versions_are_refused(secured: TcpReceiver, files: TlsFiles) -> None:
+def test_tls_old_version_is_refused(secured: TcpReceiver, files: TlsFiles) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.load_cert_chain(files.cert, files.key)
     context.maximum_version = ssl.TLSVersion.TLSv1_2
@@ -349,7 +349,7 @@ def test_tls_slow_handshake_delays_no_other_and_ends_in_time(
         assert slow.recv(1) == b"", "it has not finished in time"
 
 
-def test_closing_does_not_wait_for_a_handshake(files: TlsFiles) -> None:
+def test_tls_close_does_not_wait_for_handshake(files: TlsFiles) -> None:
     receiver = TcpReceiver(settings=TcpSettings(tls=TlsIdentity(files), stall_s=100 * WAIT_S))
     with knock(receiver) as slow:
         slow.sendall(client_hello()[:5])

@@ -1,4 +1,4 @@
-"""What is received past its destinations in TLS, where the end of it may have been decrypted already."""
+"""Skipped payload in TLS, whose end may already have been decrypted."""
 
 import socket
 import threading
@@ -46,7 +46,7 @@ def send(channel: TlsChannel, num_bytes: int) -> None:
 
 @pytest.mark.parametrize("first", [500, RECORD - 1, 1])
 def test_tls_skip_does_not_wait_for_rest_of_record(channels: tuple[TlsChannel, TlsChannel], first: int) -> None:
-    """The scratch memory is full in the middle of the last record: no poll would tell of the rest."""
+    """The scratch buffer fills up inside the last record: poll would not report the rest."""
     sending, receiving = channels
     inbound = Inbound(receiving, Peer(), GrantTable(), seed=0, mover=None, stall_s=STALL_S)
     sender = threading.Thread(target=lambda: (send(sending, first), send(sending, _SCRATCH_BYTES)))

@@ -1,4 +1,4 @@
-"""torch_dist between GPUs, as far as it can be walked without one.
+"""torch_dist between GPUs, as far as testable without one.
 
 What is real: who may take that way, the handshake, limits, aborts and environment, over a real gloo group. What is not:
 NCCL itself and CUDA's streams.
@@ -105,7 +105,7 @@ def with_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
         ("cpu", "cpu", (False, False), PAIRING, True),
     ],
 )
-def test_which_pools_are_joined_directly(
+def test_torch_dist_direct_path_requires_matching_pools(
     own: str, theirs: str, isolated: tuple[bool, bool], pairing: Pairing, direct: bool
 ) -> None:
     ours, others = isolated
@@ -132,7 +132,7 @@ class Stream:
 
 @dataclass
 class Fakes:
-    """What stands in for CUDA, and what it has seen."""
+    """The fakes for CUDA, and what they recorded."""
 
     options: list[SimpleNamespace] = field(default_factory=list)
     current: Stream | None = None
@@ -153,7 +153,7 @@ class Fakes:
 
 
 class Work:
-    """Like NCCL's it gets on by itself; gloo's does while somebody waits."""
+    """Progresses by itself like NCCL's; gloo's does so while waited for."""
 
     def __init__(self, work: distributed.Work) -> None:
         self._done = threading.Event()
@@ -246,7 +246,7 @@ def pair(fakes: Fakes) -> Iterator[tuple[NcclCommunicator, NcclCommunicator]]:
         yield ends[0].result(10), ends[1].result(10)
 
 
-def test_tensors_cross_in_order(pair: tuple[NcclCommunicator, NcclCommunicator], fakes: Fakes) -> None:
+def test_nccl_tensors_arrive_in_order(pair: tuple[NcclCommunicator, NcclCommunicator], fakes: Fakes) -> None:
     receiver, sender = pair
     sent = [torch.full((size,), size % 251, dtype=torch.uint8) for size in (1, 5, 70_000)]
     came = [torch.zeros_like(tensor) for tensor in sent]

@@ -1,4 +1,4 @@
-"""Attempts at one choice add up: time, KV held, tokens computed more than once."""
+"""Totals over attempts at one choice: time, KV held, recomputed tokens."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Beam search on a model of a few tokens: what `transformers` finds, and what a search over everything finds."""
+"""Beam search on a tiny model against `transformers` and against an exhaustive search."""
 
 import itertools
 import random
@@ -85,7 +85,7 @@ CASES = [
 
 @pytest.mark.parametrize(("early_stopping", "length_penalty", "num_beams", "ends"), CASES)
 def test_beam_search_equals_transformers(model, early_stopping, length_penalty: float, num_beams: int, ends) -> None:
-    """With ends so likely that searches are over early as well as late."""
+    """With end tokens so likely that searches end early as well as late."""
     for seed in range(2):
         prompt = [random.Random(seed).randrange(3, VOCAB) for _ in range(9)]
         out = model.generate(
@@ -124,5 +124,5 @@ def test_beam_search_equals_transformers(model, early_stopping, length_penalty: 
 
 
 def up_to_end(tokens: list[int], ends) -> list[int]:
-    """Without what fills the row."""
+    """Without the row's padding."""
     return tokens[: next((i + 1 for i, token in enumerate(tokens) if token in ends), len(tokens))]

@@ -1,4 +1,4 @@
-"""The retry ladder's decisions, and the ledger that placement relies on, without any I/O."""
+"""The retry ladder's decisions, and the ledger that placement uses, without I/O."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -87,7 +87,7 @@ def test_progress_refused_attempt_was_not_taken() -> None:
     assert progress.was_taken
 
 
-def test_failures_in_a_row_are_bounded_and_progress_forgives() -> None:
+def test_progress_bounds_consecutive_failures() -> None:
     progress, budget, error = _progress(), RetryBudget(), Unavailable("x")
     key = WorkerKey(WorkerId("d0"), Incarnation(1))
     assert progress.may_retry(RetryReason.REFUSED, error, budget)
@@ -117,7 +117,7 @@ def test_progress_final_errors_are_not_retried(error: ServingError, retried: boo
     assert _progress().may_retry(RetryReason.REFUSED, error, RetryBudget()) is retried
 
 
-def test_budget_bounds_retries_but_not_the_streams_of_a_dead_worker() -> None:
+def test_retry_budget_excludes_streams_of_lost_workers() -> None:
     budget, error = RetryBudget(share=0.25, most=2.0), Unavailable("x")
     assert [_progress().may_retry(RetryReason.REFUSED, error, budget) for _ in range(3)] == [True, True, False]
     assert _progress().may_retry(RetryReason.WORKER_LOST, error, budget)
@@ -126,7 +126,7 @@ def test_budget_bounds_retries_but_not_the_streams_of_a_dead_worker() -> None:
     assert [_progress().may_retry(RetryReason.WORKER_FAULT, error, budget) for _ in range(2)] == [True, False]
 
 
-def test_reroutes_are_bounded_per_attempt() -> None:
+def test_progress_bounds_reroutes_per_attempt() -> None:
     progress = _progress()
     progress.begin_attempt()
     assert [progress.may_reroute() for _ in range(3)] == [True, True, False]
@@ -134,7 +134,7 @@ def test_reroutes_are_bounded_per_attempt() -> None:
     assert progress.may_reroute()
 
 
-def test_cached_count_is_the_first_attempts_and_never_beyond_the_prompt() -> None:
+def test_progress_cached_tokens_are_those_of_first_attempt() -> None:
     end = AttemptFinished(reason=FinishReason.STOP, cached_tokens=40, times=PhaseTimes(decode_s=1.0))
     assert _progress().finish(end).cached_tokens == 20
     progress = _progress()
@@ -161,7 +161,7 @@ def test_progress_finished_by_router_has_known_figures() -> None:
     assert (early.cached_tokens, early.computed_tokens, early.needed_tokens) == (4, 18, 18)
 
 
-def test_lost_end_of_a_full_output_is_known() -> None:
+def test_progress_with_full_output_is_complete_without_end() -> None:
     progress = _progress(max_tokens=2)
     progress.accept(_arrived(0, 1))
     assert not progress.is_complete
@@ -235,7 +235,7 @@ def test_ledger_follows_an_assignment(registry: WorkerRegistry) -> None:
     assert registry.prefix_map.longest_prefix(_names(20)) == {computing: 20}
 
 
-def test_second_request_of_a_prefix_follows_the_first(registry: WorkerRegistry) -> None:
+def test_placer_repeated_prefix_follows_first_request(registry: WorkerRegistry) -> None:
     placer = _placer(registry)
     first = placer.assign(num_tokens=3200, names=_names(200))
     placer.prompt_computed(first)
@@ -245,7 +245,7 @@ def test_second_request_of_a_prefix_follows_the_first(registry: WorkerRegistry) 
         assert again.computing == first.computing or again.placement.prefill is None
 
 
-def test_abandoned_prompt_is_not_expected_any_more(registry: WorkerRegistry) -> None:
+def test_placer_abandoned_prompt_is_not_expected(registry: WorkerRegistry) -> None:
     placer = _placer(registry)
     placer.release(placer.assign(num_tokens=320, names=_names(20)))
     assert registry.prefix_map.longest_prefix(_names(20)) == {}
@@ -254,7 +254,7 @@ def test_abandoned_prompt_is_not_expected_any_more(registry: WorkerRegistry) -> 
     assert set(_books(registry).values()) == {(0, 0)}
 
 
-def test_rerouted_prefill_moves_its_booking(registry: WorkerRegistry) -> None:
+def test_placer_rerouted_prefill_moves_its_booking(registry: WorkerRegistry) -> None:
     placer = _placer(registry)
     assignment = placer.assign(num_tokens=320, names=_names(20))
     failed = assignment.computing
@@ -270,7 +270,7 @@ def test_rerouted_prefill_moves_its_booking(registry: WorkerRegistry) -> None:
     assert set(_books(registry).values()) == {(0, 0)}
 
 
-def test_booking_of_dead_worker_leaves_its_successor_alone(registry: WorkerRegistry) -> None:
+def test_ledger_release_for_dead_worker_spares_its_successor(registry: WorkerRegistry) -> None:
     placer = _placer(registry)
     assignment = placer.assign(num_tokens=320, names=_names(20))
     info = worker("d0").info
@@ -280,7 +280,7 @@ def test_booking_of_dead_worker_leaves_its_successor_alone(registry: WorkerRegis
     assert _books(registry)["d0"] == (0, 0)
 
 
-def test_record_of_new_session_starts_empty(registry: WorkerRegistry) -> None:
+def test_registry_new_session_starts_without_bookings(registry: WorkerRegistry) -> None:
     placer = _placer(registry)
     lost, kept = (placer.assign(num_tokens=320, names=_names(20)) for _ in range(2))
     for snapshot in registry.snapshots():
@@ -301,7 +301,7 @@ def test_record_of_new_session_starts_empty(registry: WorkerRegistry) -> None:
     assert registry.in_flight() == ()
 
 
-def test_load_report_replaces_what_was_sent_before_it(registry: WorkerRegistry) -> None:
+def test_ledger_load_report_replaces_earlier_bookings(registry: WorkerRegistry) -> None:
     placer, key = _placer(registry), worker("d0").info.key
     registry.load_changed(key, WorkerLoad(num_running=5, backlog_tokens=100))
     registry.assign(key, 40)
@@ -311,7 +311,7 @@ def test_load_report_replaces_what_was_sent_before_it(registry: WorkerRegistry) 
     assert placer.registry is registry
 
 
-def test_penalty_runs_out(registry: WorkerRegistry) -> None:
+def test_registry_penalty_keeps_the_longest(registry: WorkerRegistry) -> None:
     key = worker("d0").info.key
     registry.penalise(key, 2.0)
     registry.penalise(key, 1.0)

@@ -1,4 +1,4 @@
-"""Full but healthy workers: requests wait for room, in turn, until their deadline."""
+"""Full but healthy workers: requests wait for room in order, until their deadline."""
 
 import asyncio
 import time
@@ -52,7 +52,7 @@ async def _until_it_waits(router: Cluster) -> None:
 
 
 @pytest.mark.parametrize("code", ["Unavailable", "Overloaded"])
-async def test_full_pool_is_waited_for_without_costing_attempts(code: str) -> None:
+async def test_full_pool_waits_without_costing_attempts(code: str) -> None:
     pool = _Pool(code=code)
     async with cluster(FakeWorker("d0", script=pool)) as router:
         client = asyncio.create_task(collect(router.generate(routed())))
@@ -148,7 +148,7 @@ async def test_expected_worker_not_joining_ends_the_wait() -> None:
         assert leaving.submissions.qsize() == 1
 
 
-def test_waits_grow_and_respect_retry_after() -> None:
+def test_waiting_times_grow_and_respect_retry_after() -> None:
     progress = ChoiceProgress(prompt_length=1, max_tokens=1, max_attempts=1)
     progress.was_full(worker("d0").info.key, Unavailable("full", retry_after_s=1.0))
     waits_s = [progress.wait_for_room_s(Random(0)) for _ in range(6)]
@@ -157,7 +157,7 @@ def test_waits_grow_and_respect_retry_after() -> None:
     assert waits_s[-1] == waits_s[-2] == 8 * waits_s[0]
 
 
-def test_room_goes_to_the_first_that_fit() -> None:
+def test_waiting_choices_wakes_first_that_fit_by_priority() -> None:
     room, woken = WaitingChoices(), list[str]()
     places = {name: room.new_place(priority) for name, priority in (("a", 0), ("b", 0), ("urgent", -1), ("c", 0))}
     for name, num_tokens in (("c", 16), ("b", 48), ("a", 17), ("urgent", 16)):

@@ -1,4 +1,4 @@
-"""A page that many ask for at once."""
+"""An admin page under many concurrent requests."""
 
 import asyncio
 
@@ -10,7 +10,7 @@ from tests.support.router.servers.http_client import client_of
 
 
 class Reader:
-    """Tells how many readings there were; each waits until it may end."""
+    """Counts its readings; each waits until it may end."""
 
     def __init__(self):
         self.num = 0
@@ -51,7 +51,7 @@ async def test_shared_scrape_during_reading_shares_the_next():
     assert await shared() == b"3"
 
 
-async def test_scrapes_that_come_at_once_are_answered_with_one_reading():
+async def test_metrics_concurrent_scrapes_share_one_reading():
     parts, readings = fakes.make_servers(fakes.make_tokenizer()), []
 
     async def read():

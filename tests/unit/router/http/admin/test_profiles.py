@@ -1,4 +1,4 @@
-"""/debug/profile: for whom it is, what may be asked, and one at a time."""
+"""/debug/profile: access, options, and one profile at a time."""
 
 import asyncio
 import threading
@@ -86,7 +86,7 @@ async def http_server(tokenizer, addresses, **bounds) -> AsyncIterator[httpx.Asy
 
 
 async def hangs_up(client: httpx.AsyncClient, path: str, query: str, leaves: asyncio.Event) -> int:
-    """Ask, and leave before the answer; the status that nobody reads."""
+    """Request, and disconnect before the answer; returns the unread status."""
     sent: list[int] = []
 
     async def receive():

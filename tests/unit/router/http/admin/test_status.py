@@ -169,7 +169,7 @@ async def test_status_page_has_no_data_and_strict_policy(tokenizer: Tokenizer) -
         assert changed.content == page.content
 
 
-async def test_docs_page_needs_no_other_host_and_runs_under_the_policy(tokenizer: Tokenizer) -> None:
+async def test_docs_page_is_self_contained_under_its_policy(tokenizer: Tokenizer) -> None:
     async with world(tokenizer, KEYED) as w:
         page = await w.client.get("/docs")
         assert page.status_code == 200

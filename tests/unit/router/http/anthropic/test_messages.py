@@ -157,7 +157,7 @@ async def test_anthropic_breakpoint_is_pinned_and_counted(parts: fakes.Servers, 
     assert answer.json()["usage"] == usage(prompt, len(ids), created=pin.num_tokens - 7)
 
 
-async def test_anthropic_breakpoints_of_both_ttls_are_counted_apart(
+async def test_anthropic_breakpoints_of_both_ttls_are_counted_separately(
     parts: fakes.Servers, client: httpx.AsyncClient
 ) -> None:
     ids = parts.say("ok", cached_tokens=16)
@@ -283,7 +283,7 @@ async def test_anthropic_key_in_either_header_is_accepted(tokenizer: Tokenizer) 
     assert [request.tenant for request in parts.generator.requests] == ["a", "a"]
 
 
-async def test_tenants_share_blocks_only_where_it_is_configured(tokenizer: Tokenizer) -> None:
+async def test_anthropic_tenants_share_blocks_only_if_configured(tokenizer: Tokenizer) -> None:
     keys = tuple(ApiKey(key=SecretStr(f"secret-of-{name}"), tenant=name) for name in "ab")
     roots = []
     for cache in ({}, {"shared_by_tenants": True}):
@@ -364,7 +364,7 @@ async def test_anthropic_final_assistant_turn_is_continued(parts: fakes.Servers,
 
 
 def test_anthropic_turn_of_many_blocks_takes_linear_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Anew after each block it takes minutes of the event loop."""
+    """Processing all anew after each block would block the event loop for minutes."""
     joins: list[int] = []
 
     def counted(blocks: Sequence[content_blocks.TextBlock]) -> str:
@@ -381,7 +381,7 @@ def test_anthropic_turn_of_many_blocks_takes_linear_time(monkeypatch: pytest.Mon
 
 
 async def test_anthropic_unknown_route_error_has_its_format(client: httpx.AsyncClient) -> None:
-    """By their path, or by the header that Anthropic's clients always send."""
+    """By path, or by the header that Anthropic's clients always send."""
     anthropics = {"anthropic-version": "2023-06-01"}
     for path, headers in (("/v1/messages/batches", {}), ("/v1/messages/", {}), ("/v1/complete", anthropics)):
         answer = await client.post(path, json={}, headers=headers)

@@ -21,7 +21,7 @@ async def _read(body: bytes) -> dict[str, object]:
     return await read_object(Request({"type": "http", "headers": []}, receive), BOUNDS)
 
 
-async def test_large_bodies_leave_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_json_body_large_is_parsed_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     threads: list[threading.Thread] = []
     parse = strict_json._parse_fast
     monkeypatch.setattr(strict_json, "_parse_fast", lambda b: (threads.append(threading.current_thread()), parse(b))[1])
@@ -46,7 +46,7 @@ def test_json_body_commas_in_strings_do_not_count(text: bytes) -> None:
     check_num_values(b'{"prompt": "' + text * BOUNDS.max_values + b'"}', BOUNDS.max_values)
 
 
-async def test_ids_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_json_body_token_ids_are_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     second: list[int] = []
     loads = strict_json.json.loads
     monkeypatch.setattr(strict_json.json, "loads", lambda b, **k: (second.append(len(b)), loads(b, **k))[1])
@@ -66,13 +66,13 @@ async def test_ids_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
         b'{"prompt": %s' % IDS,
     ],
 )
-async def test_large_bodies_are_read_strictly(body: bytes) -> None:
+async def test_json_body_large_is_parsed_strictly(body: bytes) -> None:
     assert len(body) > INLINE_BYTES
     with pytest.raises(InvalidRequest, match="not valid JSON"):
         await _read(body)
 
 
-async def test_great_integers_and_look_alikes_keep_their_value() -> None:
+async def test_json_body_large_integers_and_similar_keys_keep_their_value() -> None:
     key = "[" + "1," * 40 + "1]"
     body = b'{"prompt": %s, "seed": 123456789012345678901234567890, "%s": "%s"}' % (IDS, key.encode(), key.encode())
     data = await _read(body)

@@ -1,4 +1,4 @@
-"""Named caches at the HTTP server, in process: made, found, used, prolonged, deleted, bounded, each tenant's own."""
+"""Named caches at the HTTP server, in process: created, used, extended, deleted, bounded, per tenant."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -190,7 +190,7 @@ async def test_cached_content_unknown_name_is_refused(world: World, client: http
 
 
 async def test_cached_content_of_departed_client_is_removed(world: World) -> None:
-    """Both in one turn of the loop: the session that brings the word must live, and no pin stay that has no name."""
+    """Both in one turn of the loop: the session must live, and no unnamed pin may stay."""
     world.keeper.says = None
     named = NamedCacheService.from_frontend(world.parts.frontend)
     assert named is not None

@@ -89,7 +89,7 @@ async def test_chat_stream_joins_to_whole_answer(parts: fakes.Servers, client: h
     assert chunks[-1]["timing"]["cached_tokens"] == 7
 
 
-async def test_continuous_usage_and_timing_without_usage(parts: fakes.Servers, client: httpx.AsyncClient) -> None:
+async def test_chat_stream_sends_continuous_usage_and_timing(parts: fakes.Servers, client: httpx.AsyncClient) -> None:
     ids = parts.say("hello world")
     options = {"stream": True, "stream_options": {"continuous_usage_stats": True}}
     chunks = events((await client.post(CHAT, json=HELLO | options, headers={"X-Tandem-Timing": "1"})).text)
@@ -108,7 +108,7 @@ async def test_chat_stream_choices_interleave(parts: fakes.Servers, client: http
     assert sum(c["choices"][0]["finish_reason"] == "stop" for c in chunks) == 3
 
 
-async def test_chat_logprobs(parts: fakes.Servers, client: httpx.AsyncClient) -> None:
+async def test_chat_logprobs_cover_the_answer(parts: fakes.Servers, client: httpx.AsyncClient) -> None:
     ids = parts.say("hello", logprobs=True)
     body = (await client.post(CHAT, json=HELLO | {"logprobs": True, "top_logprobs": 2})).json()
     content = body["choices"][0]["logprobs"]["content"]
@@ -118,7 +118,7 @@ async def test_chat_logprobs(parts: fakes.Servers, client: httpx.AsyncClient) ->
     assert parts.generator.requests[0].sampling.num_logprobs == 2
 
 
-async def test_stop_string(parts: fakes.Servers, client: httpx.AsyncClient) -> None:
+async def test_chat_stop_string_ends_the_answer(parts: fakes.Servers, client: httpx.AsyncClient) -> None:
     parts.say("hello world STOP here", reason=FinishReason.LENGTH)
     request = HELLO | {"stop": ["STOP", "never"]}
     body = (await client.post(CHAT, json=request)).json()
@@ -140,7 +140,7 @@ async def test_stop_string_waits_for_min_tokens(parts: fakes.Servers, client: ht
     assert body["choices"][0]["message"]["content"] == "ab"
 
 
-async def test_completions_shapes(parts: fakes.Servers, client: httpx.AsyncClient) -> None:
+async def test_completions_answer_every_prompt_form(parts: fakes.Servers, client: httpx.AsyncClient) -> None:
     ids = parts.say("hello world", logprobs=True)
     for prompt, count in (("a", 1), (["a", "b"], 2), ([5, 6], 1), ([[5], [6, 7]], 2)):
         body = (
@@ -174,7 +174,7 @@ async def test_completions_stream_of_several_prompts(parts: fakes.Servers, clien
     assert parts.generator.open_streams == 0
 
 
-async def test_echo_of_token_ids_and_stop_token_text(parts: fakes.Servers, client: httpx.AsyncClient) -> None:
+async def test_completions_echo_token_ids_and_stop_token(parts: fakes.Servers, client: httpx.AsyncClient) -> None:
     ids = parts.say("hello world")
     request = {"prompt": parts.tokenizer.encode("fox"), "echo": True, "stop_token_ids": [ids[-2]]}
     parts.generator.script.tokens = ids[:-1]
@@ -184,7 +184,7 @@ async def test_echo_of_token_ids_and_stop_token_text(parts: fakes.Servers, clien
     assert body["choices"][0]["stop_reason"] == ids[-2]
 
 
-async def test_models_and_texts(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
+async def test_models_and_tokenize_routes_answer(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     card = (await client.get("/v1/models")).json()["data"][0]
     assert (card["id"], card["max_model_len"]) == (fakes.MODEL, fakes.CONTEXT)
     assert (await client.get(f"/v1/models/{fakes.MODEL}")).json() == card

@@ -1,4 +1,4 @@
-"""`functions` and `function_call`, the older form of tools: asked for, answered and sent back in that form."""
+"""`functions` and `function_call`, the older form of tools, in requests, answers and conversations."""
 
 import json
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""How the servers show log probabilities of prompts, and what they take of them."""
+"""Prompt log probabilities at the servers: shapes of answers, and accepted options."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -43,7 +43,7 @@ async def ask(client: httpx.AsyncClient, route: str, **body: Any) -> dict[str, A
 
 
 @pytest.mark.parametrize("slice_values", [1, 7, 2048])
-async def test_prompt_logprobs_are_the_tokens_own_and_the_most_likely(
+async def test_prompt_logprobs_show_own_and_most_likely_tokens(
     client: httpx.AsyncClient, parts: fakes.Servers, slice_values: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(prompt_logprobs, "SLICE_VALUES", slice_values)

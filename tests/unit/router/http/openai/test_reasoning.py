@@ -1,4 +1,4 @@
-"""A model that thinks before it answers, at every server: what it thinks stands apart, and is counted."""
+"""Reasoning models at every server: reasoning is returned separately, and counted."""
 
 import json
 from collections.abc import AsyncIterator
@@ -45,8 +45,8 @@ async def client(parts: fakes.Servers) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-def say_with_thought(parts: fakes.Servers, *, is_open: bool, answer: str = ANSWER, **script: Any) -> int:
-    """Has it think and answer; returns how many tokens it thinks."""
+def say_with_reasoning(parts: fakes.Servers, *, is_open: bool, answer: str = ANSWER, **script: Any) -> int:
+    """Script reasoning and an answer; returns the number of reasoning tokens."""
     text = f"{'' if is_open else '<think>'}\n{THOUGHT}\n</think>\n\n{answer}"
     ids = parts.say(text, **script)
     for count in range(len(ids)):
@@ -58,7 +58,7 @@ def say_with_thought(parts: fakes.Servers, *, is_open: bool, answer: str = ANSWE
 @pytest.mark.parametrize("template", [OPENS, WRITES], ids=["the template begins", "the model begins"])
 async def test_chat_separates_reasoning(template: str) -> None:
     parts = parts_of(template)
-    count = say_with_thought(parts, is_open=template == OPENS)
+    count = say_with_reasoning(parts, is_open=template == OPENS)
     async with client_of(parts) as client:
         described = await Described.by(client)
         whole = await client.post(CHAT, json=HELLO | {"n": 2})
@@ -78,8 +78,8 @@ async def test_chat_separates_reasoning(template: str) -> None:
             assert chunks[-1]["usage"]["completion_tokens_details"] == {"reasoning_tokens": count}
 
 
-async def test_calls_come_after_thinking(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
-    say_with_thought(parts, is_open=True, answer=CALL)
+async def test_tool_calls_follow_reasoning(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
+    say_with_reasoning(parts, is_open=True, answer=CALL)
     tools = [{"type": "function", "function": CLOCK}]
     choice = (await client.post(CHAT, json=HELLO | {"tools": tools})).json()["choices"][0]
     assert choice["finish_reason"] == "tool_calls"
@@ -92,7 +92,7 @@ NO_THOUGHT = {"chat_template_kwargs": {"enable_thinking": False}}
 
 
 def lead_of(parts: fakes.Servers) -> str:
-    """What the last request's answer must begin with."""
+    """The required beginning of the last request's answer."""
     (first, *_) = json.loads(parts.generator.requests[-1].sampling.grammar or "")["grammars"]
     return str(first["lark_grammar"] or "")
 
@@ -111,7 +111,7 @@ def lead_of(parts: fakes.Servers) -> str:
 async def test_structured_output_follows_reasoning(
     client: httpx.AsyncClient, parts: fakes.Servers, options: dict[str, Any], answer: str
 ) -> None:
-    count = say_with_thought(parts, is_open=True, answer=answer)
+    count = say_with_reasoning(parts, is_open=True, answer=answer)
     body = (await client.post(CHAT, json=HELLO | options)).json()
     message = body["choices"][0]["message"]
     assert lead_of(parts).startswith("start: thinking ")
@@ -136,7 +136,7 @@ async def test_reasoning_begun_by_model_is_optional() -> None:
 
 @pytest.mark.parametrize(("options", "answer"), [({}, ANSWER), ({"tools": [TOOL], "tool_choice": "required"}, CALL)])
 async def test_grpc_separates_reasoning(parts: fakes.Servers, options: dict[str, Any], answer: str) -> None:
-    count = say_with_thought(parts, is_open=True, answer=answer, per_delta=2)
+    count = say_with_reasoning(parts, is_open=True, answer=answer, per_delta=2)
     turns = [*HELLO["messages"], {"role": "assistant", "content": "b", "reasoning_content": "c"}, *HELLO["messages"]]
     request = grpc_request(HELLO | options | {"messages": turns, "stream": True})
     whole = await answers_of(service_of(parts), request)
@@ -166,7 +166,7 @@ def deltas_of(events: list[dict[str, str]]) -> list[dict[str, Any]]:
 
 
 async def test_reasoning_stream_resumes_where_it_broke(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
-    say_with_thought(parts, is_open=True)
+    say_with_reasoning(parts, is_open=True)
     headers = {"X-Tandem-Stream-Ids": "1"}
     full = list(events_of((await client.post(CHAT, json=HELLO | {"stream": True}, headers=headers)).text))[:-1]
     for cut in (3, len(full) // 2, len(full) - 3):
@@ -177,7 +177,7 @@ async def test_reasoning_stream_resumes_where_it_broke(client: httpx.AsyncClient
 
 
 async def test_responses_separate_reasoning(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
-    count = say_with_thought(parts, is_open=True)
+    count = say_with_reasoning(parts, is_open=True)
     described = await Described.by(client)
     whole = await client.post("/v1/responses", json={"input": "a"})
     streamed = await client.post("/v1/responses", json={"input": "a", "stream": True})
@@ -196,8 +196,8 @@ async def test_responses_separate_reasoning(client: httpx.AsyncClient, parts: fa
     assert f"[{THOUGHT}]{ANSWER}" in prompt
 
 
-async def test_log_probabilities_are_those_of_the_answer(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
-    say_with_thought(parts, is_open=True, logprobs=True)
+async def test_responses_logprobs_exclude_reasoning(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
+    say_with_reasoning(parts, is_open=True, logprobs=True)
     body = {"input": "a", "include": ["message.output_text.logprobs"]}
     response = await client.post("/v1/responses", json=body | {"stream": True})
     whole = (await client.post("/v1/responses", json=body)).json()
@@ -208,7 +208,7 @@ async def test_log_probabilities_are_those_of_the_answer(client: httpx.AsyncClie
 
 
 async def test_anthropic_messages_separate_reasoning(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
-    say_with_thought(parts, is_open=True)
+    say_with_reasoning(parts, is_open=True)
     described = await Described.by(client)
     whole = await client.post("/v1/messages", json=WORDS)
     streamed = await client.post("/v1/messages", json=WORDS | {"stream": True})
@@ -239,7 +239,7 @@ async def test_reasoning_turned_off_is_absent(client: httpx.AsyncClient, parts: 
         assert prompt.endswith("<think>\n\n</think>\n\n")
 
 
-async def test_reasoning_that_cannot_be_turned_off_is_refused() -> None:
+async def test_reasoning_not_disableable_is_refused() -> None:
     async with client_of(parts_of(WRITES)) as client:
         answer = await client.post("/v1/messages", json=WORDS | {"thinking": {"type": "disabled"}})
         assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
@@ -260,14 +260,14 @@ async def test_answer_without_reasoning_family_is_all_content() -> None:
         assert body["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
 
 
-async def test_plain_prompts_are_shown_as_they_are(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
-    say_with_thought(parts, is_open=False)
+async def test_completions_do_not_separate_reasoning(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
+    say_with_reasoning(parts, is_open=False)
     text = (await client.post(PLAIN, json={"prompt": "a"})).json()["choices"][0]["text"]
     assert text.startswith("<think>")
 
 
 async def test_vote_ignores_reasoning(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
-    say_with_thought(parts, is_open=True)
+    say_with_reasoning(parts, is_open=True)
     (choice,) = (await client.post(CHAT, json=HELLO | {"n": 3, "vote": True})).json()["choices"]
     assert choice["vote"] == {"answer": ANSWER, "votes": 3, "of": 3}
     assert choice["message"]["content"] == ANSWER

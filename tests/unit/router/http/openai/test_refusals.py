@@ -1,4 +1,4 @@
-"""The HTTP server in process: what it refuses, and how errors look."""
+"""The HTTP server in process: refused requests and the format of errors."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -124,7 +124,7 @@ async def client(parts: fakes.Servers) -> AsyncIterator[httpx.AsyncClient]:
         ({"model": 5}, "model"),
     ],
 )
-async def test_refused_fields(
+async def test_chat_unsupported_fields_are_refused_by_name(
     client: httpx.AsyncClient, parts: fakes.Servers, change: dict[str, Any], param: str
 ) -> None:
     parts.say("hello")
@@ -268,7 +268,7 @@ async def test_unknown_route_or_method_is_refused(client: httpx.AsyncClient) -> 
     assert error_of(answer)["code"] == "method_not_allowed"
 
 
-async def test_context_and_model_errors(client: httpx.AsyncClient) -> None:
+async def test_completions_context_and_field_errors_are_named(client: httpx.AsyncClient) -> None:
     answer = await client.post(PLAIN, json={"prompt": [5] * fakes.CONTEXT})
     assert error_of(answer)["code"] == "context_length_exceeded"
     assert str(fakes.CONTEXT) in error_of(answer)["message"]
@@ -331,7 +331,7 @@ async def test_failed_choice_fails_the_answer(client: httpx.AsyncClient, parts: 
     assert (await client.post(CHAT, json=HELLO)).status_code == 500
 
 
-async def test_request_ids(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
+async def test_request_id_header_is_echoed_unless_malformed(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     parts.say("hello")
     made = await client.post(CHAT, json=HELLO)
     given = await client.post(CHAT, json=HELLO | {"request_id": "mine-2"}, headers={"X-Request-Id": "mine-1"})
@@ -371,7 +371,7 @@ async def test_missing_key_is_401(tokenizer: Tokenizer) -> None:
     assert first == third != second
 
 
-async def test_metrics_page(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
+async def test_metrics_page_counts_requests_and_hides_paths(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     ids = parts.say("hello world")
     await client.post(CHAT, json=HELLO)
     await client.get("/secret-path")

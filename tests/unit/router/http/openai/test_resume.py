@@ -1,4 +1,4 @@
-"""A stream that broke goes on from its last event's id, at this router or another one: nothing twice, nothing lost."""
+"""A broken stream resumes after its last event's id, at any router: nothing twice, nothing lost."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ def tokenizer() -> Tokenizer:
 
 
 class Router:
-    """One router's server, which another router of the cluster may share the secret with."""
+    """One router's server, whose secret another router of the cluster may share."""
 
     def __init__(self, tokenizer: Tokenizer, seed: int = 99, **script: Any) -> None:
         self.parts = fakes.make_servers(tokenizer, mint_seed=lambda: seed)
@@ -43,7 +43,7 @@ class Router:
 
 
 def shown(events: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """What a client has of each choice."""
+    """What a client has received of each choice."""
     choices: dict[int, dict[str, Any]] = {}
     for event in events:
         if event["data"] == "[DONE]":
@@ -188,7 +188,7 @@ async def test_forged_stream_id_is_refused(tokenizer: Tokenizer) -> None:
 
 
 async def test_stream_taken_before_first_event_is_409(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
-    """Over a real socket: uvicorn answers 500 in plain text, and logs an error, when nobody else answers."""
+    """Over a real socket: without an answer uvicorn sends 500 in plain text and logs an error."""
     parts = fakes.make_servers(tokenizer)
     parts.generator.script = fakes.Script(error=StreamTaken("the client has taken this stream elsewhere"))
     app = create_app(parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics)

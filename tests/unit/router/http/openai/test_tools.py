@@ -1,4 +1,4 @@
-"""Tools in chat over HTTP, in process: what reaches the model and the workers, and what of its text are calls."""
+"""Tools in chat over HTTP, in process: prompts and orders to workers, and parsed calls."""
 
 import json
 from collections.abc import AsyncIterator
@@ -35,7 +35,7 @@ async def client(parts: fakes.Servers) -> AsyncIterator[httpx.AsyncClient]:
 
 
 def put_together(chunks: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """As a client of streams does it, by choice."""
+    """Joined by choice, as a streaming client does."""
     choices: dict[int, dict[str, Any]] = {}
     for chunk in chunks:
         for choice in chunk["choices"]:
@@ -54,7 +54,7 @@ def put_together(chunks: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     return choices
 
 
-def of_whole(answer: dict[str, Any]) -> dict[int, dict[str, Any]]:
+def parse_whole(answer: dict[str, Any]) -> dict[int, dict[str, Any]]:
     return {
         choice["index"]: {
             "content": choice["message"]["content"] or "",
@@ -74,11 +74,11 @@ def without_ids(choices: dict[int, dict[str, Any]]) -> list[Any]:
     ]
 
 
-async def test_calls_whole_and_streamed(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
+async def test_tool_calls_are_equal_whole_and_streamed(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     parts.say(CALLS)
     expected = ("I look.", [("weather", {"city": "Köln 😀"}), ("clock", {})], "tool_calls")
     whole = (await client.post(CHAT, json=TOOLS | {"n": 2})).json()
-    assert without_ids(of_whole(whole)) == [expected, expected]
+    assert without_ids(parse_whole(whole)) == [expected, expected]
     for per_delta in (1, 3, 1000):
         parts.generator.script.per_delta = per_delta
         streamed = put_together(events((await client.post(CHAT, json=TOOLS | {"n": 2, "stream": True})).text))
@@ -106,7 +106,7 @@ async def test_tools_answer_without_calls_is_plain_text(client: httpx.AsyncClien
     [({}, 1), ({}, 4), ({"n": 2, "return_token_ids": True}, 4), ({"logprobs": True}, 4), ({"stop": ["</tool"]}, 1)],
 )
 async def test_tools_stream_resumes_inside_a_call(tokenizer: Tokenizer, body: dict[str, Any], per_delta: int) -> None:
-    """On another router, which gets its tokens in other batches: the same calls with the same ids, nothing twice."""
+    """On another router, with tokens in other batches: the same calls and ids, nothing twice."""
     request = TOOLS | body | {"stream": True}
 
     async def get(seed: int, per_delta: int, headers: dict[str, str]) -> list[dict[str, str]]:
@@ -150,9 +150,9 @@ async def test_tools_stream_id_with_other_tools_is_refused(client: httpx.AsyncCl
 async def test_tools_finish_reason_is_reported(
     client: httpx.AsyncClient, parts: fakes.Servers, text: str, reason: FinishReason, more: dict[str, Any], finish: str
 ) -> None:
-    """A call that was cut is shown as far as it came; only whole ones are a reason of their own."""
+    """A truncated call is returned as far as it came; only complete ones give `tool_calls`."""
     parts.say(text, reason=reason)
-    whole = of_whole((await client.post(CHAT, json=TOOLS | more)).json())
+    whole = parse_whole((await client.post(CHAT, json=TOOLS | more)).json())
     streamed = put_together(events((await client.post(CHAT, json=TOOLS | more | {"stream": True})).text))
     assert [has["finish"] for has in (whole[0], streamed[0])] == [finish, finish]
     assert [call["arguments"] for call in whole[0]["calls"]] == [call["arguments"] for call in streamed[0]["calls"]]
@@ -161,7 +161,7 @@ async def test_tools_finish_reason_is_reported(
 async def test_parallel_tool_calls_false_yields_one_call(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     parts.say(CALLS)
     for choices in (
-        of_whole((await client.post(CHAT, json=TOOLS | {"parallel_tool_calls": False})).json()),
+        parse_whole((await client.post(CHAT, json=TOOLS | {"parallel_tool_calls": False})).json()),
         put_together(
             events((await client.post(CHAT, json=TOOLS | {"parallel_tool_calls": False, "stream": True})).text)
         ),

@@ -1,4 +1,4 @@
-"""Answers in one piece: how large they may be, and that making them leaves turns of the loop to others."""
+"""Unstreamed answers: their maximum size, and building them without blocking the event loop."""
 
 import asyncio
 from typing import Any
@@ -62,7 +62,7 @@ async def test_unstreamed_answer_without_length_is_bounded(small: fakes.Servers)
     assert streamed.sampling.max_tokens > 400
 
 
-async def test_length_that_the_model_states_is_cut_to_what_the_bound_leaves(tokenizer: Tokenizer) -> None:
+async def test_model_default_length_is_cut_to_memory_bound(tokenizer: Tokenizer) -> None:
     defaults = GenerationDefaults(max_tokens=100)
     parts = fakes.make_servers(tokenizer, RouterConfig(max_answer_values=10_000), defaults=defaults)
     parts.say("hello")
@@ -81,7 +81,7 @@ async def test_default_memory_bound_allows_whole_context(tokenizer: Tokenizer) -
 
 
 def choice_of(count: int, alternatives: int) -> TextDelta:
-    """With something different at each place."""
+    """A choice with different content at each index."""
     tokens = tuple(
         SampledToken(
             token_id=i % 300,
@@ -95,7 +95,7 @@ def choice_of(count: int, alternatives: int) -> TextDelta:
 
 @pytest.mark.parametrize("shape", [ChatAnswer, CompletionAnswer])
 @pytest.mark.parametrize(("count", "alternatives"), [(1000, 20), (5000, 0), (1, 20)])
-async def test_log_probabilities_are_shown_in_slices_that_leave_turns_to_others(
+async def test_logprobs_are_rendered_in_slices_between_loop_turns(
     small: fakes.Servers, shape: type[ChatAnswer | CompletionAnswer], count: int, alternatives: int
 ) -> None:
     prepared = await small.frontend.prepare_prompts(["a"], ClientRequest())
@@ -127,7 +127,7 @@ async def test_log_probabilities_are_shown_in_slices_that_leave_turns_to_others(
 
 
 async def test_large_unstreamed_answer_equals_stream(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also beyond what one slice, one part of its text and one piece of its body hold."""
+    """Also beyond the size of one slice, one part of text and one body chunk."""
     parts = fakes.make_servers(tokenizer)
     monkeypatch.setattr(whole_answer, "_PIECE_BYTES", 10_000)
     parts.say("hello wörld 😀 " * 500, per_delta=7, logprobs=True)
@@ -145,7 +145,7 @@ async def test_large_unstreamed_answer_equals_stream(tokenizer: Tokenizer, monke
 
 
 async def test_long_answer_is_detokenized_on_arrival(tokenizer: Tokenizer) -> None:
-    """No turn of the loop makes the text of all of it."""
+    """No single turn of the loop detokenizes the whole answer."""
     parts = fakes.make_servers(tokenizer)
     parts.say("hello " * 3000, per_delta=32)
     prepared = await parts.frontend.prepare_prompts(["a"], ClientRequest(reads_along=False))

@@ -1,4 +1,4 @@
-"""The OpenAPI document says what the server does: all routes, bodies as they are validated, answers as they come."""
+"""The OpenAPI document matches the server: all routes, validated bodies and real answers."""
 
 import json
 import re
@@ -95,7 +95,7 @@ async def test_openapi_events_match_schemas(
 
 
 def test_openapi_event_schema_rejects_other_events() -> None:
-    """The comparison itself sees what is wrong."""
+    """The comparison itself detects differences."""
     number = {"type": "string", "contentSchema": {"type": "integer"}}
     schema = {"type": "object", "required": ["data"], "properties": {"data": number}}
     responses = {"200": {"content": {"text/event-stream": {"itemSchema": schema}}}}
@@ -169,7 +169,7 @@ async def test_openapi_document_marks_routes_that_require_keys(keys: tuple[str, 
                 assert (answer.status_code == 401) == bool(operation["security"]), path
 
 
-async def test_document_has_every_route_of_the_api_first_and_no_page() -> None:
+async def test_openapi_lists_all_api_routes_and_no_pages() -> None:
     app = whole_app()
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
         document = (await Described.by(client)).document
@@ -193,8 +193,8 @@ async def test_document_has_every_route_of_the_api_first_and_no_page() -> None:
     assert not {"HTTPValidationError", "ValidationError"} & document["components"]["schemas"].keys()
 
 
-async def test_document_describes_the_bodies_that_routes_are_validated_with() -> None:
-    """Of each body the very class that its route's dependency validates with."""
+async def test_openapi_bodies_match_validated_models() -> None:
+    """Each body's class is the one that its route's dependency validates with."""
     app = whole_app()
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
         described = await Described.by(client)

@@ -1,4 +1,4 @@
-"""Routes that are called below FastAPI answer as FastAPI itself would."""
+"""Routes called below FastAPI answer as FastAPI itself would."""
 
 from collections.abc import Iterable
 from typing import Annotated, Any
@@ -53,14 +53,14 @@ async def answers() -> list[tuple[int, dict[str, str], str]]:
     return [*found, *((0, {}, line) for line in sorted(counted))]
 
 
-async def test_direct_route_answers_as_fastapi_would(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_direct_route_answers_like_fastapi(monkeypatch: pytest.MonkeyPatch) -> None:
     directly = await answers()
     monkeypatch.setattr(router.http.app, "DIRECT_PATHS", ())
     assert directly == await answers()
     assert {200, 400, 401, 413} <= {status for status, _, _ in directly}
 
 
-def test_generating_routes_are_direct_and_no_others() -> None:
+def test_direct_routes_are_exactly_the_generating_ones() -> None:
     app = whole_app()
     found: Iterable[str] = app._app._direct  # type: ignore[attr-defined]
     assert set(found) == {CHAT, PLAIN, "/v1/responses", "/v1/messages"}
@@ -94,7 +94,7 @@ async def takes_nothing(request: Request) -> Response:
     return Response()
 
 
-def test_operation_with_other_dependencies_cannot_be_direct() -> None:
+def test_direct_route_with_other_dependencies_is_refused() -> None:
     guard = AccessGuard(ApiKeyStore(), RouterConfig())
     DirectRoutes(application(guard, takes_body), guard, BOUNDS, ["/new"])
     for endpoint, *more in ((takes_more,), (takes_nothing,), (takes_body, _nothing)):
@@ -102,7 +102,7 @@ def test_operation_with_other_dependencies_cannot_be_direct() -> None:
             DirectRoutes(application(guard, endpoint, *more), guard, BOUNDS, ["/new"])
 
 
-async def test_path_reaches_fastapi_as_it_was_sent() -> None:
+async def test_direct_routes_pass_raw_path_to_fastapi() -> None:
     seen = []
 
     async def api(scope: Scope, _receive: Receive, send: Send) -> None:

@@ -1,4 +1,4 @@
-"""An error becomes an answer while there is none, and cuts off one that has begun."""
+"""An error becomes an answer before its start, and cuts it off afterwards."""
 
 import asyncio
 import logging
@@ -17,7 +17,7 @@ WAIT_S = 20.0
 
 
 def application(error: Exception, *before: Message) -> ErrorAnswers:
-    """Fails behind these messages."""
+    """Fails after these messages."""
 
     async def fail(_scope: Scope, _receive: Receive, send: Send) -> None:
         for message in before:
@@ -28,7 +28,7 @@ def application(error: Exception, *before: Message) -> ErrorAnswers:
 
 
 async def answer(app: ErrorAnswers) -> bytes:
-    """All that comes back over a socket, to the end of the connection."""
+    """All bytes received over a socket, to the end of the connection."""
     async with asyncio.timeout(WAIT_S), HttpServer(app, host="127.0.0.1", port=0, grace_s=1.0) as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         writer.write(b"GET / HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
@@ -38,14 +38,14 @@ async def answer(app: ErrorAnswers) -> bytes:
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-async def test_error_before_the_answer_is_the_answer(error: Exception) -> None:
+async def test_error_before_response_head_becomes_answer(error: Exception) -> None:
     found = await answer(application(error))
     assert found.startswith(b"HTTP/1.1 ")
     assert b'{"error"' in found
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-async def test_error_behind_a_head_cuts_the_answer_off(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+async def test_error_after_response_head_cuts_connection(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
     sent: list[Message] = []
 
     async def send(message: Message) -> None:

@@ -1,4 +1,4 @@
-"""Requests of batches, which come over no connection."""
+"""Requests of batches, which have no connection."""
 
 import json
 from typing import Any
@@ -18,7 +18,7 @@ class Echoed(StrictBody):
 
 
 async def test_internal_call_unexpected_error_is_500_answer() -> None:
-    """Else its batch is begun again and again until its day is over."""
+    """Otherwise its batch would restart until it expires."""
 
     async def broken(_request: Request, _body: Echoed) -> Response:
         raise RuntimeError("a fault of ours")

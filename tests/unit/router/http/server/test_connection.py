@@ -1,4 +1,4 @@
-"""The HTTP server's bounds on connections, over real sockets: silent ones, slow ones, too many of them."""
+"""The HTTP server's bounds on connections, over real sockets: silent, slow and too many of them."""
 
 import asyncio
 import socket
@@ -37,7 +37,7 @@ class Client:
         return head + await self.reader.readexactly(int(length.removeprefix(b"content-length: ")))
 
     async def drip(self, data: bytes) -> None:
-        """One byte after the other, until the server closes the connection."""
+        """One byte at a time, until the server closes the connection."""
         closing = asyncio.create_task(self.reader.read(1))
         for byte in data:
             self.writer.write(bytes([byte]))
@@ -58,7 +58,7 @@ class Client:
 
 
 class Opened:
-    """An open server, and who is connected to it."""
+    """An open server and its connections."""
 
     def __init__(self, http: HttpServer) -> None:
         self.http = http
@@ -176,8 +176,8 @@ async def test_connections_with_requests_are_not_closed_for_others() -> None:
 @pytest.mark.parametrize(
     ("size", "num_requests", "headers"), [(8 << 20, 1, {}), (8 << 20, 1, {"Connection": "close"}), (200_000, 60, {})]
 )
-async def test_connection_with_unread_answer_is_given_up(size: int, num_requests: int, headers: dict[str, str]) -> None:
-    """Nothing of them stays in memory for a client that does not read."""
+async def test_connection_with_unread_answer_is_closed(size: int, num_requests: int, headers: dict[str, str]) -> None:
+    """Nothing stays in memory for a client that does not read."""
     requested = asyncio.Event()
 
     async def large(scope: Scope, receive: Receive, send: Send) -> None:

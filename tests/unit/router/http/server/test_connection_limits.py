@@ -1,4 +1,4 @@
-"""Which connections must go, and when: the books alone, on a clock that the test moves."""
+"""Which connections are closed and when: the bookkeeping alone, on a virtual clock."""
 
 import pytest
 

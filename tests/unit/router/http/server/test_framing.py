@@ -1,4 +1,4 @@
-"""Heads without end, requests that can be read in two ways, and ends that leave the answer alone; real sockets."""
+"""Endless heads, ambiguous requests, and half-closed connections, over real sockets."""
 
 import asyncio
 import socket
@@ -26,7 +26,7 @@ MOST_TAKEN = 64 << 20
 
 
 async def show_headers(scope: Scope, receive: Receive, send: Send) -> None:
-    """Answers the body's size and the headers when it has read all."""
+    """Answers the body's size and the headers after reading all."""
     request = Request(scope, receive)
     size = len(await request.body())
     names = sorted(name.decode() for name, _ in scope["headers"])
@@ -49,7 +49,7 @@ async def listening(app: ASGIApp = show_headers, *, head_timeout_s: float = LONG
 
 
 async def answer_to(listener: HttpServer, sent: bytes) -> bytes:
-    """All that is answered until the server says its end."""
+    """All answers until the server closes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
     writer.write(sent)
     answer = await reader.read()
@@ -58,7 +58,7 @@ async def answer_to(listener: HttpServer, sent: bytes) -> bytes:
 
 
 def poured(port: int, begin: bytes, pieces: Iterator[bytes]) -> tuple[bytes, int]:
-    """The answer to somebody who reads only once it can send no more, or has sent all; and what it sent."""
+    """The answer to a client that reads only when it can send no more or has sent all; and what it sent."""
     num_sent = 0
     with closing(socket.create_connection(("127.0.0.1", port), timeout=WAIT_S)) as client:
         client.sendall(begin)
@@ -149,7 +149,7 @@ async def test_ambiguous_head_is_refused(head: bytes, named: bytes) -> None:
     assert answer.count(b"HTTP/1.1 ") == 1, "what is behind it is nobody's request"
 
 
-async def test_connection_requests_that_are_none_are_logged_once_in_a_while_with_their_number(
+async def test_connection_malformed_requests_are_logged_with_rate_limit(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with listening() as listener:
@@ -162,7 +162,7 @@ async def test_connection_requests_that_are_none_are_logged_once_in_a_while_with
     assert "; 19 more were refused" in caplog.text
 
 
-async def test_connection_upgrade_that_is_not_served_is_answered_and_not_logged(
+async def test_connection_unsupported_upgrade_is_answered_and_not_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     offer = b"Connection: Upgrade, close\r\nUpgrade: websocket\r\n\r\n"
@@ -257,7 +257,7 @@ async def test_aborted_answer_closes_connection_of_sending_client() -> None:
         writer.close()
 
 
-async def test_requests_behind_the_last_answer_get_none() -> None:
+async def test_requests_after_connection_close_get_no_answer() -> None:
     num_requests = 0
 
     async def last(scope: Scope, receive: Receive, send: Send) -> None:

@@ -1,4 +1,4 @@
-"""HEAD over real sockets: what GET answers, without its body, and the connection goes on."""
+"""HEAD over real sockets: GET's answer without its body, on a connection that stays open."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -20,7 +20,7 @@ OF_THE_MOMENT = ("/metrics", "/v1/usage", "/status/snapshot")
 
 @asynccontextmanager
 async def listening() -> AsyncIterator[tuple[HttpServer, list[str]]]:
-    """A server with every route that there can be, and the paths of those that GET has, without parameters."""
+    """A server with every possible route, and the paths of its GET routes without parameters."""
     app = whole_app()
     paths = [path for route in routes_of(app) if route.methods == {"GET"} and "{" not in (path := route.path_format)]
     async with HttpServer(app, host="127.0.0.1", port=0, grace_s=1.0) as server:
@@ -31,7 +31,7 @@ def steady(headers: httpx.Headers) -> dict[str, str]:
     return {name: value for name, value in headers.items() if name not in VARYING}
 
 
-async def test_head_is_answered_as_get_without_the_body_on_every_route() -> None:
+async def test_head_equals_get_without_body_on_every_route() -> None:
     async with (
         asyncio.timeout(WAIT_S),
         listening() as (server, paths),
@@ -49,7 +49,7 @@ async def test_head_is_answered_as_get_without_the_body_on_every_route() -> None
             assert actual == expected, path
 
 
-async def test_head_of_a_stream_ends_and_its_connection_goes_on() -> None:
+async def test_head_of_stream_ends_and_keeps_connection() -> None:
     async with listening() as (server, _), asyncio.timeout(WAIT_S):
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         for path in ("/status/events", "/status/events", "/health"):
@@ -63,7 +63,7 @@ async def test_head_of_a_stream_ends_and_its_connection_goes_on() -> None:
         writer.close()
 
 
-async def test_head_is_counted_under_its_own_name_and_route() -> None:
+async def test_head_is_counted_by_method_and_route() -> None:
     parts = fakes.make_servers(fakes.make_tokenizer(), RouterConfig())
     async with client_of(parts) as client:
         assert (await client.head("/v1/models/tiny")).status_code == 200

@@ -1,4 +1,4 @@
-"""The HTTP server over real sockets: the official client, leaving clients, hostile bytes."""
+"""The HTTP server over real sockets: the official client, disconnects, hostile bytes."""
 
 import asyncio
 import socket
@@ -44,7 +44,7 @@ async def client(listener: HttpServer) -> AsyncIterator[openai.AsyncOpenAI]:
 
 
 async def raw(listener: HttpServer, *parts: bytes) -> bytes:
-    """What the server answers to these bytes before it closes or falls silent."""
+    """The server's answer to these bytes before it closes or falls silent."""
     reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)
     try:
         for part in parts:
@@ -113,7 +113,7 @@ async def test_leaving_client_cancels(
     assert parts.generator.open_streams == 0
 
 
-async def test_endless_body_is_answered_while_it_comes(listener: HttpServer) -> None:
+async def test_endless_body_is_refused_early(listener: HttpServer) -> None:
     chunk = b"10000\r\n" + b" " * 65536 + b"\r\n"
     answer = await raw(listener, CHAT + b"Transfer-Encoding: chunked\r\n\r\n", *[chunk] * 17)
     assert answer.startswith(b"HTTP/1.1 413 ")
@@ -130,14 +130,14 @@ async def test_endless_body_is_answered_while_it_comes(listener: HttpServer) -> 
         (400, [b"GET /health HTTP/1.1\r\nX-Request-Id: a\r\nBad Header\r\n\r\n"]),
     ],
 )
-async def test_hostile_heads_are_cut_off(listener: HttpServer, head: list[bytes], status: int) -> None:
+async def test_hostile_head_is_cut_off(listener: HttpServer, head: list[bytes], status: int) -> None:
     answer = await raw(listener, *head)
     assert answer.startswith(b"HTTP/1.1 %d " % status)
     async with httpx.AsyncClient(trust_env=False) as client:
         assert (await client.get(f"http://127.0.0.1:{listener.port}/health")).status_code == 200
 
 
-async def test_reader_that_never_reads_is_given_up() -> None:
+async def test_sse_client_not_reading_is_disconnected() -> None:
     closed = asyncio.Event()
 
     async def endless(stream: EventStream) -> None:
@@ -172,7 +172,7 @@ async def test_stalled_body_times_out(listener: HttpServer, monkeypatch: pytest.
     assert b"connection: close" in answer.lower()
 
 
-async def test_closing_lets_running_streams_end(parts: fakes.Servers) -> None:
+async def test_http_server_close_lets_running_streams_end(parts: fakes.Servers) -> None:
     parts.say("hello world")
     app = create_app(parts.frontend, parts.generator, parts.ready, parts.config, parts.metrics)
     async with httpx.AsyncClient(trust_env=False) as client:
@@ -213,7 +213,7 @@ async def test_pipelining_client_leaving_cancels() -> None:
 async def test_client_leaving_unstreamed_answer_cancels(
     listener: HttpServer, parts: fakes.Servers, ahead: bytes
 ) -> None:
-    """Nothing is written meanwhile, and nothing is read any more behind the next request."""
+    """Nothing is written meanwhile, and nothing is read behind the next request."""
     parts.say("hello world", hang_after=0)
     body = b'{"messages": [{"role": "user", "content": "x"}]}'
     _reader, writer = await asyncio.open_connection("127.0.0.1", listener.port)

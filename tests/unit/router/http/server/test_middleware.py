@@ -1,4 +1,4 @@
-"""What one HTTP call counts as, however it ends, and under which id it is logged meanwhile."""
+"""How an HTTP call is counted for every outcome, and its id in the logs."""
 
 import asyncio
 from typing import Any

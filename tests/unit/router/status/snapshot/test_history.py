@@ -1,4 +1,4 @@
-"""Totals become a history, and buckets become quantiles."""
+"""History from totals, and quantiles from buckets."""
 
 import json
 from random import Random
@@ -10,7 +10,7 @@ from router.status.snapshot.history import CounterTotals, History, step_from_jso
 
 
 class World:
-    """A history on a clock that a test moves."""
+    """A history on a virtual clock."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -52,7 +52,7 @@ def test_history_fallen_total_counts_as_reset() -> None:
     assert world.tokens() == {20: 5.0}
 
 
-def test_old_steps_are_forgotten_and_gaps_take_no_room() -> None:
+def test_history_forgets_old_steps_and_skips_gaps() -> None:
     world = World()
     for step in range(10):
         world.take(100.0 + 5 * step, 8.0 + step)
@@ -71,7 +71,7 @@ def test_history_step_survives_serialization() -> None:
             step_from_json(broken)
 
 
-def test_quantiles_are_near_those_of_the_values() -> None:
+def test_quantiles_from_buckets_are_near_exact() -> None:
     rng = Random(5)
     values = sorted(rng.lognormvariate(-4.0, 1.5) for _ in range(5000))
     counts: dict[int, int] = {}
@@ -83,7 +83,7 @@ def test_quantiles_are_near_those_of_the_values() -> None:
         assert quantile(counts, FINE_BOUNDS_S, share) == pytest.approx(exact, rel=0.1)
 
 
-def test_quantiles_of_nothing_and_of_what_is_beyond_all_bounds() -> None:
+def test_quantiles_without_values_or_beyond_bounds() -> None:
     assert quantile({}, FINE_BOUNDS_S, 0.5) is None
     assert quantile({3: 0}, FINE_BOUNDS_S, 0.5) is None
     assert quantile({len(FINE_BOUNDS_S): 2}, FINE_BOUNDS_S, 0.5) == FINE_BOUNDS_S[-1]

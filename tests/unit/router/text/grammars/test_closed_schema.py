@@ -1,4 +1,4 @@
-"""Closed schemas allow what they name and nothing else, and never what the schemas themselves do not."""
+"""Closed schemas allow only the named properties, and never more than the original schemas."""
 
 import json
 from itertools import permutations
@@ -34,7 +34,7 @@ def tokens() -> Any:
 
 
 def allows(tokens: Any, schema: Any, value: Any) -> bool:
-    """Whether a grammar of the closed schema lets this value through, its properties in one order or another."""
+    """Whether a grammar of the closed schema allows this value, with its properties in some order."""
     grammar = StructuredOutput(
         shape=Shape.JSON_SCHEMA, value=schema, param="x", disables_additional_properties=True
     ).grammar()
@@ -105,9 +105,7 @@ EITHER = {
         ({"$ref": "#x", "$defs": {"x": {"$anchor": "x", **fields("a")}}}, [{"b": 1}], []),
     ],
 )
-def test_closed_schema_allows_what_is_named_and_nothing_else(
-    tokens: Any, schema: Any, good: list[Any], bad: list[Any]
-) -> None:
+def test_closed_schema_allows_only_named_properties(tokens: Any, schema: Any, good: list[Any], bad: list[Any]) -> None:
     for value in good:
         assert allows(tokens, schema, value), value
     for value in bad:
@@ -139,7 +137,7 @@ def is_valid(value: Any, schema: Any) -> bool:
 
 
 def unevaluated(schema: Any, *, is_part: bool = False) -> Any:
-    """The same with JSON Schema's own word for it at every object as a whole, where that names properties."""
+    """The same with `unevaluatedProperties` at every whole object that names properties."""
     if not isinstance(schema, dict):
         return schema
     made = dict(schema)
@@ -159,7 +157,7 @@ def unevaluated(schema: Any, *, is_part: bool = False) -> Any:
 
 @settings(max_examples=300, deadline=None)
 @given(schema=SCHEMAS, shared=objects(st.just({"type": "integer"})), value=VALUES)
-def test_closed_schema_allows_no_value_that_the_schema_refuses(schema: Any, shared: Any, value: Any) -> None:
+def test_closed_schema_never_allows_what_schema_refuses(schema: Any, shared: Any, value: Any) -> None:
     whole = {**schema, "$defs": {"shared": shared if "$ref" not in shared else fields("c")}}
     if is_valid(value, closed_schema(whole)):
         assert is_valid(value, whole)
@@ -167,14 +165,14 @@ def test_closed_schema_allows_no_value_that_the_schema_refuses(schema: Any, shar
 
 @settings(max_examples=300, deadline=None)
 @given(schema=SCHEMAS.filter(lambda schema: "anyOf" not in json.dumps(schema)), value=VALUES)
-def test_closed_schema_without_alternatives_agrees_with_unevaluated_properties(schema: Any, value: Any) -> None:
+def test_closed_schema_equals_unevaluated_properties(schema: Any, value: Any) -> None:
     whole = {**schema, "$defs": {"shared": fields("c"), "open": fields("c")}}
     expected = {**unevaluated(whole), "$defs": {"shared": unevaluated(fields("c")), "open": fields("c")}}
     assert is_valid(value, closed_schema(whole)) == is_valid(value, expected)
 
 
 @pytest.mark.parametrize("count", [40, 2000])
-def test_closed_schema_of_parts_that_repeat_each_other_ends_in_bounds(count: int) -> None:
+def test_closed_schema_of_repeating_parts_is_bounded(count: int) -> None:
     chain = {f"p{i}": {"allOf": [{"$ref": f"#/$defs/p{i + 1}"}] * 2, "required": [f"r{i}"]} for i in range(count)}
     schema = {"$ref": "#/$defs/p0", "$defs": {**chain, f"p{count}": fields("a")}}
     output = StructuredOutput(shape=Shape.JSON_SCHEMA, value=schema, param="field", disables_additional_properties=True)
@@ -190,7 +188,7 @@ def spellings(name: str, count: int) -> list[str]:
     ]
 
 
-def test_closed_schema_that_copies_one_part_many_times_is_refused() -> None:
+def test_closed_schema_copying_one_part_many_times_is_refused() -> None:
     part = {"type": "array", "prefixItems": [{"type": "string"}] * 3000}
     copies = [{"type": "array", "$ref": reference} for reference in spellings("definition", 1000)]
     schema = {"type": "array", "prefixItems": copies, "$defs": {"definition": part}}
@@ -205,7 +203,7 @@ def test_closed_schema_of_alternatives_with_many_names_is_refused() -> None:
         closed_schema(schema)
 
 
-def test_schema_of_more_characters_than_a_grammar_may_have_is_refused_before_it_is_closed(
+def test_schema_too_long_is_refused_before_closing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(structured_output, "closed_schema", lambda _: pytest.fail("it was closed"))
@@ -215,7 +213,7 @@ def test_schema_of_more_characters_than_a_grammar_may_have_is_refused_before_it_
         output.grammar()
 
 
-def test_tools_parameters_have_the_steps_of_one_schema_in_all() -> None:
+def test_tool_parameters_share_one_bound_of_parts() -> None:
     chain = {f"p{i}": {"allOf": [{"$ref": f"#/$defs/p{i + 1}"}] * 2} for i in range(9)}
     parameters = {"$ref": "#/$defs/p0", "allOf": [], "$defs": {**chain, "p9": fields("a")}}
 
@@ -235,7 +233,7 @@ def test_closed_schema_nested_in_alternatives_is_walked_once() -> None:
     assert json.dumps(closed_schema(schema)).count("additionalProperties") == 1
 
 
-def test_tools_parameters_are_closed_and_so_are_those_that_name_none(tokens: Any) -> None:
+def test_tool_parameters_are_closed_even_if_empty(tokens: Any) -> None:
     tools = (
         ToolDefinition(name="paint", parameters=fields(properties={"colour": {"enum": ["red", "blue"]}})),
         ToolDefinition(name="now", parameters={"type": "object"}),

@@ -1,4 +1,4 @@
-"""What must have a structure has it behind the thinking: a grammar lets a model think first, whatever its marks are."""
+"""Structured answers behind reasoning: a grammar lets a model think first, for any reasoning marks."""
 
 import json
 import random
@@ -37,7 +37,7 @@ BOUND = 400
 
 
 def spec_of(marks: ThinkingMarks | None, *, special: bool) -> str:
-    """`marks`: those that are tokens of their own."""
+    """`marks`: those that are single tokens."""
     library = Library.from_str(fakes.byte_level_spec())
     library.add_tokens([AddedToken(mark, special=special, normalized=False) for mark in marks or ()])
     return str(library.to_str())
@@ -61,7 +61,7 @@ class Follower:
         return follow(self._guides.guide(grammar), [*ids, fakes.END])
 
     def drawn(self, grammar: str, rng: random.Random, thought: Sequence[int]) -> str:
-        """A thought that is tokens, and then any allowed ones."""
+        """Reasoning tokens, followed by random allowed ones."""
         guide, ids = self._guides.guide(grammar), list(thought)
         assert follow(guide, ids)
         while not guide.is_over:

@@ -1,4 +1,4 @@
-"""What a grammar of calls lets through is what the family's parser reads as calls whose arguments obey the schema."""
+"""Text that a call grammar allows parses as calls whose arguments obey the schema."""
 
 import json
 import random
@@ -60,7 +60,7 @@ def matcher(tokens: Any, lark: str) -> Any:
 
 
 def drawn(tokens: Any, lark: str, rng: random.Random) -> str:
-    """An answer of random tokens among those that the grammar allows, one that may end it as soon as it is allowed."""
+    """An answer of random tokens among the allowed ones, ended as soon as that is allowed."""
     follow, ids = matcher(tokens, lark), list[int]()
     while not follow.is_stopped():
         mask = llguidance.numpy.allocate_token_bitmask(1, VOCABULARY)
@@ -95,7 +95,7 @@ def validate(calls: list[list[str]]) -> None:
 
 @pytest.mark.parametrize("signs", SIGNS)
 @pytest.mark.parametrize("parallel", [True, False])
-def test_forced_answers_are_calls(tokens: Any, signs: tuple[str, str], parallel: bool) -> None:
+def test_call_grammar_forced_answers_are_valid_calls(tokens: Any, signs: tuple[str, str], parallel: bool) -> None:
     which, rng, counts = family(signs), random.Random(1), set[int]()
     lark = CallGrammar(which.form, {}).calls_only(ToolUse(tools=TOOLS, must_call=True, parallel=parallel))
     for _ in range(12):
@@ -107,7 +107,7 @@ def test_forced_answers_are_calls(tokens: Any, signs: tuple[str, str], parallel:
 
 
 @pytest.mark.parametrize("signs", SIGNS)
-def test_calls_in_text_obey_their_schemas_too(tokens: Any, signs: tuple[str, str]) -> None:
+def test_call_grammar_calls_within_text_obey_schemas(tokens: Any, signs: tuple[str, str]) -> None:
     which = family(signs)
     use = ToolUse(tools=TOOLS)
     call = which.form.before.replace("\ue000", "person") + '{"name":"x","kind":"a"}' + which.form.after
@@ -129,8 +129,8 @@ def test_calls_in_text_obey_their_schemas_too(tokens: Any, signs: tuple[str, str
 
 @pytest.mark.parametrize("signs", SIGNS)
 @pytest.mark.parametrize("token", [False, True])
-def test_text_around_calls_never_parses_as_a_call(tokens: Any, signs: tuple[str, str], token: bool) -> None:
-    """Also where a marker is a token of its own: spelled out it would be read as well."""
+def test_call_grammar_text_never_parses_as_call(tokens: Any, signs: tuple[str, str], token: bool) -> None:
+    """Also where a marker is a token of its own: spelled out it would be parsed as well."""
     which = family(signs)
     ids = {which.form.trigger: 5} if token and which.form.trigger else {}
     lark = CallGrammar(which.form, ids).with_text(ToolUse(tools=TOOLS))
@@ -141,7 +141,7 @@ def test_text_around_calls_never_parses_as_a_call(tokens: Any, signs: tuple[str,
             assert not is_taken
 
 
-def test_markers_that_are_tokens_are_written_as_tokens(tokens: Any) -> None:
+def test_call_grammar_marker_tokens_are_single_tokens(tokens: Any) -> None:
     grammar = CallGrammar(family(("", "hermes")).form, {"<tool_call>": 5, "</tool_call>": 4})
     inside = tokens.tokenize_str('\n{"name": "now-1", "arguments": {}}\n')
     for lark in (grammar.calls_only(ToolUse(tools=TOOLS)), grammar.with_text(ToolUse(tools=TOOLS))):
@@ -152,7 +152,7 @@ def test_markers_that_are_tokens_are_written_as_tokens(tokens: Any) -> None:
     assert matcher(tokens, grammar.calls_only(ToolUse(tools=TOOLS))).try_consume_tokens(spelled) == 0
 
 
-def test_calls_or_an_answer_of_a_schema(tokens: Any) -> None:
+def test_call_grammar_allows_calls_or_schema_answer(tokens: Any) -> None:
     which = family(("", "hermes"))
     lark = CallGrammar(which.form, {}).calls_only(ToolUse(tools=TOOLS), {"type": "integer"})
     for text, is_taken in (("42", True), ("hello", False), ("<tool_call>\n", True)):

@@ -1,4 +1,4 @@
-"""Parsers of tool calls: what they find, and that how a text comes in pieces changes nothing of it."""
+"""Tool call parsers: their results, independently of how the text is split."""
 
 import itertools
 import json
@@ -28,7 +28,7 @@ Found = tuple[str, list[tuple[str, str]]]
 
 
 def merged(events: Sequence[ToolEvent]) -> list[ToolEvent]:
-    """Neighbours that continue each other put together."""
+    """With adjacent continuations joined."""
     out: list[ToolEvent] = []
     for event in events:
         last = out[-1] if out else None
@@ -166,8 +166,8 @@ def test_tool_parser_text_without_call_is_unchanged(family: str, text: str) -> N
     assert read(family, text) == (text, [])
 
 
-def test_arguments_come_as_they_are_written() -> None:
-    """Nothing of them waits for the call's end; nothing of a call is text."""
+def test_tool_parser_streams_arguments_as_written() -> None:
+    """None waits for the call's end; no part of a call becomes text."""
     pieces = list(HERMES)
     for end in range(len(pieces) + 1):
         events = parse("hermes", *pieces[:end], flush=False)
@@ -197,7 +197,7 @@ FRAGMENTS = [
 def test_tool_parser_any_split_gives_the_same_calls(
     family: str, fragments: list[str], cuts: list[int], data: st.DataObject
 ) -> None:
-    """After every prefix, not only at the end: a stream that is continued is parsed again from its beginning."""
+    """After every prefix, not only at the end: a continued stream is parsed again from its beginning."""
     text = "".join(fragments)
     at = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
     pieces = [text[a:b] for a, b in itertools.pairwise(at)]
@@ -208,8 +208,8 @@ def test_tool_parser_any_split_gives_the_same_calls(
     assert parse(family, text[:end], flush=False) == parse(family, *text[:end], flush=False)
 
 
-def test_long_texts_take_linear_time() -> None:
-    """A parser that read what it holds again and again would not come to their end before the suite's limit."""
+def test_tool_parser_long_text_takes_linear_time() -> None:
+    """A quadratic parser would exceed the suite's time limit."""
     text = (' <tool_call> {"name": "x' * 6_000) + '{"' * 30_000
     for family in FAMILIES:
         assert read(family, text) == (text, [])
@@ -223,7 +223,7 @@ def test_long_texts_take_linear_time() -> None:
         ("pythonic", '[clock(at="\\ud83d")]'),
     ],
 )
-def test_half_a_character_can_be_sent(family: str, text: str) -> None:
+def test_tool_parser_lone_surrogate_stays_encodable(family: str, text: str) -> None:
     """Models cut the escapes of emoji in two."""
     ((name, arguments),) = read(family, text)[1]
     assert name == "clock"

@@ -1,4 +1,4 @@
-"""A call in Python's words: the same as Python reads, within bounds that Python has not."""
+"""Python-style calls: parsed as Python would, within bounds that Python lacks."""
 
 import ast
 import json
@@ -23,8 +23,8 @@ VALUES = st.recursive(
 )
 
 
-def as_python_reads(text: str) -> tuple[str, str] | None:
-    """By `ast`, which has no bounds."""
+def parse_with_ast(text: str) -> tuple[str, str] | None:
+    """The call by `ast`, which has no bounds."""
     try:
         with warnings.catch_warnings(action="ignore"):
             call = ast.parse(text.strip(), mode="eval").body
@@ -89,7 +89,7 @@ def test_python_call_agrees_with_ast(value: str) -> None:
     text = f"f(a={value})"
     found = read_call(text)
     if found is not None:
-        assert found == as_python_reads(text)
+        assert found == parse_with_ast(text)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_python_call_agrees_with_ast(value: str) -> None:
     ],
 )
 def test_python_call_valid_calls_are_parsed(text: str, arguments: dict[str, object]) -> None:
-    assert read_call(text) == ("f", json.dumps(arguments, ensure_ascii=False)) == as_python_reads(text)
+    assert read_call(text) == ("f", json.dumps(arguments, ensure_ascii=False)) == parse_with_ast(text)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_python_call_other_text_is_rejected(text: str) -> None:
 
 
 def test_python_call_beyond_bounds_is_rejected() -> None:
-    """Each is reached by a call that is right, and passed by one more."""
+    """Each bound is reached by a valid call, and exceeded by one more."""
 
     def nested(depth: int) -> str:
         return "f(a=" + "[" * depth + "]" * depth + ")"
@@ -168,7 +168,7 @@ def test_python_call_beyond_bounds_is_rejected() -> None:
     ],
 )
 def test_python_call_repetition_takes_linear_time(what: str) -> None:
-    """Python's own parser looks for the end of some of these with its C stack, or for a tenth of a second."""
+    """Python's own parser recurses on the C stack for some of these, or takes a tenth of a second."""
     text = "f(a=" + (what * MAX_CALL_CHARS)[: MAX_CALL_CHARS - 5] + ")"
     found = read_call(text)
     assert found is None

@@ -99,7 +99,7 @@ async def test_responses_prompt_equals_chat(client: httpx.AsyncClient, parts: fa
     assert first.prompt_token_ids == second.prompt_token_ids
 
 
-async def test_calls_whole_and_streamed_are_the_same(sdk: openai.AsyncOpenAI, parts: fakes.Servers) -> None:
+async def test_responses_calls_are_equal_whole_and_streamed(sdk: openai.AsyncOpenAI, parts: fakes.Servers) -> None:
     parts.say(CALLS)
     whole = await sdk.responses.create(model=fakes.MODEL, input="hello", tools=TOOLS)  # type: ignore[arg-type]
     expected = [("message", "I look."), ("function_call", {"city": "Köln 😀"}), ("function_call", {})]
@@ -118,7 +118,7 @@ async def test_calls_whole_and_streamed_are_the_same(sdk: openai.AsyncOpenAI, pa
 
 
 def strip(item: Any) -> dict[str, Any]:
-    """Without what differs from request to request, or is the package's own."""
+    """Without fields that vary by request, or are the package's own."""
     return {k: v for k, v in item.to_dict().items() if k not in ("id", "call_id", "parsed_arguments")} | (
         {"content": [part["text"] for part in item.to_dict()["content"]]} if item.type == "message" else {}
     )
@@ -134,7 +134,7 @@ async def read(client: httpx.AsyncClient, body: dict[str, Any]) -> list[dict[str
     return events
 
 
-async def test_events_come_in_order_and_are_numbered(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
+async def test_responses_events_are_ordered_and_numbered(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     parts.say(CALLS)
     events = await read(client, {"tools": TOOLS})
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
@@ -268,7 +268,7 @@ async def test_responses_stream_cannot_be_resumed(client: httpx.AsyncClient) -> 
 LOGPROBS = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
 
 
-async def test_log_probabilities_of_the_text(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
+async def test_responses_logprobs_cover_the_text(client: httpx.AsyncClient, parts: fakes.Servers) -> None:
     ids = parts.say("hello 😀", logprobs=True)
     whole = (await client.post(PATH, json=HELLO | LOGPROBS)).json()
     assert (parts.generator.requests[-1].sampling.num_logprobs, whole["top_logprobs"]) == (2, 2)
@@ -288,7 +288,7 @@ async def test_log_probabilities_of_the_text(client: httpx.AsyncClient, parts: f
 
 
 @pytest.mark.parametrize(("strict", "is_strict"), [(None, True), (True, True), (False, False)])
-async def test_functions_are_strict_by_default(
+async def test_responses_functions_are_strict_by_default(
     client: httpx.AsyncClient, parts: fakes.Servers, strict: bool | None, is_strict: bool
 ) -> None:
     parts.say("hello")
