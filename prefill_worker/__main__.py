@@ -39,7 +39,9 @@ async def serve(config: ClusterConfig, place: WorkerPlace, lifetime: Lifetime) -
     """Load, serve until stopped, drain. What is entered last leaves first."""
     started_s = time.monotonic()
     host_name, port = free_address(config.prefill, "prefill", place.index, stated=place.address)
-    credentials = open_credentials(cluster_tls(config, has_parent=place.ready_fd is not None), (host_name,))
+    tls = cluster_tls(config, has_parent=place.ready_fd is not None)
+    credentials = open_credentials(tls, (host_name,))
+    channels = Channels(credentials, allows_plaintext=tls.mode == "off")
     auth, tcp = ClusterAuth(cluster_secret(config)), tcp_settings(config.transfer, host_name, credentials)
     nodes = node_group(config, WorkerRole.PREFILL, place.index, host_name, credentials)
     seat = take_gpus(config, WorkerRole.PREFILL, place)
@@ -66,7 +68,7 @@ async def serve(config: ClusterConfig, place: WorkerPlace, lifetime: Lifetime) -
             settings=transfer_settings(config.transfer),
             tcp=tcp,
             auth=auth,
-            channels=Channels(credentials),
+            channels=channels,
             spawn=tasks.create_task,
             prompts=worker,
             tracer=open_tracer(stack, config.telemetry, service="tandem-prefill", instance=identity.worker_id),

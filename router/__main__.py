@@ -78,8 +78,9 @@ _log = logging.getLogger(__name__)
 async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -> None:
     """Join the workers, open the servers, serve until stopped, drain. What is entered last is closed first."""
     secret, registry = cluster_secret(config), _registry(config)
-    credentials = open_credentials(cluster_tls(config, has_parent=place.ready_fd is not None), peer_hosts(config))
-    channels = Channels(credentials)
+    tls = cluster_tls(config, has_parent=place.ready_fd is not None)
+    credentials = open_credentials(tls, peer_hosts(config))
+    channels = Channels(credentials, allows_plaintext=tls.mode == "off")
     async with AsyncExitStack() as stack:
         predecessor = await _check_ports(stack, config, place)
         tokenizer = await asyncio.to_thread(Tokenizer.load, model_directory(config.model.path))

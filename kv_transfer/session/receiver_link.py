@@ -13,7 +13,7 @@ from kv_transfer.protocol.versions import SPOKEN, handoff_dialect
 from kv_transfer.protocol.wire import WireError
 from kv_transfer.session.link import LinkBroken, LinkOutbox, carry, read_message, write_message
 from kv_transfer.session.peer import LocalWorker
-from tandem.errors import InvariantError, TransferError
+from tandem.errors import ConfigError, InvariantError, TransferError
 from tandem.protocol.version_negotiation import NoCommonVersion
 from tandem.v1.handoff_pb2_grpc import HandoffStub
 from tandem.values.ids import Incarnation
@@ -27,7 +27,8 @@ class Dialer:
     """Opens a channel to a peer's address, with proof that this worker belongs to the cluster."""
 
     open_channel: Callable[[str], Any]
-    """Returns the context of a grpc.aio channel; see tandem.rpc.cluster_grpc.Channels."""
+    """Returns the context of a grpc.aio channel; see tandem.rpc.cluster_grpc.Channels. Entering it raises ConfigError
+    where this worker must not connect."""
     metadata: Sequence[tuple[str, str]] = ()
 
 
@@ -132,8 +133,8 @@ class ReceiverLink:
         if self._closing:
             self._outbox.close()
         was_up = False
-        async with self._dialer.open_channel(self.address) as channel:
-            try:
+        try:
+            async with self._dialer.open_channel(self.address) as channel:
                 stub = HandoffStub(channel)  # type: ignore[no-untyped-call]
                 stream = stub.Connect(metadata=tuple(self._dialer.metadata))
                 await self._handshake(stream)
@@ -145,10 +146,10 @@ class ReceiverLink:
                     deliver=lambda envelope: self._user.deliver(self, envelope),
                     misbehaved=lambda key, reason: self._user.misbehaved(self, key, reason),
                 )
-            except LinkBroken as error:
-                return f"link to {self.address}: {error}", was_up
-            finally:
-                self.peer = None
+        except (LinkBroken, ConfigError) as error:
+            return f"link to {self.address}: {error}", was_up
+        finally:
+            self.peer = None
         return "closed", was_up
 
     async def _handshake(self, stream: Any) -> None:

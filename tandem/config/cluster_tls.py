@@ -89,11 +89,16 @@ def link_security(tls: ClusterTls, hosts: Iterable[str]) -> LinkSecurity:
             " them)"
         )
     if beyond := first_beyond_loopback(hosts):
-        raise ConfigError(
-            f"cluster.tls: {beyond} is beyond loopback, and traffic with it would not be encrypted: name certificates"
-            " (`tandem cert` makes them), or set `cluster.tls: off` if nobody else reaches this network"
-        )
+        raise ConfigError(plaintext_refusal(beyond))
     return LinkSecurity.PLAIN
+
+
+def plaintext_refusal(host: str) -> str:
+    """Why `auto` without certificates does not speak with a host beyond loopback, and what to do about it."""
+    return (
+        f"cluster.tls: {host} is beyond loopback, and traffic with it would not be encrypted: name certificates"
+        " (`tandem cert` makes them), or set `cluster.tls: off` if nobody else reaches this network"
+    )
 
 
 def needs_certificates(tls: ClusterTls, hosts: Iterable[str]) -> bool:

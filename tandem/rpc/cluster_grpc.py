@@ -14,8 +14,10 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from tandem.errors import ConfigError
 from tandem.rpc.cluster_credentials import ClusterCredentials
 from tandem.rpc.health import HEALTH_METHOD, health_handler
+from tandem.rpc.hosts import is_loopback
 from tandem.rpc.mixed_port import MixedPort
 from tandem.rpc.mutual_tls import MEMBER_NAME
 from tandem.rpc.tls_check import check_peer
@@ -82,9 +84,11 @@ ChannelOpener = Callable[[str], AbstractAsyncContextManager[grpc.aio.Channel]]
 class Channels:
     """Opens channels to other processes of the cluster; `open` is a ChannelOpener."""
 
-    def __init__(self, credentials: ClusterCredentials | None) -> None:
-        """`credentials`: None for channels in the clear."""
+    def __init__(self, credentials: ClusterCredentials | None, *, allows_plaintext: bool = False) -> None:
+        """`credentials`: None for channels in the clear. `allows_plaintext`: these may lead beyond loopback
+        (`cluster.tls: off`)."""
         self._credentials = credentials
+        self._allows_plaintext = allows_plaintext
         self._logged: dict[str, str] = {}
         """What was logged last about each peer that TLS keeps this process from."""
         self._checks: dict[str, asyncio.Task[None]] = {}
@@ -92,8 +96,14 @@ class Channels:
 
     @asynccontextmanager
     async def open(self, address: str) -> AsyncIterator[grpc.aio.Channel]:
-        """Open a channel; when it ends without a connection because of TLS, log why a little later."""
+        """Open a channel; when it ends without a connection because of TLS, log why a little later.
+
+        Raises ConfigError where the channel would lead beyond loopback in the clear: peers are also named by Redis and
+        by routers, and the configuration knows nothing of them.
+        """
         credentials = self._credentials
+        if credentials is None and not self._allows_plaintext:
+            self._check_loopback(address)
         if credentials is not None and credentials.is_permissive:
             found = await check_peer(address, credentials)
             credentials = None if found.speaks_tls is False else credentials
@@ -106,6 +116,22 @@ class Channels:
                 else:
                     self._logged.pop(address, None)
 
+    def _check_loopback(self, address: str) -> None:
+        host = address.rpartition(":")[0].strip("[]")
+        if is_loopback(host):
+            return
+        # The settings need pydantic, which the kernels' and the engine's own tests do without.
+        from tandem.config.cluster_tls import plaintext_refusal
+
+        refusal = plaintext_refusal(host)
+        self._log_once(address, refusal)
+        raise ConfigError(refusal)
+
+    def _log_once(self, address: str, reason: str) -> None:
+        if self._logged.get(address) != reason:
+            _log.warning("no connection with %s: %s", address, reason)
+            self._logged[address] = reason
+
     async def checked(self) -> None:
         """Wait until everything is logged that is to be logged."""
         await asyncio.gather(*self._checks.values())
@@ -117,9 +143,8 @@ class Channels:
 
     async def _log_mismatch(self, address: str) -> None:
         found = await check_peer(address, self._credentials)
-        if found.mismatch is not None and self._logged.get(address) != found.mismatch:
-            _log.warning("no connection with %s: %s", address, found.mismatch)
-            self._logged[address] = found.mismatch
+        if found.mismatch is not None:
+            self._log_once(address, found.mismatch)
 
 
 def open_blocking_channel(address: str, credentials: ClusterCredentials | None) -> grpc.Channel:

@@ -268,3 +268,22 @@ def test_mode_off_beyond_loopback_is_warned_of(caplog: pytest.LogCaptureFixture)
 def test_expiry_is_that_of_the_certificate_or_of_its_authority(authority: Authority, issue: Make) -> None:
     soon = datetime.now(UTC).replace(microsecond=0) + timedelta(days=3)
     assert ClusterCredentials(issue(authority, not_after=soon)).not_after_s == soon.timestamp()
+
+
+async def test_channel_beyond_loopback_is_refused_in_the_clear_unless_tls_is_off(caplog) -> None:
+    channels, far = Channels(None), "192.0.2.1:7001"
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"cluster\.tls: 192\.0\.2\.1 is beyond loopback"):
+            async with channels.open(far):
+                pass
+    assert [one.message for one in caplog.records if "beyond loopback" in one.message] == [caplog.messages[0]]
+    assert caplog.messages[0].startswith(f"no connection with {far}: cluster.tls: ")
+    async with Channels(None, allows_plaintext=True).open(far) as channel:
+        assert channel.get_state() is grpc.ChannelConnectivity.IDLE
+    async with serving(None) as address:
+        assert await is_served(channels, address)
+
+
+async def test_channel_in_tls_may_lead_beyond_loopback(authority, issue: Make) -> None:
+    async with Channels(ClusterCredentials(issue(authority))).open("192.0.2.1:7001") as channel:
+        assert channel.get_state() is grpc.ChannelConnectivity.IDLE
