@@ -5,8 +5,8 @@ another's. So is an answer larger than anything that one of us has written. A co
 answer like any other, a Refusal. A circuit breaker says when to try again; state changes, not failures, are logged.
 
 With sentinels each new connection begins with their answer to which server is the master, and with that server's own
-word that it is. An open connection is checked against what they say now and then: a master that only its clients reach
-would otherwise keep them for ever.
+word that it is. While a connection is open they are asked again now and then, beside its commands: a master that only
+its clients reach would otherwise keep them for ever.
 """
 
 import asyncio
@@ -80,10 +80,16 @@ class RedisLink:
         self._clock = clock
         self._connection: Connection | None = None
         self._errors, self._refusals = _error_classes()
-        self._finder = None if settings.sentinel is None else MasterFinder(settings.sentinel, self._ask_sentinel)
+        self._finder = (
+            None
+            if settings.sentinel is None
+            else MasterFinder(settings.sentinel, self._ask_sentinel, timeout_s=settings.timeout_s)
+        )
         self._server = settings
         """The server itself: where the sentinels pointed last."""
-        self._found_s = 0.0
+        self._search: asyncio.Task[RedisSettings | None] | None = None
+        """Asks the sentinels while a connection is open; commands do not wait for it."""
+        self._searched_s = 0.0
 
     @property
     def place(self) -> str:
@@ -127,13 +133,19 @@ class RedisLink:
 
     async def close(self) -> None:
         connection, self._connection = self._connection, None
-        if connection is not None:
-            await connection.disconnect(nowait=True)
+        search, self._search = self._search, None
+        try:
+            if search is not None:
+                search.cancel()
+                await asyncio.gather(search, return_exceptions=True)
+        finally:
+            if connection is not None:
+                await connection.disconnect(nowait=True)
 
     async def _bounded(self, commands: Sequence[Command], patience_s: float) -> list[Reply]:
         self._breaker.began(self._clock())
         try:
-            await self._find_master()
+            await self._follow_master()
             async with asyncio.timeout(self._settings.timeout_s + patience_s):
                 connection = self._connection or await self._connect()
                 replies = await self._exchange(connection, commands)
@@ -152,31 +164,39 @@ class RedisLink:
             raise
         return replies
 
-    async def _find_master(self) -> None:
-        """With sentinels: know the master before connecting, and leave one that is no longer it. Raises NoMaster."""
-        if self._finder is None or (self._connection is not None and self._clock() - self._found_s < RECHECK_S):
+    async def _follow_master(self) -> None:
+        """With sentinels: find the master before connecting, and leave one that they no longer name. Raises NoMaster.
+
+        A connection that is open never waits for them.
+        """
+        if self._finder is None:
             return
+        if self._connection is not None and self._search is not None and self._search.done():
+            server, self._search = self._search.result(), None
+            if server is not None and server != self._server:
+                _log.info("sentinels name another Redis: %s instead of %s", server.place, self._server.place)
+                await self.close()
+                self._server = server
+                return
+        if self._connection is None:
+            self._server = self._settings.at(await self._finder.find())
+            self._searched_s = self._clock()
+        elif self._search is None and self._clock() - self._searched_s >= RECHECK_S:
+            self._searched_s = self._clock()
+            self._search = asyncio.create_task(self._search_again(self._finder))
+
+    async def _search_again(self, finder: MasterFinder) -> RedisSettings | None:
         try:
-            server = self._settings.at(await self._finder.find())
+            return self._settings.at(await finder.find())
         except NoMaster:
-            if self._connection is None:
-                raise
-            server = self._server  # no sentinel says otherwise
-        self._found_s = self._clock()
-        if self._connection is not None and server != self._server:
-            _log.info("sentinels name another Redis: %s instead of %s", server.place, self._server.place)
-            await self.close()
-        self._server = server
+            return None  # no sentinel says otherwise
 
     async def _ask_sentinel(self, address: Address, command: Command) -> Reply:
         settings = self._settings.sentinel_at(address)
         connection = None
         try:
-            async with asyncio.timeout(settings.timeout_s):
-                connection = await self._opened(settings)
-                (reply,) = await self._exchange(connection, [command])
-        except TimeoutError:
-            raise NoMaster(f"no answer within {settings.timeout_s:g} s") from None
+            connection = await self._opened(settings)
+            (reply,) = await self._exchange(connection, [command])
         except self._errors as error:
             raise NoMaster(str(error) or type(error).__name__) from None
         finally:
