@@ -8,17 +8,15 @@ import logging
 import os
 import re
 import ssl
-import threading
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
 
 from tandem.errors import ConfigError
-from tandem.rpc.certificates import read_pem
-from tandem.rpc.mutual_tls import MEMBER_NAME, MutualTls, TlsFiles
+from tandem.rpc.mutual_tls import MEMBER_NAME, TlsFiles
+from tandem.rpc.renewable_tls import LoadedTls, RenewableTls
 
 if TYPE_CHECKING:
     from tandem.config.cluster_tls import ClusterTls
@@ -26,24 +24,8 @@ if TYPE_CHECKING:
 ALPN = "h2"
 """Without it a gRPC server hangs up."""
 _SETTING = "cluster.tls"
-_READS = 3
-"""Attempts to read files that change meanwhile."""
 _BLOCK = re.compile(r"-----BEGIN ([A-Z0-9 ]+)-----.*?-----END \1-----\n?", re.DOTALL)
 _log = logging.getLogger(__name__)
-_Seen = tuple[tuple[int, ...] | None, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Loaded:
-    """One state of the files."""
-
-    tls: MutualTls
-    cert: bytes
-    key: bytes
-    ca: bytes
-
-    def grpc_configuration(self) -> Any:
-        return grpc.ssl_server_certificate_configuration([(self.key, self.cert)], self.ca)
 
 
 class ClusterCredentials:
@@ -54,59 +36,48 @@ class ClusterCredentials:
         self.files = files
         self.is_permissive = is_permissive
         """Whether peers without TLS are let in, and spoken to in the clear."""
-        self._lock = threading.Lock()
-        self._seen = _stats(files)
-        self._loaded = _load(files)
+        self._tls = RenewableTls(files, _SETTING, use="sessions and hand-offs", name=MEMBER_NAME, alpn=ALPN)
 
     @property
     def not_after_s(self) -> float:
         """Unix time at which the certificate in force expires."""
-        return self._current().tls.not_after_s
+        return self._tls.current().tls.not_after_s
 
     def client_context(self) -> ssl.SSLContext:
         """For one outgoing connection, with `server_hostname=MEMBER_NAME`."""
-        return self._current().tls.client
+        return self._tls.current().tls.client
 
     def server_context(self) -> ssl.SSLContext:
         """For a listener; each handshake uses the certificate and the CA in force at that time."""
-        context = self._current().tls.server
+        context = self._tls.current().tls.server
 
         def use_current(connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
-            connection.context = self._current().tls.server
+            connection.context = self._tls.current().tls.server
 
         context.sni_callback = use_current
         return context
 
     def grpc_channel(self) -> Any:
         """For one gRPC channel, whose option `grpc.ssl_target_name_override` must be MEMBER_NAME."""
-        now = self._current()
+        now = self._tls.current()
         return grpc.ssl_channel_credentials(now.ca, now.key, now.cert)
 
     def grpc_server(self) -> Any:
         """For a gRPC port; each handshake uses the certificate and the CA in force at that time."""
-        given = self._current()
+        given = self._tls.current()
 
         def latest() -> Any:
             nonlocal given
-            if (now := self._current()) is given:
+            if (now := self._tls.current()) is given:
                 return None
             given = now
-            return now.grpc_configuration()
+            return _grpc_configuration(now)
 
-        return grpc.dynamic_ssl_server_credentials(given.grpc_configuration(), latest, True)
+        return grpc.dynamic_ssl_server_credentials(_grpc_configuration(given), latest, True)
 
-    def _current(self) -> _Loaded:
-        with self._lock:
-            if (seen := _stats(self.files)) != self._seen:
-                self._seen = seen
-                try:
-                    self._loaded = _load(self.files)
-                    _log.info(
-                        "new certificates of cluster.tls are in force (KV over tcp uses them from the next start)"
-                    )
-                except ConfigError as error:
-                    _log.error("%s; the previous certificates stay in force", error)
-            return self._loaded
+
+def _grpc_configuration(loaded: LoadedTls) -> Any:
+    return grpc.ssl_server_certificate_configuration([(loaded.key, loaded.cert)], loaded.ca)
 
 
 def open_credentials(tls: "ClusterTls", hosts: Iterable[str]) -> ClusterCredentials | None:
@@ -148,28 +119,3 @@ def _in_memory(text: str) -> Path:
     fd = os.memfd_create("tandem-pem", os.MFD_CLOEXEC)
     os.write(fd, text.encode())
     return Path(f"/proc/{os.getpid()}/fd/{fd}")
-
-
-def _load(files: TlsFiles) -> _Loaded:
-    for _ in range(_READS):
-        seen = _stats(files)
-        cert, key, ca = (
-            read_pem(getattr(files, name), f"{_SETTING}.{name}").encode() for name in ("cert", "key", "ca")
-        )
-        tls = MutualTls(files, _SETTING, name=MEMBER_NAME)
-        tls.client.set_alpn_protocols([ALPN])
-        if _stats(files) == seen:
-            return _Loaded(tls=tls, cert=cert, key=key, ca=ca)
-    raise ConfigError(f"{_SETTING}: the files keep changing while they are read")
-
-
-def _stats(files: TlsFiles) -> _Seen:
-    return tuple(_stat(path) for path in (files.cert, files.key, files.ca))
-
-
-def _stat(path: Path) -> tuple[int, ...] | None:
-    try:
-        found = path.stat()
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino, found.st_mtime_ns, found.st_size

@@ -29,11 +29,11 @@ class TlsFiles:
 class MutualTls:
     """A process's certificate and trusted authority, for both ends of a connection."""
 
-    def __init__(self, files: TlsFiles, setting: str, *, name: str | None = None) -> None:
+    def __init__(self, files: TlsFiles, setting: str, *, name: str | None = None, alpn: str | None = None) -> None:
         """Read the files and do a handshake with itself. Raises a ConfigError that names the file and the fault.
 
         `setting`: the configuration's name of what the files are given for. `name`: DNS name that servers'
-        certificates must carry; None: any.
+        certificates must carry; None: any. `alpn`: protocol that clients offer.
         """
         self.fingerprint = hashlib.sha256(first_certificate(files.cert, f"{setting}.cert")).digest()
         """SHA-256 of the presented certificate, in DER."""
@@ -43,6 +43,8 @@ class MutualTls:
         self.server.num_tickets = 0
         self.client = _context(ssl.PROTOCOL_TLS_CLIENT, files, setting)
         self.client.check_hostname = name is not None
+        if alpn is not None:
+            self.client.set_alpn_protocols([alpn])
         try:
             shown = shake_hands(self.client, self.server, name)
         except ssl.SSLCertVerificationError as error:
