@@ -29,9 +29,9 @@ class TlsCheck:
 
 async def check_peer(address: str, credentials: ClusterCredentials | None) -> TlsCheck:
     """Shake hands with the peer at host:port and hang up. `credentials`: this process's; None: it speaks no TLS."""
-    context = _unverified() if credentials is None else credentials.client_context()
-    host, port = split(address)
     try:
+        host, port = split(address)
+        context = _unverified() if credentials is None else credentials.client_context()
         async with asyncio.timeout(_TIMEOUT_S):
             reader, writer = await asyncio.open_connection(
                 host.strip("[]"), port, ssl=context, server_hostname=MEMBER_NAME
@@ -50,7 +50,7 @@ async def check_peer(address: str, credentials: ClusterCredentials | None) -> Tl
         # Whoever speaks no TLS answers a handshake with something else, or hangs up.
         mismatch = None if credentials is None else "the peer speaks no TLS, and cluster.tls is on here"
         return TlsCheck(speaks_tls=False, mismatch=mismatch)
-    except (OSError, TimeoutError):
+    except (OSError, ValueError):  # the latter: not an address
         return TlsCheck()
 
 

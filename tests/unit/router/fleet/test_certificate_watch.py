@@ -1,11 +1,16 @@
 """When the certificates of this router and of its workers expire."""
 
+import asyncio
+import ssl
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import pytest
+
 from router.fleet.certificate_watch import CertificateWatch
 from router.types.worker_view import WorkerKey
+from tandem.rpc import mutual_tls
 from tandem.rpc.cluster_credentials import ClusterCredentials
 from tandem.rpc.cluster_grpc import ClusterAuth, make_server, open_port
 from tandem.rpc.mutual_tls import MEMBER_NAME
@@ -59,3 +64,35 @@ async def test_watch_looks_while_entered(tmp_path: Path) -> None:
     own, own_s = valid(Authority(), tmp_path / "own", 30)
     async with CertificateWatch(own, dict) as watch:
         assert exported(watch) == {"router": own_s}
+
+
+async def test_watch_goes_on_after_a_bug_and_logs_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    own, _ = valid(Authority(), tmp_path / "own", 30)
+    asked_again, num_asked = asyncio.Event(), 0
+
+    def addresses() -> dict[WorkerKey, str]:
+        nonlocal num_asked
+        num_asked += 1
+        if num_asked == 1:
+            raise LookupError("a bug")
+        asked_again.set()
+        return {}
+
+    async with CertificateWatch(own, addresses, period_s=0.01):
+        await asked_again.wait()
+    [record] = caplog.records
+    assert "cannot find out when the workers' certificates expire" in record.message
+    assert record.exc_info
+
+
+async def test_watch_survives_files_that_vanish_while_they_are_loaded(tmp_path: Path, monkeypatch) -> None:
+    (own, own_s), addresses = valid(Authority(), tmp_path / "own", 30), {KEY: "127.0.0.1:1"}
+
+    def vanishes(context: ssl.SSLContext, cert: Path, key: Path, _setting: str) -> None:
+        context.load_cert_chain(cert.with_name("gone"), key)
+
+    monkeypatch.setattr(mutual_tls, "load_certificate", vanishes)
+    own.files.cert.touch()
+    watch = CertificateWatch(own, lambda: addresses)
+    await watch.look()
+    assert exported(watch) == {"router": own_s}
