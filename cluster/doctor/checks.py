@@ -21,6 +21,7 @@ from tandem.config.cluster_tls import needs_certificates, plain_warning
 from tandem.config.worker import peer_hosts
 from tandem.errors import ConfigError
 from tandem.rpc.hosts import join
+from tandem.rpc.mutual_tls import MutualTls, TlsFiles
 
 _EXPIRES_SOON_S = 14 * 86_400.0
 
@@ -42,7 +43,9 @@ def examine(config: ClusterConfig, *, router_only: bool = False) -> list[Finding
         software.dtype,
     )
     here: tuple[Check, ...] = (machine.cores, machine.memory, machine.disk, machine.shared_memory, machine.limits)
-    checks = (*(router_checks if router_only else all_software), *here, ports, locks, cluster_state, members)
+    of_workers: tuple[Check, ...] = () if router_only else (kv_certificates,)
+    software_checks = router_checks if router_only else all_software
+    checks = (*software_checks, *here, ports, locks, cluster_state, members, *of_workers)
     return [finding for check in checks for finding in check(config)]
 
 
@@ -83,15 +86,29 @@ def members(config: ClusterConfig) -> list[Finding]:
     found = []
     if warning := plain_warning(tls, hosts):
         found.append(Finding(name=name, status=Status.WARN, detail=warning))
-    if credentials is None:
-        return found
-    left_s = credentials.not_after_s - time.time()
-    date = datetime.fromtimestamp(credentials.not_after_s, UTC)
-    detail = f"{credentials.files.cert} and its CA are valid until {date:%Y-%m-%d}"
-    soon = left_s < _EXPIRES_SOON_S
-    hint = "renew it (`tandem cert --renew`): no new connection is possible afterwards" if soon else ""
-    status = Status.WARN if soon else Status.OK
-    return [*found, Finding(name=name, status=status, detail=detail, hint=hint)]
+    if credentials is not None:
+        hint = "renew it (`tandem cert --renew`): no new connection is possible afterwards"
+        found.append(_validity(name, credentials.files, credentials.not_after_s, hint))
+    return found
+
+
+def kv_certificates(config: ClusterConfig) -> list[Finding]:
+    """Check the certificates that KV over tcp has of its own."""
+    name = "KV TLS"
+    if config.transfer.tls is None:
+        return []
+    files = config.transfer.tls.files()
+    try:
+        not_after_s = MutualTls(files).not_after_s
+    except ConfigError as error:
+        return [Finding(name=name, status=Status.FAIL, detail=str(error))]
+    return [_validity(name, files, not_after_s, "renew it: no KV travels over tcp afterwards")]
+
+
+def _validity(name: str, files: TlsFiles, not_after_s: float, hint: str) -> Finding:
+    soon = not_after_s - time.time() < _EXPIRES_SOON_S
+    detail = f"{files.cert} and its CA are valid until {datetime.fromtimestamp(not_after_s, UTC):%Y-%m-%d}"
+    return Finding(name=name, status=Status.WARN if soon else Status.OK, detail=detail, hint=hint if soon else "")
 
 
 def locks(config: ClusterConfig) -> list[Finding]:

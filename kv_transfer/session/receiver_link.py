@@ -58,7 +58,7 @@ class ReceiverLink:
         address: str,
         *,
         local: LocalWorker,
-        hello: Hello,
+        make_hello: Callable[[], Hello],
         dialer: Dialer,
         user: LinkUser,
         settings: TransferSettings,
@@ -70,7 +70,8 @@ class ReceiverLink:
         """The transport that the peer writes through."""
         self._pairing: Pairing | None = None
         self._local = local
-        self._hello = hello
+        self._make_hello = make_hello
+        """Called for each connection, since adverts change when certificates are renewed."""
         self._dialer = dialer
         self._user = user
         self._settings = settings
@@ -153,10 +154,11 @@ class ReceiverLink:
         return "closed", was_up
 
     async def _handshake(self, stream: Any) -> None:
+        mine = self._make_hello()
         try:
             async with asyncio.timeout(self._settings.connect_s):
                 hello = HandoffEnvelope(
-                    incarnation=self._local.incarnation, addressee=Incarnation(0), key=None, body=self._hello
+                    incarnation=self._local.incarnation, addressee=Incarnation(0), key=None, body=mine
                 )
                 await write_message(stream, hello)
                 answer = wire.decode(await read_message(stream))
@@ -171,7 +173,7 @@ class ReceiverLink:
             raise LinkBroken("no HELLO")
         if answer.addressee != self._local.incarnation:
             raise LinkBroken("the answer to HELLO is addressed to another process")
-        if refusal := refuses(source=body, destination=self._hello):
+        if refusal := refuses(source=body, destination=mine):
             raise LinkBroken(f"rejected by this worker: {refusal}")
         try:
             self._pairing = Pairing.from_layouts(
@@ -179,7 +181,7 @@ class ReceiverLink:
             )
         except TransferError as error:
             raise LinkBroken(f"rejected by this worker: {error.message}") from None
-        offered = {offer.name for offer in self._hello.transports}
+        offered = {offer.name for offer in mine.transports}
         chosen = [offer.name for offer in body.transports if offer.name in offered]
         if len(chosen) != 1:
             raise LinkBroken("no transport in common")

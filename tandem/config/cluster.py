@@ -38,6 +38,7 @@ from tandem.config.telemetry import ProfilingConfig, TelemetryConfig
 from tandem.errors import ConfigError
 from tandem.model_path import BUILTIN, BUILTIN_DTYPE
 from tandem.rpc.hosts import checked_address
+from tandem.rpc.mutual_tls import TlsFiles
 from tandem.values.block_hash import mistaken_secret
 from tandem.values.disk_cache import contradiction
 from tandem.values.kv_agreement import cannot_travel_as
@@ -60,6 +61,9 @@ class TlsConfig(Section):
     """The certificate's private key, unencrypted."""
     ca: str
     """CA certificate. It must be a private CA that signs certificates for these workers only."""
+
+    def files(self) -> TlsFiles:
+        return TlsFiles(cert=Path(self.cert), key=Path(self.key), ca=Path(self.ca), setting="transfer.tls")
 
 
 class TransferConfig(Section):

@@ -51,7 +51,7 @@ class PoolConfig(Section):
     nodes: int = Field(default=1, ge=1, le=MAX_TENSOR_PARALLEL)
     """Number of machines that the ranks of one worker are spread over evenly; it must divide `tensor_parallel_size`.
     The worker runs on the first machine, `tandem follower` on each other one. More than one machine needs
-    `transfer.tls` and `transfer.isolated_network`."""
+    `cluster.tls` or `transfer.tls`, and `transfer.isolated_network`."""
     health_port: Annotated[int, Field(ge=1, le=65535)] | None = None
     """Port, on the worker's own host, of a server in the clear with nothing but `grpc.health.v1`: the kubelet speaks no
     TLS, so with `cluster.tls` it cannot ask at the worker's own port. Workers with stated `addresses` add their index

@@ -36,7 +36,7 @@ class ClusterCredentials:
         self.files = files
         self.is_permissive = is_permissive
         """Whether peers without TLS are let in, and spoken to in the clear."""
-        self._tls = RenewableTls(files, _SETTING, use="sessions and hand-offs", name=MEMBER_NAME, alpn=ALPN)
+        self._tls = RenewableTls(files, use="sessions and hand-offs", name=MEMBER_NAME, alpn=ALPN)
 
     @property
     def not_after_s(self) -> float:
@@ -101,7 +101,7 @@ def _files(tls: "ClusterTls") -> TlsFiles:
     if tls.pem is not None:
         return _files_in_memory(tls.pem.get_secret_value())
     assert tls.cert and tls.key and tls.ca  # noqa: S101, PT018  # narrows: the section checks that all are set
-    return TlsFiles(cert=Path(tls.cert), key=Path(tls.key), ca=Path(tls.ca))
+    return TlsFiles(cert=Path(tls.cert), key=Path(tls.key), ca=Path(tls.ca), setting=_SETTING)
 
 
 def _files_in_memory(pem: str) -> TlsFiles:
@@ -112,7 +112,7 @@ def _files_in_memory(pem: str) -> TlsFiles:
     if len(keys) != 1 or len(certificates) < 2:
         raise ConfigError("cluster.tls.pem must hold one private key, a certificate, and the CA's")
     *chain, ca = certificates
-    return TlsFiles(cert=_in_memory("".join(chain)), key=_in_memory(keys[0]), ca=_in_memory(ca))
+    return TlsFiles(cert=_in_memory("".join(chain)), key=_in_memory(keys[0]), ca=_in_memory(ca), setting=_SETTING)
 
 
 def _in_memory(text: str) -> Path:

@@ -37,7 +37,6 @@ class RenewableTls:
     def __init__(
         self,
         files: TlsFiles,
-        setting: str,
         *,
         use: str,
         name: str | None = None,
@@ -46,10 +45,9 @@ class RenewableTls:
     ) -> None:
         """Read and try the files. Raises ConfigError that names the file and what is wrong with it.
 
-        `setting`, `name`, `alpn`: as for MutualTls. `use`: what the certificates are for, in logs.
+        `name`, `alpn`: as for MutualTls. `use`: what the certificates are for, in logs.
         """
         self.files = files
-        self._setting = setting
         self._use = use
         self._name = name
         self._alpn = alpn
@@ -80,17 +78,17 @@ class RenewableTls:
                 _log.error("%s; the previous certificates stay in force for %s", error, self._use)
             return
         self._failed_s, self._complaint = None, ""
-        _log.info("new certificates of %s are in force for %s", self._setting, self._use)
+        _log.info("new certificates of %s are in force for %s", self.files.setting, self._use)
 
     def _load(self) -> LoadedTls:
-        files, setting = self.files, self._setting
+        files, setting = self.files, self.files.setting
         for _ in range(_READS):
             seen = _stats(files)
             try:
                 cert, key, ca = (
                     read_pem(getattr(files, name), f"{setting}.{name}").encode() for name in ("cert", "key", "ca")
                 )
-                tls = MutualTls(files, setting, name=self._name, alpn=self._alpn)
+                tls = MutualTls(files, name=self._name, alpn=self._alpn)
             except OSError as error:  # ssl.SSLError, too; a file that was removed after it was read
                 raise ConfigError(f"{setting}: {error.strerror or error}") from None
             if _stats(files) == seen:

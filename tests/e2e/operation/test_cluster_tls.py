@@ -32,7 +32,8 @@ def tls(folder, **more):
 
 
 def credentials(folder):
-    return ClusterCredentials(TlsFiles(cert=folder / "member.pem", key=folder / "member.key", ca=folder / "ca.pem"))
+    files = TlsFiles(cert=folder / "member.pem", key=folder / "member.key", ca=folder / "ca.pem", setting="cluster.tls")
+    return ClusterCredentials(files)
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")

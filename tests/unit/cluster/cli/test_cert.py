@@ -18,7 +18,9 @@ NAMES = {"ca.pem", "ca.key", "member.pem", "member.key"}
 
 
 def files(folder: Path, name: str = "member") -> TlsFiles:
-    return TlsFiles(cert=folder / f"{name}.pem", key=folder / f"{name}.key", ca=folder / "ca.pem")
+    return TlsFiles(
+        cert=folder / f"{name}.pem", key=folder / f"{name}.key", ca=folder / "ca.pem", setting="cluster.tls"
+    )
 
 
 def test_printed_yaml_is_a_configuration_that_works(tmp_path: Path) -> None:

@@ -1,13 +1,15 @@
 """What `tandem doctor` says of the dtype, of who gets which GPU, and of the cluster's certificates."""
 
 import json
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 from cluster.cli.cert import make_certificate
 from cluster.doctor import software
-from cluster.doctor.checks import examine, members
+from cluster.doctor.checks import examine, kv_certificates, members
 from cluster.doctor.findings import Finding, Status
 from tandem.config.cluster import load
+from tests.support.certificates import Authority
 from tests.unit.worker.test_gpus import FakeHost
 
 LLAMA = {
@@ -124,3 +126,18 @@ def test_doctor_says_what_is_not_protected() -> None:
     assert (off.status, "not encrypted" in off.detail) == (Status.WARN, True)
     (wrong,) = members(load(None, {**beyond, "cluster.tls": "permissive"}))
     assert wrong.status is Status.FAIL
+
+
+def test_doctor_reads_the_certificates_of_transfer_tls(tmp_path: Path) -> None:
+    def told(days: int) -> Finding:
+        (tmp_path / str(days)).mkdir(exist_ok=True)
+        files = Authority().issue(tmp_path / str(days), not_after=datetime.now(UTC) + timedelta(days=days))
+        (finding,) = kv_certificates(
+            load(None, {f"transfer.tls.{n}": f"{getattr(files, n)}" for n in ("cert", "key", "ca")})
+        )
+        return finding
+
+    assert kv_certificates(load(None)) == []
+    assert (told(90).status, told(90).hint) == (Status.OK, "")
+    assert (told(3).status, told(3).hint[:8]) == (Status.WARN, "renew it")
+    assert (told(-1).status, told(-1).detail[:18]) == (Status.FAIL, "transfer.tls.cert:")

@@ -31,7 +31,7 @@ async def test_peer_beyond_loopback_is_not_reached_in_the_clear() -> None:
     link = ReceiverLink(
         "192.0.2.1:7001",
         local=local,
-        hello=make_hello(local, ()),
+        make_hello=lambda: make_hello(local, ()),
         dialer=Dialer(open_channel=Channels(None).open),
         user=user,
         settings=SETTINGS,

@@ -41,7 +41,8 @@ def foreign() -> Authority:
 def issue(tmp_path: Path) -> Make:
     def make(authority: Authority, folder: str = "own", **details) -> TlsFiles:
         (tmp_path / folder).mkdir(exist_ok=True)
-        return authority.issue(tmp_path / folder, name=details.pop("name", MEMBER_NAME), **details)
+        name = details.pop("name", MEMBER_NAME)
+        return authority.issue(tmp_path / folder, name=name, setting="cluster.tls", **details)
 
     return make
 

@@ -23,9 +23,10 @@ class Rig:
         for name in ("now", "new"):
             (folder / name).mkdir()
         authority = Authority()
-        self.files, self.new = authority.issue(folder / "now"), authority.issue(folder / "new")
+        self.files = authority.issue(folder / "now", setting="cluster.tls")
+        self.new = authority.issue(folder / "new")
         self.now_s = 0.0
-        self.tls = RenewableTls(self.files, "cluster.tls", use="a test", clock=lambda: self.now_s)
+        self.tls = RenewableTls(self.files, use="a test", clock=lambda: self.now_s)
         self.first = self.tls.current()
 
     def renew(self, *names: str) -> None:
