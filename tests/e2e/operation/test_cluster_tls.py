@@ -50,7 +50,7 @@ async def test_cluster_in_tls_answers_through_both_pools_and_takes_nobody_in_the
     assert await cluster.figure("tandem_worker_transfers_total", transport="tcp", outcome="committed") > 0
     for worker in cluster.local.workers:
         found = await check_peer(worker.address, None)
-        assert found.mismatch == "the peer takes TLS only, and cluster.tls is off here"
+        assert found.mismatch == "the peer takes TLS only, and this process has no certificates (cluster.tls)"
         assert (await check_peer(worker.address, credentials(folder))).not_after_s is not None
 
     async def watched():

@@ -102,7 +102,7 @@ async def assert_refused(address: str, client: ClusterCredentials | None, reason
 
 async def test_plain_client_is_refused(authority: Authority, issue: Make, caplog: pytest.LogCaptureFixture) -> None:
     async with serving(ClusterCredentials(issue(authority))) as address:
-        await assert_refused(address, None, "the peer takes TLS only, and cluster.tls is off here", caplog)
+        await assert_refused(address, None, "the peer takes TLS only, and this process has no certificates", caplog)
 
 
 async def test_plain_server_is_refused(authority: Authority, issue: Make, caplog: pytest.LogCaptureFixture) -> None:
