@@ -11,7 +11,8 @@ from engine.assembly import assemble
 from kv_transfer.memory.shared_memory import SharedPool
 from kv_transfer.transports.tcp.settings import TcpSettings
 from tandem.config.cluster import ClusterConfig
-from tandem.config.worker import cluster_secret, cluster_tls, free_address, health_port
+from tandem.config.pools import health_port
+from tandem.config.worker import cluster_secret, cluster_tls, free_address
 from tandem.model_path import model_name
 from tandem.process.lifetime import Lifetime, WorkerPlace, announce, end, load_progress, worker_main
 from tandem.rpc.cluster_credentials import open_credentials

@@ -11,7 +11,8 @@ from kv_transfer.memory.region import KVRegion
 from kv_transfer.memory.shared_memory import SharedPool
 from prefill_worker.worker import PrefillWorker
 from tandem.config.cluster import ClusterConfig
-from tandem.config.worker import cluster_secret, cluster_tls, free_address, health_port
+from tandem.config.pools import health_port
+from tandem.config.worker import cluster_secret, cluster_tls, free_address
 from tandem.errors import ConfigError
 from tandem.model_path import model_name
 from tandem.process.lifetime import Lifetime, WorkerPlace, announce, end, load_progress, worker_main
