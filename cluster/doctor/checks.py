@@ -17,7 +17,7 @@ from cluster.doctor.findings import Check, Finding, Status
 from tandem.circuit_breaker import CircuitBreaker
 from tandem.cluster_state.redis_settings import RedisSettings
 from tandem.config.cluster import ClusterConfig
-from tandem.config.cluster_tls import needs_certificates, plain_warning
+from tandem.config.cluster_tls import ClusterTls, needs_certificates, plain_warning
 from tandem.config.worker import peer_hosts
 from tandem.errors import ConfigError
 from tandem.rpc.hosts import join
@@ -87,9 +87,16 @@ def members(config: ClusterConfig) -> list[Finding]:
     if warning := plain_warning(tls, hosts):
         found.append(Finding(name=name, status=Status.WARN, detail=warning))
     if credentials is not None:
-        hint = "renew it (`tandem cert --renew`): no new connection is possible afterwards"
+        hint = f"renew it ({_renewal(tls, credentials.files)}): no new connection is possible afterwards"
         found.append(_validity(name, credentials.files, credentials.not_after_s, hint))
     return found
+
+
+def _renewal(tls: ClusterTls, files: TlsFiles) -> str:
+    if tls.pem is not None:
+        return "new content for cluster.tls.pem"
+    name = "" if files.cert.stem == "member" else f" --name {files.cert.stem}"
+    return f"`tandem cert {files.cert.parent}{name} --renew` where the CA's key is"
 
 
 def kv_certificates(config: ClusterConfig) -> list[Finding]:

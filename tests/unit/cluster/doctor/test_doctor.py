@@ -112,7 +112,7 @@ def test_doctor_reads_the_certificates_of_cluster_tls(tmp_path: Path) -> None:
     assert told("member").status is Status.OK
     assert "valid until 20" in told("member").detail
     soon = told("old")
-    assert (soon.status, "`tandem cert --renew`" in soon.hint) == (Status.WARN, True)
+    assert (soon.status, f"`tandem cert {tmp_path} --name old --renew`" in soon.hint) == (Status.WARN, True)
     (tmp_path / "member.key").write_text("no key")
     assert (told("member").status, told("member").detail[:16]) == (Status.FAIL, "cluster.tls.key:")
 
