@@ -169,15 +169,18 @@ def listen(server: grpc.aio.Server, host: str, port: int, credentials: Any = Non
 
     `credentials`: in TLS with them, else in the clear.
     """
-    address = f"{host}:{port}"
+    return _bind(server, f"{host}:{port}", credentials)
+
+
+def _bind(server: grpc.aio.Server, address: str, credentials: Any) -> int:
     try:
         bound = int(
             server.add_insecure_port(address) if credentials is None else server.add_secure_port(address, credentials)
         )
     except RuntimeError as error:
-        raise OSError(f"cannot listen on {host}:{port}: {error}") from None
+        raise OSError(f"cannot listen on {address}: {error}") from None
     if bound == 0:
-        raise OSError(f"cannot listen on {host}:{port}")
+        raise OSError(f"cannot listen on {address}")
     return bound
 
 
@@ -205,6 +208,6 @@ async def open_port(
     if credentials is None or not credentials.is_permissive:
         return listen(server, host, port, None if credentials is None else credentials.grpc_server())
     mixed = await stack.enter_async_context(MixedPort(host.strip("[]"), port))
-    server.add_insecure_port(f"unix:{mixed.plain_path}")
-    server.add_secure_port(f"unix:{mixed.tls_path}", credentials.grpc_server())
+    _bind(server, f"unix:{mixed.plain_path}", None)
+    _bind(server, f"unix:{mixed.tls_path}", credentials.grpc_server())
     return mixed.port

@@ -19,7 +19,6 @@ from kv_transfer.protocol.messages import TransferKey, TransportOffer
 from kv_transfer.transports.accept import accept_connections, start_serving
 from kv_transfer.transports.grants import TOKEN_BYTES, GrantTable
 from kv_transfer.transports.interface import QuietListener
-from kv_transfer.transports.stranger_log import RefusalLog
 from kv_transfer.transports.tcp import frames as tcp_frames
 from kv_transfer.transports.tcp.channel import ByteChannel, PlainChannel, hang_up
 from kv_transfer.transports.tcp.frames import FrameKind
@@ -27,6 +26,7 @@ from kv_transfer.transports.tcp.inbound import Inbound, Peer, answer, next_heade
 from kv_transfer.transports.tcp.settings import MAX_STREAMS, NAME, NO_CERTIFICATES, PLAIN, TcpSettings
 from kv_transfer.transports.tcp.tls import TlsChannel
 from tandem.errors import TransferError
+from tandem.rpc.refusal_log import RefusalLog
 
 MAX_CONNECTIONS = 256
 """Senders that have proven to know the secret, each with up to MAX_STREAMS streams."""

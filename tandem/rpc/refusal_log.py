@@ -41,7 +41,7 @@ class RefusalLog:
     """Of one listening socket; on any thread."""
 
     def __init__(self, name: str, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """`name`: of the transport."""
+        """`name`: what listens, such as a transport."""
         self.name = name
         self._clock = clock
         self._lock = threading.Lock()
