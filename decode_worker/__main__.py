@@ -16,7 +16,7 @@ from tandem.config.worker import cluster_secret, cluster_tls, free_address
 from tandem.model_path import model_name
 from tandem.process.lifetime import Lifetime, WorkerPlace, announce, end, load_progress, worker_main
 from tandem.rpc.cluster_credentials import open_credentials
-from tandem.rpc.cluster_grpc import Channels, ClusterAuth, make_server, open_port, serve_health
+from tandem.rpc.cluster_grpc import ClusterAuth, ClusterChannels, make_server, open_port, serve_health
 from tandem.telemetry.setup import open_tracer
 from tandem.values.ids import WorkerId
 from tandem.values.roles import WorkerRole
@@ -42,7 +42,7 @@ async def serve(config: ClusterConfig, place: WorkerPlace, lifetime: Lifetime) -
     # Before the model is loaded, so that a bad setting fails at once.
     tls = cluster_tls(config, has_parent=place.ready_fd is not None)
     credentials = open_credentials(tls, (host_name,))
-    channels = Channels(credentials, allows_plaintext=tls.mode == "off")
+    channels = ClusterChannels(credentials, allows_plaintext=tls.mode == "off")
     auth, tcp = ClusterAuth(cluster_secret(config)), tcp_settings(config.transfer, host_name, credentials)
     progress = load_progress(place.ready_fd)
     nodes = node_group(config, WorkerRole.DECODE, place.index, host_name, credentials)
@@ -93,7 +93,7 @@ async def _with_fabric(
     host: EngineHost,
     config: ClusterConfig,
     tcp: TcpSettings,
-    channels: Channels,
+    channels: ClusterChannels,
     spawn: Spawn,
 ) -> None:
     """Let prompts be computed elsewhere, where the KV pool is in one piece that peers can reach."""

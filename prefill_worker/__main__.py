@@ -17,7 +17,7 @@ from tandem.errors import ConfigError
 from tandem.model_path import model_name
 from tandem.process.lifetime import Lifetime, WorkerPlace, announce, end, load_progress, worker_main
 from tandem.rpc.cluster_credentials import open_credentials
-from tandem.rpc.cluster_grpc import Channels, ClusterAuth, make_server, open_port, serve_health
+from tandem.rpc.cluster_grpc import ClusterAuth, ClusterChannels, make_server, open_port, serve_health
 from tandem.telemetry.setup import open_tracer
 from tandem.values.ids import WorkerId
 from tandem.values.roles import WorkerRole
@@ -42,7 +42,7 @@ async def serve(config: ClusterConfig, place: WorkerPlace, lifetime: Lifetime) -
     host_name, port = free_address(config.prefill, "prefill", place.index, stated=place.address)
     tls = cluster_tls(config, has_parent=place.ready_fd is not None)
     credentials = open_credentials(tls, (host_name,))
-    channels = Channels(credentials, allows_plaintext=tls.mode == "off")
+    channels = ClusterChannels(credentials, allows_plaintext=tls.mode == "off")
     auth, tcp = ClusterAuth(cluster_secret(config)), tcp_settings(config.transfer, host_name, credentials)
     nodes = node_group(config, WorkerRole.PREFILL, place.index, host_name, credentials)
     seat = take_gpus(config, WorkerRole.PREFILL, place)

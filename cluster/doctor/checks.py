@@ -7,6 +7,8 @@ import asyncio
 import logging
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -80,7 +82,7 @@ def members(config: ClusterConfig) -> list[Finding]:
         hint = "`tandem cert` makes certificates; `cluster.tls: off` does without"
         return [Finding(name=name, status=Status.WARN, detail=detail, hint=hint)]
     try:
-        credentials = open_credentials(tls, hosts)
+        credentials = open_credentials(tls, hosts, warns=False)  # a finding says it
     except ConfigError as error:
         return [Finding(name=name, status=Status.FAIL, detail=str(error))]
     found = []
@@ -159,14 +161,25 @@ def cluster_state(config: ClusterConfig) -> list[Finding]:
 async def _ask_redis(name: str, settings: RedisSettings) -> Finding:
     from tandem.rpc.redis_link import REDIS_BREAKER, RedisDown, RedisLink
 
-    logging.getLogger("tandem.rpc.redis_link").setLevel(logging.CRITICAL)  # the finding says the same
     try:
         link = RedisLink(settings, CircuitBreaker(REDIS_BREAKER, Random()), use="doctor", clock=time.monotonic)
         try:
-            await link.ask([("PING",)], vital=1)
+            with _silenced("tandem.rpc.redis_link"):  # the finding says the same
+                await link.ask([("PING",)], vital=1)
         finally:
             await link.close()
     except (RedisDown, ConfigError) as error:
         hint = "requests do not wait for Redis, but routers on several hosts share nothing without it"
         return Finding(name=name, status=Status.WARN, detail=f"{settings.place}: {error}", hint=hint)
     return Finding(name=name, status=Status.OK, detail=f"Redis at {link.place} answers")
+
+
+@contextmanager
+def _silenced(logger_name: str) -> Iterator[None]:
+    logger = logging.getLogger(logger_name)
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

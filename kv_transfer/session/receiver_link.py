@@ -27,8 +27,8 @@ class Dialer:
     """Opens a channel to a peer's address, with proof that this worker belongs to the cluster."""
 
     open_channel: Callable[[str], Any]
-    """Returns the context of a grpc.aio channel; see tandem.rpc.cluster_grpc.Channels. Entering it raises ConfigError
-    where this worker must not connect."""
+    """Returns the context of a grpc.aio channel (tandem.rpc.cluster_grpc.ClusterChannels). Entering it raises
+    ConfigError where this worker must not connect."""
     metadata: Sequence[tuple[str, str]] = ()
 
 

@@ -47,16 +47,6 @@ class ClusterCredentials:
         """For one outgoing connection, with `server_hostname=MEMBER_NAME`."""
         return self._tls.current().tls.client
 
-    def server_context(self) -> ssl.SSLContext:
-        """For a listener; each handshake uses the certificate and the CA in force at that time."""
-        context = self._tls.current().tls.server
-
-        def use_current(connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
-            connection.context = self._tls.current().tls.server
-
-        context.sni_callback = use_current
-        return context
-
     def grpc_channel(self) -> Any:
         """For one gRPC channel, whose option `grpc.ssl_target_name_override` must be MEMBER_NAME."""
         now = self._tls.current()
@@ -80,17 +70,18 @@ def _grpc_configuration(loaded: LoadedTls) -> Any:
     return grpc.ssl_server_certificate_configuration([(loaded.key, loaded.cert)], loaded.ca)
 
 
-def open_credentials(tls: "ClusterTls", hosts: Iterable[str]) -> ClusterCredentials | None:
+def open_credentials(tls: "ClusterTls", hosts: Iterable[str], *, warns: bool = True) -> ClusterCredentials | None:
     """Credentials of a process that listens at, or connects to, `hosts`; None: it speaks in the clear.
 
-    Raises ConfigError when certificates are missing or no good. Warns of traffic that leaves the machine unprotected.
+    Raises ConfigError when certificates are missing or no good. `warns`: log that traffic leaves the machine
+    unprotected, where it does.
     """
     # The settings need pydantic, which the kernels' and the engine's own tests do without.
     from tandem.config.cluster_tls import LinkSecurity, link_security, plain_warning
 
     hosts = list(hosts)
     security = link_security(tls, hosts)
-    if warning := plain_warning(tls, hosts):
+    if warns and (warning := plain_warning(tls, hosts)):
         _log.warning("%s", warning)
     if security is LinkSecurity.PLAIN:
         return None

@@ -81,7 +81,7 @@ ChannelOpener = Callable[[str], AbstractAsyncContextManager[grpc.aio.Channel]]
 """Opens a channel to the process at host:port, for as long as the context is entered."""
 
 
-class Channels:
+class ClusterChannels:
     """Opens channels to other processes of the cluster; `open` is a ChannelOpener."""
 
     def __init__(self, credentials: ClusterCredentials | None, *, allows_plaintext: bool = False) -> None:
@@ -131,10 +131,6 @@ class Channels:
         if self._logged.get(address) != reason:
             _log.warning("no connection with %s: %s", address, reason)
             self._logged[address] = reason
-
-    async def checked(self) -> None:
-        """Wait until everything is logged that is to be logged."""
-        await asyncio.gather(*self._checks.values())
 
     def _check(self, address: str) -> None:
         if address not in self._checks:

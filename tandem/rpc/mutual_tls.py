@@ -1,4 +1,7 @@
-"""TLS 1.3 between the processes of one cluster: both ends show certificates of one private authority.
+"""Mutual TLS between the processes of one cluster: both ends show certificates of one private authority.
+
+These contexts speak TLS 1.3 only. gRPC, which takes the same files, has no setting for the lowest version: its ports
+also accept TLS 1.2.
 
 Addresses change from pod to pod and are not checked. So the authority should sign for members of the cluster only.
 """

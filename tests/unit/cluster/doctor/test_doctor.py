@@ -1,12 +1,15 @@
 """What `tandem doctor` says of the dtype, of who gets which GPU, and of the cluster's certificates."""
 
 import json
+import logging
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import pytest
+
 from cluster.cli.cert import make_certificate
 from cluster.doctor import software
-from cluster.doctor.checks import examine, kv_certificates, members
+from cluster.doctor.checks import cluster_state, examine, kv_certificates, members
 from cluster.doctor.findings import Finding, Status
 from tandem.config.cluster import load
 from tests.support.certificates import Authority
@@ -141,3 +144,19 @@ def test_doctor_reads_the_certificates_of_transfer_tls(tmp_path: Path) -> None:
     assert (told(90).status, told(90).hint) == (Status.OK, "")
     assert (told(3).status, told(3).hint[:8]) == (Status.WARN, "renew it")
     assert (told(-1).status, told(-1).detail[:18]) == (Status.FAIL, "transfer.tls.cert:")
+
+
+def test_doctor_leaves_the_loggers_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("tandem.rpc.redis_link")
+    before = logger.level
+    (finding,) = cluster_state(load(None, {"redis.url": "redis://127.0.0.1:1"}))
+    assert finding.status is Status.WARN
+    assert logger.level == before
+    assert caplog.records == [], "the finding says it"
+
+
+def test_doctor_says_once_that_traffic_is_not_encrypted(caplog: pytest.LogCaptureFixture) -> None:
+    beyond = {"decode.host": "10.0.0.2", "decode.port": 7000, "cluster.tls": "off"}
+    (off,) = members(load(None, beyond))
+    assert "not encrypted" in off.detail
+    assert caplog.records == []

@@ -4,7 +4,7 @@ import asyncio
 
 from kv_transfer.session.peer import LocalWorker
 from kv_transfer.session.receiver_link import Dialer, ReceiverLink, make_hello
-from tandem.rpc.cluster_grpc import Channels
+from tandem.rpc.cluster_grpc import ClusterChannels
 from tandem.values.ids import Incarnation, WorkerId
 from tests.support.kv_transfer.handoff_fakes import SETTINGS, Pool
 
@@ -32,7 +32,7 @@ async def test_peer_beyond_loopback_is_not_reached_in_the_clear() -> None:
         "192.0.2.1:7001",
         local=local,
         make_hello=lambda: make_hello(local, ()),
-        dialer=Dialer(open_channel=Channels(None).open),
+        dialer=Dialer(open_channel=ClusterChannels(None).open),
         user=user,
         settings=SETTINGS,
     )

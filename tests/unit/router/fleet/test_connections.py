@@ -10,7 +10,7 @@ import pytest
 from router.fleet.connections import WorkerFleet
 from tandem.backoff import Backoff
 from tandem.errors import ConfigError
-from tandem.rpc.cluster_grpc import ChannelOpener, Channels
+from tandem.rpc.cluster_grpc import ChannelOpener, ClusterChannels
 from tandem.rpc.worker_directory import WorkerAddress
 from tandem.values.roles import WorkerRole
 from tests.support.fake_worker import FakeWorker
@@ -44,7 +44,7 @@ def fleet(directory: Changing, registry: WatchedRegistry, open_channel: ChannelO
     return WorkerFleet(
         directory=directory,
         listener=registry,
-        open_channel=open_channel or Channels(None).open,
+        open_channel=open_channel or ClusterChannels(None).open,
         settings=session_settings(),
         rng=Random(1),
         backoff=Backoff(first_s=0.01, most_s=0.02),
@@ -124,7 +124,7 @@ async def test_channel_that_does_not_open_is_tried_again() -> None:
         num_tried += 1
         if num_tried <= 2:
             raise ConfigError("cluster.tls: no certificates") if num_tried == 1 else OSError("no file descriptors")
-        async with Channels(None).open(address) as channel:
+        async with ClusterChannels(None).open(address) as channel:
             yield channel
 
     async with FakeWorker("d0") as worker, fleet(directory, registry, fails_twice):

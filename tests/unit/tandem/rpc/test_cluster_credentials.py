@@ -17,9 +17,16 @@ from cluster.authority import draw_bundle
 from tandem.config.cluster_tls import ClusterTls
 from tandem.errors import ConfigError
 from tandem.rpc.cluster_credentials import ClusterCredentials, open_credentials
-from tandem.rpc.cluster_grpc import Channels, ClusterAuth, make_server, open_blocking_channel, open_port, serve_health
+from tandem.rpc.cluster_grpc import (
+    ClusterAuth,
+    ClusterChannels,
+    make_server,
+    open_blocking_channel,
+    open_port,
+    serve_health,
+)
 from tandem.rpc.health import HEALTH_METHOD, SERVING, health_handler
-from tandem.rpc.mutual_tls import MEMBER_NAME, TlsFiles
+from tandem.rpc.mutual_tls import MEMBER_NAME, MutualTls, TlsFiles
 from tandem.rpc.tls_check import TlsCheck, check_peer
 from tests.support.certificates import Authority
 
@@ -58,7 +65,7 @@ async def serving(credentials: ClusterCredentials | None) -> AsyncIterator[str]:
         yield f"127.0.0.1:{port}"
 
 
-async def is_served(channels: Channels, address: str) -> bool:
+async def is_served(channels: ClusterChannels, address: str) -> bool:
     async with channels.open(address) as channel:
         try:
             return await channel.unary_unary(HEALTH_METHOD)(b"", timeout=10) == SERVING
@@ -71,7 +78,7 @@ async def is_served(channels: Channels, address: str) -> bool:
 async def test_member_is_served_by_member_whatever_their_certificates(authority: Authority, issue: Make) -> None:
     one, other = ClusterCredentials(issue(authority)), ClusterCredentials(issue(authority, "other"))
     async with serving(one) as address:
-        assert await is_served(Channels(other), address)
+        assert await is_served(ClusterChannels(other), address)
         assert await check_peer(address, other) == TlsCheck(speaks_tls=True, not_after_s=one.not_after_s)
         with open_blocking_channel(address, other) as channel:
             assert await asyncio.to_thread(channel.unary_unary(HEALTH_METHOD), b"", 10) == SERVING
@@ -91,10 +98,10 @@ async def serving_in_spite(files: TlsFiles) -> AsyncIterator[str]:
 
 
 async def assert_refused(address: str, client: ClusterCredentials | None, reason: str, logs: pytest.LogCaptureFixture):
-    channels = Channels(client)
+    channels = ClusterChannels(client)
     for _ in range(2):
         assert not await is_served(channels, address)
-        await channels.checked()
+        await asyncio.gather(*channels._checks.values())
     told = [record.message for record in logs.records if record.levelno >= logging.WARNING]
     assert len(told) == 1
     assert told[0].startswith(f"no connection with {address}: {reason}")
@@ -153,9 +160,9 @@ def test_process_does_not_start_with_a_certificate_that_peers_refuse(details, re
 async def test_unreachable_peer_is_not_blamed_on_tls(authority, issue: Make, caplog) -> None:
     async with serving(None) as address:
         pass
-    channels = Channels(ClusterCredentials(issue(authority)))
+    channels = ClusterChannels(ClusterCredentials(issue(authority)))
     assert not await is_served(channels, address)
-    await channels.checked()
+    await asyncio.gather(*channels._checks.values())
     assert caplog.records == []
 
 
@@ -165,12 +172,12 @@ async def test_rotated_files_serve_new_connections_and_the_old_one_stays(
     files, new = issue(authority), issue(foreign, "new")
     server, late = ClusterCredentials(files), ClusterCredentials(new)
     caplog.set_level(logging.INFO)
-    async with serving(server) as address, Channels(ClusterCredentials(files)).open(address) as old:
+    async with serving(server) as address, ClusterChannels(ClusterCredentials(files)).open(address) as old:
         assert await old.unary_unary(HEALTH_METHOD)(b"", timeout=10) == SERVING
-        assert not await is_served(Channels(late), address)
+        assert not await is_served(ClusterChannels(late), address)
         for name in ("ca", "key", "cert"):
             shutil.copy(getattr(new, name), getattr(files, name))
-        assert await is_served(Channels(late), address)
+        assert await is_served(ClusterChannels(late), address)
         assert await old.unary_unary(HEALTH_METHOD)(b"", timeout=10) == SERVING
     assert any("new certificates of cluster.tls are in force" in record.message for record in caplog.records)
 
@@ -180,37 +187,35 @@ async def test_bad_rotated_file_changes_nothing(authority, issue: Make, caplog: 
     server, client = ClusterCredentials(files), ClusterCredentials(issue(authority, "other"))
     async with serving(server) as address:
         files.key.write_text("no key")
-        assert await is_served(Channels(client), address)
+        assert await is_served(ClusterChannels(client), address)
     [told] = [record.message for record in caplog.records if record.levelno == logging.ERROR]
     assert told.startswith("cluster.tls.key: ")
     assert told.endswith("the previous certificates stay in force")
 
 
 async def test_plain_sockets_use_rotated_files_too(authority, foreign, issue: Make) -> None:
-    """What asyncio's servers and connections get from the same settings."""
+    """What asyncio's connections get from the same settings."""
     files, new = issue(authority), issue(foreign, "new")
-    credentials, late = ClusterCredentials(files), ClusterCredentials(new)
+    credentials = ClusterCredentials(files)
 
-    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(await reader.read(4))
+    async def ping() -> None:
+        context = credentials.client_context()
+        reader, writer = await asyncio.open_connection(*address, ssl=context, server_hostname=MEMBER_NAME)
+        assert await reader.read(4) == b"pong"
         writer.close()
 
-    async def ask(client: ClusterCredentials) -> bytes:
-        context = client.client_context()
-        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context, server_hostname=MEMBER_NAME)
-        writer.write(b"ping")
-        answer = await reader.read(4)
+    async def pong(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"pong")
         writer.close()
-        return answer
 
-    async with await asyncio.start_server(echo, "127.0.0.1", 0, ssl=credentials.server_context()) as server:
-        port = server.sockets[0].getsockname()[1]
-        assert await ask(ClusterCredentials(files)) == b"ping"
+    context = MutualTls(new, name=MEMBER_NAME).server
+    async with await asyncio.start_server(pong, "127.0.0.1", 0, ssl=context) as server:
+        address = server.sockets[0].getsockname()
         with pytest.raises(ssl.SSLCertVerificationError):
-            await ask(late)
+            await ping()
         for name in ("ca", "key", "cert"):
             shutil.copy(getattr(new, name), getattr(files, name))
-        assert await ask(late) == b"ping"
+        await ping()
 
 
 async def test_permissive_port_takes_both_and_permissive_client_reaches_both(authority, issue: Make) -> None:
@@ -218,9 +223,9 @@ async def test_permissive_port_takes_both_and_permissive_client_reaches_both(aut
     permissive = ClusterCredentials(issue(authority, "other"), is_permissive=True)
     async with serving(permissive) as mixed, serving(strict) as closed, serving(None) as plain:
         for client in (None, strict, permissive):
-            assert await is_served(Channels(client), mixed)
+            assert await is_served(ClusterChannels(client), mixed)
         for address in (closed, plain):
-            assert await is_served(Channels(permissive), address)
+            assert await is_served(ClusterChannels(permissive), address)
         with open_blocking_channel(mixed, permissive) as channel:
             assert await asyncio.to_thread(channel.unary_unary(HEALTH_METHOD), b"", 10) == SERVING
 
@@ -230,7 +235,7 @@ async def test_permissive_client_does_not_fall_back_when_a_certificate_is_wrong(
 ) -> None:
     permissive = ClusterCredentials(issue(authority), is_permissive=True)
     async with serving(ClusterCredentials(issue(foreign, "foreign"), is_permissive=True)) as address:
-        assert not await is_served(Channels(permissive), address)
+        assert not await is_served(ClusterChannels(permissive), address)
 
 
 async def test_health_port_answers_the_kubelet_in_the_clear(unused_tcp_port: int) -> None:
@@ -272,19 +277,19 @@ def test_expiry_is_that_of_the_certificate_or_of_its_authority(authority: Author
 
 
 async def test_channel_beyond_loopback_is_refused_in_the_clear_unless_tls_is_off(caplog) -> None:
-    channels, far = Channels(None), "192.0.2.1:7001"
+    channels, far = ClusterChannels(None), "192.0.2.1:7001"
     for _ in range(2):
         with pytest.raises(ConfigError, match=r"cluster\.tls: 192\.0\.2\.1 is beyond loopback"):
             async with channels.open(far):
                 pass
     assert [one.message for one in caplog.records if "beyond loopback" in one.message] == [caplog.messages[0]]
     assert caplog.messages[0].startswith(f"no connection with {far}: cluster.tls: ")
-    async with Channels(None, allows_plaintext=True).open(far) as channel:
+    async with ClusterChannels(None, allows_plaintext=True).open(far) as channel:
         assert channel.get_state() is grpc.ChannelConnectivity.IDLE
     async with serving(None) as address:
         assert await is_served(channels, address)
 
 
 async def test_channel_in_tls_may_lead_beyond_loopback(authority, issue: Make) -> None:
-    async with Channels(ClusterCredentials(issue(authority))).open("192.0.2.1:7001") as channel:
+    async with ClusterChannels(ClusterCredentials(issue(authority))).open("192.0.2.1:7001") as channel:
         assert channel.get_state() is grpc.ChannelConnectivity.IDLE

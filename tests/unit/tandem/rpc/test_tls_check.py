@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tandem.rpc.cluster_credentials import ClusterCredentials
-from tandem.rpc.cluster_grpc import Channels
+from tandem.rpc.cluster_grpc import ClusterChannels
 from tandem.rpc.health import HEALTH_METHOD
 from tandem.rpc.mutual_tls import MEMBER_NAME
 from tandem.rpc.tls_check import TlsCheck, check_peer
@@ -75,7 +75,7 @@ async def test_peer_that_breaks_the_handshake_off_may_speak_tls(permissive) -> N
 @pytest.mark.parametrize(("says", "resets"), [(b"", True), (b"", False), (ALERT, False)])
 async def test_permissive_process_sends_nothing_in_the_clear_to_a_peer_that_hangs_up(permissive, says, resets) -> None:
     peer = Peer(says, resets=resets)
-    async with listening(peer) as address, Channels(permissive).open(address) as channel:
+    async with listening(peer) as address, ClusterChannels(permissive).open(address) as channel:
         call = channel.unary_unary(HEALTH_METHOD)(b"", timeout=10, metadata=(("token", "secret"),))
         await asyncio.wait([asyncio.ensure_future(call.code())])
         assert len(peer.first_bytes) > 1
