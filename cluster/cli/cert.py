@@ -67,7 +67,7 @@ def _authority(directory: Path) -> Authority:
             f"{missing[0]} is missing: without it the CA here cannot sign; make a new CA in another directory"
         )
     directory.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
-    authority = Authority.draw()
+    authority = Authority.create()
     _write_pair(directory / _CA, authority.pem)
     return authority
 

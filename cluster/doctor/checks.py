@@ -170,8 +170,8 @@ async def _ask_redis(name: str, settings: RedisSettings) -> Finding:
             await link.close()
     except (RedisDown, ConfigError) as error:
         hint = "requests do not wait for Redis, but routers on several hosts share nothing without it"
-        return Finding(name=name, status=Status.WARN, detail=f"{settings.place}: {error}", hint=hint)
-    return Finding(name=name, status=Status.OK, detail=f"Redis at {link.place} answers")
+        return Finding(name=name, status=Status.WARN, detail=f"{settings.display_name}: {error}", hint=hint)
+    return Finding(name=name, status=Status.OK, detail=f"Redis at {link.display_name} answers")
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pydantic import SecretStr
 
-from cluster.authority import draw_bundle
+from cluster.authority import create_member_bundle
 from cluster.hub import download
 from cluster.supervisor.supervisor import ProcessPlan, Role
 from engine.model.config import load_model_config
@@ -125,7 +125,7 @@ def with_certificates(config: ClusterConfig, hosts: Sequence[str]) -> ClusterCon
     """
     tls = config.cluster.tls
     if needs_certificates(tls, hosts):
-        tls = tls.model_copy(update={"pem": SecretStr(draw_bundle())})
+        tls = tls.model_copy(update={"pem": SecretStr(create_member_bundle())})
     link_security(tls, hosts)
     return config.model_copy(update={"cluster": config.cluster.model_copy(update={"tls": tls})})
 

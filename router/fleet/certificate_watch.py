@@ -1,4 +1,4 @@
-"""Watches when the certificates of `cluster.tls` expire: this router's own, and what each worker shows to it."""
+"""Watches when the certificates of `cluster.tls` expire: this router's own, and those that workers present to it."""
 
 import asyncio
 import logging
@@ -15,14 +15,14 @@ from tandem.rpc.cluster_credentials import ClusterCredentials
 from tandem.rpc.tls_check import check_peer
 
 PERIOD_S = 600.0
-_LOOK_S = 2.0
-"""Time between two looks for workers that are due."""
+_PAUSE_S = 2.0
+"""Time between two checks which workers are due."""
 _OWN = "router"
 _log = logging.getLogger(__name__)
 
 
 class CertificateWatch(Collector):
-    """Shakes hands with every worker once a period while entered, and with a new one soon.
+    """Does a handshake with every worker once a period while entered, and soon with a new one.
 
     A worker that was not reached keeps what it showed last.
     """
@@ -55,8 +55,8 @@ class CertificateWatch(Collector):
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    async def look(self) -> None:
-        """Ask every worker that is due, one after another; forget those that left."""
+    async def check_due_workers(self) -> None:
+        """Do a handshake with every worker that is due, one after another; forget those that left."""
         there, now_s = dict(self._addresses()), self._clock()
         self._not_after_s = {key: at_s for key, at_s in self._not_after_s.items() if key in there}
         self._asked_s = {key: at_s for key, at_s in self._asked_s.items() if key in there}
@@ -81,9 +81,9 @@ class CertificateWatch(Collector):
 
     async def _run(self) -> None:
         while True:
-            pause_s = _LOOK_S
+            pause_s = _PAUSE_S
             try:
-                await self.look()
+                await self.check_due_workers()
             except Exception:  # noqa: BLE001 - whatever it is, the watch goes on
                 # A bug. Requests do not need this watch, but an alert does; a line a period says that it fails.
                 _log.exception(

@@ -1,4 +1,4 @@
-"""Credentials of one process in its cluster's TLS: the same files for gRPC and for plain sockets, read anew on change.
+"""Credentials of one process for `cluster.tls`: the same files for gRPC and for plain sockets, read again on change.
 
 Whoever shows a certificate of the cluster's CA is a member; a client also checks that the server's carries MEMBER_NAME.
 The role is not in the certificate, and addresses are not checked.
@@ -22,20 +22,23 @@ if TYPE_CHECKING:
     from tandem.config.cluster_tls import ClusterTls
 
 ALPN = "h2"
-"""Without it a gRPC server hangs up."""
+"""Protocol that a TLS client must offer by ALPN: a gRPC server closes connections without it."""
 _SETTING = "cluster.tls"
 _BLOCK = re.compile(r"-----BEGIN ([A-Z0-9 ]+)-----.*?-----END \1-----\n?", re.DOTALL)
 _log = logging.getLogger(__name__)
 
 
 class ClusterCredentials:
-    """Thread-safe: gRPC asks on threads of its own. Every new connection looks whether the files have changed."""
+    """Certificate, key and CA of this process. Thread-safe, since gRPC asks for them on threads of its own.
+
+    Every new connection checks whether the files have changed.
+    """
 
     def __init__(self, files: TlsFiles, *, is_permissive: bool = False) -> None:
         """Read and try the files. Raises ConfigError that names the file and what is wrong with it."""
         self.files = files
         self.is_permissive = is_permissive
-        """Whether peers without TLS are let in, and spoken to in the clear."""
+        """Whether to accept peers without TLS, and to speak to them in the clear."""
         self._tls = RenewableTls(files, use="sessions and hand-offs", name=MEMBER_NAME, alpn=ALPN)
 
     @property
@@ -44,16 +47,16 @@ class ClusterCredentials:
         return self._tls.current().tls.not_after_s
 
     def client_context(self) -> ssl.SSLContext:
-        """For one outgoing connection, with `server_hostname=MEMBER_NAME`."""
+        """Return the context for one outgoing connection, to be used with `server_hostname=MEMBER_NAME`."""
         return self._tls.current().tls.client
 
     def grpc_channel(self) -> Any:
-        """For one gRPC channel, whose option `grpc.ssl_target_name_override` must be MEMBER_NAME."""
+        """Create credentials for one gRPC channel, whose option `grpc.ssl_target_name_override` must be MEMBER_NAME."""
         now = self._tls.current()
         return grpc.ssl_channel_credentials(now.ca, now.key, now.cert)
 
     def grpc_server(self) -> Any:
-        """For a gRPC port; each handshake uses the certificate and the CA in force at that time."""
+        """Create credentials for a gRPC port; each handshake uses the certificate and the CA in force at that time."""
         given = self._tls.current()
 
         def latest() -> Any:
@@ -71,7 +74,7 @@ def _grpc_configuration(loaded: LoadedTls) -> Any:
 
 
 def open_credentials(tls: "ClusterTls", hosts: Iterable[str], *, warns: bool = True) -> ClusterCredentials | None:
-    """Credentials of a process that listens at, or connects to, `hosts`; None: it speaks in the clear.
+    """Open the credentials of a process that listens at, or connects to, `hosts`; None: it speaks in the clear.
 
     Raises ConfigError when certificates are missing or no good. `warns`: log that traffic leaves the machine
     unprotected, where it does.
@@ -96,7 +99,7 @@ def _files(tls: "ClusterTls") -> TlsFiles:
 
 
 def _files_in_memory(pem: str) -> TlsFiles:
-    """The parts of one text as files that exist as long as this process."""
+    """Write the parts of one PEM text to files in memory, which exist as long as this process."""
     blocks = {found.group(0): found.group(1) for found in _BLOCK.finditer(pem)}
     keys = [text for text, kind in blocks.items() if kind.endswith("PRIVATE KEY")]
     certificates = [text for text, kind in blocks.items() if kind == "CERTIFICATE"]

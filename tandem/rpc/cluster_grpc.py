@@ -183,7 +183,7 @@ def _bind(server: grpc.aio.Server, address: str, credentials: Any) -> int:
 async def serve_health(stack: AsyncExitStack, host: str, port: int | None, takes_work: Callable[[], bool]) -> None:
     """Serve a worker's health, and nothing else, in the clear until `stack` ends. Raises OSError.
 
-    `port`: None for not at all.
+    `port`: None to serve nothing.
     """
     if port is None:
         return
@@ -199,7 +199,7 @@ async def open_port(
 ) -> int:
     """Bind a cluster's server, in TLS with `credentials`, and return the real port. Raises OSError.
 
-    What a permissive port needs besides ends with `stack`.
+    The relay that a permissive port needs is closed with `stack`.
     """
     if credentials is None or not credentials.is_permissive:
         return listen(server, host, port, None if credentials is None else credentials.grpc_server())

@@ -17,13 +17,13 @@ from typing import Self
 from tandem.rpc.refusal_log import RefusalLog
 
 MAX_RELAYS = 1024
-"""Connections at a time. Each takes three descriptors of this process, and anybody may open one."""
+"""Maximum number of open connections. Each takes three descriptors of this process, and anybody may open one."""
 _HANDSHAKE = 0x16
 """First byte of a TLS connection; HTTP/2 begins with a letter."""
 _FIRST_BYTE_S = 5.0
 _COPY_BYTES = 256 << 10
 _MAX_PATH_BYTES = 107
-"""Of a Unix socket, as Linux has it."""
+"""Maximum length of the path of a Unix socket on Linux."""
 
 
 class MixedPort:

@@ -22,7 +22,7 @@ MEMBER_NAME = "tandem-cluster"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsFiles:
-    """PEM files of one process: its certificate (and any between it and the authority), its key, the authority."""
+    """PEM files of one process: its certificate with any intermediate ones, its key, and the CA."""
 
     cert: Path
     key: Path

@@ -2,7 +2,7 @@
 
 The sentinel that answered last is asked first. The next one is asked when it fails, and also when it has been silent
 for a part of the time that the whole search has. An answer may be out of date, as that of a sentinel that the others do
-not reach: whoever finds no master where it points calls `doubt`, and then the next sentinel is asked first.
+not reach: whoever finds no master where it points calls `try_next_sentinel_first`.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ _MAX_PORT_DIGITS = 5
 
 
 class NoMaster(Exception):
-    """No sentinel knows a master, or there is none where they point; the message says why."""
+    """No sentinel knows a master, or the server that they name is none; the message says why."""
 
 
 class MasterFinder:
@@ -29,8 +29,8 @@ class MasterFinder:
         *,
         timeout_s: float,
     ) -> None:
-        """`ask`: the reply of one sentinel to a command. It raises NoMaster, saying why there is none, and may wait for
-        ever. `timeout_s`: bound of a whole search."""
+        """`ask`: returns the reply of one sentinel to a command; raises NoMaster, and need not have a timeout of its
+        own. `timeout_s`: bound of a whole search."""
         self._master = settings.master
         self._order = list(settings.addresses)
         self._ask = ask
@@ -78,8 +78,8 @@ class MasterFinder:
     async def _ask_one(self, sentinel: Address) -> Address:
         return self._parsed(await self._ask(sentinel, ("SENTINEL", "GET-MASTER-ADDR-BY-NAME", self._master)))
 
-    def doubt(self) -> None:
-        """Ask the next sentinel first from now on."""
+    def try_next_sentinel_first(self) -> None:
+        """Move the sentinel that answered last to the end of the order: its answer was no good."""
         self._order.append(self._order.pop(0))
 
     def _parsed(self, reply: object) -> Address:

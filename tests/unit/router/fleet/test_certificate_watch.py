@@ -37,26 +37,26 @@ async def test_watch_tells_what_each_member_shows_and_asks_again_after_a_period(
     (own, own_s), (worker, worker_s) = valid(authority, tmp_path / "own", 30), valid(authority, tmp_path / "worker", 3)
     addresses: dict[WorkerKey, str] = {}
     watch = CertificateWatch(own, lambda: addresses, period_s=PERIOD_S, clock=lambda: now_s)
-    await watch.look()
+    await watch.check_due_workers()
     assert exported(watch) == {"router": own_s}
     async with AsyncExitStack() as stack:
         server = make_server(ClusterAuth(b"s" * 16))
         addresses[KEY] = f"127.0.0.1:{await open_port(stack, server, '127.0.0.1', 0, worker)}"
         await server.start()
         stack.push_async_callback(server.stop, None)
-        await watch.look()
+        await watch.check_due_workers()
         assert exported(watch) == {"router": own_s, "decode-0": worker_s}
         _, renewed_s = valid(authority, tmp_path / "worker", 90)
-        await watch.look()
+        await watch.check_due_workers()
         assert exported(watch)["decode-0"] == worker_s, "not due yet"
         now_s = PERIOD_S
-        await watch.look()
+        await watch.check_due_workers()
         assert exported(watch)["decode-0"] == renewed_s
     now_s = 2 * PERIOD_S
-    await watch.look()
+    await watch.check_due_workers()
     assert exported(watch)["decode-0"] == renewed_s, "out of reach: as it was last"
     addresses.clear()
-    await watch.look()
+    await watch.check_due_workers()
     assert exported(watch) == {"router": own_s}
 
 
@@ -94,5 +94,5 @@ async def test_watch_survives_files_that_vanish_while_they_are_loaded(tmp_path: 
     monkeypatch.setattr(mutual_tls, "load_certificate", vanishes)
     own.files.cert.touch()
     watch = CertificateWatch(own, lambda: addresses)
-    await watch.look()
+    await watch.check_due_workers()
     assert exported(watch) == {"router": own_s}

@@ -13,7 +13,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from cluster.authority import draw_bundle
+from cluster.authority import create_member_bundle
 from tandem.config.cluster_tls import ClusterTls
 from tandem.errors import ConfigError
 from tandem.rpc.cluster_credentials import ClusterCredentials, open_credentials
@@ -251,7 +251,7 @@ async def test_health_port_answers_the_kubelet_in_the_clear(unused_tcp_port: int
 
 
 def test_pem_text_is_as_good_as_files() -> None:
-    text = draw_bundle()
+    text = create_member_bundle()
     credentials = open_credentials(ClusterTls(pem=text), ("10.0.0.2",))
     assert credentials is not None
     assert "PRIVATE KEY" in credentials.files.key.read_text()
@@ -260,7 +260,7 @@ def test_pem_text_is_as_good_as_files() -> None:
 
 @pytest.mark.parametrize("cut", [0, 1, 2])
 def test_incomplete_pem_text_is_refused(cut: int) -> None:
-    blocks = [f"-----BEGIN{one}" for one in draw_bundle().split("-----BEGIN")[1:]]
+    blocks = [f"-----BEGIN{one}" for one in create_member_bundle().split("-----BEGIN")[1:]]
     del blocks[cut]
     with pytest.raises(ConfigError, match=r"cluster\.tls\.pem must hold one private key, a certificate, and the CA's"):
         open_credentials(ClusterTls(pem="".join(blocks)), ())
