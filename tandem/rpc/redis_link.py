@@ -296,7 +296,7 @@ def _make_connection(settings: RedisSettings, authorities: str | None) -> "Conne
         options["ssl_ca_data"] = authorities
 
     class Bounded(kind):  # type: ignore[misc]
-        """Passes its parser no more bytes than it requested."""
+        """Bounds the bytes that its parser may read."""
 
         async def _connect(self) -> None:
             await super()._connect()
