@@ -1,6 +1,6 @@
 """Makes the certificates of `cluster.tls`: a CA of the cluster's own, and certificates of members.
 
-`tandem cert` keeps them in a directory; `tandem up` draws them in memory, and nobody ever has that CA's key.
+`tandem cert` keeps them in a directory; `tandem up` makes them in memory, and nobody ever has that CA's key.
 """
 
 import secrets
@@ -31,7 +31,7 @@ class Authority:
         self._certificate, self._key = certificate, key
 
     @classmethod
-    def draw(cls, *, days: int = CA_DAYS) -> Self:
+    def create(cls, *, days: int = CA_DAYS) -> Self:
         """Make a CA. Its name is its own, so that the old and the new one can be told apart while both are trusted."""
         from cryptography import x509
 
@@ -86,9 +86,9 @@ class Authority:
         return _issued(_signed(builder.add_extension(issuer, critical=False), self._key), key)
 
 
-def draw_bundle(*, days: int = CA_DAYS - 1) -> str:
+def create_member_bundle(*, days: int = CA_DAYS - 1) -> str:
     """One member's key, certificate and CA as one PEM text, as in `cluster.tls.pem`; the CA's key is dropped."""
-    authority = Authority.draw()
+    authority = Authority.create()
     issued = authority.issue(days=days)
     return issued.key + issued.cert + authority.pem.cert
 

@@ -11,11 +11,12 @@ from engine.assembly import assemble
 from kv_transfer.memory.shared_memory import SharedPool
 from kv_transfer.transports.tcp.settings import TcpSettings
 from tandem.config.cluster import ClusterConfig
-from tandem.config.worker import cluster_secret, cluster_tls, free_address, health_port
+from tandem.config.pools import health_port
+from tandem.config.worker import cluster_secret, cluster_tls, free_address
 from tandem.model_path import model_name
 from tandem.process.lifetime import Lifetime, WorkerPlace, announce, end, load_progress, worker_main
 from tandem.rpc.cluster_credentials import open_credentials
-from tandem.rpc.cluster_grpc import Channels, ClusterAuth, make_server, open_port, serve_health
+from tandem.rpc.cluster_grpc import ClusterAuth, ClusterChannels, make_server, open_port, serve_health
 from tandem.telemetry.setup import open_tracer
 from tandem.values.ids import WorkerId
 from tandem.values.roles import WorkerRole
@@ -39,7 +40,9 @@ async def serve(config: ClusterConfig, place: WorkerPlace, lifetime: Lifetime) -
     started_s = time.monotonic()
     host_name, port = free_address(config.decode, "decode", place.index, stated=place.address)
     # Before the model is loaded, so that a bad setting fails at once.
-    credentials = open_credentials(cluster_tls(config, has_parent=place.ready_fd is not None), (host_name,))
+    tls = cluster_tls(config, has_parent=place.ready_fd is not None)
+    credentials = open_credentials(tls, (host_name,))
+    channels = ClusterChannels(credentials, allows_plaintext=tls.mode == "off")
     auth, tcp = ClusterAuth(cluster_secret(config)), tcp_settings(config.transfer, host_name, credentials)
     progress = load_progress(place.ready_fd)
     nodes = node_group(config, WorkerRole.DECODE, place.index, host_name, credentials)
@@ -67,7 +70,7 @@ async def serve(config: ClusterConfig, place: WorkerPlace, lifetime: Lifetime) -
         worker.migration_source = MigrationSource(host, lambda: sessions.ports)
         host.start(on_output=worker.on_output, ports=lambda: sessions.event_sinks)
         stack.push_async_callback(host.stop)
-        await _with_fabric(stack, server, worker, host, config, tcp, Channels(credentials), tasks.create_task)
+        await _with_fabric(stack, server, worker, host, config, tcp, channels, tasks.create_task)
         sessions.register(server)
         serve_traces(server, host, config.profiling)
         await server.start()
@@ -90,7 +93,7 @@ async def _with_fabric(
     host: EngineHost,
     config: ClusterConfig,
     tcp: TcpSettings,
-    channels: Channels,
+    channels: ClusterChannels,
     spawn: Spawn,
 ) -> None:
     """Let prompts be computed elsewhere, where the KV pool is in one piece that peers can reach."""

@@ -11,12 +11,13 @@ from kv_transfer.memory.region import KVRegion
 from kv_transfer.memory.shared_memory import SharedPool
 from prefill_worker.worker import PrefillWorker
 from tandem.config.cluster import ClusterConfig
-from tandem.config.worker import cluster_secret, cluster_tls, free_address, health_port
+from tandem.config.pools import health_port
+from tandem.config.worker import cluster_secret, cluster_tls, free_address
 from tandem.errors import ConfigError
 from tandem.model_path import model_name
 from tandem.process.lifetime import Lifetime, WorkerPlace, announce, end, load_progress, worker_main
 from tandem.rpc.cluster_credentials import open_credentials
-from tandem.rpc.cluster_grpc import Channels, ClusterAuth, make_server, open_port, serve_health
+from tandem.rpc.cluster_grpc import ClusterAuth, ClusterChannels, make_server, open_port, serve_health
 from tandem.telemetry.setup import open_tracer
 from tandem.values.ids import WorkerId
 from tandem.values.roles import WorkerRole
@@ -39,7 +40,9 @@ async def serve(config: ClusterConfig, place: WorkerPlace, lifetime: Lifetime) -
     """Load, serve until stopped, drain. What is entered last leaves first."""
     started_s = time.monotonic()
     host_name, port = free_address(config.prefill, "prefill", place.index, stated=place.address)
-    credentials = open_credentials(cluster_tls(config, has_parent=place.ready_fd is not None), (host_name,))
+    tls = cluster_tls(config, has_parent=place.ready_fd is not None)
+    credentials = open_credentials(tls, (host_name,))
+    channels = ClusterChannels(credentials, allows_plaintext=tls.mode == "off")
     auth, tcp = ClusterAuth(cluster_secret(config)), tcp_settings(config.transfer, host_name, credentials)
     nodes = node_group(config, WorkerRole.PREFILL, place.index, host_name, credentials)
     seat = take_gpus(config, WorkerRole.PREFILL, place)
@@ -66,7 +69,7 @@ async def serve(config: ClusterConfig, place: WorkerPlace, lifetime: Lifetime) -
             settings=transfer_settings(config.transfer),
             tcp=tcp,
             auth=auth,
-            channels=Channels(credentials),
+            channels=channels,
             spawn=tasks.create_task,
             prompts=worker,
             tracer=open_tracer(stack, config.telemetry, service="tandem-prefill", instance=identity.worker_id),

@@ -60,7 +60,7 @@ from tandem.model_path import model_directory
 from tandem.process.heartbeat import Heartbeat
 from tandem.process.lifetime import Lifetime, OneAtATime, RouterPlace, end, router_main
 from tandem.rpc.cluster_credentials import open_credentials
-from tandem.rpc.cluster_grpc import Channels, ClusterAuth
+from tandem.rpc.cluster_grpc import ClusterAuth, ClusterChannels
 from tandem.rpc.hosts import hold, join, reachable
 from tandem.rpc.worker_directory import ChangingDirectory, WorkerAddress
 from tandem.telemetry.setup import instance_id, open_tracer, reload_sample_ratio
@@ -78,8 +78,9 @@ _log = logging.getLogger(__name__)
 async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -> None:
     """Join the workers, open the servers, serve until stopped, drain. What is entered last is closed first."""
     secret, registry = cluster_secret(config), _registry(config)
-    credentials = open_credentials(cluster_tls(config, has_parent=place.ready_fd is not None), peer_hosts(config))
-    channels = Channels(credentials)
+    tls = cluster_tls(config, has_parent=place.ready_fd is not None)
+    credentials = open_credentials(tls, peer_hosts(config))
+    channels = ClusterChannels(credentials, allows_plaintext=tls.mode == "off")
     async with AsyncExitStack() as stack:
         predecessor = await _check_ports(stack, config, place)
         tokenizer = await asyncio.to_thread(Tokenizer.load, model_directory(config.model.path))
@@ -161,7 +162,7 @@ async def _begin_quality_probe(
     metrics.registry.register(await stack.enter_async_context(probe))
 
 
-def _profile_routes(config: ClusterConfig, channels: Channels, fleet: WorkerFleet) -> ProfileRoutes | None:
+def _profile_routes(config: ClusterConfig, channels: ClusterChannels, fleet: WorkerFleet) -> ProfileRoutes | None:
     if not config.profiling.enabled:
         return None
     proof = ClusterAuth(cluster_secret(config)).client_metadata()
@@ -237,7 +238,7 @@ async def _join_workers(
     stack: AsyncExitStack,
     config: ClusterConfig,
     registry: WorkerRegistry,
-    channels: Channels,
+    channels: ClusterChannels,
     incarnation: Incarnation,
     limits: SharedRateLimits,
 ) -> tuple[RouterClusterState | None, WorkerFleet, Callable[[frozenset[WorkerAddress]], None]]:

@@ -4,7 +4,8 @@ import os
 
 from engine.distributed.links.node_group import NodeGroup
 from tandem.config.cluster import ClusterConfig
-from tandem.config.worker import cluster_secret, rank_port
+from tandem.config.pools import rank_port
+from tandem.config.worker import cluster_secret
 from tandem.errors import ConfigError
 from tandem.rpc.cluster_credentials import ClusterCredentials
 from tandem.values.roles import WorkerRole

@@ -48,20 +48,11 @@ def make_certificate(directory: Path, name: str, *, days: int, renew: bool = Fal
     existing = [path for path in files if path.exists()]
     if existing and not renew:
         raise ConfigError(f"{existing[0]} exists: choose another --name, or replace it with --renew")
-    if renew and len(existing) < len(files):
-        raise ConfigError(f"--renew: {files[0]} and {files[1]} must both exist")
+    if renew and not existing:  # one of the two is what an interrupted run may leave
+        raise ConfigError(f"--renew: there is neither {files[0]} nor {files[1]}")
     with _named_errors():
         authority = _authority(directory)
-        issued = authority.issue(days=days)
-        if renew:
-            # One after the other; processes keep what they have until the two match.
-            for path, text, mode in _contents(directory / name, issued):
-                fresh = path.with_name(f"{path.name}.new")
-                fresh.unlink(missing_ok=True)
-                _write(fresh, text, mode)
-                fresh.replace(path)
-        else:
-            _write_pair(directory / name, issued)
+        _write_pair(directory / name, authority.issue(days=days))
 
 
 def _authority(directory: Path) -> Authority:
@@ -73,24 +64,30 @@ def _authority(directory: Path) -> Authority:
         return Authority.from_pem(Issued(cert=texts["pem"], key=texts["key"]), str(directory))
     if len(missing) < len(files):
         raise ConfigError(
-            f"{missing[0]} is missing: without it the CA here cannot sign; a new CA goes to another place"
+            f"{missing[0]} is missing: without it the CA here cannot sign; make a new CA in another directory"
         )
     directory.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
-    authority = Authority.draw()
+    authority = Authority.create()
     _write_pair(directory / _CA, authority.pem)
     return authority
 
 
-def _contents(pair: Path, issued: Issued) -> list[tuple[Path, str, int]]:
-    return [
-        (pair.with_name(f"{pair.name}.key"), issued.key, _KEY_MODE),
-        (pair.with_name(f"{pair.name}.pem"), issued.cert, _CERT_MODE),
-    ]
-
-
 def _write_pair(pair: Path, issued: Issued) -> None:
-    for path, text, mode in _contents(pair, issued):
-        _write(path, text, mode)
+    """Write both files under other names, then put them in place, the certificate last.
+
+    Processes keep what they have until the two match.
+    """
+    contents = (("key", issued.key, _KEY_MODE), ("pem", issued.cert, _CERT_MODE))
+    fresh = {ending: pair.with_name(f"{pair.name}.{ending}.new") for ending, _, _ in contents}
+    try:
+        for ending, text, mode in contents:
+            fresh[ending].unlink(missing_ok=True)
+            _write(fresh[ending], text, mode)
+        for ending, path in fresh.items():
+            path.replace(pair.with_name(f"{pair.name}.{ending}"))
+    finally:
+        for path in fresh.values():
+            path.unlink(missing_ok=True)
 
 
 def _write(path: Path, text: str, mode: int) -> None:

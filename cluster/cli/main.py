@@ -31,7 +31,7 @@ _SHOWN = (
 EXIT_CONFIG = 2
 EXIT_INTERRUPTED = 130
 _RUN, _CHANGE, _PROCESSES = "Run a cluster here", "Change a running cluster", "Run one process"
-_TALK, _LOOK = "Use a cluster", "Inspect and measure"
+_TALK, _LOOK, _SECURE = "Use a cluster", "Inspect and measure", "Make keys and certificates"
 
 app = typer.Typer(
     name="tandem",
@@ -322,10 +322,10 @@ for look in (ps, doctor, profile, simulate, plan):
     app.command(rich_help_panel=_LOOK)(look)
 
 
-app.command(rich_help_panel=_LOOK)(cert)
+app.command(rich_help_panel=_SECURE)(cert)
 
 
-@app.command(rich_help_panel=_LOOK)
+@app.command(rich_help_panel=_SECURE)
 def key(
     action: Annotated[
         str,

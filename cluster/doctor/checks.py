@@ -7,6 +7,8 @@ import asyncio
 import logging
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,10 +19,11 @@ from cluster.doctor.findings import Check, Finding, Status
 from tandem.circuit_breaker import CircuitBreaker
 from tandem.cluster_state.redis_settings import RedisSettings
 from tandem.config.cluster import ClusterConfig
-from tandem.config.cluster_tls import needs_certificates, plain_warning
+from tandem.config.cluster_tls import ClusterTls, needs_certificates, plain_warning
 from tandem.config.worker import peer_hosts
 from tandem.errors import ConfigError
 from tandem.rpc.hosts import join
+from tandem.rpc.mutual_tls import MutualTls, TlsFiles
 
 _EXPIRES_SOON_S = 14 * 86_400.0
 
@@ -42,7 +45,9 @@ def examine(config: ClusterConfig, *, router_only: bool = False) -> list[Finding
         software.dtype,
     )
     here: tuple[Check, ...] = (machine.cores, machine.memory, machine.disk, machine.shared_memory, machine.limits)
-    checks = (*(router_checks if router_only else all_software), *here, ports, locks, cluster_state, members)
+    of_workers: tuple[Check, ...] = () if router_only else (kv_certificates,)
+    software_checks = router_checks if router_only else all_software
+    checks = (*software_checks, *here, ports, locks, cluster_state, members, *of_workers)
     return [finding for check in checks for finding in check(config)]
 
 
@@ -77,21 +82,42 @@ def members(config: ClusterConfig) -> list[Finding]:
         hint = "`tandem cert` makes certificates; `cluster.tls: off` does without"
         return [Finding(name=name, status=Status.WARN, detail=detail, hint=hint)]
     try:
-        credentials = open_credentials(tls, hosts)
+        credentials = open_credentials(tls, hosts, warns=False)  # a finding says it
     except ConfigError as error:
         return [Finding(name=name, status=Status.FAIL, detail=str(error))]
     found = []
     if warning := plain_warning(tls, hosts):
         found.append(Finding(name=name, status=Status.WARN, detail=warning))
-    if credentials is None:
-        return found
-    left_s = credentials.not_after_s - time.time()
-    date = datetime.fromtimestamp(credentials.not_after_s, UTC)
-    detail = f"{credentials.files.cert} and its CA are valid until {date:%Y-%m-%d}"
-    soon = left_s < _EXPIRES_SOON_S
-    hint = "renew it (`tandem cert --renew`): no new connection is possible afterwards" if soon else ""
-    status = Status.WARN if soon else Status.OK
-    return [*found, Finding(name=name, status=status, detail=detail, hint=hint)]
+    if credentials is not None:
+        hint = f"renew it ({_renewal(tls, credentials.files)}): no new connection is possible afterwards"
+        found.append(_validity(name, credentials.files, credentials.not_after_s, hint))
+    return found
+
+
+def _renewal(tls: ClusterTls, files: TlsFiles) -> str:
+    if tls.pem is not None:
+        return "new content for cluster.tls.pem"
+    name = "" if files.cert.stem == "member" else f" --name {files.cert.stem}"
+    return f"`tandem cert {files.cert.parent}{name} --renew` where the CA's key is"
+
+
+def kv_certificates(config: ClusterConfig) -> list[Finding]:
+    """Check the certificates that KV over tcp has of its own."""
+    name = "KV TLS"
+    if config.transfer.tls is None:
+        return []
+    files = config.transfer.tls.files()
+    try:
+        not_after_s = MutualTls(files).not_after_s
+    except ConfigError as error:
+        return [Finding(name=name, status=Status.FAIL, detail=str(error))]
+    return [_validity(name, files, not_after_s, "renew it: no KV travels over tcp afterwards")]
+
+
+def _validity(name: str, files: TlsFiles, not_after_s: float, hint: str) -> Finding:
+    soon = not_after_s - time.time() < _EXPIRES_SOON_S
+    detail = f"{files.cert} and its CA are valid until {datetime.fromtimestamp(not_after_s, UTC):%Y-%m-%d}"
+    return Finding(name=name, status=Status.WARN if soon else Status.OK, detail=detail, hint=hint if soon else "")
 
 
 def locks(config: ClusterConfig) -> list[Finding]:
@@ -135,14 +161,25 @@ def cluster_state(config: ClusterConfig) -> list[Finding]:
 async def _ask_redis(name: str, settings: RedisSettings) -> Finding:
     from tandem.rpc.redis_link import REDIS_BREAKER, RedisDown, RedisLink
 
-    logging.getLogger("tandem.rpc.redis_link").setLevel(logging.CRITICAL)  # the finding says the same
     try:
         link = RedisLink(settings, CircuitBreaker(REDIS_BREAKER, Random()), use="doctor", clock=time.monotonic)
         try:
-            await link.ask([("PING",)], vital=1)
+            with _silenced("tandem.rpc.redis_link"):  # the finding says the same
+                await link.ask([("PING",)], vital=1)
         finally:
             await link.close()
     except (RedisDown, ConfigError) as error:
         hint = "requests do not wait for Redis, but routers on several hosts share nothing without it"
-        return Finding(name=name, status=Status.WARN, detail=f"{settings.place}: {error}", hint=hint)
-    return Finding(name=name, status=Status.OK, detail=f"Redis at {link.place} answers")
+        return Finding(name=name, status=Status.WARN, detail=f"{settings.display_name}: {error}", hint=hint)
+    return Finding(name=name, status=Status.OK, detail=f"Redis at {link.display_name} answers")
+
+
+@contextmanager
+def _silenced(logger_name: str) -> Iterator[None]:
+    logger = logging.getLogger(logger_name)
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

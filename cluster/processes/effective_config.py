@@ -11,12 +11,12 @@ import secrets
 import socket
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from pydantic import SecretStr
 
-from cluster.authority import draw_bundle
+from cluster.authority import create_member_bundle
 from cluster.hub import download
 from cluster.supervisor.supervisor import ProcessPlan, Role
 from engine.model.config import load_model_config
@@ -56,9 +56,11 @@ def _first_ephemeral_port() -> int:
 
 
 class PortDrawer:
-    """Draws free ports; holds each one until `release`, so that none is drawn twice."""
+    """Draws free ports; holds each one until it is left, so that none is drawn twice."""
 
-    def __init__(self) -> None:
+    def __init__(self, reserved: Container[int] = ()) -> None:
+        """`reserved`: not to be drawn."""
+        self._reserved = reserved
         self._held: list[socket.socket] = []
 
     def __enter__(self) -> "PortDrawer":
@@ -76,6 +78,8 @@ class PortDrawer:
         """
         for _ in range(_MAX_DRAWS):
             port = _FIRST_PORT + secrets.randbelow(max(1, _first_ephemeral_port() - _FIRST_PORT))
+            if port in self._reserved:
+                continue
             with contextlib.suppress(ConfigError):
                 return self.claim(host, port, what)
         return int(self._bind(host, 0, what).getsockname()[1])
@@ -100,8 +104,8 @@ def make_effective(config: ClusterConfig) -> ClusterConfig:
     """
     with PortDrawer() as ports:
         # First, so that none of these is drawn for another.
-        _claim_rank_ports(config.prefill, "prefill", ports)
-        _claim_rank_ports(config.decode, "decode", ports)
+        _claim_stated_ports(config.prefill, "prefill", ports)
+        _claim_stated_ports(config.decode, "decode", ports)
         settled = config.model_copy(
             update={
                 "model": _with_dtype(config.model),
@@ -121,7 +125,7 @@ def with_certificates(config: ClusterConfig, hosts: Sequence[str]) -> ClusterCon
     """
     tls = config.cluster.tls
     if needs_certificates(tls, hosts):
-        tls = tls.model_copy(update={"pem": SecretStr(draw_bundle())})
+        tls = tls.model_copy(update={"pem": SecretStr(create_member_bundle())})
     link_security(tls, hosts)
     return config.model_copy(update={"cluster": config.cluster.model_copy(update={"tls": tls})})
 
@@ -145,13 +149,24 @@ def _with_ports(router: RouterConfig, ports: PortDrawer) -> RouterConfig:
     return router.model_copy(update={"port": http, "grpc_port": grpc})
 
 
-def _claim_rank_ports(pool: PoolConfig, name: str, ports: PortDrawer) -> None:
-    """Fill in where workers of several nodes listen for their ranks on other nodes."""
-    if pool.nodes == 1:
-        return
+def _claim_stated_ports(pool: PoolConfig, name: str, ports: PortDrawer) -> None:
+    """Hold where workers listen for their ranks on other nodes, and where they serve their health."""
     hosts = [split(address)[0] for address in pool.addresses] or [pool.host] * pool.replicas
     for index, host in enumerate(hosts):
-        ports.claim(host, pool.rank_port + index, f"{name}.rank_port")
+        if pool.nodes > 1:
+            ports.claim(host, pool.rank_port + index, f"{name}.rank_port")
+        if pool.health_port is not None:
+            ports.claim(host, pool.health_port + index, f"{name}.health_port")
+
+
+def stated_ports(config: ClusterConfig) -> frozenset[int]:
+    """Ports that workers listen at besides their addresses, now or after one more was started."""
+    return frozenset(
+        first + index
+        for pool in (config.prefill, config.decode)
+        for first in ([pool.rank_port] if pool.nodes > 1 else []) + ([pool.health_port] if pool.health_port else [])
+        for index in range(pool.replicas + 1)
+    )
 
 
 def _with_addresses(pool: PoolConfig, name: str, ports: PortDrawer) -> PoolConfig:

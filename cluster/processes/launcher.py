@@ -24,6 +24,7 @@ from cluster.processes.effective_config import (
     plan_router,
     plan_worker,
     rewrite,
+    stated_ports,
     with_router_ports,
     written,
 )
@@ -144,7 +145,7 @@ class LocalLauncher:
     def address(self, config: ClusterConfig, role: Role) -> str:
         """Choose a free port of the pool's host. Raises ConfigError."""
         pool = config.prefill if role is Role.PREFILL else config.decode
-        with PortDrawer() as ports:
+        with PortDrawer(stated_ports(config)) as ports:
             return join(pool.host, ports.draw(pool.host, f"{role.value}.host"))
 
     def replace(self, name: str, retired: str) -> None:

@@ -219,7 +219,7 @@ class ReceiverHub:
             link = self._links[address] = ReceiverLink(
                 address,
                 local=self._local,
-                hello=self._hello(),
+                make_hello=self._hello,
                 dialer=self._dialer,
                 user=self,
                 settings=self._settings,

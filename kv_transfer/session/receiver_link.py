@@ -13,7 +13,7 @@ from kv_transfer.protocol.versions import SPOKEN, handoff_dialect
 from kv_transfer.protocol.wire import WireError
 from kv_transfer.session.link import LinkBroken, LinkOutbox, carry, read_message, write_message
 from kv_transfer.session.peer import LocalWorker
-from tandem.errors import InvariantError, TransferError
+from tandem.errors import ConfigError, InvariantError, TransferError
 from tandem.protocol.version_negotiation import NoCommonVersion
 from tandem.v1.handoff_pb2_grpc import HandoffStub
 from tandem.values.ids import Incarnation
@@ -27,7 +27,8 @@ class Dialer:
     """Opens a channel to a peer's address, with proof that this worker belongs to the cluster."""
 
     open_channel: Callable[[str], Any]
-    """Returns the context of a grpc.aio channel; see tandem.rpc.cluster_grpc.Channels."""
+    """Returns the context of a grpc.aio channel (tandem.rpc.cluster_grpc.ClusterChannels). Entering it raises
+    ConfigError where this worker must not connect."""
     metadata: Sequence[tuple[str, str]] = ()
 
 
@@ -57,7 +58,7 @@ class ReceiverLink:
         address: str,
         *,
         local: LocalWorker,
-        hello: Hello,
+        make_hello: Callable[[], Hello],
         dialer: Dialer,
         user: LinkUser,
         settings: TransferSettings,
@@ -69,7 +70,8 @@ class ReceiverLink:
         """The transport that the peer writes through."""
         self._pairing: Pairing | None = None
         self._local = local
-        self._hello = hello
+        self._make_hello = make_hello
+        """Called for each connection, since adverts change when certificates are renewed."""
         self._dialer = dialer
         self._user = user
         self._settings = settings
@@ -132,8 +134,8 @@ class ReceiverLink:
         if self._closing:
             self._outbox.close()
         was_up = False
-        async with self._dialer.open_channel(self.address) as channel:
-            try:
+        try:
+            async with self._dialer.open_channel(self.address) as channel:
                 stub = HandoffStub(channel)  # type: ignore[no-untyped-call]
                 stream = stub.Connect(metadata=tuple(self._dialer.metadata))
                 await self._handshake(stream)
@@ -145,17 +147,18 @@ class ReceiverLink:
                     deliver=lambda envelope: self._user.deliver(self, envelope),
                     misbehaved=lambda key, reason: self._user.misbehaved(self, key, reason),
                 )
-            except LinkBroken as error:
-                return f"link to {self.address}: {error}", was_up
-            finally:
-                self.peer = None
+        except (LinkBroken, ConfigError) as error:
+            return f"link to {self.address}: {error}", was_up
+        finally:
+            self.peer = None
         return "closed", was_up
 
     async def _handshake(self, stream: Any) -> None:
+        mine = self._make_hello()
         try:
             async with asyncio.timeout(self._settings.connect_s):
                 hello = HandoffEnvelope(
-                    incarnation=self._local.incarnation, addressee=Incarnation(0), key=None, body=self._hello
+                    incarnation=self._local.incarnation, addressee=Incarnation(0), key=None, body=mine
                 )
                 await write_message(stream, hello)
                 answer = wire.decode(await read_message(stream))
@@ -170,7 +173,7 @@ class ReceiverLink:
             raise LinkBroken("no HELLO")
         if answer.addressee != self._local.incarnation:
             raise LinkBroken("the answer to HELLO is addressed to another process")
-        if refusal := refuses(source=body, destination=self._hello):
+        if refusal := refuses(source=body, destination=mine):
             raise LinkBroken(f"rejected by this worker: {refusal}")
         try:
             self._pairing = Pairing.from_layouts(
@@ -178,7 +181,7 @@ class ReceiverLink:
             )
         except TransferError as error:
             raise LinkBroken(f"rejected by this worker: {error.message}") from None
-        offered = {offer.name for offer in self._hello.transports}
+        offered = {offer.name for offer in mine.transports}
         chosen = [offer.name for offer in body.transports if offer.name in offered]
         if len(chosen) != 1:
             raise LinkBroken("no transport in common")

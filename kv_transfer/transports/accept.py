@@ -5,7 +5,7 @@ import socket
 import threading
 from collections.abc import Iterator
 
-from kv_transfer.transports.stranger_log import RefusalLog
+from tandem.rpc.refusal_log import RefusalLog
 
 ACCEPT_PAUSE_S = 0.1
 """Between two tries to accept when the process has no room for one more connection."""

@@ -18,6 +18,7 @@ from router.types.worker_view import WorkerKey
 from router.workers.expected_workers import ExpectedWorkers
 from router.workers.registry import WorkerRejected
 from tandem.backoff import Backoff
+from tandem.errors import ConfigError
 from tandem.rpc.cluster_grpc import ChannelOpener
 from tandem.rpc.worker_directory import WorkerAddress, WorkerDirectory
 from tandem.values.roles import WorkerRole
@@ -97,8 +98,8 @@ class WorkerFleet:
 
     async def _converse(self, address: WorkerAddress) -> tuple[str, bool]:
         """Run one session; return why it ended, and whether it was ever open."""
-        async with self._open_channel(address.address) as channel:
-            try:
+        try:
+            async with self._open_channel(address.address) as channel:
                 session = await WorkerSession.open(channel, self._settings)
                 if session.info.role is not address.role:
                     return f"expected a {address.role.value} worker, found a {session.info.role.value} worker", False
@@ -109,9 +110,9 @@ class WorkerFleet:
                     return await session.converse(self._listener), True
                 finally:
                     del self._in_session[address]
-            except grpc.aio.AioRpcError as error:
-                return f"{error.code().name}: {error.details()}", False
-            except TimeoutError:
-                return f"no hello within {self._settings.hello_timeout_s:g} s", False
-            except (ProtocolError, WorkerRejected) as error:
-                return str(error), False
+        except grpc.aio.AioRpcError as error:
+            return f"{error.code().name}: {error.details()}", False
+        except TimeoutError:
+            return f"no hello within {self._settings.hello_timeout_s:g} s", False
+        except (ProtocolError, WorkerRejected, ConfigError, OSError) as error:
+            return str(error), False

@@ -1,4 +1,4 @@
-"""How Redis is reached, directly or through sentinels, and how long anybody waits for it."""
+"""How to reach Redis, directly or through sentinels, and how long to wait for it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -12,13 +12,13 @@ _DEFAULT_PORT = 6379
 _SCHEMES = {"redis": False, "rediss": True}
 _FORM = "redis.url is not redis[s]://[user:password@]host[:port][/database]"
 HOSTLESS_URL = "redis:///0"
-"""What `redis.url` stands for when the sentinels are all that is named."""
+"""Default of `redis.url` when sentinels are configured."""
 Address = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SentinelSettings:
-    """The sentinels that know which server is the master now."""
+    """The sentinels of one Redis, which know its current master."""
 
     addresses: tuple[Address, ...]
     master: str
@@ -30,7 +30,7 @@ class SentinelSettings:
     def from_addresses(
         cls, addresses: Sequence[str], *, master: str, username: str | None, password: str | None
     ) -> Self | None:
-        """The sentinels at each `host:port`; None when there is none. Raises ConfigError."""
+        """Create the settings from addresses `host:port`; None without any. Raises ConfigError."""
         if not addresses:
             for name, value in (("sentinel_username", username), ("sentinel_password", password)):
                 if value is not None:
@@ -52,43 +52,43 @@ class SentinelSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedisSettings:
-    """One Redis, and one cluster's keys there."""
+    """How to reach one Redis, and which keys there belong to this cluster."""
 
     host: str = ""
-    """Empty with sentinels, which name the host."""
+    """Empty with sentinels, which give the address."""
     port: int = _DEFAULT_PORT
     database: int = 0
     username: str | None = None
     password: str | None = field(default=None, repr=False)
     tls: bool = False
-    """To the sentinels, too."""
+    """Whether connections use TLS, those to the sentinels included."""
     ca: str | None = None
-    """PEM file of who signed the server's certificate; the system's authorities when absent."""
+    """PEM file of the CA that signed the server's certificate; None: the system's CAs."""
     sentinel: SentinelSettings | None = None
     cluster: str = "tandem"
-    """What this cluster's keys begin with."""
+    """Prefix of all keys of this cluster."""
     timeout_s: float = 1.0
-    """Longest wait for a connection or an answer."""
+    """Bound of connecting, of each command, and of a search among the sentinels."""
     lease_s: float = 3.0
-    """How long what nobody renews still counts."""
+    """How long an entry counts after it was last renewed."""
 
     @property
-    def place(self) -> str:
-        """For people: where it is, without who we are there."""
+    def display_name(self) -> str:
+        """Address of the server, or name of the master, for logs; without credentials."""
         if self.sentinel is not None:
             return f"master {self.sentinel.master}"
         return f"{self.host}:{self.port}/{self.database}"
 
-    def at(self, address: Address) -> Self:
-        """The server at the address to which the sentinels point."""
+    def for_server(self, address: Address) -> Self:
+        """Settings for the server at the address that the sentinels gave."""
         host, port = address
         return replace(self, host=host, port=port, sentinel=None)
 
-    def sentinel_at(self, address: Address) -> Self:
-        """The sentinel at one of their addresses, with the credentials for sentinels."""
+    def for_sentinel(self, address: Address) -> Self:
+        """Settings for the sentinel at this address, with the credentials for sentinels."""
         sentinel = self.sentinel
         username, password = (sentinel.username, sentinel.password) if sentinel is not None else (None, None)
-        return replace(self.at(address), database=0, username=username, password=password)
+        return replace(self.for_server(address), database=0, username=username, password=password)
 
     @classmethod
     def from_url(
@@ -102,7 +102,7 @@ class RedisSettings:
         timeout_s: float,
         lease_s: float,
     ) -> Self:
-        """The Redis at `url`; `password` goes before the one in it. Raises ConfigError, which never shows the URL.
+        """Create the settings from a URL; `password` overrides the one in it. Raises ConfigError, without the URL.
 
         With sentinels the URL names no host.
         """

@@ -19,7 +19,14 @@ from tandem.config.admission import HedgingConfig, LimitsConfig, QueueConfig, mi
 from tandem.config.batches import BatchesConfig
 from tandem.config.cluster_tls import ClusterSection
 from tandem.config.engine import EngineSection, ModelSection
-from tandem.config.pools import PoolConfig, Port, mistaken_context, mistaken_health_port, mistaken_nodes
+from tandem.config.pools import (
+    PoolConfig,
+    Port,
+    mistaken_context,
+    mistaken_health_port,
+    mistaken_health_ports,
+    mistaken_nodes,
+)
 from tandem.config.prices import PriceConfig
 from tandem.config.ray import RayConfig
 from tandem.config.redis import RedisConfig
@@ -38,6 +45,7 @@ from tandem.config.telemetry import ProfilingConfig, TelemetryConfig
 from tandem.errors import ConfigError
 from tandem.model_path import BUILTIN, BUILTIN_DTYPE
 from tandem.rpc.hosts import checked_address
+from tandem.rpc.mutual_tls import TlsFiles
 from tandem.values.block_hash import mistaken_secret
 from tandem.values.disk_cache import contradiction
 from tandem.values.kv_agreement import cannot_travel_as
@@ -60,6 +68,9 @@ class TlsConfig(Section):
     """The certificate's private key, unencrypted."""
     ca: str
     """CA certificate. It must be a private CA that signs certificates for these workers only."""
+
+    def files(self) -> TlsFiles:
+        return TlsFiles(cert=Path(self.cert), key=Path(self.key), ca=Path(self.ca), setting="transfer.tls")
 
 
 class TransferConfig(Section):
@@ -233,6 +244,11 @@ class ClusterConfig(Section):
                 )
             if pool.gpus is not None and self.ray.address is not None:
                 raise ValueError(f"{name}.gpus cannot be set on Ray, which assigns GPUs to workers")
+        # On Ray workers of both pools may be on different nodes.
+        if self.ray.address is None and (
+            reason := mistaken_health_ports({"prefill": self.prefill, "decode": self.decode})
+        ):
+            raise ValueError(reason)
         return self
 
     @model_validator(mode="after")

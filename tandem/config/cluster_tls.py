@@ -14,11 +14,11 @@ _SCALARS = {"auto", "required", "permissive", "off"}
 
 
 class LinkSecurity(Enum):
-    """How processes of one cluster speak to each other."""
+    """How a process protects its connections with others of its cluster."""
 
     PLAIN = "plain"
     PERMISSIVE = "permissive"
-    """TLS with whoever speaks it, else in the clear."""
+    """TLS with peers that speak it, plaintext with the others."""
     TLS = "tls"
 
 
@@ -69,7 +69,7 @@ class ClusterTls(Section):
 
 
 class ClusterSection(Section):
-    """What all processes of the cluster have in common."""
+    """Settings that all processes of the cluster share."""
 
     tls: ClusterTls = ClusterTls()
 
@@ -89,11 +89,16 @@ def link_security(tls: ClusterTls, hosts: Iterable[str]) -> LinkSecurity:
             " them)"
         )
     if beyond := first_beyond_loopback(hosts):
-        raise ConfigError(
-            f"cluster.tls: {beyond} is beyond loopback, and traffic with it would not be encrypted: name certificates"
-            " (`tandem cert` makes them), or set `cluster.tls: off` if nobody else reaches this network"
-        )
+        raise ConfigError(plaintext_refusal(beyond))
     return LinkSecurity.PLAIN
+
+
+def plaintext_refusal(host: str) -> str:
+    """Explain why `auto` without certificates refuses a host beyond loopback, and what to do about it."""
+    return (
+        f"cluster.tls: {host} is beyond loopback, and traffic with it would not be encrypted: name certificates"
+        " (`tandem cert` makes them), or set `cluster.tls: off` if nobody else reaches this network"
+    )
 
 
 def needs_certificates(tls: ClusterTls, hosts: Iterable[str]) -> bool:
@@ -104,12 +109,12 @@ def needs_certificates(tls: ClusterTls, hosts: Iterable[str]) -> bool:
 
 
 def first_beyond_loopback(hosts: Iterable[str]) -> str | None:
-    """The first host that other machines may reach; None: all are loopback."""
+    """Return the first host that is not loopback; None when all are."""
     return next((host for host in hosts if not is_loopback(host.strip("[]"))), None)
 
 
 def plain_warning(tls: ClusterTls, hosts: Iterable[str]) -> str | None:
-    """What to warn of when traffic may leave this machine unprotected; None: nothing."""
+    """Return a warning when traffic may leave this machine unprotected, else None."""
     if tls.mode not in ("off", "permissive") or (beyond := first_beyond_loopback(hosts)) is None:
         return None
     if tls.mode == "off":

@@ -9,8 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from tandem.config.cluster import ClusterConfig
-from tandem.config.pools import PoolConfig
-from tandem.config.worker import has_own_host
+from tandem.config.pools import PoolConfig, has_own_host
 from tandem.errors import ConfigError
 from tandem.rpc.hosts import split
 from tandem.values.roles import WorkerRole

@@ -1,11 +1,13 @@
 """One pool of workers in the cluster's configuration."""
 
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
 from tandem.config.access import Host
 from tandem.config.section import Seconds, Section
+from tandem.rpc.hosts import is_loopback, split
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 BlockSize = Literal[16, 32, 64]
@@ -51,11 +53,11 @@ class PoolConfig(Section):
     nodes: int = Field(default=1, ge=1, le=MAX_TENSOR_PARALLEL)
     """Number of machines that the ranks of one worker are spread over evenly; it must divide `tensor_parallel_size`.
     The worker runs on the first machine, `tandem follower` on each other one. More than one machine needs
-    `transfer.tls` and `transfer.isolated_network`."""
+    `cluster.tls` or `transfer.tls`, and `transfer.isolated_network`."""
     health_port: Annotated[int, Field(ge=1, le=65535)] | None = None
     """Port, on the worker's own host, of a server in the clear with nothing but `grpc.health.v1`: the kubelet speaks no
-    TLS, so with `cluster.tls` it cannot ask at the worker's own port. Workers with stated `addresses` add their index
-    to it. null: none."""
+    TLS, so with `cluster.tls` it cannot ask at the worker's own port. Workers with stated `addresses`, and those of
+    `tandem up`, add their index to it. null: none."""
     rank_port: Port = 0
     """With several `nodes`: port on the worker's own host for its ranks on the other nodes. Workers with stated
     `addresses`, which may share a machine, add their index to it."""
@@ -77,6 +79,51 @@ class PoolConfig(Section):
     def ranks_per_node(self) -> int:
         """Ranks of one worker on one machine."""
         return self.tensor_parallel_size // self.nodes
+
+
+def has_own_host(pool: PoolConfig) -> bool:
+    """Whether each worker of the pool is alone on its machine, as in a pod."""
+    return pool.port != 0 and not pool.addresses
+
+
+def rank_port(pool: PoolConfig, index: int) -> int:
+    """Where one worker of a pool of several nodes listens for its ranks on the others."""
+    return pool.rank_port if has_own_host(pool) else pool.rank_port + index
+
+
+def health_port(pool: PoolConfig, index: int) -> int | None:
+    """Where one worker of a pool serves its health in the clear; None: nowhere."""
+    if pool.health_port is None:
+        return None
+    return pool.health_port if has_own_host(pool) else pool.health_port + index
+
+
+def listening_ports(pool: PoolConfig, name: str) -> Iterator[tuple[str, int, str]]:
+    """Host, port and setting of everything that workers of the pool listen at by the configuration. Raises ValueError.
+
+    Without `addresses` all workers are on the pool's host.
+    """
+    for index, (host, port) in enumerate([split(one) for one in pool.addresses] or [(pool.host, 0)] * pool.replicas):
+        machine = "localhost" if is_loopback(host) else host
+        if port:
+            yield machine, port, f"{name}.addresses"
+        if pool.nodes > 1:
+            yield machine, rank_port(pool, index), f"{name}.rank_port"
+        if (health := health_port(pool, index)) is not None:
+            yield machine, health, f"{name}.health_port"
+
+
+def mistaken_health_ports(pools: Mapping[str, PoolConfig]) -> str | None:
+    """Why workers, by pool, that may share a machine cannot serve their health as the pools say; None: they can."""
+    taken: dict[tuple[str, int], str] = {}
+    for name, pool in pools.items():
+        if has_own_host(pool):
+            continue
+        for machine, port, setting in listening_ports(pool, name):
+            other = taken.setdefault((machine, port), setting)
+            if other is not setting and "health_port" in f"{other} {setting}":
+                return f"{setting}: port {port} of {machine} is one of {other}, too"
+    return None
 
 
 def mistaken_health_port(pool: PoolConfig) -> str | None:

@@ -32,7 +32,7 @@ class RedisConfig(Section):
     cluster: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,64}$")] = "tandem"
     """Prefix of all keys; clusters that share a Redis must have different ones."""
     timeout_s: Annotated[float, Field(ge=0.05, le=30.0)] = 1.0
-    """Timeout of connecting and of each command. Requests never wait for Redis."""
+    """Timeout of connecting, of each command, and of a search among the sentinels. Requests never wait for Redis."""
     lease_s: Annotated[float, Field(ge=1.0, le=300.0)] = 3.0
     """How long the entries of a worker or router outlive it."""
 

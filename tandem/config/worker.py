@@ -5,7 +5,7 @@ from pathlib import Path
 
 from tandem.config.cluster import ClusterConfig
 from tandem.config.cluster_tls import ClusterTls
-from tandem.config.pools import PoolConfig
+from tandem.config.pools import PoolConfig, has_own_host, health_port
 from tandem.errors import ConfigError
 from tandem.rpc.hosts import hold, is_loopback
 from tandem.values.roles import WorkerRole
@@ -63,11 +63,6 @@ def _machine(address: str) -> str:
     return "localhost" if is_loopback(host.strip("[]")) else host
 
 
-def has_own_host(pool: PoolConfig) -> bool:
-    """Whether each worker of the pool is alone on its machine, as in a pod."""
-    return pool.port != 0 and not pool.addresses
-
-
 def listen_address(pool: PoolConfig, name: str, index: int) -> tuple[str, int]:
     """Host and port of one worker of the pool. Raises ConfigError naming the setting."""
     if has_own_host(pool):
@@ -100,27 +95,21 @@ def worker_host(config: ClusterConfig, role: WorkerRole, index: int) -> str:
     return listen_address(pool, role.value, index)[0]
 
 
-def rank_port(pool: PoolConfig, index: int) -> int:
-    """Where one worker of a pool of several nodes listens for its ranks on the others."""
-    return pool.rank_port if has_own_host(pool) else pool.rank_port + index
-
-
-def health_port(pool: PoolConfig, index: int) -> int | None:
-    """Where one worker of a pool serves its health in the clear; None: nowhere."""
-    if pool.health_port is None:
-        return None
-    return pool.health_port if has_own_host(pool) else pool.health_port + index
-
-
 def free_address(pool: PoolConfig, name: str, index: int, *, stated: str | None = None) -> tuple[str, int]:
-    """Check, before the model is loaded, that the address is free. `stated`: the address from the parent process.
+    """Check, before the model is loaded, that the worker's address and its health port are free.
 
-    Raises OSError when somebody listens there, too.
+    `stated`: the address from the parent process. Raises OSError when somebody listens there, too.
     """
+    health = health_port(pool, index)
     if stated is not None:
         pool, index = pool.model_copy(update={"addresses": (stated,)}), 0
     host, port = listen_address(pool, name, index)
     hold(host.strip("[]"), port).close()
+    if health is not None:
+        try:
+            hold(host.strip("[]"), health).close()
+        except OSError as error:
+            raise OSError(f"{name}.health_port: {error}") from None
     return host, port
 
 

@@ -10,12 +10,12 @@ from typing import Any
 from tandem.cluster_state.entries import CHANGES_BYTES, MAX_ID_LENGTH
 
 _FRAME_BYTES = 1024
-"""Bytes around a reply's contents, and of a reply without any; an error is shorter, too."""
+"""Maximum bytes of a reply besides its contents: of its framing, of an error, or of a status."""
 _MEMBER_BYTES = 4 * MAX_ID_LENGTH + 64
 """Maximum bytes of a member of our sorted sets: a worker's id, at most four bytes a character, and its process."""
 _ENTRY_BYTES = CHANGES_BYTES + 64
 _ROLE_BYTES = 1 << 16
-"""Bytes of what a master tells of itself and its replicas."""
+"""Maximum bytes of a reply to ROLE, which lists all replicas."""
 
 
 class ReplyTooLarge(ValueError):

@@ -14,8 +14,10 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from tandem.errors import ConfigError
 from tandem.rpc.cluster_credentials import ClusterCredentials
 from tandem.rpc.health import HEALTH_METHOD, health_handler
+from tandem.rpc.hosts import is_loopback
 from tandem.rpc.mixed_port import MixedPort
 from tandem.rpc.mutual_tls import MEMBER_NAME
 from tandem.rpc.tls_check import check_peer
@@ -79,12 +81,14 @@ ChannelOpener = Callable[[str], AbstractAsyncContextManager[grpc.aio.Channel]]
 """Opens a channel to the process at host:port, for as long as the context is entered."""
 
 
-class Channels:
+class ClusterChannels:
     """Opens channels to other processes of the cluster; `open` is a ChannelOpener."""
 
-    def __init__(self, credentials: ClusterCredentials | None) -> None:
-        """`credentials`: None for channels in the clear."""
+    def __init__(self, credentials: ClusterCredentials | None, *, allows_plaintext: bool = False) -> None:
+        """`credentials`: None for channels in the clear. `allows_plaintext`: these may lead beyond loopback
+        (`cluster.tls: off`)."""
         self._credentials = credentials
+        self._allows_plaintext = allows_plaintext
         self._logged: dict[str, str] = {}
         """What was logged last about each peer that TLS keeps this process from."""
         self._checks: dict[str, asyncio.Task[None]] = {}
@@ -92,8 +96,14 @@ class Channels:
 
     @asynccontextmanager
     async def open(self, address: str) -> AsyncIterator[grpc.aio.Channel]:
-        """Open a channel; when it ends without a connection because of TLS, log why a little later."""
+        """Open a channel; when it ends without a connection because of TLS, log why a little later.
+
+        Raises ConfigError where the channel would lead beyond loopback in the clear: peers are also named by Redis and
+        by routers, and the configuration knows nothing of them.
+        """
         credentials = self._credentials
+        if credentials is None and not self._allows_plaintext:
+            self._check_loopback(address)
         if credentials is not None and credentials.is_permissive:
             found = await check_peer(address, credentials)
             credentials = None if found.speaks_tls is False else credentials
@@ -106,9 +116,21 @@ class Channels:
                 else:
                     self._logged.pop(address, None)
 
-    async def checked(self) -> None:
-        """Wait until everything is logged that is to be logged."""
-        await asyncio.gather(*self._checks.values())
+    def _check_loopback(self, address: str) -> None:
+        host = address.rpartition(":")[0].strip("[]")
+        if is_loopback(host):
+            return
+        # The settings need pydantic, which the kernels' and the engine's own tests do without.
+        from tandem.config.cluster_tls import plaintext_refusal
+
+        refusal = plaintext_refusal(host)
+        self._log_once(address, refusal)
+        raise ConfigError(refusal)
+
+    def _log_once(self, address: str, reason: str) -> None:
+        if self._logged.get(address) != reason:
+            _log.warning("no connection with %s: %s", address, reason)
+            self._logged[address] = reason
 
     def _check(self, address: str) -> None:
         if address not in self._checks:
@@ -117,9 +139,8 @@ class Channels:
 
     async def _log_mismatch(self, address: str) -> None:
         found = await check_peer(address, self._credentials)
-        if found.mismatch is not None and self._logged.get(address) != found.mismatch:
-            _log.warning("no connection with %s: %s", address, found.mismatch)
-            self._logged[address] = found.mismatch
+        if found.mismatch is not None:
+            self._log_once(address, found.mismatch)
 
 
 def open_blocking_channel(address: str, credentials: ClusterCredentials | None) -> grpc.Channel:
@@ -144,22 +165,25 @@ def listen(server: grpc.aio.Server, host: str, port: int, credentials: Any = Non
 
     `credentials`: in TLS with them, else in the clear.
     """
-    address = f"{host}:{port}"
+    return _bind(server, f"{host}:{port}", credentials)
+
+
+def _bind(server: grpc.aio.Server, address: str, credentials: Any) -> int:
     try:
         bound = int(
             server.add_insecure_port(address) if credentials is None else server.add_secure_port(address, credentials)
         )
     except RuntimeError as error:
-        raise OSError(f"cannot listen on {host}:{port}: {error}") from None
+        raise OSError(f"cannot listen on {address}: {error}") from None
     if bound == 0:
-        raise OSError(f"cannot listen on {host}:{port}")
+        raise OSError(f"cannot listen on {address}")
     return bound
 
 
 async def serve_health(stack: AsyncExitStack, host: str, port: int | None, takes_work: Callable[[], bool]) -> None:
     """Serve a worker's health, and nothing else, in the clear until `stack` ends. Raises OSError.
 
-    `port`: None for not at all.
+    `port`: None to serve nothing.
     """
     if port is None:
         return
@@ -175,11 +199,11 @@ async def open_port(
 ) -> int:
     """Bind a cluster's server, in TLS with `credentials`, and return the real port. Raises OSError.
 
-    What a permissive port needs besides ends with `stack`.
+    The relay that a permissive port needs is closed with `stack`.
     """
     if credentials is None or not credentials.is_permissive:
         return listen(server, host, port, None if credentials is None else credentials.grpc_server())
     mixed = await stack.enter_async_context(MixedPort(host.strip("[]"), port))
-    server.add_insecure_port(f"unix:{mixed.plain_path}")
-    server.add_secure_port(f"unix:{mixed.tls_path}", credentials.grpc_server())
+    _bind(server, f"unix:{mixed.plain_path}", None)
+    _bind(server, f"unix:{mixed.tls_path}", credentials.grpc_server())
     return mixed.port

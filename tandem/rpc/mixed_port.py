@@ -5,6 +5,8 @@ Unix sockets, at the cost of a copy in this process.
 """
 
 import asyncio
+import logging
+import os
 import shutil
 import tempfile
 from contextlib import suppress
@@ -12,10 +14,16 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from tandem.rpc.refusal_log import RefusalLog
+
+MAX_RELAYS = 1024
+"""Maximum number of open connections. Each takes three descriptors of this process, and anybody may open one."""
 _HANDSHAKE = 0x16
 """First byte of a TLS connection; HTTP/2 begins with a letter."""
 _FIRST_BYTE_S = 5.0
 _COPY_BYTES = 256 << 10
+_MAX_PATH_BYTES = 107
+"""Maximum length of the path of a Unix socket on Linux."""
 
 
 class MixedPort:
@@ -28,6 +36,7 @@ class MixedPort:
         self._folder = Path()
         self._server: asyncio.Server | None = None
         self._relays: set[asyncio.Task[None]] = set()
+        self._refusals = RefusalLog("permissive port")
 
     @property
     def plain_path(self) -> Path:
@@ -38,9 +47,14 @@ class MixedPort:
         return self._folder / "tls"
 
     async def __aenter__(self) -> Self:
-        """Bind. Raises OSError when the address is taken."""
+        """Bind. Raises OSError when the address is taken, or TMPDIR too long for a socket in it."""
         self._folder = Path(tempfile.mkdtemp(prefix="tandem-port-"))
         try:
+            if len(os.fsencode(self.plain_path)) > _MAX_PATH_BYTES:
+                raise OSError(
+                    f"{self.plain_path} is longer than the {_MAX_PATH_BYTES} bytes that the path of a socket may have:"
+                    " set TMPDIR to a shorter one"
+                )
             self._server = await asyncio.start_server(self._accept, self._host, self.port, reuse_port=False)
         except OSError:
             self._remove()
@@ -64,6 +78,10 @@ class MixedPort:
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         relay = asyncio.current_task()
         assert relay is not None  # noqa: S101  # narrows: this runs in a task
+        if len(self._relays) >= MAX_RELAYS:
+            self._refusals.record("a connection was refused", f"{MAX_RELAYS} are open", level=logging.WARNING)
+            writer.transport.abort()
+            return
         self._relays.add(relay)
         try:
             with suppress(OSError, TimeoutError):

@@ -1,12 +1,12 @@
-"""One connection to Redis whose every wait is bounded, and every answer: the only importer of redis.
+"""A connection to Redis with bounds on every wait and on the size of every answer; the only module that imports redis.
 
-What goes wrong becomes a RedisDown, after which the connection is thrown away: a late answer is never taken for
-another's. So is an answer larger than anything that one of us has written. A command that Redis itself refuses is an
-answer like any other, a Refusal. A circuit breaker says when to try again; state changes, not failures, are logged.
+Failures are raised as RedisDown and close the connection, so that a late answer is never taken for that of another
+command. An answer larger than anything that Tandem writes is such a failure, too. A command that Redis refuses has the
+answer Refusal. A circuit breaker decides when to connect again; changes of state are logged, not every failure.
 
 With sentinels each new connection begins with their answer to which server is the master, and with that server's own
-word that it is. An open connection is checked against what they say now and then: a master that only its clients reach
-would otherwise keep them for ever.
+word that it is. While a connection is open they are asked again now and then, beside its commands: a master that only
+its clients reach would otherwise keep them for ever.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _GREETING_BYTES = 1 << 16
 """Maximum bytes of Redis's replies while a connection is made."""
 RECHECK_S = 5.0
-"""Seconds between two questions to sentinels whether the master is still the same."""
+"""Time between two searches for the master while a connection is open."""
 _log = logging.getLogger(__name__)
 
 Command = Sequence[str | bytes | int]
@@ -40,15 +40,15 @@ Reply = Any
 
 
 class RedisDown(Exception):
-    """Redis did not answer in time, or there is no connection; says why."""
+    """Redis did not answer in time, or there is no connection; the message says why."""
 
 
 class UntrustedReply(RedisDown):
-    """A reply is larger than anything that Tandem writes, so another writer is at work."""
+    """A reply is larger than anything that Tandem writes: something else writes to these keys."""
 
 
 class Refusal(Exception):
-    """Redis's own error in place of a command's answer. Never raised."""
+    """Error reply of Redis to one command; returned in place of its answer, never raised."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,31 +64,37 @@ class LinkHealth:
 
 
 REDIS_BREAKER = BreakerPolicy(most_in_a_row=2, least_outcomes=math.inf, open=Backoff(first_s=0.25, most_s=3.0))
-"""Tried again often: a try costs one connection."""
+"""Allows a try every few seconds: each costs one connection."""
 
 
 class RedisLink:
-    """For one task: commands are sent one batch at a time."""
+    """A connection that is used by one task, which sends one batch of commands at a time."""
 
     def __init__(
         self, settings: RedisSettings, breaker: CircuitBreaker, *, use: str, clock: Callable[[], float]
     ) -> None:
-        """`use`: what for, in metrics and logs. Raises ConfigError when redis is not installed."""
+        """`use`: purpose of the connection, for metrics and logs. Raises ConfigError when redis is not installed."""
         self.health = LinkHealth(use=use)
         self._settings = settings
         self._breaker = breaker
         self._clock = clock
         self._connection: Connection | None = None
         self._errors, self._refusals = _error_classes()
-        self._finder = None if settings.sentinel is None else MasterFinder(settings.sentinel, self._ask_sentinel)
+        self._finder = (
+            None
+            if settings.sentinel is None
+            else MasterFinder(settings.sentinel, self._ask_sentinel, timeout_s=settings.timeout_s)
+        )
         self._server = settings
-        """The server itself: where the sentinels pointed last."""
-        self._found_s = 0.0
+        """Settings for the server: with sentinels, the master that they named last."""
+        self._search: asyncio.Task[RedisSettings | None] | None = None
+        """Asks the sentinels while a connection is open; commands do not wait for it."""
+        self._searched_s = 0.0
 
     @property
-    def place(self) -> str:
-        """For people: where the server is, as far as the sentinels have told."""
-        return self._server.place
+    def display_name(self) -> str:
+        """Address of the server, for logs; before sentinels have answered, the master's name."""
+        return self._server.display_name
 
     async def allowed(self) -> None:
         """Wait until the circuit breaker allows a try."""
@@ -104,9 +110,9 @@ class RedisLink:
     ) -> list[Reply]:
         """Send commands together and return their answers in order. Raises RedisDown.
 
-        `vital`: of so many, the first ones, a refusal means the same as no answer. `patience_s`: how long the server
-        itself may wait before it answers, on top of the usual bound. `fits`: whether an answer that is no refusal is
-        one that Redis would give; another one means the same as none.
+        `vital`: number of commands, from the first, whose refusal counts as a failure of Redis. `patience_s`: how long
+        the server itself may wait before it answers, on top of the usual bound. `fits`: checks the form of each answer
+        that is no refusal; one that does not fit counts as a failure of Redis.
         """
         replies = await self._bounded(commands, patience_s)
         if fits is not None and not all(isinstance(reply, Refusal) or fits(reply) for reply in replies):
@@ -116,7 +122,7 @@ class RedisLink:
         return replies
 
     async def transact(self, commands: Sequence[Command]) -> list[Reply]:
-        """The same in one MULTI/EXEC, all of it vital."""
+        """Send commands as one MULTI/EXEC and return their answers; any refusal counts as a failure of Redis."""
         replies = await self._bounded([("MULTI",), *commands, ("EXEC",)], 0.0)
         results = replies[-1]
         if not isinstance(results, list):
@@ -127,13 +133,19 @@ class RedisLink:
 
     async def close(self) -> None:
         connection, self._connection = self._connection, None
-        if connection is not None:
-            await connection.disconnect(nowait=True)
+        search, self._search = self._search, None
+        try:
+            if search is not None:
+                search.cancel()
+                await asyncio.gather(search, return_exceptions=True)
+        finally:
+            if connection is not None:
+                await connection.disconnect(nowait=True)
 
     async def _bounded(self, commands: Sequence[Command], patience_s: float) -> list[Reply]:
         self._breaker.began(self._clock())
         try:
-            await self._find_master()
+            await self._follow_master()
             async with asyncio.timeout(self._settings.timeout_s + patience_s):
                 connection = self._connection or await self._connect()
                 replies = await self._exchange(connection, commands)
@@ -152,31 +164,41 @@ class RedisLink:
             raise
         return replies
 
-    async def _find_master(self) -> None:
-        """With sentinels: know the master before connecting, and leave one that is no longer it. Raises NoMaster."""
-        if self._finder is None or (self._connection is not None and self._clock() - self._found_s < RECHECK_S):
+    async def _follow_master(self) -> None:
+        """With sentinels: find the master before connecting, and leave one that they no longer name. Raises NoMaster.
+
+        A connection that is open never waits for them.
+        """
+        if self._finder is None:
             return
+        if self._connection is not None and self._search is not None and self._search.done():
+            server, self._search = self._search.result(), None
+            if server is not None and server != self._server:
+                _log.info(
+                    "sentinels name another Redis: %s instead of %s", server.display_name, self._server.display_name
+                )
+                await self.close()
+                self._server = server
+                return
+        if self._connection is None:
+            self._server = self._settings.for_server(await self._finder.find())
+            self._searched_s = self._clock()
+        elif self._search is None and self._clock() - self._searched_s >= RECHECK_S:
+            self._searched_s = self._clock()
+            self._search = asyncio.create_task(self._search_again(self._finder))
+
+    async def _search_again(self, finder: MasterFinder) -> RedisSettings | None:
         try:
-            server = self._settings.at(await self._finder.find())
+            return self._settings.for_server(await finder.find())
         except NoMaster:
-            if self._connection is None:
-                raise
-            server = self._server  # no sentinel says otherwise
-        self._found_s = self._clock()
-        if self._connection is not None and server != self._server:
-            _log.info("sentinels name another Redis: %s instead of %s", server.place, self._server.place)
-            await self.close()
-        self._server = server
+            return None  # no sentinel says otherwise
 
     async def _ask_sentinel(self, address: Address, command: Command) -> Reply:
-        settings = self._settings.sentinel_at(address)
+        settings = self._settings.for_sentinel(address)
         connection = None
         try:
-            async with asyncio.timeout(settings.timeout_s):
-                connection = await self._opened(settings)
-                (reply,) = await self._exchange(connection, [command])
-        except TimeoutError:
-            raise NoMaster(f"no answer within {settings.timeout_s:g} s") from None
+            connection = await self._opened(settings)
+            (reply,) = await self._exchange(connection, [command])
         except self._errors as error:
             raise NoMaster(str(error) or type(error).__name__) from None
         finally:
@@ -190,9 +212,9 @@ class RedisLink:
         connection = self._connection = await self._opened(self._server)
         if self._finder is not None:
             (role,) = await self._exchange(connection, [("ROLE",)])
-            # A server that does not let us ask is believed to be what the sentinels say.
+            # Where ROLE is not allowed, the sentinels are believed.
             if not isinstance(role, Refusal) and not is_master(role):
-                raise NoMaster(f"the sentinels point to {self._server.place}, which is not a master")
+                raise NoMaster(f"the sentinels point to {self._server.display_name}, which is not a master")
         self.health.connects += 1
         return connection
 
@@ -228,15 +250,15 @@ class RedisLink:
         self._breaker.succeeded(self._clock())
         if not self.health.is_up:
             self.health.is_up = True
-            _log.info("Redis at %s answers (%s)", self._server.place, self.health.use)
+            _log.info("Redis at %s answers (%s)", self._server.display_name, self.health.use)
 
     def _failed(self, reason: str, kind: type[RedisDown] = RedisDown) -> RedisDown:
         self._breaker.failed(self._clock())
         self.health.failures += 1
         if self._finder is not None:
-            self._finder.doubt()
+            self._finder.try_next_sentinel_first()
         if self.health.is_up or self.health.failures == 1:
-            _log.warning("Redis at %s fails (%s): %s", self._server.place, self.health.use, reason)
+            _log.warning("Redis at %s fails (%s): %s", self._server.display_name, self.health.use, reason)
         self.health.is_up, self.health.reason = False, reason
         return kind(reason)
 
@@ -263,7 +285,7 @@ def _make_connection(settings: RedisSettings, authorities: str | None) -> "Conne
         "db": settings.database,
         "username": settings.username,
         "password": settings.password,
-        # Ours are the only time-outs, and ours the only retries.
+        # Timeouts and retries are RedisLink's.
         "socket_timeout": None,
         "socket_connect_timeout": None,
         "retry": Retry(NoBackoff(), 0),
@@ -274,7 +296,7 @@ def _make_connection(settings: RedisSettings, authorities: str | None) -> "Conne
         options["ssl_ca_data"] = authorities
 
     class Bounded(kind):  # type: ignore[misc]
-        """Passes its parser no more bytes than it requested."""
+        """Bounds the bytes that its parser may read."""
 
         async def _connect(self) -> None:
             await super()._connect()

@@ -13,6 +13,9 @@ from tandem.rpc.mutual_tls import MEMBER_NAME, not_after_s
 
 _TIMEOUT_S = 2.0
 _VERDICT_S = 0.5
+_NO_TLS_RECORD = {"WRONG_VERSION_NUMBER", "HTTP_REQUEST", "HTTPS_PROXY_REQUEST"}
+"""OpenSSL's reasons when what it received belongs to another protocol. Nothing else proves that a peer speaks no TLS: a
+permissive process would send its token in the clear to one that was only just stopping."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +23,7 @@ class TlsCheck:
     """What a handshake showed."""
 
     speaks_tls: bool | None = None
-    """None: the peer was not reached."""
+    """None: unknown, since the peer was not reached, hung up, or broke the handshake off."""
     mismatch: str | None = None
     """Why no connection is possible; None: TLS is not why."""
     not_after_s: float | None = None
@@ -29,9 +32,9 @@ class TlsCheck:
 
 async def check_peer(address: str, credentials: ClusterCredentials | None) -> TlsCheck:
     """Shake hands with the peer at host:port and hang up. `credentials`: this process's; None: it speaks no TLS."""
-    context = _unverified() if credentials is None else credentials.client_context()
-    host, port = split(address)
     try:
+        host, port = split(address)
+        context = _unverified() if credentials is None else credentials.client_context()
         async with asyncio.timeout(_TIMEOUT_S):
             reader, writer = await asyncio.open_connection(
                 host.strip("[]"), port, ssl=context, server_hostname=MEMBER_NAME
@@ -39,18 +42,24 @@ async def check_peer(address: str, credentials: ClusterCredentials | None) -> Tl
             try:
                 shown = writer.get_extra_info("peercert") or {}
                 if credentials is None:
-                    return TlsCheck(speaks_tls=True, mismatch="the peer takes TLS only, and cluster.tls is off here")
+                    return TlsCheck(
+                        speaks_tls=True,
+                        mismatch="the peer takes TLS only, and this process has no certificates (cluster.tls)",
+                    )
                 mismatch = await _refusal(reader)
                 return TlsCheck(speaks_tls=True, mismatch=mismatch, not_after_s=not_after_s(shown))
             finally:
                 writer.transport.abort()  # a gRPC server does not answer an orderly end
     except ssl.SSLCertVerificationError as error:
         return TlsCheck(speaks_tls=True, mismatch=f"the peer's certificate is refused: {error.verify_message}")
-    except (ssl.SSLError, ConnectionResetError):
-        # Whoever speaks no TLS answers a handshake with something else, or hangs up.
+    except (ssl.SSLEOFError, ssl.SSLZeroReturnError):
+        return TlsCheck()  # it hung up, as a process does that stops
+    except ssl.SSLError as error:
+        if error.reason not in _NO_TLS_RECORD:
+            return TlsCheck(mismatch=f"the handshake failed: {error.reason or error}")
         mismatch = None if credentials is None else "the peer speaks no TLS, and cluster.tls is on here"
         return TlsCheck(speaks_tls=False, mismatch=mismatch)
-    except (OSError, TimeoutError):
+    except (OSError, ValueError):  # the latter: not an address
         return TlsCheck()
 
 

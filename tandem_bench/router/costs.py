@@ -23,7 +23,7 @@ import psutil
 import tokenizers
 import yaml
 
-from cluster.authority import draw_bundle
+from cluster.authority import create_member_bundle
 from router.text.chat_template import Message
 from router.text.tokenizer import Tokenizer
 from tandem.model_path import model_directory
@@ -128,7 +128,7 @@ def cluster(
     *, num_workers: int, step_ms: float = 10.0, more: Mapping[str, Any] | None = None, tls: bool = False
 ) -> Iterator[tuple[str, psutil.Process]]:
     """Run a router over mock workers; yields its URL and process. `more`: sections of its configuration."""
-    pem = draw_bundle() if tls else None
+    pem = create_member_bundle() if tls else None
     secret, ports = secrets.token_hex(16), free_ports(num_workers + 2)
     tokenizer = Tokenizer.load(model_directory("builtin"))
     says = [str(token_id) for token_id in tokenizer.encode(_WORDS, add_special_tokens=False)]

@@ -60,7 +60,7 @@ def test_upgrade_enabling_scraping_adds_metrics_key(upgradable: Path) -> None:
 def test_generated_certificates_serve_both_sides_for_ten_years(tmp_path: Path) -> None:
     data = render({}).named("Secret", "-cluster-tls")["data"]
     names = {"cert": "tls.crt", "key": "tls.key", "ca": "ca.crt"}
-    files = TlsFiles(**{field: tmp_path / name for field, name in names.items()})
+    files = TlsFiles(**{field: tmp_path / name for field, name in names.items()}, setting="cluster.tls")
     for name in names.values():
         (tmp_path / name).write_bytes(base64.b64decode(data[name]))
     assert ClusterCredentials(files).not_after_s > time.time() + 3600 * 86_400

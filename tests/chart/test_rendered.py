@@ -20,7 +20,8 @@ from cluster.cli.main import app
 from router.fleet.probes import CanarySettings
 from tandem.cluster_state.redis_settings import SentinelSettings
 from tandem.config.cluster import ClusterConfig
-from tandem.config.worker import cluster_secret, health_port, listen_address, num_ranks
+from tandem.config.pools import health_port
+from tandem.config.worker import cluster_secret, listen_address, num_ranks
 from tandem.errors import ConfigError
 from tests.chart.edges import allowed, isolated, needed
 from tests.chart.metric_names import emitted, named_in

@@ -117,7 +117,7 @@ def test_compose_configuration_matches_services(whole, made, monkeypatch):
         config.router.port,
         config.router.grpc_port,
     }
-    files = TlsFiles(**{part: made / f"secrets/member_{part}" for part in ("cert", "key", "ca")})
+    files = TlsFiles(**{part: made / f"secrets/member_{part}" for part in ("cert", "key", "ca")}, setting="cluster.tls")
     tls = config.cluster.tls
     assert [tls.cert, tls.key, tls.ca] == [f"/run/secrets/{path.name}" for path in (files.cert, files.key, files.ca)]
     ClusterCredentials(files)

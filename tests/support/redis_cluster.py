@@ -31,7 +31,7 @@ from tandem.circuit_breaker import CircuitBreaker
 from tandem.cluster_state.entries import ClusterStateCodec, Notice, Process
 from tandem.cluster_state.redis_settings import RedisSettings
 from tandem.config.cluster import RouterConfig
-from tandem.rpc.cluster_grpc import Channels, ClusterAuth
+from tandem.rpc.cluster_grpc import ClusterAuth, ClusterChannels
 from tandem.rpc.redis_link import REDIS_BREAKER
 from tandem.v1 import session_pb2 as pb
 from tandem.values.block_hash import BlockHasher
@@ -223,7 +223,7 @@ async def router(
         fleet = WorkerFleet(
             directory=board.directory,
             listener=registry,
-            open_channel=Channels(None).open,
+            open_channel=ClusterChannels(None).open,
             settings=SessionSettings(
                 metadata=ClusterAuth(SECRET).client_metadata(),
                 incarnation=incarnation,

@@ -1,7 +1,5 @@
 """From the cluster's configuration to what moving KV needs."""
 
-from pathlib import Path
-
 from kv_transfer.protocol.settings import TransferSettings
 from kv_transfer.transports.catalogue import check_choice
 from kv_transfer.transports.tcp.settings import TcpSettings
@@ -32,7 +30,7 @@ def tcp_settings(transfer: TransferConfig, host: str, credentials: ClusterCreden
 
 def kv_tls_files(transfer: TransferConfig, credentials: ClusterCredentials | None) -> TlsFiles | None:
     """Certificates for KV and for ranks on other nodes: `transfer.tls`, else those of `cluster.tls`."""
-    if (tls := transfer.tls) is not None:
-        return TlsFiles(cert=Path(tls.cert), key=Path(tls.key), ca=Path(tls.ca))
+    if transfer.tls is not None:
+        return transfer.tls.files()
     # Both ends of a hand-off must agree, and peers of a permissive process may know no TLS.
     return None if credentials is None or credentials.is_permissive else credentials.files

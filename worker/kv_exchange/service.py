@@ -21,7 +21,7 @@ from kv_transfer.session.stats import TransferStats
 from kv_transfer.transports.catalogue import open_receivers, open_senders
 from kv_transfer.transports.in_process import MemoryFabric
 from kv_transfer.transports.tcp.settings import PLAIN, TcpSettings
-from tandem.rpc.cluster_grpc import Channels, ClusterAuth
+from tandem.rpc.cluster_grpc import ClusterAuth, ClusterChannels
 from tandem.telemetry.tracing import NoTracer, Tracer
 from tandem.v1 import session_pb2 as pb
 from tandem.values.worker_identity import WorkerIdentity
@@ -82,7 +82,7 @@ class FabricPlan:
     settings: TransferSettings
     auth: ClusterAuth
     spawn: Spawn
-    channels: Channels = field(default_factory=lambda: Channels(None))
+    channels: ClusterChannels = field(default_factory=lambda: ClusterChannels(None))
     """Reach other workers."""
     prompts: SenderOwner | None = None
     """Computes prompts for others."""

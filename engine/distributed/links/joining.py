@@ -46,11 +46,12 @@ def knock(group: NodeGroup, rank: int, source: str | None) -> RankLink:
     Raises ConfigError when rank 0 refuses this rank, or the files of certificates are no good.
     """
     tls, tries, said, never = group.open_tls(), 0, "", threading.Event()
+    setting = "" if group.tls is None else group.tls.setting
     while True:
         try:
             return _come(group, rank, source, tls)
         except (OSError, RankLost) as error:
-            why = tls_reason(error) if isinstance(error, ssl.SSLError) else str(error)
+            why = tls_reason(error, setting) if isinstance(error, ssl.SSLError) else str(error)
             if why != said or tries % _TELL_EVERY == 0:
                 _log.warning("cannot reach rank 0 at %s: %s", join(group.host, group.port), why)
             tries, said = tries + 1, why

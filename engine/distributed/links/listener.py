@@ -82,6 +82,7 @@ class NodeListener:
         self._group = group
         self._on_pulse = on_pulse
         self._tls = group.open_tls()
+        self._setting = "" if group.tls is None else group.tls.setting
         family = socket.AF_INET6 if ":" in group.host else socket.AF_INET
         self._server = socket.create_server((group.host, group.port), family=family, backlog=_MAX_CALLERS)
         self.host = str(self._server.getsockname()[0])
@@ -183,7 +184,7 @@ class NodeListener:
         try:
             self._take(sock, name)
         except ssl.SSLError as error:
-            _log.warning("rejected %s: %s", name, tls_reason(error))
+            _log.warning("rejected %s: %s", name, tls_reason(error, self._setting))
             sock.close()
         except (OSError, RankLost, RuntimeError) as error:  # the last: no thread for a time limit
             _log.warning("rejected %s: %s", name, error)

@@ -8,8 +8,6 @@ from tandem.errors import ConfigError
 from tandem.rpc.hosts import is_loopback
 from tandem.rpc.mutual_tls import MutualTls, TlsFiles
 
-_SETTING = "transfer.tls"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeGroup:
@@ -37,7 +35,8 @@ class NodeGroup:
             return
         if self.tls is None:
             raise ConfigError(
-                f"nodes is {self.num_nodes}: beyond this machine (at {self.host}) that needs {_SETTING} or cluster.tls"
+                f"nodes is {self.num_nodes}: beyond this machine (at {self.host}) that needs cluster.tls or"
+                " transfer.tls"
             )
         if not self.isolated_network:
             raise ConfigError(
@@ -63,7 +62,7 @@ class NodeGroup:
 
     def open_tls(self) -> MutualTls | None:
         """What the connections are made with; None: in the clear, on this machine alone. Raises ConfigError."""
-        return None if self.tls is None else MutualTls(self.tls, _SETTING)
+        return None if self.tls is None else MutualTls(self.tls)
 
     def to_json(self) -> bytes:
         """For a process that is to join; the secret is in it."""
@@ -74,6 +73,8 @@ class NodeGroup:
     def from_json(cls, data: bytes) -> "NodeGroup":
         """What `to_json` was given."""
         values = json.loads(data)
-        files = values.pop("tls")
-        tls = None if files is None else TlsFiles(**{name: Path(path) for name, path in files.items()})
+        tls = None
+        if (files := values.pop("tls")) is not None:
+            setting = files.pop("setting")
+            tls = TlsFiles(**{name: Path(path) for name, path in files.items()}, setting=setting)
         return cls(**{**values, "secret": bytes.fromhex(values["secret"])}, tls=tls)

@@ -25,8 +25,8 @@ from kv_transfer.transports.grants import TOKEN_BYTES, GrantTable
 from kv_transfer.transports.interface import QuietListener
 from kv_transfer.transports.one_sided import wire as one_sided_wire
 from kv_transfer.transports.one_sided.wire import ClaimKind
-from kv_transfer.transports.stranger_log import RefusalLog
 from tandem.errors import TransferError
+from tandem.rpc.refusal_log import RefusalLog
 
 HELLO_S = 5.0
 PARTING_S = 1.0

@@ -19,14 +19,14 @@ from kv_transfer.protocol.messages import TransferKey, TransportOffer
 from kv_transfer.transports.accept import accept_connections, start_serving
 from kv_transfer.transports.grants import TOKEN_BYTES, GrantTable
 from kv_transfer.transports.interface import QuietListener
-from kv_transfer.transports.stranger_log import RefusalLog
 from kv_transfer.transports.tcp import frames as tcp_frames
 from kv_transfer.transports.tcp.channel import ByteChannel, PlainChannel, hang_up
 from kv_transfer.transports.tcp.frames import FrameKind
 from kv_transfer.transports.tcp.inbound import Inbound, Peer, answer, next_header
-from kv_transfer.transports.tcp.settings import MAX_STREAMS, NAME, PLAIN, TcpSettings
+from kv_transfer.transports.tcp.settings import MAX_STREAMS, NAME, NO_CERTIFICATES, PLAIN, TcpSettings
 from kv_transfer.transports.tcp.tls import TlsChannel
 from tandem.errors import TransferError
+from tandem.rpc.refusal_log import RefusalLog
 
 MAX_CONNECTIONS = 256
 """Senders that have proven to know the secret, each with up to MAX_STREAMS streams."""
@@ -163,13 +163,13 @@ class TcpReceiver:
 
     def _secure(self, channel: ByteChannel, deadline_s: float) -> None:
         """Refuse a peer that uses TLS where it is not configured, or the reverse; complete the TLS handshake."""
-        first = channel.first_byte(_left_s(deadline_s))
+        first, tls = channel.first_byte(_left_s(deadline_s)), self._settings.tls
         if first is not None and (first == tcp_frames.TLS_HANDSHAKE) != isinstance(channel, TlsChannel):
-            if isinstance(channel, TlsChannel):
+            if tls is not None:
                 channel.send_in_the_clear(tcp_frames.pack_answer(FrameKind.NEEDS_TLS, 0))
-                raise TransferError("the sender speaks no TLS, and transfer.tls is set here")
+                raise TransferError(f"the sender speaks no TLS, and {tls.setting} is set here")
             channel.send_in_the_clear(tcp_frames.TLS_ALERT)
-            raise TransferError("the sender speaks TLS, and transfer.tls is not set here")
+            raise TransferError(f"the sender speaks TLS, and {NO_CERTIFICATES}")
         if isinstance(channel, TlsChannel):
             channel.shake_hands(deadline_s)
 

@@ -20,7 +20,7 @@ from kv_transfer.transports.tcp import frames as tcp_frames
 from kv_transfer.transports.tcp.channel import ByteChannel, PlainChannel, receive_exactly, send_exactly
 from kv_transfer.transports.tcp.frames import FrameHeader, FrameKind
 from kv_transfer.transports.tcp.outbound import TcpStream
-from kv_transfer.transports.tcp.settings import NAME, PLAIN, STALL_S, TcpSettings
+from kv_transfer.transports.tcp.settings import NAME, NO_CERTIFICATES, PLAIN, STALL_S, TcpSettings
 from tandem.errors import TransferError
 from tandem.rpc.mutual_tls import tls_reason
 
@@ -115,9 +115,9 @@ class TcpSender:
     def connect(self, offer: TransportOffer, pairing: Pairing) -> TcpWriter:
         advert = _parse(offer.advert)
         if advert.fingerprint and self._settings.tls is None:
-            raise TransferError("the receiver takes TLS only, and transfer.tls is not set here")
+            raise TransferError(f"the receiver takes TLS only, and {NO_CERTIFICATES}")
         if self._settings.tls is not None and not advert.fingerprint:
-            raise TransferError("the receiver speaks no TLS, and transfer.tls is set here")
+            raise TransferError(f"the receiver speaks no TLS, and {self._settings.tls.setting} is set here")
         deadline_s = time.monotonic() + CONNECT_S
         name = secrets.randbits(64)
         channels: list[ByteChannel] = []
@@ -128,10 +128,13 @@ class TcpSender:
         except (OSError, TransferError) as error:
             for channel in channels:
                 channel.close()
-            reason = tls_reason(error) if isinstance(error, ssl.SSLError) else error
-            raise TransferError(f"tcp {advert.host}:{advert.port}: {reason}") from None
+            raise TransferError(f"tcp {advert.host}:{advert.port}: {self._reason(error)}") from None
         stall_s = self._settings.stall_s
         return TcpWriter(self._region, channels, pairing, name=name, mover=self._mover, stall_s=stall_s)
+
+    def _reason(self, error: OSError | TransferError) -> object:
+        tls = self._settings.tls
+        return tls_reason(error, tls.setting) if isinstance(error, ssl.SSLError) and tls is not None else error
 
     def _dial(self, advert: _Advert, deadline_s: float) -> ByteChannel:
         sock = socket.create_connection((advert.host, advert.port), max(0.001, deadline_s - time.monotonic()))
@@ -163,7 +166,7 @@ def _handshake(channel: ByteChannel, hello: FrameHeader, deadline_s: float) -> N
     data = receive_exactly(channel, tcp_frames.ANSWER_BYTES, within_s=left_s)
     answer = None if data is None else tcp_frames.unpack_answer(data)
     if answer == (FrameKind.NEEDS_TLS, 0):
-        raise TransferError("the receiver takes TLS only, and transfer.tls is not set here")
+        raise TransferError(f"the receiver takes TLS only, and {NO_CERTIFICATES}")
     if answer != (FrameKind.DONE, hello.write_id):
         raise TransferError("the receiver refused the connection")
 

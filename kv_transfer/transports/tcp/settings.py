@@ -29,8 +29,9 @@ class TcpSettings:
 
 
 PLAIN = TcpSettings()
+NO_CERTIFICATES = "this worker has no certificates for KV (transfer.tls, or cluster.tls unless permissive)"
 
 
 def open_identity(*, cert: str, key: str, ca: str) -> TlsIdentity:
     """From paths of PEM files. Raises ConfigError."""
-    return TlsIdentity(TlsFiles(cert=Path(cert), key=Path(key), ca=Path(ca)))
+    return TlsIdentity(TlsFiles(cert=Path(cert), key=Path(key), ca=Path(ca), setting="transfer.tls"))

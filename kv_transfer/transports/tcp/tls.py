@@ -13,27 +13,37 @@ from select import POLLIN, POLLOUT
 
 from kv_transfer.transports.tcp.bursts import Burst
 from kv_transfer.transports.tcp.channel import hang_up, peek, waiter
-from tandem.rpc.mutual_tls import MutualTls, TlsFiles, peer_fingerprint
-
-_SETTING = "transfer.tls"
+from tandem.rpc.mutual_tls import TlsFiles, peer_fingerprint
+from tandem.rpc.renewable_tls import RenewableTls
 
 
 class TlsIdentity:
-    """What a worker shows and whom it believes; one for all its connections."""
+    """What a worker shows and whom it believes; each new connection uses the files as they are then. Thread-safe.
+
+    Between an advert and the connection that it leads to the files may be renewed. That connection fails, and with it
+    the link, whose next HELLO holds an advert of the new certificate.
+    """
 
     def __init__(self, files: TlsFiles) -> None:
-        """Reads the files and shakes hands with itself. Raises ConfigError that names the file and what is wrong."""
-        self._tls = MutualTls(files, _SETTING)
-        self.fingerprint = self._tls.fingerprint
-        """SHA-256 of the certificate in DER."""
+        """Read the files and do a handshake with itself. Raises ConfigError that names the file and what is wrong."""
+        self._tls = RenewableTls(files, use="KV over tcp")
+        self.setting = files.setting
+        """The configuration's name of what the files are given for."""
+
+    @property
+    def fingerprint(self) -> bytes:
+        """SHA-256 of the certificate in force, in DER."""
+        return self._tls.current().tls.fingerprint
 
     def serve(self, sock: socket.socket) -> "TlsChannel":
         """A channel for an accepted socket, which it owns; nothing is said yet. Raises OSError."""
-        return TlsChannel(self._tls.server.wrap_socket(_ready(sock), server_side=True, do_handshake_on_connect=False))
+        context = self._tls.current().tls.server
+        return TlsChannel(context.wrap_socket(_ready(sock), server_side=True, do_handshake_on_connect=False))
 
     def dial(self, sock: socket.socket) -> "TlsChannel":
         """A channel for a connected socket, which it owns; nothing is said yet. Raises OSError."""
-        return TlsChannel(self._tls.client.wrap_socket(_ready(sock), do_handshake_on_connect=False))
+        context = self._tls.current().tls.client
+        return TlsChannel(context.wrap_socket(_ready(sock), do_handshake_on_connect=False))
 
 
 class TlsChannel:

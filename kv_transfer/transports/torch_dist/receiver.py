@@ -22,7 +22,6 @@ from kv_transfer.transports.grants import TOKEN_BYTES, GrantTable, WriteGrant
 from kv_transfer.transports.interface import QuietListener
 from kv_transfer.transports.one_sided import wire as one_sided_wire
 from kv_transfer.transports.one_sided.receiver import HELLO_S, MAX_WRITERS, hang_up
-from kv_transfer.transports.stranger_log import RefusalLog
 from kv_transfer.transports.torch_dist import communicator, nccl
 from kv_transfer.transports.torch_dist import wire as torch_dist_wire
 from kv_transfer.transports.torch_dist.communicator import (
@@ -37,6 +36,7 @@ from kv_transfer.transports.torch_dist.intakes import DeviceIntake, HostIntake, 
 from kv_transfer.transports.torch_dist.wire import MAX_PAYLOAD_BYTES, MessageHeader, MessageKind, RendezvousOffer
 from tandem.errors import TransferError
 from tandem.rpc.hosts import keep_alive
+from tandem.rpc.refusal_log import RefusalLog
 
 NAME = "torch_dist"
 STALL_S = 5.0

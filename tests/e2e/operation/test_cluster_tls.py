@@ -32,7 +32,8 @@ def tls(folder, **more):
 
 
 def credentials(folder):
-    return ClusterCredentials(TlsFiles(cert=folder / "member.pem", key=folder / "member.key", ca=folder / "ca.pem"))
+    files = TlsFiles(cert=folder / "member.pem", key=folder / "member.key", ca=folder / "ca.pem", setting="cluster.tls")
+    return ClusterCredentials(files)
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -49,7 +50,7 @@ async def test_cluster_tls_serves_over_both_pools_and_refuses_plain_peers(cluste
     assert await cluster.figure("tandem_worker_transfers_total", transport="tcp", outcome="committed") > 0
     for worker in cluster.local.workers:
         found = await check_peer(worker.address, None)
-        assert found.mismatch == "the peer takes TLS only, and cluster.tls is off here"
+        assert found.mismatch == "the peer takes TLS only, and this process has no certificates (cluster.tls)"
         assert (await check_peer(worker.address, credentials(folder))).not_after_s is not None
 
     async def watched():

@@ -210,6 +210,12 @@ class LinkRig:
     async def sets(self, key: str) -> None:
         assert await self.link.ask([("SET", key, "1")], vital=1) == [b"OK"]
 
+    async def rechecks(self, key: str) -> None:
+        """Set a key, and wait until the sentinels that are asked meanwhile have answered."""
+        await self.sets(key)
+        assert self.link._search is not None
+        await asyncio.wait([self.link._search])
+
 
 @pytest.fixture(scope="module")
 def servers() -> Iterator[tuple[RedisServer, RedisServer]]:
@@ -230,12 +236,15 @@ async def test_redis_link_follows_sentinel_away_from_live_server(
         await rig.sets("b")
         assert (one.do("DBSIZE"), other.do("DBSIZE"), sentinel.num_asked) == (2, 0, 1)
         rig.now_s += 0.1
-        await rig.sets("c")
-        assert (one.do("DBSIZE"), other.do("DBSIZE"), sentinel.num_asked) == (2, 1, 2)
+        await rig.rechecks("c")
+        assert (one.do("DBSIZE"), other.do("DBSIZE"), sentinel.num_asked) == (3, 0, 2)
+        await rig.sets("d")
+        assert (one.do("DBSIZE"), other.do("DBSIZE"), sentinel.num_asked) == (3, 1, 2)
         sentinel.answer = b"*-1\r\n"
         rig.now_s += RECHECK_S
-        await rig.sets("d")
-        assert (other.do("DBSIZE"), sentinel.num_asked) == (2, 3), "without an answer the server stays"
+        await rig.rechecks("e")
+        await rig.sets("f")
+        assert (other.do("DBSIZE"), sentinel.num_asked) == (3, 3), "without an answer the server stays"
         await rig.link.close()
     assert f"another Redis: 127.0.0.1:{other.port}/0 instead of 127.0.0.1:{one.port}/0" in caplog.text
 
@@ -250,6 +259,53 @@ async def test_redis_link_skips_failing_sentinels(servers: tuple[RedisServer, Re
         await rig.sets("a")
         assert (ignorant.num_asked, good.num_asked) == (1, 2), "the one that answered is asked first"
         await rig.link.close()
+
+
+async def test_commands_on_an_open_connection_do_not_wait_for_silent_sentinels(
+    servers: tuple[RedisServer, RedisServer],
+) -> None:
+    one, _ = servers
+    async with FakeSentinel(points_to(one)) as first, FakeSentinel(None) as second:
+        rig = LinkRig(first.address, second.address)
+        await rig.sets("a")
+        first.answer = None
+        rig.now_s += RECHECK_S
+        await rig.sets("b")
+        search = rig.link._search
+        assert search is not None
+        await rig.sets("c")
+        assert not search.done(), "nobody has waited for it"
+        await rig.link.close()
+        assert search.cancelled()
+
+
+async def test_search_passes_over_silent_sentinels_within_its_bound(servers: tuple[RedisServer, RedisServer]) -> None:
+    one, _ = servers
+    async with AsyncExitStack() as stack:
+        silent = [await stack.enter_async_context(FakeSentinel(None)) for _ in range(2)]
+        good = await stack.enter_async_context(FakeSentinel(points_to(one)))
+        rig = LinkRig(*(each.address for each in (*silent, good)), timeout_s=2.0)
+        await rig.sets("a")
+        assert [each.num_asked for each in (*silent, good)] == [1, 1, 1]
+        await rig.link.close()
+
+
+async def test_search_among_silent_sentinels_is_bounded_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float | None] = []
+    timeout = asyncio.timeout
+
+    def noted(delay_s: float | None) -> asyncio.Timeout:
+        waits.append(delay_s)
+        return timeout(delay_s)
+
+    monkeypatch.setattr(asyncio, "timeout", noted)
+    async with AsyncExitStack() as stack:
+        silent = [await stack.enter_async_context(FakeSentinel(None)) for _ in range(3)]
+        rig = LinkRig(*(each.address for each in silent), timeout_s=0.3)
+        with pytest.raises(RedisDown) as down:
+            await rig.sets("a")
+    assert str(down.value).count("no answer within 0.3 s") == 3
+    assert [one for one in waits if one is not None] == [0.3]
 
 
 @pytest.mark.parametrize(

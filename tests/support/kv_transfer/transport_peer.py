@@ -100,7 +100,7 @@ def _send(name: str, advert: str, host_id: str, streams: str, *files: Path) -> N
     tls = None
     if files:
         cert, key_file, ca = files
-        tls = TlsIdentity(TlsFiles(cert=cert, key=key_file, ca=ca))
+        tls = TlsIdentity(TlsFiles(cert=cert, key=key_file, ca=ca, setting="transfer.tls"))
     tcp = TcpSettings(streams=int(streams), tls=tls)
     region = make_region(seed=5)
     offer = TransportOffer(name=name, advert=bytes.fromhex(advert), host_id=host_id)

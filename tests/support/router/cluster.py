@@ -18,7 +18,7 @@ from router.types.worker_view import PrefixChange, WorkerInfo, WorkerKey, Worker
 from router.workers.prefix_map import PrefixMap
 from router.workers.registry import WorkerRegistry
 from tandem.backoff import Backoff
-from tandem.rpc.cluster_grpc import Channels, ClusterAuth
+from tandem.rpc.cluster_grpc import ClusterAuth, ClusterChannels
 from tandem.rpc.worker_directory import ChangingDirectory, stated_addresses
 from tandem.telemetry.tracing import Span
 from tandem.values.block_hash import BlockHasher, root_hash
@@ -121,7 +121,7 @@ def fleet_of(*workers: FakeWorker, registry: WorkerRegistry, settings: SessionSe
             )
         ),
         listener=registry,
-        open_channel=Channels(None).open,
+        open_channel=ClusterChannels(None).open,
         settings=settings or session_settings(),
         rng=Random(1),
         backoff=Backoff(first_s=0.02, most_s=0.1),

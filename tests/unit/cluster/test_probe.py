@@ -90,6 +90,16 @@ async def test_probe_worker_shows_the_certificate_of_cluster_tls(tmp_path):
         assert await asyncio.to_thread(exit_code, tmp_path, "decode", config | {"cluster": {"tls": tls}}) == 0
 
 
+@pytest.mark.parametrize("mode", ["off", "permissive"])
+def test_probe_does_not_repeat_the_warning_of_the_process(tmp_path, caplog, mode):
+    make_certificate(tmp_path, "member", days=1)
+    tls = {"mode": mode, "cert": f"{tmp_path}/member.pem", "key": f"{tmp_path}/member.key", "ca": f"{tmp_path}/ca.pem"}
+    # An address that reaches nobody, beyond loopback: 0.0.0.0/8 is refused at once.
+    config = {"decode": {"addresses": ["0.0.0.1:1"]}, "cluster": {"tls": tls}}
+    assert exit_code(tmp_path, "decode", config) == 1
+    assert caplog.records == []
+
+
 def test_probe_invalid_configuration_has_its_own_exit_code(tmp_path, capsys):
     assert exit_code(tmp_path, "router", {"router": {"prot": 1}}) == 2
     assert "router.prot" in capsys.readouterr().err

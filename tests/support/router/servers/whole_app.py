@@ -10,7 +10,7 @@ from router.http.app import OptionalRoutes, create_app
 from router.process.batch_setup import make_batches
 from tandem.config.cluster import RouterConfig
 from tandem.config.telemetry import ProfilingConfig
-from tandem.rpc.cluster_grpc import Channels
+from tandem.rpc.cluster_grpc import ClusterChannels
 from tests.support.router.servers import fakes
 from tests.support.router.servers.batch_server import Room
 from tests.support.router.servers.named_cache_world import World
@@ -25,7 +25,7 @@ def whole_app(config: RouterConfig | None = None) -> ASGIApp:
     made = make_batches(parts.frontend, parts.generator, Room(), config, parts.metrics)
     assert made is not None
     batches, _ = made
-    profiles = Profiles(ProfilingConfig(enabled=True), dict, (), Channels(None).open)
+    profiles = Profiles(ProfilingConfig(enabled=True), dict, (), ClusterChannels(None).open)
     extras = OptionalRoutes(
         decisions=whole.decisions, status=feed_of(whole), batches=batches, profiles=ProfileRoutes(profiles)
     )

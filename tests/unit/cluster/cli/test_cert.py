@@ -1,5 +1,6 @@
 """`tandem cert`: files, modes, refusals, and the YAML that it prints."""
 
+import errno
 import stat
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from cluster.cli import cert
 from cluster.cli.cert import make_certificate
 from cluster.cli.main import app
 from tandem.config.cluster import ClusterConfig
@@ -18,7 +20,9 @@ NAMES = {"ca.pem", "ca.key", "member.pem", "member.key"}
 
 
 def files(folder: Path, name: str = "member") -> TlsFiles:
-    return TlsFiles(cert=folder / f"{name}.pem", key=folder / f"{name}.key", ca=folder / "ca.pem")
+    return TlsFiles(
+        cert=folder / f"{name}.pem", key=folder / f"{name}.key", ca=folder / "ca.pem", setting="cluster.tls"
+    )
 
 
 def test_cert_printed_yaml_is_valid_configuration(tmp_path: Path) -> None:
@@ -74,8 +78,54 @@ def test_cert_bad_name_is_refused(name: str, tmp_path: Path) -> None:
 
 
 def test_cert_renewal_without_files_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--renew: .*member\.pem and .*member\.key must both exist"):
+    with pytest.raises(ConfigError, match=r"--renew: there is neither .*member\.pem nor .*member\.key"):
         make_certificate(tmp_path, "member", days=1, renew=True)
+
+
+@pytest.mark.parametrize("left", ["member.key", "member.pem"])
+def test_one_file_that_an_interrupted_run_left_is_replaced_by_a_renewal(tmp_path: Path, left: str) -> None:
+    make_certificate(tmp_path, "member", days=1)
+    for name in {"member.key", "member.pem"} - {left}:
+        (tmp_path / name).unlink()
+    with pytest.raises(ConfigError, match=f"{left} exists: choose another --name, or replace it with --renew"):
+        make_certificate(tmp_path, "member", days=1)
+    make_certificate(tmp_path, "member", days=1, renew=True)
+    ClusterCredentials(files(tmp_path))
+
+
+@pytest.mark.parametrize("renews", [False, True])
+def test_run_that_fails_half_way_leaves_neither_file_of_the_pair(tmp_path: Path, monkeypatch, renews: bool) -> None:
+    make_certificate(tmp_path, "member" if renews else "other", days=1)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    write = cert._write
+
+    def fails(path: Path, text: str, mode: int) -> None:
+        if ".pem" in path.name:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        write(path, text, mode)
+
+    monkeypatch.setattr(cert, "_write", fails)
+    with pytest.raises(ConfigError, match="No space left on device"):
+        make_certificate(tmp_path, "member", days=1, renew=renews)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_certificate_is_put_in_place_after_its_key(tmp_path: Path, monkeypatch) -> None:
+    placed = []
+    replace = Path.replace
+
+    def noted(path: Path, target: Path) -> Path:
+        placed.append(target.name)
+        return replace(path, target)
+
+    monkeypatch.setattr(Path, "replace", noted)
+    make_certificate(tmp_path, "member", days=1)
+    assert placed == ["ca.key", "ca.pem", "member.key", "member.pem"]
+
+
+def test_commands_that_make_keys_and_certificates_have_a_section_of_their_own() -> None:
+    sections = {info.callback.__name__: info.rich_help_panel for info in app.registered_commands}
+    assert {name for name, section in sections.items() if section == sections["cert"]} == {"cert", "key"}
 
 
 def test_cert_ca_without_key_is_not_replaced(tmp_path: Path) -> None:

@@ -1,13 +1,18 @@
 """`tandem doctor` on the dtype, the GPUs of each worker, and the cluster's certificates."""
 
 import json
+import logging
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
+
+import pytest
 
 from cluster.cli.cert import make_certificate
 from cluster.doctor import software
-from cluster.doctor.checks import examine, members
+from cluster.doctor.checks import cluster_state, examine, kv_certificates, members
 from cluster.doctor.findings import Finding, Status
 from tandem.config.cluster import load
+from tests.support.certificates import Authority
 from tests.unit.worker.test_gpus import FakeHost
 
 LLAMA = {
@@ -110,7 +115,7 @@ def test_doctor_reads_the_certificates_of_cluster_tls(tmp_path: Path) -> None:
     assert told("member").status is Status.OK
     assert "valid until 20" in told("member").detail
     soon = told("old")
-    assert (soon.status, "`tandem cert --renew`" in soon.hint) == (Status.WARN, True)
+    assert (soon.status, f"`tandem cert {tmp_path} --name old --renew`" in soon.hint) == (Status.WARN, True)
     (tmp_path / "member.key").write_text("no key")
     assert (told("member").status, told("member").detail[:16]) == (Status.FAIL, "cluster.tls.key:")
 
@@ -124,3 +129,34 @@ def test_doctor_reports_unprotected_cluster() -> None:
     assert (off.status, "not encrypted" in off.detail) == (Status.WARN, True)
     (wrong,) = members(load(None, {**beyond, "cluster.tls": "permissive"}))
     assert wrong.status is Status.FAIL
+
+
+def test_doctor_reads_the_certificates_of_transfer_tls(tmp_path: Path) -> None:
+    def told(days: int) -> Finding:
+        (tmp_path / str(days)).mkdir(exist_ok=True)
+        files = Authority().issue(tmp_path / str(days), not_after=datetime.now(UTC) + timedelta(days=days))
+        (finding,) = kv_certificates(
+            load(None, {f"transfer.tls.{n}": f"{getattr(files, n)}" for n in ("cert", "key", "ca")})
+        )
+        return finding
+
+    assert kv_certificates(load(None)) == []
+    assert (told(90).status, told(90).hint) == (Status.OK, "")
+    assert (told(3).status, told(3).hint[:8]) == (Status.WARN, "renew it")
+    assert (told(-1).status, told(-1).detail[:18]) == (Status.FAIL, "transfer.tls.cert:")
+
+
+def test_doctor_leaves_the_loggers_as_they_are(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("tandem.rpc.redis_link")
+    before = logger.level
+    (finding,) = cluster_state(load(None, {"redis.url": "redis://127.0.0.1:1"}))
+    assert finding.status is Status.WARN
+    assert logger.level == before
+    assert caplog.records == [], "the finding says it"
+
+
+def test_doctor_says_once_that_traffic_is_not_encrypted(caplog: pytest.LogCaptureFixture) -> None:
+    beyond = {"decode.host": "10.0.0.2", "decode.port": 7000, "cluster.tls": "off"}
+    (off,) = members(load(None, beyond))
+    assert "not encrypted" in off.detail
+    assert caplog.records == []

@@ -13,12 +13,15 @@ import yaml
 from rich.console import Console
 
 from cluster.cli import banner
+from cluster.processes import effective_config
 from cluster.processes.effective_config import (
+    PortDrawer,
     child_environment,
     make_effective,
     module_command,
     plan_processes,
     resolve_model,
+    stated_ports,
     with_certificates,
     written,
 )
@@ -92,6 +95,32 @@ def test_effective_config_shared_rank_port_is_refused():
     prefill = PoolConfig(replicas=2, rank_port=port, **spread)
     with pytest.raises(ConfigError, match=rf"decode.rank_port: cannot listen on 127.0.0.1:{port + 1}"):
         make_effective(ClusterConfig(router=FREE, prefill=prefill, decode=PoolConfig(rank_port=port + 1, **spread)))
+
+
+def test_health_port_that_is_taken_is_refused_before_anything_starts():
+    with hold("127.0.0.1", 0) as held:
+        port = held.getsockname()[1]
+        decode = PoolConfig(replicas=2, health_port=port - 1)
+        with pytest.raises(ConfigError, match=rf"decode\.health_port: cannot listen on 127.0.0.1:{port}"):
+            make_effective(ClusterConfig(router=FREE, decode=decode))
+
+
+def test_drawn_port_is_none_that_is_stated(monkeypatch):
+    port, first = first_of_two_free_ports(), effective_config._FIRST_PORT
+    config = ClusterConfig(
+        router=FREE,
+        prefill=PoolConfig(replicas=0),
+        decode=PoolConfig(health_port=port, tensor_parallel_size=2, nodes=2, rank_port=port + 1),
+    )
+    assert {port, port + 1} <= stated_ports(config)
+    draws = [port - first, port + 1 - first]
+    monkeypatch.setattr(effective_config.secrets, "randbelow", lambda most: draws.pop(0) if draws else most - 1)
+    with PortDrawer(stated_ports(config)) as ports:
+        assert ports.draw("127.0.0.1", "decode.host") not in (port, port + 1)
+    assert not draws
+    draws += [port - first, port + 1 - first]
+    [address] = make_effective(config).decode.addresses
+    assert split(address)[1] not in (port, port + 1)
 
 
 def test_split_address_removes_ipv6_brackets():

@@ -15,7 +15,6 @@ import pytest
 
 from kv_transfer.memory.region import KVRegion
 from kv_transfer.protocol.messages import TransferKey
-from kv_transfer.transports import stranger_log
 from kv_transfer.transports.catalogue import candidates, open_receivers, open_senders
 from kv_transfer.transports.grants import TOKEN_BYTES
 from kv_transfer.transports.interface import KVReceiver
@@ -27,6 +26,7 @@ from kv_transfer.transports.tcp.receiver import MAX_CONNECTIONS, TcpReceiver
 from kv_transfer.transports.tcp.sender import TcpWriter
 from kv_transfer.transports.tcp.settings import TcpSettings
 from tandem.errors import TransferError
+from tandem.rpc import refusal_log
 from tandem.values.ids import TransferId
 from tests.support.kv_transfer.transport_peer import (
     LAYOUT,
@@ -155,10 +155,10 @@ def test_hostile_bytes_end_only_their_connection(tcp, greet: bool, data: bytes) 
 def test_connection_log_unauthenticated_peers_are_rate_limited(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stranger_log, "EVERY_S", 1e9)
+    monkeypatch.setattr(refusal_log, "EVERY_S", 1e9)
     receiver = TcpReceiver(settings=TcpSettings(stall_s=WAIT_S))
     caplog.set_level(logging.INFO)
-    for number in range(5 * stranger_log.BURST):
+    for number in range(5 * refusal_log.BURST):
         with dial(receiver, greet=False) as sock:
             sock.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10 if number % 2 else b"")
             with suppress(OSError):
@@ -166,25 +166,25 @@ def test_connection_log_unauthenticated_peers_are_rate_limited(
                 assert sock.recv(1) == b""
     receiver.close()
     logged = [record.getMessage() for record in caplog.records if "dropped" in record.getMessage()]
-    assert len(logged) == stranger_log.BURST
+    assert len(logged) == refusal_log.BURST
     assert logged[0].startswith("tcp: a connection was dropped before it was served: ")
 
 
 def test_connection_log_known_sender_dropped_is_always_logged(tcp, caplog: pytest.LogCaptureFixture) -> None:
     _target, receiver = tcp
     caplog.set_level(logging.INFO)
-    for _ in range(2 * stranger_log.BURST):
+    for _ in range(2 * refusal_log.BURST):
         with dial(receiver, greet=True) as sock:
             sock.sendall(b"x" * tcp_frames.HEADER_BYTES)
             with suppress(ConnectionResetError):
                 assert sock.recv(1) == b""
     receiver.close()
     logged = [record for record in caplog.records if "tcp sender dropped" in record.getMessage()]
-    assert len(logged) == 2 * stranger_log.BURST
+    assert len(logged) == 2 * refusal_log.BURST
 
 
 def test_connection_log_suppressed_lines_are_counted_in_next_line() -> None:
-    budget = stranger_log.LineBudget(burst=2, every_s=10.0)
+    budget = refusal_log.LineBudget(burst=2, every_s=10.0)
     assert [budget.spend(now_s) for now_s in (0.0, 0.0, 1.0, 2.0, 9.9, 10.0, 10.0)] == [0, 0, None, None, None, 3, None]
     assert [budget.spend(1000.0) for _ in range(4)] == [1, 0, None, None], "silence saves up no more than the burst"
 

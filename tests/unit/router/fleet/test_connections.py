@@ -2,11 +2,15 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from random import Random
+
+import pytest
 
 from router.fleet.connections import WorkerFleet
 from tandem.backoff import Backoff
-from tandem.rpc.cluster_grpc import Channels
+from tandem.errors import ConfigError
+from tandem.rpc.cluster_grpc import ChannelOpener, ClusterChannels
 from tandem.rpc.worker_directory import WorkerAddress
 from tandem.values.roles import WorkerRole
 from tests.support.fake_worker import FakeWorker
@@ -21,7 +25,10 @@ class Changing:
         self.num_heard = 0
 
     def say(self, *workers: FakeWorker) -> None:
-        self._said.put_nowait(frozenset(WorkerAddress(role=WorkerRole.DECODE, address=w.address) for w in workers))
+        self.name(*(worker.address for worker in workers))
+
+    def name(self, *addresses: str) -> None:
+        self._said.put_nowait(frozenset(WorkerAddress(role=WorkerRole.DECODE, address=one) for one in addresses))
 
     async def watch(self) -> AsyncIterator[frozenset[WorkerAddress]]:
         while True:
@@ -33,11 +40,11 @@ class Changing:
             await asyncio.sleep(0.001)
 
 
-def fleet(directory: Changing, registry: WatchedRegistry) -> WorkerFleet:
+def fleet(directory: Changing, registry: WatchedRegistry, open_channel: ChannelOpener | None = None) -> WorkerFleet:
     return WorkerFleet(
         directory=directory,
         listener=registry,
-        open_channel=Channels(None).open,
+        open_channel=open_channel or ClusterChannels(None).open,
         settings=session_settings(),
         rng=Random(1),
         backoff=Backoff(first_s=0.01, most_s=0.02),
@@ -87,3 +94,40 @@ async def test_forgotten_unreached_address_is_not_dialled() -> None:
         directory.say()
         await directory.until_heard(2)
         assert not sessions._keepers
+
+
+async def until_logged(logs: pytest.LogCaptureFixture, beginning: str) -> str:
+    while not (found := [one.message for one in logs.records if one.message.startswith(beginning)]):  # noqa: ASYNC110 - as above
+        await asyncio.sleep(0.001)
+    return found[0]
+
+
+async def test_worker_beyond_loopback_that_the_directory_names_is_not_reached_in_the_clear(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    directory, registry, far = Changing(), WatchedRegistry(), "192.0.2.1:7001"
+    async with FakeWorker("d0") as worker, fleet(directory, registry):
+        directory.say(worker)
+        await registry.until_live(1)
+        directory.name(worker.address, far)
+        told = await until_logged(caplog, f"no session with {far}: ")
+        assert "cluster.tls: 192.0.2.1 is beyond loopback, and traffic with it would not be encrypted" in told
+        assert [each.info.key.worker_id for each in registry.snapshots()] == ["d0"]
+
+
+async def test_channel_that_does_not_open_is_tried_again() -> None:
+    directory, registry, num_tried = Changing(), WatchedRegistry(), 0
+
+    @asynccontextmanager
+    async def fails_twice(address: str) -> AsyncIterator:
+        nonlocal num_tried
+        num_tried += 1
+        if num_tried <= 2:
+            raise ConfigError("cluster.tls: no certificates") if num_tried == 1 else OSError("no file descriptors")
+        async with ClusterChannels(None).open(address) as channel:
+            yield channel
+
+    async with FakeWorker("d0") as worker, fleet(directory, registry, fails_twice):
+        directory.say(worker)
+        await registry.until_live(1)
+        assert num_tried == 3

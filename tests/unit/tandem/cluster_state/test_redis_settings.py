@@ -25,7 +25,7 @@ def test_redis_settings_parse_every_part_of_url() -> None:
     assert (settings.username, settings.password, settings.tls) == ("me", "p@ss", True)
     assert (settings.cluster, settings.ca) == ("x", "ca.pem")
     assert "p@ss" not in repr(settings)
-    assert "p@ss" not in settings.place
+    assert "p@ss" not in settings.display_name
 
 
 def test_redis_settings_separate_password_is_used_verbatim() -> None:
@@ -47,12 +47,17 @@ def test_redis_settings_with_sentinels_name_no_host() -> None:
     sentinel = settings.sentinel
     assert sentinel is not None
     assert (sentinel.addresses, sentinel.master) == ((("sentinel-0", 26379), ("::1", 5)), "mymaster")
-    master, one = settings.at(("10.0.0.1", 7000)), settings.sentinel_at(("::1", 5))
-    assert (master.place, master.username, master.password, master.tls) == ("10.0.0.1:7000/3", "me", "p@ss", True)
+    master, one = settings.for_server(("10.0.0.1", 7000)), settings.for_sentinel(("::1", 5))
+    assert (master.display_name, master.username, master.password, master.tls) == (
+        "10.0.0.1:7000/3",
+        "me",
+        "p@ss",
+        True,
+    )
     assert (one.host, one.database, one.username, one.password) == ("::1", 0, "watch", "tell-nobody")
     assert (one.tls, one.ca) == (True, "ca.pem"), "sentinels have the server's authority"
     assert not {"p@ss", "tell-nobody"} & set(repr(settings).replace("'", " ").split())
-    assert settings.place == "master mymaster"
+    assert settings.display_name == "master mymaster"
 
 
 def test_redis_settings_with_sentinels_need_no_url() -> None:

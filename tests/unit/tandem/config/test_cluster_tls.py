@@ -123,6 +123,49 @@ def test_health_port_conflict_is_refused(pool: str, reason: str, tmp_path) -> No
         load(path)
 
 
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (
+            "{prefill: {health_port: 9000, replicas: 3}, decode: {health_port: 9002}}",
+            "decode.health_port: port 9002 of localhost is one of prefill.health_port, too",
+        ),
+        (
+            "{prefill: {addresses: ['10.0.0.1:1'], health_port: 9},"
+            " decode: {addresses: ['10.0.0.1:2'], health_port: 9}}",
+            "decode.health_port: port 9 of 10.0.0.1 is one of prefill.health_port, too",
+        ),
+        (
+            "decode: {replicas: 3, tensor_parallel_size: 2, nodes: 2, rank_port: 7000, health_port: 7002}",
+            "decode.rank_port: port 7002 of localhost is one of decode.health_port, too",
+        ),
+        (
+            "decode: {replicas: 2, addresses: ['127.0.0.1:7000', 'localhost:7001'], health_port: 7001}",
+            "decode.addresses: port 7001 of localhost is one of decode.health_port, too",
+        ),
+    ],
+)
+def test_health_port_that_another_worker_of_the_machine_has_is_refused(text: str, reason: str, tmp_path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=reason):
+        load(path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{prefill: {health_port: 9000, replicas: 3}, decode: {health_port: 9003}}",
+        "{prefill: {port: 7, health_port: 9}, decode: {port: 7, health_port: 9}}",
+        "{prefill: {addresses: ['10.0.0.1:1'], health_port: 9}, decode: {addresses: ['10.0.0.2:1'], health_port: 9}}",
+    ],
+)
+def test_health_ports_that_differ_or_are_on_different_machines_are_taken(text: str, tmp_path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text(text)
+    load(path)
+
+
 def test_process_of_older_parent_is_plain() -> None:
     older = ClusterConfig.model_validate({"decode": {"addresses": ["10.0.0.2:7000"]}})
     assert cluster_tls(older, has_parent=True).mode == "off"

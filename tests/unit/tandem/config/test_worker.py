@@ -9,8 +9,8 @@ from pydantic import SecretStr
 from cluster.cli.cert import make_certificate
 from tandem.config.cluster import ClusterConfig
 from tandem.config.cluster_tls import ClusterTls
-from tandem.config.pools import PoolConfig
-from tandem.config.worker import cluster_secret, listen_address, memory_here_bytes, num_ranks, rank_port, worker_host
+from tandem.config.pools import PoolConfig, rank_port
+from tandem.config.worker import cluster_secret, listen_address, memory_here_bytes, num_ranks, worker_host
 from tandem.errors import ConfigError
 from tandem.rpc.cluster_credentials import open_credentials
 from tandem.values.roles import WorkerRole

@@ -13,13 +13,20 @@ import grpc
 import grpc.aio
 import pytest
 
-from cluster.authority import draw_bundle
+from cluster.authority import create_member_bundle
 from tandem.config.cluster_tls import ClusterTls
 from tandem.errors import ConfigError
 from tandem.rpc.cluster_credentials import ClusterCredentials, open_credentials
-from tandem.rpc.cluster_grpc import Channels, ClusterAuth, make_server, open_blocking_channel, open_port, serve_health
+from tandem.rpc.cluster_grpc import (
+    ClusterAuth,
+    ClusterChannels,
+    make_server,
+    open_blocking_channel,
+    open_port,
+    serve_health,
+)
 from tandem.rpc.health import HEALTH_METHOD, SERVING, health_handler
-from tandem.rpc.mutual_tls import MEMBER_NAME, TlsFiles
+from tandem.rpc.mutual_tls import MEMBER_NAME, MutualTls, TlsFiles
 from tandem.rpc.tls_check import TlsCheck, check_peer
 from tests.support.certificates import Authority
 
@@ -41,7 +48,8 @@ def foreign() -> Authority:
 def issue(tmp_path: Path) -> Make:
     def make(authority: Authority, folder: str = "own", **details) -> TlsFiles:
         (tmp_path / folder).mkdir(exist_ok=True)
-        return authority.issue(tmp_path / folder, name=details.pop("name", MEMBER_NAME), **details)
+        name = details.pop("name", MEMBER_NAME)
+        return authority.issue(tmp_path / folder, name=name, setting="cluster.tls", **details)
 
     return make
 
@@ -57,7 +65,7 @@ async def serving(credentials: ClusterCredentials | None) -> AsyncIterator[str]:
         yield f"127.0.0.1:{port}"
 
 
-async def is_served(channels: Channels, address: str) -> bool:
+async def is_served(channels: ClusterChannels, address: str) -> bool:
     async with channels.open(address) as channel:
         try:
             return await channel.unary_unary(HEALTH_METHOD)(b"", timeout=10) == SERVING
@@ -70,7 +78,7 @@ async def is_served(channels: Channels, address: str) -> bool:
 async def test_members_with_different_certificates_serve_each_other(authority: Authority, issue: Make) -> None:
     one, other = ClusterCredentials(issue(authority)), ClusterCredentials(issue(authority, "other"))
     async with serving(one) as address:
-        assert await is_served(Channels(other), address)
+        assert await is_served(ClusterChannels(other), address)
         assert await check_peer(address, other) == TlsCheck(speaks_tls=True, not_after_s=one.not_after_s)
         with open_blocking_channel(address, other) as channel:
             assert await asyncio.to_thread(channel.unary_unary(HEALTH_METHOD), b"", 10) == SERVING
@@ -90,10 +98,10 @@ async def serving_with_invalid_certificate(files: TlsFiles) -> AsyncIterator[str
 
 
 async def assert_refused(address: str, client: ClusterCredentials | None, reason: str, logs: pytest.LogCaptureFixture):
-    channels = Channels(client)
+    channels = ClusterChannels(client)
     for _ in range(2):
         assert not await is_served(channels, address)
-        await channels.checked()
+        await asyncio.gather(*channels._checks.values())
     told = [record.message for record in logs.records if record.levelno >= logging.WARNING]
     assert len(told) == 1
     assert told[0].startswith(f"no connection with {address}: {reason}")
@@ -101,7 +109,7 @@ async def assert_refused(address: str, client: ClusterCredentials | None, reason
 
 async def test_plain_client_is_refused(authority: Authority, issue: Make, caplog: pytest.LogCaptureFixture) -> None:
     async with serving(ClusterCredentials(issue(authority))) as address:
-        await assert_refused(address, None, "the peer takes TLS only, and cluster.tls is off here", caplog)
+        await assert_refused(address, None, "the peer takes TLS only, and this process has no certificates", caplog)
 
 
 async def test_plain_server_is_refused(authority: Authority, issue: Make, caplog: pytest.LogCaptureFixture) -> None:
@@ -152,9 +160,9 @@ def test_credentials_invalid_certificate_is_refused_at_start(details, reason, au
 async def test_unreachable_peer_is_not_blamed_on_tls(authority, issue: Make, caplog) -> None:
     async with serving(None) as address:
         pass
-    channels = Channels(ClusterCredentials(issue(authority)))
+    channels = ClusterChannels(ClusterCredentials(issue(authority)))
     assert not await is_served(channels, address)
-    await channels.checked()
+    await asyncio.gather(*channels._checks.values())
     assert caplog.records == []
 
 
@@ -164,12 +172,12 @@ async def test_rotated_certificates_apply_to_new_connections(
     files, new = issue(authority), issue(foreign, "new")
     server, late = ClusterCredentials(files), ClusterCredentials(new)
     caplog.set_level(logging.INFO)
-    async with serving(server) as address, Channels(ClusterCredentials(files)).open(address) as old:
+    async with serving(server) as address, ClusterChannels(ClusterCredentials(files)).open(address) as old:
         assert await old.unary_unary(HEALTH_METHOD)(b"", timeout=10) == SERVING
-        assert not await is_served(Channels(late), address)
+        assert not await is_served(ClusterChannels(late), address)
         for name in ("ca", "key", "cert"):
             shutil.copy(getattr(new, name), getattr(files, name))
-        assert await is_served(Channels(late), address)
+        assert await is_served(ClusterChannels(late), address)
         assert await old.unary_unary(HEALTH_METHOD)(b"", timeout=10) == SERVING
     assert any("new certificates of cluster.tls are in force" in record.message for record in caplog.records)
 
@@ -179,37 +187,35 @@ async def test_rotation_rejects_invalid_certificates(authority, issue: Make, cap
     server, client = ClusterCredentials(files), ClusterCredentials(issue(authority, "other"))
     async with serving(server) as address:
         files.key.write_text("no key")
-        assert await is_served(Channels(client), address)
+        assert await is_served(ClusterChannels(client), address)
     [told] = [record.message for record in caplog.records if record.levelno == logging.ERROR]
     assert told.startswith("cluster.tls.key: ")
     assert told.endswith("the previous certificates stay in force")
 
 
 async def test_plain_sockets_use_rotated_certificates(authority, foreign, issue: Make) -> None:
-    """asyncio servers and connections with the same settings."""
+    """What asyncio's connections get from the same settings."""
     files, new = issue(authority), issue(foreign, "new")
-    credentials, late = ClusterCredentials(files), ClusterCredentials(new)
+    credentials = ClusterCredentials(files)
 
-    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        writer.write(await reader.read(4))
+    async def ping() -> None:
+        context = credentials.client_context()
+        reader, writer = await asyncio.open_connection(*address, ssl=context, server_hostname=MEMBER_NAME)
+        assert await reader.read(4) == b"pong"
         writer.close()
 
-    async def ask(client: ClusterCredentials) -> bytes:
-        context = client.client_context()
-        reader, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context, server_hostname=MEMBER_NAME)
-        writer.write(b"ping")
-        answer = await reader.read(4)
+    async def pong(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"pong")
         writer.close()
-        return answer
 
-    async with await asyncio.start_server(echo, "127.0.0.1", 0, ssl=credentials.server_context()) as server:
-        port = server.sockets[0].getsockname()[1]
-        assert await ask(ClusterCredentials(files)) == b"ping"
+    context = MutualTls(new, name=MEMBER_NAME).server
+    async with await asyncio.start_server(pong, "127.0.0.1", 0, ssl=context) as server:
+        address = server.sockets[0].getsockname()
         with pytest.raises(ssl.SSLCertVerificationError):
-            await ask(late)
+            await ping()
         for name in ("ca", "key", "cert"):
             shutil.copy(getattr(new, name), getattr(files, name))
-        assert await ask(late) == b"ping"
+        await ping()
 
 
 async def test_permissive_mode_talks_to_tls_and_plain_peers(authority, issue: Make) -> None:
@@ -217,9 +223,9 @@ async def test_permissive_mode_talks_to_tls_and_plain_peers(authority, issue: Ma
     permissive = ClusterCredentials(issue(authority, "other"), is_permissive=True)
     async with serving(permissive) as mixed, serving(strict) as closed, serving(None) as plain:
         for client in (None, strict, permissive):
-            assert await is_served(Channels(client), mixed)
+            assert await is_served(ClusterChannels(client), mixed)
         for address in (closed, plain):
-            assert await is_served(Channels(permissive), address)
+            assert await is_served(ClusterChannels(permissive), address)
         with open_blocking_channel(mixed, permissive) as channel:
             assert await asyncio.to_thread(channel.unary_unary(HEALTH_METHOD), b"", 10) == SERVING
 
@@ -227,7 +233,7 @@ async def test_permissive_mode_talks_to_tls_and_plain_peers(authority, issue: Ma
 async def test_permissive_client_does_not_fall_back_on_bad_certificate(authority, foreign, issue: Make) -> None:
     permissive = ClusterCredentials(issue(authority), is_permissive=True)
     async with serving(ClusterCredentials(issue(foreign, "foreign"), is_permissive=True)) as address:
-        assert not await is_served(Channels(permissive), address)
+        assert not await is_served(ClusterChannels(permissive), address)
 
 
 async def test_health_port_answers_without_tls(unused_tcp_port: int) -> None:
@@ -243,7 +249,7 @@ async def test_health_port_answers_without_tls(unused_tcp_port: int) -> None:
 
 
 def test_credentials_from_pem_text_equal_files() -> None:
-    text = draw_bundle()
+    text = create_member_bundle()
     credentials = open_credentials(ClusterTls(pem=text), ("10.0.0.2",))
     assert credentials is not None
     assert "PRIVATE KEY" in credentials.files.key.read_text()
@@ -252,7 +258,7 @@ def test_credentials_from_pem_text_equal_files() -> None:
 
 @pytest.mark.parametrize("cut", [0, 1, 2])
 def test_incomplete_pem_text_is_refused(cut: int) -> None:
-    blocks = [f"-----BEGIN{one}" for one in draw_bundle().split("-----BEGIN")[1:]]
+    blocks = [f"-----BEGIN{one}" for one in create_member_bundle().split("-----BEGIN")[1:]]
     del blocks[cut]
     with pytest.raises(ConfigError, match=r"cluster\.tls\.pem must hold one private key, a certificate, and the CA's"):
         open_credentials(ClusterTls(pem="".join(blocks)), ())
@@ -266,3 +272,22 @@ def test_mode_off_beyond_loopback_is_warned_of(caplog: pytest.LogCaptureFixture)
 def test_credentials_expiry_is_that_of_certificate(authority: Authority, issue: Make) -> None:
     soon = datetime.now(UTC).replace(microsecond=0) + timedelta(days=3)
     assert ClusterCredentials(issue(authority, not_after=soon)).not_after_s == soon.timestamp()
+
+
+async def test_channel_beyond_loopback_is_refused_in_the_clear_unless_tls_is_off(caplog) -> None:
+    channels, far = ClusterChannels(None), "192.0.2.1:7001"
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=r"cluster\.tls: 192\.0\.2\.1 is beyond loopback"):
+            async with channels.open(far):
+                pass
+    assert [one.message for one in caplog.records if "beyond loopback" in one.message] == [caplog.messages[0]]
+    assert caplog.messages[0].startswith(f"no connection with {far}: cluster.tls: ")
+    async with ClusterChannels(None, allows_plaintext=True).open(far) as channel:
+        assert channel.get_state() is grpc.ChannelConnectivity.IDLE
+    async with serving(None) as address:
+        assert await is_served(channels, address)
+
+
+async def test_channel_in_tls_may_lead_beyond_loopback(authority, issue: Make) -> None:
+    async with ClusterChannels(ClusterCredentials(issue(authority))).open("192.0.2.1:7001") as channel:
+        assert channel.get_state() is grpc.ChannelConnectivity.IDLE

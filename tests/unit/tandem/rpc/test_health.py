@@ -5,7 +5,7 @@ import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tandem.rpc.cluster_grpc import Channels, ClusterAuth, listen, make_server
+from tandem.rpc.cluster_grpc import ClusterAuth, ClusterChannels, listen, make_server
 from tandem.rpc.health import health_handler
 from tandem.v1 import session_pb2 as pb
 from tandem.v1.session_pb2_grpc import WorkerStub
@@ -21,7 +21,7 @@ async def test_health_needs_no_token_and_sessions_do() -> None:
     port = listen(server, "127.0.0.1", 0)
     await server.start()
     try:
-        async with Channels(None).open(f"127.0.0.1:{port}") as channel:
+        async with ClusterChannels(None).open(f"127.0.0.1:{port}") as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             for service in ("", "anything", "x" * 100_000):
                 assert (await stub.Check(health_pb2.HealthCheckRequest(service=service))).status == _SERVING

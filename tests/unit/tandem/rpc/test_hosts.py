@@ -42,6 +42,15 @@ def test_hosts_ipv6_brackets_are_removed(monkeypatch: pytest.MonkeyPatch) -> Non
     assert looked_at == [("::1", 4001)]
 
 
+def test_health_port_that_is_taken_is_found_with_the_address(taken: socket.socket) -> None:
+    port = taken.getsockname()[1]
+    pool = PoolConfig(addresses=("127.0.0.1:0", "127.0.0.1:0"), health_port=port - 1)
+    with pytest.raises(OSError, match=rf"^decode\.health_port: cannot listen on 127.0.0.1:{port}: Address already"):
+        free_address(pool, "decode", 1)
+    with pytest.raises(OSError, match=rf"^decode\.health_port: cannot listen on 127.0.0.1:{port}: Address already"):
+        free_address(pool, "decode", 1, stated="127.0.0.1:0")
+
+
 def _config(taken: socket.socket) -> ClusterConfig:
     """Configuration with a missing model: loading it before checking the port would fail."""
     address = f"127.0.0.1:{taken.getsockname()[1]}"

@@ -241,7 +241,7 @@ def test_handshake_man_in_the_middle_without_secret_is_refused(
 ) -> None:
     own = tmp_path / "between"
     own.mkdir()
-    tls = MutualTls(authority.issue(own), "tls")
+    tls = MutualTls(authority.issue(own))
 
     def pass_on(server: socket.socket) -> None:
         sock, _ = server.accept()

@@ -171,7 +171,7 @@ def test_tls_unreadable_key_is_config_error(files: TlsFiles) -> None:
             os.seteuid(65534)  # root reads every file
         try:
             with pytest.raises(ConfigError, match=r"tls\.key: .*Permission denied"):
-                TlsIdentity(TlsFiles(**{name: Path(folder, name) for name in ("cert", "key", "ca")}))
+                TlsIdentity(TlsFiles(**{name: Path(folder, name) for name in ("cert", "key", "ca")}, setting="tls"))
         finally:
             os.seteuid(user)
 
@@ -223,26 +223,72 @@ def test_tls_sender_without_tls_is_refused_with_reason(
     secured: TcpReceiver, files: TlsFiles, source: KVRegion, target: KVRegion, caplog: pytest.LogCaptureFixture
 ) -> None:
     sender = TcpSender(source)
-    with pytest.raises(TransferError, match=r"TLS only, and transfer\.tls is not set here"):
+    with pytest.raises(
+        TransferError, match=r"TLS only, and this worker has no certificates for KV \(transfer\.tls, or cluster"
+    ):
         sender.connect(secured.offer(), PAIRING)
     caplog.set_level(logging.INFO)
-    with pytest.raises(TransferError, match=r"tcp .*TLS only, and transfer\.tls is not set here"):
+    with pytest.raises(TransferError, match=r"tcp .*TLS only, and this worker has no certificates for KV"):
         sender.connect(forged(secured.offer(), "tls", ""), PAIRING)
     assert_serves(secured, files, source, target)
     assert "the sender speaks no TLS" in caplog.text
 
 
+@pytest.mark.parametrize("setting", ["transfer.tls", "cluster.tls"])
 def test_tls_sender_with_tls_to_plain_receiver_is_refused_with_reason(
-    plain: TcpReceiver, files: TlsFiles, source: KVRegion, target: KVRegion, caplog: pytest.LogCaptureFixture
+    plain: TcpReceiver,
+    files: TlsFiles,
+    source: KVRegion,
+    target: KVRegion,
+    caplog: pytest.LogCaptureFixture,
+    setting: str,
 ) -> None:
-    sender = TcpSender(source, settings=TcpSettings(tls=TlsIdentity(files)))
-    with pytest.raises(TransferError, match=r"speaks no TLS, and transfer\.tls is set here"):
+    sender = TcpSender(source, settings=TcpSettings(tls=TlsIdentity(replace(files, setting=setting))))
+    with pytest.raises(TransferError, match=f"speaks no TLS, and {setting} is set here"):
         sender.connect(plain.offer(), PAIRING)
     caplog.set_level(logging.INFO)
-    with pytest.raises(TransferError, match=r"tcp .*speaks no TLS 1\.3, and transfer\.tls is set here"):
+    with pytest.raises(TransferError, match=f"tcp .*speaks no TLS 1.3, and {setting} is set here"):
         sender.connect(forged(plain.offer(), "tls", "00" * 32), PAIRING)
     assert_serves(plain, None, source, target)
-    assert "the sender speaks TLS" in caplog.text
+    assert "the sender speaks TLS, and this worker has no certificates for KV" in caplog.text
+
+
+def test_tls_receiver_that_is_spoken_to_in_the_clear_names_the_setting_that_its_files_are_of(
+    files: TlsFiles, source: KVRegion, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    identity = TlsIdentity(replace(files, setting="cluster.tls"))
+    receiver = TcpReceiver(settings=TcpSettings(tls=identity, stall_s=STALL_S))
+    with pytest.raises(TransferError, match="TLS only"):
+        TcpSender(source).connect(forged(receiver.offer(), "tls", ""), PAIRING)
+    receiver.close()
+    assert "the sender speaks no TLS, and cluster.tls is set here" in caplog.text
+
+
+def test_tls_renewed_files_are_advertised_and_used_for_new_connections(
+    authority: Authority, other_authority: Authority, source: KVRegion, target: KVRegion, tmp_path: Path
+) -> None:
+    for name in ("receiver", "sender", "other"):
+        (tmp_path / name).mkdir()
+    own, sends = authority.issue(tmp_path / "receiver"), authority.issue(tmp_path / "sender")
+    receiver = TcpReceiver(settings=TcpSettings(tls=TlsIdentity(own), stall_s=STALL_S))
+    sender = TcpSender(source, settings=TcpSettings(tls=TlsIdentity(sends)))
+    stale = receiver.offer()
+    before = sender.connect(stale, PAIRING)
+    other_authority.issue(tmp_path / "receiver")  # the CA, too
+    other_authority.issue(tmp_path / "sender")
+    with pytest.raises(TransferError, match="another certificate"):
+        sender.connect(stale, PAIRING)
+    fresh = receiver.offer()
+    assert json.loads(fresh.advert)["tls"] != json.loads(stale.advert)["tls"]
+    after = sender.connect(fresh, PAIRING)
+    for index, writer in enumerate((before, after)):
+        key = TransferKey(transfer_id=TransferId(f"t{index}"), attempt=1)
+        grant = receiver.open_grant(key, landing(target, 1))
+        writer.write(order(key, grant, cell_range(0, 1), [5])).result(WAIT_S)
+        receiver.revoke(key)
+        writer.close()
+    receiver.close()
 
 
 # The receiver's side, to which anyone may connect
@@ -304,7 +350,7 @@ def test_tls_sender_with_expired_certificate_learns_reason(
 ) -> None:
     identity = TlsIdentity(files)
     old = authority.issue(tmp_path, not_after=PAST)
-    identity._tls.client.load_cert_chain(old.cert, old.key)
+    identity._tls.current().tls.client.load_cert_chain(old.cert, old.key)
     for _ in range(10):  # in whichever order both sides come to speak
         with pytest.raises(TransferError, match="CERTIFICATE_EXPIRED"):
             TcpSender(source, settings=TcpSettings(tls=identity)).connect(secured.offer(), PAIRING)

@@ -17,7 +17,7 @@ from router.types.worker_view import WorkerKey
 from tandem.config.admission import ApiKey
 from tandem.config.cluster import RouterConfig
 from tandem.config.telemetry import ProfilingConfig
-from tandem.rpc.cluster_grpc import Channels, ClusterAuth, listen, make_server
+from tandem.rpc.cluster_grpc import ClusterAuth, ClusterChannels, listen, make_server
 from tandem.v1 import profiling_pb2 as pb
 from tandem.v1.profiling_pb2_grpc import ProfilerServicer, add_ProfilerServicer_to_server
 from tandem.values.ids import Incarnation, WorkerId
@@ -78,7 +78,7 @@ async def serving(worker: Worker | None) -> AsyncIterator[Mapping[WorkerKey, str
 async def http_server(tokenizer, addresses, **bounds) -> AsyncIterator[httpx.AsyncClient]:
     parts = fakes.make_servers(tokenizer, config=KEYED)
     bounds_ = ProfilingConfig(enabled=True, **bounds)
-    profiles = Profiles(bounds_, lambda: addresses, AUTH.client_metadata(), Channels(None).open)
+    profiles = Profiles(bounds_, lambda: addresses, AUTH.client_metadata(), ClusterChannels(None).open)
     extras = OptionalRoutes(profiles=ProfileRoutes(profiles))
     app = create_app(parts.frontend, parts.generator, parts.ready, KEYED, parts.metrics, extras)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:

@@ -1,6 +1,6 @@
-"""What is logged of connections whose peers have proven nothing: a few lines, however many connections there are.
+"""Logs refused connections at a bounded rate.
 
-Anybody who reaches the port can make another one: a line for each would let a stranger fill a disk, and bury the rest.
+Anybody who reaches the port can open another one: with a line for each, a stranger could fill a disk and bury the rest.
 """
 
 import logging
@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 BURST = 10
 EVERY_S = 10.0
-"""After the first ones, one line in so long."""
+"""Time per line after the first BURST lines."""
 log = logging.getLogger(__name__)
 
 
@@ -25,7 +25,7 @@ class LineBudget:
         self._num_left_out = 0
 
     def spend(self, now_s: float) -> int | None:
-        """None: no line. Else how many were left out since the last one."""
+        """Return how many lines were left out since the last one, or None if this one is left out, too."""
         if self._seen_s is not None:
             self._left = min(float(self._burst), self._left + (now_s - self._seen_s) / self._every_s)
         self._seen_s = now_s
@@ -38,17 +38,17 @@ class LineBudget:
 
 
 class RefusalLog:
-    """Of one listening socket; on any thread."""
+    """Log of the refused connections of one listening socket. Thread-safe."""
 
     def __init__(self, name: str, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """`name`: of the transport."""
+        """`name`: what listens, such as a transport."""
         self.name = name
         self._clock = clock
         self._lock = threading.Lock()
         self._budget = LineBudget(burst=BURST, every_s=EVERY_S)
 
     def record(self, what: str, error: object, *, level: int = logging.INFO) -> None:
-        """`what` became of a connection, and why."""
+        """Log what became of a connection, and why, or count the line as left out."""
         with self._lock:
             left_out = self._budget.spend(self._clock())
         if left_out is not None:
