@@ -24,6 +24,7 @@ from router.fleet.session_wire import (
     cancel_to_pb,
     end_earlier_sessions_to_pb,
     fetch_cache_to_pb,
+    handoff_from_pb,
     hello_from_pb,
     hello_to_pb,
     load_from_pb,
@@ -45,6 +46,7 @@ from router.fleet.session_wire import (
 from router.types.session_events import (
     CLOSED_HERE,
     CacheOffer,
+    CommittedHandoff,
     Deliver,
     DeliverScores,
     MigrationPlan,
@@ -104,6 +106,8 @@ class SessionListener(Protocol):
     def prefix_changed(self, key: WorkerKey, change: PrefixChange) -> None: ...
 
     def answered(self, key: WorkerKey) -> None: ...
+
+    def handoff_committed(self, key: WorkerKey, handoff: CommittedHandoff) -> None: ...
 
     def draining(self, key: WorkerKey, reason: str) -> None: ...
 
@@ -320,7 +324,7 @@ class WorkerSession:
         key = self.info.key
         match message.WhichOneof("kind"):
             case "tokens":
-                self._on_step(message.tokens.deltas, listener)
+                self._on_step(message.tokens, listener)
             case "load":
                 listener.load_changed(key, load_from_pb(message.load))
             case "kv_events":
@@ -345,11 +349,14 @@ class WorkerSession:
             case other:
                 raise ProtocolError(f"unexpected {other or 'unknown message'}")
 
-    def _on_step(self, deltas: Sequence[pb.TokenDelta], listener: SessionListener) -> None:
+    def _on_step(self, step: pb.StepTokens, listener: SessionListener) -> None:
+        deltas = step.deltas
         if any(delta.token_ids for delta in deltas):
             listener.answered(self.info.key)
         for delta in deltas:
             self._on_tokens(delta)
+        for handoff in step.handoffs:
+            listener.handoff_committed(self.info.key, handoff_from_pb(handoff))
 
     def _on_tokens(self, delta: pb.TokenDelta) -> None:
         attempt = self._attempts.get(RequestId(delta.request_id))

@@ -105,6 +105,18 @@ class TransferFailed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CommittedHandoff:
+    """A hand-off that a decode worker reports as complete."""
+
+    prefill: WorkerKey
+    """The worker that wrote the KV."""
+    num_tokens: int
+    """Tokens whose KV was moved."""
+    exposed_s: float
+    """How long it took after the prompt had been computed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLost:
     """The session ended, and with it all of its attempts."""
 

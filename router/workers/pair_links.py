@@ -1,8 +1,9 @@
 """What the link between two workers adds to a hand-off, or saves: measured pair by pair, with priors. Pure.
 
-A hand-off's exposed time is what its transfer takes after the prompt has been computed. Workers measure it for every
-request; here it is kept in seconds per byte, with exponential decay, for every class of links (how near the two workers
-are, and by which transport KV moves), for every receiver in each class, and for the pairs most recently used.
+A hand-off's exposed time is what its transfer takes after the prompt has been computed. Decode workers report it for
+every hand-off that was committed; here it is kept in seconds per byte, with exponential decay, for every class of links
+(how near the two workers are, and by which transport KV moves), for every receiver in each class, and for the pairs
+most recently used.
 
 Placement's transfer time already has the rate at which KV arrives at a decode worker. What is added is how the pair
 differs from that worker's usual mix of links: the difference between classes, plus the pair's own difference from what
@@ -153,7 +154,7 @@ class PairTable:
         self, prefill: WorkerInfo, decode: WorkerInfo, *, num_tokens: int, exposed_s: float, now_s: float
     ) -> None:
         """Record a hand-off of so many tokens that was complete `exposed_s` after its prompt had been computed."""
-        if num_tokens <= 0 or exposed_s < 0.0:
+        if num_tokens <= 0 or not 0.0 <= exposed_s < inf:
             return
         link, num_bytes = link_class(prefill, decode), float(num_tokens * decode.kv_bytes_per_token)
         pair = (prefill.key, decode.key)

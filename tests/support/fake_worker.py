@@ -79,6 +79,14 @@ class Submission:
             )
         self._send(pb.WorkerMessage(tokens=pb.StepTokens(deltas=[delta])))
 
+    def commit_handoff(self, *, num_tokens: int, exposed_s: float) -> None:
+        """Report that the KV has come from the prefill worker of the route."""
+        route = self.submit.prefill
+        handoff = pb.CommittedHandoff(
+            worker_id=route.worker_id, incarnation=route.incarnation, num_tokens=num_tokens, exposed_s=exposed_s
+        )
+        self._send(pb.WorkerMessage(tokens=pb.StepTokens(handoffs=[handoff])))
+
     def give_all(self, *, cached: int | None = None) -> None:
         """Everything at once, with a normal end."""
         self.give(self.tokens, finish=FinishReason.LENGTH, cached=cached)

@@ -305,7 +305,6 @@ class ChoiceRun:
                 # These tokens are counted as sent, so the client must receive them before the error.
                 self.failure = final
                 return deltas
-        self._placer.handed_over(assignment, finished.times.transfer_s)
         return (self._finish(self._progress.finish(finished))._replace(tokens=tokens, worker=self._worker),)
 
     def _begun(self, assignment: Assignment, arrived: TokensArrived) -> None:

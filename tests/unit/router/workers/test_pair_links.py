@@ -129,7 +129,8 @@ def test_pair_table_forgets_workers_that_left() -> None:
 def test_pair_table_ignores_what_cannot_be() -> None:
     table = PairTable()
     table.observe(info("p0", "a"), info("d0", "b"), num_tokens=0, exposed_s=1.0, now_s=0.0)
-    table.observe(info("p0", "a"), info("d0", "b"), num_tokens=9, exposed_s=-1.0, now_s=0.0)
+    for exposed_s in (-1.0, float("nan"), float("inf")):
+        table.observe(info("p0", "a"), info("d0", "b"), num_tokens=9, exposed_s=exposed_s, now_s=0.0)
     assert not table.pairs
 
 
