@@ -50,7 +50,7 @@ REFRESH_S = 1.0
 """Time between two uses of new measurements: a hand-off costs no more than noting it."""
 
 MOST_REFRESHED = 1_024
-"""Pairs looked at each time."""
+"""Most pairs that are computed each time, of those with new measurements and of those whose differences fade."""
 
 _ON_ONE_HOST = ("memory", "cuda_ipc", "shm")
 _BETWEEN_HOSTS = ("nixl", "tcp", "torch_dist")
@@ -212,6 +212,8 @@ class PairLinks:
         self.least_ms: Floats = np.zeros(len(decode))
         self.most_ms: Floats = np.zeros(len(decode))
         """[num_decode]: the least that any link to the worker adds, and the most of its classes."""
+        self._fading: dict[tuple[WorkerKey, WorkerKey], None] = {}
+        """The pairs of `own_ms`, the one computed longest ago first."""
         self._columns: dict[int, Floats] = {}
         self._refresh_s = -inf
         table.changed = dict.fromkeys(reversed(table.pairs))
@@ -245,12 +247,9 @@ class PairLinks:
                 weights[row, self.links.index(link)] += evidence.weight(now_s)
         usual = (weights * seconds).sum(axis=1) / np.maximum(1e-9, weights.sum(axis=1))
         self.offsets_ms = (seconds[None, :] - usual[:, None]) * decode.kv_token_bytes[:, None] * 1e3
-        due = list(islice(table.changed, MOST_REFRESHED))
+        due = dict.fromkeys((*islice(table.changed, MOST_REFRESHED), *islice(self._fading, MOST_REFRESHED)))
         for pair in due:
-            del table.changed[pair]
-        keys = self._prefill.infos, decode.infos
-        known = [(keys[0][other].key, keys[1][row].key) for row, own in self.own_ms.items() for other in own]
-        for pair in (*due, *known[:MOST_REFRESHED]):
+            table.changed.pop(pair, None)
             self._refresh_pair(pair, now_s)
         self._columns.clear()
         has_class = self._mix > 0.0
@@ -269,12 +268,14 @@ class PairLinks:
         table, link = self._table, self.links[number]
         own = self.own_ms.setdefault(row, {})
         own.pop(prefill_row, None)
+        self._fading.pop(pair, None)
         evidence, receiver = table.pairs.get(pair), table.receivers.get((pair[1], link))
         if evidence is not None and receiver is not None:
             usual_s = receiver.estimate(table.class_s(link, now_s), now_s)
             difference_s = evidence.estimate(usual_s, now_s) - usual_s
             if abs(difference_s) > NOISE_SHARE * usual_s:
                 own[prefill_row] = difference_s * float(self._decode.kv_token_bytes[row]) * 1e3
+                self._fading[pair] = None
         if not own:
             del self.own_ms[row]
 
