@@ -6,12 +6,12 @@ from random import Random
 
 from router.placement.costs import CostModel
 from router.placement.decision_log import DecisionLog, PlacementDecision, PlacementObserver
+from router.placement.demand import PlacementDemand
 from router.placement.prefix_holders import Confirmed, best_holder
 from router.placement.prefix_replication import HotPrefix, HotPrefixes, ReplicationPolicy
 from router.placement.worker_selection import (
     Affinity,
     Placement,
-    PlacementDemand,
     PlacementReason,
     place,
     place_prefill,

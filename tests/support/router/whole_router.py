@@ -17,10 +17,10 @@ from router.dispatch.choices.context import DispatchSettings, HedgingSettings
 from router.dispatch.dispatcher import Dispatcher
 from router.fleet.readiness import ReadinessCheck
 from router.metrics.router_metrics import RouterMetrics
+from router.placement.costs import CostModel
 from router.placement.decision_log import DecisionLog
 from router.placement.placer import Placer
 from router.placement.prefix_replication import ReplicationPolicy
-from router.placement.worker_selection import CostModel
 from router.process.admission_setup import make_admission_queue
 from router.types.requests import ChoiceDelta, RoutedRequest
 from router.types.session_events import (

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from router.placement import worker_selection as placing
 from router.placement.costs import CostModel
+from router.placement.demand import PlacementDemand
 from router.placement.prefix_holders import best_holder
-from router.placement.worker_selection import Affinity, NoDecodeWorker, Placement, PlacementDemand, PlacementReason
+from router.placement.worker_selection import Affinity, NoDecodeWorker, Placement, PlacementReason
 from router.types.worker_view import WorkerKey, WorkerLoad, WorkerSnapshot
 from tandem.errors import RequestTooLarge
 from tandem.values.ids import Incarnation, WorkerId

@@ -14,8 +14,8 @@ from router.dispatch.choices.retry import (
     final_error,
     in_clients_field,
 )
+from router.placement.costs import CostModel
 from router.placement.placer import Placer
-from router.placement.worker_selection import CostModel
 from router.types.session_events import (
     AttemptFinished,
     AttemptStarted,
