@@ -210,8 +210,9 @@ class PairLinks:
         self.own_ms: dict[int, dict[int, float]] = {}
         """By decode and prefill row: milliseconds per token by which a pair differs from its class; no empty ones."""
         self.least_ms: Floats = np.zeros(len(decode))
+        """[num_decode]: the least milliseconds per token that any link to the worker adds."""
         self.most_ms: Floats = np.zeros(len(decode))
-        """[num_decode]: the least that any link to the worker adds, and the most of its classes."""
+        """[num_decode]: the most that a class of its links adds."""
         self._fading: dict[tuple[WorkerKey, WorkerKey], None] = {}
         """The pairs of `own_ms`, the one computed longest ago first."""
         self._columns: dict[int, Floats] = {}

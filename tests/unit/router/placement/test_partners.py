@@ -83,9 +83,9 @@ def test_rerouted_prefill_considers_the_link() -> None:
     assert found[0].info.key.worker_id == "p1"
 
 
-@pytest.mark.parametrize("few", [0, pricing.FEW], ids=["by_columns", "one_by_one"])
+@pytest.mark.parametrize("few", [0, pricing.MAX_PRICED_SINGLY], ids=["by_columns", "one_by_one"])
 def test_linked_placement_finds_the_cheapest_of_all_pairs(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pricing, "FEW", few)
+    monkeypatch.setattr(pricing, "MAX_PRICED_SINGLY", few)
     rng, num_remote, num_moved = Random(5), 0, 0
     for _ in range(300):
         workers, request, table = _cluster_at_random(rng)
@@ -114,8 +114,8 @@ def test_linked_placement_decides_alike_one_by_one_and_by_columns(monkeypatch: p
     for _ in range(300):
         workers, request, table = _cluster_at_random(rng)
         cases.append((*_hindered(rng, workers, request), table))
-    for few in (0, pricing.FEW):
-        monkeypatch.setattr(pricing, "FEW", few)
+    for few in (0, pricing.MAX_PRICED_SINGLY):
+        monkeypatch.setattr(pricing, "MAX_PRICED_SINGLY", few)
         decisions: list[object] = []
         for workers, request, table in cases:
             try:
@@ -134,9 +134,9 @@ def test_linked_placement_decides_alike_one_by_one_and_by_columns(monkeypatch: p
 def test_linked_placement_of_many_never_misses_by_more_than_the_spread_of_links(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Only the promising decode workers are priced with every partner; what is chosen has its true price."""
-    monkeypatch.setattr(pricing, "FEW", 0)
-    monkeypatch.setattr(partners, "PROMISING", 2)
+    """Only those that could be cheapest are priced with every partner; what is chosen has its true price."""
+    monkeypatch.setattr(pricing, "MAX_PRICED_SINGLY", 0)
+    monkeypatch.setattr(partners, "NUM_PRICED_EXACTLY", 2)
     rng = Random(6)
     for _ in range(60):
         workers, request, table = _cluster_at_random(rng)

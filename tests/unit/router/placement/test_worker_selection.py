@@ -270,7 +270,7 @@ def test_placement_finds_cheapest_pair(
     seed: int,
 ) -> None:
     """The linear search against all pairs, each priced alone; a tie's margin may be taken once in each pool."""
-    alone = replace(MODEL, again_weight=0.0)
+    alone = replace(MODEL, recompute_weight=0.0)
     named = {f"d{i}": d for i, d in enumerate(decoders)} | {f"p{i}": p for i, p in enumerate(prefillers)}
     workers = {name: worker(name, load=load, backlog=backlog) for name, (load, backlog, _) in named.items()}
     wanted = demand(tokens, **{name: matched for name, (_, _, matched) in named.items()})
