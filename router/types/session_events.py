@@ -200,7 +200,7 @@ class WorkerPort(Protocol):
         """End an attempt; none of its events is delivered from now on. No-op once ended."""
         ...
 
-    def read(self, order: PromptScoringOrder, deliver: DeliverScores) -> None:
+    def score_prompt(self, order: PromptScoringOrder, deliver: DeliverScores) -> None:
         """Have a prompt scored; events go to `deliver` until it has ended or is cancelled.
 
         Raises Unavailable when the session has ended or its queue is full.
