@@ -62,7 +62,7 @@ def assert_scored(reference, request):
 
 
 @pytest.mark.parametrize("pipelined", [False, True])
-def test_readings_agree_in_company_and_chunks(model, reference, pipelined, monkeypatch):
+def test_scores_agree_in_company_and_chunks(model, reference, pipelined, monkeypatch):
     """Beside requests that decode, in a pool too small for all; logits are made for three rows at a time."""
     monkeypatch.setattr(row_reader, "_SLICE_LOGITS", {"cpu": 3 * 97})
     rng = random.Random(7)
