@@ -115,6 +115,9 @@ class HandoffReceiver:
         if task is not None and task.reservation is not None and first is not None:
             key, token_id, cached = task.reservation, first.token_id, task.cached_tokens
             landed(task, info.times, self._clock())
+            if task.route is not None:
+                num_tokens = len(info.blocks) * self._host.parts.layout.block_size
+                self._reports.committed(task, task.route, num_tokens=num_tokens, exposed_s=info.exposed_s)
             task.phase = TaskPhase.ENGINE
             cached_tokens = info.cached_tokens if cached is None else cached
             if task.span is not None:

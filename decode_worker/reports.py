@@ -1,4 +1,4 @@
-"""The decode worker's messages to routers: one per session and engine step.
+"""The decode worker's messages to routers: one per session and engine step, with the hand-offs that it completed.
 
 Tokens that nobody reads along with may be held back until some have come together: a router then handles one message
 where it had many. The first and the last are sent at once.
@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from decode_worker.phase_times import final
 from decode_worker.task import DecodeTask
+from kv_transfer.session.peer import Route
 from tandem.errors import ServingError
 from tandem.protocol.wire import failure_to_pb, finish_reason_to_pb, times_to_pb
 from tandem.v1 import session_pb2 as pb
@@ -23,6 +24,7 @@ class StepReports:
         self._clock = clock
         self._block_bytes = block_bytes
         self._deltas: dict[SessionPort, list[pb.TokenDelta]] = {}
+        self._handoffs: dict[SessionPort, list[pb.CommittedHandoff]] = {}
 
     def token(self, task: DecodeTask, index: int, token: SampledToken | None, reason: FinishReason | None) -> None:
         """A token, an end, or both: a last token and its end travel together."""
@@ -41,6 +43,14 @@ class StepReports:
             delta.finish.CopyFrom(task.finish)
         self._deltas.setdefault(task.port, []).append(delta)
 
+    def committed(self, task: DecodeTask, sender: Route, *, num_tokens: int, exposed_s: float) -> None:
+        """The KV of so many tokens has come from `sender`; sent with the next step's tokens."""
+        handoff = pb.CommittedHandoff(
+            worker_id=sender.worker_id, incarnation=sender.incarnation, num_tokens=num_tokens, exposed_s=exposed_s
+        )
+        self._handoffs.setdefault(task.port, []).append(handoff)
+        self._deltas.setdefault(task.port, [])
+
     def failure(self, task: DecodeTask, error: ServingError) -> None:
         """The task ends without its answer being complete."""
         if task.span is not None:
@@ -54,7 +64,8 @@ class StepReports:
     def send(self) -> None:
         """One message per session."""
         for port, deltas in self._deltas.items():
-            port.send(pb.WorkerMessage(tokens=pb.StepTokens(deltas=deltas)))
+            handoffs = self._handoffs.pop(port, ())
+            port.send(pb.WorkerMessage(tokens=pb.StepTokens(deltas=deltas, handoffs=handoffs)))
         self._deltas.clear()
 
     def _finish(self, task: DecodeTask, reason: FinishReason) -> pb.Finish:

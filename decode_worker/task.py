@@ -69,6 +69,7 @@ class DecodeTask:
     attempt: int
     request: Request
     route: Route | None
+    """The prefill worker that computes the prompt, the latest of several; None: the prompt is computed here."""
     transfer_id: TransferId | None
     holder: PrefixHolder | None
     """A worker that probably holds more of the prompt than the worker that computes it."""

@@ -256,13 +256,14 @@ class DecodeWorker:
             return
         if reroute.HasField("prefill") and task.reservation is not None:
             try:
-                hub.reroute(task.transfer_id, route_from_pb(reroute.prefill)[1], holder_of(reroute))
+                _, route = route_from_pb(reroute.prefill)
+                hub.reroute(task.transfer_id, route, holder_of(reroute))
             except ServingError as error:
                 _log.info(
                     "%s: computing the prompt here: %s", task.transfer_id, error.message, extra=about(task.request_id)
                 )
             else:
-                task.phase = TaskPhase.HANDOFF
+                task.route, task.phase = route, TaskPhase.HANDOFF
                 return
         self._go_on_here(task)
 

@@ -74,7 +74,7 @@ class PromptScoringOrders:
         return len(self._tasks)
 
     def handle(self, port: SessionPort, message: pb.RouterMessage) -> bool:
-        """Whether an order was about a reading; then it has been seen to."""
+        """Handle an order if it is about prompt scoring; return whether it is."""
         if message.HasField("score_prompt"):
             self._begin(port, message.score_prompt)
             return True
@@ -130,7 +130,7 @@ class PromptScoringOrders:
         added = asyncio.ensure_future(self._host.call(lambda scheduler: scheduler.add(request)))
         added.add_done_callback(lambda future: self._added(task, future))
 
-    def _reading(self, order: pb.ScorePrompt) -> PromptScoringState | None:
+    def _scoring(self, order: pb.ScorePrompt) -> PromptScoringState | None:
         """None: continuations are wanted, which are sampled as ever."""
         if order.HasField("num_next"):
             if not 1 <= order.num_next <= min(MAX_CONTINUATIONS, self._host.parts.model.vocab_size):
@@ -150,7 +150,7 @@ class PromptScoringOrders:
             raise InvalidRequest(f"prompt_token_ids must be below the vocabulary's {vocab_size}", param="prompt")
         now_s = time.monotonic()
         return Request(
-            request_id=RequestId(f"read {next(self._serial)}:{order.request_id}"),
+            request_id=RequestId(f"score {next(self._serial)}:{order.request_id}"),
             token_ids=array("i", order.prompt_token_ids),
             num_prompt_tokens=len(order.prompt_token_ids),
             params=SamplingParams(max_tokens=1, temperature=0.0, num_logprobs=num_next),
@@ -158,7 +158,7 @@ class PromptScoringOrders:
             arrival_s=now_s,
             priority=order.priority,
             deadline_s=now_s + order.timeout_s if order.HasField("timeout_s") else None,
-            reading=self._reading(order),
+            scoring=self._scoring(order),
         )
 
     def _added(self, task: _Task, future: "asyncio.Future[None]") -> None:
@@ -186,9 +186,9 @@ def _refuse(port: SessionPort, request_id: str, attempt: int, error: ServingErro
 
 
 def _parts(task: _Task, block_bytes: int) -> Iterator[pb.PromptScores]:
-    """All that was read; the last part says that it is."""
-    reading = task.request.reading
-    if reading is None:
+    """All scores; the last part says that it is the last."""
+    scoring = task.request.scoring
+    if scoring is None:
         top = () if task.next_token is None else task.next_token.top_logprobs
         part = pb.PromptScores(
             request_id=task.request_id,
@@ -198,7 +198,7 @@ def _parts(task: _Task, block_bytes: int) -> Iterator[pb.PromptScores]:
         )
         yield _closed(part, task, block_bytes)
         return
-    width, rows = reading.num_top or 0, len(reading.logprobs)
+    width, rows = scoring.num_top or 0, len(scoring.logprobs)
     step = max(1, _VALUES_PER_MESSAGE // (2 + 2 * width))
     last = max(0, rows - 1) // step * step
     for begin in range(0, last + 1, step):
@@ -206,11 +206,11 @@ def _parts(task: _Task, block_bytes: int) -> Iterator[pb.PromptScores]:
         part = pb.PromptScores(
             request_id=task.request_id,
             attempt=task.attempt,
-            logprobs=reading.logprobs[begin:end],
-            ranks=reading.ranks[begin:end],
-            top_ids=reading.top_ids[begin * width : end * width],
-            top_logprobs=reading.top_logprobs[begin * width : end * width],
-            mean=reading.mean() if begin == last and reading.num_top is None else (),
+            logprobs=scoring.logprobs[begin:end],
+            ranks=scoring.ranks[begin:end],
+            top_ids=scoring.top_ids[begin * width : end * width],
+            top_logprobs=scoring.top_logprobs[begin * width : end * width],
+            mean=scoring.mean() if begin == last and scoring.num_top is None else (),
         )
         yield _closed(part, task, block_bytes) if begin == last else part
 

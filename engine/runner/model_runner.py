@@ -17,7 +17,7 @@ from engine.model.layers.attention import AttentionBackend
 from engine.runner.block_mover import BlockMover
 from engine.runner.device_queue import Staging, device_queue
 from engine.runner.pending_samples import ComingKeys, PendingSamples
-from engine.runner.prompt_logprobs import ComingRows, RowsRead, read_rows
+from engine.runner.prompt_logprobs import PendingScores, RowScores, score_rows
 from engine.runner.step_input_builder import StepInputBuilder
 from engine.sampling.sampler import Sampler, SampleRow
 from engine.types.request import Batch, SampledToken
@@ -78,11 +78,11 @@ class ModelRunner:
             if self._announce is not None:
                 self._announce(inputs)
             reports_layers = self._is_on_host and self._on_computed is None
-            logits, read = self._compute(inputs, on_layers if reports_layers else None)
+            logits, scores = self._compute(inputs, on_layers if reports_layers else None)
             if self._on_computed is not None:
                 self._on_computed(batch)
             step = self._sample(logits, batch)
-            return step if read is None else ComingRows(step, read, batch, self._queue)
+            return step if scores is None else PendingScores(step, scores, batch, self._queue)
 
     def _sample(self, logits: Tensor | None, batch: Batch) -> LaunchedStep:
         if logits is None:
@@ -132,11 +132,11 @@ class ModelRunner:
 
     def _compute(
         self, inputs: StepInputs, on_layers: Callable[[int], None] | None = None
-    ) -> tuple[Tensor | None, RowsRead | None]:
+    ) -> tuple[Tensor | None, RowScores | None]:
         """Logits of the rows that sample, and the scores of the rows whose prompt is scored."""
         self.blocks.move(inputs)
         if len(inputs.scores) or len(inputs.pooled):
-            return self._compute_and_read(inputs, on_layers)
+            return self._compute_and_score(inputs, on_layers)
         wanted = inputs.sample_rows
         everyone = len(wanted) == len(inputs.token_ids) and bool((wanted[1:] > wanted[:-1]).all())
         rows = None if everyone else self._staging.upload(wanted)
@@ -148,16 +148,16 @@ class ModelRunner:
         hidden = self.model.forward(token_ids, self._attention.plan(inputs), rows, on_layers)
         return (self.model.logits(hidden) if len(wanted) else None), None
 
-    def _compute_and_read(
+    def _compute_and_score(
         self, inputs: StepInputs, on_layers: Callable[[int], None] | None
-    ) -> tuple[Tensor | None, RowsRead]:
+    ) -> tuple[Tensor | None, RowScores]:
         num_samples = len(inputs.sample_rows)
         wanted = np.concatenate((inputs.sample_rows, inputs.scores[:, 0], inputs.pooled[:, 0]))
         plan = self._attention.plan(inputs)
         hidden = self.model.forward(self._token_ids(inputs), plan, self._staging.upload(wanted), on_layers)
-        read = read_rows(self.model, hidden[num_samples:], inputs, self._staging)
+        scores = score_rows(self.model, hidden[num_samples:], inputs, self._staging)
         # Last: logits hold until the next ones are made.
-        return (self.model.logits(hidden[:num_samples]) if num_samples else None), read
+        return (self.model.logits(hidden[:num_samples]) if num_samples else None), scores
 
     def _token_ids(self, inputs: StepInputs) -> Tensor:
         """Of every row, int64 `[num_rows]`; those that only the device knows come from the step before."""

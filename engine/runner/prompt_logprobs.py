@@ -1,4 +1,4 @@
-"""Prompt logprobs on the device: reads the rows of a step that nobody samples from; hidden states as well.
+"""Prompt logprobs on the device: scores the rows of a step that nobody samples from; hidden states as well.
 
 Logits are made for a few rows at a time and forgotten, so that a chunk costs no more memory than a batch that samples.
 Every rank makes the same calls; rank 0 alone looks.
@@ -22,7 +22,7 @@ _SLICE_LOGITS = {"cpu": 2**20, "cuda": 2**23}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class RowsRead:
+class RowScores:
     """Prompt scores of a step's rows, on the device."""
 
     logprobs: Tensor  # float32 [num_scores]
@@ -32,7 +32,7 @@ class RowsRead:
     sums: Tensor  # float64 [num_pooling, hidden_size]
 
 
-def read_rows(model: Decoder, hidden: Tensor, inputs: StepInputs, staging: Staging) -> RowsRead:
+def score_rows(model: Decoder, hidden: Tensor, inputs: StepInputs, staging: Staging) -> RowScores:
     """Look at hidden states before the final norm: those of `inputs.scores`, then those of `inputs.pooled`."""
     num_scores = len(inputs.scores)
     following = staging.upload(inputs.scores[:, 1].copy()) if num_scores else None
@@ -47,7 +47,7 @@ def read_rows(model: Decoder, hidden: Tensor, inputs: StepInputs, staging: Stagi
     states = model.final_states(hidden[num_scores:]) if counts else hidden[:0]
     sums = [rows.sum(0, dtype=torch.float64) for rows in torch.split(states, counts)] if counts else []
     logprobs, ranks, top_ids, top_logprobs = map(torch.cat, zip(*parts, strict=True)) if parts else [hidden[:0]] * 4
-    return RowsRead(
+    return RowScores(
         logprobs=logprobs,
         ranks=ranks,
         top_ids=top_ids,
@@ -64,44 +64,44 @@ def _scores(logits: Tensor, following: Tensor, num_top: int) -> tuple[Tensor, Te
     return own[:, 0], (logprobs > own).sum(dim=-1) + 1, top.indices, top.values
 
 
-class ComingRows:
-    """See engine.types.runner.LaunchedStep: a step of which some rows are read, for as many requests as want it."""
+class PendingScores:
+    """See engine.types.runner.LaunchedStep: a step of which some rows are scored, for as many requests as want it."""
 
-    def __init__(self, step: LaunchedStep, read: RowsRead, batch: Batch, queue: DeviceQueue) -> None:
+    def __init__(self, step: LaunchedStep, scores: RowScores, batch: Batch, queue: DeviceQueue) -> None:
         """Begins the copies; waits for nothing. `step`: what is sampled."""
         self._step = step
         shares = [
-            (request.reading, len(request.reading.rows(start, num_tokens)))
+            (request.scoring, len(request.scoring.rows(start, num_tokens)))
             for request, start, num_tokens, _ in batch.items
-            if request.reading is not None
+            if request.scoring is not None
         ]
         self._scoring = [(one, count) for one, count in shares if one.num_top is not None and count]
         self._pooling = [(one, count) for one, count in shares if one.num_top is None and count]
         self._scores = [
-            queue.download(tensor) for tensor in (read.logprobs, read.ranks, read.top_ids, read.top_logprobs)
+            queue.download(tensor) for tensor in (scores.logprobs, scores.ranks, scores.top_ids, scores.top_logprobs)
         ]
-        self._sums = queue.download(read.sums)
+        self._sums = queue.download(scores.sums)
 
     def is_over(self) -> bool:
         return self._step.is_over() and self._sums.is_here()
 
     def tokens(self) -> Sequence[SampledToken | None]:
-        """See LaunchedStep. Readings have their rows when this returns."""
+        """See LaunchedStep. The requests' scoring states have their rows when this returns."""
         tokens = self._step.tokens()
         scores = [download.wait() for download in self._scores]
         at = 0
-        for reading, count in self._scoring:
-            _hand_scores(reading, [tensor[at : at + count] for tensor in scores])
+        for scoring, count in self._scoring:
+            _hand_scores(scoring, [tensor[at : at + count] for tensor in scores])
             at += count
-        for (reading, count), total in zip(self._pooling, self._sums.wait().tolist(), strict=True):
-            reading.pooled(count, total)
+        for (scoring, count), total in zip(self._pooling, self._sums.wait().tolist(), strict=True):
+            scoring.pooled(count, total)
         return tokens
 
 
-def _hand_scores(reading: PromptScoringState, rows: Sequence[Tensor]) -> None:
+def _hand_scores(scoring: PromptScoringState, rows: Sequence[Tensor]) -> None:
     logprobs, ranks, top_ids, top_logprobs = rows
-    num_top = reading.num_top or 0
-    reading.scored(
+    num_top = scoring.num_top or 0
+    scoring.scored(
         len(logprobs),
         logprobs=logprobs.tolist(),
         ranks=ranks.tolist(),

@@ -56,8 +56,8 @@ class StepInputBuilder:
         last_row = np.empty(len(ordered), dtype=np.int64)
         last_row[order] = ends - 1
         scores, pooled, num_top = no_moves(), no_moves(), 0
-        if any(item.request.reading is not None for item in batch.items):
-            scores, pooled, num_top = _reads(batch, (last_row + 1 - np.array(counts_given)).tolist())
+        if any(item.request.scoring is not None for item in batch.items):
+            scores, pooled, num_top = _rows_to_score(batch, (last_row + 1 - np.array(counts_given)).tolist())
         return StepInputs(
             token_ids=_gather_tokens(ordered, starts, counts, num_single),
             feeds=_feeds(last, ordered, np.flatnonzero(awaited[order])) if awaited.any() else no_moves(),
@@ -124,20 +124,20 @@ class StepInputBuilder:
         self._filled[row] = needed
 
 
-def _reads(batch: Batch, first_rows: list[int]) -> tuple[IntArray, IntArray, int]:
+def _rows_to_score(batch: Batch, first_rows: list[int]) -> tuple[IntArray, IntArray, int]:
     """What `scores`, `pooled` and `num_top` are, of items with these first rows; for each in the batch's order."""
     scores: list[tuple[int, int]] = []
     pooled: list[tuple[int, int]] = []
     num_top = num_pooling = 0
     for (request, start, num_tokens, _), first in zip(batch.items, first_rows, strict=True):
-        if (reading := request.reading) is None or not (rows := reading.rows(start, num_tokens)):
+        if (scoring := request.scoring) is None or not (rows := scoring.rows(start, num_tokens)):
             continue
-        if reading.num_top is None:
+        if scoring.num_top is None:
             pooled += [(first + position - start, num_pooling) for position in rows]
             num_pooling += 1
         else:
             scores += [(first + position - start, request.token_ids[position + 1]) for position in rows]
-            num_top = max(num_top, reading.num_top)
+            num_top = max(num_top, scoring.num_top)
     return _pairs(scores), _pairs(pooled), num_top
 
 

@@ -263,9 +263,9 @@ class StepPlanner:
         """Give a waiting request its blocks and a share of the step; False when the step has no tokens for it."""
         offloading, tiers, found = self._offloading, self._tiers, match.num_blocks
         num_saved = 0 if offloading is None else offloading.num_saved_tokens(request, found)
-        is_read = request.reading is not None  # its rows are scored one by one, which cached blocks cannot provide
-        num_below = 0 if num_saved or is_read or tiers is None else tiers.reach(request, found)
-        twin = None if num_saved or num_below or is_read else self._in_flight.twin(request, found)
+        is_scored = request.scoring is not None  # its rows are scored one by one, which cached blocks cannot provide
+        num_below = 0 if num_saved or is_scored or tiers is None else tiers.reach(request, found)
+        twin = None if num_saved or num_below or is_scored else self._in_flight.twin(request, found)
         num_cached = (found + num_below) * self._blocks.block_size
         num_here = num_saved or (twin.num_tokens if twin is not None else num_cached)
         if not plan.has_room(request.num_tokens - num_here):

@@ -67,9 +67,9 @@ class QueueOrder:
         for request in islice(self._waiting, _REACH):
             if found and request.priority != found[0].request.priority:
                 break
-            reading = request.reading
-            match = self._blocks.match(request, max_tokens=None if reading is None else reading.num_read)
-            if reading is None and self._must_wait(request, match.num_blocks, now, may_wait=may_wait):
+            scoring = request.scoring
+            match = self._blocks.match(request, max_tokens=None if scoring is None else scoring.num_scored)
+            if scoring is None and self._must_wait(request, match.num_blocks, now, may_wait=may_wait):
                 continue
             found.append(QueueCandidate(request=request, match=match))
             if match.num_blocks > found[best].match.num_blocks:

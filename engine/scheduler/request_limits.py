@@ -9,13 +9,13 @@ def check_size(request: Request, config: SchedulerConfig) -> None:
     """Refuse at once what could never run, however long it waited.
 
     The least that a request needs is its tokens and one more, or its prompt and `min_tokens`; a prompt that is only
-    read needs no more than its tokens. `max_tokens` beyond the context or the pool is no error, the output then ends
+    scored needs no more than its tokens. `max_tokens` beyond the context or the pool is no error, the output then ends
     there with reason "length".
     Raises InvalidRequest, ContextLengthExceeded, RequestTooLarge.
     """
     if not 1 <= request.num_prompt_tokens <= request.num_tokens:
         raise InvalidRequest("the prompt is empty", param="prompt")
-    least = max(request.num_tokens + (request.reading is None), request.num_prompt_tokens + request.params.min_tokens)
+    least = max(request.num_tokens + (request.scoring is None), request.num_prompt_tokens + request.params.min_tokens)
     if least > config.max_model_len:
         raise ContextLengthExceeded(
             f"the model's context is {config.max_model_len} tokens; this needs at least {least} "

@@ -1,8 +1,8 @@
 """Prompt logprobs in the engine: what to compute for a prompt's own tokens, and the results so far.
 
 A request that carries a `PromptScoringState` computes its prompt as any other does, in chunks and between preemptions;
-the rows of each chunk are read before they are discarded. KV that is in the cache has no rows to read, so such a
-request reuses nothing of a prefix but what it has read itself. Belongs to the engine thread until its request has
+the rows of each chunk are scored before they are discarded. KV that is in the cache has no rows to score, so such a
+request reuses nothing of a prefix but what it has scored itself. Belongs to the engine thread until its request has
 ended.
 """
 
@@ -20,13 +20,13 @@ class PromptScoringState:
     num_prompt_tokens: int
     num_top: int | None
     """Of each token also so many of the most likely in its place; None: hidden states, and no log probabilities."""
-    num_read: int = 0
-    """Leading rows that have been looked at."""
-    logprobs: "array[float]" = field(default_factory=lambda: array("f"))  # [num_read]
-    ranks: "array[int]" = field(default_factory=lambda: array("i"))  # [num_read], 1: no token was more likely
-    top_ids: "array[int]" = field(default_factory=lambda: array("i"))  # [num_read * num_top]
-    top_logprobs: "array[float]" = field(default_factory=lambda: array("f"))  # [num_read * num_top]
-    hidden_sum: "array[float]" = field(default_factory=lambda: array("d"))  # [hidden_size], once a row has been read
+    num_scored: int = 0
+    """Leading rows that have been scored or added to the mean."""
+    logprobs: "array[float]" = field(default_factory=lambda: array("f"))  # [num_scored]
+    ranks: "array[int]" = field(default_factory=lambda: array("i"))  # [num_scored], 1: no token was more likely
+    top_ids: "array[int]" = field(default_factory=lambda: array("i"))  # [num_scored * num_top]
+    top_logprobs: "array[float]" = field(default_factory=lambda: array("f"))  # [num_scored * num_top]
+    hidden_sum: "array[float]" = field(default_factory=lambda: array("d"))  # [hidden_size], once there is a row
 
     @property
     def num_wanted(self) -> int:
@@ -35,7 +35,7 @@ class PromptScoringState:
 
     def rows(self, start: int, num_tokens: int) -> range:
         """Positions to look at in a step over so many tokens; those known from before a preemption are left out."""
-        return range(max(start, self.num_read), min(start + num_tokens, self.num_wanted))
+        return range(max(start, self.num_scored), min(start + num_tokens, self.num_wanted))
 
     def scored(
         self,
@@ -54,19 +54,19 @@ class PromptScoringState:
         self.ranks.extend(ranks)
         self.top_ids.extend(top_ids)
         self.top_logprobs.extend(top_logprobs)
-        self._read(count)
+        self._advance(count)
 
     def pooled(self, count: int, hidden_sum: Sequence[float]) -> None:
         """So many rows more, and the sum of their hidden states."""
         before = self.hidden_sum or array("d", bytes(8 * len(hidden_sum)))
         self.hidden_sum = array("d", map(float.__add__, before, hidden_sum))
-        self._read(count)
+        self._advance(count)
 
     def mean(self) -> list[float]:
         """The mean of all rows' hidden states."""
-        return [total / self.num_read for total in self.hidden_sum]
+        return [total / self.num_scored for total in self.hidden_sum]
 
-    def _read(self, count: int) -> None:
-        self.num_read += count
-        if self.num_read > self.num_wanted:
-            raise InvariantError(f"{self.num_read} rows read of {self.num_wanted}")
+    def _advance(self, count: int) -> None:
+        self.num_scored += count
+        if self.num_scored > self.num_wanted:
+            raise InvariantError(f"{self.num_scored} rows scored of {self.num_wanted}")

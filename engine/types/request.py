@@ -156,7 +156,7 @@ class Request:
     finish_reason: FinishReason | None = None
     guide: TokenGuide | None = None
     """Follows the answer's grammar, if it has one."""
-    reading: PromptScoringState | None = None
+    scoring: PromptScoringState | None = None
     """Prompt scoring, if requested; such a request samples one token, which is discarded."""
     end_rule: EndRule | None = None
     """The scheduler's, from `params` and the model; None before it has seen the request."""

@@ -54,7 +54,9 @@ class CommitInfo:
     cached_tokens: int
     """Prompt tokens that the prefill worker did not have to compute."""
     times: PhaseTimes
-    """The prefill worker's timings, with the exposed transfer time as measured here."""
+    """The prefill worker's timings; `transfer_s` is the time of its fetches and `exposed_s`."""
+    exposed_s: float
+    """From the seal to the commit: the part of this transfer that prefill did not hide."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -322,12 +322,14 @@ class Receiver:
         if self._seal is None:
             raise InvariantError(f"receiver {self.plan.key}: complete without a seal")
         self._move(HandoffState.COMMITTED)
+        exposed_s = now - self._sealed_at
         info = CommitInfo(
             blocks=self._blocks,
             first_token=self._first_token,
             cached_tokens=self._seal.cached_tokens,
             # The transfers that the prefill worker reports are its own fetches.
-            times=replace(self._seal.times, transfer_s=self._seal.times.transfer_s + now - self._sealed_at),
+            times=replace(self._seal.times, transfer_s=self._seal.times.transfer_s + exposed_s),
+            exposed_s=exposed_s,
         )
         return (Commit(info=info),)
 

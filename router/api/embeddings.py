@@ -39,7 +39,7 @@ class Embedder:
         """Prepare the inputs. Raises InvalidRequest, ContextLengthExceeded or ModelNotFound."""
         if not inputs or len(inputs) > MAX_INPUTS:
             raise InvalidRequest(f"input must have 1 to {MAX_INPUTS} elements", param="input")
-        fields = replace(fields, max_tokens=1, num_choices=1, reads_along=False, reads=EMBEDDING_SCORING)
+        fields = replace(fields, max_tokens=1, num_choices=1, reads_along=False, scoring=EMBEDDING_SCORING)
         try:
             return await self._frontend.prepare_prompts(inputs, fields)
         except InvalidRequest as error:
@@ -53,7 +53,7 @@ class Embedder:
         for begin in range(0, len(prepared), _TOGETHER):
             group, found = prepared[begin : begin + _TOGETHER], TextCollector()
             await read_text(self._generator, group, self._frontend.tokenizer, new_meter, found)
-            vectors += [unit(found.readings[index].mean) for index in range(len(group))]
+            vectors += [unit(found.scored_prompts[index].mean) for index in range(len(group))]
             if len(prepared) * len(vectors[0]) > self._most_values:
                 most = self._most_values // len(vectors[0])
                 raise InvalidRequest(f"input: at most {most} vectors with {len(vectors[0])} numbers", param="input")

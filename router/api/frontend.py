@@ -264,7 +264,7 @@ class Frontend:
             # Text that may end the answer must be read as it arrives.
             reads_along=fields.reads_along or bool(fields.stop),
             priority=fields.priority,
-            reads=fields.reads,
+            scoring=fields.scoring,
             deadline_s=self._deadline_s(fields),
             resume=tuple(ResumePoint(worker=c.worker, num_tokens=c.num_tokens) for c in seen.choices) if seen else (),
             resumptions=seen.head.resumptions + 1 if seen else 0,

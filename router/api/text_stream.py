@@ -68,7 +68,7 @@ class RequestText:
 
     def on_delta(self, delta: ChoiceDelta) -> bool:
         """Handle a delta, see DeltaSink. Raises InternalError."""
-        if self._held is not None and delta.reading is None:
+        if self._held is not None and delta.scored is None:
             return self._hold(delta, self._held[delta.choice_index])
         shown = self._feed(delta)
         if shown is None:
@@ -97,8 +97,8 @@ class RequestText:
         `num_measured`: leading tokens that were measured on arrival.
         """
         index = delta.choice_index
-        if delta.reading is not None:
-            return TextDelta(self._first_index, reading=delta.reading)
+        if delta.scored is not None:
+            return TextDelta(self._first_index, scored=delta.scored)
         choice = self._choices[index]
         was_stopped = choice.has_stops and choice.stopped
         shown = choice.feed(delta)

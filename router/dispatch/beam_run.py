@@ -19,9 +19,9 @@ from tandem.values.outputs import FinishReason, SampledToken, TokenLogprob
 
 class BeamRun:
     def __init__(
-        self, reads: PromptScorer, request: RoutedRequest, ask: BeamSearchParams, clock: Callable[[], float]
+        self, scorer: PromptScorer, request: RoutedRequest, ask: BeamSearchParams, clock: Callable[[], float]
     ) -> None:
-        self._reads = reads
+        self._scorer = scorer
         self._request = request
         self._next = PromptScoringRequest(num_top=ask.num_next, only=True, continues=True)
         self._search = BeamSearch(ask, max_tokens=request.sampling.max_tokens)
@@ -30,17 +30,17 @@ class BeamRun:
         self._num_steps = 0
 
     async def search(self, sink: DeltaSink, on_sent: Callable[[], None]) -> None:
-        """Search, and send the best beams to `sink`. Raises as `PromptScorer.read`."""
+        """Search, and send the best beams to `sink`. Raises as `PromptScorer.score`."""
         started_s, first, search = self._clock(), ScoredPrompt(), self._search
         num_computed = 0
         while not search.is_over:
             found = await self._step(on_sent)
             if not self._num_steps:
                 first = found[0]
-            num_computed += sum(reading.num_computed for reading in found)
+            num_computed += sum(scored.num_computed for scored in found)
             self._num_steps += 1
             self._worker = found[0].worker
-            search.advance([self._tokens(reading) for reading in found])
+            search.advance([self._tokens(scored) for scored in found])
         arrived_s = started_s if self._request.arrived_s is None else self._request.arrived_s
         finish = ChoiceFinish(
             reason=FinishReason.LENGTH,
@@ -52,7 +52,7 @@ class BeamRun:
             ),
             computed_tokens=num_computed,
             needed_tokens=num_computed,
-            read_by=self._reads.pool_of(first),
+            read_by=self._scorer.pool_of(first),
         )
         for index, ended in enumerate(search.ended[: self._request.num_choices]):
             sink.on_delta(ChoiceDelta(index, tokens=ended.beam.tokens, finish=replace(finish, reason=ended.reason)))
@@ -78,10 +78,10 @@ class BeamRun:
             request_id=RequestId(f"{request.request_id}/{self._num_steps}.{index}"),
             prompt_token_ids=request.prompt_token_ids + tokens,
         )
-        return await self._reads.read(step, self._next, on_sent, prefer=self._worker)
+        return await self._scorer.score(step, self._next, on_sent, prefer=self._worker)
 
-    def _tokens(self, reading: ScoredPrompt) -> list[SampledToken]:
+    def _tokens(self, scored: ScoredPrompt) -> list[SampledToken]:
         num_logprobs = self._request.sampling.num_logprobs or 0
-        places = reading.top(0)
+        places = scored.top(0)
         top = tuple(TokenLogprob(token_id=token_id, logprob=value) for token_id, value in places[:num_logprobs])
         return [SampledToken(token_id=token_id, logprob=value, top_logprobs=top) for token_id, value in places]

@@ -61,7 +61,7 @@ class Dispatcher:
         )
         # Canaries are not clients' requests, so they are not counted.
         self._unseen = replace(self._context, observer=SilentObserver())
-        self._reads = PromptScorer(self._context)
+        self._scorer = PromptScorer(self._context)
         self._runs: dict[RequestId, RequestRun] = {}
         self.queue: AdmissionQueue | None = None
         """The queue in which requests wait for their turn; without one they run at once."""
@@ -95,7 +95,7 @@ class Dispatcher:
         Raises Overloaded, Unavailable, RequestTooLarge, DeadlineExceeded or InternalError, or the worker's refusal.
         Supports neither prompt scoring nor beam search.
         """
-        if request.reads is not None or request.beams is not None:
+        if request.scoring is not None or request.beams is not None:
             raise InvariantError(f"request {request.request_id}: only `run` can score prompts")
         async with self._admitted(request) as (admitted, visit):
             with self._under_way(admitted, visit) as run:
@@ -109,7 +109,7 @@ class Dispatcher:
         Raises as `generate`, and what the sink raises.
         """
         async with self._admitted(request) as (admitted, visit):
-            if admitted.reads is None and admitted.beams is None:
+            if admitted.scoring is None and admitted.beams is None:
                 with self._under_way(admitted, visit) as run:
                     await run.follow(sink)
             else:
@@ -120,15 +120,15 @@ class Dispatcher:
         on_sent: Callable[[], None] = _uncounted
         if visit is not None:
             sink, on_sent = CountedSink(sink, visit.on_delta), visit.on_taken
-        if (ask := request.reads) is not None:
-            reading = await self._reads.read(request, ask, on_sent)
-            sink.on_delta(ChoiceDelta(0, reading=reading))
+        if (ask := request.scoring) is not None:
+            scored = await self._scorer.score(request, ask, on_sent)
+            sink.on_delta(ChoiceDelta(0, scored=scored))
             if ask.only:
-                finish_scored_choices(request, reading, sink, self._context.clock())
+                finish_scored_choices(request, scored, sink, self._context.clock())
                 return
-            sink = ScoredPromptSink(sink, reading)
+            sink = ScoredPromptSink(sink, scored)
         if request.beams is not None:
-            await BeamRun(self._reads, request, request.beams, self._context.clock).search(sink, on_sent)
+            await BeamRun(self._scorer, request, request.beams, self._context.clock).search(sink, on_sent)
             return
         with self._under_way(request, visit, counts=False) as run:
             await run.follow(sink)

@@ -38,7 +38,7 @@ class PromptScorer:
     def __init__(self, context: DispatchContext) -> None:
         self._context = context
 
-    async def read(
+    async def score(
         self,
         request: RoutedRequest,
         ask: PromptScoringRequest,
@@ -55,16 +55,16 @@ class PromptScorer:
         left_s = None if request.deadline_s is None else max(0.0, request.deadline_s - self._context.clock())
         try:
             async with asyncio.timeout(left_s):
-                return await self._until_read(request, ask, on_sent, prefer)
+                return await self._until_scored(request, ask, on_sent, prefer)
         except TimeoutError:
             raise DeadlineExceeded("the request's deadline passed") from None
 
-    def pool_of(self, reading: ScoredPrompt) -> WorkerRole | None:
+    def pool_of(self, scored: ScoredPrompt) -> WorkerRole | None:
         """Return the role of the worker that scored the prompt; None: it has left."""
-        found = None if reading.worker is None else self._context.placer.registry.of_process(reading.worker.incarnation)
+        found = None if scored.worker is None else self._context.placer.registry.of_process(scored.worker.incarnation)
         return None if found is None else found.info.role
 
-    async def _until_read(
+    async def _until_scored(
         self, request: RoutedRequest, ask: PromptScoringRequest, on_sent: Callable[[], None], prefer: WorkerKey | None
     ) -> ScoredPrompt:
         excluded: _Excluded = {}
@@ -144,7 +144,7 @@ class PromptScorer:
         breakers = context.health.breakers
         breakers.began(key, context.clock())
         try:
-            port.read(order, coming.on_event)
+            port.score_prompt(order, coming.on_event)
             on_sent()
             found = await coming.outcome
         except Unavailable as refusal:
@@ -172,10 +172,10 @@ class ScoredPromptSink:
     So it counts as no cache hit, but its time and tokens count.
     """
 
-    def __init__(self, sink: DeltaSink, reading: ScoredPrompt) -> None:
+    def __init__(self, sink: DeltaSink, scored: ScoredPrompt) -> None:
         self._on_delta = sink.on_delta
-        self._times = reading.times
-        self._num_computed = reading.num_computed
+        self._times = scored.times
+        self._num_computed = scored.num_computed
         self.ready = sink.ready
 
     def on_delta(self, delta: ChoiceDelta) -> bool:
@@ -195,17 +195,17 @@ class ScoredPromptSink:
         return self._on_delta(delta)
 
 
-def finish_scored_choices(request: RoutedRequest, reading: ScoredPrompt, sink: DeltaSink, now_s: float) -> None:
+def finish_scored_choices(request: RoutedRequest, scored: ScoredPrompt, sink: DeltaSink, now_s: float) -> None:
     """Finish all choices of a request that generates nothing; the first accounts for the computed tokens."""
-    times = reading.times
+    times = scored.times
     if request.arrived_s is not None:
         times = replace(times, router_queue_s=max(0.0, now_s - request.arrived_s - times.total_s))
     finish = ChoiceFinish(
         reason=FinishReason.LENGTH,
         cached_tokens=0,
         times=times,
-        computed_tokens=reading.num_computed,
-        needed_tokens=reading.num_computed,
+        computed_tokens=scored.num_computed,
+        needed_tokens=scored.num_computed,
     )
     for index in range(request.num_choices):
         sink.on_delta(ChoiceDelta(index, finish=finish))

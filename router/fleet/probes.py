@@ -235,9 +235,9 @@ class QualityProbe(_Probe, Collector):
         """Have the workers that are due score the text, one after another so as not to disturb serving."""
         for key, role in self._schedule.due(self._registry.snapshots(), self._clock()):
             self._losses.pop(key, None)  # an earlier loss says nothing about a worker that fails the probe now
-            if (reading := await self._read(key)) is None:
+            if (scored := await self._score(key)) is None:
                 continue
-            if isfinite(loss := loss_of(reading)):
+            if isfinite(loss := loss_of(scored)):
                 self._losses[key] = (role, loss)
             else:
                 _log.warning(
@@ -255,13 +255,13 @@ class QualityProbe(_Probe, Collector):
             family.add_metric((key.worker_id, role.value), loss)
         yield family
 
-    async def _read(self, key: WorkerKey) -> ScoredPrompt | None:
+    async def _score(self, key: WorkerKey) -> ScoredPrompt | None:
         kept = _ScoresSink()
         try:
             await self._generator.run(self._request(key), kept)
         except ServingError as error:
             _log.warning("worker %s did not score the quality probe: %s", key.worker_id, error.message)
-        return kept.reading or None
+        return kept.scored or None
 
     def _request(self, key: WorkerKey) -> RoutedRequest:
         return RoutedRequest(
@@ -272,7 +272,7 @@ class QualityProbe(_Probe, Collector):
             priority=MAX_PRIORITY,
             deadline_s=self._clock() + _READING_TIMEOUT_S,
             only_worker=key,
-            reads=PromptScoringRequest(num_top=0, only=True),
+            scoring=PromptScoringRequest(num_top=0, only=True),
         )
 
 
@@ -280,14 +280,14 @@ class _ScoresSink:
     """Keeps the scored prompt."""
 
     def __init__(self) -> None:
-        self.reading: ScoredPrompt | None = None
+        self.scored: ScoredPrompt | None = None
 
     def on_delta(self, delta: ChoiceDelta) -> bool:
-        self.reading = delta.reading or self.reading
+        self.scored = delta.scored or self.scored
         return False
 
     async def ready(self) -> None: ...
 
 
-def loss_of(reading: ScoredPrompt) -> float:
-    return -sum(reading.logprobs) / len(reading)
+def loss_of(scored: ScoredPrompt) -> float:
+    return -sum(scored.logprobs) / len(scored)

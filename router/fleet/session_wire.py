@@ -7,6 +7,7 @@ from router.types.session_events import (
     AttemptRefused,
     AttemptStarted,
     CacheOffer,
+    CommittedHandoff,
     MigrationPlan,
     PrefillRoute,
     PromptScoresPart,
@@ -239,6 +240,15 @@ def transfer_failed_from_pb(failed: pb.TransferFailed) -> TransferFailed:
         landed_tokens=failed.landed_tokens,
         reason=failed.reason,
         error=failure_from_pb(failed.failure) if failed.HasField("failure") else None,
+    )
+
+
+def handoff_from_pb(handoff: pb.CommittedHandoff) -> CommittedHandoff:
+    """Convert the report of a committed hand-off."""
+    return CommittedHandoff(
+        prefill=WorkerKey(WorkerId(handoff.worker_id), Incarnation(handoff.incarnation)),
+        num_tokens=handoff.num_tokens,
+        exposed_s=handoff.exposed_s,
     )
 
 

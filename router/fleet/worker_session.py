@@ -24,6 +24,7 @@ from router.fleet.session_wire import (
     cancel_to_pb,
     end_earlier_sessions_to_pb,
     fetch_cache_to_pb,
+    handoff_from_pb,
     hello_from_pb,
     hello_to_pb,
     load_from_pb,
@@ -45,6 +46,7 @@ from router.fleet.session_wire import (
 from router.types.session_events import (
     CLOSED_HERE,
     CacheOffer,
+    CommittedHandoff,
     Deliver,
     DeliverScores,
     MigrationPlan,
@@ -105,6 +107,8 @@ class SessionListener(Protocol):
 
     def answered(self, key: WorkerKey) -> None: ...
 
+    def handoff_committed(self, key: WorkerKey, handoff: CommittedHandoff) -> None: ...
+
     def draining(self, key: WorkerKey, reason: str) -> None: ...
 
     def cache_offered(self, key: WorkerKey, offer: CacheOffer) -> None: ...
@@ -150,7 +154,7 @@ class _Attempt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Read:
+class _Scoring:
     number: int
     deliver: DeliverScores
 
@@ -163,7 +167,7 @@ class WorkerSession:
         self._call = call
         self._settings = settings
         self._attempts: dict[RequestId, _Attempt] = {}
-        self._reads: dict[RequestId, _Read] = {}
+        self._scorings: dict[RequestId, _Scoring] = {}
         # Bounded: submits by `max_queued_submits`, reroutes and cancels by the attempts that they concern. Migrations
         # and their ends by the workers that drain: each is handled once, and names this worker once. Resyncs by time.
         self._outgoing: deque[pb.RouterMessage] = deque()
@@ -214,9 +218,9 @@ class WorkerSession:
         self._attempts[order.request_id] = _Attempt(number=order.attempt, deliver=deliver)
         self._send(submit_to_pb(order))
 
-    def read(self, order: PromptScoringOrder, deliver: DeliverScores) -> None:
+    def score_prompt(self, order: PromptScoringOrder, deliver: DeliverScores) -> None:
         self._require_room()
-        self._reads[order.request_id] = _Read(number=order.attempt, deliver=deliver)
+        self._scorings[order.request_id] = _Scoring(number=order.attempt, deliver=deliver)
         self._send(score_prompt_to_pb(order))
 
     def adopt(self, request_id: RequestId, attempt: int, *, num_shown: int, deliver: Deliver) -> None:
@@ -231,8 +235,8 @@ class WorkerSession:
     def cancel(self, request_id: RequestId, attempt: int) -> None:
         if self._attempt(request_id, attempt) is not None:
             del self._attempts[request_id]
-        elif self._read_of(request_id, attempt) is not None:
-            del self._reads[request_id]
+        elif self._scoring_of(request_id, attempt) is not None:
+            del self._scorings[request_id]
         else:
             return
         self._send(cancel_to_pb(request_id, attempt))
@@ -263,10 +267,10 @@ class WorkerSession:
         attempt = self._attempts.get(RequestId(request_id))
         return attempt if attempt is not None and attempt.number == number else None
 
-    def _read_of(self, request_id: str, number: int) -> _Read | None:
+    def _scoring_of(self, request_id: str, number: int) -> _Scoring | None:
         """Return a live prompt scoring, as `_attempt` does."""
-        read = self._reads.get(RequestId(request_id))
-        return read if read is not None and read.number == number else None
+        scoring = self._scorings.get(RequestId(request_id))
+        return scoring if scoring is not None and scoring.number == number else None
 
     def _send(self, message: pb.RouterMessage) -> None:
         if self._dialect.has(message.WhichOneof("kind")):
@@ -320,7 +324,7 @@ class WorkerSession:
         key = self.info.key
         match message.WhichOneof("kind"):
             case "tokens":
-                self._on_step(message.tokens.deltas, listener)
+                self._on_step(message.tokens, listener)
             case "load":
                 listener.load_changed(key, load_from_pb(message.load))
             case "kv_events":
@@ -345,11 +349,14 @@ class WorkerSession:
             case other:
                 raise ProtocolError(f"unexpected {other or 'unknown message'}")
 
-    def _on_step(self, deltas: Sequence[pb.TokenDelta], listener: SessionListener) -> None:
+    def _on_step(self, step: pb.StepTokens, listener: SessionListener) -> None:
+        deltas = step.deltas
         if any(delta.token_ids for delta in deltas):
             listener.answered(self.info.key)
         for delta in deltas:
             self._on_tokens(delta)
+        for handoff in step.handoffs:
+            listener.handoff_committed(self.info.key, handoff_from_pb(handoff))
 
     def _on_tokens(self, delta: pb.TokenDelta) -> None:
         attempt = self._attempts.get(RequestId(delta.request_id))
@@ -365,17 +372,17 @@ class WorkerSession:
         if (attempt := self._attempt(request_id, refused.attempt)) is not None:
             del self._attempts[request_id]
             attempt.deliver(refused_from_pb(refused))
-        elif (read := self._read_of(request_id, refused.attempt)) is not None:
-            del self._reads[request_id]
-            read.deliver(refused_from_pb(refused))
+        elif (scoring := self._scoring_of(request_id, refused.attempt)) is not None:
+            del self._scorings[request_id]
+            scoring.deliver(refused_from_pb(refused))
 
     def _on_scores(self, message: pb.PromptScores) -> None:
-        if (read := self._read_of(message.request_id, message.attempt)) is None:
+        if (scoring := self._scoring_of(message.request_id, message.attempt)) is None:
             return
         part = scores_part_from_pb(message)
         if part.times is not None:
-            del self._reads[RequestId(message.request_id)]
-        read.deliver(part)
+            del self._scorings[RequestId(message.request_id)]
+        scoring.deliver(part)
 
     def _end(self, listener: SessionListener, reason: str) -> None:
         self._ended = True
@@ -387,6 +394,6 @@ class WorkerSession:
         attempts, self._attempts = self._attempts, {}
         for attempt in attempts.values():
             attempt.deliver(WorkerLost(reason=reason))
-        reads, self._reads = self._reads, {}
-        for read in reads.values():
-            read.deliver(WorkerLost(reason=reason))
+        scorings, self._scorings = self._scorings, {}
+        for scoring in scorings.values():
+            scoring.deliver(WorkerLost(reason=reason))

@@ -35,7 +35,7 @@ class AnswerMessages:
 
     def scores(self, delta: TextDelta) -> list[Callable[[], pb.GenerateResponse]]:
         """Return the responses with the prompt's scores; none if it was not scored."""
-        return [] if delta.reading is None else prompt_responses(self._name, self._prompt, delta.reading)
+        return [] if delta.scored is None else prompt_responses(self._name, self._prompt, delta.scored)
 
     def response(self, delta: TextDelta) -> pb.GenerateResponse:
         """Return the response of one delta."""
@@ -96,7 +96,7 @@ class GrpcAnswerStream:
         self.ready = writer.flush
 
     def on_delta(self, delta: TextDelta) -> bool:
-        if delta.reading is not None:
+        if delta.scored is not None:
             return any([self._writer.enqueue(part) for part in self._messages.scores(delta)])
         self._usage.add(delta)
         response = self._response(delta)
@@ -138,8 +138,8 @@ class CollectedAnswer(TextCollector):
             usage.add(choice)
         selected = await select(ask, [prepared], choices, patterns)
         messages = AnswerMessages(selected.prepared[0], name=name)
-        readings = [TextDelta(0, reading=reading) for reading in self.readings.values()]
-        for make in (make for delta in readings for make in messages.scores(delta)):
+        deltas = [TextDelta(0, scored=scored) for scored in self.scored_prompts.values()]
+        for make in (make for delta in deltas for make in messages.scores(delta)):
             if writer.enqueue(make):
                 await writer.flush()
         for number, choice in enumerate(selected.choices):
@@ -181,28 +181,28 @@ def _vote(vote: VoteResult, ask: ChoiceSelection) -> pb.Vote:
 
 
 def prompt_responses(
-    request_id: str, prompt: Sequence[int], reading: ScoredPrompt
+    request_id: str, prompt: Sequence[int], scored: ScoredPrompt
 ) -> list[Callable[[], pb.GenerateResponse]]:
     """Return functions that each make one response when it is about to be sent."""
-    step = max(1, _VALUES_PER_MESSAGE // (1 + reading.num_top))
+    step = max(1, _VALUES_PER_MESSAGE // (1 + scored.num_top))
     return [
-        partial(_response, request_id, prompt, reading, begin, min(begin + step, len(reading)))
-        for begin in range(0, len(reading), step)
+        partial(_response, request_id, prompt, scored, begin, min(begin + step, len(scored)))
+        for begin in range(0, len(scored), step)
     ]
 
 
 def _response(
-    request_id: str, prompt: Sequence[int], reading: ScoredPrompt, begin: int, end: int
+    request_id: str, prompt: Sequence[int], scored: ScoredPrompt, begin: int, end: int
 ) -> pb.GenerateResponse:
     return pb.GenerateResponse(
-        id=request_id, prompt_logprobs=[_place(prompt[i + 1], reading, i) for i in range(begin, end)]
+        id=request_id, prompt_logprobs=[_place(prompt[i + 1], scored, i) for i in range(begin, end)]
     )
 
 
-def _place(own: int, reading: ScoredPrompt, index: int) -> pb.PromptLogprobs:
+def _place(own: int, scored: ScoredPrompt, index: int) -> pb.PromptLogprobs:
     return pb.PromptLogprobs(
         token_id=own,
-        logprob=reading.logprobs[index],
-        rank=reading.ranks[index],
-        top=[common.TokenLogprob(token_id=token_id, logprob=value) for token_id, value in reading.top(index)],
+        logprob=scored.logprobs[index],
+        rank=scored.ranks[index],
+        top=[common.TokenLogprob(token_id=token_id, logprob=value) for token_id, value in scored.top(index)],
     )

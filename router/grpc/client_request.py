@@ -47,11 +47,11 @@ def client_fields(
         check_request_id(request.request_id, "request_id")
     check_input_kind(request)
     max_tokens = sampling.max_tokens if sampling.HasField("max_tokens") else None
-    reads, beams, stated = _reads(request, max_tokens), _beams(request), wire.sampling_from_pb(sampling)
+    scoring, beams, stated = _scoring(request, max_tokens), _beams(request), wire.sampling_from_pb(sampling)
     return ClientRequest(
         sampling=replace(stated, num_logprobs=logprobs_needed(selection, stated.num_logprobs)),
         stated_sampling=frozenset(field.name for field, _ in sampling.ListFields()),
-        max_tokens=1 if reads is not None and reads.only else max_tokens,
+        max_tokens=1 if scoring is not None and scoring.only else max_tokens,
         seed=sampling.seed if sampling.HasField("seed") else None,
         model=model_of(request),
         num_choices=_num(request, "n", 1) if selection is None else selection.candidates,
@@ -74,7 +74,7 @@ def client_fields(
         structure=_structure(request),
         truncate_prompt_tokens=(request.truncate_prompt_tokens if request.HasField("truncate_prompt_tokens") else None),
         bad_words=tuple(request.bad_words),
-        reads=reads,
+        scoring=scoring,
         beams=beams,
     )
 
@@ -135,7 +135,7 @@ def wants_generation_prompt(request: pb.TokenizeRequest) -> bool:
     return _or_true(request, "add_generation_prompt")
 
 
-def _reads(request: pb.GenerateRequest, max_tokens: int | None) -> PromptScoringRequest | None:
+def _scoring(request: pb.GenerateRequest, max_tokens: int | None) -> PromptScoringRequest | None:
     if not request.HasField("prompt_logprobs"):
         return None
     if _can_be_continued(request):

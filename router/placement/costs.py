@@ -23,7 +23,7 @@ class CostModel:
     stall_share: float = 1.0
     """Share of the time in which a decode worker computes a prompt that each of its streams is assumed to lose; an idle
     worker counts as having one stream, for the next is never far."""
-    again_weight: float = 8.0
+    recompute_weight: float = 8.0
     """Cost to others of each millisecond spent recomputing what another worker of the pool has cached, per request of
     an average worker: in an M/M/1 queue that many requests wait for it, which gives 1, and it also evicts their blocks.
     The Mooncake traces wait least between 4 and 8; higher weights find more in the caches."""
@@ -50,7 +50,7 @@ class CandidateCost:
     compute_ms: float = 0.0
     stall_ms: float = 0.0
     """Delay of the worker's present streams while it computes the prompt."""
-    again_ms: float = 0.0
+    recompute_ms: float = 0.0
     """Cost to others of recomputing here what another worker of the pool has cached."""
     transfer_ms: float = 0.0
     pair_ms: float = 0.0
@@ -71,7 +71,7 @@ class CandidateCost:
     def total_ms(self) -> float:
         """The sum that is minimised."""
         return (
-            self.queue_ms + self.compute_ms + self.stall_ms + self.again_ms + self.transfer_ms + self.pair_ms
+            self.queue_ms + self.compute_ms + self.stall_ms + self.recompute_ms + self.transfer_ms + self.pair_ms
             + self.handoff_ms + self.memory_ms + self.itl_ms + self.penalty_ms + self.copy_ms
         )  # fmt: skip
 

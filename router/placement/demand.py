@@ -1,4 +1,4 @@
-"""What one choice needs of its workers. Pure."""
+"""The input of placement: one choice's needs, what the workers hold of its prompt, how they are linked. Pure."""
 
 from dataclasses import dataclass
 

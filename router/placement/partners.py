@@ -18,8 +18,9 @@ from router.placement.pool_costs import Column, PoolCosts
 from router.workers.columns import Bools, ClusterView, Floats
 from router.workers.pair_links import PairLinks
 
-PROMISING = 24
-"""Decode workers of which every pair is priced."""
+NUM_PRICED_EXACTLY = 24
+"""Of many decode workers, how many are priced with every prefill worker: those that could be cheapest with their
+fastest link. The others have an upper bound as their price."""
 
 # Methods of whole columns; the ndarray methods of the same names cost twice as much on short ones.
 _least = np.minimum.reduce
@@ -36,7 +37,7 @@ class Partner:
 
 class Partners(Protocol):
     def price(self, row: int, uncached: float, transfer_ms: float) -> tuple[float, float]:
-        """Return the cost of the best prefill worker for one decode worker, and the part that their link makes of it.
+        """Return the cost of the best prefill worker for one decode worker, and how much of it is their link's.
 
         `uncached`: tokens whose KV must get there, in `transfer_ms` over its usual link. Infinite: none can pair.
         """
@@ -47,7 +48,7 @@ class Partners(Protocol):
     ) -> tuple[float | Floats, Floats | None]:
         """Return the same for all decode workers, or one number for all of them; None: links make no difference.
 
-        `load_ms`, `here_ms`: what the worker's load and local prefill would cost, to tell which are promising.
+        `load_ms`, `here_ms`: what the worker's load and local prefill would cost, to tell which could be cheapest.
         """
         ...
 
@@ -137,16 +138,16 @@ class LinkedPartners:
     def prices(
         self, uncached: Floats, transfer_ms: Floats, load_ms: Floats, here_ms: Floats
     ) -> tuple[float | Floats, Floats | None]:
-        """See `Partners`. The promising decode workers are priced with every partner, the others with the cheapest
-        one over the slowest of their links."""
+        """See `Partners`. The decode workers that could be cheapest are priced with every partner, the others with the
+        cheapest one over the slowest of their links."""
         links, view = self._links, self._view
         able = [self._total if rows is None else np.where(rows, self._total, np.inf) for rows in view.partners]
         cheapest = np.array([_least(costs) for costs in able])[view.decode.members.kinds]
         fastest = cheapest + np.maximum(links.least_ms * uncached, -transfer_ms)
         pairs = np.maximum(links.most_ms * uncached, -transfer_ms)
         costs = cheapest + pairs
-        rows = (load_ms + np.minimum(here_ms, transfer_ms + fastest)).argpartition(min(PROMISING, len(costs) - 1))
-        rows = rows[:PROMISING]
+        least = load_ms + np.minimum(here_ms, transfer_ms + fastest)
+        rows = least.argpartition(min(NUM_PRICED_EXACTLY, len(costs) - 1))[:NUM_PRICED_EXACTLY]
         pairs_ms = np.maximum(
             np.stack([links.column(row) for row in rows.tolist()]) * uncached[rows, None], -transfer_ms[rows, None]
         )

@@ -6,19 +6,19 @@ from random import Random
 
 from router.placement.costs import CostModel
 from router.placement.decision_log import DecisionLog, PlacementDecision, PlacementObserver
+from router.placement.demand import PlacementDemand
 from router.placement.prefix_holders import Confirmed, best_holder
 from router.placement.prefix_replication import HotPrefix, HotPrefixes, ReplicationPolicy
 from router.placement.worker_selection import (
     Affinity,
     Placement,
-    PlacementDemand,
     PlacementReason,
     place,
     place_prefill,
 )
 from router.types.requests import PinRequest
 from router.types.session_events import WorkerPort
-from router.types.worker_view import WorkerInfo, WorkerKey, WorkerSnapshot
+from router.types.worker_view import WorkerKey, WorkerSnapshot
 from router.workers.booking import Booking
 from router.workers.columns import ClusterView
 from router.workers.registry import WorkerRegistry
@@ -93,8 +93,6 @@ class Assignment:
     tenant: str = ""
     decision: PlacementDecision | None = None
     """Its entry in the decision log; None until it is recorded."""
-    sender: WorkerInfo | None = None
-    """The prefill worker whose hand-off is measured; None: there is none, or no longer the one chosen at first."""
 
     @property
     def decode(self) -> WorkerKey:
@@ -160,7 +158,6 @@ class Placer:
             computing=computing,
             booked=booked,
             prompt=registry.assign(computing, placement.work_tokens) if placement.prefill else booked,
-            sender=placement.prefill.info if placement.prefill else None,
             holder=best_holder(demand, placement.computing.info, view, self._confirmed(names)),
         )
         self._count_heat(demand, placement, names)
@@ -273,16 +270,6 @@ class Placer:
             predicted = decision.placement.cached_tokens
             self._observer.compared(predicted_tokens=predicted, actual_tokens=num_tokens)
 
-    def handed_over(self, assignment: Assignment, exposed_s: float) -> None:
-        """Record how long the hand-off took after its prompt had been computed, as the decode worker reports at the
-        end."""
-        placement, sender = assignment.placement, assignment.sender
-        if sender is not None:
-            num_tokens = assignment.num_tokens - placement.held_by_decode
-            self.registry.pairs.observe(
-                sender, placement.decode.info, num_tokens=num_tokens, exposed_s=exposed_s, now_s=self._clock()
-            )
-
     def release(self, assignment: Assignment) -> None:
         """Release the attempt's load: it has ended, successfully or not."""
         self._stop_computing(assignment)
@@ -294,7 +281,7 @@ class Placer:
         self._prompt_is_over(assignment)
 
     def _compute_on(self, assignment: Assignment, key: WorkerKey, num_tokens: int) -> None:
-        assignment.computing, assignment.sender = key, None
+        assignment.computing = key
         if assignment.decision is not None:
             assignment.decision.rerouted.append(key.worker_id)
         if key == assignment.decode:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from router.placement.worker_selection import PlacementDemand
+from router.placement.demand import PlacementDemand
 from router.types.worker_view import WorkerInfo
 from router.workers.columns import ClusterView
 from tandem.values.ids import WorkerId

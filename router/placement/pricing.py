@@ -18,15 +18,15 @@ from router.placement.partners import Partners
 from router.placement.pool_costs import ExplainedCosts, ExplainedDecodeCosts, PoolCosts
 from router.workers.columns import Bools, Floats, PoolView
 
-FEW = 8
-"""Up to this many workers in a pool are priced one by one."""
+MAX_PRICED_SINGLY = 8
+"""Most workers of a pool that are priced one by one; more are priced by columns."""
 
 # Methods of whole columns; the ndarray methods of the same names cost twice as much on short ones.
 _least, _most, _sum = np.minimum.reduce, np.maximum.reduce, np.add.reduce
 
 
 _Prices = Callable[[Floats, Floats, Floats, Floats], tuple[float | Floats, Floats | None]]
-"""See `Partners.prices`."""
+"""The type of `Partners.prices`."""
 
 
 class _Columns(NamedTuple):
@@ -68,12 +68,14 @@ class _Columns(NamedTuple):
 def price_prefill(demand: PlacementDemand, pool: PoolView, model: CostModel) -> PoolCosts:
     """Compute the cost of every prefill worker for this prompt; infinite for those that may not be chosen."""
     closed = demand.closed(pool, demand.num_tokens)
-    if len(pool.members) <= FEW:
-        return _price_few_prefill(demand, pool, _Columns.copied(pool, closed, model), model)
-    return _price_many_prefill(demand, pool, closed, model)
+    if len(pool.members) <= MAX_PRICED_SINGLY:
+        return _price_prefill_singly(demand, pool, _Columns.copied(pool, closed, model), model)
+    return _price_prefill_by_columns(demand, pool, closed, model)
 
 
-def _price_many_prefill(demand: PlacementDemand, pool: PoolView, closed: Bools | None, model: CostModel) -> PoolCosts:
+def _price_prefill_by_columns(
+    demand: PlacementDemand, pool: PoolView, closed: Bools | None, model: CostModel
+) -> PoolCosts:
     held = held_tokens(demand, pool)
     work = _work(demand.num_tokens, held, pool)
     token_ms = prefill_ms(pool, model)
@@ -88,9 +90,9 @@ def _price_many_prefill(demand: PlacementDemand, pool: PoolView, closed: Bools |
     if len(total):
         # What an available worker need not compute; every other one would compute it again.
         least = _least(charged if closed is None else np.where(closed, _most(charged), charged))
-        crowd = model.again_weight * _sum(pool.active) / len(total)
-        terms["again_ms"] = (charged - least) * (token_ms * crowd)
-        total += terms["again_ms"]
+        crowd = model.recompute_weight * _sum(pool.active) / len(total)
+        terms["recompute_ms"] = (charged - least) * (token_ms * crowd)
+        total += terms["recompute_ms"]
     _add_penalty(demand, pool, terms, total)
     if closed is not None:
         total[closed] = np.inf
@@ -98,8 +100,8 @@ def _price_many_prefill(demand: PlacementDemand, pool: PoolView, closed: Bools |
     return PoolCosts(held=held, work=work, compute_ms=compute, load=queue, total=total, explain=lambda: explained)
 
 
-def _price_few_prefill(demand: PlacementDemand, pool: PoolView, columns: _Columns, model: CostModel) -> PoolCosts:
-    num_tokens, held, closed = demand.num_tokens, _few_held(demand, pool), columns.closed
+def _price_prefill_singly(demand: PlacementDemand, pool: PoolView, columns: _Columns, model: CostModel) -> PoolCosts:
+    num_tokens, held, closed = demand.num_tokens, _held_singly(demand, pool), columns.closed
     copied = float(min(demand.replicate_tokens, num_tokens - 1))
     work: list[float] = []
     compute: list[float] = []
@@ -107,31 +109,31 @@ def _price_few_prefill(demand: PlacementDemand, pool: PoolView, columns: _Column
     charged: list[float] = []
     total: list[float] = []
     for own, token_ms, growth, backlog in zip(held, columns.token_ms, columns.attention, columns.backlog, strict=True):
-        tokens = _few_work(num_tokens, own, growth)
+        tokens = _work_of_one(num_tokens, own, growth)
         waiting, here = backlog * token_ms, tokens * token_ms
         work.append(tokens)
         queue.append(waiting)
         compute.append(here)
         cost = waiting + here
         if own < copied:
-            uncharged = _few_work(num_tokens, copied, growth) - tokens
+            uncharged = _work_of_one(num_tokens, copied, growth) - tokens
             cost += uncharged * token_ms
             tokens += uncharged
         charged.append(tokens)
         total.append(cost)
     if total:
         allowed = charged if closed is None else [c for c, shut in zip(charged, closed, strict=True) if not shut]
-        least, crowd = min(allowed, default=max(charged)), model.again_weight * sum(columns.active) / len(total)
+        least, crowd = min(allowed, default=max(charged)), model.recompute_weight * sum(columns.active) / len(total)
         for row, token_ms in enumerate(columns.token_ms):
             total[row] += (charged[row] - least) * (token_ms * crowd)
-    _few_closed(demand, columns, total)
+    _penalise_and_close(demand, columns, total)
     explain = partial(_explain_prefill, demand, pool, columns, model)
     return PoolCosts(held=held, work=work, compute_ms=compute, load=queue, total=total, explain=explain)
 
 
 def _explain_prefill(demand: PlacementDemand, pool: PoolView, columns: _Columns, model: CostModel) -> ExplainedCosts:
     closed = None if columns.closed is None else np.array(columns.closed, dtype=np.bool_)
-    return _price_many_prefill(demand, columns.view(pool), closed, model).explain()
+    return _price_prefill_by_columns(demand, columns.view(pool), closed, model).explain()
 
 
 def price_decode(
@@ -141,12 +143,12 @@ def price_decode(
 
     `closed`: workers that may not be chosen. `alone`: there is no prefill pool, so copies of prefixes are made here.
     """
-    if len(pool.members) <= FEW:
-        return _price_few_decode(demand, pool, _Columns.copied(pool, closed, model), partners, model, alone=alone)
-    return _price_many_decode(demand, pool, closed, partners.prices, model, alone=alone)
+    if len(pool.members) <= MAX_PRICED_SINGLY:
+        return _price_decode_singly(demand, pool, _Columns.copied(pool, closed, model), partners, model, alone=alone)
+    return _price_decode_by_columns(demand, pool, closed, partners.prices, model, alone=alone)
 
 
-def _price_many_decode(
+def _price_decode_by_columns(
     demand: PlacementDemand,
     pool: PoolView,
     closed: Bools | None,
@@ -219,10 +221,10 @@ def _prefer_local_prefill(
     return local
 
 
-def _price_few_decode(
+def _price_decode_singly(
     demand: PlacementDemand, pool: PoolView, columns: _Columns, partners: Partners, model: CostModel, *, alone: bool
 ) -> PoolCosts:
-    num_tokens, held = demand.num_tokens, _few_held(demand, pool)
+    num_tokens, held = demand.num_tokens, _held_singly(demand, pool)
     itl_steps = model.itl_share * model.itl_horizon_tokens
     copied = float(min(demand.replicate_tokens, num_tokens - 1)) if alone else 0.0
     steps, links = step_ms(pool, model).tolist(), link_ms(pool, model).tolist()
@@ -236,7 +238,7 @@ def _price_few_decode(
     priced: list[tuple[float, float]] = []
     for row, own in enumerate(held):
         token_ms, active, uncached = columns.token_ms[row], columns.active[row], num_tokens - own
-        tokens = _few_work(num_tokens, own, columns.attention[row])
+        tokens = _work_of_one(num_tokens, own, columns.attention[row])
         reading, waiting = tokens * token_ms, steps[row] * active * itl_steps
         if uncached > free[row]:
             waiting = (uncached - free[row]) * steps[row] * relief[row] + waiting
@@ -244,7 +246,7 @@ def _price_few_decode(
         partner_ms, pair = partners.price(row, uncached, transfer)
         here = columns.backlog[row] * token_ms + reading + reading * (max(active, 1.0) * model.stall_share)
         if own < copied:
-            here += (_few_work(num_tokens, copied, columns.attention[row]) - tokens) * token_ms
+            here += (_work_of_one(num_tokens, copied, columns.attention[row]) - tokens) * token_ms
         remote = transfer + (partner_ms + model.handoff_ms)
         is_local = prefers_local_prefill(demand, uncached, local_ms=here, remote_ms=remote, model=model)
         work.append(tokens)
@@ -254,7 +256,7 @@ def _price_few_decode(
         priced.append((partner_ms, pair))
         local.append(is_local)
         total.append(waiting + (here if is_local else remote))
-    _few_closed(demand, columns, total)
+    _penalise_and_close(demand, columns, total)
 
     def explain() -> ExplainedCosts:
         then = replace(
@@ -266,7 +268,8 @@ def _price_few_decode(
         )
         closed = None if columns.closed is None else np.array(columns.closed, dtype=np.bool_)
         partner_ms, pair = np.array(priced).T
-        return _price_many_decode(demand, then, closed, lambda *_: (partner_ms, pair), model, alone=alone).explain()
+        again = _price_decode_by_columns(demand, then, closed, lambda *_: (partner_ms, pair), model, alone=alone)
+        return again.explain()
 
     return PoolCosts(
         held=held,
@@ -285,7 +288,7 @@ def prefers_local_prefill(
 ) -> bool:
     """Whether a decode worker computes the prompt itself (local prefill), or a prefill worker does (disaggregated).
 
-    `_prefer_local_prefill` decides the same for pools of more than `FEW` workers.
+    `_prefer_local_prefill` decides the same for pools of more than `MAX_PRICED_SINGLY` workers.
 
     The cheaper of both, within the bounds on uncached tokens; local if the demand or the lack of a partner requires it.
     The demand does where admission let it in as local, the prefill pool being full (`ClusterCapacity.reads_itself`).
@@ -296,7 +299,7 @@ def prefers_local_prefill(
     return local_ms <= remote_ms and (most is None or uncached <= most or remote_ms == np.inf)
 
 
-def _few_closed(demand: PlacementDemand, columns: _Columns, total: list[float]) -> None:
+def _penalise_and_close(demand: PlacementDemand, columns: _Columns, total: list[float]) -> None:
     if columns.penalised_until_s is not None:
         for row, until_s in enumerate(columns.penalised_until_s):
             total[row] += max(until_s - demand.now_s, 0.0) * 1e3
@@ -322,7 +325,7 @@ def held_tokens(demand: PlacementDemand, pool: PoolView) -> Floats:
     return held
 
 
-def _few_held(demand: PlacementDemand, pool: PoolView) -> list[float]:
+def _held_singly(demand: PlacementDemand, pool: PoolView) -> list[float]:
     most, matched = demand.num_tokens - 1, demand.matched
     return [
         float(min(matched.item(slot), most) // size * size)
@@ -339,7 +342,7 @@ def _work(num_tokens: int, held: Floats, pool: PoolView) -> Floats:
     return grown
 
 
-def _few_work(num_tokens: int, held: float, attention: float) -> float:
+def _work_of_one(num_tokens: int, held: float, attention: float) -> float:
     uncached = num_tokens - held
     return uncached + attention * uncached * (num_tokens + held)
 

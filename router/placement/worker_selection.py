@@ -22,9 +22,8 @@ from random import Random
 
 import numpy as np
 
-from router.placement.costs import CandidateCost, link_ms
-from router.placement.costs import CostModel as CostModel
-from router.placement.demand import PlacementDemand as PlacementDemand
+from router.placement.costs import CandidateCost, CostModel, link_ms
+from router.placement.demand import PlacementDemand
 from router.placement.partners import LinkedPartners, Partner, best_partner, partners_of, pick
 from router.placement.pool_costs import CandidateCosts, PoolCosts
 from router.placement.pricing import held_tokens, price_decode, price_prefill

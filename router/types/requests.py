@@ -101,7 +101,7 @@ class RoutedRequest:
     """Number of times that the stream has been continued."""
     is_local: bool = False
     """Whether it had its turn because a decode worker prefills it itself while prefill workers are busy."""
-    reads: PromptScoringRequest | None = None
+    scoring: PromptScoringRequest | None = None
     """Scores requested for the prompt itself; returned before any token."""
     beams: BeamSearchParams | None = None
     """Parameters of a beam search, whose best beams are the choices; None: sampling."""
@@ -134,7 +134,7 @@ class ChoiceDelta(NamedTuple):
     finish: ChoiceFinish | None = None
     worker: Incarnation = Incarnation(0)
     """Incarnation of the decode worker that it came from; 0: none."""
-    reading: ScoredPrompt | None = None
+    scored: ScoredPrompt | None = None
     """Scores of the prompt, before everything else; they belong to no single choice."""
     cached_tokens: int | None = None
     """Prompt tokens whose KV was reused, with the first tokens of an attempt."""

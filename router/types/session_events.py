@@ -105,6 +105,18 @@ class TransferFailed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CommittedHandoff:
+    """A hand-off that a decode worker reports as complete."""
+
+    prefill: WorkerKey
+    """The worker that wrote the KV."""
+    num_tokens: int
+    """Tokens whose KV was moved."""
+    exposed_s: float
+    """How long it took after the prompt had been computed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLost:
     """The session ended, and with it all of its attempts."""
 
@@ -188,7 +200,7 @@ class WorkerPort(Protocol):
         """End an attempt; none of its events is delivered from now on. No-op once ended."""
         ...
 
-    def read(self, order: PromptScoringOrder, deliver: DeliverScores) -> None:
+    def score_prompt(self, order: PromptScoringOrder, deliver: DeliverScores) -> None:
         """Have a prompt scored; events go to `deliver` until it has ended or is cancelled.
 
         Raises Unavailable when the session has ended or its queue is full.

@@ -30,7 +30,7 @@ class PoolMembers:
     """A pool's workers, row by row, with their fixed properties."""
 
     def __init__(self, infos: Sequence[WorkerInfo], slots: Sequence[int]) -> None:
-        """`slots`: each worker's position in `Demand.matched`."""
+        """`slots`: each worker's position in `PlacementDemand.matched`."""
         self.infos = tuple(infos)
         self.slots: Ints = np.array(slots, dtype=np.int64)
         self.pool_tokens: Ints = np.array([info.pool_tokens for info in infos], dtype=np.int64)
@@ -43,8 +43,9 @@ class PoolMembers:
         self.tokens: float | Floats = np.float64(1.0) * self.block_sizes
         """Block sizes in tokens, as floats for multiplications."""
         self.slot_list = list(slots)
+        """`slots` as a list, which is faster for pools of few workers."""
         self.block_size_list = [info.layout.block_size for info in infos]
-        """The same as lists, for pools of few workers."""
+        """Each worker's block size, likewise."""
         numbers: dict[object, int] = {}
         # Workers that agree in this can pair with the same others.
         self.kinds: Ints = np.array(
@@ -111,8 +112,9 @@ class PoolColumns:
         self.active = zeros()
         """Requests running, waiting or in transit."""
         self.backlog_now = zeros()
+        """See `WorkerSnapshot.backlog_now`."""
         self.active_now = zeros()
-        """Backlog and requests, as `WorkerSnapshot.backlog_now` and `num_active_now` define them."""
+        """See `WorkerSnapshot.num_active_now`."""
         self.tokens_per_s = zeros()
         """Prefill rate; 0 where it was not measured."""
         self.prefill_ms = zeros()
@@ -221,7 +223,7 @@ class ClusterView:
     num_slots: int
 
     def matched(self, tokens: Mapping[WorkerId, int]) -> Ints:
-        """Convert matched tokens by worker to `Demand.matched`, leaving out workers that are not connected."""
+        """Convert matched tokens by worker to `PlacementDemand.matched`, leaving out workers that are not connected."""
         found = np.zeros(self.num_slots, dtype=np.int64)
         for pool in (self.decode, self.prefill):
             for info, slot in zip(pool.members.infos, pool.members.slots, strict=True):

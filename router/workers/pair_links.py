@@ -1,8 +1,9 @@
 """What the link between two workers adds to a hand-off, or saves: measured pair by pair, with priors. Pure.
 
-A hand-off's exposed time is what its transfer takes after the prompt has been computed. Workers measure it for every
-request; here it is kept in seconds per byte, with exponential decay, for every class of links (how near the two workers
-are, and by which transport KV moves), for every receiver in each class, and for the pairs most recently used.
+A hand-off's exposed time is what its transfer takes after the prompt has been computed. Decode workers report it for
+every hand-off that was committed; here it is kept in seconds per byte, with exponential decay, for every class of links
+(how near the two workers are, and by which transport KV moves), for every receiver in each class, and for the pairs
+most recently used.
 
 Placement's transfer time already has the rate at which KV arrives at a decode worker. What is added is how the pair
 differs from that worker's usual mix of links: the difference between classes, plus the pair's own difference from what
@@ -49,7 +50,7 @@ REFRESH_S = 1.0
 """Time between two uses of new measurements: a hand-off costs no more than noting it."""
 
 MOST_REFRESHED = 1_024
-"""Pairs looked at each time."""
+"""Most pairs that are computed each time, of those with new measurements and of those whose differences fade."""
 
 _ON_ONE_HOST = ("memory", "cuda_ipc", "shm")
 _BETWEEN_HOSTS = ("nixl", "tcp", "torch_dist")
@@ -153,7 +154,7 @@ class PairTable:
         self, prefill: WorkerInfo, decode: WorkerInfo, *, num_tokens: int, exposed_s: float, now_s: float
     ) -> None:
         """Record a hand-off of so many tokens that was complete `exposed_s` after its prompt had been computed."""
-        if num_tokens <= 0 or exposed_s < 0.0:
+        if num_tokens <= 0 or not 0.0 <= exposed_s < inf:
             return
         link, num_bytes = link_class(prefill, decode), float(num_tokens * decode.kv_bytes_per_token)
         pair = (prefill.key, decode.key)
@@ -209,8 +210,11 @@ class PairLinks:
         self.own_ms: dict[int, dict[int, float]] = {}
         """By decode and prefill row: milliseconds per token by which a pair differs from its class; no empty ones."""
         self.least_ms: Floats = np.zeros(len(decode))
+        """[num_decode]: the least milliseconds per token that any link to the worker adds."""
         self.most_ms: Floats = np.zeros(len(decode))
-        """[num_decode]: the least that any link to the worker adds, and the most of its classes."""
+        """[num_decode]: the most that a class of its links adds."""
+        self._fading: dict[tuple[WorkerKey, WorkerKey], None] = {}
+        """The pairs of `own_ms`, the one computed longest ago first."""
         self._columns: dict[int, Floats] = {}
         self._refresh_s = -inf
         table.changed = dict.fromkeys(reversed(table.pairs))
@@ -244,12 +248,9 @@ class PairLinks:
                 weights[row, self.links.index(link)] += evidence.weight(now_s)
         usual = (weights * seconds).sum(axis=1) / np.maximum(1e-9, weights.sum(axis=1))
         self.offsets_ms = (seconds[None, :] - usual[:, None]) * decode.kv_token_bytes[:, None] * 1e3
-        due = list(islice(table.changed, MOST_REFRESHED))
+        due = dict.fromkeys((*islice(table.changed, MOST_REFRESHED), *islice(self._fading, MOST_REFRESHED)))
         for pair in due:
-            del table.changed[pair]
-        keys = self._prefill.infos, decode.infos
-        known = [(keys[0][other].key, keys[1][row].key) for row, own in self.own_ms.items() for other in own]
-        for pair in (*due, *known[:MOST_REFRESHED]):
+            table.changed.pop(pair, None)
             self._refresh_pair(pair, now_s)
         self._columns.clear()
         has_class = self._mix > 0.0
@@ -268,12 +269,14 @@ class PairLinks:
         table, link = self._table, self.links[number]
         own = self.own_ms.setdefault(row, {})
         own.pop(prefill_row, None)
+        self._fading.pop(pair, None)
         evidence, receiver = table.pairs.get(pair), table.receivers.get((pair[1], link))
         if evidence is not None and receiver is not None:
             usual_s = receiver.estimate(table.class_s(link, now_s), now_s)
             difference_s = evidence.estimate(usual_s, now_s) - usual_s
             if abs(difference_s) > NOISE_SHARE * usual_s:
                 own[prefill_row] = difference_s * float(self._decode.kv_token_bytes[row]) * 1e3
+                self._fading[pair] = None
         if not own:
             del self.own_ms[row]
 

@@ -9,7 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from router.types.session_events import CLOSED_HERE, CacheOffer, WorkerPort
+from router.types.session_events import CLOSED_HERE, CacheOffer, CommittedHandoff, WorkerPort
 from router.types.worker_view import PrefixChange, WorkerInfo, WorkerKey, WorkerLoad, WorkerSnapshot
 from router.workers.booking import Booking
 from router.workers.cache_migration import CacheMigrations
@@ -227,6 +227,18 @@ class WorkerRegistry:
         """Record a new token from a worker: its engine is live."""
         if (worker := self._find(key)) is not None:
             worker.answered_s = self._clock()
+
+    def handoff_committed(self, key: WorkerKey, handoff: CommittedHandoff) -> None:
+        """Record how long a hand-off to a worker took; ignored when either of the two has left."""
+        receiver, sender = self._find(key), self._find(handoff.prefill)
+        if receiver is not None and sender is not None:
+            self.pairs.observe(
+                sender.info,
+                receiver.info,
+                num_tokens=handoff.num_tokens,
+                exposed_s=handoff.exposed_s,
+                now_s=self._clock(),
+            )
 
     def penalise(self, key: WorkerKey, duration_s: float) -> None:
         """Penalise a worker after a refusal or failure: placement adds the remaining time to its cost."""

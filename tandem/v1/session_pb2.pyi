@@ -225,10 +225,24 @@ class WorkerHello(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., model_name: _Optional[str] = ..., max_model_len: _Optional[int] = ..., num_blocks: _Optional[int] = ..., layout: _Optional[_Union[_common_pb2.KVLayout, _Mapping]] = ..., handoff_address: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., num_blocks_below: _Optional[int] = ..., newest_version: _Optional[int] = ..., rack: _Optional[str] = ...) -> None: ...
 
 class StepTokens(_message.Message):
-    __slots__ = ("deltas",)
+    __slots__ = ("deltas", "handoffs")
     DELTAS_FIELD_NUMBER: _ClassVar[int]
+    HANDOFFS_FIELD_NUMBER: _ClassVar[int]
     deltas: _containers.RepeatedCompositeFieldContainer[TokenDelta]
-    def __init__(self, deltas: _Optional[_Iterable[_Union[TokenDelta, _Mapping]]] = ...) -> None: ...
+    handoffs: _containers.RepeatedCompositeFieldContainer[CommittedHandoff]
+    def __init__(self, deltas: _Optional[_Iterable[_Union[TokenDelta, _Mapping]]] = ..., handoffs: _Optional[_Iterable[_Union[CommittedHandoff, _Mapping]]] = ...) -> None: ...
+
+class CommittedHandoff(_message.Message):
+    __slots__ = ("worker_id", "incarnation", "num_tokens", "exposed_s")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EXPOSED_S_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    incarnation: int
+    num_tokens: int
+    exposed_s: float
+    def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., num_tokens: _Optional[int] = ..., exposed_s: _Optional[float] = ...) -> None: ...
 
 class TokenDelta(_message.Message):
     __slots__ = ("request_id", "attempt", "first_index", "token_ids", "logprobs", "finish", "started")

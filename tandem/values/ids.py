@@ -19,15 +19,15 @@ BlockHash = NewType("BlockHash", bytes)
 TransferId = NewType("TransferId", str)
 """Minted by the router for one hand-off of one request."""
 
-_OF_REQUEST = re.compile(r"(?:read )?(?:\d+:)?([0-9a-f]{32}|[a-z]+-\d+)\b")
+_OF_REQUEST = re.compile(r"(?:score )?(?:\d+:)?([0-9a-f]{32}|[a-z]+-\d+)\b")
 
 
 def request_of(name: str) -> RequestId | None:
-    """The request that a name of a choice, an attempt at it, its reading or its hand-off belongs to, as its router
+    """The request that a name of a choice, an attempt at it, its scoring or its hand-off belongs to, as its router
     calls it.
 
     All are made of that: `R-0` is its first choice, `7:R-0` the same in a worker's engine, `R-0.1.9f` a hand-off of
-    it, `R/prompt` its prompt being read. None: of no request, as a fetch for which nobody waits.
+    it, `R/prompt` the scoring of its prompt. None: of no request, as a fetch for which nobody waits.
     """
     found = _OF_REQUEST.match(name)
     return None if found is None else RequestId(found[1])

@@ -61,7 +61,8 @@ class PhaseTimes:
     prefill_queue_s: float = 0.0
     prefill_s: float = 0.0
     transfer_s: float = 0.0
-    """From the last computed prompt token to the commit on the decode worker: the exposed transfer."""
+    """From the last computed prompt token to the commit on the decode worker: the exposed transfer. Also the time in
+    which a prefix was fetched from another worker, before prefill."""
     decode_queue_s: float = 0.0
     decode_s: float = 0.0
     """From the moment at which the sequence could run on the decode worker."""

@@ -2,7 +2,7 @@
 
 Tandem against exact affinity (always the worker with the longest cached prefix), approximate indexes as SGLang's and
 Dynamo's routers keep them, and placement without an index, with the same engines, admission and arrivals. Growth and
-answers have the lengths of Mooncake's conversation trace where it is beside the repository (`../shared/data/traces`).
+answers have the lengths of `AgenticSpec`, or those of a trace that the command line names.
 The sum over all seeds is judged: a hit rate and a p99 of first tokens no worse than any other's.
 """
 
@@ -16,23 +16,38 @@ from cluster.simulator.inputs.trace_files import load_trace
 from cluster.simulator.model.policies import OURS
 from cluster.simulator.model.report import Report, Slo, report_on
 from cluster.simulator.model.simulation import Choosing, Simulation
+from tandem.errors import ConfigError
 from tandem_bench.report import Row, figure
 
 AFFINE = ("longest_prefix", "sglang", "approximate")
 """Policies with an index: exact, approximate without and with a time to live."""
 POLICIES = (OURS, *AFFINE, "round_robin", "least_load")
 SEEDS = (1, 2)
-_TRACE = Path(__file__).resolve().parents[3] / "shared/data/traces/mooncake_conversation_dev_first20min.jsonl"
 _SLO = Slo(ttft_s=1.0, itl_s=0.05)
 _EQUAL_SHARE = 0.01
 """Figures of one seed differ by more than this from those of another."""
 
 
-def rows(requests: int, *, seeds: Sequence[int] = SEEDS, policies: Sequence[str] = POLICIES) -> list[Row]:
-    """Simulate so many requests for each policy and seed."""
+def spec_of(requests: int, trace: Path | None) -> AgenticSpec:
+    """Return the load of so many requests. Raises ConfigError when the trace cannot be used."""
     spec = AgenticSpec(requests=requests)
-    if _TRACE.exists():
-        spec = calibrated(spec, load_trace(_TRACE))
+    if trace is None:
+        return spec
+    found = calibrated(spec, load_trace(trace))
+    if found is spec:
+        raise ConfigError(f"--trace: {trace} has too few requests that continue another")
+    return found
+
+
+def describe(spec: AgenticSpec, trace: Path | None) -> str:
+    """Say where the lengths come from, and what they are."""
+    source = "built in" if trace is None else f"from {trace}"
+    growth, answer = spec.growth.median, spec.output.median
+    return f"agentic: lengths {source}; medians: growth {growth:.0f}, answers {answer:.0f} tokens"
+
+
+def rows(spec: AgenticSpec, *, seeds: Sequence[int] = SEEDS, policies: Sequence[str] = POLICIES) -> list[Row]:
+    """Simulate the load for each policy and seed."""
     found = {policy: [run(spec, policy, seed) for seed in seeds] for policy in policies}
     others = [found[policy] for policy in policies if policy in AFFINE]
     made: list[Row] = []

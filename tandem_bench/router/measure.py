@@ -66,11 +66,15 @@ def our_rows(rounds: Sequence[router_costs.ServerCosts]) -> list[Row]:
 
 async def measure(given: argparse.Namespace, rows: list[Row], *, out: Console) -> None:
     """Measure and print the requested parts, adding to `rows` part by part, so that a later failure loses nothing."""
-    for part in options.parts(given):
+    parts = options.parts(given)
+    # First, so that a wrong `--trace` is refused before anything is measured.
+    agents = agentic.spec_of(given.requests, given.trace) if "agentic" in parts else None
+    for part in parts:
         if part == "doors":
             found = server_rows(given.rounds, given.peer, tls=given.tls)
-        elif part == "agentic":
-            found = agentic.rows(given.requests)
+        elif part == "agentic" and agents is not None:
+            out.print(agentic.describe(agents, given.trace), markup=False, soft_wrap=True)
+            found = agentic.rows(agents)
         else:
             found = await overload.rows() if part == "overload" else _PARTS[part](given.repeats)
         show_rows(out, found)

@@ -36,6 +36,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"requests of `agentic`, for each policy and seed; default: {AGENTIC_REQUESTS}",
     )
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="give the sessions of `agentic` the lengths of this trace (Mooncake's .jsonl); default: built-in ones",
+    )
     parser.add_argument("--tls", action="store_true", help="`doors` once more with cluster.tls, in alternation")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file as well")
 

@@ -12,8 +12,9 @@ from random import Random
 import numpy as np
 
 from router.placement.costs import CostModel
+from router.placement.demand import PlacementDemand
 from router.placement.placer import Placer
-from router.placement.worker_selection import PlacementDemand, place
+from router.placement.worker_selection import place
 from tandem_bench.report import Row, figure
 from tandem_bench.router import workers
 from tandem_bench.router.timing import least_us

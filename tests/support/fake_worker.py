@@ -79,6 +79,14 @@ class Submission:
             )
         self._send(pb.WorkerMessage(tokens=pb.StepTokens(deltas=[delta])))
 
+    def commit_handoff(self, *, num_tokens: int, exposed_s: float) -> None:
+        """Report that the KV has come from the prefill worker of the route."""
+        route = self.submit.prefill
+        handoff = pb.CommittedHandoff(
+            worker_id=route.worker_id, incarnation=route.incarnation, num_tokens=num_tokens, exposed_s=exposed_s
+        )
+        self._send(pb.WorkerMessage(tokens=pb.StepTokens(handoffs=[handoff])))
+
     def give_all(self, *, cached: int | None = None) -> None:
         """Everything at once, with a normal end."""
         self.give(self.tokens, finish=FinishReason.LENGTH, cached=cached)
@@ -101,8 +109,8 @@ class Submission:
         self._send(pb.WorkerMessage(transfer_failed=failed))
 
 
-class ReadAttempt:
-    """One prompt to read as the worker sees it, with the ways to answer it."""
+class ScoringAttempt:
+    """One prompt to score as the worker sees it, with the ways to answer it."""
 
     def __init__(self, order: pb.ScorePrompt, send: Callable[[pb.WorkerMessage], None]) -> None:
         self.order = order
@@ -193,8 +201,8 @@ class FakeWorker(WorkerServicer):
         self.num_resyncs = 0
         self.num_superseded = 0  # sessions whose router said that its earlier ones are over
         self.submissions: asyncio.Queue[Submission] = asyncio.Queue()  # every submit that arrived, in order
-        self.reads: asyncio.Queue[ReadAttempt] = asyncio.Queue()
-        self.read_script: Callable[[ReadAttempt], None] = ReadAttempt.give
+        self.scorings: asyncio.Queue[ScoringAttempt] = asyncio.Queue()
+        self.scoring_script: Callable[[ScoringAttempt], None] = ScoringAttempt.give
         self.adoptions: asyncio.Queue[pb.TakeOver] = asyncio.Queue()
         """Every wish of a router to take a stream over, in order."""
         self.keeps: dict[str, list[int]] = {}
@@ -202,7 +210,7 @@ class FakeWorker(WorkerServicer):
         self.port = port
         self._server: grpc.aio.Server | None = None
         self._outgoing: asyncio.Queue[pb.WorkerMessage] = asyncio.Queue()
-        self._live: dict[str, Submission | ReadAttempt] = {}
+        self._live: dict[str, Submission | ScoringAttempt] = {}
 
     @property
     def address(self) -> str:
@@ -262,9 +270,9 @@ class FakeWorker(WorkerServicer):
                 self.submissions.put_nowait(submission)
                 return [tasks.create_task(self.script(submission))]
             case "score_prompt":
-                reading = self._live[message.score_prompt.request_id] = ReadAttempt(message.score_prompt, self.send)
-                self.reads.put_nowait(reading)
-                self.read_script(reading)
+                scoring = self._live[message.score_prompt.request_id] = ScoringAttempt(message.score_prompt, self.send)
+                self.scorings.put_nowait(scoring)
+                self.scoring_script(scoring)
             case "take_over":
                 self._give_away(message.take_over)
             case "cancel":

@@ -18,8 +18,9 @@ from math import exp
 from random import Random
 from typing import NamedTuple, Protocol
 
+from router.placement.costs import CostModel
 from router.placement.placer import Assignment, Placer
-from router.placement.worker_selection import CostModel, NoDecodeWorker, Placement, PlacementReason
+from router.placement.worker_selection import NoDecodeWorker, Placement, PlacementReason
 from router.types.worker_view import WorkerKey, WorkerSnapshot
 from router.workers.registry import WorkerRegistry
 from tandem.errors import InvariantError

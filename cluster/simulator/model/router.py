@@ -182,7 +182,7 @@ class SimRouter:
                 self.submit(request)
             else:
                 self._wait(request)
-        elif progress.may_retry(RetryReason.REFUSED, error, self._budget):
+        elif progress.record_failure(RetryReason.REFUSED, error, self._budget):
             self.submit(request)
         else:
             self.fail(request, error)

@@ -16,8 +16,8 @@ from cluster.simulator.model.router import Outcomes, SimRouter
 from cluster.simulator.model.settings import ClusterSpec, PoolSpec
 from cluster.simulator.model.worker import SimWorker
 from cluster.simulator.model.workers import SimWorkers
+from router.placement.costs import CostModel
 from router.placement.placer import Placer
-from router.placement.worker_selection import CostModel
 from router.types.session_events import WorkerPort
 from router.types.worker_view import PrefixChange, WorkerInfo, WorkerKey, WorkerLoad
 from router.workers.prefix_map import PrefixMap

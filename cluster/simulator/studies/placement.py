@@ -15,7 +15,7 @@ from cluster.simulator.model.report import Report, Slo, report_on
 from cluster.simulator.model.settings import ClusterSpec, PoolSpec, engine_config, unlimited_admission
 from cluster.simulator.model.simulation import Choosing, Simulation
 from cluster.simulator.studies.shared_cache_bound import SharedCache, shared_cache, utilised
-from router.placement.worker_selection import CostModel
+from router.placement.costs import CostModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

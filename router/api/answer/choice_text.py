@@ -31,7 +31,7 @@ class TextDelta(NamedTuple):
     """In a continued stream, tokens before these that the client already has."""
     passed_text: str = ""
     """In a continued stream, text before this that the client already has."""
-    reading: ScoredPrompt | None = None
+    scored: ScoredPrompt | None = None
     """Scores of the prompt whose first choice this is, sent before its tokens."""
     cached_tokens: int | None = None
     """Prompt tokens whose KV was reused, see ChoiceDelta."""
@@ -141,15 +141,15 @@ class TextCollector:
 
     def __init__(self) -> None:
         self._parts: dict[int, list[TextDelta]] = {}
-        self.readings: dict[int, ScoredPrompt] = {}
+        self.scored_prompts: dict[int, ScoredPrompt] = {}
         """Prompt scores, by the index of each prompt's first choice."""
 
     async def ready(self) -> None:
         """Return at once: there is always room."""
 
     def on_delta(self, delta: TextDelta) -> bool:
-        if delta.reading is not None:
-            self.readings[delta.choice_index] = delta.reading
+        if delta.scored is not None:
+            self.scored_prompts[delta.choice_index] = delta.scored
             return False
         self._parts.setdefault(delta.choice_index, []).append(delta)
         return False

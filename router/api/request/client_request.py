@@ -78,7 +78,7 @@ class ClientRequest:
     truncate_prompt_tokens: int | None = None
     """Keep only this many of the prompt's last tokens; -1: as many as the context leaves beside the answer."""
     beams: BeamSearchParams | None = None
-    reads: PromptScoringRequest | None = None
+    scoring: PromptScoringRequest | None = None
     """Scores requested for the prompt itself."""
     bad_words: tuple[str, ...] = ()
     """Texts that must never be generated, at the beginning of a word or within one."""
@@ -86,12 +86,12 @@ class ClientRequest:
     @property
     def operation(self) -> str:
         """Operation name for plain prompts, after OpenTelemetry's GenAI conventions."""
-        return "embeddings" if self.reads is not None and self.reads.num_top is None else "text_completion"
+        return "embeddings" if self.scoring is not None and self.scoring.num_top is None else "text_completion"
 
     @property
     def least_tokens(self) -> int:
         """Tokens that the context must leave for an answer."""
-        return 0 if self.reads is not None and self.reads.only else 1
+        return 0 if self.scoring is not None and self.scoring.only else 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

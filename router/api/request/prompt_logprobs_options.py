@@ -35,9 +35,9 @@ def check_prompt_scoring_size(prepared: Sequence[PreparedRequest], most: int) ->
     """Check the size of the result. Raises InvalidRequest when a call's prompt log probabilities would exceed the
     bound."""
     values = sum(
-        len(one.request.prompt_token_ids) * one.request.num_choices * (2 + (one.request.reads.num_top or 0))
+        len(one.request.prompt_token_ids) * one.request.num_choices * (2 + (one.request.scoring.num_top or 0))
         for one in prepared
-        if one.request.reads is not None and one.request.reads.num_top is not None
+        if one.request.scoring is not None and one.request.scoring.num_top is not None
     )
     if values > most:
         raise InvalidRequest(

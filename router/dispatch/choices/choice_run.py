@@ -115,7 +115,7 @@ class ChoiceRun:
                 assignment.port.submit(self._order(number, assignment), partial(self._post, self._index, number))
             except Unavailable as error:
                 self._note_failure(assignment, error)
-                if not progress.may_retry(RetryReason.REFUSED, error, self._context.budget):
+                if not progress.record_failure(RetryReason.REFUSED, error, self._context.budget):
                     raise self.final_error() from error
                 self._context.observer.retried(RetryReason.REFUSED.value)
                 continue
@@ -305,7 +305,6 @@ class ChoiceRun:
                 # These tokens are counted as sent, so the client must receive them before the error.
                 self.failure = final
                 return deltas
-        self._placer.handed_over(assignment, finished.times.transfer_s)
         return (self._finish(self._progress.finish(finished))._replace(tokens=tokens, worker=self._worker),)
 
     def _begun(self, assignment: Assignment, arrived: TokensArrived) -> None:
@@ -322,7 +321,7 @@ class ChoiceRun:
         self._note_failure(assignment, error)
         if self._progress.is_complete:
             return [self.finish_early(FinishReason.LENGTH)]
-        if not self._progress.may_retry(reason, error, self._context.budget):
+        if not self._progress.record_failure(reason, error, self._context.budget):
             raise self.final_error()
         self._context.observer.retried(reason.value)
         self.waiting = Waiting.FOR_WORKER if reason is RetryReason.WORKER_LOST else None
@@ -431,7 +430,7 @@ class ChoiceRun:
             return
         started_s = self._context.clock()
         prefill = None
-        if progress.may_reroute() and self._context.budget.spend():
+        if progress.try_reroute(self._context.budget):
             prefill = self._placer.reassign_prefill(assignment, frozenset(self._excluded() | self._health.avoided()))
         else:
             self._placer.compute_locally(assignment)

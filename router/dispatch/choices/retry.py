@@ -101,7 +101,7 @@ class ChoiceProgress:
     """Output that the client has, or is about to get; authoritative."""
     attempt: int = 0
     num_reroutes: int = 0
-    """Reroutes of this attempt."""
+    """Failed hand-offs of this attempt."""
     excluded: dict[WorkerKey, WorkerPort] = field(default_factory=dict)
     """Workers that failed or refused since the last progress, with the session in which they did."""
     full: set[WorkerKey] = field(default_factory=set)
@@ -164,8 +164,12 @@ class ChoiceProgress:
                 self.full.clear()
         return new
 
-    def may_retry(self, reason: RetryReason, error: ServingError, budget: RetryBudget) -> bool:
-        """Decide whether another attempt may follow this failure; `last_error` records why not."""
+    def record_failure(self, reason: RetryReason, error: ServingError, budget: RetryBudget) -> bool:
+        """End the attempt with this failure, which `last_error` keeps; return whether to make another one.
+
+        The failure counts towards `max_attempts`. Another attempt spends a retry of the budget, except after the loss
+        of a worker; nothing is spent where the error is final or no attempt is left.
+        """
         self.last_error = error
         if reason is RetryReason.REFUSED:
             self.was_refused()
@@ -199,10 +203,14 @@ class ChoiceProgress:
         """Return the workers not to try: one that was lost and has come back in a new session may be tried."""
         return {worker for worker, port in self.excluded.items() if port_of(worker) is port}
 
-    def may_reroute(self) -> bool:
-        """Whether a failed hand-off may be retried from another prefill worker (else: compute locally)."""
+    def try_reroute(self, budget: RetryBudget) -> bool:
+        """Count a failed hand-off of this attempt, and spend a retry of the budget on another prefill worker.
+
+        Return whether to try one; False: the decode worker computes the prompt itself, because `MAX_REROUTES` were
+        tried, in which case nothing is spent, or because no retry is left.
+        """
         self.num_reroutes += 1
-        return self.num_reroutes <= MAX_REROUTES
+        return self.num_reroutes <= MAX_REROUTES and budget.spend()
 
     @property
     def is_complete(self) -> bool:

@@ -183,8 +183,8 @@ class GenerationRoutes:
         for choice in choices:
             usage.add(choice)
         selected = await select(ask, prepared, choices, self._patterns)
-        readings = renumbered(ask, text.readings)
-        scores = PromptLogprobs(body.scores_shown(), selected.prepared, readings, self._frontend.tokenizer)
+        scored_prompts = renumbered(ask, text.scored_prompts)
+        scores = PromptLogprobs(body.scores_shown(), selected.prepared, scored_prompts, self._frontend.tokenizer)
         content = await whole_content(make_answer(selected.prepared), selected.choices, scores)
         if ask is not None:
             _add_votes(content, selected, ask.candidates)

@@ -36,14 +36,14 @@ class PromptLogprobs:
         self,
         shown: PromptLogprobOptions,
         prepared: Sequence[PreparedRequest],
-        readings: Mapping[int, ScoredPrompt],
+        scored_prompts: Mapping[int, ScoredPrompt],
         tokenizer: Tokenizer,
     ) -> None:
-        """`readings`: by the index of each prompt's first choice."""
+        """`scored_prompts`: by the index of each prompt's first choice."""
         self._shown = shown
         self._prompts = [one.request.prompt_token_ids for one in prepared]
         self._choices = prepared[0].request.num_choices
-        self._readings = readings
+        self._scored_prompts = scored_prompts
         self._tokenizer = tokenizer
 
     @property
@@ -54,11 +54,11 @@ class PromptLogprobs:
     def echoed(self, choice_index: int) -> Iterator[tuple[SampledToken, ...]]:
         """Yield the prompt of a choice as if it had been generated, from its second token on."""
         num_top = self._shown.echoed or 0
-        prompt, reading = self._of(choice_index // self._choices)
+        prompt, scored = self._of(choice_index // self._choices)
         step = max(1, SLICE_VALUES // (1 + num_top))
-        for begin in range(0, len(reading), step):
-            places = range(begin, min(begin + step, len(reading)))
-            yield tuple(_as_sampled(prompt[i + 1], reading, i, num_top) for i in places)
+        for begin in range(0, len(scored), step):
+            places = range(begin, min(begin + step, len(scored)))
+            yield tuple(_as_sampled(prompt[i + 1], scored, i, num_top) for i in places)
 
     async def add_to(self, content: dict[str, Any]) -> None:
         """Put `prompt_logprobs` where vLLM has them: into a completion's choices, and beside those of a chat."""
@@ -72,23 +72,23 @@ class PromptLogprobs:
                 holder["prompt_logprobs"] = found
 
     def _of(self, index: int) -> tuple[Sequence[int], ScoredPrompt]:
-        return self._prompts[index], self._readings[index * self._choices]
+        return self._prompts[index], self._scored_prompts[index * self._choices]
 
     async def _prompt_logprobs(self, index: int, num_top: int) -> list[orjson.Fragment]:
         """Return null for the first token; for each other one an object by token id: its own, and the most likely."""
-        prompt, reading = self._of(index)
+        prompt, scored = self._of(index)
         parts = [orjson.Fragment(b"null")]
         step = max(1, SLICE_VALUES // (1 + num_top))
-        for begin in range(0, len(reading), step):
-            places = range(begin, min(begin + step, len(reading)))
-            shown = [self._place(prompt[i + 1], reading, i, num_top) for i in places]
+        for begin in range(0, len(scored), step):
+            places = range(begin, min(begin + step, len(scored)))
+            shown = [self._place(prompt[i + 1], scored, i, num_top) for i in places]
             parts.append(orjson.Fragment(orjson.dumps(shown)[1:-1]))
             await asyncio.sleep(0)
         return parts
 
-    def _place(self, own: int, reading: ScoredPrompt, index: int, num_top: int) -> dict[str, Any]:
-        found = {str(own): self._entry(own, reading.logprobs[index], reading.ranks[index])}
-        for rank, (token_id, logprob) in enumerate(reading.top(index)[:num_top], 1):
+    def _place(self, own: int, scored: ScoredPrompt, index: int, num_top: int) -> dict[str, Any]:
+        found = {str(own): self._entry(own, scored.logprobs[index], scored.ranks[index])}
+        for rank, (token_id, logprob) in enumerate(scored.top(index)[:num_top], 1):
             found.setdefault(str(token_id), self._entry(token_id, logprob, rank))
         return found
 
@@ -97,6 +97,6 @@ class PromptLogprobs:
         return {"logprob": finite(logprob), "rank": rank, "decoded_token": text}
 
 
-def _as_sampled(token_id: int, reading: ScoredPrompt, index: int, num_top: int) -> SampledToken:
-    top = tuple(TokenLogprob(token_id=other, logprob=value) for other, value in reading.top(index)[:num_top])
-    return SampledToken(token_id=token_id, logprob=reading.logprobs[index], top_logprobs=top)
+def _as_sampled(token_id: int, scored: ScoredPrompt, index: int, num_top: int) -> SampledToken:
+    top = tuple(TokenLogprob(token_id=other, logprob=value) for other, value in scored.top(index)[:num_top])
+    return SampledToken(token_id=token_id, logprob=scored.logprobs[index], top_logprobs=top)

@@ -131,7 +131,7 @@ class GenerationBody(StrictBody):
     ) -> ClientRequest:
         """Convert the fields for the frontend."""
         ask = self.selection()
-        reads = parse_prompt_scoring(
+        scoring = parse_prompt_scoring(
             prompt_logprobs=self.prompt_logprobs,
             echoed_logprobs=num_logprobs if echo else None,
             streams=bool(self.stream),
@@ -149,7 +149,7 @@ class GenerationBody(StrictBody):
         return ClientRequest(
             sampling=sampling,
             stated_sampling=frozenset(given),
-            max_tokens=1 if reads is not None and reads.only else max_tokens,
+            max_tokens=1 if scoring is not None and scoring.only else max_tokens,
             max_tokens_param=max_tokens_param,
             seed=self.seed,
             model=self.model,
@@ -166,7 +166,7 @@ class GenerationBody(StrictBody):
             add_generation_prompt=add_generation_prompt,
             structure=self._structure(),
             bad_words=tuple(self.bad_words or ()),
-            reads=reads,
+            scoring=scoring,
             beams=self._beams(),
             truncate_prompt_tokens=self.truncate_prompt_tokens,
             tools=tools,

@@ -138,15 +138,15 @@ def say_with_logprobs(parts: EngineParts) -> Iterator[SampledToken]:
 
 
 def read_prompt(parts: EngineParts) -> tuple[list[float], list[int], list[float]]:
-    """A prompt scored in two chunks: log probabilities, the most likely tokens, the mean hidden state."""
-    readings = [PromptScoringState(num_prompt_tokens=37, num_top=num_top) for num_top in (3, None)]
-    requests = [request_of(range(3, 40), f"read {i}") for i in range(2)]
-    for i, (request, reading) in enumerate(zip(requests, readings, strict=True)):
-        request.reading = reading
+    """What is scored of a prompt in two chunks: log probabilities, the most likely tokens, the mean hidden state."""
+    scorings = [PromptScoringState(num_prompt_tokens=37, num_top=num_top) for num_top in (3, None)]
+    requests = [request_of(range(3, 40), f"scored {i}") for i in range(2)]
+    for i, (request, scoring) in enumerate(zip(requests, scorings, strict=True)):
+        request.scoring = scoring
         request.block_table.extend(BlockId(8 * i + j) for j in range(8))
     while any(request.num_output_tokens < 1 for request in requests):
         run_step(parts, requests)
-    return [*readings[0].logprobs, *readings[0].top_logprobs], list(readings[0].top_ids), readings[1].mean()
+    return [*scorings[0].logprobs, *scorings[0].top_logprobs], list(scorings[0].top_ids), scorings[1].mean()
 
 
 def compare_logprobs(ours, expected) -> None:

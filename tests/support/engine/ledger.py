@@ -128,8 +128,8 @@ class LedgerRunner:
                 state = (state * 1_000_003 + request.token_ids[position] + 1) % (2**61 - 1)
                 self.write(request.block_table, position, state)
             self.num_computed += item.num_tokens
-            if request.reading is not None:
-                read(request, request.reading, item.start, item.num_tokens)
+            if request.scoring is not None:
+                score(request, request.scoring, item.start, item.num_tokens)
             if item.samples:
                 token_id = next_token(self.read(request.block_table, end))
                 # Of no distribution: who asks for alternatives gets the first tokens.
@@ -170,16 +170,16 @@ class LedgerRunner:
             self.write(blocks, position, entries[position])
 
 
-def read(request: Request, reading: PromptScoringState, start: int, num_tokens: int) -> None:
-    """Figures that tell where in which prompt they were read."""
-    for position in reading.rows(start, num_tokens):
+def score(request: Request, scoring: PromptScoringState, start: int, num_tokens: int) -> None:
+    """Figures that tell where in which prompt they were scored."""
+    for position in scoring.rows(start, num_tokens):
         token = request.token_ids[position]
-        if reading.num_top is None:
-            reading.pooled(1, [float(token), float(position)])
+        if scoring.num_top is None:
+            scoring.pooled(1, [float(token), float(position)])
         else:
-            top = range(reading.num_top)
+            top = range(scoring.num_top)
             own = -float(request.token_ids[position + 1])
-            reading.scored(
+            scoring.scored(
                 1, logprobs=[own], ranks=[position + 1], top_ids=list(top), top_logprobs=[-float(i) for i in top]
             )
 

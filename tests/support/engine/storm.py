@@ -95,7 +95,7 @@ class LateRunner(ModelRunner):
         """Compute the oldest launched step."""
         step = self.pending.popleft()
         with self._staging.step():
-            logits, _ = self._compute(step.inputs)  # nobody asks for readings here
+            logits, _ = self._compute(step.inputs)  # nobody asks for scores here
             chosen = None if logits is None else self._sampler.choose(logits, step.rows)
             self._sampled = None if chosen is None else chosen.token_ids
             step.found = [] if chosen is None else PendingSamples(self._queue, chosen).tokens()

@@ -10,8 +10,8 @@ from router.dispatch.choices.context import DispatchSettings
 from router.dispatch.dispatcher import Dispatcher
 from router.fleet.connections import WorkerFleet
 from router.fleet.worker_session import SessionSettings
+from router.placement.costs import CostModel
 from router.placement.placer import Placer
-from router.placement.worker_selection import CostModel
 from router.types.requests import ChoiceDelta, RoutedRequest
 from router.types.session_events import WorkerPort
 from router.types.worker_view import PrefixChange, WorkerInfo, WorkerKey, WorkerLoad

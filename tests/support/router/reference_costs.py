@@ -60,7 +60,7 @@ def prefill_cost(
     again = work(one, request, charged) - min(
         work(w, request, charged_of(w, request)) for w in pool if usable(w, request)
     )
-    crowd = model.again_weight * sum(w.num_active for w in pool) / len(pool)
+    crowd = model.recompute_weight * sum(w.num_active for w in pool) / len(pool)
     return (one.backlog_tokens + work(one, request, charged) + again * crowd) * per_token + one.penalty_ms
 
 

@@ -17,10 +17,10 @@ from router.dispatch.choices.context import DispatchSettings, HedgingSettings
 from router.dispatch.dispatcher import Dispatcher
 from router.fleet.readiness import ReadinessCheck
 from router.metrics.router_metrics import RouterMetrics
+from router.placement.costs import CostModel
 from router.placement.decision_log import DecisionLog
 from router.placement.placer import Placer
 from router.placement.prefix_replication import ReplicationPolicy
-from router.placement.worker_selection import CostModel
 from router.process.admission_setup import make_admission_queue
 from router.types.requests import ChoiceDelta, RoutedRequest
 from router.types.session_events import (
@@ -28,6 +28,7 @@ from router.types.session_events import (
     AttemptRefused,
     AttemptStarted,
     CacheOffer,
+    CommittedHandoff,
     Deliver,
     MigrationPlan,
     PrefillRoute,
@@ -177,6 +178,9 @@ class PortWorker:
         if known is None or known[0] is not order:
             return
         del self.live[order.request_id]
+        if order.prefill is not None:
+            handoff = CommittedHandoff(prefill=order.prefill.worker, num_tokens=16, exposed_s=0.001)
+            self._whole.registry.handoff_committed(self.info.key, handoff)
         self._say(order, known[1], 1, last=True)
         for one in self._whole.workers:
             if one is self or (order.prefill is not None and one.info.key == order.prefill.worker):

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
-from router.placement.worker_selection import PlacementDemand
+from router.placement.demand import PlacementDemand
 from router.types.session_events import WorkerPort
 from router.types.worker_view import WorkerInfo, WorkerKey, WorkerLoad, WorkerSnapshot
 from router.workers.columns import ClusterView

@@ -123,10 +123,11 @@ class Bench:
         for position, entry in enumerate(entries):
             runner.write(blocks, position, entry)
 
-    async def commit(self, blocks: tuple[BlockId, ...], first_token: int | None) -> None:
+    async def commit(self, blocks: tuple[BlockId, ...], first_token: int | None, *, exposed_s: float = 0.0) -> None:
         token = None if first_token is None else first_token_of(first_token)
-        times = PhaseTimes(prefill_s=1.0)
-        await self.owner.commit(TRANSFER, CommitInfo(blocks=blocks, first_token=token, cached_tokens=16, times=times))
+        times = PhaseTimes(prefill_s=1.0, transfer_s=2.0 + exposed_s)
+        info = CommitInfo(blocks=blocks, first_token=token, cached_tokens=16, times=times, exposed_s=exposed_s)
+        await self.owner.commit(TRANSFER, info)
 
     async def assert_empty(self) -> None:
         assert self.owner.num_destinations == 0
@@ -287,6 +288,60 @@ async def test_decode_worker_one_token_request_ends_with_first_token(bench: Benc
     await bench.commit(blocks, expected()[0])
     await bench.assert_empty()
     assert bench.hub.cancelled == [TRANSFER]
+
+
+async def test_decode_worker_committed_handoff_is_reported_once_with_next_tokens(bench: Bench) -> None:
+    bench.submit()
+    blocks = await bench.bound(await bench.started())
+    bench.owner.first_token(TRANSFER, first_token_of(expected()[0]))
+    assert not (await bench.next_message("tokens")).handoffs, "its KV is not here yet"
+    bench.write(blocks, 0, len(blocks))
+    await bench.commit(blocks, expected()[0], exposed_s=0.25)
+    step = await bench.next_message("tokens")
+    handoffs = list(step.handoffs)
+    num_tokens = len(blocks) * ledger.BLOCK
+    assert handoffs == [pb.CommittedHandoff(worker_id="p", incarnation=5, num_tokens=num_tokens, exposed_s=0.25)]
+    finish = pb.Finish()
+    while not finish.reason:
+        for delta in step.deltas:
+            finish.MergeFrom(delta.finish)
+        if not finish.reason:
+            step = await bench.next_message("tokens")
+            handoffs += step.handoffs
+    assert len(handoffs) == 1
+    assert finish.times.transfer_s == 2.25, "the fetches of the prefill worker are part of what clients see"
+
+
+async def test_decode_worker_abandoned_handoff_is_not_reported(bench: Bench) -> None:
+    """The commit was on its way when the first token ended the answer."""
+    bench.submit(max_tokens=1)
+    blocks = await bench.bound(await bench.started())
+    bench.owner.first_token(TRANSFER, first_token_of(expected()[0]))
+    await bench.commit(blocks, expected()[0])
+    await bench.assert_empty()
+    bench.submit("another", prefill=False, transfer_id="t2")
+    finishes = 0
+    while finishes < 2:
+        step = await bench.next_message("tokens")
+        assert not step.handoffs
+        finishes += sum(delta.HasField("finish") for delta in step.deltas)
+
+
+async def test_decode_worker_handoff_after_reroute_names_the_second_sender(bench: Bench) -> None:
+    bench.submit()
+    blocks = await bench.bound(await bench.started())
+    bench.write(blocks, 0, 1)
+    bench.owner.failed(TRANSFER, blocks[:1], TransferError("the link was lost"))
+    bench.owner.released(TRANSFER, blocks[1:])
+    await bench.next_message("transfer_failed")
+    second = route_pb(2)
+    second.worker_id, second.incarnation = "q", 6
+    bench.order(reroute=pb.Reroute(request_id="r", attempt=1, prefill=second))
+    rest = await bench.owner.bind(TRANSFER, len(blocks) - 1)
+    bench.write(rest, 1, len(rest))
+    await bench.commit(rest, expected()[0], exposed_s=0.5)
+    (handoff,) = (await bench.next_message("tokens")).handoffs
+    assert (handoff.worker_id, handoff.incarnation, handoff.num_tokens) == ("q", 6, len(rest) * ledger.BLOCK)
 
 
 async def test_decode_worker_full_pool_refuses_handoff_with_retry_time(bench: Bench) -> None:

@@ -30,10 +30,10 @@ class Bench:
         self.worker = worker
         self.port = SessionPort(Incarnation(2))
 
-    def read(self, name: str = "r", *, attempt: int = 1, port: SessionPort | None = None, **fields: Any) -> None:
+    def score(self, name: str = "r", *, attempt: int = 1, port: SessionPort | None = None, **fields: Any) -> None:
         order = {"prompt_token_ids": PROMPT, "hash_root": ledger.ROOT, **fields}
-        read = pb.ScorePrompt(request_id=name, attempt=attempt, **order)
-        self.worker.order(port or self.port, pb.RouterMessage(score_prompt=read))
+        order_pb = pb.ScorePrompt(request_id=name, attempt=attempt, **order)
+        self.worker.order(port or self.port, pb.RouterMessage(score_prompt=order_pb))
 
     async def message(self) -> pb.WorkerMessage:
         async with asyncio.timeout(WAIT_S):
@@ -74,7 +74,7 @@ async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
 
 async def test_prompt_scoring_scores_are_sent_in_ordered_parts(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(read_orders, "_VALUES_PER_MESSAGE", 80)
-    bench.read(num_top=2)
+    bench.score(num_top=2)
     scores = await bench.parts()
     assert len(scores) == 5, "13 tokens in each part"
     assert {(part.request_id, part.attempt) for part in scores} == {("r", 1)}
@@ -86,10 +86,10 @@ async def test_prompt_scoring_scores_are_sent_in_ordered_parts(bench: Bench, mon
 
 
 async def test_prompt_scoring_mean_covers_all_rows(bench: Bench) -> None:
-    bench.read("mean")
+    bench.score("mean")
     (part,) = await bench.parts()
     assert list(part.mean) == pytest.approx([sum(PROMPT) / 60, 59 / 2], rel=1e-6)
-    bench.read("short", prompt_token_ids=[5], num_top=3)
+    bench.score("short", prompt_token_ids=[5], num_top=3)
     (part,) = await bench.parts()
     assert (len(part.logprobs), len(part.mean)) == (0, 0)
     await bench.assert_empty()
@@ -97,7 +97,7 @@ async def test_prompt_scoring_mean_covers_all_rows(bench: Bench) -> None:
 
 async def test_prompt_scoring_continuations_may_use_cache(bench: Bench) -> None:
     for cached in (0, 48):
-        bench.read("next", num_next=30)
+        bench.score("next", num_next=30)
         (part,) = await bench.parts()
         assert list(part.top_ids) == list(range(30))
         assert list(part.top_logprobs) == [-float(i) for i in range(30)]
@@ -121,7 +121,7 @@ async def test_prompt_scoring_continuations_may_use_cache(bench: Bench) -> None:
     ],
 )
 async def test_prompt_scoring_invalid_order_is_refused(bench: Bench, fields: dict[str, Any], code: str) -> None:
-    bench.read(**fields)
+    bench.score(**fields)
     refused = (await bench.message()).refused
     assert (refused.request_id, refused.attempt, refused.failure.code) == ("r", 1, code)
     await bench.assert_empty()
@@ -129,11 +129,11 @@ async def test_prompt_scoring_invalid_order_is_refused(bench: Bench, fields: dic
 
 async def test_prompt_scoring_cancelled_order_gets_no_answer(bench: Bench) -> None:
     other = SessionPort(Incarnation(3))
-    bench.read("cancelled", num_top=0)
-    bench.read("left", port=other)
+    bench.score("cancelled", num_top=0)
+    bench.score("left", port=other)
     bench.worker.order(bench.port, pb.RouterMessage(cancel=pb.Cancel(request_id="cancelled", attempt=1)))
     bench.worker.closed(other)
-    bench.read("cancelled", attempt=2, num_top=0)
+    bench.score("cancelled", attempt=2, num_top=0)
     assert {part.attempt for part in await bench.parts()} == {2}
     await bench.assert_empty()
     other.finish()
@@ -141,10 +141,10 @@ async def test_prompt_scoring_cancelled_order_gets_no_answer(bench: Bench) -> No
 
 
 async def test_prompt_scoring_drain_finishes_running_and_refuses_new(bench: Bench) -> None:
-    bench.read("before", num_top=0)
+    bench.score("before", num_top=0)
     ending = asyncio.create_task(bench.worker.finish())
     await asyncio.sleep(0)
-    bench.read("after", num_top=0)
+    bench.score("after", num_top=0)
     refused = (await bench.message()).refused
     assert (refused.request_id, refused.failure.code) == ("after", "Unavailable")
     assert [part.request_id for part in await bench.parts()] == ["before"]
@@ -153,7 +153,7 @@ async def test_prompt_scoring_drain_finishes_running_and_refuses_new(bench: Benc
 
 
 async def test_prompt_scoring_repeated_attempt_is_refused(bench: Bench) -> None:
-    bench.read(num_top=0)
-    bench.read(num_top=0)
+    bench.score(num_top=0)
+    bench.score(num_top=0)
     assert (await bench.message()).refused.failure.code == "InvalidRequest"
     assert [part.request_id for part in await bench.parts()] == ["r"]

@@ -116,9 +116,9 @@ class FakeGenerator:
         self.began.set()
         script = self.script
         try:
-            if request.reads is not None:
-                yield ChoiceDelta(0, reading=reading_of(request))
-                if request.reads.only:
+            if request.scoring is not None:
+                yield ChoiceDelta(0, scored=scored_prompt_of(request))
+                if request.scoring.only:
                     script = Script(reason=FinishReason.LENGTH)
             for done in range(0, len(script.tokens) + 1, script.per_delta):
                 if script.error is not None and done >= script.error_after:
@@ -163,9 +163,9 @@ class FakeGenerator:
         return SampledToken(token_id=token_id, logprob=-0.5, top_logprobs=top)
 
 
-def reading_of(request: RoutedRequest) -> ScoredPrompt:
+def scored_prompt_of(request: RoutedRequest) -> ScoredPrompt:
     """Each token scores minus its id and is the third; the most likely are the first ids."""
-    ask, prompt = request.reads, request.prompt_token_ids
+    ask, prompt = request.scoring, request.prompt_token_ids
     assert ask is not None
     if ask.num_top is None:
         return ScoredPrompt(mean=[3.0 * len(prompt), 0.0, -4.0 * len(prompt)], times=TIMES)

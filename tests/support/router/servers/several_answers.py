@@ -18,8 +18,8 @@ class Various(fakes.FakeGenerator):
 
     async def generate(self, request: RoutedRequest) -> AsyncGenerator[ChoiceDelta, None]:
         self.requests.append(request)
-        if request.reads is not None:
-            yield ChoiceDelta(0, reading=fakes.reading_of(request))
+        if request.scoring is not None:
+            yield ChoiceDelta(0, scored=fakes.scored_prompt_of(request))
         for index in range(request.num_choices):
             ids = self.tokenizer.encode(TEXTS[index % len(TEXTS)])
             share = LOGPROBS[index % len(TEXTS)] / len(ids) if request.sampling.num_logprobs is not None else None

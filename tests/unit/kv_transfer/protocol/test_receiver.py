@@ -91,6 +91,20 @@ def test_receiver_messages_in_order_commits() -> None:
     assert half.state is HandoffState.CLOSED
 
 
+def test_receiver_exposed_time_is_without_the_senders_fetches() -> None:
+    half = reserved()
+    half.hear(TOKEN)
+    for seq in range(2):
+        half.hear(chunk(seq))
+        verify(half, seq)
+    half.hear(replace(seal(), times=PhaseTimes(transfer_s=3.0)))
+    half.hear(chunk(2))
+    half.now = 0.5
+    [commit] = verify(half, 2)
+    assert commit.info.exposed_s == 0.5
+    assert commit.info.times.transfer_s == 3.5
+
+
 @pytest.mark.parametrize("missing", ["token", "seal", "chunk"])
 def test_receiver_incomplete_handoff_never_commits(missing: str) -> None:
     half = reserved()

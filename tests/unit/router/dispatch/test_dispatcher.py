@@ -68,6 +68,33 @@ async def test_long_prompt_is_routed_over_a_prefill_worker() -> None:
         router.assert_idle()
 
 
+async def test_committed_handoff_is_learnt_while_its_stream_runs() -> None:
+    async def answer_begins(submission: Submission) -> None:
+        submission.give(submission.tokens[:1], cached=0)
+        submission.commit_handoff(num_tokens=208, exposed_s=0.25)
+        submission.give(submission.tokens[1:2], first_index=1)
+
+    decode, prefill = FakeWorker("d0", script=answer_begins), FakeWorker("p0", role=WorkerRole.PREFILL)
+    async with cluster(decode, prefill) as router, aclosing(router.generate(routed(LONG_PROMPT))) as stream:
+        for _ in range(2):
+            await anext(stream)
+        ((pair, measured),) = router.registry.pairs.pairs.items()
+        assert [key.worker_id for key in pair] == ["p0", "d0"]
+        receiver = next(w.info for w in router.registry.snapshots() if w.info.role is WorkerRole.DECODE)
+        assert (measured.seconds, measured.num_bytes) == (0.25, 208 * receiver.kv_bytes_per_token)
+
+
+async def test_handoff_without_a_commit_is_not_learnt() -> None:
+    """The answer ends with its first token, before the KV has come; or the worker is of the version before."""
+    decode, prefill = FakeWorker("d0"), FakeWorker("p0", role=WorkerRole.PREFILL)
+    async with cluster(decode, prefill) as router:
+        for max_tokens in (1, 8):
+            await collect(router.generate(routed(LONG_PROMPT, request_id=f"r{max_tokens}", max_tokens=max_tokens)))
+        assert router.observed.modes == ["disaggregated"] * 2
+        assert not router.registry.pairs.pairs
+        assert not router.registry.pairs.classes
+
+
 async def test_four_choices_each_get_their_own_tokens() -> None:
     one = FakeWorker("d0")
     two = FakeWorker("d1")

@@ -14,7 +14,7 @@ from tandem.v1 import common_pb2 as common
 from tandem.v1 import session_pb2 as pb
 from tandem.values.outputs import FinishReason
 from tandem.values.roles import WorkerRole
-from tests.support.fake_worker import FakeWorker, ReadAttempt, expected_tokens
+from tests.support.fake_worker import FakeWorker, ScoringAttempt, expected_tokens
 from tests.support.router.cluster import PROMPT, Cluster, cluster, collect, routed
 from tests.support.router.delta_readers import QuickReader
 from tests.support.router.worker_views import worker
@@ -24,53 +24,53 @@ SCORES = PromptScoringRequest(num_top=2)
 
 
 def scoring_request(ask: PromptScoringRequest = SCORES, **fields: object) -> RoutedRequest:
-    return replace(routed(), reads=ask, **fields)
+    return replace(routed(), scoring=ask, **fields)
 
 
 async def run(router: Cluster, request: RoutedRequest) -> tuple[ScoredPrompt, QuickReader]:
     reader = QuickReader()
     async with asyncio.timeout(WAIT_S):
         await router.dispatcher.run(request, reader)
-    first = reader.taken[0].reading
+    first = reader.taken[0].scored
     assert first is not None
-    assert all(delta.reading is None for delta in reader.taken[1:])
+    assert all(delta.scored is None for delta in reader.taken[1:])
     return first, reader
 
 
-def assert_whole(reading: ScoredPrompt) -> None:
-    assert list(reading.logprobs) == [-float(token) for token in PROMPT[1:]]
-    assert list(reading.ranks) == list(range(1, len(PROMPT)))
-    assert [reading.top(i) for i in range(len(reading))] == [[(0, 0.0), (1, -1.0)]] * (len(PROMPT) - 1)
+def assert_whole(scored: ScoredPrompt) -> None:
+    assert list(scored.logprobs) == [-float(token) for token in PROMPT[1:]]
+    assert list(scored.ranks) == list(range(1, len(PROMPT)))
+    assert [scored.top(i) for i in range(len(scored))] == [[(0, 0.0), (1, -1.0)]] * (len(PROMPT) - 1)
 
 
 def prefill(name: str, script: object = None) -> FakeWorker:
     made = FakeWorker(name, role=WorkerRole.PREFILL)
     if script is not None:
-        made.read_script = script
+        made.scoring_script = script
     return made
 
 
 async def test_scoring_on_prefill_worker_precedes_answer() -> None:
-    decode, reads = FakeWorker("d0"), prefill("p0")
-    async with cluster(decode, reads) as router:
-        reading, reader = await run(router, scoring_request())
-        assert_whole(reading)
+    decode, scorer = FakeWorker("d0"), prefill("p0")
+    async with cluster(decode, scorer) as router:
+        scored, reader = await run(router, scoring_request())
+        assert_whole(scored)
         assert reader.token_ids() == expected_tokens(PROMPT, count=8, seed=3)
         finish = reader.taken[-1].finish
         assert finish is not None
-        assert (finish.cached_tokens, finish.times.prefill_s) == (0, 0.5), "read for this request, in its time"
-        order = (await reads.reads.get()).order
-        assert (list(order.prompt_token_ids), order.num_top, decode.reads.qsize()) == (list(PROMPT), 2, 0)
+        assert (finish.cached_tokens, finish.times.prefill_s) == (0, 0.5), "computed for this request, in its time"
+        order = (await scorer.scorings.get()).order
+        assert (list(order.prompt_token_ids), order.num_top, decode.scorings.qsize()) == (list(PROMPT), 2, 0)
         router.assert_idle()
 
 
 async def test_scoring_without_prefill_pool_uses_decode_worker() -> None:
     decode = FakeWorker("d0")
     async with cluster(decode) as router:
-        reading, reader = await run(
+        scored, reader = await run(
             router, scoring_request(PromptScoringRequest(num_top=None, only=True), num_choices=2)
         )
-        assert list(reading.mean) == [len(PROMPT), 3.0, 4.0]
+        assert list(scored.mean) == [len(PROMPT), 3.0, 4.0]
         assert [(d.choice_index, d.finish.reason) for d in reader.taken[1:] if d.finish] == [
             (0, FinishReason.LENGTH),
             (1, FinishReason.LENGTH),
@@ -80,10 +80,10 @@ async def test_scoring_without_prefill_pool_uses_decode_worker() -> None:
 
 
 async def test_scores_in_parts_are_assembled() -> None:
-    def in_parts(reading: ReadAttempt) -> None:
-        reading.give(0, 4)
-        reading.give(4, 5)
-        reading.give(5)
+    def in_parts(scoring: ScoringAttempt) -> None:
+        scoring.give(0, 4)
+        scoring.give(4, 5)
+        scoring.give(5)
 
     async with cluster(FakeWorker("d0"), prefill("p0", in_parts)) as router:
         assert_whole((await run(router, scoring_request()))[0])
@@ -91,7 +91,7 @@ async def test_scores_in_parts_are_assembled() -> None:
 
 @pytest.mark.parametrize("code", ["Overloaded", "Unavailable", "InternalError"])
 async def test_scoring_refused_by_worker_tries_another(code: str) -> None:
-    async with cluster(FakeWorker("d0"), prefill("p0", lambda reading: reading.refuse(code)), prefill("p1")) as router:
+    async with cluster(FakeWorker("d0"), prefill("p0", lambda scoring: scoring.refuse(code)), prefill("p1")) as router:
         assert_whole((await run(router, scoring_request()))[0])
         router.assert_idle()
 
@@ -102,11 +102,11 @@ async def test_scoring_refused_by_worker_tries_another(code: str) -> None:
 async def test_scoring_refused_by_all_raises_last_refusal(code: str, error: type[ServingError], asked_of: int) -> None:
     workers = [prefill("p0"), prefill("p1"), FakeWorker("d0")]
     for one in workers:
-        one.read_script = lambda reading: reading.refuse(code)
+        one.scoring_script = lambda scoring: scoring.refuse(code)
     async with cluster(*workers) as router:
         with pytest.raises(error):
             await run(router, scoring_request())
-        assert sum(one.reads.qsize() for one in workers) == asked_of
+        assert sum(one.scorings.qsize() for one in workers) == asked_of
         router.assert_idle()
 
 
@@ -116,7 +116,7 @@ async def test_scoring_gives_up_after_two_lost_workers() -> None:
     async with cluster(decode, *readers) as router:
         task = asyncio.create_task(run(router, scoring_request()))
         for _ in range(2):
-            arrivals = [asyncio.create_task(one.reads.get()) for one in readers]
+            arrivals = [asyncio.create_task(one.scorings.get()) for one in readers]
             done, pending = await asyncio.wait(arrivals, return_when=asyncio.FIRST_COMPLETED, timeout=WAIT_S)
             for other in pending:
                 other.cancel()
@@ -125,18 +125,18 @@ async def test_scoring_gives_up_after_two_lost_workers() -> None:
             await which.crash()
         with pytest.raises(Unavailable, match="two workers"):
             await task
-        assert decode.reads.empty()
+        assert decode.scorings.empty()
         router.assert_idle()
 
 
 async def test_scoring_waits_for_returning_worker() -> None:
-    decode, reads = FakeWorker("d0"), prefill("p0", lambda _: None)
-    async with cluster(decode, reads) as router:
-        decode.read_script = lambda _: None
+    decode, scorer = FakeWorker("d0"), prefill("p0", lambda _: None)
+    async with cluster(decode, scorer) as router:
+        decode.scoring_script = lambda _: None
         task = asyncio.create_task(run(router, scoring_request()))
-        await asyncio.wait_for(reads.reads.get(), WAIT_S)
-        await reads.crash()
-        await asyncio.wait_for(decode.reads.get(), WAIT_S)
+        await asyncio.wait_for(scorer.scorings.get(), WAIT_S)
+        await scorer.crash()
+        await asyncio.wait_for(decode.scorings.get(), WAIT_S)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -154,13 +154,13 @@ async def test_scoring_waits_for_returning_worker() -> None:
 async def test_scoring_retries_only_worker_in_new_session() -> None:
     """The same process after a freeze or a network loss."""
     alone = FakeWorker("d0")
-    alone.read_script = lambda _: None
+    alone.scoring_script = lambda _: None
     async with cluster(alone) as router:
         task = asyncio.create_task(run(router, scoring_request()))
-        await asyncio.wait_for(alone.reads.get(), WAIT_S)
+        await asyncio.wait_for(alone.scorings.get(), WAIT_S)
         await alone.crash()
         await router.registry.until_live(0)
-        alone.read_script = ReadAttempt.give
+        alone.scoring_script = ScoringAttempt.give
         await alone.start()
         assert_whole((await task)[0])
         router.assert_idle()
@@ -170,23 +170,23 @@ async def test_scoring_abandoned_is_cancelled_on_worker() -> None:
     slow = prefill("p0", lambda _: None)
     async with cluster(FakeWorker("d0"), slow) as router:
         task = asyncio.create_task(run(router, scoring_request()))
-        reading = await asyncio.wait_for(slow.reads.get(), WAIT_S)
+        scoring = await asyncio.wait_for(slow.scorings.get(), WAIT_S)
         task.cancel()
-        await asyncio.wait_for(reading.cancelled.wait(), WAIT_S)
+        await asyncio.wait_for(scoring.cancelled.wait(), WAIT_S)
         await asyncio.gather(task, return_exceptions=True)
         now_s = router.dispatcher._context.clock()
         with pytest.raises(DeadlineExceeded):
             await run(router, scoring_request(deadline_s=now_s + 0.05))
-        reading = await asyncio.wait_for(slow.reads.get(), WAIT_S)
-        await asyncio.wait_for(reading.cancelled.wait(), WAIT_S)
+        scoring = await asyncio.wait_for(slow.scorings.get(), WAIT_S)
+        await asyncio.wait_for(scoring.cancelled.wait(), WAIT_S)
         router.assert_idle()
 
 
 async def test_scoring_malformed_scores_raise_internal_error() -> None:
-    async with cluster(FakeWorker("d0"), prefill("p0", lambda reading: reading.give(3))) as router:
+    async with cluster(FakeWorker("d0"), prefill("p0", lambda scoring: scoring.give(3))) as router:
         assert_whole((await run(router, scoring_request()))[0])
     lone = FakeWorker("d0")
-    lone.read_script = lambda reading: reading.give(3)
+    lone.scoring_script = lambda scoring: scoring.give(3)
     async with cluster(lone) as router:
         with pytest.raises(InternalError):
             await run(router, scoring_request())
@@ -221,15 +221,15 @@ async def test_beam_search_stays_on_one_worker_until_lost() -> None:
     asked_of: dict[str, list[int]] = {"p0": [], "p1": []}
 
     def follow(name: str) -> object:
-        def answer(reading: ReadAttempt) -> None:
-            length = len(reading.order.prompt_token_ids) - len(PROMPT)
+        def answer(scoring: ScoringAttempt) -> None:
+            length = len(scoring.order.prompt_token_ids) - len(PROMPT)
             asked_of[name].append(length)
             if len(asked_of[name]) > 3:
                 workers[name].send(pb.WorkerMessage())  # what the protocol does not have ends the session
                 return
             tops = [(length, -0.1), (900, -3.0), *((100 + i, -9.0 - i) for i in range(2))]
-            assert reading.order.num_next == len(tops)
-            order = reading.order
+            assert scoring.order.num_next == len(tops)
+            order = scoring.order
             part = pb.PromptScores(request_id=order.request_id, attempt=order.attempt)
             part.top_ids.extend(token for token, _ in tops)
             part.top_logprobs.extend(value for _, value in tops)

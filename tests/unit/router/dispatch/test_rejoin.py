@@ -11,9 +11,9 @@ from router.__main__ import make_dispatcher
 from router.dispatch.choices.context import DispatchSettings
 from router.dispatch.dispatcher import Dispatcher
 from router.metrics.router_metrics import RouterMetrics
+from router.placement.costs import CostModel
 from router.placement.decision_log import DecisionLog
 from router.placement.placer import Placer
-from router.placement.worker_selection import CostModel
 from router.types.session_events import AttemptFinished, Deliver, SubmitOrder, TokensArrived, WorkerLost
 from router.types.worker_view import WorkerInfo, WorkerKey
 from router.workers.prefix_map import PrefixMap

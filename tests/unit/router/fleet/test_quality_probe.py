@@ -14,7 +14,7 @@ from tandem.config.cluster import load
 from tandem.errors import ConfigError
 from tandem.values.block_hash import root_hash
 from tandem.values.roles import WorkerRole
-from tests.support.fake_worker import SECRET, FakeWorker, ReadAttempt
+from tests.support.fake_worker import SECRET, FakeWorker, ScoringAttempt
 from tests.support.router.cluster import Cluster, cluster
 from tests.support.router.worker_views import worker
 
@@ -50,39 +50,39 @@ def test_quality_loss_is_mean_negative_logprob() -> None:
 
 
 async def test_quality_probe_reports_each_worker() -> None:
-    decode, reads = FakeWorker("d0"), FakeWorker("p0", role=WorkerRole.PREFILL)
-    async with cluster(decode, reads) as router:
+    decode, scorer = FakeWorker("d0"), FakeWorker("p0", role=WorkerRole.PREFILL)
+    async with cluster(decode, scorer) as router:
         probe, registry = probe_of(router)
         await probe.probe_due()
         assert (exported_loss(registry, "d0", "decode"), exported_loss(registry, "p0", "prefill")) == (10.0, 10.0)
-        for one in (decode, reads):
-            order = one.reads.get_nowait().order
+        for one in (decode, scorer):
+            order = one.scorings.get_nowait().order
             assert (list(order.prompt_token_ids), order.hash_root, order.num_top) == (list(TEXT), ROOT, 0)
-            assert one.reads.empty(), "one of each"
+            assert one.scorings.empty(), "one of each"
         assert router.observed.modes == [], "no request of a client's"
         await probe.probe_due()
-        assert decode.reads.empty(), "not before its period is over"
+        assert decode.scorings.empty(), "not before its period is over"
         router.assert_idle()
 
 
 async def test_quality_probe_skips_refusing_and_departed_workers() -> None:
-    decode, reads = FakeWorker("d0"), FakeWorker("p0", role=WorkerRole.PREFILL)
-    decode.read_script = lambda reading: reading.refuse("Overloaded")
-    async with cluster(decode, reads) as router:
+    decode, scorer = FakeWorker("d0"), FakeWorker("p0", role=WorkerRole.PREFILL)
+    decode.scoring_script = lambda scoring: scoring.refuse("Overloaded")
+    async with cluster(decode, scorer) as router:
         probe, registry = probe_of(router)
         await probe.probe_due()
         assert (exported_loss(registry, "d0", "decode"), exported_loss(registry, "p0", "prefill")) == (None, 10.0)
-        assert reads.reads.qsize() == 1
-        await reads.crash()
+        assert scorer.scorings.qsize() == 1
+        await scorer.crash()
         await router.registry.until_live(1)
         await probe.probe_due()
         assert exported_loss(registry, "p0", "prefill") is None
 
 
 @pytest.mark.parametrize(
-    "broken_script", [lambda reading: reading.refuse("Overloaded"), lambda reading: reading.give(scale=float("nan"))]
+    "broken_script", [lambda scoring: scoring.refuse("Overloaded"), lambda scoring: scoring.give(scale=float("nan"))]
 )
-async def test_quality_probe_failure_removes_earlier_loss(broken_script: Callable[[ReadAttempt], None]) -> None:
+async def test_quality_probe_failure_removes_earlier_loss(broken_script: Callable[[ScoringAttempt], None]) -> None:
     decode = FakeWorker("d0")
     async with cluster(decode) as router:
         later_s = 0.0
@@ -99,7 +99,7 @@ async def test_quality_probe_failure_removes_earlier_loss(broken_script: Callabl
         await probe.probe_due()
         assert exported_loss(registry, "d0", "decode") == 10.0
         later_s = 61.0
-        decode.read_script = broken_script
+        decode.scoring_script = broken_script
         await probe.probe_due()
         assert exported_loss(registry, "d0", "decode") is None
 
@@ -108,10 +108,10 @@ async def test_quality_probe_runs_only_while_entered() -> None:
     decode = FakeWorker("d0")
     called = asyncio.Event()
 
-    def hold(_: ReadAttempt) -> None:
+    def hold(_: ScoringAttempt) -> None:
         called.set()
 
-    decode.read_script = hold
+    decode.scoring_script = hold
     async with cluster(decode) as router:
         probe, _ = probe_of(router)
         async with probe:

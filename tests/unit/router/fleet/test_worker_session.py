@@ -76,6 +76,20 @@ async def test_load_and_cache_events_reach_the_registry() -> None:
         assert not prefix_map.is_approximate(WorkerId("d0"))
 
 
+async def test_handoff_from_a_worker_that_left_is_ignored() -> None:
+    worker = FakeWorker("d0")
+    async with cluster(worker, FakeWorker("p0", role=WorkerRole.PREFILL)) as router:
+        handoffs = [
+            pb.CommittedHandoff(worker_id=name, incarnation=life, num_tokens=16, exposed_s=0.1)
+            for name, life in (("p0", 2), ("p1", 1), ("p0", 1))
+        ]
+        worker.send(pb.WorkerMessage(tokens=pb.StepTokens(handoffs=handoffs)))
+        worker.send(pb.WorkerMessage(load=pb.LoadSnapshot(num_running=2)))
+        await router.registry.until(lambda: any(w.load.num_running == 2 for w in router.registry.snapshots()))
+        (measured,) = router.registry.pairs.pairs.values()
+        assert measured.count == 1.0
+
+
 async def test_missed_events_make_worker_approximate_until_snapshot() -> None:
     worker = FakeWorker("d0")
     worker.first_messages = [_events(1, (0, True), cleared=True)]

@@ -74,9 +74,9 @@ def placed(workers: list[WorkerSnapshot], request: PlacementRequest, model: Cost
     return place(wanted, view, model, Random(seed))
 
 
-@pytest.mark.parametrize("few", [0, pricing.FEW], ids=["by_columns", "one_by_one"])
+@pytest.mark.parametrize("few", [0, pricing.MAX_PRICED_SINGLY], ids=["by_columns", "one_by_one"])
 def test_placement_costs_equal_plain_python(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pricing, "FEW", few)
+    monkeypatch.setattr(pricing, "MAX_PRICED_SINGLY", few)
     rng, num_placed = Random(11), 0
     for _ in range(400):
         workers = cluster_at_random(rng)
@@ -108,8 +108,8 @@ def test_placement_costs_equal_plain_python(few: int, monkeypatch: pytest.Monkey
 def test_placement_scalar_and_vectorised_paths_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     rng, found, reasons = Random(12), [], set()
     cases = [(workers := cluster_at_random(rng), ask_at_random(rng, workers)) for _ in range(300)]
-    for few in (0, pricing.FEW):
-        monkeypatch.setattr(pricing, "FEW", few)
+    for few in (0, pricing.MAX_PRICED_SINGLY):
+        monkeypatch.setattr(pricing, "MAX_PRICED_SINGLY", few)
         decisions: list[object] = []
         for seed, (workers, asked) in enumerate(cases):
             try:

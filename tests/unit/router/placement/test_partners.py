@@ -10,7 +10,7 @@ import pytest
 from router.placement import partners, pricing
 from router.placement.costs import CostModel
 from router.placement.pool_costs import Column
-from router.placement.worker_selection import Placement, place, place_prefill
+from router.placement.worker_selection import NoDecodeWorker, Placement, place, place_prefill
 from router.types.worker_view import WorkerLoad, WorkerSnapshot
 from router.workers.pair_links import PairLinks, PairTable
 from tests.support.router.reference_costs import PlacementRequest, held, pair_cost
@@ -31,7 +31,14 @@ def placed(
     links = None if table is None else PairLinks(table, view.decode.members, view.prefill.members)
     if links is not None and not links.refreshed(0.0):
         links = None
-    wanted = demand_of(view, request.num_tokens, matched=request.matched, links=links)
+    wanted = demand_of(
+        view,
+        request.num_tokens,
+        *(w for w in workers if w.info.key in request.excluded),
+        matched=request.matched,
+        replicate_tokens=request.replicate_tokens,
+        links=links,
+    )
     return place(wanted, view, model, Random(0)), links
 
 
@@ -79,13 +86,17 @@ def test_rerouted_prefill_considers_the_link() -> None:
     assert found[0].info.key.worker_id == "p1"
 
 
-@pytest.mark.parametrize("few", [0, pricing.FEW], ids=["by_columns", "one_by_one"])
+@pytest.mark.parametrize("few", [0, pricing.MAX_PRICED_SINGLY], ids=["by_columns", "one_by_one"])
 def test_pair_placement_finds_cheapest_of_all_pairs(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pricing, "FEW", few)
+    monkeypatch.setattr(pricing, "MAX_PRICED_SINGLY", few)
     rng, num_remote, num_moved = Random(5), 0, 0
-    for _ in range(150):
+    for _ in range(300):
         workers, request, table = _cluster_at_random(rng)
-        placement, links = placed(workers, request, table)
+        workers, request = _hindered(rng, workers, request)
+        try:
+            placement, links = placed(workers, request, table)
+        except NoDecodeWorker:
+            continue
         if links is None:
             continue
         costs = {pair: cost for pair, cost in _costs(workers, request, links)}
@@ -100,12 +111,35 @@ def test_pair_placement_finds_cheapest_of_all_pairs(few: int, monkeypatch: pytes
     assert num_moved > 10
 
 
+def test_linked_placement_decides_alike_one_by_one_and_by_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With copies of prefixes, penalties, and workers that are closed to the choice."""
+    rng, cases, found, terms = Random(7), [], [], set()
+    for _ in range(300):
+        workers, request, table = _cluster_at_random(rng)
+        cases.append((*_hindered(rng, workers, request), table))
+    for few in (0, pricing.MAX_PRICED_SINGLY):
+        monkeypatch.setattr(pricing, "MAX_PRICED_SINGLY", few)
+        decisions: list[object] = []
+        for workers, request, table in cases:
+            try:
+                made, _ = placed(workers, request, table, CostModel())
+            except NoDecodeWorker as error:
+                decisions.append(str(error))
+                continue
+            shown = (*made.decode_candidates, *made.prefill_candidates)
+            terms |= {name for cost in shown for name in ("pair_ms", "copy_ms", "penalty_ms") if getattr(cost, name)}
+            decisions.append((made.decode, made.prefill, made.reason, made.affinity, made.predicted_ms, shown))
+        found.append(decisions)
+    assert found[0] == found[1]
+    assert terms == {"pair_ms", "copy_ms", "penalty_ms"}
+
+
 def test_pair_placement_of_many_is_within_spread_of_links(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Only promising decode workers are priced with every partner; the chosen pair has its true price."""
-    monkeypatch.setattr(pricing, "FEW", 0)
-    monkeypatch.setattr(partners, "PROMISING", 2)
+    """Only those that could be cheapest are priced with every partner; what is chosen has its true price."""
+    monkeypatch.setattr(pricing, "MAX_PRICED_SINGLY", 0)
+    monkeypatch.setattr(partners, "NUM_PRICED_EXACTLY", 2)
     rng = Random(6)
     for _ in range(60):
         workers, request, table = _cluster_at_random(rng)
@@ -135,6 +169,15 @@ def _cluster_at_random(rng: Random) -> tuple[list[WorkerSnapshot], PlacementRequ
                 exposed_s = rng.choice([0.0005, 0.02, 0.09])
                 table.observe(prefill.info, decode.info, num_tokens=100, exposed_s=exposed_s, now_s=0.0)
     return workers, request, table
+
+
+def _hindered(
+    rng: Random, workers: list[WorkerSnapshot], request: PlacementRequest
+) -> tuple[list[WorkerSnapshot], PlacementRequest]:
+    """The same with penalties, workers that drain or are excluded, and a prefix that is to be copied."""
+    workers = [replace(one, draining=rng.random() < 0.15, penalty_ms=rng.choice([0.0, 0.0, 300.0])) for one in workers]
+    excluded = frozenset(one.info.key for one in workers if rng.random() < 0.1)
+    return workers, replace(request, excluded=excluded, replicate_tokens=rng.choice([0, 0, 256, 700]))
 
 
 def _costs(workers: list[WorkerSnapshot], request: PlacementRequest, links: PairLinks):

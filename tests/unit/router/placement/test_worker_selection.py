@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from router.placement import worker_selection as placing
 from router.placement.costs import CostModel
+from router.placement.demand import PlacementDemand
 from router.placement.prefix_holders import best_holder
-from router.placement.worker_selection import Affinity, NoDecodeWorker, Placement, PlacementDemand, PlacementReason
+from router.placement.worker_selection import Affinity, NoDecodeWorker, Placement, PlacementReason
 from router.types.worker_view import WorkerKey, WorkerLoad, WorkerSnapshot
 from tandem.errors import RequestTooLarge
 from tandem.values.ids import Incarnation, WorkerId
@@ -268,8 +269,8 @@ def test_placement_finds_cheapest_pair(
     tokens: int,
     seed: int,
 ) -> None:
-    """The linear search against all pairs priced alone; a tie's margin may apply once in each pool."""
-    alone = replace(MODEL, again_weight=0.0)
+    """The linear search against all pairs, each priced alone; a tie's margin may be taken once in each pool."""
+    alone = replace(MODEL, recompute_weight=0.0)
     named = {f"d{i}": d for i, d in enumerate(decoders)} | {f"p{i}": p for i, p in enumerate(prefillers)}
     workers = {name: worker(name, load=load, backlog=backlog) for name, (load, backlog, _) in named.items()}
     wanted = demand(tokens, **{name: matched for name, (_, _, matched) in named.items()})

@@ -96,6 +96,25 @@ def test_pair_links_measurement_fades_to_class() -> None:
     assert faded[2] < faded[0]
 
 
+def test_pair_measurements_fade_in_turn_when_more_than_are_computed_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pair_links, "MOST_REFRESHED", 1)
+    table, decode, prefill = PairTable(), [info("d0", "a"), info("d1", "b")], [info("p0", "c"), info("p1", "d")]
+    measured = [(sender, receiver) for receiver in reversed(decode) for sender in prefill]
+    for sender, receiver in measured:
+        observe(table, sender, receiver, 9e-9 if sender is prefill[0] else 1e-9)
+    links = PairLinks(table, pool(*decode), pool(*prefill))
+    for second in range(len(measured)):
+        links.refreshed(float(second))
+    assert {row: own.keys() for row, own in links.own_ms.items()} == {0: {0, 1}, 1: {0, 1}}
+    # From then on only hand-offs to the first receiver are measured.
+    later_s = 20 * HALF_LIFE_S
+    for sender in prefill:
+        observe(table, sender, decode[0], 9e-9 if sender is prefill[0] else 1e-9, now_s=later_s)
+    for second in range(2 * len(measured)):
+        links.refreshed(later_s + second)
+    assert links.own_ms.keys() == {0}
+
+
 def test_pair_links_impossible_pair_is_infinite() -> None:
     prefill = [info("p0", "a"), info("p1", "b"), info("p2", "b", transports=frozenset({"nixl"}))]
     assert np.isinf(column_of(PairTable(), [info("d0", "a")], prefill, 0)).tolist() == [False, False, True]
@@ -129,7 +148,8 @@ def test_pair_table_forgets_departed_workers() -> None:
 def test_pair_table_ignores_impossible_measurements() -> None:
     table = PairTable()
     table.observe(info("p0", "a"), info("d0", "b"), num_tokens=0, exposed_s=1.0, now_s=0.0)
-    table.observe(info("p0", "a"), info("d0", "b"), num_tokens=9, exposed_s=-1.0, now_s=0.0)
+    for exposed_s in (-1.0, float("nan"), float("inf")):
+        table.observe(info("p0", "a"), info("d0", "b"), num_tokens=9, exposed_s=exposed_s, now_s=0.0)
     assert not table.pairs
 
 

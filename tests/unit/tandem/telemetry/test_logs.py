@@ -52,7 +52,7 @@ def test_log_line_has_client_request_id_if_different() -> None:
         REQUEST_ID.reset(own)
 
 
-@pytest.mark.parametrize("name", ["{}", "{}-0", "7:{}-3", "{}-0.1.9f3", "7:{}-0/2", "read 4:{}/prompt", "{}/12.3-0"])
+@pytest.mark.parametrize("name", ["{}", "{}-0", "7:{}-3", "{}-0.1.9f3", "7:{}-0/2", "score 4:{}/prompt", "{}/12.3-0"])
 @pytest.mark.parametrize("request_id", ["0123456789abcdef" * 2, "canary-17", "quality-2"])
 def test_about_finds_request_id_in_name(name: str, request_id: str) -> None:
     assert about(name.format(request_id)) == {"request_id": request_id}

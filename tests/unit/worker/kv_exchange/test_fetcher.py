@@ -90,7 +90,7 @@ class Bench:
 
 
 def commit(blocks: tuple[BlockId, ...]) -> CommitInfo:
-    return CommitInfo(blocks=blocks, first_token=None, cached_tokens=0, times=PhaseTimes())
+    return CommitInfo(blocks=blocks, first_token=None, cached_tokens=0, times=PhaseTimes(), exposed_s=0.0)
 
 
 @pytest.fixture

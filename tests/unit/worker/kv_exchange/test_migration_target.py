@@ -76,7 +76,7 @@ class Bench:
 
     async def give(self, job: PrefillJob) -> None:
         blocks = await self.fetcher.bind(job.transfer_id, job.num_blocks(ledger.BLOCK))
-        info = CommitInfo(blocks=blocks, first_token=None, cached_tokens=0, times=PhaseTimes())
+        info = CommitInfo(blocks=blocks, first_token=None, cached_tokens=0, times=PhaseTimes(), exposed_s=0.0)
         await self.fetcher.commit(job.transfer_id, info)
 
     async def answered(self, port: SessionPort | None = None) -> pb.CacheFetched:

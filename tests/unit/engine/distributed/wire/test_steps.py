@@ -32,7 +32,7 @@ def step(rng: random.Random) -> StepInputs:
             block_table=BlockTable([BlockId(rng.randrange(2**24)) for _ in range(num_blocks)]),
         )
         if rng.random() < 0.3:
-            request.reading = PromptScoringState(num_prompt_tokens=start + count, num_top=rng.choice([None, 0, 7]))
+            request.scoring = PromptScoringState(num_prompt_tokens=start + count, num_top=rng.choice([None, 0, 7]))
         items.append(BatchItem(request=request, start=start, num_tokens=count, samples=rng.random() < 0.5))
     offloads = tuple(BlockOffload(BlockId(rng.randrange(99)), rng.randrange(99)) for _ in range(rng.randrange(3)))
     loads = tuple(BlockLoad(rng.randrange(99), BlockId(rng.randrange(99))) for _ in range(rng.randrange(3)))

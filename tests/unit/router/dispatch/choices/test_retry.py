@@ -14,8 +14,8 @@ from router.dispatch.choices.retry import (
     final_error,
     in_clients_field,
 )
+from router.placement.costs import CostModel
 from router.placement.placer import Placer
-from router.placement.worker_selection import CostModel
 from router.types.session_events import (
     AttemptFinished,
     AttemptStarted,
@@ -77,27 +77,27 @@ def test_progress_refused_attempt_was_not_taken() -> None:
     assert not progress.was_taken
     progress.begin_attempt()
     assert progress.was_taken
-    progress.may_retry(RetryReason.REFUSED, Unavailable("x"), budget)
+    progress.record_failure(RetryReason.REFUSED, Unavailable("x"), budget)
     assert not progress.was_taken
     progress.begin_attempt()
     progress.was_full(WorkerKey(WorkerId("d0"), Incarnation(1)), Overloaded("x"))
     assert not progress.was_taken
     progress.begin_attempt()
-    progress.may_retry(RetryReason.WORKER_LOST, Unavailable("x"), budget)
+    progress.record_failure(RetryReason.WORKER_LOST, Unavailable("x"), budget)
     assert progress.was_taken
 
 
 def test_progress_bounds_consecutive_failures() -> None:
     progress, budget, error = _progress(), RetryBudget(), Unavailable("x")
     key = WorkerKey(WorkerId("d0"), Incarnation(1))
-    assert progress.may_retry(RetryReason.REFUSED, error, budget)
-    assert progress.may_retry(RetryReason.REFUSED, error, budget)
+    assert progress.record_failure(RetryReason.REFUSED, error, budget)
+    assert progress.record_failure(RetryReason.REFUSED, error, budget)
     progress.excluded[key] = _Port()
     progress.accept(_arrived(0, 1))
     assert progress.excluded == {}
-    assert progress.may_retry(RetryReason.REFUSED, error, budget)
-    assert progress.may_retry(RetryReason.REFUSED, error, budget)
-    assert not progress.may_retry(RetryReason.REFUSED, error, budget)
+    assert progress.record_failure(RetryReason.REFUSED, error, budget)
+    assert progress.record_failure(RetryReason.REFUSED, error, budget)
+    assert not progress.record_failure(RetryReason.REFUSED, error, budget)
 
 
 @pytest.mark.parametrize(
@@ -114,24 +114,31 @@ def test_progress_bounds_consecutive_failures() -> None:
     ],
 )
 def test_progress_final_errors_are_not_retried(error: ServingError, retried: bool) -> None:
-    assert _progress().may_retry(RetryReason.REFUSED, error, RetryBudget()) is retried
+    assert _progress().record_failure(RetryReason.REFUSED, error, RetryBudget()) is retried
 
 
 def test_retry_budget_excludes_streams_of_lost_workers() -> None:
     budget, error = RetryBudget(share=0.25, most=2.0), Unavailable("x")
-    assert [_progress().may_retry(RetryReason.REFUSED, error, budget) for _ in range(3)] == [True, True, False]
-    assert _progress().may_retry(RetryReason.WORKER_LOST, error, budget)
+    assert [_progress().record_failure(RetryReason.REFUSED, error, budget) for _ in range(3)] == [True, True, False]
+    assert _progress().record_failure(RetryReason.WORKER_LOST, error, budget)
     for _ in range(4):
         budget.earn()
-    assert [_progress().may_retry(RetryReason.WORKER_FAULT, error, budget) for _ in range(2)] == [True, False]
+    assert [_progress().record_failure(RetryReason.WORKER_FAULT, error, budget) for _ in range(2)] == [True, False]
 
 
-def test_progress_bounds_reroutes_per_attempt() -> None:
-    progress = _progress()
+def test_failure_that_ends_the_choice_spends_no_retry() -> None:
+    budget = RetryBudget(most=1.0)
+    assert not _progress().record_failure(RetryReason.REFUSED, InvalidRequest("x"), budget)
+    assert not _progress(max_attempts=1).record_failure(RetryReason.REFUSED, Unavailable("x"), budget)
+    assert _progress().record_failure(RetryReason.REFUSED, Unavailable("x"), budget)
+
+
+def test_reroutes_are_bounded_per_attempt_and_by_the_budget() -> None:
+    progress, budget = _progress(), RetryBudget(most=3.0)
     progress.begin_attempt()
-    assert [progress.may_reroute() for _ in range(3)] == [True, True, False]
+    assert [progress.try_reroute(budget) for _ in range(3)] == [True, True, False]
     assert progress.begin_attempt() == 2
-    assert progress.may_reroute()
+    assert [progress.try_reroute(budget) for _ in range(2)] == [True, False], "the refused one has spent nothing"
 
 
 def test_progress_cached_tokens_are_those_of_first_attempt() -> None:
@@ -140,7 +147,7 @@ def test_progress_cached_tokens_are_those_of_first_attempt() -> None:
     progress = _progress()
     progress.begin_attempt()
     progress.accept(_arrived(0, 1, cached=4))
-    assert progress.may_retry(RetryReason.WORKER_LOST, Unavailable("lost"), RetryBudget())
+    assert progress.record_failure(RetryReason.WORKER_LOST, Unavailable("lost"), RetryBudget())
     progress.begin_attempt()
     progress.accept(_arrived(1, 2, cached=18))
     finish = progress.finish(end)
