@@ -1,8 +1,8 @@
-"""Where rank 0 listens for the ranks of other nodes; open only until all have come.
+"""Listens on rank 0 for the ranks of other nodes, until all have joined.
 
 Each connection has a thread of its own and a few seconds to authenticate, and one address may have as many connections
-as there are ranks to come, so no caller delays the others.
-A rank that connects again while others are awaited is a new process: it takes the place of the one before.
+as ranks are expected, so no caller delays the others.
+A rank that connects again while others are awaited is a new process, which replaces the previous one.
 """
 
 import logging
@@ -33,13 +33,13 @@ from tandem.rpc.mutual_tls import peer_fingerprint, tls_reason
 _log = logging.getLogger(__name__)
 _GREETING_S = 10.0
 _MAX_CALLERS = 128
-"""At once; a group has at most 64 ranks with two connections each."""
+"""Most connections being authenticated at once; a group has at most 64 ranks with two connections each."""
 _TELL_S = 30.0
 _ACCEPT_PAUSE_S = 0.1
 
 
 class _TimeLimit:
-    """Of one greeting, as a context: hangs up when it is over, however much was said. Leaving raises RankLost then."""
+    """Context that hangs up after `_GREETING_S`, however much was received; leaving it then raises RankLost."""
 
     def __init__(self, channel: RankChannel) -> None:
         self._channel = channel
@@ -68,14 +68,14 @@ class _TimeLimit:
 
 @dataclass(slots=True, kw_only=True)
 class _Comer:
-    """What one process of a rank has opened so far."""
+    """Token and first connection of a rank whose second connection is awaited."""
 
     token: str
     steps: RankChannel
 
 
 class NodeListener:
-    """Listens from its construction on."""
+    """Accepts connections from construction on."""
 
     def __init__(self, group: NodeGroup, on_pulse: Callable[[RankChannel], None]) -> None:
         """`on_pulse` gets each rank's second connection, on any thread. Raises OSError, ConfigError."""
@@ -85,11 +85,11 @@ class NodeListener:
         family = socket.AF_INET6 if ":" in group.host else socket.AF_INET
         self._server = socket.create_server((group.host, group.port), family=family, backlog=_MAX_CALLERS)
         self.host = str(self._server.getsockname()[0])
-        """This node's address, for what the ranks sum."""
+        """Address of this node, which the ranks' collectives use as well."""
         self.port = int(self._server.getsockname()[1])
         self._changed = threading.Condition()
         self._callers: Counter[str] = Counter()
-        """Those being looked at, by address."""
+        """Number of connections being authenticated, by address."""
         self._comers: dict[int, _Comer] = {}
         self._whole: dict[int, RankChannel] = {}
         self._failure: RankLost | None = None
@@ -97,9 +97,8 @@ class NodeListener:
         threading.Thread(target=self._accept, name="tandem-rank-listener", daemon=True).start()
 
     def gather(self) -> dict[int, RankChannel]:
-        """Wait until every rank of another node is here; the connections for steps, which are then the caller's.
-
-        Raises RankLost when they do not come in time, or `fail` was called.
+        """Wait until every rank of other nodes has joined. Returns their connections for steps, by rank, to be closed
+        by the caller. Raises RankLost when they do not come in time, or after `fail`.
         """
         wanted = set(self._group.elsewhere)
         left_s = self._group.join_s
@@ -118,7 +117,7 @@ class NodeListener:
             return whole
 
     def fail(self, lost: RankLost) -> None:
-        """A rank that was here is gone: nobody else is worth waiting for. From any thread."""
+        """Give up the wait, because a rank that had joined is lost. From any thread."""
         with self._changed:
             self._failure = self._failure or lost
             self._changed.notify_all()
@@ -146,7 +145,7 @@ class NodeListener:
             except OSError as error:
                 if self._is_closing:
                     return
-                # Out of descriptors or memory: that passes.
+                # Out of descriptors or memory, which is temporary.
                 _log.warning("cannot accept a rank: %s", error)
                 with self._changed:
                     self._changed.wait(_ACCEPT_PAUSE_S)
@@ -213,11 +212,11 @@ class NodeListener:
 
     def _refusal(self, caller: JoiningRank) -> str | None:
         if (reason := too_early(caller, revision=self._group.revision, software=installed())) is not None:
-            raise RankLost(reason)  # no refusal, whatever else differs
+            raise RankLost(reason)  # not a final refusal, whatever else differs
         return unlike(caller, size=self._group.size, num_nodes=self._group.num_nodes)
 
     def _enter(self, caller: JoiningRank, token: str, channel: RankChannel) -> None:
-        """Keep a connection; with its second one a rank is here."""
+        """Record an authenticated connection; with the second one, the rank has joined."""
         with self._changed:
             if self._is_closing:
                 raise RankLost("the group has started already")
@@ -232,7 +231,7 @@ class NodeListener:
             if comer is None or comer.token != caller.token:
                 raise RankLost(f"{channel.peer} is not the process that opened the other connection")
             if caller.rank in self._whole:
-                raise RankLost(f"{channel.peer} is here already")
+                raise RankLost(f"{channel.peer} has joined already")
             welcome(channel, token)
             del self._comers[caller.rank]
             self._whole[caller.rank] = comer.steps
