@@ -74,7 +74,7 @@ class NodeGroup:
 
     @classmethod
     def from_json(cls, data: bytes) -> "NodeGroup":
-        """What `to_json` was given."""
+        """Decode the output of `to_json`."""
         values = json.loads(data)
         files = values.pop("tls")
         tls = None if files is None else TlsFiles(**{name: Path(path) for name, path in files.items()})
