@@ -33,14 +33,14 @@ class StallWatch:
         """`stall_s`: shortest bound on a turn; None: no bound. `period_s`: how often `check` is meant to be called."""
         self._stall_s = stall_s
         self._period_s = period_s
-        self._looked_s = now_s
+        self._checked_s = now_s
         self._number: int | None = None
         self.age_s = 0.0
         """Duration of the present turn so far."""
 
     def check(self, turn: EngineTurn | None, rates: RateMeter, now_s: float) -> None:
         """Check `turn`, the present one; None while the thread sleeps. Raises EngineStalled."""
-        passed_s, self._looked_s = min(now_s - self._looked_s, 2 * self._period_s), now_s
+        passed_s, self._checked_s = min(now_s - self._checked_s, 2 * self._period_s), now_s
         if turn is None or turn.number != self._number:
             self._number, self.age_s = None if turn is None else turn.number, 0.0
             return

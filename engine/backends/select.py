@@ -64,12 +64,12 @@ def _check_kv_dtype(options: BackendOptions) -> None:
         return
     if options.device.type == "cuda":
         if torch.cuda.get_device_capability(options.device) < _FIRST_WITH_FP8:
-            raise ConfigError("engine.kv_dtype is fp8_e4m3, which this GPU lacks; int8 runs on every one")
+            raise ConfigError("engine.kv_dtype is fp8_e4m3, which this GPU does not support; int8 runs on every GPU")
         return
     if options.deterministic:
         raise ConfigError(
-            "engine.kv_dtype is fp8_e4m3, which a CPU attends to in plain torch; engine.deterministic needs compiled "
-            "attention: int8 has it"
+            "engine.kv_dtype is fp8_e4m3, for which a CPU has no compiled attention, and engine.deterministic needs "
+            "it: set engine.kv_dtype to int8"
         )
     _log.warning("engine.kv_dtype is fp8_e4m3: no compiled attention for it on a CPU, using plain torch")
 

@@ -224,13 +224,13 @@ _INET6 = Path("/proc/net/if_inet6")
 def interface_of(address: str) -> str:
     """Name of the interface with this IP address. Raises RankLost when none has it."""
     wanted = ipaddress.ip_address(address)
-    for name, found in (_of_ipv4() if wanted.version == 4 else _of_ipv6()).items():
+    for name, found in (_ipv4_addresses() if wanted.version == 4 else _ipv6_addresses()).items():
         if wanted in found:
             return name
     raise RankLost(f"no network interface here has the address {address}")
 
 
-def _of_ipv4() -> dict[str, set[ipaddress.IPv4Address]]:
+def _ipv4_addresses() -> dict[str, set[ipaddress.IPv4Address]]:
     found: dict[str, set[ipaddress.IPv4Address]] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _index, name in socket.if_nameindex():
@@ -242,7 +242,7 @@ def _of_ipv4() -> dict[str, set[ipaddress.IPv4Address]]:
     return found
 
 
-def _of_ipv6() -> dict[str, set[ipaddress.IPv6Address]]:
+def _ipv6_addresses() -> dict[str, set[ipaddress.IPv6Address]]:
     found: dict[str, set[ipaddress.IPv6Address]] = {}
     for line in _INET6.read_text(encoding="ascii").splitlines() if _INET6.exists() else ():
         digits, *_rest, name = line.split()

@@ -34,7 +34,7 @@ class PrefixMatch:
     num_blocks: int
     """Blocks of the prefix, found by name; valid until the next change of the index."""
     num_parked: int
-    """Those of these blocks that are evictable now, and stop being so when they are taken."""
+    """Number of these blocks that are evictable now, and stop being so when they are taken."""
     num_missing: int
     """Blocks for the request's other tokens."""
 

@@ -66,7 +66,8 @@ class PrefixPins:
     def pin(self, order: PinOrder, now: float) -> PinResult:
         """Make or renew a pin. Raises InvalidRequest for a name or `ttl_s` out of bounds."""
         if not 0.0 < order.ttl_s <= MAX_PIN_S or not 0 < len(order.key.name) <= MAX_PIN_NAME_CHARS:
-            raise InvalidRequest(f"a pin has a name and lasts at most {MAX_PIN_S:g} s", param="ttl_s")
+            bounds = f"name must have 1 to {MAX_PIN_NAME_CHARS} characters, ttl_s must be in (0, {MAX_PIN_S:g}]"
+            raise InvalidRequest(f"pin: {bounds}", param="ttl_s")
         # An idle engine expires nothing else, and an expired pin must not take this one's room.
         self.expire(now)
         known = self._pins.get(order.key)

@@ -161,7 +161,7 @@ class PrefixIndex:
         """Forget the name of a referenced block; False while it has children."""
         entry = self._held[block]
         if entry.is_parked:
-            raise InvariantError(f"block {block} is parked: it can be evicted")
+            raise InvariantError(f"block {block} is parked: only a referenced block can lose its name")
         if entry.num_children:
             return False
         del self._entries[entry.name], self._held[block]

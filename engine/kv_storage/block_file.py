@@ -100,7 +100,7 @@ def read_block(path: str, into: memoryview, *, name: BlockHash, identity: CacheI
     try:
         checksum = _check_header(os.read(fd, HEADER_BYTES), name=name, identity=identity)
         if os.fstat(fd).st_size != HEADER_BYTES + len(into):
-            raise BadBlockFile("its length is not what the header says")
+            raise BadBlockFile("its length differs from the header's")
         done = 0
         while done < len(into):
             count = os.readv(fd, [into[done:]])
@@ -124,7 +124,7 @@ def check_file(path: str, *, name: BlockHash, identity: CacheIdentity) -> float:
     finally:
         os.close(fd)
     if found.st_size != HEADER_BYTES + identity.block_bytes:
-        raise BadBlockFile("its length is not what the header says")
+        raise BadBlockFile("its length differs from the header's")
     return found.st_mtime
 
 

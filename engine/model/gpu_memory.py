@@ -17,7 +17,7 @@ from tandem.errors import ConfigError
 _log = logging.getLogger(__name__)
 PATIENCE_S = 10.0
 """Time to wait for memory of a process that has just ended: the driver frees it a little later."""
-_LOOK_S = 0.5
+_POLL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class GpuWish:
             return default_limit_bytes(memory.total_bytes, self.sharers)
         if self.stated_bytes * self.sharers > memory.total_bytes:
             raise ConfigError(
-                f"{self._named(memory)}: engine.memory_bytes wants {_gib(self.stated_bytes)} for each of "
+                f"{self._label(memory)}: engine.memory_bytes wants {_gib(self.stated_bytes)} for each of "
                 f"{self.sharers} workers there; it has {_gib(memory.total_bytes)}. {_REMEDY}"
             )
         return self.stated_bytes
@@ -59,7 +59,7 @@ class GpuWish:
         why = f"80 % of it, divided by {self.sharers}" if self.sharers > 1 else "80 % of it"
         why = why if self.stated_bytes is None else "engine.memory_bytes"
         return (
-            f"{self._named(memory)}: this worker wants {_gib(wanted)} ({why}); {_gib(memory.free_bytes)} of "
+            f"{self._label(memory)}: this worker wants {_gib(wanted)} ({why}); {_gib(memory.free_bytes)} of "
             f"{_gib(memory.total_bytes)} are free. {_REMEDY}"
         )
 
@@ -67,10 +67,10 @@ class GpuWish:
         """One line for the log: how the GPU's memory is divided."""
         shared = f", as does each of {self.sharers} workers" if self.sharers > 1 else ""
         return (
-            f"{self._named(memory)}: takes up to {_gib(self.limit_bytes(memory))} of {_gib(memory.total_bytes)}{shared}"
+            f"{self._label(memory)}: takes up to {_gib(self.limit_bytes(memory))} of {_gib(memory.total_bytes)}{shared}"
         )
 
-    def _named(self, memory: GpuMemory) -> str:
+    def _label(self, memory: GpuMemory) -> str:
         return f"GPU {self.index} ({memory.name})"
 
 
@@ -85,8 +85,8 @@ def granted_bytes(
     while (shortage := wish.shortage(read())) is not None:
         if left_s <= 0:
             raise ConfigError(shortage)
-        wait(_LOOK_S)
-        left_s -= _LOOK_S
+        wait(_POLL_S)
+        left_s -= _POLL_S
     return wish.limit_bytes(read())
 
 

@@ -68,14 +68,14 @@ def load_model(
     """
     config = load_model_config(path)
     if group is None or group.rank == 0:
-        _warn_of_code(ModelDirectory(path))
+        _warn_about_code(ModelDirectory(path))
     with Checkpoint(ModelDirectory(path)) as checkpoint:
         model = build_model(config, checkpoint, backend=backend, progress=progress, group=group)
     return_freed_memory()  # freed tensors leave holes in the heap, up to a tenth of the weights
     return model
 
 
-def _warn_of_code(directory: ModelDirectory) -> None:
+def _warn_about_code(directory: ModelDirectory) -> None:
     """Warn when the checkpoint has Python code, which is never run: the model may have needed its changes."""
     if code := directory.read_json("config.json").get("auto_map"):
         names = ", ".join(map(str, code)) if isinstance(code, dict) else type(code).__name__
@@ -118,13 +118,13 @@ class _Loader:
     def model(self) -> Decoder:
         config, backend = self._config, self._backend
         self._check()
-        embedding, head = self._ends()
+        embedding, head = self._embedding_and_head()
         layers = [self._layer(f"model.layers.{i}.") for i in range(config.num_layers)]
         weights = DecoderWeights(embedding=embedding, layers=layers, norm=self._norm("model.norm"), head=head)
         fingerprint = self._source.fingerprint(config)
         return Decoder(self._shard.config, weights, backend=backend, fingerprint=fingerprint, group=self._group)
 
-    def _ends(self) -> tuple[Embedding, Projection]:
+    def _embedding_and_head(self) -> tuple[Embedding, Projection]:
         table = self._table("model.embed_tokens.weight")
         embedding: Embedding
         head: Projection
@@ -154,8 +154,8 @@ class _Loader:
         if unknown:
             # Ignoring a bias, an adapter or a quantization scale would silently change the model.
             raise ConfigError(
-                f"checkpoint: {len(unknown)} tensors that {self._config.architecture} with this "
-                f"config.json does not have, first {unknown[0]!r:.120}"
+                f"checkpoint: {len(unknown)} tensors do not belong to {self._config.architecture} with this "
+                f"config.json, the first: {unknown[0]!r:.120}"
             )
 
     def _layer(self, prefix: str) -> DecoderLayer:

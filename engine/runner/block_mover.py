@@ -70,16 +70,16 @@ class BlockMover:
         if len(offloads):
             num_bytes, started_s = len(offloads) * self._place_bytes, perf_counter()
             self._save(offloads)
-            seconds = self._took_s(started_s, num_bytes, self._rates.offload_bytes_per_s)
+            seconds = self._duration_s(started_s, num_bytes, self._rates.offload_bytes_per_s)
             was = replace(was, saved_bytes=was.saved_bytes + num_bytes, save_s=was.save_s + seconds)
         if len(loads):
             num_bytes, started_s = len(loads) * self._place_bytes, perf_counter()
             self._load(loads)
-            seconds = self._took_s(started_s, num_bytes, self._rates.load_bytes_per_s)
+            seconds = self._duration_s(started_s, num_bytes, self._rates.load_bytes_per_s)
             was = replace(was, loaded_bytes=was.loaded_bytes + num_bytes, load_s=was.load_s + seconds)
         self.traffic = was
 
-    def _took_s(self, started_s: float, num_bytes: int, rate: float) -> float:
+    def _duration_s(self, started_s: float, num_bytes: int, rate: float) -> float:
         if self._is_on_host:
             return perf_counter() - started_s
         return num_bytes / rate if rate > 0.0 else 0.0
@@ -111,12 +111,12 @@ class BlockMover:
         moves = np.stack((places, places), axis=1)
         num_bytes = num_blocks * self._place_bytes
         self._rates = CopyRates(
-            offload_bytes_per_s=num_bytes / self._least_s(lambda: self._save(moves)),
-            load_bytes_per_s=num_bytes / self._least_s(lambda: self._load(moves)),
+            offload_bytes_per_s=num_bytes / self._best_time_s(lambda: self._save(moves)),
+            load_bytes_per_s=num_bytes / self._best_time_s(lambda: self._load(moves)),
         )
         return self._rates
 
-    def _least_s(self, move: Callable[[], None]) -> float:
+    def _best_time_s(self, move: Callable[[], None]) -> float:
         return min(self._time_s(move) for _ in range(_SAMPLE_TRIES))
 
     def _time_s(self, move: Callable[[], None]) -> float:

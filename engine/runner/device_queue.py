@@ -32,7 +32,7 @@ class QueueMark(Protocol):
 class Download:
     """A tensor on its way to the host."""
 
-    _here: Tensor
+    _target: Tensor
     _done: QueueMark
     _source: Tensor = field(repr=False)
     """Keeps the memory from being reused while it is being read."""
@@ -40,7 +40,7 @@ class Download:
     def wait(self) -> Tensor:
         """Wait for the copy. Returns the values, in host memory."""
         self._done.wait()
-        return self._here
+        return self._target
 
     def is_here(self) -> bool:
         """Whether `wait` would return at once."""
@@ -110,7 +110,7 @@ class CudaQueue:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._back = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._download_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def host_memory(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
@@ -120,8 +120,8 @@ class CudaQueue:
 
     def download(self, tensor: Tensor) -> Download:
         here = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        self._back.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._back):
+        self._download_stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._download_stream):
             here.copy_(tensor, non_blocking=True)
             return Download(here, self.mark(), tensor)
 

@@ -9,7 +9,7 @@ from engine.types.request import SampledToken, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Coming:
+class _PendingLogprobs:
     wanted: RowLogprobs
     sampled: Download
     top_ids: Download
@@ -25,7 +25,7 @@ class PendingSamples:
         """Begin the copies to the host, without waiting."""
         self._token_ids = queue.download(chosen.token_ids)
         self._logprobs = [
-            _Coming(found, *map(queue.download, (found.sampled, found.top_ids, found.top_values)))
+            _PendingLogprobs(found, *map(queue.download, (found.sampled, found.top_ids, found.top_values)))
             for found in chosen.logprobs
         ]
 
@@ -56,7 +56,7 @@ class ComingKeys:
         return []
 
 
-def _add_logprobs(tokens: list[SampledToken | None], coming: _Coming) -> None:
+def _add_logprobs(tokens: list[SampledToken | None], coming: _PendingLogprobs) -> None:
     """Add log probabilities, in place, to the tokens whose requests want them."""
     sampled, top_ids, top_values = (
         part.wait().tolist() for part in (coming.sampled, coming.top_ids, coming.top_values)

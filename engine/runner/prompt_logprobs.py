@@ -97,14 +97,14 @@ class ComingRows:
         scores = [download.wait() for download in self._scores]
         at = 0
         for reading, count in self._scoring:
-            _hand_scores(reading, [tensor[at : at + count] for tensor in scores])
+            _add_scores(reading, [tensor[at : at + count] for tensor in scores])
             at += count
         for (reading, count), total in zip(self._pooling, self._sums.wait().tolist(), strict=True):
             reading.pooled(count, total)
         return tokens
 
 
-def _hand_scores(reading: PromptScoringState, rows: Sequence[Tensor]) -> None:
+def _add_scores(reading: PromptScoringState, rows: Sequence[Tensor]) -> None:
     logprobs, ranks, top_ids, top_logprobs = rows
     num_top = reading.num_top or 0
     reading.scored(

@@ -13,7 +13,7 @@ from engine.types.request import Batch, Request
 from engine.types.step_inputs import IntArray, StepInputs, no_moves
 from tandem.errors import InvariantError
 
-_ROOM = 1.5
+_GROWTH = 1.5
 """Factor by which the remembered tables are made larger than needed."""
 
 
@@ -57,7 +57,7 @@ class StepInputBuilder:
         last_row[order] = ends - 1
         scores, pooled, num_top = no_moves(), no_moves(), 0
         if any(item.request.reading is not None for item in batch.items):
-            scores, pooled, num_top = _reads(batch, (last_row + 1 - np.array(counts_given)).tolist())
+            scores, pooled, num_top = _reading_rows(batch, (last_row + 1 - np.array(counts_given)).tolist())
         return StepInputs(
             token_ids=_gather_tokens(ordered, starts, counts, num_single),
             feeds=_feeds(last, ordered, np.flatnonzero(awaited[order])) if awaited.any() else no_moves(),
@@ -81,7 +81,7 @@ class StepInputBuilder:
         """Block ids of each sequence, `[num_seqs, max_blocks]`; `needed`: number of blocks of each."""
         wanted, width = needed.tolist(), int(needed.max())
         if len(requests) > self._tables.shape[0] or width > self._tables.shape[1]:
-            shape = (int(len(requests) * _ROOM) + 1, int(width * _ROOM) + 1)
+            shape = (int(len(requests) * _GROWTH) + 1, int(width * _GROWTH) + 1)
             self._tables = np.zeros(np.maximum(shape, self._tables.shape), dtype=np.int64)
             self._requests, self._versions, self._filled = [], [], []
         versions = [request.block_table.version for request in requests]
@@ -124,7 +124,7 @@ class StepInputBuilder:
         self._filled[row] = needed
 
 
-def _reads(batch: Batch, first_rows: list[int]) -> tuple[IntArray, IntArray, int]:
+def _reading_rows(batch: Batch, first_rows: list[int]) -> tuple[IntArray, IntArray, int]:
     """Arrays `scores` and `pooled`, in the batch's order, and `num_top`; `first_rows`: each item's first row."""
     scores: list[tuple[int, int]] = []
     pooled: list[tuple[int, int]] = []

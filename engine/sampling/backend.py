@@ -55,7 +55,7 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, choices: Tensor, vocab_size: 
     return v.neg_().log1p_().neg_().log_().neg_()
 
 
-_NEVER = float("-inf")
+_BANNED = float("-inf")
 _MAX_NOISE_ELEMENTS = 2**20
 """Elements of noise made at a time: more, in integers of 64 bits, would take far more memory than the logits."""
 
@@ -233,20 +233,20 @@ def forbid_by_numpy_(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
     values = logits.numpy()
     banned = np.unpackbits(~bits.numpy().view(np.uint8), axis=1, bitorder="little").view(np.bool_)
     for row, ban in zip(rows.tolist(), banned[:, : values.shape[1]], strict=True):
-        np.putmask(values[row], ban, _NEVER)
+        np.putmask(values[row], ban, _BANNED)
 
 
 def forbid_by_torch_(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
     places = torch.arange(32, dtype=torch.int32, device=logits.device)
     banned = ((bits[:, :, None] >> places) & 1).flatten(1)[:, : logits.shape[1]] == 0
-    logits[rows] = logits[rows].masked_fill(banned, _NEVER)
+    logits[rows] = logits[rows].masked_fill(banned, _BANNED)
 
 
 def _truncate_(logits: Tensor, params: DrawParams) -> None:
     """Set to minus infinity, in place, the logits that min-p, top-k and top-p cut off."""
     if bool((params.min_p > 0.0).any()):
         least = logits.amax(dim=-1, keepdim=True) + params.min_p[:, None].log()  # log(0) is -inf: keeps all
-        logits.masked_fill_(logits < least, _NEVER)
+        logits.masked_fill_(logits < least, _BANNED)
     vocab_size = logits.shape[-1]
     keep = torch.where((params.top_k > 0) & (params.top_k < vocab_size), params.top_k, vocab_size)
     nucleus = bool((params.top_p < 1.0).any())
@@ -256,7 +256,7 @@ def _truncate_(logits: Tensor, params: DrawParams) -> None:
     ordered = logits.topk(widest, dim=-1).values if widest < vocab_size else _descending(logits)
     cutoff = ordered.gather(-1, keep[:, None] - 1)
     if nucleus:
-        ordered = ordered.masked_fill(ordered < cutoff, _NEVER)
+        ordered = ordered.masked_fill(ordered < cutoff, _BANNED)
         probabilities = ordered.softmax(dim=-1)
         before = probabilities.cumsum(dim=-1) - probabilities
         top_p = params.top_p[:, None]
@@ -264,7 +264,7 @@ def _truncate_(logits: Tensor, params: DrawParams) -> None:
         kept[:, 0] = True
         smallest = ordered.masked_fill(~kept, float("inf")).amin(dim=-1, keepdim=True)
         cutoff = torch.maximum(cutoff, smallest)
-    logits.masked_fill_(logits < cutoff, _NEVER)
+    logits.masked_fill_(logits < cutoff, _BANNED)
 
 
 def _descending(scores: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ def guided_rows(guides: Sequence[TokenGuide | None], vocab_size: int, put: Put) 
     return GuidedRows(found, vocab_size, put) if found else None
 
 
-_NEVER = float("-inf")
+_BANNED = float("-inf")
 _MAX_GROUP_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}
 """Logits sampled together, by device type: sampling takes several times their memory, at every batch size. On a GPU
 nearly a whole batch, since launches cost more there.
@@ -215,7 +215,7 @@ class Sampler:
             if request.params.logit_bias
             for token, bias in request.params.logit_bias.items()
         ]
-        edits += [(row, token, _NEVER) for row, sample in enumerate(rows) for token in self._banned(sample)]
+        edits += [(row, token, _BANNED) for row, sample in enumerate(rows) for token in self._banned(sample)]
         if not edits:
             return None
         numbers = np.array([edit[:2] for edit in edits], dtype=np.int32)

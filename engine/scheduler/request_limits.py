@@ -17,13 +17,14 @@ def check_size(request: Request, config: SchedulerConfig) -> None:
     least = max(request.num_tokens + (request.reading is None), request.num_prompt_tokens + request.params.min_tokens)
     if least > config.max_model_len:
         raise ContextLengthExceeded(
-            f"the model's context is {config.max_model_len} tokens; this needs at least {least} "
+            f"the model's context is {config.max_model_len} tokens; this request needs at least {least} "
             f"({request.num_prompt_tokens} of them in the prompt)",
             param="prompt",
         )
     if least > config.max_sequence_tokens:
         raise RequestTooLarge(
-            f"the whole KV pool holds {config.max_sequence_tokens} tokens; this needs at least {least}", param="prompt"
+            f"the whole KV pool holds {config.max_sequence_tokens} tokens; this request needs at least {least}",
+            param="prompt",
         )
 
 

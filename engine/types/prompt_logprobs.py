@@ -54,19 +54,19 @@ class PromptScoringState:
         self.ranks.extend(ranks)
         self.top_ids.extend(top_ids)
         self.top_logprobs.extend(top_logprobs)
-        self._read(count)
+        self._count_read(count)
 
     def pooled(self, count: int, hidden_sum: Sequence[float]) -> None:
         """Add the sum of the hidden states of the next `count` rows."""
         before = self.hidden_sum or array("d", bytes(8 * len(hidden_sum)))
         self.hidden_sum = array("d", map(float.__add__, before, hidden_sum))
-        self._read(count)
+        self._count_read(count)
 
     def mean(self) -> list[float]:
         """The mean of all rows' hidden states."""
         return [total / self.num_read for total in self.hidden_sum]
 
-    def _read(self, count: int) -> None:
+    def _count_read(self, count: int) -> None:
         self.num_read += count
         if self.num_read > self.num_wanted:
             raise InvariantError(f"{self.num_read} rows read of {self.num_wanted}")

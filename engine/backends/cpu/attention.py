@@ -50,7 +50,7 @@ class CpuAttentionPlan:
 
     @property
     def kernels(self) -> tuple[bool, bool]:
-        """Which kernels `attend` calls: the one for single rows, and the one for chunks."""
+        """True for each kernel that `attend` calls: the one for single rows, the one for chunks."""
         return self._metadata.num_singles > 0, self._metadata.num_units > 0
 
     @property

@@ -170,7 +170,7 @@ class CpuBackend:
         self._deterministic = options.deterministic
         self._quantize = options.quantization == "int8"
         self._has_packing = self.dtype is torch.float32 or supports(library.features, Arithmetic.BF16)
-        self._refuse_what_is_missing()
+        self._check_features()
         self._kernels = CpuElementwise(library, self.dtype, num_threads=options.num_threads)
         self._buffers = Buffers(options.device)
         if self.dtype is torch.float32:
@@ -181,7 +181,7 @@ class CpuBackend:
             self.name += "-int8"
 
     def projection(self, weight: Tensor, bias: Tensor | None, role: ProjectionRole) -> Projection:
-        taken = self._taken(weight, role)
+        taken = self._input_tiles(weight, role)
         linear = self._pack(weight, bias, Epilogue.STORE, quantize=self._quantize, tiles=taken)
         # Only rows of QKV: results to be added to the residual stream must be contiguous, to be sent to other ranks.
         padding = _row_padding(linear.out_dtype) if role is ProjectionRole.QKV else 0
@@ -190,7 +190,7 @@ class CpuBackend:
     def closing(self, weight: Tensor, bias: Tensor | None, role: ProjectionRole) -> Closing:
         if not self._has_packing:
             return LaterAdded(self.projection(weight, bias, role))
-        taken = self._taken(weight, role)
+        taken = self._input_tiles(weight, role)
         linear = PackedLinear(
             self._library,
             weight,
@@ -265,7 +265,7 @@ class CpuBackend:
             self._library, weight, bias, epilogue=epilogue, quantize=quantize, tiles=tiles, num_threads=self._threads
         )
 
-    def _taken(self, weight: Tensor, role: ProjectionRole) -> Tiles:
+    def _input_tiles(self, weight: Tensor, role: ProjectionRole) -> Tiles:
         """Tiles that a projection is given: norms and gates write them, attention does not."""
         return Tiles.NOTHING if role is ProjectionRole.OUTPUT else self._tiles(weight.shape[1], Tiles.INPUT)
 
@@ -276,7 +276,7 @@ class CpuBackend:
         can = self.dtype is torch.bfloat16 and self._has_packing and not self._quantize
         return handed if can and row_size % TILE_COLUMNS == 0 else Tiles.NOTHING
 
-    def _refuse_what_is_missing(self) -> None:
+    def _check_features(self) -> None:
         if self._quantize and self.dtype is not torch.bfloat16:
             raise KernelsUnavailable("int8 projections work on bfloat16 activations: set model.dtype to bfloat16")
         if self._quantize and not supports(self._library.features, Arithmetic.INT8):

@@ -103,7 +103,7 @@ class DecodeGraphs:
         gc.collect()  # an earlier engine's graphs must not be destroyed during a capture
         buffers = self._make_buffers()
         for batch in reversed(self._batch_sizes):
-            self._graphs[batch] = self._captured(batch, buffers)
+            self._graphs[batch] = self._capture_batch(batch, buffers)
 
     def logits(self, inputs: StepInputs, token_ids: Tensor, rows: Tensor | None) -> Tensor | None:
         """See StepGraphs. Waits for nothing.
@@ -134,7 +134,7 @@ class DecodeGraphs:
             logits=torch.zeros(largest, self._model.config.vocab_size, dtype=torch.float32, device=device),
         )
 
-    def _captured(self, batch: int, buffers: _Buffers) -> _Graph:
+    def _capture_batch(self, batch: int, buffers: _Buffers) -> _Graph:
         layout = StepLayout(num_rows=batch, num_seqs=batch)
         words = buffers.words[: layout.table_begin].zero_()
         step = layout.views(words, buffers.tables[:batch])

@@ -109,7 +109,7 @@ class RankChannel:
                 return None
             number, size = _HEADER.unpack(self._header)
             if size > self.most_bytes:
-                raise RankLost(f"{self._peer} announces {size} bytes")
+                raise RankLost(f"{self._peer} announces {size} bytes; at most {self.most_bytes} are accepted")
             if len(self._payload) < size:
                 self._payload = bytearray(size)
             payload = memoryview(self._payload)[:size]

@@ -68,9 +68,9 @@ def greet(channel: RankChannel, caller: JoiningRank, secret: bytes, bond: bytes 
     """
     hello = json.dumps(asdict(caller) | {"nonce": secrets.token_hex(_NONCE_BYTES)}).encode()
     channel.send(ChannelKind.HELLO, hello)
-    challenge = _mapping(_unproven(channel, ChannelKind.CHALLENGE))
-    said = hello + _bytes(challenge.get("nonce")) + bond
-    if not hmac.compare_digest(_bytes(challenge.get("proof")), _proof(secret, "leader", said)):
+    challenge = _json_object(_receive_unauthenticated(channel, ChannelKind.CHALLENGE))
+    said = hello + _text_bytes(challenge.get("nonce")) + bond
+    if not hmac.compare_digest(_text_bytes(challenge.get("proof")), _proof(secret, "leader", said)):
         raise RankLost(f"{channel.peer} does not know this cluster's secret, or the connection is intercepted")
     channel.send(ChannelKind.PROOF, _proof(secret, "follower", said))
     return bytes(channel.expect(ChannelKind.WELCOME)[0]).decode(errors="replace")
@@ -84,13 +84,13 @@ def admit(
     `refusal`: reason for which a rank that knows the secret is refused for good, or None; it raises RankLost for a rank
     that may try again. `bond`: see `greet`. Raises RankLost.
     """
-    hello = bytes(_unproven(channel, ChannelKind.HELLO))
-    caller = _caller(hello)
+    hello = bytes(_receive_unauthenticated(channel, ChannelKind.HELLO))
+    caller = _parse_hello(hello)
     nonce = secrets.token_hex(_NONCE_BYTES)
     said = hello + nonce.encode() + bond
     challenge = {"nonce": nonce, "proof": _proof(secret, "leader", said).decode()}
     channel.send(ChannelKind.CHALLENGE, json.dumps(challenge).encode())
-    answer = bytes(_unproven(channel, ChannelKind.PROOF))
+    answer = bytes(_receive_unauthenticated(channel, ChannelKind.PROOF))
     if not hmac.compare_digest(answer, _proof(secret, "follower", said)):
         raise RankLost(f"{channel.peer} does not know this cluster's secret")
     if (reason := refusal(caller)) is not None:
@@ -130,8 +130,8 @@ def unlike(caller: JoiningRank, *, size: int, num_nodes: int) -> str | None:
     return None
 
 
-def _caller(hello: bytes) -> JoiningRank:
-    values = _mapping(memoryview(hello))
+def _parse_hello(hello: bytes) -> JoiningRank:
+    values = _json_object(memoryview(hello))
     try:
         rank, size, num_nodes, version = (int(values[name]) for name in ("rank", "size", "num_nodes", "version"))
         purpose, token = Purpose(values["purpose"]), str(values["token"])
@@ -150,7 +150,7 @@ def _caller(hello: bytes) -> JoiningRank:
     )
 
 
-def _mapping(payload: memoryview) -> dict[str, Any]:
+def _json_object(payload: memoryview) -> dict[str, Any]:
     try:
         values = json.loads(bytes(payload))
     except (ValueError, RecursionError):
@@ -160,7 +160,7 @@ def _mapping(payload: memoryview) -> dict[str, Any]:
     return values
 
 
-def _unproven(channel: RankChannel, kind: ChannelKind) -> memoryview:
+def _receive_unauthenticated(channel: RankChannel, kind: ChannelKind) -> memoryview:
     """Receive a message from a peer that is not authenticated: a refusal is not final. Raises RankLost."""
     try:
         return channel.expect(kind)[0]
@@ -168,7 +168,7 @@ def _unproven(channel: RankChannel, kind: ChannelKind) -> memoryview:
         raise RankLost(f"rejected by an unauthenticated peer: {refusal}") from None
 
 
-def _bytes(value: object) -> bytes:
+def _text_bytes(value: object) -> bytes:
     """Bytes of a JSON value as text, lone surrogates replaced."""
     return str(value).encode(errors="replace")
 

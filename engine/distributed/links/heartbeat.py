@@ -105,13 +105,13 @@ class HeartbeatServer:
                     raise RankLost(f"{channel.peer} sent {message[0].name}, not {ChannelKind.ASK.name}")
                 answer = self.keys.answer(json.loads(bytes(message[1])))
                 channel.send(ChannelKind.ANSWER, json.dumps(answer).encode())
-            self._lose(RankLost(f"{channel.peer} has ended"))
+            self._report(RankLost(f"{channel.peer} has ended"))
         except RankLost as lost:
-            self._lose(lost)
+            self._report(lost)
         except ValueError:  # not JSON
-            self._lose(RankLost(f"{channel.peer} sent a malformed heartbeat"))
+            self._report(RankLost(f"{channel.peer} sent a malformed heartbeat"))
 
-    def _lose(self, lost: RankLost) -> None:
+    def _report(self, lost: RankLost) -> None:
         with self._lock:
             if self._is_over:
                 return

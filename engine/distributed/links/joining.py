@@ -18,7 +18,7 @@ REFUSED = 2
 """Exit code of a rank that can never belong to this group."""
 _CONNECT_S = 10.0
 _AGAIN_S = 1.0
-_TELL_EVERY = 30
+_LOG_EVERY = 30
 """Failed attempts between two log lines."""
 
 
@@ -51,7 +51,7 @@ def knock(group: NodeGroup, rank: int, source: str | None) -> RankLink:
             return _come(group, rank, source, tls)
         except (OSError, RankLost) as error:
             why = tls_reason(error) if isinstance(error, ssl.SSLError) else str(error)
-            if why != said or tries % _TELL_EVERY == 0:
+            if why != said or tries % _LOG_EVERY == 0:
                 _log.warning("cannot reach rank 0 at %s: %s", join(group.host, group.port), why)
             tries, said = tries + 1, why
             never.wait(_AGAIN_S)

@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 _GREETING_S = 10.0
 _MAX_CALLERS = 128
 """Most connections being authenticated at once; a group has at most 64 ranks with two connections each."""
-_TELL_S = 30.0
+_LOG_EVERY_S = 30.0
 _ACCEPT_PAUSE_S = 0.1
 
 
@@ -67,7 +67,7 @@ class _TimeLimit:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Comer:
+class _JoiningProcess:
     """Token and first connection of a rank whose second connection is awaited."""
 
     token: str
@@ -90,8 +90,8 @@ class NodeListener:
         self._changed = threading.Condition()
         self._callers: Counter[str] = Counter()
         """Number of connections being authenticated, by address."""
-        self._comers: dict[int, _Comer] = {}
-        self._whole: dict[int, RankChannel] = {}
+        self._joining: dict[int, _JoiningProcess] = {}
+        self._joined: dict[int, RankChannel] = {}
         self._failure: RankLost | None = None
         self._is_closing = False
         threading.Thread(target=self._accept, name="tandem-rank-listener", daemon=True).start()
@@ -103,18 +103,18 @@ class NodeListener:
         wanted = set(self._group.elsewhere)
         left_s = self._group.join_s
         with self._changed:
-            while (missing := wanted - self._whole.keys()) and self._failure is None:
+            while (missing := wanted - self._joined.keys()) and self._failure is None:
                 if left_s <= 0.0:
-                    raise RankLost(f"ranks {_named(missing)} have not joined within {self._group.join_s:.0f} s")
-                _log.info("waiting at %s for ranks %s of other nodes", join(self.host, self.port), _named(missing))
-                self._changed.wait_for(self._is_settled, min(left_s, _TELL_S))
-                left_s -= _TELL_S
+                    raise RankLost(f"ranks {_listed(missing)} have not joined within {self._group.join_s:.0f} s")
+                _log.info("waiting at %s for ranks %s of other nodes", join(self.host, self.port), _listed(missing))
+                self._changed.wait_for(self._is_settled, min(left_s, _LOG_EVERY_S))
+                left_s -= _LOG_EVERY_S
             if self._failure is not None:
                 raise self._failure
             # Nothing would serve a rank that connects from now on.
             self._is_closing = True
-            whole, self._whole = self._whole, {}
-            return whole
+            joined, self._joined = self._joined, {}
+            return joined
 
     def fail(self, lost: RankLost) -> None:
         """Give up the wait, because a rank that had joined is lost. From any thread."""
@@ -126,9 +126,9 @@ class NodeListener:
         """Stop listening; close the connections that `gather` has not returned."""
         with self._changed:
             self._is_closing = True
-            left = [*self._whole.values(), *(comer.steps for comer in self._comers.values())]
-            self._whole.clear()
-            self._comers.clear()
+            left = [*self._joined.values(), *(joining.steps for joining in self._joining.values())]
+            self._joined.clear()
+            self._joining.clear()
         with suppress(OSError):
             self._server.shutdown(socket.SHUT_RDWR)
         self._server.close()
@@ -136,7 +136,7 @@ class NodeListener:
             channel.close()
 
     def _is_settled(self) -> bool:
-        return self._failure is not None or not set(self._group.elsewhere) - self._whole.keys()
+        return self._failure is not None or not set(self._group.elsewhere) - self._joined.keys()
 
     def _accept(self) -> None:
         while True:
@@ -152,7 +152,7 @@ class NodeListener:
                 continue
             name = join(str(address[0]), int(address[1]))
             host = str(address[0])
-            if not self._has_place(host):
+            if not self._count_caller(host):
                 _log.warning("rejected %s: too many connections are being authenticated", name)
                 sock.close()
                 continue
@@ -162,9 +162,9 @@ class NodeListener:
             except RuntimeError as error:  # no more threads now
                 _log.warning("rejected %s: %s", name, error)
                 sock.close()
-                self._leave(host)
+                self._dismiss_caller(host)
 
-    def _has_place(self, host: str) -> bool:
+    def _count_caller(self, host: str) -> bool:
         with self._changed:
             # A rank opens one connection after the other.
             if self._callers.total() >= _MAX_CALLERS or self._callers[host] >= len(self._group.elsewhere):
@@ -172,7 +172,7 @@ class NodeListener:
             self._callers[host] += 1
             return True
 
-    def _leave(self, host: str) -> None:
+    def _dismiss_caller(self, host: str) -> None:
         with self._changed:
             self._callers[host] -= 1
             if not self._callers[host]:
@@ -180,7 +180,7 @@ class NodeListener:
 
     def _handshake(self, sock: socket.socket, host: str, name: str) -> None:
         try:
-            self._take(sock, name)
+            self._authenticate(sock, name)
         except ssl.SSLError as error:
             _log.warning("rejected %s: %s", name, tls_reason(error))
             sock.close()
@@ -188,9 +188,9 @@ class NodeListener:
             _log.warning("rejected %s: %s", name, error)
             sock.close()
         finally:
-            self._leave(host)
+            self._dismiss_caller(host)
 
-    def _take(self, sock: socket.socket, name: str) -> None:
+    def _authenticate(self, sock: socket.socket, name: str) -> None:
         keep_alive(sock)
         sock.settimeout(_GREETING_S)
         encrypted, bond = None, b""
@@ -205,7 +205,7 @@ class NodeListener:
                 caller, token = admit(channel, self._group.secret, self._refusal, bond)
             # The address shows an operator which node it is.
             known = RankChannel(sock, f"rank {caller.rank} at {name}", carries_descriptors=False)
-            self._enter(caller, token, known)
+            self._record(caller, token, known)
         except BaseException:
             sock.close()
             raise
@@ -215,30 +215,30 @@ class NodeListener:
             raise RankLost(reason)  # not a final refusal, whatever else differs
         return unlike(caller, size=self._group.size, num_nodes=self._group.num_nodes)
 
-    def _enter(self, caller: JoiningRank, token: str, channel: RankChannel) -> None:
+    def _record(self, caller: JoiningRank, token: str, channel: RankChannel) -> None:
         """Record an authenticated connection; with the second one, the rank has joined."""
         with self._changed:
             if self._is_closing:
                 raise RankLost("the group has started already")
             if caller.purpose is Purpose.STEPS:
-                before = self._comers.pop(caller.rank, None)
+                before = self._joining.pop(caller.rank, None)
                 if before is not None:
                     before.steps.close()
                 welcome(channel, token)
-                self._comers[caller.rank] = _Comer(token=token, steps=channel)
+                self._joining[caller.rank] = _JoiningProcess(token=token, steps=channel)
                 return
-            comer = self._comers.get(caller.rank)
-            if comer is None or comer.token != caller.token:
+            joining = self._joining.get(caller.rank)
+            if joining is None or joining.token != caller.token:
                 raise RankLost(f"{channel.peer} is not the process that opened the other connection")
-            if caller.rank in self._whole:
+            if caller.rank in self._joined:
                 raise RankLost(f"{channel.peer} has joined already")
             welcome(channel, token)
-            del self._comers[caller.rank]
-            self._whole[caller.rank] = comer.steps
+            del self._joining[caller.rank]
+            self._joined[caller.rank] = joining.steps
             self._changed.notify_all()
         _log.info("%s has joined", channel.peer)
         self._on_pulse(channel)
 
 
-def _named(ranks: set[int]) -> str:
+def _listed(ranks: set[int]) -> str:
     return ", ".join(map(str, sorted(ranks)))

@@ -133,7 +133,7 @@ class _Follower:
                 case ChannelKind.STEP:
                     self._step(payload)
                 case ChannelKind.DRY_RUN:
-                    self._use(PoolPlan.from_json(payload), None)
+                    self._use_pool(PoolPlan.from_json(payload), None)
                     self._is_measured = self._peak.start()
                 case ChannelKind.MEASURE:
                     growth = self._peak.growth_bytes() if self._is_measured else None
@@ -141,7 +141,7 @@ class _Follower:
                     give_back(self._model)
                     self._channel.send(ChannelKind.MEASURED, json.dumps(growth).encode())
                 case ChannelKind.POOL:
-                    self._use(PoolPlan.from_json(payload), fd)
+                    self._use_pool(PoolPlan.from_json(payload), fd)
                     self._channel.send(ChannelKind.POOL_READY)
                 case ChannelKind.PLACE:
                     planes = self._planes()
@@ -165,13 +165,13 @@ class _Follower:
             raise RankLost("rank 0 mirrors a pool that is not in host memory")
         return self._runner.kv_cache.blocks.numpy()
 
-    def _use(self, plan: PoolPlan, fd: int | None) -> None:
-        memory = None if fd is None else _part(plan, fd)
+    def _use_pool(self, plan: PoolPlan, fd: int | None) -> None:
+        memory = None if fd is None else _map_part(plan, fd)
         cache = PagedKVCache(plan.layout, num_blocks=plan.num_blocks, device=self._model.device, buffer=memory)
         self._runner = ModelRunner(self._model, cache, num_host_slots=plan.num_host_slots)
 
 
-def _part(plan: PoolPlan, fd: int) -> memoryview:
+def _map_part(plan: PoolPlan, fd: int) -> memoryview:
     """Map this rank's part of the pool that all ranks share; it stays mapped as long as a view of it exists."""
     size, begin = plan.rank_bytes, plan.layout.tp_rank * plan.rank_bytes
     try:

@@ -22,7 +22,7 @@ RANK_MODULE = __package__
 
 
 def rank_command() -> list[str]:
-    """Command that starts a rank of this process; arguments that say what to join must follow."""
+    """Command that starts a rank of this process, to be followed by arguments that name its group."""
     return [sys.executable, "-m", RANK_MODULE, "--parent-pid", str(os.getpid())]
 
 

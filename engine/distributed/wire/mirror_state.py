@@ -14,7 +14,7 @@ from engine.types.step_inputs import IntArray, StepInputs
 
 
 class MirrorState:
-    """For each block of one pool, which copy is newer. Used by one thread."""
+    """The newer copy of each block of one pool. Used by one thread."""
 
     def __init__(self, num_blocks: int) -> None:
         self._newer_here: NDArray[np.bool_] = np.zeros(num_blocks, dtype=bool)
@@ -50,9 +50,7 @@ class MirrorState:
         return placed
 
     def stale(self, blocks: Sequence[int]) -> IntArray:
-        """Those of `blocks` to fetch before a peer reads them, without duplicates; then both copies count as the
-        same.
-        """
+        """Blocks to fetch before a peer reads `blocks`, without duplicates; then both copies count as the same."""
         wanted: IntArray = np.unique(np.array(blocks, dtype=np.int64))
         missing: IntArray = wanted[self._newer_there[wanted]]
         self._newer_there[missing] = False

@@ -133,7 +133,7 @@ class PagedInt8Attention:
         self._in_place = not deterministic
         self._partials = torch.empty(0)
         self._blocks = torch.empty(0, 2, shape.num_kv_heads, shape.block_size, shape.head_dim, dtype=shape.dtype)
-        self._max_blocks = max(1, _RESTORED_BYTES // (self._lines * shape.head_dim * shape.dtype.itemsize))
+        self._max_blocks = max(1, _RESTORED_BYTES // (self._vectors_per_block * shape.head_dim * shape.dtype.itemsize))
 
     def plan(self, inputs: StepInputs) -> Int8Metadata:
         """Lay out one step's work."""
@@ -196,7 +196,7 @@ class PagedInt8Attention:
             self._paged.attend(blocks, queries[rows], group.metadata, window, out[rows])
 
     @property
-    def _lines(self) -> int:
+    def _vectors_per_block(self) -> int:
         """Number of head vectors in one block."""
         return 2 * self.shape.num_kv_heads * self.shape.block_size
 
@@ -205,9 +205,9 @@ class PagedInt8Attention:
         count, size = len(blocks), self.shape.head_dim
         if len(self._blocks) < count:
             self._blocks = self._blocks.new_empty(count, *self._blocks.shape[1:])
-        num_threads = 1 if count * self._lines * size < _SHARED_ELEMENTS else self.num_threads
+        num_threads = 1 if count * self._vectors_per_block * size < _SHARED_ELEMENTS else self.num_threads
         to = self._blocks.data_ptr()
-        self._restore(layer.address, blocks.ctypes.data, count, self._lines, size, to, num_threads)
+        self._restore(layer.address, blocks.ctypes.data, count, self._vectors_per_block, size, to, num_threads)
         return self._blocks[:count]
 
     def _groups(self, inputs: StepInputs, begin: int, window: int | None) -> Iterator[_Restored]:

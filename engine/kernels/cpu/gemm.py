@@ -45,7 +45,7 @@ class Arithmetic(Enum):
 
 
 class Tiles(Flag):
-    """Which rows of a bf16 projection of more than `FEW_ROWS` rows are in tiles (csrc/tile_rows.h): passed from one
+    """Rows of a bf16 projection of more than `FEW_ROWS` rows that are in tiles (csrc/tile_rows.h): passed from one
     kernel to the next, they need not be packed. The tensor then gives the numbers of rows and columns, not their
     layout; its memory holds whole tiles of 16 rows. Rows are multiples of 32 elements.
     """
@@ -169,7 +169,7 @@ class PackedLinear:
             out.stride(0), self.num_threads,
         )  # fmt: skip
         if not found:
-            raise IndexError(f"an id is not below {self.columns}")
+            raise IndexError(f"ids must be below {self.columns}")
 
     def _check_tiles(self, *, gated: bool) -> None:
         if not self._tiles:
@@ -209,7 +209,9 @@ def supports(features: CpuFeatures, arithmetic: Arithmetic) -> bool:
 
 def _check_weight(weight: Tensor, bias: Tensor | None, *, gated: bool) -> None:
     if weight.dim() != 2 or weight.stride(1) != 1 or 0 in weight.shape or weight.device.type != "cpu":
-        raise ValueError(f"a weight of contiguous rows is packed, not {tuple(weight.shape)}, {weight.stride()}")
+        raise ValueError(
+            f"a weight to pack must have contiguous rows on the CPU, got {tuple(weight.shape)}, {weight.stride()}"
+        )
     if gated and weight.shape[0] % 2:
         raise ValueError(f"gates and values must be equally many: {weight.shape[0]} rows")
     if bias is not None and bias.shape != weight.shape[:1]:

@@ -42,9 +42,12 @@ class OneDnnLinear:
     def __call__(self, x: Tensor, out: Tensor) -> None:
         """Multiply `x` `[num_rows, depth]` into `out` `[num_rows, num_columns]`. Raises ValueError for others."""
         if x.shape[1:] != (self.depth,) or out.shape != (x.shape[0], self.columns):
-            raise ValueError(f"rows of {self.depth} to {self.columns}, not {tuple(x.shape)} to {tuple(out.shape)}")
+            raise ValueError(
+                f"this projection takes rows of {self.depth} to {self.columns}, "
+                f"not {tuple(x.shape)} to {tuple(out.shape)}"
+            )
         if x.dtype is not self.dtype or out.dtype is not self.out_dtype:
-            raise ValueError(f"{self.dtype} to {self.out_dtype}, not {x.dtype} to {out.dtype}")
+            raise ValueError(f"this projection takes {self.dtype} to {self.out_dtype}, not {x.dtype} to {out.dtype}")
         begin = 0
         while len(x) - begin > _ROW_COUNTS[-1]:
             self._multiply(x[begin : begin + _BLOCK], out[begin : begin + _BLOCK])

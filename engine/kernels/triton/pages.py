@@ -26,7 +26,9 @@ class LayerPages:
             raise ConfigError("KV pages must have five dimensions and contiguous blocks")
         wanted = (self.pages.dtype is torch.int8, self.pages.dtype is torch.float8_e4m3fn)
         if wanted != (self.token_scales is not None, self.head_scales is not None):
-            raise ConfigError(f"a KV cache of {self.pages.dtype} has other scales: int8 by token, fp8_e4m3 by head")
+            raise ConfigError(
+                f"scales do not fit a KV cache in {self.pages.dtype}: int8 has them by token, fp8_e4m3 by head"
+            )
         _check_scales(self.token_scales, self.pages.shape[:-1], "token and head")
         _check_scales(self.head_scales, self.pages.shape[1:3], "key-value head of K and of V")
 

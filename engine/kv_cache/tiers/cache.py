@@ -63,7 +63,7 @@ class CacheTiers:
         self._tally = Tally()
         self._disk: DiskTier | None = None
         if spec.disk is not None:
-            self._disk = DiskTier(spec.disk, self._host, self.costs, give_up=self._give_up, left=self._left)
+            self._disk = DiskTier(spec.disk, self._host, self.costs, give_up=self._give_up, left=self._note_dropped)
         self._offloads: list[BlockOffload] = []
         self._moves = _Moves([], [])
         """Moves of the batch that is being planned."""
@@ -122,7 +122,7 @@ class CacheTiers:
         for place in self._moves.stores:
             self._host.forget(place)
             self._host.unpin(place)
-            self._left(place.name)
+            self._note_dropped(place.name)
         self._offloads.clear()
         self._moves = _Moves([], [])
 
@@ -158,9 +158,9 @@ class CacheTiers:
     def _give_up(self, place: HostPlace) -> None:
         self._tally.evictions += 1
         self._host.forget(place)
-        self._left(place.name)
+        self._note_dropped(place.name)
 
-    def _left(self, name: BlockHash) -> None:
+    def _note_dropped(self, name: BlockHash) -> None:
         """Note that one tier has dropped a name; publish `Evicted` when no other tier holds it."""
         is_below = self._host.get(name) is not None or (self._disk is not None and name in self._disk)
         if not is_below and self._blocks.index.find(name) is None:

@@ -52,7 +52,7 @@ class DiskTier:
         self._host = host
         self._costs = costs
         self._give_up = give_up
-        self._left = left
+        self._on_dropped = left
 
     @property
     def capacity(self) -> int:
@@ -85,7 +85,7 @@ class DiskTier:
         for name in gone:
             self.tally.evictions += 1
             self._port.delete(name)
-            self._left(name)
+            self._on_dropped(name)
         if leaves:
             self._host.leave(place)
         else:
@@ -138,7 +138,7 @@ class DiskTier:
         if not place.is_forgotten:  # otherwise the file may already be a newer one
             self.forget(done.name)
             self._host.forget(place)
-            self._left(done.name)
+            self._on_dropped(done.name)
         self._host.unpin(place)
 
     def forget(self, name: BlockHash) -> None:

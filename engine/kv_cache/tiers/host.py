@@ -40,14 +40,14 @@ class HostPlace:
 class HostPlaces:
     """A fixed set of places; every operation is O(1)."""
 
-    __slots__ = ("_free", "_in_use", "_line", "_names", "_slots", "num_fetching", "num_leaving")
+    __slots__ = ("_evictable", "_free", "_in_use", "_names", "_slots", "num_fetching", "num_leaving")
 
     def __init__(self, slots: range) -> None:
         self._slots = slots
         self._free = list(reversed(slots))
         self._names: dict[BlockHash, HostPlace] = {}
         self._in_use: dict[int, HostPlace] = {}
-        self._line: OrderedDict[BlockHash, HostPlace] = OrderedDict()
+        self._evictable: OrderedDict[BlockHash, HostPlace] = OrderedDict()
         self.num_leaving = 0
         self.num_fetching = 0
 
@@ -100,7 +100,7 @@ class HostPlaces:
     def pin(self, place: HostPlace) -> None:
         """Keep a place while it is read or written."""
         place.num_pins += 1
-        self._line.pop(place.name, None)
+        self._evictable.pop(place.name, None)
 
     def unpin(self, place: HostPlace) -> None:
         """Undo one `pin`: the last makes the place the most recently used, or free if it was forgotten."""
@@ -114,8 +114,8 @@ class HostPlaces:
         if place.is_leaving:
             place.is_leaving = False
             self.num_leaving -= 1
-        if place.name in self._line:
-            self._line.move_to_end(place.name)
+        if place.name in self._evictable:
+            self._evictable.move_to_end(place.name)
 
     def leave(self, place: HostPlace) -> None:
         """Pin a ready place for its copy to disk; it is to be free after that."""
@@ -125,12 +125,12 @@ class HostPlaces:
 
     def oldest(self) -> HostPlace | None:
         """The least recently used place that is ready and not pinned; None when there is none."""
-        return next(iter(self._line.values()), None)
+        return next(iter(self._evictable.values()), None)
 
     def forget(self, place: HostPlace) -> None:
         """Remove the block's name; its place is free as soon as it is no longer pinned."""
         del self._names[place.name]
-        self._line.pop(place.name, None)
+        self._evictable.pop(place.name, None)
         place.is_forgotten = True
         self._settle(place)
 
@@ -143,7 +143,7 @@ class HostPlaces:
             del self._in_use[place.slot]
             self._free.append(place.slot)
         elif place.state is PlaceState.READY:
-            self._line[place.name] = place
+            self._evictable[place.name] = place
 
     def check_invariants(self) -> None:
         """Raise InvariantError unless every place is free or in use, and in line exactly when it may be given up."""
@@ -154,9 +154,9 @@ class HostPlaces:
             if place.slot != slot or place.is_forgotten == (self._names.get(place.name) is place):
                 raise InvariantError(f"place {slot} is found under another name")
             waits = place.state is PlaceState.READY and not place.num_pins and not place.is_forgotten
-            if waits != (self._line.get(place.name) is place):
+            if waits != (self._evictable.get(place.name) is place):
                 raise InvariantError(f"place {slot} is wrongly in line, or wrongly not")
-        if self._line.keys() - self._names.keys() or len(self._names) > len(self._in_use):
+        if self._evictable.keys() - self._names.keys() or len(self._names) > len(self._in_use):
             raise InvariantError("a name has no place")
         leaving = sum(place.is_leaving for place in self._in_use.values())
         fetching = sum(place.state is PlaceState.FETCHING for place in self._in_use.values())
