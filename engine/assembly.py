@@ -84,7 +84,7 @@ class EngineParts:
     gpus: tuple[int, ...] = ()
     """GPUs of the worker's ranks on this node, by the numbering of the process that started the worker."""
     gpu_sharers: int = 1
-    """Workers that share the most shared of these GPUs, this one included."""
+    """Number of workers that share a GPU, this one included; of several GPUs, the highest."""
 
     def kv_memory(self) -> memoryview | None:
         """The bytes of the whole KV pool, all ranks' parts; None when they are not in one piece of host memory."""

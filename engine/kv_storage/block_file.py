@@ -3,7 +3,7 @@
 The header, little-endian: magic with the format's version (8), digest of the cache that it belongs to (16), content
 name (16), length of the block (8), its CRC-32 (4), CRC-32 of the header before this field (4), zeros (8). A file is
 written under a temporary name and renamed: under its final name it is whole, unless it was damaged later. CRC-32 finds
-every error burst of up to 32 bits; it does not protect against whoever can write the files, which is their owner alone.
+every error burst of up to 32 bits; it does not protect against a writer of the files, which only their owner can be.
 
 A block of a served model is about a megabyte, so a file of its own costs next to nothing; deleting it frees its room
 at once, and one rename completes it. Segment files would have to be compacted for either.
