@@ -68,10 +68,10 @@ class EngineParts:
     model: ModelArchitecture
     layout: KVLayout
     budget: MemoryBudget
-    """Of each rank."""
+    """Memory budget of one rank; the same on every rank."""
     hasher: BlockHasher
     is_pipelined: bool = False
-    """A step is launched before the one before has ended."""
+    """True when a step is launched before the previous one has ended."""
     ranks: Ranks = field(default_factory=SoloRanks)
     pool: PoolMemory | None = None
     """The KV memory of all ranks, when `assemble` was given a place for it."""
@@ -80,11 +80,11 @@ class EngineParts:
     stall_s: float | None = None
     """See `engine.stall`."""
     guides: Guides | None = None
-    """For answers that follow a grammar."""
+    """Makes the guides of answers that follow a grammar."""
     gpus: tuple[int, ...] = ()
     """GPUs of the worker's ranks on this node, by the numbering of the process that started the worker."""
     gpu_sharers: int = 1
-    """Workers on the fullest of them."""
+    """Number of workers that share a GPU, this one included; of several GPUs, the highest."""
 
     def kv_memory(self) -> memoryview | None:
         """The bytes of the whole KV pool, all ranks' parts; None when they are not in one piece of host memory."""
@@ -93,7 +93,7 @@ class EngineParts:
         return self.runner.kv_cache.host_view() if self.layout.tp_size == 1 else None
 
     def facts(self) -> dict[str, Any]:
-        """For the line that says that the process serves: the memory budget, in blocks and bytes of all ranks."""
+        """Facts for the log line written when the process is ready: memory budget, in blocks and bytes of all ranks."""
         on_gpus = self.runner.model.device.type == "cuda"
         return {
             "dtype": str(self.runner.model.dtype).removeprefix("torch."),
@@ -112,7 +112,7 @@ class EngineParts:
 
 
 Pool = Callable[[int], PoolMemory]
-"""Gives the memory for a KV pool of so many bytes."""
+"""Allocates the memory of a KV pool, given its size in bytes."""
 
 
 def assemble(spec: EngineSpec, *, pool: Pool | None = None, progress: Progress | None = None) -> EngineParts:
@@ -124,7 +124,7 @@ def assemble(spec: EngineSpec, *, pool: Pool | None = None, progress: Progress |
     num_threads = threads_of_one(spec.num_threads, spec.num_workers_here)
     if device.type == "cpu":
         torch.set_num_threads(num_threads)
-    # Before the weights take theirs: the budget counts them itself.
+    # Read before the weights are loaded: the budget counts them itself.
     limit_bytes = _limit_bytes(spec, device)
     options = BackendOptions(
         device=device,
@@ -134,7 +134,7 @@ def assemble(spec: EngineSpec, *, pool: Pool | None = None, progress: Progress |
         kv_dtype=spec.kv_dtype,
         deterministic=spec.deterministic,
         num_threads=num_threads,
-        # Alone, or every worker would bind its threads to the same first processors.
+        # Only when alone: otherwise every worker would bind its threads to the same first processors.
         binds_threads=num_threads > 1 and spec.num_workers_here == 1,
     )
     config = load_model_config(spec.model_path)
@@ -151,7 +151,7 @@ def assemble(spec: EngineSpec, *, pool: Pool | None = None, progress: Progress |
 
 
 def _open_ranks(spec: EngineSpec, config: ModelArchitecture, options: BackendOptions) -> Ranks:
-    Shard(config, rank=0, size=spec.tensor_parallel_size)  # what cannot be split is refused before anything starts
+    Shard(config, rank=0, size=spec.tensor_parallel_size)  # refuses an unsplittable model before anything starts
     return open_ranks(
         RankSetup(
             rank=0,
@@ -253,12 +253,12 @@ def _budget(
     weights_bytes: int,
     num_host_slots: int,
 ) -> MemoryBudget:
-    """Of one rank: what the steps take is measured, the pool is the rest. Raises ConfigError."""
+    """Divide one rank's memory: the workspace is measured, the KV pool gets the rest. Raises ConfigError."""
     context = _context(spec.max_model_len, model.config.max_context)
     max_blocks = spec.num_blocks
     if max_blocks is None and spec.memory_bytes is None and model.device.type == "cpu":
         max_blocks = _DEFAULT_CONTEXTS * -(-context // spec.block_size)
-    # A GPU's limit is of its own memory, which saved blocks leave, and where no grammar is.
+    # A GPU's limit covers its own memory only; offloaded blocks and grammars are in host memory.
     is_host = model.device.type == "cpu"
     offload_bytes = num_host_slots * layout.block_bytes if is_host else 0
     grammar_bytes = grammar_cache_bytes(limit_bytes) if is_host else 0
@@ -290,12 +290,12 @@ def _budget(
 def _scheduler(
     spec: EngineSpec, config: SchedulerConfig, hasher: BlockHasher, runner: ModelRunner, slots: HostSlots
 ) -> tuple[Scheduler, DiskStore | None]:
-    """With the tiers that have room: what copying takes is measured here, computing as the worker runs."""
+    """Make the scheduler, with the tiers that have room. Copy rates are measured here, compute rates while it runs."""
     pins = PinBounds.from_shares(config.num_blocks, share=spec.pinned_share, tenant_share=spec.pinned_tenant_share)
     if not slots.num_slots:
         return Scheduler(config, hasher, pins=pins, clock=time.monotonic), None
     layout, mover = runner.kv_cache.layout, runner.blocks
-    # What else changes the bits: blocks on disk outlive the process, and perhaps its settings.
+    # Settings that change the bits of KV: blocks on disk outlive the process, and perhaps its settings.
     computed_by = (spec.dtype, spec.quantization, spec.kernels, str(spec.deterministic), runner.model.device.type)
     disk = open_disk(_tier_sizes(spec), mover, cache_identity(layout, secret=spec.secret, computed_by=computed_by))
     scheduler = Scheduler(
@@ -329,7 +329,7 @@ def _tier_sizes(spec: EngineSpec) -> TierSizes:
 
 
 def _is_pipelined(spec: EngineSpec, device: torch.device) -> bool:
-    """On a CPU there is nothing to overlap: who prepares the next step would compute this one."""
+    """Resolve `spec.pipelined`. "auto" is off on a CPU, where planning ahead would compete with the step itself."""
     wanted = device.type == "cuda" if spec.pipelined == "auto" else spec.pipelined == "on"
     if wanted and spec.tensor_parallel_size > 1:
         _log.info("steps are not pipelined over several ranks: each rank needs the tokens of the step before")
@@ -340,7 +340,7 @@ def _is_pipelined(spec: EngineSpec, device: torch.device) -> bool:
 def _workspace_bytes(
     model: Decoder, layout: KVLayout, spec: EngineSpec, context: int, num_blocks: int, ranks: Ranks
 ) -> int:
-    """What steps take: measured where the system can tell, with a margin for what malloc keeps; else estimated."""
+    """Workspace of a step: measured where the system can, plus a margin for what malloc retains; else estimated."""
     ranks.begin_dry_run(layout)
     own = measure_workspace_bytes(
         model,
@@ -391,7 +391,7 @@ def _device(name: str, num_ranks: int) -> torch.device:
 
 
 def _limit_bytes(spec: EngineSpec, device: torch.device) -> int:
-    """What one rank may take, before anything is loaded. Raises ConfigError where the machine or a GPU has less."""
+    """Memory limit of one rank, before anything is loaded. Raises ConfigError where the machine or a GPU has less."""
     stated_bytes = _stated_bytes(spec)
     if device.type == "cuda":
         wish = GpuWish(index=spec.gpus[0] if spec.gpus else 0, sharers=spec.gpu_sharers, stated_bytes=stated_bytes)
@@ -404,7 +404,7 @@ def _limit_bytes(spec: EngineSpec, device: torch.device) -> int:
 
 
 def _stated_bytes(spec: EngineSpec) -> int | None:
-    """`memory_bytes` of each rank; None where it is not set."""
+    """`memory_bytes` divided by the number of ranks; None when it is not set."""
     return None if spec.memory_bytes is None else spec.memory_bytes // spec.tensor_parallel_size
 
 

@@ -64,9 +64,9 @@ class _Launched:
     step: LaunchedStep
     schedule_s: float
     launched_s: float
-    """When the runner was called."""
+    """Time at which the runner was called."""
     ended_s: float | None
-    """When `launch` returned, if the step had ended by then, so that its time excludes the launch of the next one."""
+    """Time at which `launch` returned, if the step had ended by then: its time then excludes the next launch."""
 
 
 class Engine:
@@ -99,7 +99,7 @@ class Engine:
         self._on_layers = on_layers
         self._launched: _Launched | None = None
         self._ended_s = 0.0
-        """When the last settled step ended."""
+        """Time at which the last settled step ended."""
         self._wake = threading.Condition()
         self._calls: deque[_Call[Any]] = deque()
         self._closed: ServingError | None = None
@@ -108,7 +108,7 @@ class Engine:
         self._is_woken = False
         self._num_turns = 0
         self.turn: EngineTurn | None = None
-        """What the thread is doing, for any thread to read; None while it sleeps."""
+        """The thread's present turn, for any thread to read; None while it sleeps."""
         self._thread = threading.Thread(target=self._run, name="tandem-engine", daemon=True)
 
     def start(self) -> None:

@@ -44,16 +44,16 @@ class EngineSpec:
     pinned_share: float = 0.0
     pinned_tenant_share: float = 0.0
     memory_here_bytes: int | None = None
-    """`memory_bytes` of all workers that are known to share this machine; None: this one's part alone."""
+    """Sum of `memory_bytes` of all workers known to share this machine; None: only this worker's share counts."""
     gpus: tuple[int, ...] = ()
     """GPUs of the ranks here, as numbered by the process that started the worker; here they come first. Empty: both
     numberings are the same."""
     gpu_sharers: int = 1
-    """Workers that divide the memory of one of them."""
+    """Workers that share one of these GPUs' memory, this one included."""
     nodes: NodeGroup | None = None
-    """Where the ranks are that are not on this machine."""
+    """Ranks on other machines and how they connect; None when all ranks are on this machine."""
 
     @property
     def ranks_here(self) -> int:
-        """Of this worker, on this machine."""
+        """Ranks of this worker on this machine."""
         return self.tensor_parallel_size if self.nodes is None else self.nodes.ranks_per_node

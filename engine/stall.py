@@ -1,7 +1,7 @@
 """Detects a hung engine thread: in a kernel, a driver, or a collective in which one rank has stopped. Pure.
 
 The worker's event loop still answers routers, so nothing else would notice. A healthy step may take long: the bound is
-wide, and wider for a step that its tokens are expected to take long in, by this worker's own measured rates.
+wide, and wider for a step whose tokens should take long at the rates measured on this worker.
 """
 
 from typing import NamedTuple
@@ -9,9 +9,9 @@ from typing import NamedTuple
 from engine.scheduler.step_rates import RateMeter
 
 _PATIENCE = 8.0
-"""How many times as long as expected a step may take: a long context, a busy machine."""
+"""Multiple of its expected duration that a step may take: contexts may be long, machines busy."""
 _FIRST_PATIENCE = 10.0
-"""How many times the bound the first steps may take: their duration is unknown, kernels may be compiled."""
+"""Multiple of `stall_s` that the first steps may take: no rates are known yet, and kernels may be compiled."""
 
 
 class EngineTurn(NamedTuple):
@@ -30,17 +30,17 @@ class StallWatch:
     """Checks the engine's thread regularly. Time in which this process itself did not run does not count."""
 
     def __init__(self, *, stall_s: float | None, period_s: float, now_s: float) -> None:
-        """`stall_s`: what any turn may take; None: no bound. `period_s`: how often `check` is meant to be called."""
+        """`stall_s`: shortest bound on a turn; None: no bound. `period_s`: how often `check` is meant to be called."""
         self._stall_s = stall_s
         self._period_s = period_s
-        self._looked_s = now_s
+        self._checked_s = now_s
         self._number: int | None = None
         self.age_s = 0.0
-        """How long the present turn has lasted."""
+        """Duration of the present turn so far."""
 
     def check(self, turn: EngineTurn | None, rates: RateMeter, now_s: float) -> None:
         """Check `turn`, the present one; None while the thread sleeps. Raises EngineStalled."""
-        passed_s, self._looked_s = min(now_s - self._looked_s, 2 * self._period_s), now_s
+        passed_s, self._checked_s = min(now_s - self._checked_s, 2 * self._period_s), now_s
         if turn is None or turn.number != self._number:
             self._number, self.age_s = None if turn is None else turn.number, 0.0
             return

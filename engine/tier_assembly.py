@@ -16,7 +16,7 @@ from tandem.values.disk_cache import contradiction
 from tandem.values.kv_layout import KVLayout
 
 MAX_DISK_BLOCKS = 1 << 18
-"""Their names are in memory here and at every router, and each is a file."""
+"""Limit on blocks on disk: each is a file, and its name is kept in memory here and at every router."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,13 +32,13 @@ class TierSizes:
 
     @property
     def in_memory(self) -> tuple[tuple[str, int], ...]:
-        """Those in host memory, by the setting's name."""
+        """Sizes of the tiers in host memory, as pairs of setting name and bytes."""
         return ("offload_bytes", self.offload_bytes), ("host_cache_bytes", self.host_cache_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostSlots:
-    """Places in host memory, the same on every rank: first those of preempted requests, then the cache's."""
+    """Slots in host memory, the same on every rank: preempted requests' first, then the cache's."""
 
     num_offload: int = 0
     num_cache: int = 0
@@ -49,14 +49,14 @@ class HostSlots:
 
     @property
     def cache(self) -> range:
-        """Those of the cache."""
+        """Slots of the cache."""
         return range(self.num_offload, self.num_slots)
 
 
 def host_slots(sizes: TierSizes, layout: KVLayout, rooms: Sequence[HostRoom], *, num_nodes: int = 1) -> HostSlots:
-    """The blocks, over all ranks, that the sizes hold. Each of the worker's machines has its ranks' parts of them.
+    """Count the blocks that the configured sizes hold, over all ranks; each machine holds its own ranks' parts.
 
-    Raises ConfigError, also for more than is free on one of these machines.
+    Raises ConfigError, also when a size exceeds the free memory of one of the machines.
     """
     _check_disk(sizes, layout)
     for room in rooms:
@@ -107,7 +107,7 @@ def open_disk(sizes: TierSizes, mover: BlockMover, identity: CacheIdentity) -> t
 
 
 def tier_spec(slots: HostSlots, mover: BlockMover, layout: KVLayout, disk: DiskSpec | None) -> TierSpec | None:
-    """The cache below the pool; None when it has no places."""
+    """Specification of the cache below the pool; None when it has no slots."""
     if not slots.num_cache:
         return None
     return TierSpec(
@@ -120,9 +120,9 @@ def tier_spec(slots: HostSlots, mover: BlockMover, layout: KVLayout, disk: DiskS
 
 
 def keep_cached(tiers: CacheTiers, disk: DiskStore, *, timeout_s: float) -> None:
-    """Write to disk, for a later process, what is cached and not there yet, as much as goes in the time.
+    """Write cached blocks that are not on disk yet to disk for a later process, as many as `timeout_s` allows.
 
-    Called when the engine has stopped, before the disk is closed: chains without their beginnings would be useless.
+    Call it when the engine has stopped, before the disk is closed. A chain is of no use without its beginning.
     """
     until_s = monotonic() + timeout_s
     for name in tiers.unsaved():

@@ -13,18 +13,18 @@ class Buffers:
         self._device = device
         self._tensors: dict[str, Tensor] = {}
         self.generation = 0
-        """Changes whenever a buffer comes to lie elsewhere."""
+        """Incremented whenever a buffer is moved or freed."""
 
     def clear(self) -> None:
-        """Give all memory back."""
+        """Free all buffers."""
         self._tensors.clear()
         self.generation += 1
 
     def rows(self, name: str, num_rows: int, num_columns: int, dtype: torch.dtype, *, padding: int = 0) -> Tensor:
-        """Uninitialised `[num_rows, num_columns]`; valid until the next with this name.
+        """Return an uninitialised `[num_rows, num_columns]`, valid until the next call with this name.
 
-        `padding`: elements between a row's end and the next one's begin. Names are used with one width and dtype each:
-        everything that shares a name shares its memory.
+        `padding`: elements between the end of a row and the beginning of the next. A name must always be used with the
+        same width and dtype; all its tensors share one memory.
         """
         tensor = self._tensors.get(name)
         if tensor is None or tensor.shape[0] < num_rows:
@@ -36,6 +36,6 @@ class Buffers:
 
 
 def _with_room(num_rows: int) -> int:
-    """Up to a quarter more: one decoding row more beside a prompt's chunk, step after step, moves no buffer."""
+    """Round up by at most a quarter: a few more rows, step after step, then move no buffer."""
     grain = 1 << max(0, num_rows.bit_length() - 3)
     return -(-num_rows // grain) * grain

@@ -1,4 +1,4 @@
-"""For backends whose products do not add to what is there."""
+"""A closing projection for backends whose products cannot be added to existing values."""
 
 from torch import Tensor
 
@@ -6,7 +6,7 @@ from engine.model.backend import Projection
 
 
 class LaterAdded:
-    """A projection that leaves its product to be added by the norm that follows; see backend.Closing."""
+    """A projection that leaves its product to be added by the norm that follows; see engine.model.backend.Closing."""
 
     __slots__ = ("projection",)
 
@@ -19,5 +19,5 @@ class LaterAdded:
         return self.projection.nbytes
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
-        """`[num_rows, in_features]` to `[num_rows, out_features]`."""
+        """Project `[num_rows, in_features]` to `[num_rows, out_features]`; `residual` is not used."""
         return self.projection(x)

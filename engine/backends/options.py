@@ -17,4 +17,4 @@ class BackendOptions:
     deterministic: bool = False
     num_threads: int = 1
     binds_threads: bool = False
-    """The processors are this worker's own: each compute thread keeps to one of them."""
+    """True when the processors are this worker's own: each compute thread is bound to one of them."""

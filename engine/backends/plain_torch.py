@@ -1,4 +1,4 @@
-"""Plain torch operators: runs wherever torch does, and is what every other backend is compared with."""
+"""Backend of plain torch operators: runs wherever torch does, and is the reference for every other backend."""
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from engine.sampling.backend import SamplingKernels, TorchSampling
 
 
 class TorchBackend:
-    """See engine.model.backend.Backend. Results are new tensors."""
+    """Implements engine.model.backend.Backend. Results are new tensors."""
 
     name = "torch"
 
@@ -48,10 +48,10 @@ class TorchBackend:
         return TorchAttention(spec, cache)
 
     def graphs(self, model: RecordableModel, attention: AttentionBackend, *, max_rows: int, max_length: int) -> None:
-        """See Backend: operators are called one by one."""
+        """Return None: nothing is recorded, operators are called one by one."""
 
     def trim(self) -> None:
-        """See Backend: results are torch's own, which it has back already."""
+        """Do nothing: torch has the memory of all results back already."""
 
     def bind_thread(self) -> None:
         if self.device.type == "cuda":

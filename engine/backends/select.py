@@ -13,13 +13,13 @@ from tandem.values.kv_layout import AUTO_DTYPE, QUANTISED_DTYPES
 
 _log = logging.getLogger(__name__)
 _FIRST_WITH_FP8 = (8, 9)
-"""Compute capability, of Ada and Hopper."""
+"""Least compute capability with fp8: Ada and Hopper."""
 _FIRST_WITH_BF16 = (8, 0)
-"""Of Ampere."""
+"""Least compute capability with bfloat16: Ampere."""
 
 
 def select_backend(options: BackendOptions) -> Backend:
-    """The best backend that serves `options`.
+    """Make the best backend that can serve `options`.
 
     Raises ConfigError when a backend that was requested by name cannot run here. Missing compiled kernels that were not
     requested by name only cost speed, so their absence is logged.
@@ -43,8 +43,9 @@ def select_backend(options: BackendOptions) -> Backend:
 
 
 def _check_dtype(options: BackendOptions) -> None:
-    """What older GPUs emulate slowly, and our kernels not at all, is refused rather than served in another dtype: the
-    pools of a cluster must agree, whatever GPUs they have."""
+    """Refuse bfloat16 on a GPU that lacks it: emulation is slow, our kernels have none, and another dtype would differ
+    from the cluster's other pools. Raises ConfigError.
+    """
     if options.dtype != "bfloat16" or options.device.type != "cuda":
         return
     if (found := torch.cuda.get_device_capability(options.device)) < _FIRST_WITH_BF16:
@@ -63,18 +64,21 @@ def _check_kv_dtype(options: BackendOptions) -> None:
         return
     if options.device.type == "cuda":
         if torch.cuda.get_device_capability(options.device) < _FIRST_WITH_FP8:
-            raise ConfigError("engine.kv_dtype is fp8_e4m3, which this GPU lacks; int8 runs on every one")
+            raise ConfigError("engine.kv_dtype is fp8_e4m3, which this GPU does not support; int8 runs on every GPU")
         return
     if options.deterministic:
         raise ConfigError(
-            "engine.kv_dtype is fp8_e4m3, which a CPU attends to in plain torch; engine.deterministic needs compiled "
-            "attention: int8 has it"
+            "engine.kv_dtype is fp8_e4m3, for which a CPU has no compiled attention, and engine.deterministic needs "
+            "it: set engine.kv_dtype to int8"
         )
     _log.warning("engine.kv_dtype is fp8_e4m3: no compiled attention for it on a CPU, using plain torch")
 
 
 def _compiled(options: BackendOptions) -> Backend | str:
-    """The device's own kernels, or why there are none. Imported here: neither belongs to every installation."""
+    """Make the device's compiled backend, or return the reason why it is unavailable.
+
+    Backends are imported here: not every installation has what they need.
+    """
     if options.device.type == "cuda":
         try:
             from engine.backends.cuda.backend import CudaBackend

@@ -1,11 +1,12 @@
-"""Who goes first where engines share processors with event loops.
+"""Priorities of engine threads, where engines share processors with event loops.
 
 An engine computes for milliseconds at a stretch. A router or a worker's own event loop on the same processors needs
-microseconds, at once: it answers clients, passes tokens on, and sends heartbeats to peers. Without a difference
-between them the system lets it wait for whole slices of an engine's time (measured in docs/extend/measurements.md).
+microseconds, at once: it answers clients, passes tokens on, and sends heartbeats to peers. At equal priority the
+system makes it wait for whole time slices of an engine (measured in docs/extend/measurements.md).
 
-Linux may divide the processors between sessions first (autogroups), and niceness counts within each alone. Workers that
-`tandem up` starts lead sessions of their own, so there the whole session steps back as well: beside the router's.
+Linux may divide the processors between sessions first (autogroups), and niceness counts only within each. Workers that
+`tandem up` starts lead sessions of their own, so there the whole session's priority is lowered as well, against the
+router's.
 """
 
 import contextlib
@@ -16,16 +17,17 @@ import time
 from pathlib import Path
 
 NICENESS = 5
-"""A third of the share of a thread that is not nice, and only while both want the processor."""
+"""Niceness of engine threads: a third of a normal thread's share, and only while both want the processor."""
 _AUTOGROUP = Path("/proc/self/autogroup")
 _TRIES = 10
 _BETWEEN_TRIES_S = 0.11
-"""Who is not root may set one session of the whole system in a tenth of a second."""
+"""Pause between tries: without root, one autogroup of the whole system may be set every tenth of a second."""
 
 
 def step_back() -> None:
-    """Let the calling thread, and those that it starts, give way to others. Where a priority belongs to a whole process
-    (anywhere but on Linux), or may not be set, nothing changes."""
+    """Lower the priority of the calling thread and of threads that it starts. Does nothing where a priority belongs to
+    a whole process (anywhere but on Linux), or may not be set.
+    """
     if not sys.platform.startswith("linux"):
         return
     thread = threading.get_native_id()
@@ -34,18 +36,18 @@ def step_back() -> None:
             os.setpriority(os.PRIO_PROCESS, thread, NICENESS)
     # A session that another process leads, a shell's, is not ours to slow down.
     if os.getsid(0) == os.getpid():
-        _session_steps_back()
+        _lower_session_priority()
 
 
-def _session_steps_back() -> None:
-    """Nothing changes where the system has no autogroups, or they may not be set."""
+def _lower_session_priority() -> None:
+    """Lower the priority of this session. Does nothing where the system has no autogroups, or they may not be set."""
     for _ in range(_TRIES):
         try:
             niceness = session_niceness()
             if niceness is not None and niceness < NICENESS:
                 _AUTOGROUP.write_text(f"{NICENESS}", encoding="ascii")
         except BlockingIOError:
-            # Before the engine has anything to do: nobody waits for this thread.
+            # Nothing waits for this thread yet: the engine has not started.
             time.sleep(_BETWEEN_TRIES_S)
         except OSError:
             return
@@ -54,8 +56,9 @@ def _session_steps_back() -> None:
 
 
 def session_niceness() -> int | None:
-    """Of the session's autogroup. None where there is none: a system without them, one that has them switched off, or
-    the session that it began with, whose file is there and empty."""
+    """Niceness of this process's session. None without autogroups, or where they are switched off, and in the session
+    that the system began with, whose file is empty.
+    """
     try:
         text = _AUTOGROUP.read_text(encoding="ascii")
     except OSError:

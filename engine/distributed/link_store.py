@@ -1,8 +1,8 @@
-"""Where the ranks of a group leave each other what they need to meet, as torch's process groups ask for it.
+"""Key-value stores in which the ranks of a group leave their addresses for each other, for torch's process groups.
 
 Within one machine that is a file that only the ranks have open (see engine.distributed.ranks.leader).
-Over several it is this: the keys lie with rank 0, and the others reach them over their authenticated links, not over a
-port of torch's own.
+Over several it is the store defined here: rank 0 holds the keys, and the others reach them over their authenticated
+links, not over a port of torch's own.
 """
 
 from collections.abc import Sequence
@@ -15,30 +15,30 @@ _Base: Any = dist.Store  # type: ignore[attr-defined]  # torch's stubs leave it 
 
 
 class Keys(Protocol):
-    """Texts with their values; rank 0's are in its memory. From any thread."""
+    """Values by key, in rank 0's memory. May be used from any thread."""
 
     def set(self, key: str, value: bytes) -> None:
-        """Replace the value. Raises RankLost when rank 0 cannot be reached, like all of these."""
+        """Set or replace a value. Raises RankLost when rank 0 cannot be reached, like all methods here."""
         ...
 
     def get(self, key: str, timeout_s: float) -> bytes | None:
-        """The value once there is one; None when there was none in time."""
+        """Wait for a value. Returns None when the key is not set within `timeout_s`."""
         ...
 
     def add(self, key: str, amount: int) -> int:
-        """Count up; what is not there counts from 0."""
+        """Add to a counter, which starts at 0. Returns its new value."""
         ...
 
     def has(self, key: str) -> bool:
-        """Whether there is a value."""
+        """Whether the key has a value."""
         ...
 
     def delete(self, key: str) -> bool:
-        """Forget it; whether it was there."""
+        """Delete a key. Returns whether it had a value."""
         ...
 
     def count(self) -> int:
-        """How many there are."""
+        """Number of keys."""
         ...
 
 
@@ -54,11 +54,11 @@ class LinkStore(_Base):  # type: ignore[misc]  # its base is untyped
         self._keys.set(key, value.encode() if isinstance(value, str) else bytes(value))
 
     def get(self, key: str) -> bytes:
-        """See torch: waits. Raises RuntimeError when there is none in time."""
+        """Wait for a value, see torch. Raises RuntimeError when the key is not set in time."""
         return self._await(key, self._timeout_s)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """See torch. Raises RuntimeError when one is missing in time."""
+        """Wait for all keys, see torch. Raises RuntimeError when one is not set in time."""
         for key in keys:
             self._await(key, self._timeout_s if timeout is None else timeout.total_seconds())
 
@@ -75,7 +75,7 @@ class LinkStore(_Base):  # type: ignore[misc]  # its base is untyped
         return self._keys.count()
 
     def clone(self) -> "LinkStore":
-        """See torch. The same, which any thread may use: a new one would go when Python holds it no longer."""
+        """Return the store itself, which any thread may use: torch would not keep a new Python object alive."""
         return self
 
     def set_timeout(self, timeout: timedelta) -> None:

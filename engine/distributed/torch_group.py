@@ -28,16 +28,16 @@ from engine.distributed.links.lost import RankLost
 _LOOPBACK = "127.0.0.1"
 _GLOO_THREADS = 1
 _SMALL_BYTES = 64 * 1024
-"""Up to here gloo is faster at handing everybody every part than at a ring, measured with two and four ranks."""
+"""Size up to which gloo sends every part to every rank faster than around a ring; measured with two and four ranks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OverNodes:
-    """How a rank meets those of other nodes."""
+    """Means by which a rank meets the ranks of other nodes."""
 
     keys: Keys
     host: str
-    """Address of this node at which they reach it."""
+    """Address at which other nodes reach this one."""
 
 
 class _Work(Protocol):
@@ -45,7 +45,7 @@ class _Work(Protocol):
 
 
 class _Collectives(Protocol):
-    """What is used of a process group; torch's own stubs leave it out."""
+    """The methods of a process group used here; torch's own stubs lack them."""
 
     def allreduce(self, tensors: list[Tensor]) -> _Work: ...
 
@@ -70,16 +70,16 @@ class TorchGroup:
         fixed_order: bool = False,
         over_nodes: OverNodes | None = None,
     ) -> None:
-        """Meet the other ranks: ends once all are here.
+        """Meet the other ranks; returns once all have joined.
 
-        `store_fd`: of an empty file that every rank has open; closed by `close`, and the caller's own when this
-        raises. None: the ranks are on several nodes, `over_nodes` says how they meet. `timeout_s` bounds the wait for
+        `store_fd`: descriptor of an empty file that every rank has open; `close` closes it, the caller does when this
+        raises. None: the ranks are on several nodes and meet by `over_nodes`. `timeout_s` bounds the wait for
         the others, now and in every later call. `fixed_order`: sums do not depend on a tensor's size. Raises RankLost.
         """
         is_cuda = device.type == "cuda"
         self.rank = rank
         self.size = size
-        # Two ranks' sum has but one order.
+        # The sum of two ranks has only one order.
         self._most_bytes_in_order = sys.maxsize if fixed_order and size > 2 else 0 if is_cuda else _SMALL_BYTES
         self._device = device
         self._store_fd = store_fd
@@ -89,7 +89,7 @@ class TorchGroup:
             raise RankLost(f"rank {rank} did not join the group: {failure}")
         self._backend = backend
         try:
-            # NCCL connects at its first call; better now than in a request.
+            # NCCL connects at its first call: not during a request.
             self.meet()
         except RankLost:
             self._leave()
@@ -115,7 +115,7 @@ class TorchGroup:
         self.all_reduce_(torch.zeros(1, device=self._device))
 
     def close(self) -> None:
-        """Give everything up; the other ranks are gone, or about to be. Twice does no harm."""
+        """Leave the group and free its resources; the other ranks are gone, or about to be. May be called twice."""
         if self._backend is not None:
             self._leave()
             if self._store_fd is not None:
@@ -127,11 +127,11 @@ class TorchGroup:
             backend.group.abort()
 
     def _sum_in_rank_order_(self, tensor: Tensor) -> None:
-        """Everybody gets all parts and adds them alike.
+        """Gather all parts on every rank and add them in the order of ranks.
 
-        A ring moves less, but it takes twice as many turns, which is what a small tensor costs; and it starts each
-        stretch of a tensor at another rank, so that among three or more the order of the additions, and with it the
-        last bit, depends on where in the tensor an element stands.
+        A ring moves less, but takes twice as many turns, which dominate the time of a small tensor; and it starts each
+        section of a tensor at another rank, so that among three or more the order of the additions, and with it the
+        last bit, depends on an element's position in the tensor.
         """
         parts = [torch.empty_like(tensor) for _ in range(self.size)]
         self._run(lambda backend: backend.group.allgather([parts], [tensor]))
@@ -152,9 +152,9 @@ class TorchGroup:
 class _Backend:
     """A process group with its store, and the store's file.
 
-    The store opens its file by name to its very end: were the file closed by then, that would end the process, and were
-    its number another file's, that would be written to. Threads that wait and exceptions on their way hold a group
-    longer than its owner does, so the last holder closes the file; no holder keeps the group alive by itself.
+    The store opens its file by name until its very end: were the file closed by then, the process would end, and were
+    its number reused by another file, the store would write to that. Waiting threads and exceptions in flight hold a
+    group longer than its owner does, so the last holder closes the file; no holder keeps the group alive by itself.
     """
 
     def __init__(self, store_fd: int | None, over_nodes: OverNodes | None) -> None:
@@ -164,7 +164,7 @@ class _Backend:
         self.group: Any = None
 
     def open(self, rank: int, size: int, timeout: timedelta, *, is_cuda: bool) -> str | None:
-        """Make the group; what went wrong, if anything did."""
+        """Make the group. Returns an error message, or None."""
         try:
             self._store = self._open_store(size, timeout)
             self.group = (_nccl if is_cuda else _gloo)(self, rank, size, timeout)
@@ -222,27 +222,27 @@ _INET6 = Path("/proc/net/if_inet6")
 
 
 def interface_of(address: str) -> str:
-    """The interface with this IP address. Raises RankLost when none has it."""
+    """Name of the interface with this IP address. Raises RankLost when none has it."""
     wanted = ipaddress.ip_address(address)
-    for name, found in (_of_ipv4() if wanted.version == 4 else _of_ipv6()).items():
+    for name, found in (_ipv4_addresses() if wanted.version == 4 else _ipv6_addresses()).items():
         if wanted in found:
             return name
     raise RankLost(f"no network interface here has the address {address}")
 
 
-def _of_ipv4() -> dict[str, set[ipaddress.IPv4Address]]:
+def _ipv4_addresses() -> dict[str, set[ipaddress.IPv4Address]]:
     found: dict[str, set[ipaddress.IPv4Address]] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
         for _index, name in socket.if_nameindex():
             try:
                 answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:  # it has none
+            except OSError:  # the interface has no address
                 continue
             found.setdefault(name, set()).add(ipaddress.IPv4Address(answer[20:24]))
     return found
 
 
-def _of_ipv6() -> dict[str, set[ipaddress.IPv6Address]]:
+def _ipv6_addresses() -> dict[str, set[ipaddress.IPv6Address]]:
     found: dict[str, set[ipaddress.IPv6Address]] = {}
     for line in _INET6.read_text(encoding="ascii").splitlines() if _INET6.exists() else ():
         digits, *_rest, name = line.split()

@@ -1,6 +1,6 @@
 """Manages KV blocks for requests: block tables, prefix matches, promised credit and pins.
 
-Joins the pool's reference counts with the prefix index and counts promises. Credit is a hard number: free plus
+Joins the pool's reference counts with the prefix index and counts promises. Credit is exact: free plus
 evictable blocks never fall below the blocks promised, so a promised block is always available without a
 preemption, and a request that grows must find room in what is left (`num_available`).
 """
@@ -34,7 +34,7 @@ class PrefixMatch:
     num_blocks: int
     """Blocks of the prefix, found by name; valid until the next change of the index."""
     num_parked: int
-    """How many of these blocks stop being evictable when they are taken."""
+    """Number of these blocks that are evictable now, and stop being so when they are taken."""
     num_missing: int
     """Blocks for the request's other tokens."""
 
@@ -57,7 +57,7 @@ class BlockManager:
         policy: EvictionPolicy | None = None,
         clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """`clock` times how long requests hold blocks; None to leave that unmeasured."""
+        """`clock` measures how long requests hold blocks; None leaves that unmeasured."""
         self.pool = KVBlockPool(num_blocks)
         self.index = PrefixIndex(events, policy)
         self.block_size = block_size
@@ -88,7 +88,7 @@ class BlockManager:
         return -(-num_tokens // self.block_size)
 
     def promise(self, num_blocks: int) -> None:
-        """Set blocks aside without choosing them; PoolExhausted when not so many are available."""
+        """Set blocks aside without choosing them; raises PoolExhausted when fewer are available."""
         self._require(num_blocks)
         self._num_promised += num_blocks
 
@@ -99,12 +99,12 @@ class BlockManager:
         self._num_promised -= num_blocks
 
     def allocate(self, num_blocks: int) -> list[BlockId]:
-        """Take available blocks, evicting cache entries as needed; PoolExhausted takes none."""
+        """Take available blocks, evicting cached ones as needed. Raises PoolExhausted, and then takes none."""
         self._require(num_blocks)
         return [self._take()] if num_blocks == 1 else [self._take() for _ in range(num_blocks)]
 
     def allocate_promised(self, num_blocks: int) -> list[BlockId]:
-        """Turn a promise into blocks: cannot fail. They may be written at once: what they held has been saved."""
+        """Turn a promise into blocks; cannot fail. They may be written at once: their former content has been saved."""
         self.unpromise(num_blocks)
         taken = [self._take() for _ in range(num_blocks)]
         if self._below is not None:
@@ -121,7 +121,7 @@ class BlockManager:
         return self.pool.allocate()
 
     def match(self, request: Request, *, max_tokens: int | None = None) -> PrefixMatch:
-        """Look up the request's longest held prefix, leaving at least one token to compute; takes nothing.
+        """Look up the request's longest cached prefix, leaving at least one token to compute. Takes nothing.
 
         `max_tokens` bounds the prefix, for a caller that has announced its length to a peer, or wants no more.
         """
@@ -135,12 +135,12 @@ class BlockManager:
         return PrefixMatch(num_blocks=found, num_parked=found - in_use, num_missing=missing)
 
     def found(self, request: Request, match: PrefixMatch) -> Iterator[BlockId]:
-        """The blocks of a prefix just matched."""
+        """Blocks of a prefix just matched, in order."""
         names = (self.name(request, i) for i in range(match.num_blocks))
         return (block for name in names if (block := self.index.find(name)) is not None)
 
     def take_prefix(self, request: Request, match: PrefixMatch) -> None:
-        """Start the request's table with a prefix just matched; PoolExhausted takes nothing."""
+        """Start the request's table with a prefix just matched. Raises PoolExhausted, and then takes nothing."""
         self._require(match.num_parked)
         for i in range(match.num_blocks):
             block = self.index.find(self.name(request, i))
@@ -154,16 +154,16 @@ class BlockManager:
         request.num_computed_tokens = match.num_blocks * self.block_size
 
     def share(self, blocks: Sequence[BlockId]) -> None:
-        """Add a reference to each block of a chain, from its root on; PoolExhausted takes none."""
+        """Add a reference to each block of a chain, from its root on. Raises PoolExhausted, and then adds none."""
         self._require(sum(1 for block in blocks if not self.pool.num_refs(block)))
         for block in blocks:
             if self.pool.acquire(block) == 1:
                 self.index.unpark(block)
 
     def fork(self, request: Request, source: BlockId) -> BlockCopy:
-        """Append the request's own copy of a block in use, which stays referenced until the step is done.
+        """Append the request's own copy of a block in use; the source stays referenced until the step is done.
 
-        PoolExhausted takes nothing.
+        Raises PoolExhausted, and then takes nothing.
         """
         (target,) = self.allocate(1)
         self.pool.acquire(source)
@@ -177,7 +177,7 @@ class BlockManager:
         self._holds.launch()
 
     def end_step(self) -> None:
-        """Release what was kept for the oldest launched step, which is done."""
+        """Release the references kept for the oldest launched step, which is done."""
         self.release(self._holds.settle())
 
     def grow(self, request: Request, blocks: Sequence[BlockId]) -> None:
@@ -197,7 +197,7 @@ class BlockManager:
     def index_computed(self, request: Request, first_block: int) -> list[BlockId]:
         """Make the request's full computed blocks, from `first_block` on, findable by content.
 
-        A name has one block. Where another block already bears it and is in use, the table is pointed at that one
+        A name has one block. Where another block already has the name and is in use, the table is pointed at that one
         and the request's own copy is returned, for the caller to release; where it is merely cached, the own
         copy takes the name over instead, so that credit never depends on which request computed a block twice.
         """
@@ -223,11 +223,11 @@ class BlockManager:
             self._hasher.extend(request.hash_root, request.block_hashes, request.token_ids)
 
     def name(self, request: Request, block_index: int) -> BlockHash:
-        """Content name of one of the request's full blocks, once `match` or `index_computed` has gone so far."""
+        """Content name of a full block of the request; only once `match` or `index_computed` has reached this block."""
         return request.block_hashes[(block_index + 1) * self._hashes_per_block - 1]
 
     def release(self, blocks: Sequence[BlockId]) -> None:
-        """Drop one reference to each, given in table order: the tail goes first, and so is evicted first."""
+        """Drop one reference to each block, given in table order. The tail goes first, so that it is evicted first."""
         for block in reversed(blocks):
             indexed = self.index.holds(block)
             if not self.pool.release(block, keep=indexed) and indexed:
@@ -263,7 +263,7 @@ class BlockManager:
         self._pins.setdefault(request_id, _Pin()).count += 1
 
     def unpin(self, request_id: RequestId) -> None:
-        """Undo one `pin`; the last one releases what the request gave up meanwhile."""
+        """Undo one `pin`; the last one releases the blocks that the request gave up meanwhile."""
         pin = self._pins.get(request_id)
         if pin is None:
             raise InvariantError(f"request {request_id} is not pinned")
@@ -278,7 +278,7 @@ class BlockManager:
         return request_id in self._pins
 
     def pinned_blocks(self) -> list[BlockId]:
-        """Every reference that only a pin or a step under way keeps, for audits."""
+        """References kept only by a pin or a step under way, for audits."""
         return [*(block for pin in self._pins.values() for block in pin.lingering), *self._holds]
 
     def clear_cache(self) -> None:
@@ -289,7 +289,7 @@ class BlockManager:
             self.pool.reclaim(block)
 
     def snapshot(self) -> tuple[int, list[Stored]]:
-        """The number of the next event, and every name that it will follow upon, those below the pool included."""
+        """Number of the next event, and every name stored before it, those below the pool included."""
         next_seq, stored = self.index.snapshot()
         if self._below is not None:
             stored += [Stored(name, None) for name in self._below.names() if self.index.find(name) is None]

@@ -1,11 +1,11 @@
-"""Eviction policies for cached blocks. Three policies behind one Protocol; all of them evict leaves only.
+"""Eviction policies for cached blocks: three behind one Protocol, all of which evict leaves only.
 
 - `lru`: the least recently used, O(1).
 - `lfu`: the least often used, where use ages: LFU with dynamic aging (Arlitt et al., "Evaluating content management
   techniques for Web proxy caches", 2000).
-- `prefix`: the least worth by what a hit saves and how likely it is: GreedyDual (Cao and Irani, "Cost-aware WWW proxy
-  caching algorithms", 1997) where a block's worth grows with the requests that shared it and falls with its distance
-  from the root, since a deep block helps only those whose whole beginning is equal.
+- `prefix`: the block with the lowest expected saving: GreedyDual (Cao and Irani, "Cost-aware WWW proxy caching
+  algorithms", 1997) where a block's worth grows with the requests that shared it and falls with its distance from the
+  root, since a deep block helps only requests that share its whole prefix.
 
 A policy sees parked entries only, those without references; `engine.kv_cache.prefix_index` owns the entries. The tiers
 below the pool evict the least recently used: `engine.kv_cache.tiers.cache`, `engine.kv_cache.tiers.disk_index`.
@@ -30,16 +30,16 @@ class IndexedBlock:
     block: BlockId
     parent: BlockHash
     is_first: bool
-    """The parent is the chain's root, which is no block."""
+    """True when the parent is the chain's root, which is no block."""
     depth: int
-    """Blocks before it in its chain."""
+    """Number of blocks before it in its chain."""
     num_uses: int = 1
-    """Requests that computed or found it."""
+    """Requests that computed or found it, in total."""
     num_children: int = 0
-    """Entries whose parent it is."""
+    """Number of entries whose parent it is."""
     is_parked: bool = False
     floor: float = 0.0
-    """The policy's own age mark of when it was last used."""
+    """The policy's age mark, taken when the entry was last used."""
 
 
 class EvictionPolicy(Protocol):
@@ -58,27 +58,27 @@ class EvictionPolicy(Protocol):
         ...
 
     def evict(self) -> BlockHash:
-        """Choose a parked leaf and forget it; InvariantError when there is none."""
+        """Choose a parked leaf and forget it. Raises InvariantError when there is none."""
         ...
 
     def clear(self) -> None: ...
 
     def hottest_first(self) -> Iterable[BlockHash]:
-        """Every parked leaf, and perhaps others, those that would be evicted last first; O(n log n) at most."""
+        """All parked leaves, and perhaps other entries, last evicted first; O(n log n) at most."""
         ...
 
     def check(self, parked: Mapping[BlockHash, IndexedBlock]) -> None:
-        """InvariantError unless exactly these are known and a child would always go before its parent."""
+        """Raise InvariantError unless exactly `parked` are known and every child would be evicted before its parent."""
         ...
 
 
 class LeastRecentlyUsed:
-    """Parked order. Tables are released tail first, so the oldest parked entry is always a leaf: no search for one."""
+    """Order of parking. Tables are released tail first, so the oldest parked entry is always a leaf: no search."""
 
     __slots__ = ("_order",)
 
     def __init__(self) -> None:
-        # A dict would do but for its front: finding the oldest after many removals is O(n) there.
+        # Not a dict: finding its oldest key after many removals is O(n).
         self._order: OrderedDict[BlockHash, None] = OrderedDict()
 
     def park(self, entry: IndexedBlock) -> None:
@@ -88,7 +88,7 @@ class LeastRecentlyUsed:
         del self._order[entry.name]
 
     def became_leaf(self, entry: IndexedBlock) -> None:
-        """See EvictionPolicy. Its place in the order is right already."""
+        """Do nothing: the entry's place in the order is right already."""
 
     def evict(self) -> BlockHash:
         if not self._order:
@@ -111,14 +111,14 @@ class LeastRecentlyUsed:
 
 
 Worth = Callable[[IndexedBlock], float]
-"""How much a parked leaf is worth keeping; only its own history decides."""
+"""Worth of keeping a parked leaf, from its own history alone."""
 
 
 class LeastWorth:
     """Greedy-dual order over the parked leaves: O(log n) each.
 
-    A leaf's key is its worth plus the highest key evicted before it was last used (not: before it became a leaf, or
-    the beginnings of dead chains would grow young again as their ends go). So keys of what is never used again are
+    A leaf's key is its worth plus the highest key evicted before it was last used (not before it became a leaf, or
+    the beginnings of dead chains would grow young again as their ends go). So the keys of entries never used again are
     overtaken in time, however high they once were, and no clock is needed.
     """
 

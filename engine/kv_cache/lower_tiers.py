@@ -1,7 +1,7 @@
 """Interfaces of the tiers below the pool, for KV of preempted requests and evicted cached blocks.
 
-A tier only accounts for places; the runner moves the bytes as `BlockOffload` and `BlockLoad` describe. The two
-kinds have places of their own: a burst of preemptions never costs cached blocks, nor the other way round.
+A tier only accounts for places in host memory; the runner moves the bytes, by `BlockOffload` and `BlockLoad`. The two
+uses have separate places: a burst of preemptions never costs cached blocks, nor the other way round.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,33 +17,33 @@ from tandem.values.ids import BlockHash, BlockId
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class OffloadHandle:
-    """The places that one `store` took. Compared by identity."""
+    """Places taken by one `store`. Compared by identity."""
 
     slots: tuple[int, ...]
     """One place per block, in the blocks' order."""
 
 
 class OffloadTier(Protocol):
-    """Places for the content of blocks."""
+    """Places in host memory for the content of preempted requests' blocks."""
 
     def store(self, blocks: Sequence[BlockId]) -> OffloadHandle | None:
-        """Take places for these blocks' content, or none when not all fit."""
+        """Take places for these blocks' content; None when not all fit."""
         ...
 
     def load(self, handle: OffloadHandle, blocks: Sequence[BlockId]) -> Sequence[int]:
-        """The places of the last `len(blocks)` blocks that were stored; they stay taken. InvariantError if dropped."""
+        """The places of the last `len(blocks)` stored blocks; they stay taken. Raises InvariantError after `drop`."""
         ...
 
     def drop(self, handle: OffloadHandle) -> None:
-        """Free the places; InvariantError if they are free."""
+        """Free the places. Raises InvariantError if they are free."""
         ...
 
 
 class LowerCache(Protocol):
-    """What the pool sees of the cache below it (`engine.kv_cache.tiers.cache`)."""
+    """The pool's view of the cache below it (`engine.kv_cache.tiers.cache`)."""
 
     def demote(self, entry: IndexedBlock) -> bool:
-        """Offer a block that the pool evicts and the next batch may overwrite. Returns whether the tier keeps it."""
+        """Offer a block that the pool evicts and the next batch may overwrite. Returns whether the worker keeps it."""
         ...
 
     def save_now(self) -> None:
@@ -57,12 +57,12 @@ class LowerCache(Protocol):
     def clear(self) -> None: ...
 
     def names(self) -> Iterable[BlockHash]:
-        """Names of every block in this tier."""
+        """Names of all blocks below the pool."""
         ...
 
 
 class BlockCopier(Protocol):
-    """Moves blocks between the pool and host memory when no step does; used by the engine's thread."""
+    """Moves blocks between the pool and host memory outside steps; used by the engine's thread."""
 
     @property
     def traffic(self) -> Traffic:
@@ -70,7 +70,7 @@ class BlockCopier(Protocol):
         ...
 
     def move_now(self, offloads: Sequence[BlockOffload], loads: Sequence[BlockLoad]) -> None:
-        """Move blocks, after whatever launched steps do, and return when they have moved."""
+        """Move blocks after the launched steps' own moves; returns when they have moved."""
         ...
 
 

@@ -1,8 +1,8 @@
 """Pinned prefixes: kept in the pool at a tenant's request, each until a time, together within bounds. Pure.
 
 Life of a pin: `pin` takes a reference on every block from the chain's root to its last block, all of which must be
-here; the same key again renews it; it ends by time (`expire`), by its tenant (`unpin`), or by giving way. A referenced
-block is never evicted, and is not counted as available: promises and reservations need know nothing of pins.
+in the pool; the same key again renews it; it ends by time (`expire`), by its tenant (`unpin`), or by giving way. A
+referenced block is never evicted, and not counted as available: promises and reservations need know nothing of pins.
 
 Bounds. All pins together hold at most `max_blocks` blocks, one tenant's at most `max_tenant_blocks`: a tenant's new pin
 takes the place of that tenant's least recently used ones, never of another tenant's. What is left of the pool is the
@@ -25,14 +25,14 @@ _FOREVER = float("inf")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PinBounds:
-    """How many blocks pins may hold."""
+    """Most blocks that all pins, and one tenant's pins, may hold."""
 
     max_blocks: int = 0
     max_tenant_blocks: int = 0
 
     @classmethod
     def from_shares(cls, num_blocks: int, *, share: float, tenant_share: float) -> "PinBounds":
-        """Shares of a pool."""
+        """Bounds as shares of a pool of `num_blocks` blocks, between 0 and 1."""
         return cls(max_blocks=int(num_blocks * share), max_tenant_blocks=int(num_blocks * tenant_share))
 
 
@@ -52,21 +52,22 @@ class PrefixPins:
         self._blocks = blocks
         self._bounds = bounds
         self._lost = lost
-        # The least recently made or renewed first.
+        # In order of making or renewal, the oldest first.
         self._pins: dict[PinKey, _Pin] = {}
         self._by_block: Counter[BlockId] = Counter()
         self._by_tenant: dict[str, Counter[BlockId]] = {}
         self._soonest_s = _FOREVER
-        """Lower bound of when the next pin ends."""
+        """Lower bound of the time when the next pin ends."""
         self._made = self._renewed = self._refused = self._gave_way = self._expired = 0
 
     def __len__(self) -> int:
         return len(self._pins)
 
     def pin(self, order: PinOrder, now: float) -> PinResult:
-        """Make or renew a pin. Raises InvalidRequest for a name or ttl_s out of bounds."""
+        """Make or renew a pin. Raises InvalidRequest for a name or `ttl_s` out of bounds."""
         if not 0.0 < order.ttl_s <= MAX_PIN_S or not 0 < len(order.key.name) <= MAX_PIN_NAME_CHARS:
-            raise InvalidRequest(f"a pin has a name and lasts at most {MAX_PIN_S:g} s", param="ttl_s")
+            bounds = f"name must have 1 to {MAX_PIN_NAME_CHARS} characters, ttl_s must be in (0, {MAX_PIN_S:g}]"
+            raise InvalidRequest(f"pin: {bounds}", param="ttl_s")
         # An idle engine expires nothing else, and an expired pin must not take this one's room.
         self.expire(now)
         known = self._pins.get(order.key)
@@ -96,7 +97,7 @@ class PrefixPins:
         return PinResult(key=key, outcome=PinOutcome.HELD, num_tokens=len(pin.blocks) * self._blocks.block_size)
 
     def _have_room(self, tenant: str, blocks: list[BlockId]) -> bool:
-        """Release older pins of the tenant as needed. Returns False, with none released, if that would not do."""
+        """Release older pins of the tenant as needed. Returns False, with none released, if that is not enough."""
         bounds = self._bounds
         others = sum(len(held) for name, held in self._by_tenant.items() if name != tenant)
         most = min(bounds.max_tenant_blocks, bounds.max_blocks - others)
@@ -107,17 +108,17 @@ class PrefixPins:
         wanted, held = set(blocks), self._by_tenant.get(tenant, Counter())
         num_held = len(held.keys() | wanted)
         for given, key in enumerate(own):
-            # A pin of one block is the least: so their number is bounded as well.
+            # Bounds the number of pins as well: each has at least one block.
             if num_held <= most and len(own) - given < most:
                 break
-            # Only what this pin held is looked at again: there may be thousands of pins, each of thousands of blocks.
+            # Only this pin's blocks are counted again: there may be thousands of pins of thousands of blocks each.
             gone = self._pins[key].blocks
             self._give_way(key)
             num_held -= sum(1 for block in gone if block not in held and block not in wanted)
         return True
 
     def unpin(self, key: PinKey) -> bool:
-        """End a pin; False when there is none."""
+        """End a pin; False when it does not exist."""
         pin = self._pins.pop(key, None)
         if pin is None:
             return False
@@ -147,9 +148,9 @@ class PrefixPins:
         self._soonest_s = min((pin.ends_s for pin in self._pins.values()), default=_FOREVER)
 
     def make_way(self, num_blocks: int, used: Iterable[BlockId]) -> bool:
-        """Release pins for a request that needs `num_blocks` blocks and has `used`; returns whether a pin gave way.
+        """Release pins for a request that needs `num_blocks` blocks and holds `used`. Returns whether a pin gave way.
 
-        Only where it could not run beside the pins even if it were alone.
+        Only for a request that could not run beside the pins even if it were alone.
         """
         rest = self._blocks.pool.num_blocks - len(self._by_block)
         if num_blocks <= rest:
@@ -172,7 +173,7 @@ class PrefixPins:
             self._give_way(key)
 
     def references(self) -> list[BlockId]:
-        """Every block reference that pins own, for audits."""
+        """References that pins own, for audits."""
         return [block for pin in self._pins.values() for block in pin.blocks]
 
     def totals(self) -> PinTotals:

@@ -61,14 +61,14 @@ class KVBlockPool:
         return block
 
     def acquire(self, block: BlockId) -> int:
-        """Add a reference to a used or idle block; returns how many it has now."""
+        """Add a reference to a used or idle block. Returns its number of references."""
         if not self._refs[block]:
             self._leave_idle(block)
         self._refs[block] += 1
         return self._refs[block]
 
     def release(self, block: BlockId, *, keep: bool) -> int:
-        """Drop a reference; the last one leaves the block idle (`keep`) or free. Returns how many remain."""
+        """Drop a reference; the last one leaves the block idle (`keep`) or free. Returns the remaining number."""
         if self._refs[block] < 1:
             raise InvariantError(f"block {block} released without a reference")
         self._refs[block] -= 1
@@ -143,10 +143,10 @@ class StepHolds:
         self._next = []
 
     def settle(self) -> list[BlockId]:
-        """End the oldest step and return the references that ended with it, to be released from the last to the first.
+        """End the oldest step. Returns the references that ended with it, to be released from the last to the first.
 
-        What the step touched comes last: of a block that its owner gave up meanwhile the owner's reference, between
-        those of the blocks before and after it, is then the last one.
+        The step's own references come last: where the owner of a block has given it up meanwhile, the owner's
+        reference, between those of the neighbouring blocks, is then released last, in the table's order.
         """
         touched, given_up = self._launched.popleft()
         return given_up + touched

@@ -2,12 +2,11 @@
 
 One physical block per name. An entry is *parked* while its block has no reference: it is a cache entry, and a policy
 (`engine.kv_cache.eviction`) orders the parked ones for eviction. Three facts hold together (`check_invariants`):
-
 1. an entry's parent is a chain's root or an entry;
 2. a referenced entry's parent is referenced (a table holds all its blocks, and always the canonical ones);
 3. only leaves are evicted: under every policy a parked child goes before its parked parent.
 
-So eviction never cuts a chain in the middle, and both "is it here" and "is it parked" change at most once along a
+So eviction never cuts a chain in the middle, and both "is it indexed" and "is it parked" change at most once along a
 chain: a prefix of n blocks is measured in O(log n) look-ups.
 """
 
@@ -26,7 +25,7 @@ class PrefixIndex:
     __slots__ = ("_entries", "_held", "_num_parked", "_policy", "events")
 
     def __init__(self, events: KVEventLog, policy: EvictionPolicy | None = None) -> None:
-        """`policy`: least recently used when absent."""
+        """`policy`: None for least recently used."""
         self.events = events
         self._policy: EvictionPolicy = policy or LeastRecentlyUsed()
         # Insertion order is topological: a parent is always stored before its children (fact 1).
@@ -43,16 +42,16 @@ class PrefixIndex:
         return self._num_parked
 
     def find(self, name: BlockHash) -> BlockId | None:
-        """The canonical block of a name."""
+        """The canonical block of a name; None when the name is not indexed."""
         entry = self._entries.get(name)
         return None if entry is None else entry.block
 
     def holds(self, block: BlockId) -> bool:
-        """Whether `block` is some name's canonical block."""
+        """Whether `block` is the canonical block of a name."""
         return block in self._held
 
     def chain_to(self, name: BlockHash) -> list[BlockId] | None:
-        """Blocks from the chain's root to the one of that name; None when it is not here."""
+        """Blocks from the chain's root to the block of that name; None when the name is not indexed."""
         entry = self._entries.get(name)
         if entry is None:
             return None
@@ -64,12 +63,12 @@ class PrefixIndex:
         return blocks
 
     def is_parked(self, name: BlockHash) -> bool:
-        """Whether the name's block is unreferenced."""
+        """Whether the name is indexed and its block unreferenced."""
         entry = self._entries.get(name)
         return entry is not None and entry.is_parked
 
     def measure(self, name_of: Callable[[int], BlockHash], num_blocks: int) -> tuple[int, int]:
-        """Of a chain's first `num_blocks` names: how many are here, and how many of those are in use.
+        """Count, of a chain's first `num_blocks` names, those that are indexed, and those of them that are in use.
 
         O(log num_blocks), by facts 1 and 2.
         """
@@ -78,7 +77,7 @@ class PrefixIndex:
         return found, _first_false(lambda i: not entries[name_of(i)].is_parked, found)
 
     def insert(self, name: BlockHash, block: BlockId, *, parent: BlockHash, is_first: bool) -> None:
-        """Make a referenced block findable; unless it is its chain's first, its parent must already be here."""
+        """Make a referenced block findable; unless it is its chain's first, its parent must already be indexed."""
         if name in self._entries or block in self._held:
             raise InvariantError(f"block {block} or its name is already indexed")
         depth = 0
@@ -93,7 +92,7 @@ class PrefixIndex:
         self.events.append(Stored(name, parent))
 
     def rebind(self, name: BlockHash, block: BlockId) -> BlockId:
-        """Let a referenced block take over a parked name; returns the block that had it, which has no name now."""
+        """Let a referenced block take over a parked name. Returns the former block, which has no name now."""
         entry = self._entries[name]
         self._unpark(entry)
         former, entry.block = entry.block, block
@@ -125,9 +124,9 @@ class PrefixIndex:
         self._policy.unpark(entry)
 
     def evict(self, keeps: Callable[[IndexedBlock], bool] | None = None) -> BlockId:
-        """Forget the parked leaf that the policy names; returns its block. InvariantError when nothing is parked.
+        """Forget the parked leaf that the policy chooses; returns its block. InvariantError when nothing is parked.
 
-        `keeps`: a cache below that is offered the entry, and says whether the worker holds the name all the same.
+        `keeps` offers the entry to a cache below; it returns whether the worker still holds the name.
         """
         name = self._policy.evict()
         entry = self._entries.pop(name)
@@ -159,10 +158,10 @@ class PrefixIndex:
         return [entry.block for entry in parked]
 
     def withdraw(self, block: BlockId) -> bool:
-        """Forget the name of a referenced block; False while entries stand on it."""
+        """Forget the name of a referenced block; False while it has children."""
         entry = self._held[block]
         if entry.is_parked:
-            raise InvariantError(f"block {block} is parked: it can be evicted")
+            raise InvariantError(f"block {block} is parked: only a referenced block can lose its name")
         if entry.num_children:
             return False
         del self._entries[entry.name], self._held[block]
@@ -172,17 +171,17 @@ class PrefixIndex:
         return True
 
     def names(self) -> Iterable[BlockHash]:
-        """Every name here, parents first."""
+        """All indexed names, parents first."""
         return self._entries.keys()
 
     def snapshot(self) -> tuple[int, list[Stored]]:
-        """The number of the next event, and the whole content, parents first, that it will follow upon."""
+        """Number of the next event, and the content that it will apply to, parents first."""
         return self.events.next_seq, [Stored(entry.name, entry.parent) for entry in self._entries.values()]
 
     def chains(self, max_names: int) -> list[CachedChain]:
-        """The hottest content: what is in use, then what would be evicted last; O(entries).
+        """The hottest content: blocks in use, then the blocks to be evicted last; O(entries).
 
-        A chain leads from its root, or from a block that a hotter one names, to a leaf.
+        A chain leads from its root, or from a block listed in a hotter chain, to a leaf. At most `max_names` in all.
         """
         listed: set[BlockHash] = set()
         chains: list[CachedChain] = []
@@ -231,8 +230,8 @@ class PrefixIndex:
 
 
 def _first_false(holds: Callable[[int], bool], end: int) -> int:
-    """The first index in [0, end) where a predicate that never turns true again is false; `end` when nowhere."""
-    # The usual answers cost one look-up each: nothing is here, or everything is.
+    """First index in [0, end) where `holds` is false; `end` if nowhere. Once false, `holds` must stay false."""
+    # The usual answers, none or all, cost one or two look-ups.
     if not end or not holds(0):
         return 0
     if holds(end - 1):

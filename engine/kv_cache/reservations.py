@@ -1,12 +1,12 @@
 """Reserves blocks on the decode side for sequences whose KV another worker is computing.
 
-Life of a reservation: `reserve` pins the prefix held here, including its part in host memory (a disk is not read:
+Life of a reservation: `reserve` pins the cached prefix, including its part in host memory (a disk is not read:
 the peer would wait), and promises blocks for the rest (credit early);
-`bind` turns the promise into destination blocks when the prefill leaves its queue (blocks late); then either
+`bind` turns the promise into destination blocks when the prefill leaves its queue (blocks late); then one of
 
 - `commit`: everything landed and verified, the sequence runs;
-- `commit_partial`: what landed becomes cache, the sequence waits and computes the rest here;
-- `salvage`: what landed becomes cache, the caller reserves again for another attempt;
+- `commit_partial`: the landed blocks become cache, the sequence waits and computes the rest here;
+- `salvage`: the landed blocks become cache, the caller reserves again for another attempt;
 - `cancel` or `quarantine`: nothing is kept.
 
 Destinations whose writer is not proven quiet stay referenced under their transfer (quarantine) and are not reused
@@ -28,10 +28,10 @@ from tandem.values.ids import BlockId, RequestId, TransferId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReservationGrant:
-    """What `reserve` promised: the cached prefix that is held, and the blocks to come."""
+    """Grant of a reservation: the cached prefix that it holds, and the number of blocks promised."""
 
     num_held_tokens: int
-    """Prefix whose KV is already here and need not be transferred."""
+    """Tokens of the prefix whose KV is already here and need not be transferred."""
     num_blocks: int
     """Destination blocks that `bind` will return, for the tokens after the held prefix."""
 
@@ -47,12 +47,12 @@ class _Reservation:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Quarantine:
     references: tuple[BlockId, ...]
-    """The reservation's whole table, since a referenced block's ancestors are referenced."""
+    """All blocks of the reservation's table, since a referenced block's ancestors are referenced."""
     num_destinations: int
 
 
 class Reservations:
-    """Sequences in transfer to this worker, by transfer id."""
+    """Sequences that are being transferred to this worker, by transfer id."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Reservations:
         adopt: Callable[[Request], None],
         tiers: CacheTiers | None = None,
     ) -> None:
-        """`screen` raises when a request may not enter now; `adopt` takes over one that leaves here to be run."""
+        """`screen` raises when a request may not enter now; `adopt` takes over a request that is ready to run."""
         self._blocks = blocks
         self._pins = pins
         self._tiers = tiers
@@ -72,8 +72,8 @@ class Reservations:
         self._reserved: dict[TransferId, _Reservation] = {}
         self._request_ids: set[RequestId] = set()
         self._quarantined: dict[TransferId, _Quarantine] = {}
-        self.on_bound: Callable[[Sequence[BlockId]], object] = _nobody
-        """Called with the blocks that a peer may write from now on."""
+        self.on_bound: Callable[[Sequence[BlockId]], object] = _ignore
+        """Called with blocks that a peer may write from now on."""
 
     def __len__(self) -> int:
         return len(self._reserved)
@@ -92,7 +92,7 @@ class Reservations:
     ) -> ReservationGrant:
         """Admit or refuse a sequence; all of its known tokens are to be computed elsewhere.
 
-        `max_held_tokens` bounds the held prefix to what an earlier attempt announced to its peer.
+        `max_held_tokens` bounds the held prefix to the length that an earlier attempt announced to its peer.
 
         Raises InvalidRequest, ContextLengthExceeded and RequestTooLarge (never possible), PoolExhausted (not now).
         """
@@ -103,7 +103,7 @@ class Reservations:
         if match.cost > self._blocks.num_available:
             found = self._blocks.found(request, match)
             self._pins.make_way(match.num_blocks + match.num_missing, found)
-            # What it found may have been kept by a pin alone, and counts as evictable now.
+            # Blocks of its prefix that only a pin kept count as evictable now.
             match = self._blocks.match(request, max_tokens=max_held_tokens)
         # One test for both, so that a refusal takes nothing; the promise that follows cannot fail.
         self._blocks.promise(match.cost)
@@ -111,7 +111,7 @@ class Reservations:
         self._blocks.take_prefix(request, match)
         # An earlier attempt announced how much is held: hold no more now.
         num_loaded = self._bring_up(request, match) if max_held_tokens is None else 0
-        if max_held_tokens is None:  # what an earlier attempt brought was computed for this request: no cache hit
+        if max_held_tokens is None:  # blocks of an earlier attempt were computed for this request: no cache hit
             request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         num_held = match.num_blocks + num_loaded
         grant = ReservationGrant(num_held_tokens=request.num_computed_tokens, num_blocks=match.num_missing - num_loaded)
@@ -120,7 +120,7 @@ class Reservations:
         return grant
 
     def _bring_up(self, request: Request, match: PrefixMatch) -> int:
-        """Extend a prefix just taken with blocks from host memory, out of those promised; returns how many."""
+        """Extend a prefix just taken with promised blocks loaded from host memory. Returns their number."""
         if self._tiers is None:
             return 0
         count = self._tiers.reach(request, match.num_blocks, between_steps=True)
@@ -137,10 +137,10 @@ class Reservations:
         return reservation.bound
 
     def commit(self, transfer_id: TransferId, first_token: int, *, num_cached_tokens: int | None = None) -> None:
-        """Start the sequence from `first_token` on: all its KV has landed and been verified.
+        """Start the sequence at `first_token`: all its KV has landed and been verified.
 
-        `num_cached_tokens` is the prompt tokens that the prefill worker did not compute; None leaves this
-        worker's own prefix as the answer. TransferError when unknown or never bound.
+        `num_cached_tokens` is the prompt tokens that the prefill worker did not compute; None keeps the number found
+        here. Raises TransferError for an unknown transfer, or one that was never bound.
         """
         reservation = self._find(transfer_id)
         if reservation.bound is None:
@@ -157,14 +157,14 @@ class Reservations:
     def commit_partial(
         self, transfer_id: TransferId, num_landed_tokens: int, *, first_token: int | None, writer_is_quiet: bool
     ) -> None:
-        """Keep what landed and compute the rest here. `first_token`, if already shown, is never sampled again."""
+        """Keep what landed and compute the rest here. `first_token`, if already sent, is never sampled again."""
         request = self.salvage(transfer_id, num_landed_tokens, writer_is_quiet=writer_is_quiet)
         if first_token is not None:
             request.token_ids.append(first_token)
         self._adopt(request)
 
     def salvage(self, transfer_id: TransferId, num_landed_tokens: int, *, writer_is_quiet: bool) -> Request:
-        """End a reservation and keep its verified whole blocks as cache; returns the request, which holds nothing.
+        """End a reservation and keep its verified whole blocks as cache. Returns the request, which holds nothing.
 
         `num_landed_tokens` counts from the sequence's start and includes the held prefix. The blocks wait in the
         prefix index like any others: the request finds them by content when it is scheduled or reserved again.
@@ -195,7 +195,7 @@ class Reservations:
         return self.salvage(transfer_id, 0, writer_is_quiet=False)
 
     def release_quarantine(self, transfer_id: TransferId) -> int:
-        """Free destinations whose writer is proven quiet; returns how many (0 when there were none)."""
+        """Free destinations whose writer is proven quiet. Returns their number, 0 if there were none."""
         quarantine = self._quarantined.pop(transfer_id, None)
         if quarantine is None:
             return 0
@@ -215,10 +215,10 @@ class Reservations:
         return reservation
 
     def references(self) -> list[BlockId]:
-        """Every block reference that reservations and quarantines own, for audits."""
+        """References that reservations and quarantines own, for audits."""
         held = [block for r in self._reserved.values() for block in r.request.block_table]
         return held + [block for q in self._quarantined.values() for block in q.references]
 
 
-def _nobody(_blocks: Sequence[BlockId]) -> None:
-    """Default `on_bound`, for a pool in which all ranks see what a peer writes."""
+def _ignore(_blocks: Sequence[BlockId]) -> None:
+    """Default `on_bound`, for a pool in which all ranks see a peer's writes."""

@@ -1,12 +1,12 @@
 """One block in one file: a header of 64 bytes, then the block's bytes.
 
 The header, little-endian: magic with the format's version (8), digest of the cache that it belongs to (16), content
-name (16), length of what follows (8), its CRC-32 (4), CRC-32 of the header before this field (4), zeros (8). A file is
-written under another name and renamed: under its own it is whole, unless the disk or somebody damaged it. CRC-32 finds
-every error burst of up to 32 bits; it does not protect against a writer of the files, which is their owner alone.
+name (16), length of the block (8), its CRC-32 (4), CRC-32 of the header before this field (4), zeros (8). A file is
+written under a temporary name and renamed: under its final name it is whole, unless it was damaged later. CRC-32 finds
+every error burst of up to 32 bits; it does not protect against a writer of the files, which only their owner can be.
 
-A block of a served model is a megabyte or so, of which a file costs nothing to speak of; deleting one gives its room
-back at once, and a rename is all that makes one whole. Segment files would have to be compacted for either.
+A block of a served model is about a megabyte, so a file of its own costs next to nothing; deleting it frees its room
+at once, and one rename completes it. Segment files would have to be compacted for either.
 """
 
 import os
@@ -29,20 +29,20 @@ _FILE_MODE = 0o600
 
 
 class BadBlockFile(Exception):
-    """The file is damaged, cut short, or belongs to another cache; says which."""
+    """The file is damaged, cut short, or belongs to another cache; the message says which."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheIdentity:
-    """What files must agree on to be of one cache."""
+    """Properties that all files of one cache share."""
 
     digest: bytes
-    """Sixteen bytes."""
+    """Digest of model, layout, secret and everything else that changes the bits of KV; 16 bytes."""
     block_bytes: int
 
 
 def cache_identity(layout: KVLayout, *, secret: bytes, computed_by: tuple[str, ...]) -> CacheIdentity:
-    """Of the blocks that a model of this layout makes under a cluster's secret.
+    """Identity of the cache of blocks that a model of this layout computes under a cluster's secret.
 
     `computed_by`: whatever else changes the bits of KV, such as kernels and quantisation.
     """
@@ -55,13 +55,13 @@ def cache_identity(layout: KVLayout, *, secret: bytes, computed_by: tuple[str, .
 
 
 def file_name(name: BlockHash) -> str:
-    """Folder and file of a block. A name is a keyed hash: it says nothing of the prompt to who lacks the secret."""
+    """Folder and file of a block. A name is a keyed hash, which reveals nothing of the prompt without the secret."""
     text = name.hex()
     return f"{text[:2]}/{text[2:]}{SUFFIX}"
 
 
 def name_of(folder: str, file: str) -> BlockHash | None:
-    """The block that a file is called after; None when it is called otherwise."""
+    """The block that a file in `folder` is named after; None when the file has another kind of name."""
     text = folder + file.removesuffix(SUFFIX)
     if not file.endswith(SUFFIX) or len(folder) != 2 or len(text) != 2 * HASH_BYTES or text != text.lower():
         return None
@@ -72,7 +72,7 @@ def name_of(folder: str, file: str) -> BlockHash | None:
 
 
 def write_block(path: str, block: memoryview, *, name: BlockHash, identity: CacheIdentity) -> None:
-    """Write a block's file, whole or not at all. Raises OSError; then nothing is left of it."""
+    """Write a block's file, whole or not at all. Raises OSError, and then leaves no file behind."""
     fields = _FIELDS.pack(_MAGIC, identity.digest, name, len(block), crc32(block))
     header = (fields + _CRC.pack(crc32(fields))).ljust(HEADER_BYTES, b"\x00")
     temporary = path.removesuffix(SUFFIX) + TEMPORARY_SUFFIX
@@ -95,12 +95,12 @@ def _write_all(fd: int, view: memoryview) -> None:
 
 
 def read_block(path: str, into: memoryview, *, name: BlockHash, identity: CacheIdentity) -> None:
-    """Read a block's file into `into`, which holds anything after a failure. Raises OSError, BadBlockFile."""
+    """Read a block's file into `into`, whose content is undefined after a failure. Raises OSError, BadBlockFile."""
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         checksum = _check_header(os.read(fd, HEADER_BYTES), name=name, identity=identity)
         if os.fstat(fd).st_size != HEADER_BYTES + len(into):
-            raise BadBlockFile("its length is not what the header says")
+            raise BadBlockFile("its length differs from the header's")
         done = 0
         while done < len(into):
             count = os.readv(fd, [into[done:]])
@@ -114,7 +114,9 @@ def read_block(path: str, into: memoryview, *, name: BlockHash, identity: CacheI
 
 
 def check_file(path: str, *, name: BlockHash, identity: CacheIdentity) -> float:
-    """When a file was last used, if its header and length are right. Raises OSError, BadBlockFile."""
+    """Time of a file's last use, in seconds since the epoch. Raises OSError, or BadBlockFile for a wrong header or
+    length.
+    """
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         _check_header(os.read(fd, HEADER_BYTES), name=name, identity=identity)
@@ -122,12 +124,12 @@ def check_file(path: str, *, name: BlockHash, identity: CacheIdentity) -> float:
     finally:
         os.close(fd)
     if found.st_size != HEADER_BYTES + identity.block_bytes:
-        raise BadBlockFile("its length is not what the header says")
+        raise BadBlockFile("its length differs from the header's")
     return found.st_mtime
 
 
 def remove(path: str) -> None:
-    """Remove a file if it is there and may be removed; what stays is found again when the folder is next read."""
+    """Remove a file if it exists and may be removed; otherwise it is found again when the folder is next read."""
     try:
         os.unlink(path)
     except OSError:
@@ -135,7 +137,7 @@ def remove(path: str) -> None:
 
 
 def _check_header(header: bytes, *, name: BlockHash, identity: CacheIdentity) -> int:
-    """The checksum of what follows."""
+    """Verify a file's header. Returns the checksum of the block. Raises BadBlockFile."""
     if len(header) < HEADER_BYTES:
         raise BadBlockFile("its header is incomplete")
     fields = header[: _FIELDS.size]

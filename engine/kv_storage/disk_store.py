@@ -1,12 +1,12 @@
-"""Files of blocks and the threads that write and read them: the shell of `engine.kv_cache.tiers.disk`.
+"""Files of blocks and the threads that write and read them: the I/O behind `engine.kv_cache.tiers.disk`.
 
 One folder belongs to one process, which holds a lock on it: several workers of one machine share a path, and each takes
-a folder in it that nobody holds, the first with blocks like its own or else the first. What an earlier process left
-there is found at start: file by file, header and length are checked, and the content when it is read. Half-written and
-foreign files are removed, others than ours left alone. One thread writes and removes, in order; others read, so that
-nobody who waits waits for a write.
+an unlocked folder in it, the first with blocks like its own or else the first. The files of an earlier process are
+found at start: header and length of each are checked then, the content when it is read. Unfinished and damaged blocks,
+and those of another cache, are removed; files with other names are left alone. One thread writes and removes, in order;
+others read, so that no read waits for a write.
 
-Nothing is forced to the disk: what a power failure loses was a cache, and what it damages is found by its checksum.
+Nothing is forced to the disk: a power failure loses only cached blocks, and a checksum reveals those that it damages.
 """
 
 import errno
@@ -48,22 +48,22 @@ _FILE_SYSTEM_BLOCK = 4096
 
 
 def file_bytes(block_bytes: int) -> int:
-    """What a block takes on disk."""
+    """Bytes that a block of `block_bytes` bytes occupies on disk."""
     return -(-(HEADER_BYTES + block_bytes) // _FILE_SYSTEM_BLOCK) * _FILE_SYSTEM_BLOCK
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What an earlier process left."""
+    """Blocks of an earlier process."""
 
     names: tuple[BlockHash, ...]
-    """Least recently used first."""
+    """Names, least recently used first."""
     num_removed: int
-    """Files that were damaged, half-written, of another cache, or more than there is room for."""
+    """Files removed: damaged, unfinished, of another cache, or in excess of the capacity."""
 
 
 def check_path(path: Path) -> None:
-    """Before a model is loaded: raises ConfigError where no cache can be kept. Makes the folder if it is not there."""
+    """Make the cache's folder if it does not exist. Raises ConfigError where no cache can be kept; needs no model."""
     try:
         path.mkdir(mode=_FOLDER_MODE, parents=True, exist_ok=True)
     except OSError as error:
@@ -73,12 +73,12 @@ def check_path(path: Path) -> None:
 
 
 class DiskStore:
-    """See DiskPort. Calls come from the engine's thread, and the places are handed to the threads here meanwhile."""
+    """Implements DiskPort. The engine's thread calls; the threads here use the places that it hands over."""
 
     def __init__(self, path: Path, *, identity: CacheIdentity, place: Callable[[int], memoryview]) -> None:
-        """`path`: of the cache, made if it is not there; `place` gives the bytes of a place in host memory.
+        """`path`: the cache's folder, made if it does not exist; `place` gives the bytes of a place in host memory.
 
-        Raises ConfigError when nothing can be kept there, or others than the owner could read it.
+        Raises ConfigError when the folder cannot be used, or others than the owner could read it.
         """
         self._identity = identity
         self._place = place
@@ -86,12 +86,14 @@ class DiskStore:
         self._done: SimpleQueue[DiskDone] = SimpleQueue()
         self._on_read: Callable[[], None] = _nothing
         self._is_failing = False
-        """The last write was refused; the writing thread's."""
+        """True when the last write failed; used by the writing thread alone."""
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="tandem-disk-write")
         self._readers = ThreadPoolExecutor(_NUM_READERS, thread_name_prefix="tandem-disk-read")
 
     def find(self, capacity: int) -> Found:
-        """Look through the folder, and clean it; once, before anything else."""
+        """List the folder's blocks, at most `capacity`, and remove unusable files. Call it once, before anything
+        else.
+        """
         used: list[tuple[float, BlockHash]] = []
         num_removed = 0
         for path, name in _files(self.folder):
@@ -109,7 +111,7 @@ class DiskStore:
         return Found(names=tuple(name for _, name in used[surplus:]), num_removed=num_removed + surplus)
 
     def listen(self, on_read: Callable[[], None]) -> None:
-        """Call `on_read`, on one of the disk's threads, after every read."""
+        """Call `on_read` after every read, on one of the disk's threads."""
         self._on_read = on_read
 
     def write(self, name: BlockHash, slot: int) -> None:
@@ -153,8 +155,9 @@ class DiskStore:
                 os.mkdir(os.path.dirname(path), mode=_FOLDER_MODE)
             write_block(path, self._place(slot), name=name, identity=self._identity)
         except OSError as error:
-            # A disk that is full stays full for a while: once is enough.
-            _log.log(logging.DEBUG if self._is_failing else logging.WARNING, "blocks are not kept: %s", error.strerror)
+            # A full disk stays full for a while: warn once.
+            level = logging.DEBUG if self._is_failing else logging.WARNING
+            _log.log(level, "cannot write a block to the disk cache: %s", error.strerror)
             verdict = DiskVerdict.FAILED
         self._is_failing = verdict is DiskVerdict.FAILED
         self._end(DiskJob.WRITE, name, slot, verdict, perf_counter() - started_s)
@@ -183,14 +186,14 @@ class DiskStore:
 
 
 def _claim(path: Path, identity: CacheIdentity) -> tuple[int, Path]:
-    """Lock a folder of the path that nobody holds. Raises ConfigError."""
+    """Lock a free folder of the path, whose number is its name. Returns descriptor and folder. Raises ConfigError."""
     try:
-        # Workers of unlike pools start in any order, and whatever is not a folder's owner's is thrown away.
+        # A folder's new owner removes the blocks of other caches, so one with blocks like its own is tried first.
         for numbers in (_marked(path, identity), range(_MAX_FOLDERS)):
             for number in numbers:
                 folder = path / str(number)
                 if (fd := _lock(folder)) is not None:
-                    with suppress(OSError):  # of a full disk: then it is only not found first
+                    with suppress(OSError):  # on a full disk the folder stays unmarked, and is tried later
                         os.pwrite(fd, identity.digest, 0)
                     return fd, folder
     except OSError as error:
@@ -199,7 +202,7 @@ def _claim(path: Path, identity: CacheIdentity) -> tuple[int, Path]:
 
 
 def _marked(path: Path, identity: CacheIdentity) -> Sequence[int]:
-    """Folders whose last owner kept such blocks; a lock says whose it is."""
+    """Numbers of the folders whose last owner kept blocks of this cache, as their lock files say."""
     found: list[int] = []
     for number in range(_MAX_FOLDERS):
         with suppress(OSError):
@@ -209,7 +212,7 @@ def _marked(path: Path, identity: CacheIdentity) -> Sequence[int]:
 
 
 def _lock(folder: Path) -> int | None:
-    """A descriptor that holds the folder, which is made if it is not there; None when another process has it.
+    """Lock a folder, which is made if it does not exist. Returns a descriptor; None when another process has it.
 
     Raises OSError, and ConfigError when others than the owner could open it.
     """
@@ -227,7 +230,7 @@ def _lock(folder: Path) -> int | None:
 
 
 def _files(folder: Path) -> Iterator[tuple[str, BlockHash | None]]:
-    """Every file that is called as ours are, with the block it is called after: None for one that was not finished."""
+    """All files named like blocks, each with its block's name; None for an unfinished one."""
     for inner in sorted(os.listdir(folder)):
         where = f"{folder}/{inner}"
         if len(inner) != 2 or os.path.islink(where) or not os.path.isdir(where):
@@ -242,7 +245,7 @@ def _files(folder: Path) -> Iterator[tuple[str, BlockHash | None]]:
 
 
 def _mark_used(path: str) -> None:
-    """So that the order of use outlives the process."""
+    """Set the file's time of use, so that the order of use outlives the process."""
     try:
         os.utime(path)
     except OSError:
@@ -250,4 +253,4 @@ def _mark_used(path: str) -> None:
 
 
 def _nothing() -> None:
-    """Default listener: nothing is notified."""
+    """Default listener; also an empty job, to wait for those before it."""

@@ -1,4 +1,4 @@
-"""How much of the host's memory this process may still take."""
+"""Measures the host memory that this process may still take, and that it takes."""
 
 import contextlib
 import ctypes
@@ -11,22 +11,22 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class HostRoom:
-    """Of one machine, once the ranks there have their weights."""
+    """Free memory of one machine, once the ranks there have loaded their weights."""
 
     free_bytes: int
     where: str = ""
-    """Whose machine it is, for errors; empty: this one."""
+    """Address of the machine, for errors; empty: this one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Hierarchy:
-    """Where one version of control groups keeps its accounts."""
+    """File names of one version of control groups."""
 
     mount: str
     limit: str
     usage: str
     droppable: str
-    """In memory.stat: pages of files that nobody has used lately."""
+    """Field of memory.stat: pages of files that were not used lately."""
 
 
 _V1 = _Hierarchy(
@@ -39,7 +39,7 @@ _V2 = _Hierarchy(mount="sys/fs/cgroup", limit="memory.max", usage="memory.curren
 
 
 def free_memory_bytes(root: Path = Path("/")) -> int:
-    """The least of what the machine has left and what every control group around this process has left of its limit.
+    """Bytes left: the least of the machine's available memory and the rest of every enclosing control group's limit.
 
     Pages of files count as left, since they can be read again: `MemAvailable` of proc(5), and a group's inactive file
     pages (Linux: Documentation/admin-guide/cgroup-v2.rst, cgroup-v1/memory.rst). `root`: where proc and sys are.
@@ -48,7 +48,7 @@ def free_memory_bytes(root: Path = Path("/")) -> int:
 
 
 def memory_capacity_bytes(root: Path = Path("/")) -> int:
-    """The least of the machine's memory and of every limit of the control groups around this process, used or not."""
+    """Bytes in all: the least of the machine's memory and of every enclosing control group's limit, used or not."""
     total_kb = _field(root / "proc/meminfo", "MemTotal:")
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if total_kb is None else total_kb * 1024
     limits = (_limit_of_group(folder, hierarchy) for folder, hierarchy in _groups(root))
@@ -56,7 +56,7 @@ def memory_capacity_bytes(root: Path = Path("/")) -> int:
 
 
 def resident_bytes(root: Path = Path("/")) -> int:
-    """Memory of this process that is not paged out, what it shares included; 0 where nobody says."""
+    """Memory of this process that is not paged out, shared pages included; 0 where proc does not say."""
     fields = (_text(root / "proc/self/statm") or "").split()
     return int(fields[1]) * os.sysconf("SC_PAGE_SIZE") if len(fields) > 1 else 0
 
@@ -74,7 +74,7 @@ def _left_in_groups(root: Path) -> Iterator[int]:
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, _Hierarchy]]:
-    """Folders of the groups around this process, from the inmost."""
+    """Folders of the groups around this process, the innermost first."""
     for line in (_text(root / "proc/self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
@@ -82,7 +82,7 @@ def _groups(root: Path) -> Iterator[tuple[Path, _Hierarchy]]:
         hierarchy = _V1 if controllers else _V2
         mount = root / hierarchy.mount
         group = mount / path.lstrip("/")
-        # In a container the path may be the host's: what is not there is passed over, the mount is its own group.
+        # In a container the path may be the host's: missing folders are skipped, the mount is the container's group.
         for folder in (group, *(parent for parent in group.parents if parent.is_relative_to(mount))):
             yield folder, hierarchy
 
@@ -94,7 +94,7 @@ def _limit_of_group(folder: Path, hierarchy: _Hierarchy) -> int | None:
 
 
 def _left_in_group(folder: Path, hierarchy: _Hierarchy) -> int | None:
-    """None without a limit."""
+    """Bytes that a control group may still use; None where it has no limit."""
     limit, usage = _limit_of_group(folder, hierarchy), _text(folder / hierarchy.usage)
     if limit is None or usage is None:
         return None

@@ -2,8 +2,7 @@
 
 Shape `[num_layers, num_blocks, 2, num_kv_heads, block_size, head_dim]`: one block of one layer is contiguous,
 and in it one head of K or of V is contiguous. In int8 the scales of its tokens follow (tandem/values/kv_layout.py), so
-one block of one layer is one run of bytes in every dtype. Which block belongs to whom is `engine.kv_cache.pool`'
-business.
+one block of one layer is one run of bytes in every dtype. `engine.kv_cache.pool` knows which blocks are in use.
 """
 
 import torch
@@ -13,17 +12,17 @@ from tandem.errors import ConfigError
 from tandem.values.kv_layout import KVLayout
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""What a model computes in."""
+"""Dtypes that a model may compute in, by name."""
 
 CACHE_DTYPES = TORCH_DTYPES | {"int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}
-"""What a cache holds."""
+"""Dtypes that a cache may store, by name."""
 
 
 class PagedKVCache:
-    """All KV blocks of one worker, zeroed at construction.
+    """All KV blocks of one rank, zeroed at construction.
 
-    Zeroing is not for tidiness: attention reads, with weight zero, slots that nobody has written, and zero times
-    NaN is NaN. It also touches every page, so that transfers into the pool never fault.
+    Zeroing is necessary: attention reads slots that were never written, with weight zero, and zero times NaN is NaN.
+    It also touches every page, so that transfers into the pool never fault.
     """
 
     def __init__(
@@ -48,7 +47,7 @@ class PagedKVCache:
         if layout.scale_offset is not None:
             self._scales = self._blocks_of(torch.float32, heads, layout.scale_offset).unbind(0)
         self.blocks = self._bytes.view(layout.num_layers, num_blocks, -1)
-        """Everything that a block of a layer holds: uint8 `[num_layers, num_blocks, layer_block_bytes]`."""
+        """All bytes of every layer's blocks, scales included: uint8 `[num_layers, num_blocks, layer_block_bytes]`."""
         word = torch.int64 if layout.layer_block_bytes % torch.int64.itemsize == 0 else torch.uint8
         self._words = self.blocks.view(word)
 

@@ -1,8 +1,8 @@
-"""What a decoder asks of a device: how its matrices are kept and multiplied, its norms, its attention.
+"""The interface between a decoder and its device: how matrices are stored and multiplied, norms, attention.
 
-A backend is chosen once, at start (`engine.backends.select`). It takes each weight as the loader hands it over, keeps
-it in the form that its kernels like best, and returns small callables; the decoder composes them and never asks
-where it runs. Results may lie in buffers that belong to the backend: each says how long they are valid.
+A backend is chosen once, at start (`engine.backends.select`). It takes each weight from the loader, stores it in the
+form that suits its kernels, and returns small callables, which the decoder composes without knowing the device.
+Results may lie in buffers that belong to the backend: each docstring says how long they are valid.
 """
 
 from enum import Enum
@@ -19,7 +19,7 @@ from engine.types.step_inputs import StepInputs
 
 
 class ProjectionRole(Enum):
-    """What a projection is for: results of different roles never share a buffer within a layer."""
+    """Role of a projection: results of different roles never share a buffer within a layer."""
 
     QKV = "qkv"
     OUTPUT = "output"
@@ -27,7 +27,7 @@ class ProjectionRole(Enum):
 
 
 class Projection(Protocol):
-    """A matrix of weights, with its bias and whatever is fused behind it."""
+    """A matrix of weights, with its bias and the operations fused into it."""
 
     @property
     def nbytes(self) -> int:
@@ -35,12 +35,14 @@ class Projection(Protocol):
         ...
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`[num_rows, in_features]` to `[num_rows, out_features]`, valid until the next call in the same role."""
+        """Project `[num_rows, in_features]` to `[num_rows, out_features]`, valid until the next call in the same
+        role.
+        """
         ...
 
 
 class Closing(Protocol):
-    """The projection that ends a block: its product belongs to the residual stream."""
+    """The projection that ends a block; its product is added to the residual stream."""
 
     @property
     def nbytes(self) -> int:
@@ -50,7 +52,7 @@ class Closing(Protocol):
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor | None:
         """Add the product of `x` `[num_rows, in_features]` to `residual` `[num_rows, hidden_size]` in place.
 
-        Or leave that to the norm that follows: then the product, valid until the next call in the same role.
+        Or leave the addition to the following norm, and return the product, valid until the next call in the same role.
         """
         ...
 
@@ -69,32 +71,35 @@ class Norm(Protocol):
         ...
 
     def __call__(self, residual: Tensor, delta: Tensor | None = None) -> Tensor:
-        """Add `delta` to `residual` in place; the normalised sum, `[num_rows, size]`, valid until the next norm.
+        """Add `delta` to `residual` in place. Returns the normalised sum, `[num_rows, size]`, valid until the next
+        norm.
 
-        For projections of the same backend alone: they agree upon how its rows lie.
+        Only for projections of the same backend: its rows may have a layout that only these understand.
         """
         ...
 
 
 class Embedding(Protocol):
-    """Token ids to the first hidden states."""
+    """Looks up the first hidden states of token ids."""
 
     @property
     def nbytes(self) -> int:
-        """Memory held beside what an output head already counts."""
+        """Memory of the table; zero where an output head counts it."""
         ...
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        """int64 `[num_rows]` to `[num_rows, hidden_size]`, the caller's until the next step."""
+        """Look up int64 `[num_rows]`. Returns `[num_rows, hidden_size]`, which the caller may change until the next
+        step.
+        """
         ...
 
 
 class RecordableModel(Protocol):
-    """What a backend runs to record a step: `engine.model.decoder.Decoder`."""
+    """The parts of `engine.model.decoder.Decoder` that a backend runs to record a step."""
 
     @property
     def config(self) -> ModelArchitecture:
-        """The geometry of its layers."""
+        """Geometry of the model's layers."""
         ...
 
     @property
@@ -104,19 +109,19 @@ class RecordableModel(Protocol):
 
     @property
     def embedding(self) -> Embedding:
-        """As this backend made it."""
+        """Embedding that this backend made."""
         ...
 
     def forward(self, token_ids: Tensor, plan: AttentionPlan, wanted: Tensor | None = None) -> Tensor:
-        """Hidden states before the final norm, `[num_rows, hidden_size]`; of the `wanted` rows alone, if given."""
+        """Hidden states before the final norm, `[num_rows, hidden_size]`; only of the `wanted` rows, if given."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """`[num_rows, hidden_size]` from `forward` to float32 `[num_rows, vocab_size]`."""
+        """Logits, float32 `[num_rows, vocab_size]`, of hidden states `[num_rows, hidden_size]` from `forward`."""
         ...
 
     def logits_of_embedded(self, embedded: Tensor, plan: AttentionPlan) -> Tensor:
-        """Logits of every row from its embedding on, `[num_rows, hidden_size]`, which is overwritten."""
+        """Logits of all rows from their embeddings, `[num_rows, hidden_size]`, which are overwritten."""
         ...
 
 
@@ -124,10 +129,11 @@ class StepGraphs(Protocol):
     """Whole steps recorded once and replayed."""
 
     def logits(self, inputs: StepInputs, token_ids: Tensor, rows: Tensor | None) -> Tensor | None:
-        """Fill the cache; float32 logits of the wanted rows, valid until the next call; None: no recording serves.
+        """Fill the cache. Returns float32 logits of the wanted rows, valid until the next call; None: no recording
+        fits.
 
-        `token_ids`: int64 `[num_rows]`, on the device, for some may be known only there. `rows`: int64
-        `[num_wanted]`; all in their order when None.
+        `token_ids`: int64 `[num_rows]`, on the device, since the host may not know them. `rows`: int64
+        `[num_wanted]`; None: all in order.
         """
         ...
 
@@ -137,12 +143,12 @@ class Backend(Protocol):
 
     @property
     def name(self) -> str:
-        """For logs and figures, with what distinguishes it: "torch", "cpu-amx", "triton"."""
+        """Name with its variant, for logs and figures: "torch", "cpu-amx", "triton"."""
         ...
 
     @property
     def device(self) -> torch.device:
-        """Where step inputs and results live."""
+        """Device of step inputs and results."""
         ...
 
     @property
@@ -151,48 +157,48 @@ class Backend(Protocol):
         ...
 
     def projection(self, weight: Tensor, bias: Tensor | None, role: ProjectionRole) -> Projection:
-        """`x @ weight.T + bias` for `[out_features, in_features]`; the backend may keep or drop `weight`."""
+        """Make `x @ weight.T + bias` of `[out_features, in_features]`; the backend may keep or drop `weight`."""
         ...
 
     def closing(self, weight: Tensor, bias: Tensor | None, role: ProjectionRole) -> Closing:
-        """A projection as above, onto the residual stream."""
+        """Make a projection as above, whose product is added to the residual stream."""
         ...
 
     def gated(self, weight: Tensor, bias: Tensor | None) -> Projection:
-        """`silu(x @ gate.T) * (x @ up.T)`; `weight`: gate's rows, then up's. The result has half as many columns.
+        """Make `silu(x @ gate.T) * (x @ up.T)`; `weight`: gate's rows, then up's. The result has half as many columns.
 
-        It is for the projection in the role DOWN alone: the two agree upon how its rows lie.
+        Only for the projection in the role DOWN: the result's rows may have a layout that only it understands.
         """
         ...
 
     def head(self, weight: Tensor) -> Projection:
-        """The output head: float32 logits."""
+        """Make the output head, which returns float32 logits."""
         ...
 
     def embedding(self, weight: Tensor) -> Embedding:
-        """Rows of `[vocab_size, hidden_size]`."""
+        """Make an embedding that looks up rows of `[vocab_size, hidden_size]`."""
         ...
 
     def tied(self, weight: Tensor) -> tuple[Embedding, Projection]:
-        """Embedding and head over one matrix, held once; the embedding's `nbytes` is zero."""
+        """Make embedding and head over one matrix, stored once; the embedding's `nbytes` is zero."""
         ...
 
     def norm(self, weight: Tensor, eps: float) -> Norm:
-        """RMSNorm over the hidden size."""
+        """Make an RMSNorm over the hidden size."""
         ...
 
     def attention(self, spec: AttentionSpec, cache: PagedKVCache) -> AttentionBackend:
-        """Attention of all layers over one paged cache."""
+        """Make the attention of all layers over one paged cache."""
         ...
 
     def graphs(
         self, model: RecordableModel, attention: AttentionBackend, *, max_rows: int, max_length: int
     ) -> StepGraphs | None:
-        """Steps of up to `max_rows` decoding rows recorded ahead; None where recording gains nothing."""
+        """Record steps of up to `max_rows` decoding rows ahead; None where recording gains nothing."""
         ...
 
     def trim(self) -> None:
-        """Give back the memory of results: steps take as much of it again as they need. Recorded steps keep theirs."""
+        """Free the memory of results, which later steps allocate again as needed. Recorded steps keep theirs."""
         ...
 
     def bind_thread(self) -> None:
@@ -200,5 +206,5 @@ class Backend(Protocol):
         ...
 
     def sampling(self, vocab_size: int) -> SamplingKernels:
-        """Argmax and random draws over logits `[num_rows, vocab_size]`, whatever way to draw a request asks for."""
+        """Make the kernels that choose tokens from logits `[num_rows, vocab_size]`."""
         ...

@@ -1,9 +1,9 @@
-"""Reading safetensors checkpoints: one file, or shards named by an index; memory-mapped, never unpickled.
+"""Reads safetensors checkpoints: one file, or shards named by an index; memory-mapped, never unpickled.
 
 Format (https://github.com/huggingface/safetensors): eight bytes of little-endian header length, a JSON header
-`{name: {dtype, shape, data_offsets}}`, then the data. A header is believed only after its length, every shape,
-and the exact, gapless, non-overlapping cover of the data have been checked, so no later step can read astray or
-allocate more than the files hold.
+`{name: {dtype, shape, data_offsets}}`, then the data. A header is trusted only after its length, every shape,
+and the exact, gapless, non-overlapping cover of the data have been checked, so no later step can read out of bounds
+or allocate more than the files hold.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ from engine.model.shard import TensorSlice
 from tandem.errors import ConfigError
 
 MAX_HEADER_BYTES = 100 * 2**20
-"""The format's own limit."""
+"""Largest header that the format permits."""
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -40,7 +40,7 @@ _NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorEntry:
-    """Where one tensor's bytes lie in its file."""
+    """Position, dtype and shape of a tensor in its file."""
 
     name: str
     dtype: str
@@ -94,11 +94,11 @@ class SafetensorsFile:
             return self._map[entry.begin : entry.end]
         starts = (entry.begin, entry.begin + size // 2, entry.end - _SAMPLE_BYTES)
         sampled = b"".join(self._map[start : start + _SAMPLE_BYTES] for start in starts)
-        self.forget(entry)  # looking at a page brings its neighbours into memory
+        self.forget(entry)  # reading a page brings its neighbours into memory
         return sampled
 
     def close(self) -> None:
-        """Unmap; every tensor taken from here must be gone."""
+        """Unmap the file; tensors made from it must no longer be used."""
         self._map.close()
 
 
@@ -135,7 +135,7 @@ class Checkpoint:
 
     @property
     def main_dtype(self) -> str:
-        """The dtype that most of the values are stored in, as `config.json` would call it."""
+        """Dtype in which most of the values are stored, by its name in `config.json`."""
         values: Counter[str] = Counter()
         for _, entry in self._by_name.values():
             values[entry.dtype] += math.prod(entry.shape)
@@ -150,17 +150,17 @@ class Checkpoint:
             raise ConfigError(f"checkpoint: {name} has shape {list(stored)}, config.json implies {list(shape)}")
 
     def tensor(self, name: str, part: TensorSlice | None = None) -> Tensor:
-        """The stored tensor, or a part of it, without a copy; KeyError for a name that `require` has not approved."""
+        """The stored tensor, or a part of it, without a copy. Raises KeyError for a name that does not exist."""
         file, entry = self._by_name[name]
         return file.tensor(entry, part)
 
     def forget(self, name: str) -> None:
-        """The tensor has been copied: its pages need not stay in memory."""
+        """Release the memory of a tensor that has been copied; see SafetensorsFile."""
         file, entry = self._by_name[name]
         file.forget(entry)
 
     def fingerprint(self, config: ModelArchitecture) -> str:
-        """Name of this model's computation: equal for equal content, however sharded and wherever it lies.
+        """Name of this model's computation: equal for equal content, regardless of shards and location.
 
         Covers the configuration, every tensor's name, dtype and shape, and up to 12 KiB of each tensor's bytes.
         """
@@ -189,14 +189,14 @@ class Checkpoint:
 
 
 def _shards(directory: ModelDirectory) -> dict[str, frozenset[str] | None]:
-    """File names of the checkpoint, each with the tensors that the index promises in it (None: no index)."""
+    """File names of the checkpoint, each with the tensors that the index lists for it (None: no index)."""
     if directory.has(_SINGLE):
         return {_SINGLE: None}
     if not directory.has(_INDEX):
         pickled = directory.names(".bin") + directory.names(".pth") + directory.names(".pt")
         if pickled:
             raise ConfigError(f"only pickled weights ({pickled[0]}): convert them to safetensors first")
-        raise ConfigError(f"model directory: neither {_SINGLE} nor {_INDEX} is there")
+        raise ConfigError(f"model directory: neither {_SINGLE} nor {_INDEX} exists")
     weight_map = directory.read_json(_INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ConfigError(f"{_INDEX}: weight_map must be a non-empty object")

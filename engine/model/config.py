@@ -1,7 +1,7 @@
-"""What kind of model a directory holds: `config.json` and `generation_config.json`, checked and normalised.
+"""A model's architecture from `config.json` and `generation_config.json`, checked and normalised.
 
 The four supported architectures differ only in biases, norms of queries and keys, and which layers have a
-sliding window, so one ModelConfig describes them all and one decoder runs them all. Defaults for absent fields
+sliding window, so one ModelArchitecture describes them all and one decoder runs them all. Defaults for absent fields
 are those of transformers.
 """
 
@@ -47,9 +47,9 @@ class ModelArchitecture:
     """RMSNorm over each head of queries and keys before the rotation (Qwen3)."""
     tie_embeddings: bool
     layer_windows: tuple[int | None, ...]
-    """Per layer: how many latest tokens, itself included, a token sees; None for all."""
+    """For each layer, the number of latest tokens, itself included, that a token attends to; None: all."""
     stored_dtype: str | None
-    """What config.json says that the checkpoint is stored in; None where it says nothing."""
+    """Dtype of the checkpoint according to config.json; None where it has none."""
     eos_token_ids: tuple[int, ...]
 
     @property
@@ -59,17 +59,17 @@ class ModelArchitecture:
 
     @property
     def group_size(self) -> int:
-        """Query heads that share one key-value head."""
+        """Number of query heads that share one key-value head."""
         return self.num_heads // self.num_kv_heads
 
     @property
     def flops_per_token(self) -> int:
-        """Multiplications and additions of one token in the layers' products: neither attention nor the output head."""
+        """Multiplications and additions per token in the layers' products, without attention and output head."""
         projected = (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
         return 2 * self.num_layers * self.hidden_size * (projected + 3 * self.intermediate_size)
 
     def digest(self) -> bytes:
-        """Hash of all that changes the computation: not the end tokens, not the stored dtype."""
+        """Hash of all fields that change the computation: all but the end tokens and the stored dtype."""
         values = asdict(self)
         for name in ("eos_token_ids", "stored_dtype"):
             del values[name]
@@ -79,7 +79,7 @@ class ModelArchitecture:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Family:
-    """What an architecture's name decides."""
+    """Properties that depend on the architecture's name."""
 
     qkv_bias: Callable[[Fields], bool]
     output_bias: Callable[[Fields], bool]
@@ -184,7 +184,9 @@ def _stored_dtype(fields: Fields) -> str | None:
 
 
 def _eos_token_ids(config: Fields, generation: Fields, vocab_size: int) -> tuple[int, ...]:
-    """End tokens: those for generation lead, because instruction-tuned models often add some only there."""
+    """End tokens; generation_config.json's take precedence, since instruction-tuned models often add some only
+    there.
+    """
     found: set[int] = set()
     for fields in (config, generation):
         if (value := fields.get("eos_token_id")) is None:
@@ -199,7 +201,7 @@ def _eos_token_ids(config: Fields, generation: Fields, vocab_size: int) -> tuple
 
 
 def _check_windows(fields: Fields) -> None:
-    """Also of families and switches that use none: a negative one says that the file is not what it seems."""
+    """Check window fields even where they are not used: a negative value means that the file is not as it should be."""
     for name in ("sliding_window", "max_window_layers"):
         if fields.has(name):
             fields.integer(name, 0, _MAX_POSITIONS)
@@ -214,7 +216,7 @@ def _mistral_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
 
 
 def _qwen_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
-    """`layer_types` decides when given; else the layers from `max_window_layers` on slide."""
+    """Windows by `layer_types` if given; else all layers from `max_window_layers` on have one."""
     window = _sliding_window(fields) if fields.boolean("use_sliding_window", False) else None
     types = fields.get("layer_types")
     if types is None:
@@ -229,7 +231,7 @@ def _qwen_windows(fields: Fields, num_layers: int) -> tuple[int | None, ...]:
 
 
 def _sliding_window(fields: Fields) -> int | None:
-    """Absent means 4096, as in transformers; only an explicit null means none."""
+    """The window; 4096 if absent, as in transformers, and None only for an explicit null."""
     if fields.is_null("sliding_window"):
         return None
     return fields.integer("sliding_window", 1, _MAX_POSITIONS, 4096)

@@ -1,4 +1,4 @@
-"""Reading numbers out of JSON that somebody else wrote: every error names the file, the field and its bound."""
+"""Reads fields of untrusted JSON: every error names the file, the field and its bound."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,15 +18,15 @@ class Fields:
         self._where = where
 
     def has(self, name: str) -> bool:
-        """Whether the field is there and not null."""
+        """Whether the field exists and is not null."""
         return self._raw.get(name) is not None
 
     def is_null(self, name: str) -> bool:
-        """Whether the field is there and null."""
+        """Whether the field exists and is null."""
         return name in self._raw and self._raw[name] is None
 
     def get(self, name: str) -> Any:
-        """The field as it is; None when absent."""
+        """The field's raw value; None when absent."""
         return self._raw.get(name)
 
     def integer(self, name: str, low: int, high: int, default: int | None = None) -> int:

@@ -1,7 +1,7 @@
 """The Llama-family decoder: embeddings, pre-normalised attention and gated MLP blocks, final norm, output head.
 
-Plain objects, not `nn.Module`: inference needs no parameter registry, and per-step overhead counts. How each piece is
-computed is the backend's business; a layer's output is added to the residual by the norm that follows it, so that a
+Plain objects, not `nn.Module`: inference needs no parameter registry, and per-step overhead matters. The backend
+decides how each part is computed; a layer's output is added to the residual by the norm that follows it, so that a
 backend can do both in one pass.
 """
 
@@ -42,7 +42,7 @@ class DecoderLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DecoderWeights:
-    """Every weight of a model, as its backend keeps it."""
+    """Every weight of a model, in its backend's form."""
 
     embedding: Embedding
     layers: Sequence[DecoderLayer]
@@ -51,7 +51,7 @@ class DecoderWeights:
 
 
 class Decoder:
-    """A loaded model: token rows in, hidden states and logits out. Knows nothing of requests."""
+    """A loaded model: token ids in, hidden states and logits out. Knows nothing of requests."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Decoder:
         fingerprint: str,
         group: ParallelGroup,
     ) -> None:
-        """`group`: the ranks of which each has such a decoder, with its part of the weights."""
+        """`group`: the ranks that share the model; each has a decoder with its part of the weights."""
         self.config = config
         self.backend = backend
         self.fingerprint = fingerprint
@@ -79,7 +79,7 @@ class Decoder:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of hidden states and, unless quantized, of weights."""
+        """Dtype of hidden states and, unless quantized, of weights."""
         return self.backend.dtype
 
     @property
@@ -90,7 +90,7 @@ class Decoder:
 
     @property
     def attention_spec(self) -> AttentionSpec:
-        """What a backend must know to attend for this model."""
+        """The properties of this model that its attention depends on."""
         norms = tuple(layer.head_norm for layer in self.layers if layer.head_norm is not None)
         return AttentionSpec(
             config=self.config, rope=self.rope, head_norms=norms or None, dtype=self.dtype, kv_scales=self._kv_scales()
@@ -105,32 +105,32 @@ class Decoder:
     ) -> Tensor:
         """Hidden states before the final norm, `[num_rows, hidden_size]`, of int64 `[num_rows]` token ids.
 
-        `wanted`: the rows whose hidden states are returned, int64 `[num_wanted]`; all when absent. The others still
-        leave their keys and values in every layer, which is all that a prompt's inner tokens are computed for, so
-        they are dropped after the last attention. `on_layers` receives the number of layers whose keys and values have
+        `wanted`: the rows whose hidden states are returned, int64 `[num_wanted]`; None: all. The others still
+        write their keys and values in every layer, all that a prompt's inner tokens are computed for, and
+        are dropped after the last attention. `on_layers` receives the number of layers whose keys and values have
         been launched on the device, once all ranks have launched them.
         """
         residual, delta = self._blocks(self.embedding(token_ids), plan, wanted, on_layers)
         return residual if delta is None else residual.add_(delta)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """`[num_rows, hidden_size]` from `forward` to float32 `[num_rows, vocab_size]`."""
+        """Logits, float32 `[num_rows, vocab_size]`, of hidden states `[num_rows, hidden_size]` from `forward`."""
         return self.head(self.norm(hidden))
 
     @property
     def is_first_rank(self) -> bool:
-        """Whether this process has the logits."""
+        """Whether this process gets the logits."""
         return self._group.rank == 0
 
     def final_states(self, hidden: Tensor) -> Tensor:
-        """`[num_rows, hidden_size]` from `forward` to float32 states behind the final norm, for readers of rows.
+        """Apply the final norm to `[num_rows, hidden_size]` from `forward`. Returns float32 states.
 
-        Not by the backend's norm: how its rows lie is between it and the head.
+        Not by the backend's norm, whose results may have a layout that only the head understands.
         """
         return F.rms_norm(hidden.float(), hidden.shape[1:], self.norm.weight.float(), self.config.rms_norm_eps)
 
     def logits_of_embedded(self, embedded: Tensor, plan: AttentionPlan) -> Tensor:
-        """The same for every row from its embedding on, `[num_rows, hidden_size]`, which is overwritten."""
+        """Logits of all rows from their embeddings, `[num_rows, hidden_size]`, which are overwritten."""
         residual, delta = self._blocks(embedded, plan, None)
         return self.head(self.norm(residual, delta))
 
@@ -141,7 +141,7 @@ class Decoder:
         wanted: Tensor | None,
         on_layers: Callable[[int], None] | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """The residual stream, and what the last layer would still add to it."""
+        """Run all layers. Returns the residual stream, and the last layer's output if it is still to be added."""
         delta: Tensor | None = None
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
@@ -149,12 +149,12 @@ class Decoder:
             attended = plan.attend(index, qkv)
             if index == last and wanted is not None:
                 if not len(wanted):
-                    # No sum follows: rank 0 would end a step whose last keys and values others have yet to write.
+                    # No sum follows: without this, rank 0 could end the step before others have written their KV.
                     self._group.meet()
                     return residual[:0], None
                 residual, attended = residual.index_select(0, wanted), attended.index_select(0, wanted)
             delta = layer.output(attended, residual)
-            # The sum over the ranks is behind: each has come this far.
+            # After the sum over the ranks: each has computed this layer's keys and values.
             if on_layers is not None and index < last:
                 on_layers(index + 1)
             delta = layer.down(layer.gate_up(layer.mlp_norm(residual, delta)), residual)

@@ -1,7 +1,7 @@
-"""Which dtype a model is computed in when `model.dtype` is `auto`.
+"""Resolves `model.dtype: auto` to the dtype that a model is computed in.
 
-The checkpoint's own, as vLLM and transformers choose it: what `config.json` says, or, where it says nothing, the dtype
-that most of the weights are stored in. The built-in model is always computed in float32, whatever its file holds, so
+It is the checkpoint's own, as in vLLM and transformers: `config.json`'s or, where that has none, the dtype that most
+of the weights are stored in. The built-in model is always computed in float32, whatever its file contains, so
 that the demo's output stays exact.
 """
 
@@ -14,7 +14,7 @@ from tandem.values.kv_layout import AUTO_DTYPE
 
 
 def resolve_dtype(dtype: str, model_path: str) -> str:
-    """`dtype` itself, or what `auto` stands for with the model at `model.path`.
+    """Return `dtype`, or for `auto` the dtype of the model at `model_path`.
 
     Raises ConfigError when the model cannot be read, or is stored in a dtype that cannot be computed in.
     """
@@ -27,7 +27,7 @@ def stored_dtype(directory: Path) -> str:
     """The dtype of the checkpoint in a model directory. Raises ConfigError."""
     if stated := load_model_config(directory).stored_dtype:
         return stated
-    from engine.model.checkpoint import Checkpoint  # here: it loads torch, which `tandem up` seldom needs
+    from engine.model.checkpoint import Checkpoint  # imported late: it loads torch, which `tandem up` seldom needs
 
     with Checkpoint(ModelDirectory(directory)) as checkpoint:
         return checkpoint.main_dtype

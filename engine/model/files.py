@@ -1,4 +1,4 @@
-"""A model directory as a hostile place: which of its files may be opened, and how large a JSON may be.
+"""Safe access to a model directory, which may be hostile: which files may be opened, and how large a JSON may be.
 
 A file may lie in the directory itself or, when the directory is a snapshot in a Hugging Face hub cache
 (`models--org--name/snapshots/<revision>`), anywhere in that model's own folder, where snapshots link to
@@ -27,7 +27,7 @@ class ModelDirectory:
         self._allowed = _allowed_root(self.root)
 
     def has(self, name: str) -> bool:
-        """Whether a directory entry of that name exists (its safety is judged by `resolve`)."""
+        """Whether a directory entry of that name exists; `resolve` checks whether it is safe."""
         return os.path.lexists(self.root / name)
 
     def names(self, suffix: str) -> list[str]:
@@ -50,12 +50,12 @@ class ModelDirectory:
         return real
 
     def read_json(self, name: str) -> dict[str, Any]:
-        """A JSON object; ConfigError when it is too large, malformed, or something else."""
+        """Read a JSON object. Raises ConfigError when it is too large, malformed, or something else."""
         return parse_json_object(read_regular_file(self.resolve(name), max_bytes=MAX_JSON_BYTES), name)
 
 
 def parse_json_object(text: bytes, where: str) -> dict[str, Any]:
-    """Decode one JSON object strictly: no NaN, no duplicate keys, no bottomless nesting."""
+    """Decode one JSON object strictly: no NaN, no duplicate keys, no bottomless nesting. Raises ConfigError."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)

@@ -1,7 +1,7 @@
-"""How much of a GPU's memory one worker may take: its share of 80 %, or what `engine.memory_bytes` says.
+"""A worker's share of a GPU's memory: 80 % divided by the GPU's workers, or `engine.memory_bytes`.
 
-The share is of the GPU's whole memory and not of what is free at the moment: workers that start together see each
-other's weights arrive, in no order, and each must come to the same figure. What a share lacks is an error.
+The share is of the GPU's whole memory and not of its free memory: workers that start together load their weights
+in any order, and each must get the same share. It is an error when the share is not free.
 """
 
 import logging
@@ -16,13 +16,13 @@ from tandem.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 PATIENCE_S = 10.0
-"""For a process that has just ended: the driver gives its memory back a little later."""
-_LOOK_S = 0.5
+"""Time to wait for memory of a process that has just ended: the driver frees it a little later."""
+_POLL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuMemory:
-    """Of one GPU, as it is now."""
+    """Memory of one GPU at this moment."""
 
     name: str
     free_bytes: int
@@ -31,35 +31,35 @@ class GpuMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuWish:
-    """What one rank is to have of its GPU."""
+    """Memory that one rank asks of its GPU."""
 
     index: int
     """Number of the GPU, by the numbering of the process that started the worker."""
     sharers: int = 1
-    """Workers on it."""
+    """Number of workers that share it."""
     stated_bytes: int | None = None
-    """Of each, in place of its share."""
+    """Memory limit of each worker's rank, if configured; None: its share."""
 
     def limit_bytes(self, memory: GpuMemory) -> int:
-        """What the rank may take. Raises ConfigError when so much can never be there for each of them."""
+        """Memory limit of the rank. Raises ConfigError when the GPU is too small for all its workers' limits."""
         if self.stated_bytes is None:
             return default_limit_bytes(memory.total_bytes, self.sharers)
         if self.stated_bytes * self.sharers > memory.total_bytes:
             raise ConfigError(
-                f"{self._named(memory)}: engine.memory_bytes wants {_gib(self.stated_bytes)} for each of "
+                f"{self._label(memory)}: engine.memory_bytes wants {_gib(self.stated_bytes)} for each of "
                 f"{self.sharers} workers there; it has {_gib(memory.total_bytes)}. {_REMEDY}"
             )
         return self.stated_bytes
 
     def shortage(self, memory: GpuMemory) -> str | None:
-        """Why the rank cannot have that now; None: it can."""
+        """Reason for which the rank's memory is not free now; None when it is."""
         wanted = self.limit_bytes(memory)
         if wanted <= memory.free_bytes:
             return None
         why = f"80 % of it, divided by {self.sharers}" if self.sharers > 1 else "80 % of it"
         why = why if self.stated_bytes is None else "engine.memory_bytes"
         return (
-            f"{self._named(memory)}: this worker wants {_gib(wanted)} ({why}); {_gib(memory.free_bytes)} of "
+            f"{self._label(memory)}: this worker wants {_gib(wanted)} ({why}); {_gib(memory.free_bytes)} of "
             f"{_gib(memory.total_bytes)} are free. {_REMEDY}"
         )
 
@@ -67,10 +67,10 @@ class GpuWish:
         """One line for the log: how the GPU's memory is divided."""
         shared = f", as does each of {self.sharers} workers" if self.sharers > 1 else ""
         return (
-            f"{self._named(memory)}: takes up to {_gib(self.limit_bytes(memory))} of {_gib(memory.total_bytes)}{shared}"
+            f"{self._label(memory)}: takes up to {_gib(self.limit_bytes(memory))} of {_gib(memory.total_bytes)}{shared}"
         )
 
-    def _named(self, memory: GpuMemory) -> str:
+    def _label(self, memory: GpuMemory) -> str:
         return f"GPU {self.index} ({memory.name})"
 
 
@@ -80,25 +80,25 @@ _REMEDY = "Free some, state a smaller engine.memory_bytes, or other GPUs: prefil
 def granted_bytes(
     wish: GpuWish, read: Callable[[], GpuMemory], *, patience_s: float = PATIENCE_S, wait: Callable[[float], object]
 ) -> int:
-    """What the rank may take of its GPU, as soon as it is free there. Raises ConfigError when it does not get free."""
+    """Wait until the rank's memory is free. Returns its limit in bytes. Raises ConfigError after `patience_s`."""
     left_s = patience_s
     while (shortage := wish.shortage(read())) is not None:
         if left_s <= 0:
             raise ConfigError(shortage)
-        wait(_LOOK_S)
-        left_s -= _LOOK_S
+        wait(_POLL_S)
+        left_s -= _POLL_S
     return wish.limit_bytes(read())
 
 
 def gpu_limit_bytes(wish: GpuWish, device: torch.device) -> int:
-    """The same, of a device of this process; says so in the log."""
+    """Do the same for a device of this process, and log the result."""
     found = granted_bytes(wish, lambda: read_gpu(device), wait=time.sleep)
     _log.info("%s", wish.summary(read_gpu(device)))
     return found
 
 
 def read_gpu(device: torch.device) -> GpuMemory:
-    """What CUDA says of it."""
+    """Read a GPU's memory from CUDA."""
     free, total = torch.cuda.mem_get_info(device)
     return GpuMemory(name=torch.cuda.get_device_name(device), free_bytes=free, total_bytes=total)
 

@@ -1,6 +1,6 @@
-"""From a model directory to a Decoder: each stored tensor is copied, and cast, once, into its final place.
+"""Loads a Decoder from a model directory: each stored tensor is copied, and cast, once, into its final place.
 
-A rank of several reads its own parts of the tensors and nothing else of them (the fingerprint's samples apart).
+A rank of several reads only its own parts of the tensors, except for the fingerprint's samples.
 """
 
 import logging
@@ -26,11 +26,11 @@ from tandem.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
-"""Called with (values done, values in all), of this rank."""
+"""Called with the numbers of values loaded so far and in all, of this rank."""
 
 
 class TensorSource(Protocol):
-    """Where a model's tensors come from, by Hugging Face's names: a checkpoint, another program's, a generator."""
+    """Source of a model's tensors, by Hugging Face's names: a checkpoint, another program's memory, a generator."""
 
     @property
     def names(self) -> frozenset[str]:
@@ -42,11 +42,11 @@ class TensorSource(Protocol):
         ...
 
     def tensor(self, name: str, part: TensorSlice | None = None) -> Tensor:
-        """A tensor, or a part of its rows or columns, of any float dtype on any device; read before the next call."""
+        """A tensor, or a part of its rows or columns, of any float dtype on any device; copied before the next call."""
         ...
 
     def forget(self, name: str) -> None:
-        """The tensor has been copied."""
+        """Release a tensor that has been copied."""
         ...
 
     def fingerprint(self, config: ModelArchitecture) -> str:
@@ -63,23 +63,23 @@ def load_model(
 ) -> Decoder:
     """Load a Hugging Face model directory for `backend`.
 
-    `group`: the ranks that share the model, of which this process loads its part. Raises ConfigError for everything
-    that is wrong with the directory: configuration, files, shapes, values.
+    `group`: the ranks that share the model, of which this process loads its part. Raises ConfigError for every
+    fault of the directory: in configuration, files, shapes or values.
     """
     config = load_model_config(path)
     if group is None or group.rank == 0:
-        _warn_of_code(ModelDirectory(path))
+        _warn_about_code(ModelDirectory(path))
     with Checkpoint(ModelDirectory(path)) as checkpoint:
         model = build_model(config, checkpoint, backend=backend, progress=progress, group=group)
-    return_freed_memory()  # what was packed and dropped leaves holes, as much as a tenth of the weights
+    return_freed_memory()  # freed tensors leave holes in the heap, up to a tenth of the weights
     return model
 
 
-def _warn_of_code(directory: ModelDirectory) -> None:
-    """A checkpoint's own Python is never run: what it would have changed is not there."""
+def _warn_about_code(directory: ModelDirectory) -> None:
+    """Warn when the checkpoint has Python code, which is never run: the model may have needed its changes."""
     if code := directory.read_json("config.json").get("auto_map"):
         names = ", ".join(map(str, code)) if isinstance(code, dict) else type(code).__name__
-        _log.warning("config.json: auto_map (%.200s) is ignored: code of a checkpoint's own is never run", names)
+        _log.warning("config.json: auto_map (%.200s) is ignored: a checkpoint's own code is never run", names)
 
 
 def build_model(
@@ -90,12 +90,12 @@ def build_model(
     progress: Progress | None = None,
     group: ParallelGroup | None = None,
 ) -> Decoder:
-    """A Decoder of `source`'s tensors, one copied at a time; see `load_model`. Raises ConfigError."""
+    """Build a Decoder from `source`'s tensors, copied one at a time; see `load_model`. Raises ConfigError."""
     return _Loader(config, source, backend, group or SoloGroup(), progress).model()
 
 
 class _Loader:
-    """Names the tensors of the architecture, checks all their shapes, then fills parameters."""
+    """Lists the architecture's tensors, checks all their shapes, then fills parameters."""
 
     def __init__(
         self,
@@ -118,13 +118,13 @@ class _Loader:
     def model(self) -> Decoder:
         config, backend = self._config, self._backend
         self._check()
-        embedding, head = self._ends()
+        embedding, head = self._embedding_and_head()
         layers = [self._layer(f"model.layers.{i}.") for i in range(config.num_layers)]
         weights = DecoderWeights(embedding=embedding, layers=layers, norm=self._norm("model.norm"), head=head)
         fingerprint = self._source.fingerprint(config)
         return Decoder(self._shard.config, weights, backend=backend, fingerprint=fingerprint, group=self._group)
 
-    def _ends(self) -> tuple[Embedding, Projection]:
+    def _embedding_and_head(self) -> tuple[Embedding, Projection]:
         table = self._table("model.embed_tokens.weight")
         embedding: Embedding
         head: Projection
@@ -152,10 +152,10 @@ class _Loader:
             if not name.endswith("rotary_emb.inv_freq")
         )
         if unknown:
-            # Ignoring a bias, an adapter or a quantization scale would give a different model without a word.
+            # Ignoring a bias, an adapter or a quantization scale would silently change the model.
             raise ConfigError(
-                f"checkpoint: {len(unknown)} tensors that {self._config.architecture} with this "
-                f"config.json does not have, first {unknown[0]!r:.120}"
+                f"checkpoint: {len(unknown)} tensors do not belong to {self._config.architecture} with this "
+                f"config.json, the first: {unknown[0]!r:.120}"
             )
 
     def _layer(self, prefix: str) -> DecoderLayer:
@@ -179,7 +179,7 @@ class _Loader:
         return RowParallel(self._backend.projection(weight, bias, role), self._group)
 
     def _matrix(self, *parts: str) -> tuple[Tensor, Tensor | None]:
-        """Weight and bias of projections stacked into one."""
+        """Weight and bias of projections, stacked."""
         has_bias = parts[0] + ".bias" in self._shapes and self._shard.holds(parts[0] + ".bias")
         bias = self._fill(*(part + ".bias" for part in parts)) if has_bias else None
         return self._fill(*(part + ".weight" for part in parts)), bias
@@ -192,7 +192,7 @@ class _Loader:
         return HeadNorm(query, key, self._config.rms_norm_eps)
 
     def _kv_scales(self, attention: str) -> Tensor | None:
-        """Of this rank's heads."""
+        """Scales of this rank's heads in one layer, float32 `[2, num_kv_heads]`; None without any."""
         names = all_scale_names(attention) & self._source.names
         scales = kv_scales({name: self._source.tensor(name) for name in names}, attention, self._config.num_kv_heads)
         part = self._shard.part(attention + "k_proj.weight")
@@ -202,7 +202,7 @@ class _Loader:
         return scales[:, heads].contiguous().to(self._backend.device)
 
     def _table(self, name: str) -> Tensor:
-        """One row per token; the rows that pad the last ranks' parts are zeros."""
+        """This rank's rows of a table with one row per token; padding of the last ranks' parts is zero."""
         table = self._empty((self._shard.config.vocab_size, self._config.hidden_size))
         num_rows = self._local_shape(name)[0]
         self._copy(name, table[:num_rows])
@@ -210,7 +210,7 @@ class _Loader:
         return table
 
     def _fill(self, *names: str) -> Tensor:
-        """One parameter from tensors stacked along their first dimension."""
+        """Make one parameter from tensors stacked along their first dimension."""
         shapes = [self._local_shape(name) for name in names]
         parameter = self._empty((sum(shape[0] for shape in shapes), *shapes[0][1:]))
         begin = 0
@@ -220,7 +220,9 @@ class _Loader:
         return parameter
 
     def _copy(self, name: str, target: Tensor) -> None:
-        """This rank's part of a stored tensor, cast into `target`."""
+        """Copy this rank's part of a stored tensor, cast, into `target`. Raises ConfigError for values that are not
+        finite.
+        """
         if target.numel():
             target.copy_(self._source.tensor(name, self._shard.part(name)))
             low, high = torch.aminmax(target)
@@ -240,7 +242,7 @@ class _Loader:
 
 
 def expected_shapes(config: ModelArchitecture) -> dict[str, tuple[int, ...]]:
-    """Every tensor that the architecture reads from a checkpoint, in Hugging Face's names, with its shape."""
+    """Names, as Hugging Face's, and shapes of all tensors that the architecture reads from a checkpoint."""
     hidden, inner, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
     query, key = config.num_heads * head_dim, config.num_kv_heads * head_dim
     projections = (
@@ -275,19 +277,19 @@ _PLANES = "kv"
 
 
 def scale_names(attention: str, plane: str) -> tuple[str, str]:
-    """What the scale of `plane`, "k" or "v", may be called in the layer whose attention has this prefix."""
+    """Possible names of the scale of `plane`, "k" or "v", in the layer whose attention has this prefix."""
     return f"{attention}{plane}_scale", f"{attention}{plane}_proj.{plane}_scale"
 
 
 def all_scale_names(attention: str) -> frozenset[str]:
-    """Names of the K and V scales that a layer's attention may have."""
+    """Possible names of the K and V scales in the layer whose attention has this prefix."""
     return frozenset(name for plane in _PLANES for name in scale_names(attention, plane))
 
 
 def kv_scales(stored: Mapping[str, Tensor], attention: str, num_kv_heads: int) -> Tensor | None:
-    """Float32 `[2, num_kv_heads]` of one layer, K's first and 1 where only the other is stored; None without any.
+    """Scales of one layer, float32 `[2, num_kv_heads]`, K's first, 1 where only the other is stored; None without any.
 
-    Raises ConfigError for a scale that is not positive and finite, or for other than one or every head.
+    Raises ConfigError for a scale that is not positive and finite, or a number of scales other than 1 or the heads'.
     """
     scales = torch.ones(len(_PLANES), num_kv_heads)
     found = False

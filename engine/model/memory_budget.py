@@ -1,4 +1,4 @@
-"""One budget of memory, made at start, printed, and kept: weights, workspace, headroom; the rest is KV blocks."""
+"""One memory budget, made at start, logged, and kept: weights, workspace, headroom; the rest is KV blocks."""
 
 from dataclasses import dataclass
 
@@ -7,10 +7,10 @@ from tandem.errors import ConfigError
 from tandem.values.kv_layout import AUTO_DTYPE, DTYPE_BYTES, KVLayout
 
 MAX_GATHER_BYTES = 256 * 2**20
-"""What one layer's attention may copy out of the pool at once, unless a single sequence needs more."""
+"""Most bytes that one layer's attention may copy out of the pool at once, unless a single sequence needs more."""
 
 MAX_MASK_ELEMENTS = 2**24
-"""Largest attention mask, in elements, that a step keeps."""
+"""Largest attention mask that a step keeps, in elements."""
 
 
 _DEFAULT_SHARE = 0.8
@@ -19,16 +19,16 @@ _HEADROOM_SHARE = 0.05
 
 
 def default_limit_bytes(available_bytes: int, num_sharers: int = 1) -> int:
-    """Return what each of `num_sharers` may take where `engine.memory_bytes` is not set: its part of 80 %.
+    """Memory limit of each of `num_sharers` where `engine.memory_bytes` is not set: its part of 80 %.
 
-    `available_bytes`: on a CPU what is free when the worker starts, on a GPU all of the GPU's memory.
+    `available_bytes`: on a CPU the memory free when the worker starts, on a GPU all of its memory.
     """
     return int(available_bytes * _DEFAULT_SHARE) // max(1, num_sharers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryBudget:
-    """Who gets how many bytes of one worker's memory."""
+    """Division of one rank's memory, in bytes."""
 
     limit_bytes: int
     weights_bytes: int
@@ -38,9 +38,9 @@ class MemoryBudget:
     block_size: int
     num_blocks: int
     offload_bytes: int = 0
-    """For the KV of preempted requests, where that takes of the same memory."""
+    """Memory for the KV of preempted requests and evicted blocks, where it counts toward this limit."""
     grammar_bytes: int = 0
-    """For compiled grammars, where those take of the same memory."""
+    """Memory for compiled grammars, where it counts toward this limit."""
 
     @property
     def kv_bytes(self) -> int:
@@ -48,7 +48,7 @@ class MemoryBudget:
         return self.num_blocks * self.block_bytes
 
     def lines(self) -> tuple[str, ...]:
-        """The budget for a start banner."""
+        """The budget as lines for the start banner."""
         tokens = self.num_blocks * self.block_size
         offload = (f"offload    {_size(self.offload_bytes)}",) if self.offload_bytes else ()
         grammars = (f"grammars   {_size(self.grammar_bytes)}",) if self.grammar_bytes else ()
@@ -74,10 +74,9 @@ def plan_memory(
     offload_bytes: int = 0,
     grammar_bytes: int = 0,
 ) -> MemoryBudget:
-    """Divide `limit_bytes`; `max_blocks` caps the pool when the rest would be more than is wanted.
+    """Divide `limit_bytes`. `max_blocks` bounds the pool where the rest would hold more than is wanted.
 
-    `offload_bytes`, `grammar_bytes`: of the limit, for the KV of preempted requests and for compiled grammars.
-
+    `offload_bytes`, `grammar_bytes`: parts of the limit for offloaded KV and for compiled grammars.
     Raises ConfigError, with the figures, when one sequence of `max_context` tokens would not fit.
     """
     headroom_bytes = int(limit_bytes * _HEADROOM_SHARE)
@@ -108,7 +107,7 @@ def plan_memory(
 
 
 def check_share_of_rank(stated_bytes: int, *, free_bytes: int) -> None:
-    """Raises ConfigError when a rank's part of `engine.memory_bytes` is more than the memory that is its alone."""
+    """Raise ConfigError when a rank's part of `engine.memory_bytes` exceeds its share of its machine's free memory."""
     if stated_bytes > free_bytes:
         raise ConfigError(
             f"engine.memory_bytes: each rank may take {stated_bytes} bytes; one has {free_bytes} bytes of memory free"
@@ -116,7 +115,7 @@ def check_share_of_rank(stated_bytes: int, *, free_bytes: int) -> None:
 
 
 def check_share_of_machine(memory_bytes: int, *, here_bytes: int, capacity_bytes: int) -> None:
-    """Raises ConfigError when the workers of one machine may take `here_bytes`, and it has less."""
+    """Raise ConfigError when the workers of one machine may take `here_bytes`, and it has less."""
     if here_bytes > capacity_bytes:
         raise ConfigError(
             f"engine.memory_bytes is {memory_bytes} for each worker: those of this machine may take {here_bytes} bytes,"
@@ -125,9 +124,9 @@ def check_share_of_machine(memory_bytes: int, *, here_bytes: int, capacity_bytes
 
 
 def check_room(budget: MemoryBudget, *, memory_bytes: int, pool_bytes: int, num_ranks: int, free_bytes: int) -> None:
-    """Once the weights are loaded. Raises ConfigError when `free_bytes` do not hold the rest of a stated budget.
+    """Check, once the weights are loaded, that `free_bytes` hold the rest of a configured budget. Raises ConfigError.
 
-    `pool_bytes`: the KV that this machine holds; `num_ranks`: of the worker, on this machine.
+    `pool_bytes`: size of the KV pool on this machine; `num_ranks`: the worker's ranks on this machine.
     """
     needed = pool_bytes + num_ranks * (budget.workspace_bytes + budget.offload_bytes)
     if needed > free_bytes:
@@ -146,7 +145,7 @@ def estimate_workspace_bytes(
     max_context: int,
     kv_dtype: str = AUTO_DTYPE,
 ) -> int:
-    """Upper bound of what one step allocates beside weights and KV: hidden states, gathered KV, masks, logits."""
+    """Upper bound on the memory of one step beside weights and KV: hidden states, gathered KV, masks, logits."""
     item = DTYPE_BYTES[dtype]
     # Codes are gathered, multiplied in float32, and rounded.
     restored = 0 if kv_dtype == AUTO_DTYPE else DTYPE_BYTES[kv_dtype] + DTYPE_BYTES["float32"]
@@ -173,7 +172,7 @@ def kv_layout(
     tp_size: int = 1,
     kv_dtype: str = AUTO_DTYPE,
 ) -> KVLayout:
-    """The KV geometry that a model which computes in `dtype` implies on rank 0 of `tp_size`."""
+    """KV geometry of a model that computes in `dtype`, for rank 0 of `tp_size`."""
     return KVLayout(
         model_fingerprint=fingerprint,
         dtype=dtype if kv_dtype == AUTO_DTYPE else kv_dtype,

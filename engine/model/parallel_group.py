@@ -1,4 +1,4 @@
-"""What layers ask of the ranks that share a model: sums, and rows brought together."""
+"""The interface of layers to the ranks that share a model: sums, and rows gathered."""
 
 from typing import Protocol
 
@@ -6,41 +6,45 @@ from torch import Tensor
 
 
 class ParallelGroup(Protocol):
-    """The ranks of one tensor-parallel model, each its own process. Every rank makes the same calls in one order."""
+    """The ranks of one tensor-parallel model, each its own process. Every rank makes the same calls in the same
+    order.
+    """
 
     @property
     def rank(self) -> int:
-        """Of this process; 0 schedules and samples."""
+        """Rank of this process; rank 0 schedules and samples."""
         ...
 
     @property
     def size(self) -> int: ...
 
     def all_reduce_(self, tensor: Tensor) -> Tensor:
-        """Sum over the ranks, in place, the same bits everywhere. Raises RankLost."""
+        """Sum over the ranks, in place, with the same bits on each. Raises RankLost."""
         ...
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        """On rank 0 every rank's tensor, all of one shape, in order; on the others nothing. Raises RankLost."""
+        """Gather the ranks' tensors, all of one shape, in order on rank 0; empty on the others. Raises RankLost."""
         ...
 
     def meet(self) -> None:
-        """Order device work: what ranks launched before this call precedes what they launch after. Raises RankLost."""
+        """Order device work: work that ranks launched before this call precedes work launched after it. Raises
+        RankLost.
+        """
         ...
 
 
 class SoloGroup:
-    """A model on one rank."""
+    """Implements ParallelGroup for a model on one rank."""
 
     rank = 0
     size = 1
 
     def all_reduce_(self, tensor: Tensor) -> Tensor:
-        """The sum of one."""
+        """Return the tensor, which is the sum already."""
         return tensor
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         return [tensor]
 
     def meet(self) -> None:
-        """Nobody is waited for."""
+        """Do nothing: there are no other ranks."""

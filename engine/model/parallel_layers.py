@@ -1,4 +1,4 @@
-"""A model's layers over several ranks: wrappers around whatever the rank's own backend made of its part."""
+"""A model's layers over several ranks: wrappers around each rank's own part."""
 
 import torch
 from torch import Tensor
@@ -23,12 +23,16 @@ class RowParallel:
         return self._part.nbytes
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
-        """This rank's `[num_rows, in_features / size]` to everybody's `[num_rows, out_features]`."""
+        """Project this rank's `[num_rows, in_features / size]`. Returns the sum of all ranks, `[num_rows,
+        out_features]`.
+        """
         return self._group.all_reduce_(self._part(x))
 
 
 class VocabParallelEmbedding:
-    """A table whose rows are split: each rank looks up what it has, zeros stand for the rest, and all are summed."""
+    """A table whose rows are split: each rank looks up its own tokens, with zeros for others, and the results are
+    summed.
+    """
 
     __slots__ = ("_end", "_first", "_group", "_part")
 
@@ -45,19 +49,19 @@ class VocabParallelEmbedding:
         return self._part.nbytes
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        """int64 `[num_rows]` to `[num_rows, hidden_size]`."""
+        """Look up int64 `[num_rows]`. Returns `[num_rows, hidden_size]`."""
         elsewhere = (token_ids < self._first) | (token_ids >= self._end)
         rows = self._part((token_ids - self._first).masked_fill_(elsewhere, 0))
         return self._group.all_reduce_(rows.masked_fill_(elsewhere[:, None], 0.0))
 
 
 class GatheredHead:
-    """An output head whose vocabulary is split: rank 0, which samples, gets all logits; the others keep theirs."""
+    """An output head whose vocabulary is split: rank 0, which samples, gets all logits, other ranks only their own."""
 
     __slots__ = ("_group", "_part", "_vocab_size")
 
     def __init__(self, part: Projection, group: ParallelGroup, *, vocab_size: int) -> None:
-        """`vocab_size`: of the model; the last ranks' parts may run beyond it."""
+        """`vocab_size`: of the whole model; the last ranks' parts may be padded beyond it."""
         self._part = part
         self._group = group
         self._vocab_size = vocab_size
@@ -68,7 +72,9 @@ class GatheredHead:
         return self._part.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`[num_rows, hidden_size]` to float32 `[num_rows, vocab_size]` on rank 0."""
+        """Compute logits of `[num_rows, hidden_size]`: float32 `[num_rows, vocab_size]` on rank 0, this rank's
+        elsewhere.
+        """
         logits = self._part(x)
         parts = self._group.gather(logits)
         return torch.cat(parts, dim=-1)[:, : self._vocab_size].contiguous() if parts else logits

@@ -1,7 +1,7 @@
 """Rotary position settings, from both layouts that Hugging Face configurations use.
 
 Old: `rope_theta` beside an optional `rope_scaling` object. New (transformers 5): one `rope_parameters` object.
-When both are there `rope_scaling` wins, as in transformers.
+When both are present, `rope_scaling` takes precedence, as in transformers.
 """
 
 import math
@@ -18,7 +18,7 @@ _MAX_POSITIONS = 2**31 - 1
 
 
 class RopeType(Enum):
-    """How frequencies are stretched beyond the trained context. The values are Hugging Face's words."""
+    """Method of extending frequencies beyond the trained context; values are Hugging Face's names."""
 
     DEFAULT = "default"
     LINEAR = "linear"
@@ -29,29 +29,29 @@ class RopeType(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Everything that turns a position into rotation angles, apart from the head size."""
+    """Parameters from which a position's rotation angles follow, except for the head size."""
 
     rope_type: RopeType = RopeType.DEFAULT
     theta: float = DEFAULT_THETA
     max_positions: int
-    """`max_position_embeddings`; where dynamic scaling sets in."""
+    """`max_position_embeddings`; dynamic scaling begins there."""
     factor: float = 1.0
     original_max_positions: int
-    """The context before scaling (llama3, yarn)."""
+    """Context length before scaling (llama3, yarn)."""
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
-    """Multiplies cosine and sine (yarn)."""
+    """Factor on cosine and sine (yarn)."""
 
     @property
     def max_context(self) -> int:
-        """Longest sequence the rotation is meant for.
+        """Longest sequence that the rotation is meant for.
 
         yarn reaches `original * factor` and dynamic `max_positions * factor`; for the others the checkpoint's
-        `max_position_embeddings` already says what the model was made for.
+        `max_position_embeddings` is the extended context already.
         """
         if self.rope_type is RopeType.YARN:
             return max(self.max_positions, int(self.original_max_positions * self.factor))
@@ -61,7 +61,7 @@ class RopeConfig:
 
 
 def parse_rope(raw: Mapping[str, Any], max_positions: int) -> RopeConfig:
-    """Read the rotary settings of a `config.json`; ConfigError names the offending field."""
+    """Read the rotary settings of a `config.json`. Raises ConfigError, which names the offending field."""
     top = Fields(raw, "config.json")
     name = "rope_scaling" if raw.get("rope_scaling") else "rope_parameters"
     nested = raw.get(name) or {}
@@ -141,7 +141,7 @@ def _yarn(top: Fields, rope: Fields, theta: float, max_positions: int) -> RopeCo
 
 
 def _yarn_attention_factor(rope: Fields, factor: float) -> float:
-    """Temperature of YaRN (Peng et al., 2023, section 3.4), unless the checkpoint states its own."""
+    """Temperature of YaRN (Peng et al., 2023, section 3.4), unless the checkpoint has its own."""
     if rope.has("attention_factor"):
         return rope.number("attention_factor", 1e-6, 1e3)
 

@@ -1,8 +1,9 @@
-"""Which part of a model each rank of a tensor-parallel group holds. Pure.
+"""Assigns the parts of a model to the ranks of a tensor-parallel group. Pure.
 
 After Megatron-LM (Shoeybi et al., 2019): the projections that open a block are split by output rows (whole heads, whole
 pairs of gate and up), those that close it by input columns, so that a block needs one sum over the ranks, at its end.
-Vocabulary rows are split too; norms are held by all. Key-value heads fewer than ranks are held by several.
+Vocabulary rows are split too; every rank has all norms. Where there are fewer key-value heads than ranks, several
+ranks have the same one.
 """
 
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ _ROW_PARALLEL = ("o_proj", "down_proj")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSlice:
-    """A run of a tensor's rows (`dim` 0) or columns (1)."""
+    """A range of a tensor's rows (`dim` 0) or columns (1)."""
 
     dim: int
     begin: int
@@ -44,16 +45,16 @@ class Shard:
             num_heads=config.num_heads // size,
             num_kv_heads=max(1, config.num_kv_heads // size),
         )
-        """The model as this rank computes it; its vocabulary rows may run beyond the model's: those are padding."""
+        """Architecture of this rank's part; its vocabulary may include padding rows beyond the model's."""
         self.first_token = rank * vocab_rows
 
     def holds(self, name: str) -> bool:
-        """Whether this rank reads anything of a checkpoint's tensor: a bias behind a sum is added once, by rank 0."""
+        """Whether this rank reads any of a checkpoint's tensor: a bias that follows a sum is added once, by rank 0."""
         module, kind = name.split(".")[-2:]
         return self._rank == 0 or kind != "bias" or module not in _ROW_PARALLEL
 
     def part(self, name: str) -> TensorSlice | None:
-        """What this rank reads of a tensor that it holds; None for all of it."""
+        """The part that this rank reads of a tensor that it holds; None: all of it."""
         module, kind = name.split(".")[-2:]
         if module in _ROW_PARALLEL and kind == "bias":
             return None

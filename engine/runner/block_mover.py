@@ -1,7 +1,7 @@
 """Moves whole blocks between the pool and host memory, and within the pool: executes `engine.types.block_moves`.
 
-On a GPU the host's part is pinned, and every move is queued on the stream that computes: a block is saved before the
-step that overwrites it, loaded before the step that reads it, and nobody waits for either.
+On a GPU the host memory is pinned, and every move is queued on the stream that computes: a block is saved before the
+step that overwrites it and loaded before the step that reads it, without the host waiting.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,11 +26,11 @@ class BlockMover:
     """One rank's blocks and its share of the host tier's places. Used by one thread."""
 
     def __init__(self, cache: PagedKVCache, *, num_host_slots: int = 0) -> None:
-        """The host memory is taken, and touched, now: nothing here allocates later."""
+        """Allocates and touches the host memory, `num_host_slots` places; nothing is allocated later."""
         self._cache = cache
-        # Bytes, whatever the numbers are: [num_layers, num_blocks, layer_block_bytes].
+        # Bytes, whatever the dtype: [num_layers, num_blocks, layer_block_bytes].
         self._pool = cache.blocks
-        # Steps with copies are rare, so these wait their turn apart from what every step uploads.
+        # A staging of its own: steps with copies are rare, and every step uploads through the runner's.
         self._staging = Staging(device_queue(self._pool.device))
         self._is_on_host = self._pool.device.type == "cpu"
         num_layers, _, layer_block_bytes = self._pool.shape
@@ -43,7 +43,7 @@ class BlockMover:
         )
         self._rates = CopyRates()
         self.traffic = Traffic()
-        """Of this rank. A device moves blocks while nobody waits: there the seconds follow from the measured rates."""
+        """Blocks moved on this rank. On a GPU, where moves are not timed, seconds follow from the measured rates."""
 
     @property
     def host_bytes(self) -> int:
@@ -51,11 +51,11 @@ class BlockMover:
         return self._host.nbytes
 
     def place(self, slot: int) -> memoryview:
-        """The bytes of one place, writable; what the device is still copying there or from there is not awaited."""
+        """Writable bytes of one place. Copies that the device is still making there are not awaited."""
         return self._host[slot].view(-1).numpy().data
 
     def move(self, inputs: StepInputs) -> None:
-        """Everything that the step wants moved before it computes: offloads, then loads, then copies."""
+        """Make the moves of a step, before it computes: offloads, then loads, then copies."""
         self._save_and_load(inputs.offloads, inputs.loads)
         if len(inputs.copies):
             self._copy(inputs.copies)
@@ -70,38 +70,40 @@ class BlockMover:
         if len(offloads):
             num_bytes, started_s = len(offloads) * self._place_bytes, perf_counter()
             self._save(offloads)
-            seconds = self._took_s(started_s, num_bytes, self._rates.offload_bytes_per_s)
+            seconds = self._duration_s(started_s, num_bytes, self._rates.offload_bytes_per_s)
             was = replace(was, saved_bytes=was.saved_bytes + num_bytes, save_s=was.save_s + seconds)
         if len(loads):
             num_bytes, started_s = len(loads) * self._place_bytes, perf_counter()
             self._load(loads)
-            seconds = self._took_s(started_s, num_bytes, self._rates.load_bytes_per_s)
+            seconds = self._duration_s(started_s, num_bytes, self._rates.load_bytes_per_s)
             was = replace(was, loaded_bytes=was.loaded_bytes + num_bytes, load_s=was.load_s + seconds)
         self.traffic = was
 
-    def _took_s(self, started_s: float, num_bytes: int, rate: float) -> float:
+    def _duration_s(self, started_s: float, num_bytes: int, rate: float) -> float:
         if self._is_on_host:
             return perf_counter() - started_s
         return num_bytes / rate if rate > 0.0 else 0.0
 
     def _copy(self, moves: IntArray) -> None:
-        """Of each `[source, target]`, within the pool; what says which is read by the device when it comes to it."""
+        """Copy blocks within the pool, `[num_moves, 2]` pairs of source and target."""
         with self._staging.step():
             sources, targets = self._staging.upload(moves.T).unbind(0)
             self._cache.copy_blocks(sources, targets)
 
     def _save(self, moves: IntArray) -> None:
-        """Of each `[block, place]` the block's content; block by block, so that no second copy of all is ever made."""
+        """Save blocks, `[num_moves, 2]` pairs of block and place; one at a time, which needs no second copy of them
+        all.
+        """
         for block, slot in moves.tolist():
             self._host[slot].copy_(self._pool[:, block], non_blocking=True)
 
     def _load(self, moves: IntArray) -> None:
-        """Into each block of `[place, block]` the place's content."""
+        """Load blocks, `[num_moves, 2]` pairs of place and block."""
         for slot, block in moves.tolist():
             self._pool[:, block].copy_(self._host[slot], non_blocking=True)
 
     def measure(self) -> CopyRates:
-        """How fast blocks are saved and brought back: once, before the first step. The pool keeps its content."""
+        """Measure how fast blocks are saved and loaded. Call it before the first step; the pool keeps its content."""
         num_blocks = min(_SAMPLE_BLOCKS, self._host.shape[0], self._pool.shape[1])
         if not num_blocks:
             return CopyRates()
@@ -109,12 +111,12 @@ class BlockMover:
         moves = np.stack((places, places), axis=1)
         num_bytes = num_blocks * self._place_bytes
         self._rates = CopyRates(
-            offload_bytes_per_s=num_bytes / self._least_s(lambda: self._save(moves)),
-            load_bytes_per_s=num_bytes / self._least_s(lambda: self._load(moves)),
+            offload_bytes_per_s=num_bytes / self._best_time_s(lambda: self._save(moves)),
+            load_bytes_per_s=num_bytes / self._best_time_s(lambda: self._load(moves)),
         )
         return self._rates
 
-    def _least_s(self, move: Callable[[], None]) -> float:
+    def _best_time_s(self, move: Callable[[], None]) -> float:
         return min(self._time_s(move) for _ in range(_SAMPLE_TRIES))
 
     def _time_s(self, move: Callable[[], None]) -> float:

@@ -1,8 +1,8 @@
 """Asynchronous copies between the host and its device, and marks to wait for.
 
 A device executes its queue in order, while the host goes on. So memory that it still reads must not be
-written, and a result is there only once its mark has been passed. On a CPU everything has happened by the time that
-the call returns; the same code runs there, and every mark has been passed.
+written, and a result is there only once its mark has been passed. On a CPU all work is done when the
+call returns; the same code runs there, and every mark has been passed.
 """
 
 from collections.abc import Iterator
@@ -17,14 +17,14 @@ from torch import Tensor
 
 
 class QueueMark(Protocol):
-    """A point in a device's work."""
+    """A point in a device's queue of work."""
 
     def wait(self) -> None:
-        """Return when the device is past it."""
+        """Wait until the device has passed the mark."""
         ...
 
     def has_passed(self) -> bool:
-        """Whether the device is past it."""
+        """Whether the device has passed the mark."""
         ...
 
 
@@ -32,15 +32,15 @@ class QueueMark(Protocol):
 class Download:
     """A tensor on its way to the host."""
 
-    _here: Tensor
+    _target: Tensor
     _done: QueueMark
     _source: Tensor = field(repr=False)
-    """Held: its memory may not be given to anybody else while it is being read."""
+    """Keeps the memory from being reused while it is being read."""
 
     def wait(self) -> Tensor:
-        """The values, in host memory."""
+        """Wait for the copy. Returns the values, in host memory."""
         self._done.wait()
-        return self._here
+        return self._target
 
     def is_here(self) -> bool:
         """Whether `wait` would return at once."""
@@ -48,10 +48,10 @@ class Download:
 
 
 class DeviceQueue(Protocol):
-    """One device's work, as its engine's thread asks for it."""
+    """The work queued on one device by its engine's thread."""
 
     def host_memory(self, num_bytes: int) -> Tensor:
-        """Uninitialised uint8 memory that copies can use while the host goes on."""
+        """Allocate uninitialised uint8 memory that copies can use while the host goes on."""
         ...
 
     def upload(self, host: Tensor) -> Tensor:
@@ -68,7 +68,7 @@ class DeviceQueue(Protocol):
 
 
 class _Passed:
-    """The mark of a device that has finished work when the launch returns."""
+    """The mark of a device whose work is done when the call returns."""
 
     def wait(self) -> None: ...
 
@@ -77,7 +77,7 @@ class _Passed:
 
 
 class HostQueue:
-    """See DeviceQueue, for a device that is the host."""
+    """Implements DeviceQueue for a device that is the host."""
 
     def host_memory(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8)
@@ -106,11 +106,11 @@ class _CudaMark:
 
 
 class CudaQueue:
-    """See DeviceQueue: the thread's current stream, and a stream of its own for what comes back."""
+    """Implements DeviceQueue on the thread's current stream, with a second stream for downloads."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._back = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._download_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def host_memory(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
@@ -120,8 +120,8 @@ class CudaQueue:
 
     def download(self, tensor: Tensor) -> Download:
         here = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        self._back.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._back):
+        self._download_stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._download_stream):
             here.copy_(tensor, non_blocking=True)
             return Download(here, self.mark(), tensor)
 
@@ -132,7 +132,7 @@ class CudaQueue:
 
 
 def device_queue(device: torch.device) -> DeviceQueue:
-    """The queue of a device."""
+    """Make the queue of a device."""
     return CudaQueue(device) if device.type == "cuda" else HostQueue()
 
 
@@ -151,11 +151,11 @@ class _Piece:
         self.used = 0
         self.done: QueueMark | None = None
         self.outgrown: list[Tensor] = []
-        """Pieces that were too small, in which copies may still be under way."""
+        """Earlier, smaller memory of this step, in which copies may still be under way."""
 
 
 class Staging:
-    """Used by one thread. `put` only within `step`."""
+    """Uploads through pinned memory that is reused by later steps. Used by one thread; `upload` only within `step`."""
 
     def __init__(self, queue: DeviceQueue) -> None:
         self._queue = queue
@@ -164,7 +164,7 @@ class Staging:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """One step's uploads; waits for the device only where it is more than a step behind."""
+        """Bracket one step's uploads. Waits for the device only where it is more than a step behind."""
         self._turn = (self._turn + 1) % _DEPTH
         piece = self._pieces[self._turn]
         if piece.done is not None:
@@ -177,7 +177,7 @@ class Staging:
             piece.done = self._queue.mark()
 
     def upload(self, array: NDArray[Any]) -> Tensor:
-        """Copy an array to the device, for work launched from now on. The array may change at once."""
+        """Copy an array to the device, for work launched from now on. The array may be changed after the call."""
         piece = self._pieces[self._turn]
         end = piece.used + array.nbytes
         if end > len(piece.memory):

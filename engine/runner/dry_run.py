@@ -1,6 +1,6 @@
-"""What a step really takes: the largest steps that the scheduler may plan are run once, at start, and watched.
+"""Measures the memory that steps take: the largest steps that the scheduler may plan are run once, at start.
 
-The steps run over a pool of one block that every table names again and again, so the largest batch and the longest
+The steps run over a pool of one block that all tables repeat, so the largest batch and the longest
 context need no more KV memory than that. It warms everything up as well: buffers, thread pools, kernels that are
 compiled at their first launch.
 """
@@ -28,9 +28,10 @@ _CLEAR_REFS = Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"
 _HOST_BYTES = 16 << 20
 _HOST_BYTES_EACH = 64 << 10
-"""Of the host's memory, what a few steps do not show: requests, tables and events, in all and for each running request,
-what malloc leaves between them, and the kernels that oneDNN compiles for batches of other sizes. Measured on a full
-pool for some hundred steps (tests: test_memory_budget)."""
+"""Host memory that serving needs but a few steps do not show, in all and for each running request: requests, tables and
+events, malloc's fragmentation, and the kernels that oneDNN compiles for batches of other sizes. Measured on a full
+pool for some hundred steps (tests: test_memory_budget).
+"""
 _WIDE_SAMPLING = SamplingParams(
     temperature=1.0,
     top_p=0.9,
@@ -46,22 +47,22 @@ _WIDE_SAMPLING = SamplingParams(
 
 
 class PeakMemory:
-    """Growth of this process's memory, or of the device's, between `start` and `growth_bytes`."""
+    """Growth of this process's memory, or of the device's, since `start`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._before = 0
 
     def start(self) -> bool:
-        """Begin to watch; False where the system does not let a process watch itself."""
+        """Begin to measure; False where the system does not let a process reset its own peak."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self._device)
-            # What torch has taken from the device, not what it has given out of that: graphs keep a pool of their own.
+            # Reserved, not allocated: the private memory pool of graphs is in the former only.
             self._before = torch.cuda.memory_reserved(self._device)
             return True
-        return_freed_memory()  # pages that malloc holds back would be taken again without a trace
+        return_freed_memory()  # reuse of pages that malloc retains would not show
         try:
             _CLEAR_REFS.write_text(_RESET_PEAK)  # proc(5): the peak becomes the present size
         except OSError:
@@ -70,7 +71,7 @@ class PeakMemory:
         return self._before > 0
 
     def growth_bytes(self) -> int:
-        """Most memory in use at once since `start`, beyond what was in use then."""
+        """Peak of memory use since `start`, beyond the use at that time."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             return max(0, torch.cuda.max_memory_reserved(self._device) - self._before)
@@ -88,8 +89,8 @@ def measure_workspace_bytes(
     max_pool_tokens: int,
     announce: Callable[[StepInputs], None] | None = None,
 ) -> int | None:
-    """Memory that steps take beside weights and KV: the most that any of the largest steps took, and what serving
-    needs beside steps where that is the same memory.
+    """Memory that steps take beside weights and KV: the peak over the largest steps and, on a CPU, an allowance for
+    what serving takes besides.
 
     `announce`: see ModelRunner. None where the system cannot tell.
     """
@@ -104,7 +105,7 @@ def measure_workspace_bytes(
     for spans in (prefill, *_decode_steps(rows, max_context, max_pool_tokens, compiles=model.device.type == "cuda")):
         runner.launch(_batch(layout.block_size, spans)).tokens()
     if layout.tp_size == 1:
-        # As they will be recorded over the real pool: their memory is theirs for good.
+        # The same graphs as will be recorded over the real pool: they keep their memory.
         runner.record_graphs(max_rows=max_running_requests, max_length=max_context)
     growth_bytes = peak.growth_bytes()
     del runner
@@ -115,7 +116,7 @@ def measure_workspace_bytes(
 
 
 def give_back(model: Decoder) -> None:
-    """Return what dry steps leave behind: a pool is about to come, and the largest step perhaps never."""
+    """Free memory left by dry runs, which the pool can use: steps as large as the largest may never come."""
     model.backend.trim()
     return_freed_memory()
     if model.device.type == "cuda":
@@ -123,17 +124,18 @@ def give_back(model: Decoder) -> None:
 
 
 def _decode_steps(rows: int, max_context: int, pool_tokens: int, *, compiles: bool) -> list[list[tuple[int, int]]]:
-    """Every row decoding, on the widest sampling path, as long as a pool could hold them all.
+    """Spans of decoding steps, each with every row on the widest sampling path and as long as a pool could hold them
+    all.
 
-    Where kernels are compiled at their first launch, smaller batches as well: each splits its keys otherwise, and
-    somebody's token would have to wait for the compiler.
+    Where kernels are compiled at their first launch, smaller batches as well: their keys are split differently, and
+    a client's token would have to wait for the compiler.
     """
     sizes = {rows} | ({1 << i for i in range(rows.bit_length())} if compiles else set())
     return [[(min(max_context, max(1, pool_tokens // size)) - 1, 1)] * size for size in sorted(sizes, reverse=True)]
 
 
 def _prefill_spans(max_tokens: int, chunk_tokens: int, max_rows: int, max_context: int) -> list[tuple[int, int]]:
-    """Start and length of each row's share: a whole chunk that ends the longest context, beside all rows decoding."""
+    """Start and length of each row's share: one whole chunk that ends the longest context, all other rows decoding."""
     chunk_tokens = min(chunk_tokens, max_context, max_tokens)
     num_others = min(max_rows - 1, max_tokens - chunk_tokens)
     return [(max_context - chunk_tokens, chunk_tokens), *[(0, 1)] * num_others]

@@ -1,7 +1,7 @@
 """Executes steps: lays out a batch, runs the decoder over the paged cache, samples tokens.
 
-`launch` queues all of it on the device and waits for nothing. What a step samples stays on the device as well, so that
-the next one can compute tokens that the host does not know yet.
+`launch` queues all of it on the device without waiting. Sampled tokens stay on the device as well, so that the next
+step can compute tokens whose ids the host does not know yet.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,7 +44,7 @@ class ModelRunner:
 
         `announce`: called with every step before it is computed here, so that the model's other ranks compute it too.
         `num_host_slots`: places in host memory for blocks that batches offload. `on_computed`: called with every
-        batch once the cache has its keys and values; then its layers are not reported earlier.
+        batch once the cache has its keys and values; with it, layers are not reported.
         """
         if not kv_cache.serves(model.dtype) or kv_cache.tensor.device != model.device:
             raise ConfigError(
@@ -106,7 +106,9 @@ class ModelRunner:
         return tokens
 
     def record_graphs(self, *, max_rows: int, max_length: int) -> None:
-        """Let the backend record decoding steps ahead, if it can; before the first step, with the pool in place."""
+        """Let the backend record decoding steps ahead, if it can. Call it before the first step, with the pool in
+        place.
+        """
         with torch.inference_mode():
             self.graphs = self.model.backend.graphs(
                 self.model, self._attention, max_rows=max_rows, max_length=max_length
@@ -117,15 +119,18 @@ class ModelRunner:
 
     @torch.inference_mode()
     def compute(self, inputs: StepInputs) -> Tensor | None:
-        """Fill the cache; float32 logits of the rows that sample, `[num_samples, vocab_size]`, None without any.
+        """Fill the cache. Returns float32 logits of the rows that sample, `[num_samples, vocab_size]`; None without
+        any.
 
-        Of a model on several ranks, rank 0 has the logits.
+        With several ranks, only rank 0 gets logits.
         """
         with self._staging.step():
             return self._compute(inputs)[0]
 
     def hidden_states(self, inputs: StepInputs, wanted: IntArray | None = None) -> Tensor:
-        """Last hidden states of the wanted rows, or of all in their order; fills the cache on the way."""
+        """Last hidden states of the `wanted` rows, or of all in order, `[num_rows, hidden_size]`. Fills the cache
+        as well.
+        """
         with self._staging.step():
             rows = None if wanted is None else self._staging.upload(wanted)
             return self.model.forward(self._token_ids(inputs), self._attention.plan(inputs), rows)
@@ -138,8 +143,8 @@ class ModelRunner:
         if len(inputs.scores) or len(inputs.pooled):
             return self._compute_and_score(inputs, on_layers)
         wanted = inputs.sample_rows
-        everyone = len(wanted) == len(inputs.token_ids) and bool((wanted[1:] > wanted[:-1]).all())
-        rows = None if everyone else self._staging.upload(wanted)
+        samples_all = len(wanted) == len(inputs.token_ids) and bool((wanted[1:] > wanted[:-1]).all())
+        rows = None if samples_all else self._staging.upload(wanted)
         token_ids = self._token_ids(inputs)
         if self.graphs is not None and len(wanted):
             logits = self.graphs.logits(inputs, token_ids, rows)
@@ -160,12 +165,14 @@ class ModelRunner:
         return (self.model.logits(hidden[:num_samples]) if num_samples else None), scores
 
     def _token_ids(self, inputs: StepInputs) -> Tensor:
-        """Of every row, int64 `[num_rows]`; those that only the device knows come from the step before."""
+        """Token ids of every row, int64 `[num_rows]`; ids not known to the host come from the previous step's
+        samples.
+        """
         token_ids = self._staging.upload(inputs.token_ids)
         if len(inputs.feeds):
             if self._sampled is None:
                 raise InvariantError("a step computes tokens that no step has sampled")
             rows, samples = self._staging.upload(inputs.feeds.T.copy()).unbind(0)
-            # Where none could be chosen the request has failed; its row is computed for nobody.
+            # A negative id marks a failed request: its row is computed in vain.
             token_ids[rows] = self._sampled[samples].clamp_(min=0)
         return token_ids

@@ -1,4 +1,4 @@
-"""A step's samples on their way from the device to the host."""
+"""Samples of a step on their way from the device to the host."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from engine.types.request import SampledToken, TokenLogprob
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Coming:
+class _PendingLogprobs:
     wanted: RowLogprobs
     sampled: Download
     top_ids: Download
@@ -17,15 +17,15 @@ class _Coming:
 
 
 class PendingSamples:
-    """LaunchedStep whose samples are still being computed on the device."""
+    """Implements LaunchedStep for a step that samples."""
 
     __slots__ = ("_logprobs", "_token_ids")
 
     def __init__(self, queue: DeviceQueue, chosen: Chosen) -> None:
-        """Begins the copies; waits for nothing."""
+        """Begin the copies to the host, without waiting."""
         self._token_ids = queue.download(chosen.token_ids)
         self._logprobs = [
-            _Coming(found, *map(queue.download, (found.sampled, found.top_ids, found.top_values)))
+            _PendingLogprobs(found, *map(queue.download, (found.sampled, found.top_ids, found.top_values)))
             for found in chosen.logprobs
         ]
 
@@ -41,7 +41,7 @@ class PendingSamples:
 
 
 class ComingKeys:
-    """A step that only fills the cache; over when the device says so, see engine.types.runner.LaunchedStep."""
+    """Implements LaunchedStep for a step that only fills the cache."""
 
     __slots__ = ("_done",)
 
@@ -56,8 +56,8 @@ class ComingKeys:
         return []
 
 
-def _add_logprobs(tokens: list[SampledToken | None], coming: _Coming) -> None:
-    """Replace, in place, the tokens whose requests want log-probabilities."""
+def _add_logprobs(tokens: list[SampledToken | None], coming: _PendingLogprobs) -> None:
+    """Add log probabilities, in place, to the tokens whose requests want them."""
     sampled, top_ids, top_values = (
         part.wait().tolist() for part in (coming.sampled, coming.top_ids, coming.top_values)
     )

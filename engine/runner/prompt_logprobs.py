@@ -1,7 +1,7 @@
-"""Prompt logprobs on the device: scores the rows of a step that nobody samples from; hidden states as well.
+"""Prompt logprobs on the device: scores the rows of a step that are not sampled from; sums hidden states as well.
 
-Logits are made for a few rows at a time and forgotten, so that a chunk costs no more memory than a batch that samples.
-Every rank makes the same calls; rank 0 alone looks.
+Logits are computed for a few rows at a time and discarded, so that a chunk costs no more memory than a batch that
+samples. Every rank makes the same calls; only rank 0 uses the results.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ from engine.types.runner import LaunchedStep
 from engine.types.step_inputs import StepInputs
 
 _SLICE_LOGITS = {"cpu": 2**20, "cuda": 2**23}
-"""By device: they exist together, several times over."""
+"""Logits computed at a time, by device type; several tensors of this size exist at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -33,7 +33,9 @@ class RowScores:
 
 
 def score_rows(model: Decoder, hidden: Tensor, inputs: StepInputs, staging: Staging) -> RowScores:
-    """Look at hidden states before the final norm: those of `inputs.scores`, then those of `inputs.pooled`."""
+    """Score hidden states before the final norm, `hidden`: first the rows of `inputs.scores`, then those of
+    `inputs.pooled`.
+    """
     num_scores = len(inputs.scores)
     following = staging.upload(inputs.scores[:, 1].copy()) if num_scores else None
     size = max(1, _SLICE_LOGITS[model.device.type] // model.config.vocab_size)
@@ -57,7 +59,11 @@ def score_rows(model: Decoder, hidden: Tensor, inputs: StepInputs, staging: Stag
 
 
 def _scores(logits: Tensor, following: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Of `[num_rows, vocab_size]` and the tokens that follow, `[num_rows]`."""
+    """Score logits `[num_rows, vocab_size]` by the tokens that follow, `[num_rows]`.
+
+    Returns their log probabilities and ranks, `[num_rows]`, and ids and log probabilities of the most likely tokens,
+    `[num_rows, num_top]`.
+    """
     logprobs = logits.log_softmax(dim=-1)
     own = logprobs.gather(-1, following[:, None])
     top = logprobs.topk(min(num_top, logprobs.shape[-1]), dim=-1)
@@ -65,10 +71,10 @@ def _scores(logits: Tensor, following: Tensor, num_top: int) -> tuple[Tensor, Te
 
 
 class PendingScores:
-    """See engine.types.runner.LaunchedStep: a step of which some rows are scored, for as many requests as want it."""
+    """Implements LaunchedStep for a step in which prompts are scored; `step` has the samples."""
 
     def __init__(self, step: LaunchedStep, scores: RowScores, batch: Batch, queue: DeviceQueue) -> None:
-        """Begins the copies; waits for nothing. `step`: what is sampled."""
+        """Begin the copies to the host, without waiting. `step`: the same step's samples."""
         self._step = step
         shares = [
             (request.scoring, len(request.scoring.rows(start, num_tokens)))
@@ -86,19 +92,19 @@ class PendingScores:
         return self._step.is_over() and self._sums.is_here()
 
     def tokens(self) -> Sequence[SampledToken | None]:
-        """See LaunchedStep. The requests' scoring states have their rows when this returns."""
+        """Wait for the step. When this returns, the scores of its rows have been added to their requests' `scoring`."""
         tokens = self._step.tokens()
         scores = [download.wait() for download in self._scores]
         at = 0
         for scoring, count in self._scoring:
-            _hand_scores(scoring, [tensor[at : at + count] for tensor in scores])
+            _add_scores(scoring, [tensor[at : at + count] for tensor in scores])
             at += count
         for (scoring, count), total in zip(self._pooling, self._sums.wait().tolist(), strict=True):
             scoring.pooled(count, total)
         return tokens
 
 
-def _hand_scores(scoring: PromptScoringState, rows: Sequence[Tensor]) -> None:
+def _add_scores(scoring: PromptScoringState, rows: Sequence[Tensor]) -> None:
     logprobs, ranks, top_ids, top_logprobs = rows
     num_top = scoring.num_top or 0
     scoring.scored(

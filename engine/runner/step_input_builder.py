@@ -1,7 +1,7 @@
-"""From a scheduler's Batch to flat arrays, built once per step; nothing here keeps a view of a request's arrays.
+"""Turns a scheduler's Batch into flat arrays, once per step; keeps no view of a request's arrays.
 
-`StepInputBuilder` remembers the block tables of the step before and copies only what is new in them, so that a step's
-cost grows with its rows and not with the length of what they attend to.
+`StepInputBuilder` remembers the block tables of the previous step and copies only new blocks, so that a step's
+cost grows with its rows and not with the length of their contexts.
 """
 
 from collections.abc import Sequence
@@ -13,32 +13,32 @@ from engine.types.request import Batch, Request
 from engine.types.step_inputs import IntArray, StepInputs, no_moves
 from tandem.errors import InvariantError
 
-_ROOM = 1.5
-"""How much larger than needed the remembered tables are made."""
+_GROWTH = 1.5
+"""Factor by which the remembered tables are made larger than needed."""
 
 
 def build_step_inputs(batch: Batch, block_size: int) -> StepInputs:
-    """Lay out a batch; InvariantError when an item has fewer tokens or blocks than it computes."""
+    """Lay out one batch. Raises InvariantError when an item has fewer tokens or blocks than it computes."""
     return StepInputBuilder(block_size).build(batch)
 
 
 class StepInputBuilder:
-    """Lays out one batch after the other."""
+    """Lays out batches in the order of their launch."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self._tables: IntArray = np.zeros((0, 0), dtype=np.int64)
-        # What each row of the remembered tables holds: whose blocks, how many of them, and of which edit.
+        # For each row of the remembered tables: request, version of its table, number of blocks copied.
         self._requests: list[Request] = []
         self._versions: list[int] = []
         self._filled: list[int] = []
         self._last: Batch | None = None
 
     def build(self, batch: Batch) -> StepInputs:
-        """The arrays of a batch. `tables` is a view that the next call may overwrite; all others are new.
+        """Lay out a batch. `tables` is a view that the next call may overwrite; all other arrays are new.
 
-        A row may be of the token that the batch before samples: it becomes one of `feeds`. InvariantError when an item
-        has fewer tokens or blocks than it computes.
+        A row may compute a token that the previous batch samples: it becomes one of `feeds`. InvariantError when an
+        item has fewer tokens or blocks than it computes.
         """
         requests, starts_given, counts_given, samples = zip(*batch.items, strict=True)
         starts = np.array(starts_given, dtype=np.int64)
@@ -78,14 +78,14 @@ class StepInputBuilder:
         )
 
     def _gather_tables(self, requests: list[Request], needed: IntArray) -> IntArray:
-        """Block ids, `[num_seqs, max_blocks]`."""
+        """Block ids of each sequence, `[num_seqs, max_blocks]`; `needed`: number of blocks of each."""
         wanted, width = needed.tolist(), int(needed.max())
         if len(requests) > self._tables.shape[0] or width > self._tables.shape[1]:
-            shape = (int(len(requests) * _ROOM) + 1, int(width * _ROOM) + 1)
+            shape = (int(len(requests) * _GROWTH) + 1, int(width * _GROWTH) + 1)
             self._tables = np.zeros(np.maximum(shape, self._tables.shape), dtype=np.int64)
             self._requests, self._versions, self._filled = [], [], []
         versions = [request.block_table.version for request in requests]
-        # Usually nobody came or went, and only those that crossed a block's end have something new.
+        # Usually the requests are the same, and only those that crossed a block's end have a new block.
         if requests == self._requests and versions == self._versions:
             stale = np.flatnonzero(np.array(self._filled, dtype=np.int64) != needed).tolist()
         else:
@@ -96,7 +96,7 @@ class StepInputBuilder:
         return self._tables[: len(requests), :width]
 
     def _keep(self, requests: list[Request], versions: list[int]) -> None:
-        """Move each remembered row to where its request is now; the others hold nothing."""
+        """Move each remembered row to its request's present position; all other rows become empty."""
         # Requests compare by identity, and none of those remembered can have died: they are held here.
         rows = {id(request): i for i, request in enumerate(self._requests)}
         sources, filled = [], []
@@ -114,7 +114,7 @@ class StepInputBuilder:
         self._requests, self._versions, self._filled = list(requests), versions, filled
 
     def _fill(self, row: int, request: Request, needed: int) -> None:
-        """Bring one row up to date, zero after its `needed` blocks."""
+        """Update one row: its first `needed` blocks, then zeros."""
         filled = self._filled[row]
         ids = request.block_table.ids
         if needed > filled:
@@ -125,7 +125,7 @@ class StepInputBuilder:
 
 
 def _rows_to_score(batch: Batch, first_rows: list[int]) -> tuple[IntArray, IntArray, int]:
-    """What `scores`, `pooled` and `num_top` are, of items with these first rows; for each in the batch's order."""
+    """Arrays `scores` and `pooled`, in the batch's order, and `num_top`; `first_rows`: each item's first row."""
     scores: list[tuple[int, int]] = []
     pooled: list[tuple[int, int]] = []
     num_top = num_pooling = 0
@@ -146,9 +146,9 @@ def _pairs(moves: Sequence[tuple[int, int]]) -> IntArray:
 
 
 def _check(requests: Sequence[Request], starts: IntArray, counts: IntArray, block_size: int) -> NDArray[np.bool_]:
-    """Which requests compute the token after their last known one; InvariantError when one has less than it computes.
+    """Find the requests that compute the token after their last known one, bool `[num_requests]`.
 
-    `[num_requests]`.
+    Raises InvariantError when one has fewer tokens or blocks than it computes.
     """
     ends = starts + counts
     num_tokens = np.array([len(request.token_ids) for request in requests], dtype=np.int64)
@@ -166,7 +166,9 @@ def _check(requests: Sequence[Request], starts: IntArray, counts: IntArray, bloc
 
 
 def _feeds(last: Batch | None, requests: list[Request], rows: IntArray) -> IntArray:
-    """Pairs of a row and the sample of the batch before that it computes; rows of one token are their sequences."""
+    """Pairs of a row and the index of the previous batch's sample that it computes. `rows` are of single-row
+    sequences.
+    """
     sampling = [] if last is None else [item.request for item in last.items if item.samples]
     sample_of = {id(request): k for k, request in enumerate(sampling)}
     pairs = [(row, sample_of.get(id(requests[row]))) for row in rows.tolist()]
@@ -177,7 +179,7 @@ def _feeds(last: Batch | None, requests: list[Request], rows: IntArray) -> IntAr
 
 
 def _rows(starts: IntArray, counts: IntArray, ends: IntArray, num_single: int) -> tuple[IntArray, IntArray]:
-    """Of every row: the sequence it belongs to, and its position there."""
+    """Sequence of each row, and the row's position in it; both `[num_rows]`."""
     sequences = np.arange(len(starts), dtype=np.int64)
     if num_single == len(starts):
         return sequences, starts.copy()
@@ -187,7 +189,7 @@ def _rows(starts: IntArray, counts: IntArray, ends: IntArray, num_single: int) -
 
 def _gather_tokens(requests: list[Request], starts: IntArray, counts: IntArray, num_single: int) -> IntArray:
     firsts = starts.tolist()
-    # A token that only the device knows has no id here.
+    # Zero for a token whose id only the device knows.
     singles = [
         request.token_ids[start] if start < len(request.token_ids) else 0
         for request, start in zip(requests[:num_single], firsts[:num_single], strict=True)

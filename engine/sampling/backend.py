@@ -2,7 +2,7 @@
 
 Every token is a pure function of a row's logits and its sampling parameters: biases and bans, penalties, temperature,
 min-p, top-k, top-p, then the largest of logits plus Gumbel noise (Gumbel, 1954), which samples the softmax exactly.
-Cut-offs are by value: tokens tied with the last one kept are kept, so that no sort order matters.
+Cut-offs are by value: tokens tied with the last one kept are kept, so that the result depends on no sort order.
 """
 
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, choices: Tensor, vocab_size: 
     """Standard Gumbel noise, float32 `[num_rows, vocab_size]`, from int64 `[num_rows]` tensors.
 
     Key: the seed's low and high words. Counter: (token // 4, position in the output, choice, 0); token % 4 picks
-    the word. So the noise of a token depends on nothing else: not on the batch, the worker, or the past.
+    the word. So the noise of a token depends on nothing else: not on the batch, the worker, or earlier tokens.
     """
     quads = torch.arange(-(-vocab_size // 4), dtype=torch.int64, device=seeds.device)[None, :]
     rows = (positions & _MASK, choices & _MASK, torch.zeros_like(seeds))
@@ -50,22 +50,22 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, choices: Tensor, vocab_size: 
         (quads, rows[0][:, None], rows[1][:, None], rows[2][:, None]), (key[0][:, None], key[1][:, None])
     )
     bits = torch.stack(words, dim=-1).flatten(1)[:, :vocab_size]
-    # The small end of `v` decides who wins, and float32 is finest there; the large end is kept below one.
+    # Small values of `v` decide the winner, and float32 is finest there; large values are kept below one.
     v = bits.to(torch.float32).add_(0.5).mul_(2.0**-32).clamp_(max=1.0 - 2.0**-24)
     return v.neg_().log1p_().neg_().log_().neg_()
 
 
-_NEVER = float("-inf")
+_BANNED = float("-inf")
 _MAX_NOISE_ELEMENTS = 2**20
-"""Noise made at a time: sixteen rows of a vocabulary of 65,536, or the integers of the noise would dwarf the logits."""
+"""Elements of noise made at a time: more, in integers of 64 bits, would take far more memory than the logits."""
 
 UNUSABLE = -1
-"""In the place of a token, on the device: no token can be chosen from the row's logits."""
+"""Stands for a token, on the device, where none can be chosen from a row's logits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DrawParams:
-    """How each row draws; on the logits' device, each `[num_rows]`."""
+    """Sampling parameters of each row; on the logits' device, each `[num_rows]`."""
 
     temperature: Tensor  # float32; 0: the largest, and nothing else counts
     min_p: Tensor  # float32, 0 is off
@@ -76,17 +76,17 @@ class DrawParams:
     choice: Tensor  # int64
 
     def rows(self, begin: int, end: int) -> "DrawParams":
-        """A run of rows."""
+        """Parameters of the rows from `begin` to `end`."""
         return DrawParams(**{name: getattr(self, name)[begin:end] for name in self.__slots__})
 
     def pick(self, rows: Tensor) -> "DrawParams":
-        """Rows by index, int64."""
+        """Parameters of the rows with these indices, int64."""
         return DrawParams(**{name: getattr(self, name)[rows] for name in self.__slots__})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LogitEdits:
-    """Biases, and bans, which are biases of minus infinity; any order, each added once."""
+    """Values to add to logits: biases, and minus infinity for banned tokens; in any order, each added once."""
 
     rows: Tensor  # int32 [num_edits]; negative: padding
     token_ids: Tensor  # int32 [num_edits]
@@ -94,8 +94,9 @@ class LogitEdits:
 
 
 class SamplingKernels(Protocol):
-    """What the sampler asks of a device. The logits, float32 `[num_rows, vocab_size]`, are left as they are
-    but by `forbid_`."""
+    """Device operations that the sampler needs. Logits are float32 `[num_rows, vocab_size]`; only `forbid_` changes
+    them.
+    """
 
     def choose(
         self,
@@ -105,37 +106,36 @@ class SamplingKernels(Protocol):
         penalties: Penalties | None = None,
         edits: LogitEdits | None = None,
     ) -> Tensor:
-        """One token per row, int64 `[num_rows]`; UNUSABLE where a row holds NaN or infinity, or nothing finite.
+        """Choose one token per row, int64 `[num_rows]`; UNUSABLE where a row holds NaN or infinity, or nothing finite.
 
-        `params` None: the largest of each row, the first of equal ones. Chosen tokens are counted in the penalties'
-        counts.
+        `params` None: the largest of each row, the first of equal ones. Chosen tokens are counted in the counts of
+        `penalties`.
         """
         ...
 
     def forbid_(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
-        """Mask, in place, the logits of tokens whose bits are not set.
+        """Set to minus infinity, in place, the logits of tokens whose bits are not set.
 
-        `bits`: int32 `[num_guided, (vocab_size + 31) // 32]`, lowest bit first.
-
-        `rows`: int64 `[num_guided]`, ascending, which of the logits' rows. All are on the logits' device.
+        `rows`: int64 `[num_guided]`, ascending indices of the logits' rows. `bits`: int32
+        `[num_guided, (vocab_size + 31) // 32]`, lowest bit first. All are on the logits' device.
         """
         ...
 
 
 class DrawKernels(Protocol):
-    """The two heavy steps of sampling, for rows that are usable."""
+    """The two expensive steps of sampling, for rows with usable logits."""
 
     def argmax(self, logits: Tensor) -> Tensor:
         """Index of each row's largest value, the lowest of equal ones: int64 `[num_rows]`."""
         ...
 
     def draw(self, logits: Tensor, params: DrawParams) -> Tensor:
-        """One token per row, temperatures above zero: int64 `[num_rows]`."""
+        """Sample one token per row, at temperatures above zero: int64 `[num_rows]`."""
         ...
 
 
 class TorchSampling:
-    """Reference; on the CPU with numpy where that is several times as fast."""
+    """Reference implementation; on the CPU some steps use numpy, which is several times as fast at them."""
 
     def choose(
         self,
@@ -178,8 +178,8 @@ def choose_by_steps(
     penalties: Penalties | None = None,
     edits: LogitEdits | None = None,
 ) -> Tensor:
-    """`SamplingKernels.choose` by torch operators around the two heavy steps. Waits for the device."""
-    usable = logits.amax(dim=-1).isfinite()  # NaN, infinity and a row of nothing all show in the largest
+    """`SamplingKernels.choose` by torch operators around the two expensive steps. Waits for the device."""
+    usable = logits.amax(dim=-1).isfinite()  # NaN, infinity and a row without finite values show in the largest
     if not bool(usable.all()):
         logits = logits.masked_fill(~usable[:, None], 0.0)
     if edits is not None or penalties is not None:
@@ -194,7 +194,7 @@ def choose_by_steps(
 
 
 def _argmax_or_draw(kernels: DrawKernels, logits: Tensor, params: DrawParams | None) -> Tensor:
-    """Each row in its own way: int64 `[num_rows]`."""
+    """Take the largest value of greedy rows and sample the others: int64 `[num_rows]`."""
     rows = None if params is None else params.temperature.nonzero()[:, 0]
     if params is None or rows is None or not len(rows):
         return kernels.argmax(logits)
@@ -206,7 +206,7 @@ def _argmax_or_draw(kernels: DrawKernels, logits: Tensor, params: DrawParams | N
 
 
 def adjusted(logits: Tensor, *, penalties: Penalties | None = None, edits: LogitEdits | None = None) -> Tensor:
-    """A copy with edits made, then penalties.
+    """Copy the logits, with edits and then penalties applied.
 
     Repetition counts prompt and output (Keskar et al., 2019); presence and frequency count output only.
     """
@@ -229,24 +229,24 @@ def adjusted(logits: Tensor, *, penalties: Penalties | None = None, edits: Logit
 
 
 def forbid_by_numpy_(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
-    """See SamplingKernels, on the CPU: half a dozen small operators of torch would cost more than finding the bits."""
+    """See SamplingKernels, on the CPU: several small torch operators would cost more than unpacking the bits."""
     values = logits.numpy()
     banned = np.unpackbits(~bits.numpy().view(np.uint8), axis=1, bitorder="little").view(np.bool_)
     for row, ban in zip(rows.tolist(), banned[:, : values.shape[1]], strict=True):
-        np.putmask(values[row], ban, _NEVER)
+        np.putmask(values[row], ban, _BANNED)
 
 
 def forbid_by_torch_(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
     places = torch.arange(32, dtype=torch.int32, device=logits.device)
     banned = ((bits[:, :, None] >> places) & 1).flatten(1)[:, : logits.shape[1]] == 0
-    logits[rows] = logits[rows].masked_fill(banned, _NEVER)
+    logits[rows] = logits[rows].masked_fill(banned, _BANNED)
 
 
 def _truncate_(logits: Tensor, params: DrawParams) -> None:
-    """Ban, in place, what min-p, top-k and top-p cut off."""
+    """Set to minus infinity, in place, the logits that min-p, top-k and top-p cut off."""
     if bool((params.min_p > 0.0).any()):
         least = logits.amax(dim=-1, keepdim=True) + params.min_p[:, None].log()  # log(0) is -inf: keeps all
-        logits.masked_fill_(logits < least, _NEVER)
+        logits.masked_fill_(logits < least, _BANNED)
     vocab_size = logits.shape[-1]
     keep = torch.where((params.top_k > 0) & (params.top_k < vocab_size), params.top_k, vocab_size)
     nucleus = bool((params.top_p < 1.0).any())
@@ -256,7 +256,7 @@ def _truncate_(logits: Tensor, params: DrawParams) -> None:
     ordered = logits.topk(widest, dim=-1).values if widest < vocab_size else _descending(logits)
     cutoff = ordered.gather(-1, keep[:, None] - 1)
     if nucleus:
-        ordered = ordered.masked_fill(ordered < cutoff, _NEVER)
+        ordered = ordered.masked_fill(ordered < cutoff, _BANNED)
         probabilities = ordered.softmax(dim=-1)
         before = probabilities.cumsum(dim=-1) - probabilities
         top_p = params.top_p[:, None]
@@ -264,11 +264,11 @@ def _truncate_(logits: Tensor, params: DrawParams) -> None:
         kept[:, 0] = True
         smallest = ordered.masked_fill(~kept, float("inf")).amin(dim=-1, keepdim=True)
         cutoff = torch.maximum(cutoff, smallest)
-    logits.masked_fill_(logits < cutoff, _NEVER)
+    logits.masked_fill_(logits < cutoff, _BANNED)
 
 
 def _descending(scores: Tensor) -> Tensor:
-    """Each row's values, largest first; on the CPU by numpy, which is several times as fast at it."""
+    """Each row's values, largest first; on the CPU by numpy, which is several times as fast."""
     if scores.device.type == "cpu":
         return torch.from_numpy(np.sort(scores.neg().numpy(), axis=-1)).neg_()
     return scores.sort(dim=-1, descending=True).values

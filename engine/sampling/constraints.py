@@ -1,4 +1,4 @@
-"""Constraints that need no grammar: tokens that alone may come, sequences that never may; and several at once."""
+"""Constraints that need no grammar: allowed tokens, banned sequences; and several guides at once."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ _ALL = np.int32(-1)
 
 
 class AllowedTokens:
-    """Nothing but these. See TokenGuide."""
+    """Allows only the given tokens. Implements TokenGuide."""
 
     is_over = False
     takes_too_much = False
@@ -33,7 +33,7 @@ class AllowedTokens:
 
 
 class BannedSequences:
-    """Anything but the last token of a sequence whose others have just come. See TokenGuide."""
+    """Bans the last token of a sequence whose other tokens have just come. Implements TokenGuide."""
 
     is_over = False
     takes_too_much = False
@@ -68,7 +68,7 @@ class BannedSequences:
 
 
 class AllOf:
-    """What several guides allow. See TokenGuide."""
+    """Allows the tokens that all of several guides allow. Implements TokenGuide."""
 
     def __init__(self, guides: Sequence[TokenGuide]) -> None:
         self._guides = guides
@@ -99,9 +99,9 @@ class AllOf:
 
 
 def catch_up(guide: TokenGuide, output: Sequence[int], vocab_size: int) -> None:
-    """Have a guide follow an answer that goes on here, and find what may come next: long work for a grammar.
+    """Make a guide follow an answer that is continued here, and compute the next mask: slow for a grammar.
 
-    What it refuses is left to the engine, which ends the answer.
+    A refusal is left to the engine, which ends the answer.
     """
     if follow(guide, output) and not guide.is_over:
         guide.allow(np.zeros(num_words(vocab_size), dtype=np.int32))

@@ -27,23 +27,23 @@ from tandem.values.grammar_bounds import (
 
 _MAX_CACHE_BYTES = 1 << 30
 _CACHE_SHARE = 8
-"""Of a worker's memory, one part in so many at most."""
+"""Divisor of a worker's memory limit that bounds the cache of compiled grammars."""
 _MAX_FOLLOWED_TOKENS = 1 << 14
-"""With one compiled grammar: it learns as it is followed, and a fresh one costs less than its limits may hold."""
+"""Tokens followed with one compiled grammar, after which it is compiled anew: its state grows as it is used."""
 _NUM_PATHS, _NUM_TOKENS = 2, 4
 _MAX_FILE_BYTES = 256 << 20
 _SILENT = 0
 _NOT_ALLOWED = "doesn't satisfy the grammar"
-"""In what llguidance says of a token that may not come next; its other errors are limits that were hit."""
+"""Part of llguidance's message for a token that may not come next; other errors are exceeded limits."""
 
 
 def grammar_cache_bytes(limit_bytes: int) -> int:
-    """For the compiled grammars of a worker that may take `limit_bytes` in all."""
+    """Size of the cache of compiled grammars, in bytes, of a worker whose memory limit is `limit_bytes`."""
     return min(_MAX_CACHE_BYTES, limit_bytes // _CACHE_SHARE)
 
 
 class _Compiled:
-    """One grammar's matcher, of which every answer has a copy; what one copy learns, all have."""
+    """One grammar's matcher, copied for each answer; copies share what any of them has computed."""
 
     def __init__(self, key: bytes, matcher: Any, size_bytes: int) -> None:
         self.key = key
@@ -62,7 +62,9 @@ class LlGuide:
         time: ParserTime,
         on_fault: Callable[[_Compiled], None],
     ) -> None:
-        """`on_fault`: called when the matcher fails, or takes too much: perhaps by what it shares with its copies."""
+        """`on_fault`: called when the matcher fails or is too costly, which may be due to state shared with its
+        copies.
+        """
         self._compiled = compiled
         self._matcher = compiled.matcher.deep_copy()
         self._end_token_ids = end_token_ids
@@ -80,8 +82,8 @@ class LlGuide:
         return self._has_ended or bool(self._matcher.is_stopped())
 
     def allow(self, bits: Bits) -> None:
-        """A parser that has given up allows ends only, none of which it will accept."""
-        if bits is not self._bits:  # the same for as long as a batch stays together; asking numpy is slow
+        """See TokenGuide. A failed parser allows end tokens only, none of which `accept` accepts."""
+        if bits is not self._bits:  # the same array while a batch stays together; numpy's look-up is slow
             self._bits, self._address = bits, int(bits.ctypes.data)
         begun_s = thread_time()
         self._matcher.unsafe_compute_mask_ptr(self._address, bits.nbytes)
@@ -106,10 +108,10 @@ class LlGuide:
 
 
 class LlGuides:
-    """Compiles grammars and keeps what it has compiled, in so many bytes."""
+    """Compiles grammars and caches them, up to a number of bytes."""
 
     def __init__(self, tokenizer: Path, *, vocab_size: int, eos_token_ids: Sequence[int], cache_bytes: int) -> None:
-        """`tokenizer`: a tokenizer.json, read when the first grammar comes. `vocab_size`: of the model's logits.
+        """`tokenizer`: a tokenizer.json, read at the first grammar. `vocab_size`: of the model's logits.
 
         `cache_bytes`: size of the cache of compiled grammars. Each counts with the most memory that it may use
         (see `tandem.values.grammar_bounds`), since its current use cannot be measured.
@@ -158,7 +160,7 @@ class LlGuides:
             self.kept_bytes += compiled.size_bytes
 
     def _forget(self, compiled: _Compiled) -> None:
-        """A lexer at its limits fails for everybody who shares it: the next who asks has a fresh one."""
+        """Drop a grammar whose shared lexer has failed, so that the next request compiles it anew."""
         with self._lock:
             if self._kept.get(compiled.key) is compiled:
                 self._drop(compiled)
@@ -168,7 +170,10 @@ class LlGuides:
         self.kept_bytes -= compiled.size_bytes
 
     def _compile(self, grammar: str) -> _Compiled:
-        """Its first masks are made as well: the first takes longest, and the engine would wait for it."""
+        """Compile a grammar and compute its first masks, which take longest and would delay the engine.
+
+        Raises InvalidRequest.
+        """
         try:
             llguidance = importlib.import_module("llguidance")
         except ImportError:
@@ -191,7 +196,7 @@ class LlGuides:
                     self._tokenizer = llguidance.LLTokenizer(text, n_vocab=self._vocab_size, eos_token=ends)
                 except (ConfigError, ValueError) as error:
                     reason = type(error).__name__
-                    raise InvalidRequest(f"grammar: this model's tokenizer is of no use ({reason})") from None
+                    raise InvalidRequest(f"grammar: this model's tokenizer cannot be used ({reason})") from None
             return self._tokenizer
 
 

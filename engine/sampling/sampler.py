@@ -1,12 +1,11 @@
-"""From logits to tokens: a function of logits and Request alone, so that any worker continues any request alike.
+"""Chooses tokens from logits: a function of logits and Request alone, so that any worker continues any request alike.
 
-Order, as in vLLM: log-probabilities of the untouched logits; what a grammar forbids; banned and biased tokens;
-penalties; temperature;
-min-p; top-k; top-p; then a draw with noise fixed by (seed, choice, position) alone (`engine.sampling.backend`).
-Greedy rows skip everything from the temperature on.
+Order, as in vLLM: log probabilities of the untouched logits; a grammar's mask; banned and biased tokens; penalties;
+temperature; min-p; top-k; top-p; then a draw with noise fixed by (seed, choice, position) alone
+(`engine.sampling.backend`). Greedy rows skip everything from the temperature on.
 
-Nothing here waits for a device or needs a token that only the device knows: positions follow from lengths, and what
-penalties count is kept beside the logits (`engine.sampling.token_counts`).
+Nothing here waits for a device or needs a token that only the device knows: positions follow from lengths, and the
+counts for penalties are kept beside the logits (`engine.sampling.token_counts`).
 """
 
 from collections.abc import Sequence
@@ -25,18 +24,18 @@ from tandem.values.sampling import SamplingParams
 
 
 class GuidedRows:
-    """Made once for as long as some requests stay together: right after a step of the model even small arrays are slow
-    to make, since nothing that Python needs is in the processor's caches.
+    """Guides of a batch's rows and the array of their masks, kept while the requests stay the same: right after a
+    model's step even small arrays are slow to make, since nothing that Python needs is in the processor's caches.
     """
 
     def __init__(self, guides: Sequence[tuple[int, TokenGuide]], vocab_size: int, put: Put) -> None:
-        """`guides`: with their rows, ascending; at least one."""
+        """`guides`: pairs of row and guide, ascending by row; at least one."""
         self._rows = put(np.array([row for row, _ in guides], dtype=np.int64))
         self._bits = np.zeros((len(guides), num_words(vocab_size)), dtype=np.int32)
         self._guides = [(guide, bits) for (_, guide), bits in zip(guides, self._bits, strict=True)]
 
     def forbid_(self, logits: Tensor, kernels: SamplingKernels, put: Put) -> None:
-        """Leave these rows of float32 `[num_rows, vocab_size]` logits nothing but what may come next."""
+        """Mask, in place, these rows of float32 `[num_rows, vocab_size]` logits by what their guides allow."""
         self._bits.fill(0)
         for guide, bits in self._guides:
             guide.allow(bits)
@@ -44,19 +43,20 @@ class GuidedRows:
 
 
 def guided_rows(guides: Sequence[TokenGuide | None], vocab_size: int, put: Put) -> GuidedRows | None:
-    """Of each row's guide; None when no row has one."""
+    """Make GuidedRows from each row's guide or None; None when no row has a guide."""
     found = [(row, guide) for row, guide in enumerate(guides) if guide is not None]
     return GuidedRows(found, vocab_size, put) if found else None
 
 
-_NEVER = float("-inf")
+_BANNED = float("-inf")
 _MAX_GROUP_ELEMENTS = {"cpu": 2**20, "cuda": 2**26}
-"""Logits handled together, by device: sampling takes several times their memory, at every batch size. On a GPU that is
-a whole batch, or nearly: launches cost more there."""
+"""Logits sampled together, by device type: sampling takes several times their memory, at every batch size. On a GPU
+nearly a whole batch, since launches cost more there.
+"""
 
 
 class SampleRow(NamedTuple):
-    """A request that samples, and its length then: the new token's position, counted from the sequence's start."""
+    """A request that samples, and the new token's position, counted from the sequence's start."""
 
     request: Request
     num_tokens: int
@@ -64,7 +64,7 @@ class SampleRow(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class RowLogprobs:
-    """Log-probabilities of the rows that requested them."""
+    """Log probabilities of the rows that requested them."""
 
     rows: tuple[int, ...]  # [num_asking]
     num_top: tuple[int, ...]  # [num_asking]
@@ -83,23 +83,23 @@ class Chosen:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Group:
-    """What never changes about the requests of some rows, made once for as long as they stay together."""
+    """Properties of rows that stay the same as long as their requests do; computed once."""
 
     requests: list[Request]
     is_plain: bool
-    """All greedy, and nothing is edited or penalised."""
+    """True when all rows are greedy, and none is edited or penalised."""
     is_edited: bool
     is_penalised: bool
     asking: tuple[int, ...]
-    """Rows that want log-probabilities."""
+    """Rows that want log probabilities."""
     guided: GuidedRows | None
-    """Rows that a grammar guides."""
+    """Guides of the rows that a grammar guides; None without any."""
     floats: Tensor  # float32 [6, num_rows]: temperature, min-p, top-p, repetition, presence, frequency
     integers: Tensor  # int64 [3, num_rows]: top-k, seed, choice
 
 
 class Sampler:
-    """Chooses one token per row. What it keeps between steps only saves work."""
+    """Chooses one token per row. State kept between steps only saves work."""
 
     def __init__(
         self,
@@ -109,7 +109,9 @@ class Sampler:
         kernels: SamplingKernels | None = None,
         put: Put | None = None,
     ) -> None:
-        """`kernels`: of the device; plain torch when absent. `put`: brings arrays there; waiting for it when absent."""
+        """`kernels`: the device's; None: plain torch. `put`: copies an array to the device; None: waits for the
+        copy.
+        """
         self._device = torch.device(device)
         self._kernels: SamplingKernels = kernels or TorchSampling()
         self._eos_token_ids = tuple(eos_token_ids)
@@ -118,7 +120,9 @@ class Sampler:
         self._counted: CountedRequests | None = None
 
     def choose(self, logits: Tensor, rows: Sequence[SampleRow]) -> Chosen:
-        """One token for each row of float32 `[num_rows, vocab_size]` logits; those of guided rows are overwritten."""
+        """Choose one token for each row of float32 `[num_rows, vocab_size]` logits; rows with guides are masked in
+        place.
+        """
         size = max(1, _MAX_GROUP_ELEMENTS[self._device.type] // logits.shape[1])
         parts = [self._choose_group(logits, rows, begin, begin + size) for begin in range(0, len(rows), size)]
         if len(parts) == 1:
@@ -149,7 +153,7 @@ class Sampler:
         return Chosen(token_ids=tokens, logprobs=(_logprobs(group, untouched, tokens[asking], begin),))
 
     def _group(self, begin: int, requests: list[Request], vocab_size: int) -> _Group:
-        """Of the rows from `begin` on: the one of the step before, if it was of the same requests."""
+        """The group of the rows from `begin` on; the previous step's, if its requests were the same."""
         group = self._groups.get(begin)
         if group is None or group.requests != requests:
             group = self._groups[begin] = self._make_group(requests, vocab_size)
@@ -204,14 +208,14 @@ class Sampler:
         )
 
     def _edits(self, rows: Sequence[SampleRow]) -> LogitEdits | None:
-        """Biases, and bans; None when nobody has any at present."""
+        """Biases and bans of these rows; None when there are none at present."""
         edits = [
             (row, token, bias)
             for row, (request, _) in enumerate(rows)
             if request.params.logit_bias
             for token, bias in request.params.logit_bias.items()
         ]
-        edits += [(row, token, _NEVER) for row, sample in enumerate(rows) for token in self._banned(sample)]
+        edits += [(row, token, _BANNED) for row, sample in enumerate(rows) for token in self._banned(sample)]
         if not edits:
             return None
         numbers = np.array([edit[:2] for edit in edits], dtype=np.int32)
@@ -222,7 +226,7 @@ class Sampler:
         )
 
     def _banned(self, row: SampleRow) -> tuple[int, ...]:
-        """Tokens that would end the choice before its `min_tokens`."""
+        """Tokens banned now, because they would end the choice before its `min_tokens`."""
         params = row.request.params
         if row.num_tokens - row.request.num_prompt_tokens >= params.min_tokens:
             return ()
@@ -230,7 +234,7 @@ class Sampler:
 
 
 def _logprobs(group: _Group, logits: Tensor, tokens: Tensor, begin: int) -> RowLogprobs:
-    """Of the asking rows' untouched logits `[num_asking, vocab_size]` and their tokens `[num_asking]`."""
+    """Log probabilities from the asking rows' untouched logits `[num_asking, vocab_size]` and tokens `[num_asking]`."""
     logprobs = logits.log_softmax(dim=-1)
     num_top = tuple(group.requests[row].params.num_logprobs or 0 for row in group.asking)
     top = logprobs.topk(min(max(num_top), logits.shape[-1]), dim=-1)

@@ -1,7 +1,7 @@
-"""How often each running request has seen each token, kept where the logits are: what penalties are worked out from.
+"""Counts of each token in each running request, kept on the logits' device, from which penalties are computed.
 
-A row of counts is brought up to date once, from the tokens that the host knows, and counts from then on what is
-sampled, as it is sampled. So a penalty never waits for a token to come to the host and back.
+A row of counts is filled once, from the tokens that the host knows; after that, sampled tokens are counted
+as they are sampled. So a penalty never waits for a token to travel to the host and back.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,22 +17,22 @@ from engine.types.request import Request
 from tandem.errors import InvariantError
 
 Put = Callable[[NDArray[Any]], Tensor]
-"""Brings a host array to the device."""
+"""Copies a host array to the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenCounts:
-    """Which tokens each running request has seen: bit 0, in its prompt; the rest, how often in its output."""
+    """Tokens in each running request: bit 0: in its prompt; the other bits: number of times in its output."""
 
     counts: Tensor  # int32 [num_slots, vocab_size]
 
     @classmethod
     def allocate(cls, num_slots: int, vocab_size: int, device: torch.device | str) -> "TokenCounts":
-        """One row for each request that may run at once: four bytes a token of the vocabulary."""
+        """Allocate zeroed counts: four bytes for each request that may run at once and token of the vocabulary."""
         return cls(counts=torch.zeros(num_slots, vocab_size, dtype=torch.int32, device=device))
 
     def restart(self, slot: int, prompt: Tensor, output: Tensor) -> None:
-        """Take over a slot for a request: int64 token ids of its prompt, and of its output so far."""
+        """Fill a slot for a request from int64 token ids: of its prompt, and of its output so far."""
         row = self.counts[slot].zero_()
         row.index_add_(0, output, torch.full_like(output, 2, dtype=torch.int32))
         row[prompt] |= 1
@@ -40,7 +40,7 @@ class TokenCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Penalties:
-    """Per row; see `engine.sampling.sampler`. The chosen token is counted in `counts` as it is chosen."""
+    """Penalties of each row; see `engine.sampling.sampler`. Each chosen token is counted in `counts` at once."""
 
     counts: TokenCounts
     slots: Tensor  # int32 [num_rows], row of `counts`; negative: the row has none
@@ -52,11 +52,11 @@ class Penalties:
 class _Counted(NamedTuple):
     slot: int
     num_tokens: int
-    """Of the request's sequence: the first so many have been counted."""
+    """Leading tokens of the request's sequence that have been counted."""
 
 
 class CountedRequests:
-    """Gives rows of counts to the requests of each step. They stay until others need them."""
+    """Assigns rows of counts to the requests of each step. A request keeps its row until another needs it."""
 
     def __init__(self, vocab_size: int, device: torch.device, put: Put) -> None:
         self._vocab_size = vocab_size
@@ -67,7 +67,7 @@ class CountedRequests:
         self.counts = TokenCounts.allocate(0, vocab_size, device)
 
     def slots(self, rows: Sequence[tuple[Request, int] | None], keep: frozenset[Request]) -> NDArray[np.int32]:
-        """A slot for each request with so many tokens that is about to sample one; negative for None.
+        """Slots for requests that are about to sample, each with its present length; negative for None.
 
         `keep`: requests of this step whose slots may not be taken. InvariantError when tokens that must be counted
         are not known here.

@@ -1,7 +1,7 @@
 """Bounds the prompt tokens of a step that also decodes, to keep inter-token latency within its limit.
 
-A step beside decodes is predicted to take the time of its chunk and of as many tokens more as its decodes are worth.
-How many those are follows from steps with and without a chunk, and what a token takes from the last steps with a chunk:
+A step with decodes is predicted to take the time of its chunk, plus that of as many tokens as its decodes are worth.
+The decodes' worth follows from steps with and without a chunk, the time per token from the last steps with a chunk:
 both are medians, so that one stalled step has no effect. A machine that slows down is assumed to slow down evenly.
 Of an even number of steps the slower middle one counts: chunks shorten after two slow steps and grow again after three
 that were faster.
@@ -16,8 +16,9 @@ from engine.types.request import BatchItem
 from engine.types.step_output import StepTimings
 
 MIN_CHUNK_TOKENS = 64
-"""A chunk so small adds little to a step, which reads all weights for its decodes alone; smaller ones would only
-multiply the steps of a prompt."""
+"""Smallest chunk. It adds little to a step, which reads all weights for its decodes alone; smaller chunks would only
+multiply the steps of a prompt.
+"""
 _CHUNK_STEP = 32
 """Granularity of chunk sizes: kernels compute whole panels of rows."""
 _NUM_REMEMBERED = 4
@@ -54,7 +55,7 @@ class ChunkSizer:
         self._decodes_in_tokens = 0.0
         """Prompt tokens that could be computed in the time that decodes take."""
         self._is_unweighed = False
-        """Whether `_decodes_in_tokens` is stale. It is computed on demand: most steps only decode and never need it."""
+        """True when `_decodes_in_tokens` is stale. Computed on demand: most steps only decode and never need it."""
         self._token_s: deque[float] = deque(maxlen=_NUM_REMEMBERED)
         """Seconds per prompt token, from steps with a chunk."""
 
@@ -74,7 +75,7 @@ class ChunkSizer:
         self._weigh_if_needed()
         self._token_s.append(timings.step_s / (chunk_tokens + (self._decodes_in_tokens if beside_decodes else 0.0)))
         if beside_decodes and self._decodes and median(self._decodes) > timings.step_s:
-            # Decodes take no longer than they take with a chunk besides: those before stood still.
+            # Decodes alone take no longer than decodes with a chunk: the earlier ones were held up.
             self._decodes.clear()
             self._decodes.append(timings.step_s)
             self._weigh_decodes()
@@ -95,6 +96,6 @@ class ChunkSizer:
 
     def _weigh_decodes(self) -> None:
         self._is_unweighed = False
-        # Not while chunk follows chunk: what decodes took before would be held against what tokens take now.
+        # Not between successive chunks: old times of decodes would be compared with new times of tokens.
         if self._decodes and self._token_s:
             self._decodes_in_tokens = median(self._decodes) / median(self._token_s)

@@ -1,9 +1,9 @@
 """Fast-forwards runs of steps in which every running sequence gets one more token and nothing else happens.
 
 A simulator spends its time on these (no worker uses this module): thousands of steps between two arrivals. Their effect
-on tables, names and counts is known beforehand, so it is brought about at once, in the order in which single steps
-would have: in each step blocks are allocated by rank, then those that were filled get their names. Nothing is decided
-here: where a step could admit, preempt or end a request the run is over, and the planner decides as ever.
+on tables, names and counts is known beforehand, so it is applied at once, in the order of single steps: in each step
+blocks are allocated by rank, then those that were filled get their names. Nothing is decided here: a run ends before a
+step that could admit, preempt or end a request, and the planner decides that step as usual.
 """
 
 from array import array
@@ -20,7 +20,7 @@ from tandem.errors import InvariantError
 
 
 class SteadyRun(NamedTuple):
-    """A run of steps that may be taken at once, and what the first of them computes."""
+    """A run of steps that may be taken at once, and the size of its first step."""
 
     num_steps: int
     num_rows: int
@@ -37,7 +37,7 @@ class _Change(NamedTuple):
 
     step: int
     is_filled: bool
-    """A block was filled by the step and gets its name; else one is taken before it computes."""
+    """True: the step filled a block, which gets its name; False: a block is allocated before the step computes."""
     position: int
     """Position of the request among the running ones."""
 
@@ -54,7 +54,7 @@ class FastForwardScheduler(Scheduler):
     def fast_forward(self, num_steps: int, token_id: int) -> StepOutput:
         """Apply `num_steps` steps of the present `steady_run`, at most all of them; all tokens are `token_id`.
 
-        The output reports all that theirs would, except tokens. InvariantError for steps that would end a request.
+        The output reports all that these steps would, except tokens. InvariantError for steps that would end a request.
         """
         if self._ahead:
             raise InvariantError("cannot fast-forward while a step is in flight")
@@ -65,7 +65,7 @@ class FastForwardScheduler(Scheduler):
 
 
 def _steady_run(table: RequestTable, blocks: BlockManager, config: SchedulerConfig) -> SteadyRun:
-    """The steps ahead that are all alike; `NO_RUN` when the next one may not be. O(running requests).
+    """The coming steps that are all alike; `NO_RUN` when the next one may differ. O(running requests).
 
     Only for a scheduler with no step under way and no tier below its pool.
     """
@@ -132,7 +132,7 @@ def _advance(request: Request, num_computed_tokens: int, token_id: int) -> None:
 
 
 def _affordable(num_steps: int, table: RequestTable, blocks: BlockManager) -> int:
-    """How many of the steps can get blocks for their tokens without a preemption."""
+    """Number of the steps for whose tokens blocks are available without a preemption."""
     available = blocks.num_available
     if len(table.running) * (num_steps // blocks.block_size + 1) <= available:
         return num_steps

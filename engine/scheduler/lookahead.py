@@ -1,8 +1,8 @@
 """Tracks the steps that are launched and not settled yet.
 
 While a step runs, the next one may be planned: each request that samples is taken to get one more token, whose id the
-device will fill in. A request counts what is under way (`num_in_flight_tokens`, `num_awaited_tokens`), so that the
-computed and the known stay what they are. Steps settle in the order in which they were launched; the block references
+device will fill in. A request counts its tokens under way separately (`num_in_flight_tokens`, `num_awaited_tokens`), so
+that its computed and known tokens stay as they are. Steps settle in the order of their launches; the block references
 that wait for them are `engine.kv_cache.pool.StepHolds`.
 """
 
@@ -39,13 +39,14 @@ class Lookahead:
         self._batches.popleft()
 
     def arriving(self) -> set[BlockId]:
-        """Blocks that a launched step fills before it computes. They have their names already, for steps behind it;
-        readers outside the steps find their content only once the step has settled."""
+        """Blocks that a launched step fills before it computes. Later steps may already use them by name; readers
+        outside the steps find their content only once the step has settled.
+        """
         loaded = {load.target for batch in self._batches for load in batch.loads}
         return loaded | {copy.target for batch in self._batches for copy in batch.copies}
 
     def check_invariants(self) -> None:
-        """InvariantError unless requests count what the launched steps do; O(rows), for tests and audits."""
+        """Raise InvariantError unless requests count exactly the launched tokens; O(rows), for tests and audits."""
         expected: dict[Request, tuple[int, int]] = {}
         for batch in self._batches:
             for request, start, num_tokens, samples in batch.items:
@@ -59,8 +60,8 @@ class Lookahead:
 
 
 def ends_the_plan(request: Request) -> bool:
-    """Whether no row may follow a token that is being sampled: it is the request's last, whatever it will be, or what
-    may come next depends on it.
+    """Whether nothing may be planned behind a token that is being sampled: it is certainly the request's last, or the
+    choice of the next one depends on it.
     """
     if not request.num_awaited_tokens:
         return False

@@ -1,16 +1,16 @@
-"""Chooses what one step computes, and who is preempted: decodes first, then prompts in order, within its budgets.
+"""Chooses the work of one step and which requests to preempt: decodes first, then prompts in order, within its budgets.
 
-Sequences that are one token behind come first, since somebody reads along. What is left goes, in rank order and at
-most `prefill_chunk_tokens` in all, to those further behind: running ones and, from the queue, newcomers that rank
-before them. So a prompt's first token waits for no later prompt's chunk, and a step never gets longer than its decodes
-and one chunk, which `engine.scheduler.chunk_size` cuts to what the machine computes in time while somebody reads along.
+Sequences that are one token behind come first, since their output is being streamed. What is left goes, in rank order
+and at most `prefill_chunk_tokens` in all, to those further behind: running ones and, from the queue, newcomers that
+rank before them. So a prompt's first token waits for no later prompt's chunk, and a step is never longer than its
+decodes and one chunk, which `engine.scheduler.chunk_size` shortens to keep steps with decodes within their time.
 
 Progress: one total rank orders everything. A request that finds no block preempts the last-ranked one, itself if need
 be, never one before it; and while the queue's head finds no room nothing else enters, reservations included. So the
 first-ranked request always advances, unless all blocks are held by hand-offs, which end by lease.
 
-A step may be planned while others are under way. What is under way counts as done, but nobody is preempted then: a
-request that finds no block sits the step out, the next plan waits until every step has settled, and preempts.
+A step may be planned while others are under way. Work under way counts as done, but nothing is preempted then: a
+request that finds no block sits the step out; the next plan waits until every step has settled, then preempts.
 """
 
 from engine.kv_cache.block_manager import BlockManager, PrefixMatch
@@ -32,10 +32,10 @@ from tandem.values.ids import RequestId
 
 
 def choose_preemption_victim(request: Request, table: RequestTable, blocks: BlockManager) -> Request | None:
-    """The running request that is preempted so that `request` gets blocks; None when there is none.
+    """The running request to preempt so that `request` gets blocks; None when there is none.
 
-    It is the last-ranked one whose blocks would really come free, if it ranks behind `request`. For one that is still
-    in the queue it must have a lower priority as well.
+    It is the last-ranked one whose blocks would really come free, if it ranks behind `request`. If `request` is still
+    in the queue, the victim must have a lower priority as well.
     """
     for victim in reversed(table.running):
         if victim.prefill_only or blocks.is_pinned(victim.request_id):
@@ -62,7 +62,7 @@ class StepPlanner:
         tiers: CacheTiers | None = None,
     ) -> None:
         self.head_is_blocked = False
-        """The first of the queue finds no room: nothing may enter before it."""
+        """True when the first of the queue finds no room: nothing may enter before it."""
         self._config = config
         self._blocks = blocks
         self._pins = pins
@@ -80,16 +80,16 @@ class StepPlanner:
         self._was_admitted: set[RequestId] = set()
 
     def admitted_elsewhere(self, request: Request) -> None:
-        """Its reservation was its admission: the prefix found then is what it was spared, not what landed since."""
+        """Record that its reservation admitted the request: only the prefix found then counts as cached."""
         self._was_admitted.add(request.request_id)
 
     def surrender(self, request: Request) -> None:
-        """The request gives up its blocks, and nobody can share them any more."""
+        """Take the request's blocks away, and stop sharing its prefill."""
         self._in_flight.leave(request)
         self._blocks.surrender(request.request_id, self._blocks.take_table(request))
 
     def forget(self, request: Request) -> None:
-        """The request is over."""
+        """Forget a request that is over, wherever it is recorded."""
         self.surrender(request)
         self._in_flight.forget(request)
         self._was_admitted.discard(request.request_id)
@@ -100,7 +100,7 @@ class StepPlanner:
             self._tiers.drop(request.request_id)
 
     def executed(self) -> None:
-        """The oldest batch is computed: its moves are done."""
+        """Account for the oldest batch, which is computed: its block moves are done."""
         self._blocks.end_step()
         if self._offloading is not None:
             self._offloading.executed()
@@ -108,7 +108,7 @@ class StepPlanner:
             self._tiers.executed()
 
     def skip_steps(self, num_steps: int) -> None:
-        """Account for steps that ran without a plan: no request could have entered or lost anything."""
+        """Account for steps that ran without a plan: no request entered or lost blocks in them."""
         self.head_is_blocked = False
         self._in_flight.skip_steps(num_steps)
 
@@ -153,12 +153,12 @@ class StepPlanner:
         )
 
     def _plan_decodes(self, plan: StepPlan) -> list[Request]:
-        """Plan those one token behind; returns the others, in order."""
+        """Plan the requests that are one token behind. Returns the other running requests, in order."""
         running = list(self._table.running)
         behind: list[Request] = []
         size = self._blocks.block_size
         running_state = RequestState.RUNNING
-        # One row is kept for the oldest even if it is in the middle of its prompt: everybody progresses in turn.
+        # One row is kept for the oldest even if it is in the middle of its prompt, so that it progresses.
         spare = 1 if running and running[0].num_unplanned_tokens > 1 else 0
         room = min(plan.tokens_left, plan.rows_left) - spare
         for request in running:
@@ -198,7 +198,7 @@ class StepPlanner:
         plan.add(request)
 
     def _preempt(self, request: Request, plan: StepPlan) -> None:
-        """Back to the queue; what it had computed is saved, or stays findable while memory allows."""
+        """Move a running request back to the queue. Its KV is saved, or remains in the prefix cache until evicted."""
         plan.drop(request)
         plan.has_preempted = True
         self.head_is_blocked = True
@@ -212,7 +212,7 @@ class StepPlanner:
     # The queue
 
     def _admit(self, plan: StepPlan, now: float, *, before: Rank | None) -> None:
-        """Admit from the queue, those that rank before `before`; a head without room preempts only lower priorities."""
+        """Admit requests that rank before `before`; None: all. To find room, the first may preempt lower priorities."""
         if len(plan) and (plan.has_preempted or self.head_is_blocked):
             return
         while len(self._table.running) < self._config.max_running_requests and plan.has_room(1):
@@ -242,7 +242,9 @@ class StepPlanner:
         return not len(waiting) or self._table.rank(waiting.first()) > rank
 
     def _make_room(self, head: Request, match: PrefixMatch, plan: StepPlan) -> bool:
-        """Whether something gave its blocks up for the queue's head: pins beside which it never fits, or a request."""
+        """Make room for the queue's head: release pins beside which it never fits, or preempt. False if nothing gave
+        way.
+        """
         if self._pins.make_way(match.num_blocks + match.num_missing, self._blocks.found(head, match)):
             return True
         victim = choose_preemption_victim(head, self._table, self._blocks)
@@ -255,7 +257,7 @@ class StepPlanner:
         return True
 
     def _fits(self, match: PrefixMatch) -> bool:
-        # Beside others some room stays for their growth, or the newcomer would be preempted at once.
+        # Other running requests need room to grow, or the newcomer would be preempted at once.
         margin = 1 + self._config.num_blocks // 100 if len(self._table.running) else 0
         return match.cost + margin <= self._blocks.num_available
 
@@ -270,7 +272,7 @@ class StepPlanner:
         num_here = num_saved or (twin.num_tokens if twin is not None else num_cached)
         if not plan.has_room(request.num_tokens - num_here):
             return False
-        # Before anything is evicted: its content may go where these are now.
+        # Before anything is evicted: evicted content may overwrite these slots.
         places: list[int] = []
         if tiers is not None and not num_saved:
             places = tiers.enter(request, found, num_below)

@@ -1,9 +1,9 @@
-"""What becomes of a preempted request's KV: computed again later, or saved and brought back; whichever costs less.
+"""Decides how a preempted request gets its KV back: recomputed, or saved and loaded; whichever costs less.
 
-Who is preempted, `engine.scheduler.planner.choose_preemption_victim` says.
-Recomputing n tokens takes n / prefill rate. Saving b bytes takes b / rate out now and b / rate in later. The rate of
-computing is measured by the worker while it runs, those of copying once at start. What other requests share stays
-where it is and costs nothing either way, and what the prefix index still holds at resumption is not loaded.
+`engine.scheduler.planner.choose_preemption_victim` chooses the request.
+Recomputing n tokens takes n / prefill rate. Saving b bytes takes b / rate out now and b / rate in later. The prefill
+rate is measured while the worker runs, copy rates once at start. Blocks that other requests share stay in the pool and
+cost nothing either way; blocks that the prefix index still holds at resumption are not loaded.
 """
 
 from dataclasses import dataclass, replace
@@ -22,14 +22,14 @@ class _Saved:
     first_block: int
     """Index in the request's table of the first saved block; those before it were shared."""
     num_tokens: int
-    """Computed when it was saved."""
+    """Computed tokens of the sequence when it was saved."""
 
 
 class Offloading:
-    """Saved KV of preempted requests, and the moves that the next batch must make for it."""
+    """Saved KV of preempted requests, and the block moves that the next batch must make for it."""
 
     def __init__(self, blocks: BlockManager, tier: OffloadTier, *, block_bytes: int) -> None:
-        """`block_bytes`: of one block over all layers."""
+        """`block_bytes`: size of one block over all layers."""
         self.rates = MeasuredRates()
         self._blocks = blocks
         self._tier = tier
@@ -39,18 +39,20 @@ class Offloading:
         self._loaded: list[OffloadHandle] = []
 
     def copies_at(self, rates: CopyRates) -> None:
-        """What moving blocks was measured to take."""
+        """Set the measured rates of copying blocks."""
         self.rates = replace(
             self.rates, offload_bytes_per_s=rates.offload_bytes_per_s, load_bytes_per_s=rates.load_bytes_per_s
         )
 
     def computes_at(self, prefill_tokens_per_s: float) -> None:
-        """What computing was measured to take."""
+        """Set the measured prefill rate."""
         if prefill_tokens_per_s != self.rates.prefill_tokens_per_s:
             self.rates = replace(self.rates, prefill_tokens_per_s=prefill_tokens_per_s)
 
     def save(self, request: Request) -> bool:
-        """Called before a preempted request gives up its blocks; whether they will be saved."""
+        """Save a preempted request's blocks before it gives them up. Returns False when they are not worth saving, or
+        the tier has no room.
+        """
         size, pool, table = self._blocks.block_size, self._blocks.pool, request.block_table
         end = first = self._blocks.blocks_for(request.num_computed_tokens)
         while first and pool.num_refs(table[first - 1]) == 1:
@@ -76,7 +78,7 @@ class Offloading:
         return saved.num_tokens if saved.num_tokens > num_found_blocks * self._blocks.block_size else 0
 
     def resume(self, request: Request) -> list[BlockLoad]:
-        """Fill the blocks after the request's found prefix, which its table has already.
+        """Plan the loads into the blocks that follow the request's found prefix; its table must have them already.
 
         Only for a request with saved tokens.
         """
@@ -86,13 +88,13 @@ class Offloading:
             request.block_table[i] for i in range(first, self._blocks.blocks_for(saved.num_tokens))
         ]
         slots = self._tier.load(saved.handle, targets)
-        # The places may not be written again before the loads have read them.
+        # The slots must not be overwritten before the loads have read them.
         self._loaded.append(saved.handle)
         request.num_computed_tokens = saved.num_tokens
         return list(map(BlockLoad, slots, targets))
 
     def drop(self, request_id: RequestId) -> None:
-        """The request is over, or starts without what was saved."""
+        """Discard saved KV, if any: the request is over, or starts without it."""
         saved = self._saved.pop(request_id, None)
         if saved is None:
             return
@@ -102,19 +104,19 @@ class Offloading:
         self._tier.drop(saved.handle)
 
     def cancel_offloads(self) -> None:
-        """No batch leaves that could save anything, and the blocks may be somebody else's before the next one does."""
+        """Discard KV that no batch will save: its blocks may belong to other requests by the time of the next batch."""
         unsaved = {move.slot for move in self._offloads}
         for request_id in [name for name, saved in self._saved.items() if unsaved & {*saved.handle.slots}]:
             self.drop(request_id)
 
     def take_offloads(self) -> tuple[BlockOffload, ...]:
-        """What the batch now leaving must save."""
+        """Return the offloads for the batch that is being planned, once."""
         offloads = tuple(self._offloads)
         self._offloads.clear()
         return offloads
 
     def executed(self) -> None:
-        """The batch is done: what it loaded needs no place any more."""
+        """Free the slots that the executed batch has loaded from."""
         for handle in self._loaded:
             self._tier.drop(handle)
         self._loaded.clear()

@@ -19,9 +19,9 @@ from engine.types.request import Request
 from tandem.values.ids import RequestId
 
 WINDOW = 8
-"""Requests whose prefixes are compared."""
+"""Number of requests whose prefixes are compared."""
 _REACH = 32
-"""Requests examined, those that wait for another's blocks included: bounds the cost of a step."""
+"""Number of requests examined, those that wait for another's blocks included: bounds the cost of a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,7 @@ class QueueOrder:
         self._overtakes: dict[RequestId, int] = {}
 
     def choose(self, *, now: float, may_wait: bool) -> QueueChoice | None:
-        """The next choice; None when the queue is empty or every request in reach waits for disk or others' blocks."""
+        """Choose the next request; None when the queue is empty, or all in reach wait for disk or another's blocks."""
         found: list[QueueCandidate] = []
         best = 0
         for request in islice(self._waiting, _REACH):
@@ -91,12 +91,12 @@ class QueueOrder:
         return self._overtakes.get(request.request_id, 0) >= self._max_overtakes
 
     def left(self, choice: QueueChoice) -> None:
-        """Record that the choice's best has left the queue."""
+        """Count the overtakes of a choice whose best has left the queue."""
         for request in choice.overtaken:
             self._overtakes[request.request_id] = self._overtakes.get(request.request_id, 0) + 1
 
     def num_overtakes(self, request_id: RequestId) -> int:
-        """How many others have overtaken this request by a cached prefix."""
+        """Number of requests that have overtaken this one thanks to a cached prefix."""
         return self._overtakes.get(request_id, 0)
 
     def forget(self, request_id: RequestId) -> None:

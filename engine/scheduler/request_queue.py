@@ -1,7 +1,7 @@
-"""Orders requests by the one rank that scheduling, preemption and fairness share.
+"""Orders requests by a single rank, used for scheduling, preemption and fairness alike.
 
-Within a priority, the earliest deadline goes first; a request that states none, or a late one, counts as due
-`PATIENCE_S` after its arrival. So only those that arrive within that time can ever go before it, and nobody starves
+Within a priority, the earliest deadline goes first; a request with no deadline, or a late one, counts as due
+`PATIENCE_S` after its arrival. So only those that arrive within that time can ever go before it, and it cannot starve
 behind a stream of urgent ones. Across priorities either the level alone decides, or levels age: then a level is worth
 a fixed number of seconds, which keeps every request's place constant and lets the lowest level advance, too.
 """
@@ -17,7 +17,7 @@ from tandem.values.ids import RequestId
 PATIENCE_S = 30.0
 
 Rank = tuple[int, float, float, RequestId]
-"""Rank: level, due time, arrival, id; smaller is sooner."""
+"""Level, due time, arrival and id of a request; smaller goes first."""
 
 
 class Ranking:
@@ -30,7 +30,7 @@ class Ranking:
         self._aging_s = aging_s
 
     def __call__(self, request: Request) -> Rank:
-        """Sort key, smaller is sooner."""
+        """Sort key of a request; smaller goes first."""
         due_s = request.arrival_s + PATIENCE_S
         if request.deadline_s is not None and request.deadline_s < due_s:
             due_s = request.deadline_s

@@ -1,4 +1,4 @@
-"""What the engine computes next: requests catch up with their tokens, within budgets, in rank order.
+"""Schedules requests: they catch up with their tokens, within budgets, in rank order.
 
 One step is `schedule` → a runner executes the batch → `commit`, and the next may be scheduled before that. There is no
 prefill and no decode phase: a request's `num_computed_tokens` trails its tokens by a prompt, by one, or by everything
@@ -46,8 +46,8 @@ _RETRY_AFTER_S = 1.0
 class Scheduler:
     """All requests of one worker and the blocks they use. Plain, synchronous, touched by the engine thread alone.
 
-    Between `schedule` and the launch of its batch nothing may be called: the runner lays it out from live tables. From
-    then to its `commit` any method may: what a launched step can touch stays unchanged until the step has settled.
+    Call nothing between `schedule` and the launch of its batch: the runner lays it out from live tables. From then to
+    its `commit` any method may be called: what a launched step can touch stays unchanged until it has settled.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Scheduler:
         """`tier` takes the KV of preempted requests where that costs less than computing it again; `block_bytes` is
         then the size of a block over all layers; call `offloading.copies_at`. `cache` takes evicted blocks; call
         `tiers.costs.copies_at`, and respect `patience_s` where there is a disk. With either, or with steps bounded by
-        time (`max_step_s`), call `observe` after every `commit`. Without `pins` none is accepted.
+        time (`max_step_s`), call `observe` after every `commit`. Without `pins`, no prefix can be pinned.
         `clock`: see BlockManager.
         """
         self._config = config
@@ -87,9 +87,9 @@ class Scheduler:
         self._rates = RateMeter()
         self._pace = ChunkSizer(max_step_s=config.max_step_s, max_tokens=config.prefill_chunk_tokens)
         self._deferred: dict[RequestId, Request] = {}
-        """Prompts whose progress is reported once the steps under way have settled."""
+        """Prefills whose progress is reported once the steps under way have settled."""
         self._had_decodes = False
-        """Whether the batch committed last computed the newest token of some sequence."""
+        """True when the batch committed last contained decodes."""
         self._planner = StepPlanner(
             config,
             blocks=self.blocks,
@@ -115,13 +115,13 @@ class Scheduler:
         self._adopt(request)
 
     def match_prefix(self, request: Request) -> int:
-        """Tokens of the request whose KV is here now. Pins nothing: `reserve` and admission look again and pin."""
+        """Count the request's tokens whose KV is cached now. Takes nothing: `reserve` and admission look again."""
         return self.blocks.match(request).num_blocks * self._config.block_size
 
     def abort(self, request_id: RequestId) -> bool:
         """End a request in any state with reason "abort"; False when it is unknown or already over.
 
-        One that is still reserved is ended through `reservations`, which know whether its writer is quiet.
+        A request that is still reserved must be ended through `reservations`, which know whether its writer is quiet.
         """
         request = self._table.requests.get(request_id)
         if request is None:
@@ -138,9 +138,9 @@ class Scheduler:
         return True
 
     def pin_blocks(self, request_id: RequestId) -> None:
-        """A transfer starts reading the request's blocks: they outlive even its abort, until `unpin_blocks`.
+        """Protect the request's blocks from the start of a transfer: they outlive even an abort, until `unpin_blocks`.
 
-        Counted: one per transfer. InvalidRequest when the request is not here.
+        Counted: one per transfer. Raises InvalidRequest when the request does not exist.
         """
         if request_id not in self._table.requests:
             raise InvalidRequest(f"request {request_id} does not exist")
@@ -165,7 +165,7 @@ class Scheduler:
             raise PoolExhausted("earlier requests are waiting for KV blocks", retry_after_s=_RETRY_AFTER_S)
 
     def _adopt(self, request: Request) -> None:
-        """Take over a request that holds all its KV but the last token's, or none at all."""
+        """Take over a request that has all its KV but the last token's, or none at all."""
         request.end_rule = end_rule(request, self._config)
         self._table.enter(request)
         reason = finish_reason(request, self._config)
@@ -197,7 +197,7 @@ class Scheduler:
     # One step
 
     def schedule(self, now: float) -> Batch | None:
-        """Choose the next step's work, taking every launched step for done.
+        """Choose the next step's work, as if every launched step were done.
 
         None when nothing can run until a launched step is committed or, without one, a request is added, released or
         aborted, a disk has finished a read that a request waits for, or `patience_s` is over.
@@ -217,8 +217,8 @@ class Scheduler:
     def commit(self, batch: Batch, sampled: Sequence[SampledToken | None]) -> StepOutput:
         """Account for the oldest launched batch: one sampled token per sampling item, in order.
 
-        None marks logits from which no token can be sampled: only that request fails. For requests that ended
-        since the launch, nothing is kept.
+        None marks logits from which no token can be sampled: only that request fails. Requests that have ended since
+        the launch keep nothing.
         """
         if len(sampled) != sum([item.samples for item in batch.items]):
             raise InvariantError(f"{len(sampled)} tokens sampled for {len(batch.items)} items")
@@ -293,7 +293,7 @@ class Scheduler:
         return not self._ahead.arriving().isdisjoint(blocks)
 
     def _commit_token(self, request: Request, token: SampledToken) -> bool:
-        """Whether it was the last."""
+        """Append a sampled token and report it. Returns True when it ends the request."""
         request.token_ids.append(token.token_id)
         rule = request.end_rule or end_rule(request, self._config)
         num_tokens = len(request.token_ids)
@@ -317,14 +317,14 @@ class Scheduler:
             self.tiers.costs.computes_at(self._rates.prefill_tokens_per_s)
 
     def patience_s(self, now: float) -> float | None:
-        """How long until a `schedule` that found nothing may succeed by time alone; None for never."""
+        """Seconds until `schedule`, having found nothing, may succeed without any other event; None: never."""
         return None if self.tiers is None else self.tiers.patience_s(now)
 
     # Reporting
 
     @property
     def has_output(self) -> bool:
-        """Whether something happened that no output has reported yet."""
+        """Whether something has happened that no output reports yet."""
         return bool(self._collector)
 
     @property
@@ -372,5 +372,5 @@ class Scheduler:
 
 
 def _may_follow(request: Request, token: SampledToken) -> bool:
-    """Whether a sampled token is one that the request's grammar allows; no other can be sampled from sound logits."""
+    """Whether the request's grammar accepts a sampled token. A sound sampler chooses no other."""
     return request.guide is None or request.guide.accept(token.token_id)

@@ -1,12 +1,11 @@
 """Finds prefills in progress by content, so that a common prefix is computed once, however its requests arrive.
 
 The prefix index knows blocks that are full and computed. This knows the rest of the running requests' tokens as they
-were at admission: their full blocks still to be computed, and the partly filled last one (the *tail*). A request that
-meets its own next block here waits for it; one that finds all full blocks and whose tail another holds gets a copy of
-that block. So the n choices of one request, which differ in nothing but their noise, compute one prompt.
-
+were at admission: their full blocks still to be computed, and the partly filled last one (the *tail*). A request whose
+next block is being computed here waits for it; one that finds all full blocks, and its tail in another request, gets a
+copy of that block. So the n choices of one request, which differ in nothing but their noise, compute one prompt.
 The wait is bounded: it ends when the other request is no longer running, when the other made no progress in
-`MAX_STALLS` looks, or when nothing else could run.
+`MAX_STALLS` steps, or when nothing else could run.
 """
 
 from typing import NamedTuple
@@ -30,7 +29,7 @@ class _Share(NamedTuple):
 
 
 class _Wait(NamedTuple):
-    """How long a waiting request has waited for another's progress."""
+    """A waiting request's wait for another's progress."""
 
     num_computed_tokens: int
     """Computed tokens of the other request when it last advanced."""
@@ -57,7 +56,7 @@ class SharedPrefills:
         self._step = 0
 
     def begin_step(self) -> None:
-        """Begin a new schedule: counts one more look for each waiting request."""
+        """Begin a new step, by whose number waits are counted."""
         self._step += 1
 
     def skip_steps(self, num_steps: int) -> None:
@@ -91,13 +90,13 @@ class SharedPrefills:
             self._waits = {pair: wait for pair, wait in self._waits.items() if gone not in pair}
 
     def forget(self, request: Request) -> None:
-        """Forget the patience of a request that no longer waits."""
+        """Forget how long a request has waited, once it no longer waits."""
         if self._waits:
             gone = request.request_id
             self._waits = {pair: wait for pair, wait in self._waits.items() if pair[0] != gone}
 
     def must_wait(self, request: Request, num_found_blocks: int) -> bool:
-        """Whether the request's next tokens are being computed by one that is worth waiting for.
+        """Whether the request's next tokens are being computed by another that is worth waiting for.
 
         `num_found_blocks`: its prefix in the index. One of lower priority is not waited for: it may be held up.
         """
@@ -123,7 +122,7 @@ class SharedPrefills:
         return MatchingTail(other.block_table[num_found_blocks], needed)
 
     def _ahead(self, request: Request, num_found_blocks: int) -> tuple[Request | None, int]:
-        """The request that computes the next tokens, and how far it must have come for them."""
+        """The request that computes the next tokens, and the number of tokens it must have computed to provide them."""
         if num_found_blocks < (request.num_tokens - 1) // self._blocks.block_size:
             other = self._computing.get(self._blocks.name(request, num_found_blocks))
             return other, (num_found_blocks + 1) * self._blocks.block_size

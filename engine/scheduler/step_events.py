@@ -8,7 +8,7 @@ from tandem.values.prefix_pin import PinKey
 
 
 class StepEventCollector:
-    """Everything that happened since the last output."""
+    """Collects everything that happened since the last output."""
 
     __slots__ = (
         "_admissions",
@@ -66,7 +66,7 @@ class StepEventCollector:
         self._preemptions.append(request.request_id)
 
     def pin_lost(self, key: PinKey) -> None:
-        """Record that a pinned prefix gave way."""
+        """Record that a pinned prefix was given up."""
         self._lost_pins.append(key)
 
     def progress(self, request: Request, block_size: int) -> None:

@@ -1,4 +1,4 @@
-"""Builds a batch: the budgets left, the requests that have a share, and the blocks that move first."""
+"""Builds a batch: the remaining budgets, the requests that have a share, and the blocks to move first."""
 
 from engine.scheduler.chunk_size import has_decodes
 from engine.types.block_moves import BlockCopy, BlockLoad, BlockOffload
@@ -66,8 +66,8 @@ class StepPlan:
         self._moving.add(request.request_id)
 
     def drop(self, request: Request) -> None:
-        """Take a share back, if the request has one. InvariantError for a newcomer whose blocks are yet to be filled:
-        what its preemption would save does not exist.
+        """Withdraw the request's share, if it has one. Raises InvariantError for a newcomer whose blocks are not
+        filled: preempting it would save content that does not exist.
         """
         if request.request_id in self._moving:
             raise InvariantError(f"request {request.request_id} was admitted and preempted in one step")
@@ -81,12 +81,12 @@ class StepPlan:
                 return
 
     def batch(self, preempted: tuple[BlockOffload, ...] = (), demoted: tuple[BlockOffload, ...] = ()) -> Batch:
-        """Return the finished batch, which saves blocks of preempted requests and evicted ones that it reuses."""
+        """Return the finished batch, with offloads of preempted requests and of the evicted blocks that it reuses."""
         return Batch(
             items=tuple(self._items),
             offloads=preempted + demoted,
             loads=tuple(self._loads),
             copies=tuple(self._copies),
-            # Who has taken a block over may have been preempted later in the same plan.
+            # The request that took a block over may have been preempted later in the same plan.
             saves_free_blocks=bool(preempted) or (self.has_preempted and bool(demoted)),
         )

@@ -1,4 +1,4 @@
-"""This worker's prefill and decode rates, measured from its own steps, from which routers predict waiting times."""
+"""Measures this worker's prefill and decode rates from its own steps; routers predict waiting times from them."""
 
 from statistics import median_high, median_low
 
@@ -6,14 +6,14 @@ from engine.types.step_output import StepTimings
 
 _WEIGHT = 0.2
 _MOST_TIMES = 2.0
-"""Times the mean that one measurement counts at most, and its share that it counts at least."""
+"""Factor to which one measurement's deviation from the mean is clipped, up and down."""
 MIN_PREFILL_TOKENS = 64
-"""Minimum step size to learn from: smaller steps are dominated by their fixed cost."""
+"""Fewest prompt tokens of a step to learn from: smaller steps are dominated by their fixed cost."""
 NUM_FIRST = 3
-"""Measurements that a rate needs before routers are told of it.
+"""Measurements of a rate before it is reported to routers.
 
-One alone may be of a step during which another program had the processor. A router that believed it would give an idle
-cluster's prompts to the worker's peers, for as long as their queues are short, and so the worker would never measure
+A single one may be of a step during which another program had the processor. A router that believed it would send an
+idle cluster's prompts to the worker's peers, as long as their queues are short, and so the worker would never measure
 again. Until then routers use the mean of its pool, or a prior; the worker itself decides by what it has measured.
 """
 
@@ -21,8 +21,8 @@ again. Until then routers use the mean of its pool, or a prior; the worker itsel
 class RateMeter:
     """The median of the first measurements, then an exponentially weighted mean; 0 before the first one. Pure.
 
-    One step says little by itself, however far it is off: it may have been held up, or seem to have taken no time
-    because the end of the step before was noticed late.
+    A single step says little, however far it is off: it may have been held up, or seem to have taken no time
+    because the end of the previous step was noticed late.
     """
 
     __slots__ = ("_decode_steps_s", "_prefill_rates", "decode_step_s", "prefill_tokens_per_s")

@@ -6,7 +6,7 @@ from tandem.errors import ConfigError
 from tandem.values.block_hash import HASH_BLOCK_TOKENS
 
 EVICTION_POLICIES = ("lru", "lfu", "prefix")
-"""The names of `engine.kv_cache.eviction.POLICIES`, which makes them."""
+"""Names of the policies in `engine.kv_cache.eviction.POLICIES`."""
 _AT_LEAST_ONE = (
     "num_blocks",
     "block_size",
@@ -21,7 +21,7 @@ _AT_LEAST_ONE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:
-    """What the scheduler may do in one step and in total. ConfigError for a bound that cannot work."""
+    """Limits on what the scheduler may do in one step and in total. Raises ConfigError for a bound that cannot work."""
 
     num_blocks: int
     """Physical KV blocks of the pool, from the memory budget made at start."""
@@ -38,19 +38,19 @@ class SchedulerConfig:
     """Time that a step beside decodes is planned to end in: it gets fewer prompt tokens where the machine is too slow
     for `prefill_chunk_tokens` (see `engine.scheduler.chunk_size`); None: no such bound."""
     max_running_requests: int
-    """Rows of one step."""
+    """Most requests that may run at once: rows of one step."""
     max_waiting_requests: int
-    """Queue bound: one more is refused as Overloaded."""
+    """Most requests that may wait: the next one is refused as Overloaded."""
     kv_event_capacity: int
     """KV events kept between two steps; beyond it they are dropped as a visible gap."""
     eos_token_ids: frozenset[int]
     """The model's own end tokens."""
     eviction: str
-    """Which cached block is given up first: one of `EVICTION_POLICIES`."""
+    """Order in which cached blocks are evicted: one of `EVICTION_POLICIES`."""
     max_overtakes: int
-    """How many requests with more of their prompt cached may leave the queue before one that came earlier; 0: none."""
+    """Requests that may overtake an earlier one because more of their prompt is cached; 0: none."""
     priority_aging_s: float | None
-    """A request one level lower ranks as if it had arrived so much later; None: strictly after all above it."""
+    """Delay by which a request of the next lower priority ranks later; None: it ranks strictly after all above it."""
 
     def __post_init__(self) -> None:
         for name in _AT_LEAST_ONE:

@@ -15,7 +15,7 @@ class Stored(NamedTuple):
 
     name: BlockHash
     parent: BlockHash | None
-    """None where it is not known any more: of a block that is only below the pool."""
+    """None when it is no longer known: for a block that is only below the pool."""
 
 
 class Evicted(NamedTuple):
@@ -71,7 +71,7 @@ class KVEventLog:
         self._next_seq += 1
 
     def drain(self) -> KVEventBatch:
-        """Hand out what was collected since the last drain."""
+        """Return the events collected since the last drain."""
         events = tuple(self._events)
         self._events.clear()
         return KVEventBatch(first_seq=self._next_seq - len(events), events=events)

@@ -15,11 +15,11 @@ from tandem.errors import InvariantError
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class PromptScoringState:
-    """Either log probabilities of the prompt's tokens behind the first one, or the mean of its last hidden states."""
+    """Log probabilities of all prompt tokens but the first, or the mean of the prompt's last hidden states."""
 
     num_prompt_tokens: int
     num_top: int | None
-    """Of each token also so many of the most likely in its place; None: hidden states, and no log probabilities."""
+    """Most likely alternatives to report for each token; None: hidden states, and no log probabilities."""
     num_scored: int = 0
     """Leading rows that have been scored or added to the mean."""
     logprobs: "array[float]" = field(default_factory=lambda: array("f"))  # [num_scored]
@@ -34,7 +34,7 @@ class PromptScoringState:
         return self.num_prompt_tokens - (self.num_top is not None)
 
     def rows(self, start: int, num_tokens: int) -> range:
-        """Positions to look at in a step over so many tokens; those known from before a preemption are left out."""
+        """Positions to score in a step of `num_tokens` tokens; those scored before a preemption are left out."""
         return range(max(start, self.num_scored), min(start + num_tokens, self.num_wanted))
 
     def scored(
@@ -46,7 +46,7 @@ class PromptScoringState:
         top_ids: Sequence[int],
         top_logprobs: Sequence[float],
     ) -> None:
-        """So many rows more, in order."""
+        """Append the scores of the next `count` rows. Raises InvariantError for sequences of other lengths."""
         width = count * (self.num_top or 0)
         if (len(logprobs), len(ranks), len(top_ids), len(top_logprobs)) != (count, count, width, width):
             raise InvariantError(f"{len(logprobs)} scores of {count} rows")
@@ -57,7 +57,7 @@ class PromptScoringState:
         self._advance(count)
 
     def pooled(self, count: int, hidden_sum: Sequence[float]) -> None:
-        """So many rows more, and the sum of their hidden states."""
+        """Add the sum of the hidden states of the next `count` rows."""
         before = self.hidden_sum or array("d", bytes(8 * len(hidden_sum)))
         self.hidden_sum = array("d", map(float.__add__, before, hidden_sum))
         self._advance(count)

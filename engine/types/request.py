@@ -44,7 +44,7 @@ class BlockSeconds:
 
 
 class RequestState(Enum):
-    """Where a request stands with the scheduler."""
+    """Stage of a request's life in the scheduler."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -107,14 +107,14 @@ class BlockTable:
 
 
 class EndRule(NamedTuple):
-    """When a request is over: made once by `engine.scheduler.request_limits.end_rule`, checked after every token."""
+    """Conditions that end a request: made by `engine.scheduler.request_limits.end_rule`, checked after every token."""
 
     token_ids: frozenset[int]
     """Sampling one of these ends the request, once it has `min_tokens`."""
     min_tokens: int
-    """Of its whole sequence, prompt and output."""
+    """Least length of the sequence, prompt and output."""
     max_tokens: int
-    """Of its whole sequence."""
+    """Greatest length of the sequence, prompt and output."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -133,7 +133,7 @@ class Request:
     priority: int = 0
     """Lower is sooner."""
     deadline_s: float | None = None
-    """On the clock of `arrival_s`. Until it runs, earlier deadlines go first, and one that has passed ends it."""
+    """Deadline on the clock of `arrival_s`. Among waiting requests the earliest goes first; one that passes ends it."""
     prefill_only: bool = False
     """Compute the prompt, sample one token, then hold the blocks for a hand-off."""
     state: RequestState = RequestState.WAITING
@@ -141,7 +141,7 @@ class Request:
     num_in_flight_tokens: int = 0
     """Tokens after these that launched steps compute; see `engine.scheduler.lookahead`."""
     num_awaited_tokens: int = 0
-    """Tokens after the known ones that launched steps sample: nobody knows their ids yet."""
+    """Tokens after the known ones that launched steps sample: their ids are not known yet."""
     num_cached_tokens: int = 0
     """Prompt tokens that were not computed for this request because their KV was already here."""
     num_host_tokens: int = 0
@@ -150,7 +150,7 @@ class Request:
     """The same, from disk."""
     num_preemptions: int = 0
     held: BlockSeconds = field(default_factory=BlockSeconds)
-    """By the clock of the block manager."""
+    """Block-seconds held so far, on the block manager's clock."""
     block_table: BlockTable = field(default_factory=BlockTable)
     block_hashes: list[BlockHash] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -168,7 +168,7 @@ class Request:
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens generated so far, on whatever worker."""
+        """Tokens generated so far, including those of other workers."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
@@ -203,12 +203,12 @@ class BatchItem(NamedTuple):
     start: int
     num_tokens: int
     samples: bool
-    """Whether the step reaches the last known token, so that a new one is sampled."""
+    """True when the step reaches the last known token, so that a new one is sampled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """What one step computes; built by the scheduler, executed by a runner.
+    """Work of one step; built by the scheduler, executed by a runner.
 
     Blocks are moved first (see `engine.types.block_moves` for the order), then the items' tokens are computed.
     """
@@ -218,7 +218,7 @@ class Batch:
     loads: tuple[BlockLoad, ...] = ()
     copies: tuple[BlockCopy, ...] = ()
     saves_free_blocks: bool = False
-    """Of what is offloaded some blocks are nobody's any more: until the step is done nobody outside may get them."""
+    """True when some offloaded blocks are already free: nothing outside the step may take them until it is done."""
 
     @property
     def num_tokens(self) -> int:
@@ -230,7 +230,7 @@ class TokenEvent(NamedTuple):
     """One new token of one request, or its end, or both."""
 
     request_id: RequestId
-    index: int  # type: ignore[assignment]  # nobody searches an event: the tuple's own `index` is not missed
+    index: int  # type: ignore[assignment]  # hides tuple.index, which is never called on events
     """Position of the token in the output, from 0; equals the number of outputs when the event is only an end."""
     token: SampledToken | None
     finish_reason: FinishReason | None

@@ -1,4 +1,4 @@
-"""What the engine asks of a model: to launch a step, and later what came of it; on the engine's own thread."""
+"""The engine's interface to a model: launch a step, later collect its tokens; used on the engine's own thread."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -7,17 +7,17 @@ from engine.types.request import Batch, SampledToken
 
 
 class LaunchedStep(Protocol):
-    """A step on its way."""
+    """A launched step, whose tokens can be awaited."""
 
     def is_over(self) -> bool:
-        """Whether `tokens` would wait for nothing. Where the host itself computes, a step is over once launched."""
+        """Whether `tokens` would return at once. Where the host itself computes, a step is over once launched."""
         ...
 
     def tokens(self) -> Sequence[SampledToken | None]:
         """Wait for the step: one token per item that samples, in the batch's order.
 
-        None where the logits held NaN or infinity, or nothing finite: no token can be chosen from them. An exception
-        ends the engine: after a failed step nobody knows which blocks hold what.
+        A token is None where the logits held NaN or infinity, or nothing finite. An exception ends the engine: after a
+        failed step the contents of its blocks are unknown.
         """
         ...
 
@@ -30,9 +30,9 @@ class Runner(Protocol):
         ...
 
     def launch(self, batch: Batch, on_layers: Callable[[int], None] | None = None) -> LaunchedStep:
-        """Begin to write the KV of every item's tokens and to sample; nothing of the batch is read after the return.
+        """Begin to write the KV of every item's tokens and to sample. The batch is not read after the return.
 
-        Steps are executed in the order of their launches. A batch may be launched before the tokens of the one before
+        Steps are executed in the order of their launches. A batch may be launched before the tokens of the previous one
         are known: an item that starts after its request's last known token computes the one sampled there. An
         exception ends the engine, as in `tokens`.
 

@@ -1,4 +1,4 @@
-"""What one step computes, as flat arrays: one row per token. Numpy only.
+"""Inputs of one step as flat arrays: one row per token. Numpy only.
 
 Rows are ordered for the attention backends: first the sequences with a single row (decoding, mostly), longest
 first, then those with several (prefill chunks).
@@ -13,13 +13,13 @@ IntArray = NDArray[np.int64]
 
 
 def no_moves() -> IntArray:
-    """An array of no pairs."""
+    """An empty array of pairs, `[0, 2]`."""
     return np.empty((0, 2), dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInputs:
-    """What one step computes. `num_seqs` sequences in row order; `num_rows` tokens.
+    """Inputs of one step: `num_seqs` sequences in row order; `num_rows` tokens.
 
     Blocks move first, in the order offloads, loads, copies.
     """
@@ -31,7 +31,7 @@ class StepInputs:
     starts: IntArray  # [num_seqs], first position computed
     counts: IntArray  # [num_seqs], rows of the sequence
     num_single: int
-    """Sequences with one row; they are the first, and their lengths never increase."""
+    """Sequences with one row; they come first, longest first."""
     sample_rows: IntArray  # last row of each sampling item, in the batch's order
     block_size: int
     offloads: IntArray = field(default_factory=no_moves)  # [num_offloads, 2], block and place in the host tier
@@ -39,10 +39,10 @@ class StepInputs:
     copies: IntArray = field(default_factory=no_moves)  # [num_copies, 2], blocks (source, target)
     feeds: IntArray = field(default_factory=no_moves)  # [num_feeds, 2], row whose token id only the device knows,
     # and which sample of the step before it is
-    scores: IntArray = field(default_factory=no_moves)  # [num_scores, 2], row to read, and the token that follows it
-    pooled: IntArray = field(default_factory=no_moves)  # [num_pooled, 2], row to read, and whose it is, counted from 0
+    scores: IntArray = field(default_factory=no_moves)  # [num_scores, 2], row to read, token that follows it
+    pooled: IntArray = field(default_factory=no_moves)  # [num_pooled, 2], row to read, index of its request
     num_top: int = 0
-    """How many of the most likely tokens are wanted of each scored row."""
+    """Most likely tokens to report for each scored row."""
 
     @property
     def lengths(self) -> IntArray:

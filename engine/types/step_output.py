@@ -1,6 +1,6 @@
 """The results of an engine step for the worker: values only, safe to pass to another thread.
 
-What every step makes is a tuple: a frozen dataclass costs five times as much.
+What every step makes is a tuple: a frozen dataclass takes five times as long to make.
 """
 
 from dataclasses import dataclass
@@ -20,12 +20,12 @@ class AdmittedSequence:
 
     request_id: RequestId
     queued_s: float
-    """Since its arrival, on the clock that `arrival_s` was read from."""
+    """Time since its arrival, on the clock of `arrival_s`."""
     num_prompt_tokens: int
     num_cached_tokens: int
     prefill_only: bool
     num_host_tokens: int = 0
-    """Of those cached and perhaps of output behind them: loaded from host memory."""
+    """Tokens loaded from host memory: some of the cached ones, and perhaps output that followed them."""
     num_disk_tokens: int = 0
 
     def cached(self, num_fetched_tokens: int) -> CachedTokens:
@@ -63,16 +63,16 @@ class PromptInStep(NamedTuple):
 
     request_id: RequestId
     num_computed_tokens: int
-    """Before the step, in all layers."""
+    """Tokens whose KV was complete in all layers before the step."""
     num_coming_tokens: int
-    """After it."""
+    """The same once the step is done."""
     block_ids: tuple[BlockId, ...]
-    """The whole table."""
+    """All blocks of the request's table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayersDone:
-    """Within a step: keys and values of its tokens are in the pool, on all ranks, in the first layers."""
+    """Progress within a step: the KV of its tokens is in the pool, on all ranks, for the first `num_layers` layers."""
 
     num_layers: int
     prompts: tuple[PromptInStep, ...]
@@ -87,19 +87,19 @@ class Load(NamedTuple):
     """Finished prefills whose blocks wait for a hand-off."""
     num_reservations: int
     num_backlog_tokens: int
-    """Known tokens still to compute, waiting and running."""
+    """Known tokens still to compute, of waiting and running requests."""
     num_blocks: int
     num_used_blocks: int
     num_evictable_blocks: int
     num_promised_blocks: int
     num_quarantined_blocks: int
     tiers: tuple[TierCounts, ...] = ()
-    """Below the pool, the nearest first."""
+    """Tiers below the pool, the nearest first."""
     pins: PinTotals = PinTotals()
 
 
 class StepTimings(NamedTuple):
-    """Where one step's time went, and over how many tokens."""
+    """Time that one step spent in each phase, and the number of tokens it computed."""
 
     schedule_s: float
     execute_s: float
@@ -111,12 +111,12 @@ class StepTimings(NamedTuple):
 
     @property
     def step_s(self) -> float:
-        """From one step to the next, in a row of steps alike."""
+        """Time from one step to the next when the same step is repeated."""
         return self.execute_s if self.is_overlapped else self.schedule_s + self.execute_s + self.commit_s
 
 
 class StepOutput(NamedTuple):
-    """Everything that happened since the output before."""
+    """Everything that happened since the previous output."""
 
     events: tuple[TokenEvent, ...]
     admissions: tuple[AdmittedSequence, ...]
@@ -127,4 +127,4 @@ class StepOutput(NamedTuple):
     timings: StepTimings | None = None
     """None when nothing was executed, for example after an abort of the last request."""
     lost_pins: tuple[PinKey, ...] = ()
-    """Pinned prefixes that gave way."""
+    """Pinned prefixes that were given up."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """Blocks moved between the pool and host memory since start: bytes and the seconds that just those took."""
+    """Blocks moved between the pool and host memory since start: bytes, and seconds spent on these moves alone."""
 
     saved_bytes: int = 0
     save_s: float = 0.0
@@ -15,7 +15,7 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierCounts:
-    """One tier: gauges of now, totals since start."""
+    """One tier: gauges as of now, totals since start."""
 
     tier: str
     """`host` or `disk`."""
@@ -24,17 +24,17 @@ class TierCounts:
     hits: int = 0
     """Prompt blocks that an admitted request found here and not in a nearer tier."""
     misses: int = 0
-    """Full prompt blocks that were looked for here and had to be found farther away, or computed."""
+    """Full prompt blocks that were looked for here, but found in a tier farther away or computed."""
     stores: int = 0
     evictions: int = 0
     stored_bytes: int = 0
     store_s: float = 0.0
-    """What storing just those bytes took."""
+    """Time spent storing these bytes, and nothing else."""
     loaded_bytes: int = 0
     load_s: float = 0.0
-    """What loading just those bytes took, checksums included."""
+    """Time spent loading these bytes, checksums included, and nothing else."""
     dropped: int = 0
-    """Blocks that should have come here and did not: no room, a slow or a full disk, or nobody to copy them."""
+    """Blocks not stored here though they should have been: no room, a slow or full disk, or no copier."""
     damaged: int = 0
     """Copies that were thrown away unused: damaged, cut short, or of another cache."""
     late: int = 0

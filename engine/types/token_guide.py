@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from tandem.errors import InternalError, InvalidRequest, ServingError
 
-if TYPE_CHECKING:  # whoever decides what runs next needs no numpy
+if TYPE_CHECKING:  # the scheduler imports this module and needs no numpy
     import numpy as np
     import numpy.typing as npt
 
@@ -18,55 +18,55 @@ Bits: TypeAlias = "npt.NDArray[np.int32]"
 
 
 class TokenGuide(Protocol):
-    """Of one answer; used by the engine's thread alone once a request has it."""
+    """Follows the grammar of one answer; used by the engine's thread alone once a request has it."""
 
     @property
     def num_tokens(self) -> int:
-        """How many it has accepted."""
+        """Tokens accepted so far."""
 
     @property
     def is_over(self) -> bool:
-        """Whether the answer is whole and nothing may follow it."""
+        """Whether the answer is complete: no token may follow."""
 
     @property
     def has_refused(self) -> bool:
-        """Whether it did not accept the last token, or its grammar turned out to take too much to follow."""
+        """Whether it refused the last token, or gave up because its grammar is too costly to follow."""
 
     @property
     def takes_too_much(self) -> bool:
-        """Whether that was because of what its grammar takes to follow."""
+        """Whether it refused because its grammar is too costly to follow."""
 
     def allow(self, bits: Bits) -> None:
-        """Set the bits of the tokens that may come next, the end token among them where the answer may end."""
+        """Set the bits of the tokens that may come next, the end token's included where the answer may end."""
 
     def accept(self, token_id: int) -> bool:
-        """Go on by a token. False when it may not come next, or the grammar takes too much to follow."""
+        """Advance by one token. False when it may not come next, or the grammar is too costly to follow."""
 
 
 class Guides(Protocol):
-    """Makes guides; any thread may call."""
+    """Makes guides; may be called from any thread."""
 
     def kept(self, grammar: str) -> TokenGuide | None:
-        """One that has accepted nothing, at once; None when the grammar is to be compiled first."""
+        """A fresh guide, at once; None when the grammar has to be compiled first."""
 
     def guide(self, grammar: str) -> TokenGuide:
-        """One that has accepted nothing. Raises InvalidRequest for what cannot be compiled or takes too much to follow.
+        """A fresh guide. Raises InvalidRequest for a grammar that cannot be compiled or is too costly to follow.
 
         May take a second: not for the event loop, nor for the engine's thread.
         """
 
 
 def unusable(guide: TokenGuide | None) -> ServingError:
-    """Why no token could be chosen for a request."""
+    """The error of a request for which no token could be chosen."""
     if guide is not None and guide.takes_too_much:
-        return InvalidRequest("grammar: this answer has come to take too much to follow", param="grammar")
+        return InvalidRequest("grammar: it takes too much to follow in this answer", param="grammar")
     if guide is not None and guide.has_refused:
         return InvalidRequest("the grammar allows no next token")
     return InternalError("the model's logits are not finite (NaN or infinity)")
 
 
 def follow(guide: TokenGuide, output: Sequence[int]) -> bool:
-    """Have a guide accept what it has not of an answer's tokens; False when one of them may not stand there."""
+    """Make a guide accept the tokens of `output` that it has not seen; False when it refuses one."""
     return all(guide.accept(token_id) for token_id in output[guide.num_tokens :])
 
 

@@ -27,7 +27,7 @@ class CpuAttention:
         *,
         deterministic: bool,
     ) -> None:
-        """ConfigError for a geometry that the kernels do not serve."""
+        """Raises ConfigError for a geometry that the kernels do not serve."""
         self.heads = CpuHeads(spec, kernels, buffers, block_size=cache.block_size)
         self.paged = PagedAttention(
             library, self.heads.shape, num_threads=kernels.num_threads, deterministic=deterministic
@@ -50,7 +50,7 @@ class CpuAttentionPlan:
 
     @property
     def kernels(self) -> tuple[bool, bool]:
-        """Whether `attend` calls the kernel for single rows, and the one for chunks."""
+        """True for each kernel that `attend` calls: the one for single rows, the one for chunks."""
         return self._metadata.num_singles > 0, self._metadata.num_units > 0
 
     @property

@@ -1,6 +1,6 @@
 """Compiled kernels on a CPU: packed projections, fused elementwise passes, attention that reads blocks in place.
 
-What the processor lacks is replaced piece by piece: without AMX the bfloat16 projections are oneDNN's, everything else
+Features that the processor lacks are replaced one by one: without AMX the bfloat16 projections are oneDNN's, all else
 stays. In the steady state a step allocates nothing here: every result lies in a buffer with its own name.
 """
 
@@ -41,7 +41,7 @@ _KERNEL_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class BufferedProjection:
-    """A packed matrix that writes into its role's buffer."""
+    """A packed matrix whose results lie in the buffer of its role."""
 
     __slots__ = ("_buffers", "_linear", "_name", "_padding")
 
@@ -58,7 +58,7 @@ class BufferedProjection:
 
     def __call__(self, x: Tensor) -> Tensor:
         rows = x.shape[0]
-        # Room for whole tiles, should that be what the next projection is given.
+        # Rows of whole tiles, in case the next projection is given tiles.
         out = self._buffers.rows(
             self._name, whole_tiles(rows), self._linear.columns, self._linear.out_dtype, padding=self._padding
         )[:rows]
@@ -67,12 +67,12 @@ class BufferedProjection:
 
 
 class AddedProjection:
-    """A packed matrix whose product goes straight into the residual stream: it is neither written nor read again."""
+    """A packed matrix whose product is added to the residual stream directly, without a buffer of its own."""
 
     __slots__ = ("_linear",)
 
     def __init__(self, linear: PackedLinear) -> None:
-        """`linear` adds to what it writes to."""
+        """`linear` must have the epilogue ADD."""
         self._linear = linear
 
     @property
@@ -85,7 +85,7 @@ class AddedProjection:
 
 
 class PackedEmbedding:
-    """Rows looked up in the packed output head that shares the table."""
+    """Looks rows up in the packed output head that shares the table."""
 
     __slots__ = ("_buffers", "_linear")
 
@@ -102,7 +102,7 @@ class PackedEmbedding:
 
 
 class BufferedEmbedding:
-    """Rows of a table that nothing shares."""
+    """Looks rows up in a table of its own."""
 
     __slots__ = ("_buffers", "_kernels", "_weight")
 
@@ -124,14 +124,14 @@ class BufferedEmbedding:
 
 
 class FusedNorm:
-    """Residual addition and norm in one pass."""
+    """Adds the delta to the residual stream and norms it, in one pass."""
 
     __slots__ = ("_buffers", "_eps", "_gives_tiles", "_kernels", "weight")
 
     def __init__(
         self, weight: Tensor, eps: float, kernels: CpuElementwise, buffers: Buffers, *, gives_tiles: bool
     ) -> None:
-        """`gives_tiles`: many rows go to a projection that takes tiles."""
+        """`gives_tiles`: with many rows, write tiles, which the following projection reads."""
         self._gives_tiles = gives_tiles
         self.weight = weight  # [size]
         self._eps = eps
@@ -152,10 +152,10 @@ class FusedNorm:
 
 
 class CpuBackend:
-    """See engine.model.backend.Backend. Results lie in buffers named after what they are.
+    """Implements engine.model.backend.Backend. Results lie in buffers named after them.
 
     On AMX, norms and gates give many rows as tiles to the projections that read them (`engine.kernels.cpu.gemm.Tiles`):
-    nothing else may read what they give.
+    nothing else may read these results.
     """
 
     def __init__(self, library: KernelLibrary, options: BackendOptions) -> None:
@@ -170,7 +170,7 @@ class CpuBackend:
         self._deterministic = options.deterministic
         self._quantize = options.quantization == "int8"
         self._has_packing = self.dtype is torch.float32 or supports(library.features, Arithmetic.BF16)
-        self._refuse_what_is_missing()
+        self._check_features()
         self._kernels = CpuElementwise(library, self.dtype, num_threads=options.num_threads)
         self._buffers = Buffers(options.device)
         if self.dtype is torch.float32:
@@ -181,16 +181,16 @@ class CpuBackend:
             self.name += "-int8"
 
     def projection(self, weight: Tensor, bias: Tensor | None, role: ProjectionRole) -> Projection:
-        taken = self._taken(weight, role)
+        taken = self._input_tiles(weight, role)
         linear = self._pack(weight, bias, Epilogue.STORE, quantize=self._quantize, tiles=taken)
-        # What is added to the residual stream is added in one piece, or sent to other ranks.
+        # Only rows of QKV: results to be added to the residual stream must be contiguous, to be sent to other ranks.
         padding = _row_padding(linear.out_dtype) if role is ProjectionRole.QKV else 0
         return BufferedProjection(linear, self._buffers, role.value, padding=padding)
 
     def closing(self, weight: Tensor, bias: Tensor | None, role: ProjectionRole) -> Closing:
         if not self._has_packing:
             return LaterAdded(self.projection(weight, bias, role))
-        taken = self._taken(weight, role)
+        taken = self._input_tiles(weight, role)
         linear = PackedLinear(
             self._library,
             weight,
@@ -208,7 +208,7 @@ class CpuBackend:
         return BufferedProjection(linear, self._buffers, "gated", padding=_row_padding(linear.out_dtype))
 
     def head(self, weight: Tensor) -> Projection:
-        """See Backend. Never quantized: it decides between tokens, and its error is not averaged out by any layer."""
+        """See Backend. Never quantized: the head decides between tokens, and no later layer averages its error out."""
         return BufferedProjection(self._pack_head(weight), self._buffers, "logits")
 
     def embedding(self, weight: Tensor) -> BufferedEmbedding:
@@ -219,7 +219,7 @@ class CpuBackend:
         head = BufferedProjection(linear, self._buffers, "logits")
         if isinstance(linear, PackedLinear):
             return PackedEmbedding(linear, self._buffers), head
-        return self.embedding(weight), head  # oneDNN's layout is its own: the table stays beside it
+        return self.embedding(weight), head  # oneDNN's layout is opaque: the table is kept as well
 
     def norm(self, weight: Tensor, eps: float) -> FusedNorm:
         gives_tiles = bool(self._tiles(weight.shape[0], Tiles.OUTPUT))
@@ -228,14 +228,14 @@ class CpuBackend:
     def attention(self, spec: AttentionSpec, cache: PagedKVCache) -> AttentionBackend:
         is_int8 = cache.layout.dtype == "int8"
         if cache.layout.is_quantised and not is_int8:
-            return TorchAttention(spec, cache)  # said at start: engine.backends.select
+            return TorchAttention(spec, cache)  # engine.backends.select has logged it
         make = CpuInt8Attention if is_int8 else CpuAttention
         return make(spec, cache, self._library, self._kernels, self._buffers, deterministic=self._deterministic)
 
     def graphs(
         self, model: RecordableModel, attention: AttentionBackend, *, max_rows: int, max_length: int
     ) -> StepGraphs | None:
-        """See Backend. Only what is computed by our kernels from end to end can be recorded."""
+        """See Backend. Only steps computed by our own kernels throughout can be recorded."""
         if not self._has_packing or not isinstance(attention, CpuAttention):
             return None
         return CpuPrograms(model, attention, self._library, self._buffers, max_rows=max_rows)
@@ -244,8 +244,8 @@ class CpuBackend:
         self._buffers.clear()
 
     def bind_thread(self) -> None:
-        """See Backend. Threads that wait for each other at every product must not share a processor by accident."""
-        step_back()  # before the team is made, which has its priority from this thread
+        """See Backend. Threads that wait for each other at every product must not happen to share a processor."""
+        step_back()  # first, since the team's threads inherit this thread's priority
         if self._binds_threads:
             bind_team(self._library, self._threads)
 
@@ -265,16 +265,18 @@ class CpuBackend:
             self._library, weight, bias, epilogue=epilogue, quantize=quantize, tiles=tiles, num_threads=self._threads
         )
 
-    def _taken(self, weight: Tensor, role: ProjectionRole) -> Tiles:
-        """Norms and gates give tiles, attention does not."""
+    def _input_tiles(self, weight: Tensor, role: ProjectionRole) -> Tiles:
+        """Tiles that a projection is given: norms and gates write them, attention does not."""
         return Tiles.NOTHING if role is ProjectionRole.OUTPUT else self._tiles(weight.shape[1], Tiles.INPUT)
 
     def _tiles(self, row_size: int, handed: Tiles) -> Tiles:
-        """What is handed over in tiles: bf16 in rows of whole tiles, unless it is to be quantized first."""
+        """`handed` if this backend can use tiles for rows of `row_size`: bfloat16, whole tiles, no quantization;
+        else none.
+        """
         can = self.dtype is torch.bfloat16 and self._has_packing and not self._quantize
         return handed if can and row_size % TILE_COLUMNS == 0 else Tiles.NOTHING
 
-    def _refuse_what_is_missing(self) -> None:
+    def _check_features(self) -> None:
         if self._quantize and self.dtype is not torch.bfloat16:
             raise KernelsUnavailable("int8 projections work on bfloat16 activations: set model.dtype to bfloat16")
         if self._quantize and not supports(self._library.features, Arithmetic.INT8):
@@ -291,7 +293,7 @@ def _residual(buffers: Buffers, num_rows: int, size: int, dtype: torch.dtype) ->
 
 
 def _row_padding(dtype: torch.dtype) -> int:
-    """Elements between rows that tiles are written to: at a power of two rows would share a few sets of a cache."""
+    """Padding between rows that tiles are written to: rows at a power of two would share a few sets of a cache."""
     return _CACHE_LINE_BYTES // dtype.itemsize
 
 

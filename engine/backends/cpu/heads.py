@@ -1,4 +1,4 @@
-"""What compiled attention does around its kernels, whatever the cache holds: angles, head norms, where results lie."""
+"""Attention heads on a CPU, whatever dtype the cache has: angles, head norms, buffers of results."""
 
 import torch
 from torch import Tensor
@@ -11,7 +11,9 @@ from engine.types.step_inputs import StepInputs
 
 
 class CpuHeads:
-    """Attention heads of one model as the compiled kernels take them: norms, rotary embedding, windows by layer."""
+    """Attention heads of one model in the form that compiled kernels take: norms, rotary embedding, windows by
+    layer.
+    """
 
     __slots__ = ("_buffers", "_eps", "_norm_weights", "_rope", "kernels", "shape", "windows")
 
@@ -36,18 +38,18 @@ class CpuHeads:
         self._eps = norms[0].eps if norms else 0.0
 
     def rotation(self, inputs: StepInputs) -> RotationPlan:
-        """One step's angles and slots, for every layer."""
+        """Angles and cache slots of one step, for every layer."""
         cos, sin = self._rope.half_angles(torch.from_numpy(inputs.positions))
         return self.kernels.plan_rotation(self.shape, cos, sin, inputs.slots)
 
     def split_heads(self, qkv: Tensor) -> Tensor:
-        """`[num_rows, num_heads + 2 * num_kv_heads, head_dim]`: queries, keys, values."""
+        """View `qkv` as `[num_rows, num_heads + 2 * num_kv_heads, head_dim]`: queries, keys, values."""
         return qkv.view(qkv.shape[0], -1, self.shape.head_dim)
 
     def norm(self, layer: int) -> tuple[Tensor | None, float]:
-        """A layer's weight and epsilon; no weight where heads are not normed."""
+        """A layer's head norm: weights, one row per head, and epsilon; no weights where heads are not normed."""
         return self._norm_weights[layer] if self._norm_weights else None, self._eps
 
     def results(self, num_rows: int) -> Tensor:
-        """Where a layer's answer goes, `[num_rows, num_heads * head_dim]`; valid until the next layer's."""
+        """Buffer for a layer's results, `[num_rows, num_heads * head_dim]`; valid until the next layer's."""
         return self._buffers.rows("attended", num_rows, self.shape.num_heads * self.shape.head_dim, self.shape.dtype)

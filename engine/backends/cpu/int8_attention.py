@@ -26,7 +26,7 @@ class CpuInt8Attention:
         *,
         deterministic: bool,
     ) -> None:
-        """ConfigError for a geometry that the kernels do not serve, or a cache that is not in int8."""
+        """Raises ConfigError for a geometry that the kernels do not serve, or a cache that is not in int8."""
         self.heads = CpuHeads(spec, kernels, buffers, block_size=cache.block_size)
         self.paged = PagedInt8Attention(
             library,

@@ -1,7 +1,7 @@
-"""Decoding steps on a CPU as programs: recorded when a number of rows is met first, repeated ever after.
+"""Decoding steps on a CPU as programs: recorded when a number of rows is first met, then repeated.
 
-Between the kernels of a layer an eager step spends some 10 us in Python each time, in which memory, the limit of
-decoding, stands still. A program makes all calls from the first norm to the logits without coming back.
+Between the kernels of a layer an eager step spends some 10 us in Python each time, during which memory, the limit of
+decoding, is idle. A program makes all calls from the first norm to the logits without returning to Python.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ from engine.types.step_inputs import StepInputs
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Recorded:
-    """One program and what it works on."""
+    """A program and the memory that it reads and writes."""
 
     program: KernelProgram
     embedded_at: int  # where it expects [num_rows, hidden_size]
@@ -28,11 +28,11 @@ class _Recorded:
 
 
 class CpuPrograms:
-    """See StepGraphs. Serves steps in which every sequence computes one row and samples."""
+    """Implements StepGraphs for steps in which every sequence computes one row and samples."""
 
     def __init__(self, model: RecordableModel, attention: CpuAttention, library: KernelLibrary, buffers: Buffers, *,
                  max_rows: int) -> None:  # fmt: skip
-        """Steps of more than `max_rows` rows are left to others."""
+        """`max_rows`: largest step to record; larger ones are computed eagerly."""
         self._model = model
         self._attention = attention
         self._library = library
@@ -47,7 +47,7 @@ class CpuPrograms:
             return None
         plan = self._attention.plan(inputs)
         if self._generation != self._buffers.generation:
-            # A larger step has moved the buffers: what was recorded points to memory that is no longer theirs.
+            # A larger step has moved the buffers: recorded programs point to their former memory.
             self._programs.clear()
             self._generation = self._buffers.generation
         embedded = self._model.embedding(token_ids)
@@ -61,14 +61,14 @@ class CpuPrograms:
         return recorded.logits
 
     def replay(self, program: KernelProgram) -> None:
-        """The model's part of a step; a method of its own so that a benchmark can time it."""
+        """Run the model's part of a step; a method of its own so that a benchmark can time it."""
         program.run()
 
     def _record(self, key: tuple[int, bool, bool], embedded: Tensor, plan: CpuAttentionPlan) -> Tensor:
         with self._library.recording() as calls:
             logits = self._model.logits_of_embedded(embedded, plan)
         if self._generation != self._buffers.generation:
-            return logits  # it moved a buffer itself: the next step of this kind is recorded
+            return logits  # this step moved a buffer: record the next of its kind
         records = tuple(type(record)() for record in plan.records)
         moved = {
             ctypes.addressof(source): ctypes.addressof(target)

@@ -1,7 +1,7 @@
-"""The Triton attention kernels behind the engine's attention Protocols, and how a step's metadata reaches the device.
+"""The Triton attention kernels behind the engine's attention Protocols, and the upload of a step's metadata.
 
 A step's arrays are packed into one piece of pinned memory and copied in one asynchronous transfer. The pinned memory
-comes from torch's caching allocator, which gives it out again only when the copy is done; so the host may lay out the
+comes from torch's caching allocator, which reuses it only when the copy is done; so the host may lay out the
 next step while the device still reads this one.
 """
 
@@ -23,7 +23,7 @@ from engine.model.layers.attention import AttentionSpec
 from engine.types.step_inputs import StepInputs
 
 _CPU_SMS = 8
-"""Multiprocessors to plan for where there is none: in the interpreter."""
+"""Number of multiprocessors to plan for on a CPU, in Triton's interpreter."""
 
 
 class DeviceStep(NamedTuple):
@@ -40,18 +40,18 @@ class DeviceStep(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLayout:
-    """Where each array lies in one int32 buffer; the tables are last, 64-bit arrays first, for their alignment."""
+    """Offsets of a step's arrays in one int32 buffer: 64-bit arrays first, for their alignment, tables last."""
 
     num_rows: int
     num_seqs: int
 
     @property
     def table_begin(self) -> int:
-        """Words before the tables."""
+        """Number of words before the tables."""
         return 5 * self.num_rows + 3 * self.num_seqs + 1
 
     def views(self, words: Tensor, tables: Tensor) -> DeviceStep:
-        """The arrays within `words`, int32 of `table_begin` elements or more."""
+        """View the arrays in `words`, int32 of at least `table_begin` elements."""
         rows, seqs = self.num_rows, self.num_seqs
         wide, ints = words[: 4 * rows].view(torch.int64), words[5 * rows : self.table_begin]
         return DeviceStep(
@@ -65,7 +65,7 @@ class StepLayout:
         )
 
     def pack(self, inputs: StepInputs, words: NDArray[np.int32]) -> None:
-        """Fill everything but the tables; rows and sequences that `inputs` has not become padding."""
+        """Fill everything but the tables; unused rows and sequences become padding."""
         rows, seqs = self.num_rows, self.num_seqs
         used, sequences = len(inputs.token_ids), len(inputs.starts)
         words[:] = 0
@@ -82,7 +82,10 @@ class StepLayout:
 
 
 def upload(inputs: StepInputs, layout: StepLayout, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The packed words, int32, and the step's own tables, int32 `[num_seqs of inputs, max_blocks]`, in one transfer."""
+    """Copy a step's arrays to the device in one transfer.
+
+    Returns the packed words, int32 `[table_begin]`, and the tables, int32 `[num_seqs of inputs, max_blocks]`.
+    """
     begin, shape = layout.table_begin, inputs.tables.shape
     host = torch.empty(begin + inputs.tables.size, dtype=torch.int32, pin_memory=device.type == "cuda")
     words = host.numpy()
@@ -120,7 +123,9 @@ class CudaAttention:
         return CudaAttentionPlan(self, step, num_single=inputs.num_single, max_length=longest)
 
     def workspace(self, batch: int, max_length: int) -> DecodeWorkspace | None:
-        """For decoding `batch` sequences of up to `max_length` tokens; None when they are not split."""
+        """Memory for decoding `batch` sequences of up to `max_length` tokens with split keys; None when they are
+        not split.
+        """
         config = self.spec.config
         splits = choose_splits(
             batch=max(1, batch),
@@ -149,7 +154,7 @@ class CudaAttentionPlan:
     __slots__ = ("_backend", "_cos", "_num_single", "_sin", "_step", "_workspace")
 
     def __init__(self, backend: CudaAttention, step: DeviceStep, *, num_single: int, max_length: int) -> None:
-        """`max_length`: of the sequences with one row, or more."""
+        """`max_length`: at least the length of every sequence with one row."""
         self._backend = backend
         self._step = step
         self._num_single = num_single

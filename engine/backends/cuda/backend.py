@@ -1,7 +1,7 @@
 """Triton kernels on a GPU: fused elementwise passes, paged attention, sampling; products by the vendor's library.
 
-In deterministic mode products are made by `engine.kernels.triton.gemm_fixed` and attention in fixed runs of keys, so
-that a token's result depends on neither its company, nor chunks, nor the step. Results are tensors of torch's caching
+In deterministic mode products are computed by `engine.kernels.triton.gemm_fixed` and attention in fixed runs of keys,
+so that a token's result does not depend on batch, chunks or step. Results are tensors of torch's caching
 allocator: in the steady state nothing is allocated on the device.
 """
 
@@ -25,18 +25,18 @@ from engine.sampling.backend import SamplingKernels
 from tandem.errors import ConfigError
 
 _MAX_GRAPH_ROWS = 256
-"""Beyond it a step computes long enough to hide its launches."""
+"""Largest batch to record: a larger step computes long enough to hide its launches."""
 
 
 class CudaProjection:
-    """A matrix of weights; with a launch, every row's sums are made in one order."""
+    """A matrix of weights; with a launch, every row is summed in one fixed order."""
 
     __slots__ = ("_launch", "_out_dtype", "bias", "weight")
 
     def __init__(
         self, weight: Tensor, bias: Tensor | None, launch: GemmLaunch | None, out_dtype: torch.dtype | None = None
     ) -> None:
-        """`out_dtype`: the weights' own when absent."""
+        """`out_dtype`: None for the weights' own."""
         self.weight = weight  # [out_features, in_features]
         self.bias = bias  # [out_features]
         self._launch = launch
@@ -56,7 +56,7 @@ class CudaProjection:
 
 
 class CudaGated(CudaProjection):
-    """SwiGLU's gate behind a stacked projection."""
+    """A stacked projection followed by SwiGLU's gate."""
 
     __slots__ = ()
 
@@ -68,7 +68,7 @@ class CudaGated(CudaProjection):
 
 
 class CudaNorm:
-    """Residual addition and norm in one pass."""
+    """Adds the delta to the residual stream and norms it, in one pass."""
 
     __slots__ = ("_eps", "weight")
 
@@ -88,7 +88,7 @@ class CudaNorm:
 
 
 class CudaBackend:
-    """See engine.model.backend.Backend. On CPU tensors it runs in Triton's interpreter, for tests."""
+    """Implements engine.model.backend.Backend. On CPU tensors it runs in Triton's interpreter, for tests."""
 
     def __init__(self, options: BackendOptions) -> None:
         """Raises ConfigError for a quantization other than none."""
@@ -133,7 +133,7 @@ class CudaBackend:
     def graphs(
         self, model: RecordableModel, attention: AttentionBackend, *, max_rows: int, max_length: int
     ) -> StepGraphs | None:
-        """See Backend. `attention` is the last that this backend made."""
+        """See Backend. `attention` must be the last one that this backend made; else nothing is recorded."""
         if self.device.type != "cuda" or self._attention is None or attention is not self._attention:
             return None
         from engine.backends.cuda.graphs import CudaRecorder, DecodeGraphs, graph_batch_sizes
@@ -150,14 +150,14 @@ class CudaBackend:
         return graphs
 
     def trim(self) -> None:
-        """See Backend: results are torch's own, which it has back already."""
+        """Do nothing: torch has the memory of all results back already."""
 
     def bind_thread(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
 
     def sampling(self, vocab_size: int) -> SamplingKernels:
-        """See Backend. The compiler is kept from running while requests wait."""
+        """See Backend. Kernels are compiled now, so that no request has to wait for the compiler."""
         if self.device.type == "cuda":
             compile_for(vocab_size, self.device)
         return TritonSampling()

@@ -1,11 +1,11 @@
-"""Decoding steps as CUDA graphs: one for each padded batch size, captured at start, replayed ever after.
+"""Decoding steps as CUDA graphs: one for each padded batch size, captured at start and replayed from then on.
 
 A graph holds addresses and launch sizes, not values: a step's arrays are copied into buffers that all graphs read, the
 rest of a padded batch has length 0 and writes nothing. Replaying costs one call where the eager step makes hundreds.
-What a graph computes on the way lies in one memory pool, and its logits in one buffer: graphs run one after another,
+Intermediate results of all graphs lie in one memory pool, their logits in one buffer: graphs run one after another,
 and each writes whatever it reads there. So any number of them takes the memory of the largest.
 Life cycle: `capture()` once, before serving, largest batch first, since the first shapes the pool; then `logits()` for
-every step that is nothing but decoding.
+every step that only decodes.
 """
 
 import gc
@@ -26,10 +26,10 @@ _WARM_UPS = 2
 
 
 class Recorder(Protocol):
-    """Records work once, and gives a call that repeats it on the same memory."""
+    """Records work once; the result is a call that repeats it on the same memory."""
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
-        """`work` must not wait for the device, and must keep what it makes in memory that it was given."""
+        """Record `work`, which must not wait for the device, and must write its results to existing memory."""
         ...
 
 
@@ -39,25 +39,25 @@ class CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
-        self._beside = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         present = torch.cuda.current_stream(self._device)
-        self._beside.wait_stream(present)
-        with torch.cuda.stream(self._beside):
+        self._stream.wait_stream(present)
+        with torch.cuda.stream(self._stream):
             for _ in range(_WARM_UPS):
                 work()
         graph = torch.cuda.CUDAGraph()
-        # What other threads ask of the device meanwhile is no part of the graph, and no reason to give it up.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._beside, capture_error_mode="thread_local"):
+        # Calls of other threads to the device must neither enter the graph nor invalidate it.
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             work()
-        present.wait_stream(self._beside)
+        present.wait_stream(self._stream)
         return graph.replay
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Buffers:
-    """What all graphs read and write: as large as the largest, of which the others use the beginning."""
+    """Buffers that all graphs share: as large as the largest batch needs, smaller ones use their beginnings."""
 
     words: Tensor  # int32 [table_begin of the largest]
     tables: Tensor  # int32 [largest, max_blocks]
@@ -66,7 +66,7 @@ class _Buffers:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Graph:
-    """One batch size; its tensors are the beginnings of the shared ones."""
+    """The graph of one batch size; its tensors are the beginnings of the shared ones."""
 
     layout: StepLayout
     words: Tensor  # int32 [table_begin]
@@ -89,7 +89,7 @@ class DecodeGraphs:
         max_length: int,
         block_size: int,
     ) -> None:
-        """`max_length`: of any sequence, in tokens."""
+        """`max_length`: tokens of the longest sequence."""
         self._model = model
         self._attention = attention
         self._recorder = recorder
@@ -99,16 +99,16 @@ class DecodeGraphs:
         self._graphs: dict[int, _Graph] = {}
 
     def capture(self) -> None:
-        """Record every batch size. What it computes meanwhile is nobody's: no cache block is written."""
-        gc.collect()  # graphs of an engine that is gone are not to be taken apart in the middle of a capture
+        """Record every batch size. The recorded runs write no cache block."""
+        gc.collect()  # an earlier engine's graphs must not be destroyed during a capture
         buffers = self._make_buffers()
         for batch in reversed(self._batch_sizes):
-            self._graphs[batch] = self._captured(batch, buffers)
+            self._graphs[batch] = self._capture_batch(batch, buffers)
 
     def logits(self, inputs: StepInputs, token_ids: Tensor, rows: Tensor | None) -> Tensor | None:
         """See StepGraphs. Waits for nothing.
 
-        A graph serves steps of single rows only, as many as the largest batch at most, within the tables' width.
+        Serves only steps of single rows, at most as many as the largest batch, within the tables' width.
         """
         count = len(inputs.starts)
         place = bisect_left(self._batch_sizes, count)
@@ -134,7 +134,7 @@ class DecodeGraphs:
             logits=torch.zeros(largest, self._model.config.vocab_size, dtype=torch.float32, device=device),
         )
 
-    def _captured(self, batch: int, buffers: _Buffers) -> _Graph:
+    def _capture_batch(self, batch: int, buffers: _Buffers) -> _Graph:
         layout = StepLayout(num_rows=batch, num_seqs=batch)
         words = buffers.words[: layout.table_begin].zero_()
         step = layout.views(words, buffers.tables[:batch])
@@ -152,6 +152,6 @@ class DecodeGraphs:
 
 
 def graph_batch_sizes(largest: int) -> tuple[int, ...]:
-    """1, 2, 4, then multiples of 8 up to 64, then of 32: few graphs, and little padding."""
+    """Batch sizes 1, 2, 4, multiples of 8 up to 64, then of 32, up to `largest`: few graphs, little padding."""
     sizes = {1, 2, 4, *range(8, min(largest, 64) + 1, 8), *range(96, largest + 1, 32), largest}
     return tuple(sorted(size for size in sizes if size <= largest))

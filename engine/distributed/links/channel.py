@@ -1,9 +1,9 @@
 """Framed messages between rank 0 and one other rank: over a pair of connected Unix sockets, or between nodes in TLS.
 
-A socket pair has no name that anybody else could connect to; the kernel closes it with its process, so the end of the
-stream is the end of the peer. A frame is one byte of kind, four of length, then the payload; descriptors travel beside
-the payload's first byte. Between nodes (see engine.distributed.links.listener) the kernel says as much of a
-connection, and no descriptor travels.
+A socket pair has no name that another process could connect to; the kernel closes it with its process, so the end of
+the stream is the end of the peer. A frame is one byte of kind, four of length, then the payload; descriptors travel
+beside the payload's first byte. Between nodes (see engine.distributed.links.listener) the end of a connection is the
+end of the peer as well, and no descriptors travel.
 """
 
 import array
@@ -22,50 +22,52 @@ _MAX_FDS = 1
 
 
 class ChannelKind(IntEnum):
-    """What a message is. The arrows: rank 0 is on the left."""
+    """Kind of a message; -> is sent by rank 0, <- by the other rank."""
 
     READY = 1
-    """<- alive, waiting for the set-up."""
+    """<- alive, waiting for the setup."""
     SETUP = 2
     """-> JSON of RankSetup; with the descriptor of the group's store."""
     LOADED = 3
     """<- JSON of RankFacts."""
     REFUSED = 4
-    """<- why this configuration or model cannot be served, as text."""
+    """<- text: why the rank cannot serve this configuration or model."""
     DRY_RUN = 5
-    """-> JSON of KVLayout: the steps up to MEASURE run over a pool of one block."""
+    """-> JSON of PoolPlan: the steps up to MEASURE run over this pool, of one block."""
     MEASURE = 6
-    """-> how much memory did they take?"""
+    """-> asks for the memory that these steps took."""
     MEASURED = 7
-    """<- JSON of bytes, or null."""
+    """<- JSON: number of bytes, or null."""
     POOL = 8
-    """-> JSON of PoolPlan: what KV cache to serve with; with the descriptor of the memory, if it is shared."""
+    """-> JSON of PoolPlan: the KV cache to serve with; with the descriptor of its memory, if that is shared."""
     POOL_READY = 9
-    """<- it is there."""
+    """<- the KV cache is ready."""
     STEP = 10
-    """-> see engine.distributed.wire.steps."""
+    """-> inputs of a step; see engine.distributed.wire.steps."""
     HELLO = 11
-    """<- JSON: who comes from another node; see engine.distributed.links.handshake, also for the next four."""
+    """<- JSON of the joining rank; see engine.distributed.links.handshake, also for the next four."""
     CHALLENGE = 12
-    """-> JSON: proof that this is the leader, and what the other is to prove."""
+    """-> JSON: proof that this is the leader, and a random number for the other's proof."""
     PROOF = 13
-    """<- the proof."""
+    """<- proof that the rank knows the secret."""
     WELCOME = 14
-    """-> taken in."""
+    """-> the rank is accepted; a token."""
     ASK = 15
-    """<- JSON, on a rank's second connection: a pulse, or something of the store: engine.ranks.pulse."""
+    """<- JSON, on a rank's second connection: a heartbeat or a store request; see
+    engine.distributed.links.rendezvous.
+    """
     ANSWER = 16
-    """-> JSON."""
+    """-> JSON: answer to ASK."""
     PLACE = 17
-    """-> blocks that came from elsewhere; see engine.distributed.wire.mirrored_blocks, also for the next two."""
+    """-> blocks to write; see engine.distributed.wire.mirrored_blocks, also for the next two."""
     FETCH = 18
-    """-> which blocks rank 0 wants to have, too."""
+    """-> ids of blocks whose content rank 0 needs."""
     BLOCKS = 19
-    """<- their content."""
+    """<- content of these blocks."""
 
 
 class RankChannel:
-    """One end. Used by one thread."""
+    """One end of a connection. Used by one thread."""
 
     def __init__(
         self,
@@ -75,7 +77,7 @@ class RankChannel:
         carries_descriptors: bool = True,
         most_bytes: int = MOST_PAYLOAD_BYTES,
     ) -> None:
-        """`most_bytes`: of a payload; who is not known yet is not believed when it announces much."""
+        """`most_bytes`: largest payload accepted; small until the peer is authenticated."""
         self._socket = sock
         self._peer = peer
         self._carries_descriptors = carries_descriptors
@@ -84,7 +86,7 @@ class RankChannel:
         self._payload = bytearray()
 
     def send(self, kind: ChannelKind, payload: bytes = b"", *, fd: int | None = None) -> None:
-        """Send a message; waits for room as long as the socket's timeout allows. Raises RankLost."""
+        """Send a message, waiting for buffer space as long as the timeout allows. Raises RankLost."""
         frame = _HEADER.pack(kind, len(payload)) + payload
         try:
             if fd is None:
@@ -96,9 +98,10 @@ class RankChannel:
             raise RankLost(f"{self._peer} does not accept messages: {error}") from None
 
     def receive(self) -> tuple[ChannelKind, memoryview, int | None] | None:
-        """The next message: kind, payload (valid until the next call), descriptor. None when the peer has ended.
+        """Wait for the next message: kind, payload (valid until the next call), descriptor. None when the peer has
+        ended.
 
-        Raises RankLost when the peer is silent for the socket's timeout, or talks nonsense.
+        Raises RankLost when the peer is silent for the socket's timeout, or sends a malformed message.
         """
         try:
             fds = self._fill_header()
@@ -106,7 +109,7 @@ class RankChannel:
                 return None
             number, size = _HEADER.unpack(self._header)
             if size > self.most_bytes:
-                raise RankLost(f"{self._peer} announces {size} bytes")
+                raise RankLost(f"{self._peer} announces {size} bytes; at most {self.most_bytes} are accepted")
             if len(self._payload) < size:
                 self._payload = bytearray(size)
             payload = memoryview(self._payload)[:size]
@@ -117,7 +120,7 @@ class RankChannel:
             raise RankLost(f"{self._peer} does not answer: {error}") from None
 
     def expect(self, kind: ChannelKind) -> tuple[memoryview, int | None]:
-        """Payload and descriptor of the next message, which is to be of this kind.
+        """Receive a message, which must be of this kind. Returns payload and descriptor.
 
         Raises ConfigError when the peer refuses the request, RankLost when it answers anything else or has ended.
         """
@@ -131,22 +134,22 @@ class RankChannel:
         return message[1:]
 
     def set_timeout(self, timeout_s: float | None) -> None:
-        """How long later calls wait for the peer; None for ever."""
+        """Bound the time that later calls wait for the peer, in seconds; None: no bound."""
         self._socket.settimeout(timeout_s)
 
     def close(self) -> None:
-        """The peer sees the end."""
+        """Close this end, which the peer notices."""
         self._socket.close()
 
     @property
     def peer(self) -> str:
-        """Who is at the other end, for messages."""
+        """Name of the peer, for messages."""
         return self._peer
 
     def hang_up(self) -> None:
         """Shut down both directions, from any thread; wakes blocked calls. `close` must still be called."""
         with suppress(OSError):
-            # Not SSLSocket's own method: that one forgets the cipher, and who reads next gets ciphertext.
+            # Not SSLSocket's own method: it drops the cipher, and a concurrent read would return ciphertext.
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def _fill_header(self) -> Sequence[int] | None:

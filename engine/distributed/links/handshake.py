@@ -1,10 +1,10 @@
-"""What is said first on a connection between nodes: both ends prove that they know the cluster's secret.
+"""The handshake on a connection between nodes: both ends prove that they know the cluster's secret.
 
-TLS has said before that both are workers of one authority; on the loopback device, where there may be none, this alone
-keeps another user's process out. The secret is never sent: each end answers the other's random number with a keyed
-hash over all messages so far and the certificates that both ends have seen, so a man in the middle who has a
+TLS has already shown that both are workers of one authority; on the loopback device, where there may be no TLS, this
+alone keeps another user's process out. The secret is never sent: each end answers the other's random number with a
+keyed hash over all messages so far and the certificates that both ends have seen, so a man in the middle who has a
 certificate of his own and relays the messages is refused. (On loopback without TLS he would not be noticed.) Nothing
-large is read from a peer before it is authenticated, and its refusals are ignored.
+large is read from a peer before it is authenticated, and its refusals are not taken as final.
 """
 
 import hmac
@@ -21,30 +21,30 @@ from engine.distributed.links.lost import RankLost
 from tandem.errors import ConfigError
 
 MOST_BYTES = 4096
-"""Of a message in a greeting."""
+"""Largest payload of a message of the handshake."""
 _VERSION = 3
 _NONCE_BYTES = 32
 
 
 class Purpose(StrEnum):
-    """What one of a rank's two connections is for."""
+    """Purpose of one of a rank's two connections."""
 
     STEPS = "steps"
-    """Commands and requests of rank 0, see Kind."""
+    """Commands and requests of rank 0; see ChannelKind."""
     PULSE = "pulse"
     """Requests of the rank: heartbeats to rank 0, and reads of the store."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoiningRank:
-    """What a rank says of itself when it joins."""
+    """Claims of a rank that joins a group."""
 
     rank: int
     size: int
     num_nodes: int
     purpose: Purpose
     token: str = ""
-    """With PULSE: what the leader said on the rank's other connection, so that the two are of one process."""
+    """With PULSE: the token received on the rank's other connection, which shows that both are of one process."""
     version: int = _VERSION
     revision: str = ""
     """See NodeGroup."""
@@ -53,7 +53,7 @@ class JoiningRank:
 
 
 def installed() -> str:
-    """Which Tandem this process runs, as it was installed; empty where nobody can tell, as in a checkout."""
+    """Version of the installed Tandem package; empty when it is not installed, as in a checkout."""
     try:
         return importlib.metadata.version("tandem-serve")
     except importlib.metadata.PackageNotFoundError:
@@ -61,16 +61,16 @@ def installed() -> str:
 
 
 def greet(channel: RankChannel, caller: JoiningRank, secret: bytes, bond: bytes = b"") -> str:
-    """The follower's side; the token that the leader gives.
+    """Perform the follower's side of a handshake. Returns the leader's token.
 
     `bond`: fingerprints of the leader's and of the follower's certificate. Raises RankLost, also when the peer is not
     the leader; ConfigError when the leader refuses.
     """
     hello = json.dumps(asdict(caller) | {"nonce": secrets.token_hex(_NONCE_BYTES)}).encode()
     channel.send(ChannelKind.HELLO, hello)
-    challenge = _mapping(_unproven(channel, ChannelKind.CHALLENGE))
-    said = hello + _bytes(challenge.get("nonce")) + bond
-    if not hmac.compare_digest(_bytes(challenge.get("proof")), _proof(secret, "leader", said)):
+    challenge = _json_object(_receive_unauthenticated(channel, ChannelKind.CHALLENGE))
+    said = hello + _text_bytes(challenge.get("nonce")) + bond
+    if not hmac.compare_digest(_text_bytes(challenge.get("proof")), _proof(secret, "leader", said)):
         raise RankLost(f"{channel.peer} does not know this cluster's secret, or the connection is intercepted")
     channel.send(ChannelKind.PROOF, _proof(secret, "follower", said))
     return bytes(channel.expect(ChannelKind.WELCOME)[0]).decode(errors="replace")
@@ -79,18 +79,18 @@ def greet(channel: RankChannel, caller: JoiningRank, secret: bytes, bond: bytes 
 def admit(
     channel: RankChannel, secret: bytes, refusal: Callable[[JoiningRank], str | None], bond: bytes = b""
 ) -> tuple[JoiningRank, str]:
-    """The leader's side, up to the welcome: who came, and the token that was given.
+    """Perform the leader's side of a handshake, up to `welcome`. Returns the rank and the token to send it.
 
-    `refusal`: why somebody who knows the secret is not taken all the same, now or later; it raises RankLost for one who
-    may knock again. `bond`: see `greet`. Raises RankLost.
+    `refusal`: reason for which a rank that knows the secret is refused for good, or None; it raises RankLost for a rank
+    that may try again. `bond`: see `greet`. Raises RankLost.
     """
-    hello = bytes(_unproven(channel, ChannelKind.HELLO))
-    caller = _caller(hello)
+    hello = bytes(_receive_unauthenticated(channel, ChannelKind.HELLO))
+    caller = _parse_hello(hello)
     nonce = secrets.token_hex(_NONCE_BYTES)
     said = hello + nonce.encode() + bond
     challenge = {"nonce": nonce, "proof": _proof(secret, "leader", said).decode()}
     channel.send(ChannelKind.CHALLENGE, json.dumps(challenge).encode())
-    answer = bytes(_unproven(channel, ChannelKind.PROOF))
+    answer = bytes(_receive_unauthenticated(channel, ChannelKind.PROOF))
     if not hmac.compare_digest(answer, _proof(secret, "follower", said)):
         raise RankLost(f"{channel.peer} does not know this cluster's secret")
     if (reason := refusal(caller)) is not None:
@@ -100,14 +100,14 @@ def admit(
 
 
 def welcome(channel: RankChannel, token: str) -> None:
-    """The last word of a greeting. Raises RankLost."""
+    """Send the last message of a handshake. Raises RankLost."""
     channel.send(ChannelKind.WELCOME, token.encode())
 
 
 def too_early(caller: JoiningRank, *, revision: str, software: str) -> str | None:
-    """Why a caller cannot be taken now, though it may be that one of this group's own comes after it; None: it can.
+    """Reason for which a caller cannot join now, though it or a successor may later; None when it can.
 
-    A version that the caller did not send is not compared.
+    Versions are compared only where both sides state them.
     """
     if caller.revision and revision and caller.revision != revision:
         return f"its revision is {caller.revision}, this one's {revision}"
@@ -117,7 +117,7 @@ def too_early(caller: JoiningRank, *, revision: str, software: str) -> str | Non
 
 
 def unlike(caller: JoiningRank, *, size: int, num_nodes: int) -> str | None:
-    """Why a caller is not of such a group; None when it is."""
+    """Reason for which a caller does not belong to a group like this; None when it does."""
     if caller.version != _VERSION:
         return f"it speaks version {caller.version} of this link, rank 0 version {_VERSION}"
     if (caller.size, caller.num_nodes) != (size, num_nodes):
@@ -130,8 +130,8 @@ def unlike(caller: JoiningRank, *, size: int, num_nodes: int) -> str | None:
     return None
 
 
-def _caller(hello: bytes) -> JoiningRank:
-    values = _mapping(memoryview(hello))
+def _parse_hello(hello: bytes) -> JoiningRank:
+    values = _json_object(memoryview(hello))
     try:
         rank, size, num_nodes, version = (int(values[name]) for name in ("rank", "size", "num_nodes", "version"))
         purpose, token = Purpose(values["purpose"]), str(values["token"])
@@ -150,7 +150,7 @@ def _caller(hello: bytes) -> JoiningRank:
     )
 
 
-def _mapping(payload: memoryview) -> dict[str, Any]:
+def _json_object(payload: memoryview) -> dict[str, Any]:
     try:
         values = json.loads(bytes(payload))
     except (ValueError, RecursionError):
@@ -160,16 +160,16 @@ def _mapping(payload: memoryview) -> dict[str, Any]:
     return values
 
 
-def _unproven(channel: RankChannel, kind: ChannelKind) -> memoryview:
-    """What somebody says who may be anybody: no refusal of his is for good. Raises RankLost."""
+def _receive_unauthenticated(channel: RankChannel, kind: ChannelKind) -> memoryview:
+    """Receive a message from a peer that is not authenticated: a refusal is not final. Raises RankLost."""
     try:
         return channel.expect(kind)[0]
     except ConfigError as refusal:
         raise RankLost(f"rejected by an unauthenticated peer: {refusal}") from None
 
 
-def _bytes(value: object) -> bytes:
-    """Of whatever JSON may hold, half a character too."""
+def _text_bytes(value: object) -> bytes:
+    """Bytes of a JSON value as text, lone surrogates replaced."""
     return str(value).encode(errors="replace")
 
 

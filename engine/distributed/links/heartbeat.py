@@ -1,4 +1,4 @@
-"""How the two ends of a group that spans nodes notice that the other is gone: a question every few seconds.
+"""Heartbeats between the ranks of a group that spans nodes: a request every few seconds.
 
 A process that dies closes its connections; a machine or a network that freezes closes nothing. So each rank asks rank 0
 over a connection of its own, and an end that receives nothing for `SILENCE_S` gives the other up. The same connection
@@ -18,15 +18,15 @@ from engine.distributed.links.rendezvous import RemoteKeys, RendezvousStore
 _log = logging.getLogger(__name__)
 PULSE_S = 2.0
 SILENCE_S = 20.0
-"""Many times what a process needs that is loading torch or a model on a busy machine."""
+"""Silence after which the other end counts as lost: many times the pauses of a process that loads torch or a model."""
 START_S = 120.0
-"""For a process to begin: most of it is importing torch."""
+"""Time that a process may take to start, most of it for importing torch."""
 _EXIT_S = 1.0
-"""For a rank that hears of the end on its other connection to end by itself."""
+"""Time that a rank has to end by itself, once it has noticed the end on its other connection."""
 
 
 class Pulse:
-    """A rank's side: asks for as long as the process lives."""
+    """Sends a rank's heartbeats for as long as the process lives."""
 
     def __init__(
         self, channel: RankChannel, *, silence_s: float = SILENCE_S, end_process: Callable[[int], object] = os._exit
@@ -42,21 +42,21 @@ class Pulse:
                 self.keys.pulse()
                 self._never.wait(PULSE_S)
         except RankLost as lost:
-            # A thread in a collective would wait for ever for a dead rank. An orderly end is faster than this wait.
+            # A thread in a collective would wait for a dead rank for ever. An orderly end comes before this exit.
             self._never.wait(_EXIT_S)
             _log.warning("%s: ending this rank", lost)
             self._end_process(1)
 
 
 class HeartbeatServer:
-    """Rank 0's side: a thread for each other rank, which mostly sleeps."""
+    """Answers heartbeats on rank 0, with one thread for each other rank."""
 
     def __init__(
         self, on_lost: Callable[[RankLost], None], *, silence_s: float = SILENCE_S, start_s: float = START_S
     ) -> None:
-        """`on_lost` hears of the first rank that is gone, on one of the threads; not of an end by `close`.
+        """`on_lost` is called with the first lost rank, on one of the threads; not after `hang_up` or `close`.
 
-        `start_s`: silence that is borne before a rank's first question.
+        `start_s`: longest silence before a rank's first request.
         """
         self.keys = RendezvousStore()
         self._on_lost = on_lost
@@ -68,7 +68,7 @@ class HeartbeatServer:
         self._is_over = False
 
     def serve(self, channel: RankChannel) -> None:
-        """Answer one more rank from now on; owns the channel."""
+        """Answer a rank's requests from now on; takes ownership of the channel."""
         thread = threading.Thread(target=self._run, args=(channel,), name="tandem-pulses", daemon=True)
         with self._lock:
             if self._is_over:
@@ -79,7 +79,7 @@ class HeartbeatServer:
             thread.start()
 
     def hang_up(self) -> None:
-        """Every rank sees the end. From any thread."""
+        """Shut down all connections, which every rank notices. From any thread."""
         with self._lock:
             self._is_over = True
             channels = tuple(self._channels)
@@ -88,7 +88,7 @@ class HeartbeatServer:
             channel.hang_up()
 
     def close(self) -> None:
-        """Hang up and give everything back. Not on one of its own threads."""
+        """Hang up and release everything. Not to be called on one of the server's own threads."""
         self.hang_up()
         for thread in self._threads:
             if thread is not threading.current_thread():
@@ -102,16 +102,16 @@ class HeartbeatServer:
             while (message := channel.receive()) is not None:
                 channel.set_timeout(self._silence_s)
                 if message[0] is not ChannelKind.ASK:
-                    raise RankLost(f"{channel.peer} sent {message[0].name}, not a question")
+                    raise RankLost(f"{channel.peer} sent {message[0].name}, not {ChannelKind.ASK.name}")
                 answer = self.keys.answer(json.loads(bytes(message[1])))
                 channel.send(ChannelKind.ANSWER, json.dumps(answer).encode())
-            self._lose(RankLost(f"{channel.peer} has ended"))
+            self._report(RankLost(f"{channel.peer} has ended"))
         except RankLost as lost:
-            self._lose(lost)
-        except ValueError:  # no JSON
-            self._lose(RankLost(f"{channel.peer} sent a malformed heartbeat"))
+            self._report(lost)
+        except ValueError:  # not JSON
+            self._report(RankLost(f"{channel.peer} sent a malformed heartbeat"))
 
-    def _lose(self, lost: RankLost) -> None:
+    def _report(self, lost: RankLost) -> None:
         with self._lock:
             if self._is_over:
                 return

@@ -1,4 +1,4 @@
-"""How a rank on another node comes to rank 0: it knocks until somebody opens, however long that takes."""
+"""Connects a rank on another node to rank 0: it tries until rank 0 accepts it, however long that takes."""
 
 import logging
 import socket
@@ -15,35 +15,35 @@ from tandem.rpc.mutual_tls import MutualTls, peer_fingerprint, tls_reason
 
 _log = logging.getLogger(__name__)
 REFUSED = 2
-"""The exit code of a rank that cannot be of this group, now or later."""
+"""Exit code of a rank that can never belong to this group."""
 _CONNECT_S = 10.0
 _AGAIN_S = 1.0
-_TELL_EVERY = 30
-"""Tries in vain."""
+_LOG_EVERY = 30
+"""Failed attempts between two log lines."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLink:
-    """A rank's ways to rank 0."""
+    """A rank's connections to rank 0."""
 
     steps: RankChannel
     pulse: RankChannel | None = None
-    """Of a group that spans nodes."""
+    """Connection for heartbeats, in a group that spans nodes; else None."""
     host: str | None = None
-    """Address of this node, where rank 0 and the others reach it."""
+    """Address of this node, at which rank 0 and the others reach it."""
 
 
 def given_link(control_fd: int, pulse_fd: int | None, host: str | None) -> RankLink:
-    """Of a rank on rank 0's own node, by the descriptors of connected sockets."""
+    """Make the link of a rank on rank 0's own node from the descriptors of connected sockets."""
     steps = RankChannel(socket.socket(fileno=control_fd), "rank 0")
     pulse = None if pulse_fd is None else RankChannel(socket.socket(fileno=pulse_fd), "rank 0")
     return RankLink(steps=steps, pulse=pulse, host=host)
 
 
 def knock(group: NodeGroup, rank: int, source: str | None) -> RankLink:
-    """Come to rank 0, now or when there is one. `source`: the address of this node to come from; None: any.
+    """Connect to rank 0, trying until it answers. `source`: this node's address to connect from; None: any.
 
-    Raises ConfigError when rank 0 refuses this rank, or the files of certificates are no good.
+    Raises ConfigError when rank 0 refuses this rank, or the files of certificates cannot be used.
     """
     tls, tries, said, never = group.open_tls(), 0, "", threading.Event()
     setting = "" if group.tls is None else group.tls.setting
@@ -52,7 +52,7 @@ def knock(group: NodeGroup, rank: int, source: str | None) -> RankLink:
             return _come(group, rank, source, tls)
         except (OSError, RankLost) as error:
             why = tls_reason(error, setting) if isinstance(error, ssl.SSLError) else str(error)
-            if why != said or tries % _TELL_EVERY == 0:
+            if why != said or tries % _LOG_EVERY == 0:
                 _log.warning("cannot reach rank 0 at %s: %s", join(group.host, group.port), why)
             tries, said = tries + 1, why
             never.wait(_AGAIN_S)
@@ -72,7 +72,7 @@ def _come(group: NodeGroup, rank: int, source: str | None, tls: MutualTls | None
 def _connect(
     group: NodeGroup, rank: int, source: str | None, tls: MutualTls | None, purpose: Purpose, token: str
 ) -> tuple[RankChannel, str, str]:
-    """One connection, the token that rank 0 gave, and this end's address."""
+    """Open one connection. Returns it, rank 0's token, and this end's address."""
     from_where = None if source is None else (source, 0)
     sock = socket.create_connection((group.host, group.port), _CONNECT_S, source_address=from_where)
     try:

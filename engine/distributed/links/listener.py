@@ -1,8 +1,8 @@
-"""Where rank 0 listens for the ranks of other nodes; open only until all have come.
+"""Listens on rank 0 for the ranks of other nodes, until all have joined.
 
 Each connection has a thread of its own and a few seconds to authenticate, and one address may have as many connections
-as there are ranks to come, so no caller delays the others.
-A rank that connects again while others are awaited is a new process: it takes the place of the one before.
+as ranks are expected, so no caller delays the others.
+A rank that connects again while others are awaited is a new process, which replaces the previous one.
 """
 
 import logging
@@ -33,13 +33,13 @@ from tandem.rpc.mutual_tls import peer_fingerprint, tls_reason
 _log = logging.getLogger(__name__)
 _GREETING_S = 10.0
 _MAX_CALLERS = 128
-"""At once; a group has at most 64 ranks with two connections each."""
-_TELL_S = 30.0
+"""Most connections being authenticated at once; a group has at most 64 ranks with two connections each."""
+_LOG_EVERY_S = 30.0
 _ACCEPT_PAUSE_S = 0.1
 
 
 class _TimeLimit:
-    """Of one greeting, as a context: hangs up when it is over, however much was said. Leaving raises RankLost then."""
+    """Context that hangs up after `_GREETING_S`, however much was received; leaving it then raises RankLost."""
 
     def __init__(self, channel: RankChannel) -> None:
         self._channel = channel
@@ -67,15 +67,15 @@ class _TimeLimit:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Comer:
-    """What one process of a rank has opened so far."""
+class _JoiningProcess:
+    """Token and first connection of a rank whose second connection is awaited."""
 
     token: str
     steps: RankChannel
 
 
 class NodeListener:
-    """Listens from its construction on."""
+    """Accepts connections from construction on."""
 
     def __init__(self, group: NodeGroup, on_pulse: Callable[[RankChannel], None]) -> None:
         """`on_pulse` gets each rank's second connection, on any thread. Raises OSError, ConfigError."""
@@ -86,40 +86,39 @@ class NodeListener:
         family = socket.AF_INET6 if ":" in group.host else socket.AF_INET
         self._server = socket.create_server((group.host, group.port), family=family, backlog=_MAX_CALLERS)
         self.host = str(self._server.getsockname()[0])
-        """This node's address, for what the ranks sum."""
+        """Address of this node, which the ranks' collectives use as well."""
         self.port = int(self._server.getsockname()[1])
         self._changed = threading.Condition()
         self._callers: Counter[str] = Counter()
-        """Those being looked at, by address."""
-        self._comers: dict[int, _Comer] = {}
-        self._whole: dict[int, RankChannel] = {}
+        """Number of connections being authenticated, by address."""
+        self._joining: dict[int, _JoiningProcess] = {}
+        self._joined: dict[int, RankChannel] = {}
         self._failure: RankLost | None = None
         self._is_closing = False
         threading.Thread(target=self._accept, name="tandem-rank-listener", daemon=True).start()
 
     def gather(self) -> dict[int, RankChannel]:
-        """Wait until every rank of another node is here; the connections for steps, which are then the caller's.
-
-        Raises RankLost when they do not come in time, or `fail` was called.
+        """Wait until every rank of other nodes has joined. Returns their connections for steps, by rank, to be closed
+        by the caller. Raises RankLost when they do not come in time, or after `fail`.
         """
         wanted = set(self._group.elsewhere)
         left_s = self._group.join_s
         with self._changed:
-            while (missing := wanted - self._whole.keys()) and self._failure is None:
+            while (missing := wanted - self._joined.keys()) and self._failure is None:
                 if left_s <= 0.0:
-                    raise RankLost(f"ranks {_named(missing)} have not joined within {self._group.join_s:.0f} s")
-                _log.info("waiting at %s for ranks %s of other nodes", join(self.host, self.port), _named(missing))
-                self._changed.wait_for(self._is_settled, min(left_s, _TELL_S))
-                left_s -= _TELL_S
+                    raise RankLost(f"ranks {_listed(missing)} have not joined within {self._group.join_s:.0f} s")
+                _log.info("waiting at %s for ranks %s of other nodes", join(self.host, self.port), _listed(missing))
+                self._changed.wait_for(self._is_settled, min(left_s, _LOG_EVERY_S))
+                left_s -= _LOG_EVERY_S
             if self._failure is not None:
                 raise self._failure
             # Nothing would serve a rank that connects from now on.
             self._is_closing = True
-            whole, self._whole = self._whole, {}
-            return whole
+            joined, self._joined = self._joined, {}
+            return joined
 
     def fail(self, lost: RankLost) -> None:
-        """A rank that was here is gone: nobody else is worth waiting for. From any thread."""
+        """Give up the wait, because a rank that had joined is lost. From any thread."""
         with self._changed:
             self._failure = self._failure or lost
             self._changed.notify_all()
@@ -128,9 +127,9 @@ class NodeListener:
         """Stop listening; close the connections that `gather` has not returned."""
         with self._changed:
             self._is_closing = True
-            left = [*self._whole.values(), *(comer.steps for comer in self._comers.values())]
-            self._whole.clear()
-            self._comers.clear()
+            left = [*self._joined.values(), *(joining.steps for joining in self._joining.values())]
+            self._joined.clear()
+            self._joining.clear()
         with suppress(OSError):
             self._server.shutdown(socket.SHUT_RDWR)
         self._server.close()
@@ -138,7 +137,7 @@ class NodeListener:
             channel.close()
 
     def _is_settled(self) -> bool:
-        return self._failure is not None or not set(self._group.elsewhere) - self._whole.keys()
+        return self._failure is not None or not set(self._group.elsewhere) - self._joined.keys()
 
     def _accept(self) -> None:
         while True:
@@ -147,14 +146,14 @@ class NodeListener:
             except OSError as error:
                 if self._is_closing:
                     return
-                # Out of descriptors or memory: that passes.
+                # Out of descriptors or memory, which is temporary.
                 _log.warning("cannot accept a rank: %s", error)
                 with self._changed:
                     self._changed.wait(_ACCEPT_PAUSE_S)
                 continue
             name = join(str(address[0]), int(address[1]))
             host = str(address[0])
-            if not self._has_place(host):
+            if not self._count_caller(host):
                 _log.warning("rejected %s: too many connections are being authenticated", name)
                 sock.close()
                 continue
@@ -164,9 +163,9 @@ class NodeListener:
             except RuntimeError as error:  # no more threads now
                 _log.warning("rejected %s: %s", name, error)
                 sock.close()
-                self._leave(host)
+                self._dismiss_caller(host)
 
-    def _has_place(self, host: str) -> bool:
+    def _count_caller(self, host: str) -> bool:
         with self._changed:
             # A rank opens one connection after the other.
             if self._callers.total() >= _MAX_CALLERS or self._callers[host] >= len(self._group.elsewhere):
@@ -174,7 +173,7 @@ class NodeListener:
             self._callers[host] += 1
             return True
 
-    def _leave(self, host: str) -> None:
+    def _dismiss_caller(self, host: str) -> None:
         with self._changed:
             self._callers[host] -= 1
             if not self._callers[host]:
@@ -182,7 +181,7 @@ class NodeListener:
 
     def _handshake(self, sock: socket.socket, host: str, name: str) -> None:
         try:
-            self._take(sock, name)
+            self._authenticate(sock, name)
         except ssl.SSLError as error:
             _log.warning("rejected %s: %s", name, tls_reason(error, self._setting))
             sock.close()
@@ -190,9 +189,9 @@ class NodeListener:
             _log.warning("rejected %s: %s", name, error)
             sock.close()
         finally:
-            self._leave(host)
+            self._dismiss_caller(host)
 
-    def _take(self, sock: socket.socket, name: str) -> None:
+    def _authenticate(self, sock: socket.socket, name: str) -> None:
         keep_alive(sock)
         sock.settimeout(_GREETING_S)
         encrypted, bond = None, b""
@@ -207,40 +206,40 @@ class NodeListener:
                 caller, token = admit(channel, self._group.secret, self._refusal, bond)
             # The address shows an operator which node it is.
             known = RankChannel(sock, f"rank {caller.rank} at {name}", carries_descriptors=False)
-            self._enter(caller, token, known)
+            self._record(caller, token, known)
         except BaseException:
             sock.close()
             raise
 
     def _refusal(self, caller: JoiningRank) -> str | None:
         if (reason := too_early(caller, revision=self._group.revision, software=installed())) is not None:
-            raise RankLost(reason)  # no refusal, whatever else differs
+            raise RankLost(reason)  # not a final refusal, whatever else differs
         return unlike(caller, size=self._group.size, num_nodes=self._group.num_nodes)
 
-    def _enter(self, caller: JoiningRank, token: str, channel: RankChannel) -> None:
-        """Keep a connection; with its second one a rank is here."""
+    def _record(self, caller: JoiningRank, token: str, channel: RankChannel) -> None:
+        """Record an authenticated connection; with the second one, the rank has joined."""
         with self._changed:
             if self._is_closing:
                 raise RankLost("the group has started already")
             if caller.purpose is Purpose.STEPS:
-                before = self._comers.pop(caller.rank, None)
+                before = self._joining.pop(caller.rank, None)
                 if before is not None:
                     before.steps.close()
                 welcome(channel, token)
-                self._comers[caller.rank] = _Comer(token=token, steps=channel)
+                self._joining[caller.rank] = _JoiningProcess(token=token, steps=channel)
                 return
-            comer = self._comers.get(caller.rank)
-            if comer is None or comer.token != caller.token:
+            joining = self._joining.get(caller.rank)
+            if joining is None or joining.token != caller.token:
                 raise RankLost(f"{channel.peer} is not the process that opened the other connection")
-            if caller.rank in self._whole:
-                raise RankLost(f"{channel.peer} is here already")
+            if caller.rank in self._joined:
+                raise RankLost(f"{channel.peer} has joined already")
             welcome(channel, token)
-            del self._comers[caller.rank]
-            self._whole[caller.rank] = comer.steps
+            del self._joining[caller.rank]
+            self._joined[caller.rank] = joining.steps
             self._changed.notify_all()
         _log.info("%s has joined", channel.peer)
         self._on_pulse(channel)
 
 
-def _named(ranks: set[int]) -> str:
+def _listed(ranks: set[int]) -> str:
     return ", ".join(map(str, sorted(ranks)))

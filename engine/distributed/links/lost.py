@@ -2,4 +2,4 @@
 
 
 class RankLost(Exception):
-    """A rank has died, or does not answer: the group, and with it this process, cannot go on."""
+    """A rank has died or does not answer: the group, and with it this process, cannot go on."""

@@ -1,4 +1,4 @@
-"""A group of ranks that spans nodes: who is where, and how the others reach rank 0. Plain values."""
+"""A group of ranks that spans nodes: which rank is on which node, and how they reach rank 0. Plain values."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -11,24 +11,24 @@ from tandem.rpc.mutual_tls import MutualTls, TlsFiles
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeGroup:
-    """One worker's ranks over its nodes, as many on each; the first node is that of rank 0."""
+    """One worker's ranks over its nodes, the same number on each; rank 0 is on the first node."""
 
     num_nodes: int
     size: int
     host: str
-    """Where rank 0 listens for the ranks of other nodes, and they for it."""
+    """Address at which rank 0 listens for the ranks of other nodes."""
     port: int
     secret: bytes
-    """The cluster's."""
+    """The cluster's secret, by which ranks authenticate each other."""
     tls: TlsFiles | None
     join_s: float
-    """How long rank 0 waits for all to come."""
+    """Longest time that rank 0 waits for all to join."""
     isolated_network: bool = False
     revision: str = ""
-    """Of what this node runs, where somebody says it: ranks of another are of a group that comes or goes."""
+    """Revision of this node's deployment, if stated: ranks of another belong to a group that is starting or ending."""
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for a group that cannot be, or must not: what it says would be everybody's to read."""
+        """Raise ConfigError for a group that is impossible, or whose traffic others could read."""
         if self.num_nodes < 2 or self.size % self.num_nodes:
             raise ConfigError(f"{self.size} ranks cannot be spread evenly over {self.num_nodes} nodes")
         if is_loopback(self.host):
@@ -46,32 +46,34 @@ class NodeGroup:
 
     @property
     def ranks_per_node(self) -> int:
-        """The same on every node."""
+        """Number of ranks on each node."""
         return self.size // self.num_nodes
 
     @property
     def elsewhere(self) -> range:
-        """The ranks that are not on rank 0's node."""
+        """Ranks that are not on rank 0's node."""
         return range(self.ranks_per_node, self.size)
 
     def ranks_of(self, node: int) -> range:
-        """The ranks of one node. Raises ConfigError when there is no such node, or it is rank 0's."""
+        """Ranks of one node. Raises ConfigError for a node that does not exist, or rank 0's."""
         if not 0 < node < self.num_nodes:
             raise ConfigError(f"node must be in [1, {self.num_nodes - 1}], got {node}")
         return range(node * self.ranks_per_node, (node + 1) * self.ranks_per_node)
 
     def open_tls(self) -> MutualTls | None:
-        """What the connections are made with; None: in the clear, on this machine alone. Raises ConfigError."""
+        """Load the certificates for the connections; None: unencrypted, only within this machine. Raises
+        ConfigError.
+        """
         return None if self.tls is None else MutualTls(self.tls)
 
     def to_json(self) -> bytes:
-        """For a process that is to join; the secret is in it."""
+        """Encode the group for a process that is to join; contains the secret."""
         values = asdict(self) | {"secret": self.secret.hex()}
         return json.dumps(values, default=str).encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> "NodeGroup":
-        """What `to_json` was given."""
+        """Decode the output of `to_json`."""
         values = json.loads(data)
         tls = None
         if (files := values.pop("tls")) is not None:

@@ -1,4 +1,4 @@
-"""What ranks leave for each other while they meet: rank 0's own memory, and the way there from another rank."""
+"""The store by which ranks meet: in rank 0's memory, and how other ranks reach it."""
 
 import json
 import threading
@@ -9,7 +9,7 @@ from engine.distributed.links.channel import ChannelKind, RankChannel
 from engine.distributed.links.lost import RankLost
 
 MOST_WAIT_S = 600.0
-"""For a key; nobody may ask rank 0 to wait longer."""
+"""Longest wait for a key that rank 0 accepts."""
 
 
 class RendezvousStore:
@@ -26,7 +26,7 @@ class RendezvousStore:
             self._changed.notify_all()
 
     def get(self, key: str, timeout_s: float) -> bytes | None:
-        """See Keys; None at once when the board is closed."""
+        """See Keys; returns None at once when the store is closed."""
         with self._changed:
             self._changed.wait_for(lambda: key in self._values or self._is_closed, min(timeout_s, MOST_WAIT_S))
             return self._values.get(key)
@@ -51,13 +51,13 @@ class RendezvousStore:
             return len(self._values)
 
     def close(self) -> None:
-        """Nobody waits any longer."""
+        """Close the store: all waits end."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
 
     def answer(self, question: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What another rank asks. Raises RankLost for what nobody asks."""
+        """Answer another rank's request. Raises RankLost for a malformed one."""
         try:
             match question["op"]:
                 case "pulse":
@@ -82,16 +82,16 @@ class RendezvousStore:
 
 
 class RemoteKeys:
-    """Keys as another rank than 0 reaches them: one question at a time over its second connection."""
+    """Keys as reached from other ranks: one request at a time over the rank's second connection."""
 
     def __init__(self, channel: RankChannel, *, silence_s: float) -> None:
-        """`silence_s`: how long rank 0 may be silent where it has nothing to wait for."""
+        """`silence_s`: longest silence of rank 0 in answer to a request that does not wait."""
         self._channel = channel
         self._silence_s = silence_s
         self._lock = threading.Lock()
 
     def pulse(self) -> None:
-        """Hear that rank 0 lives. Raises RankLost, like all of these."""
+        """Check that rank 0 is alive. Raises RankLost, like all methods here."""
         self._ask({"op": "pulse"})
 
     def set(self, key: str, value: bytes) -> None:

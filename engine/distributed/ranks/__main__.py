@@ -1,7 +1,7 @@
 """`python -m` this package `--parent-pid P …`: one rank of a worker, started by rank 0 or by its node's starter.
 
 On rank 0's node it is given its connections (`--control-fd`, and `--pulse-fd` with `--host` in a group that spans
-nodes); elsewhere what it needs to come to rank 0 (`--join-fd`: a file with the group, in which is the secret).
+nodes); elsewhere a file by which to reach rank 0 (`--join-fd`: a file with the group and its secret).
 """
 
 import argparse
@@ -14,14 +14,14 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Ask the kernel for SIGKILL when rank 0 ends, however it ends (prctl(2)); at once if it has ended already."""
+    """Ask the kernel for SIGKILL when the parent ends, however it ends (prctl(2)); exit if it has ended already."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent_pid:
         os._exit(1)
 
 
 def main() -> int:
-    """The command line of a rank, down to its exit code."""
+    """Run a rank from its command line. Returns the exit code."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {__package__}", description="one rank of a tensor-parallel worker"
     )
@@ -34,7 +34,7 @@ def main() -> int:
     parser.add_argument("--parent-pid", type=int, required=True, help="process id of the parent")
     args = parser.parse_args()
     die_with_parent(args.parent_pid)
-    # Not before: torch takes seconds to load, and nobody is to outlive its parent in them.
+    # Imported late: torch takes seconds to load, during which the process must not outlive its parent.
     from engine.distributed.links.joining import given_link
     from engine.distributed.ranks.follower import join_and_serve, serve_rank
 
@@ -46,5 +46,5 @@ def main() -> int:
 if __name__ == "__main__":
     code = main()
     sys.stderr.flush()
-    # At once: torch's threads may still ask Python objects, such as the store, of an interpreter that is going.
+    # Without finalization: torch's threads may still call Python objects, such as the store.
     os._exit(code)

@@ -16,7 +16,7 @@ class NodeRanks:
     """Ranks of other nodes: accepts them, and answers every rank's heartbeats until the group ends."""
 
     def __init__(self, nodes: NodeGroup, end: GroupEnd) -> None:
-        """Listen at once; `end` gets the first lost rank. Raises OSError, ConfigError."""
+        """Start to listen; `end` is told of the first lost rank. Raises OSError, ConfigError."""
         self._heartbeats = HeartbeatServer(end.report)
         self._listener = NodeListener(nodes, self.serve)
         # However a rank was lost, no other may wait in a collective that can never complete.
@@ -28,28 +28,28 @@ class NodeRanks:
         return self._listener.host
 
     def serve(self, pulse: RankChannel) -> None:
-        """Answer one more rank's heartbeats."""
+        """Answer a rank's heartbeats on this channel from now on."""
         self._heartbeats.serve(pulse)
 
     def gather(self) -> dict[int, RankChannel]:
-        """Wait for all ranks of other nodes, then listen no longer. Raises RankLost."""
+        """Wait for all ranks of other nodes, then stop listening. Returns their channels by rank. Raises RankLost."""
         try:
             return self._listener.gather()
         finally:
             self._listener.close()
 
     def over_nodes(self) -> OverNodes:
-        """How this rank's collectives reach other nodes."""
+        """Means by which this rank's collectives reach other nodes."""
         return OverNodes(keys=self._heartbeats.keys, host=self._listener.host)
 
     def close(self) -> None:
-        """End the connections, which every rank notices; idempotent."""
+        """Close all connections, which every rank notices; may be called twice."""
         self._listener.close()
         self._heartbeats.close()
 
 
 class Channels:
-    """A channel to every other rank, in order of rank. Used by one thread at a time, `hang_up` apart."""
+    """A channel to every other rank, in order of rank. Used by one thread at a time, except `hang_up`."""
 
     def __init__(self) -> None:
         self._far_ends: list[socket.socket] = []
@@ -57,7 +57,7 @@ class Channels:
         self._elsewhere: set[int] = set()
 
     def open_pairs(self, ranks: Sequence[int], arrivals: NodeRanks | None) -> list[RankCommand]:
-        """Socket pairs to ranks of this node, and how each is started with its ends."""
+        """Open socket pairs to ranks of this node. Returns the commands that start them with their ends."""
         return [self._open_pair(rank, arrivals) for rank in ranks]
 
     def add(self, channels: Mapping[int, RankChannel]) -> None:
@@ -71,12 +71,12 @@ class Channels:
         return {rank: self._all[rank] for rank in sorted(self._elsewhere)}
 
     def close_far_ends(self) -> None:
-        """Once the processes have them: a death closes the last copy."""
+        """Close the ranks' ends, once their processes have them: then a rank's death closes its last copy."""
         for end in self._far_ends:
             end.close()
 
     def set_timeout(self, timeout_s: float | None) -> None:
-        """How long to wait for a rank to speak or to listen."""
+        """Bound the time that later calls wait for a rank, in seconds; None: no bound."""
         for channel in self._all.values():
             channel.set_timeout(timeout_s)
 
@@ -91,7 +91,7 @@ class Channels:
             channel.send(kind, payload(rank), fd=None if rank in self._elsewhere else fd)
 
     def collect(self, kind: ChannelKind) -> Sequence[memoryview]:
-        """One message of this kind from each, in order of rank. Raises ConfigError when one refuses."""
+        """Receive one message of this kind from each, in order of rank. Raises ConfigError when one refuses."""
         return [channel.expect(kind)[0] for channel in self._all.values()]
 
     def hang_up(self) -> None:
@@ -100,7 +100,7 @@ class Channels:
             channel.hang_up()
 
     def close(self) -> None:
-        """Close every end that is open here."""
+        """Close all open ends."""
         self.close_far_ends()
         for channel in self._all.values():
             channel.close()

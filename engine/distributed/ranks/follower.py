@@ -34,9 +34,9 @@ _log = logging.getLogger(__name__)
 
 
 def join_and_serve(join_fd: int, rank: int, *, source: str | None) -> int:
-    """Come to rank 0 on another node and follow it to the end; the exit code.
+    """Join rank 0 on another node and follow it to the end. Returns the exit code.
 
-    `join_fd`: of a file with the NodeGroup; closed here. `source`: see `knock`.
+    `join_fd`: descriptor of a file with the NodeGroup; closed here. `source`: see `knock`.
     """
     with os.fdopen(join_fd, "rb") as file:
         group = NodeGroup.from_json(file.read())
@@ -52,7 +52,7 @@ def join_and_serve(join_fd: int, rank: int, *, source: str | None) -> int:
 
 
 def serve_rank(link: RankLink) -> int:
-    """Follow rank 0 at the other end of this link to the end; the exit code."""
+    """Follow rank 0 at the other end of this link to the end. Returns the exit code."""
     channel = link.steps
     pulse = None if link.pulse is None else Pulse(link.pulse)
     try:
@@ -63,7 +63,7 @@ def serve_rank(link: RankLink) -> int:
         over_nodes = None if pulse is None or link.host is None else OverNodes(keys=pulse.keys, host=link.host)
         return _follow(channel, setup, store_fd, over_nodes)
     except RankLost as lost:
-        # Rank 0, too, sees every death, and says which; this may be the echo of another rank's.
+        # Only a warning: this may be the echo of another rank's death, which rank 0 reports.
         _log.warning("%s", lost)
         return 1
 
@@ -103,7 +103,7 @@ def _follow(channel: RankChannel, setup: RankSetup, store_fd: int | None, over_n
 
 
 def _limit_bytes(setup: RankSetup, device: torch.device) -> int | None:
-    """What this rank may take, before its weights; None where that is rank 0's to know. Raises ConfigError."""
+    """Memory limit of this rank, weights included; None where rank 0 knows it. Raises ConfigError."""
     if device.type == "cuda":
         return gpu_limit_bytes(setup.gpu_wish, device)
     if setup.is_beside_rank_0:
@@ -116,7 +116,7 @@ def _limit_bytes(setup: RankSetup, device: torch.device) -> int | None:
 
 
 class _Follower:
-    """Carries out what rank 0 says, in order."""
+    """Carries out the commands of rank 0, in order."""
 
     def __init__(self, channel: RankChannel, model: Decoder) -> None:
         self._channel = channel
@@ -126,14 +126,14 @@ class _Follower:
         self._runner: ModelRunner | None = None
 
     def run(self) -> None:
-        """Until rank 0 is gone."""
+        """Carry out commands until rank 0 closes the connection."""
         while (message := self._channel.receive()) is not None:
             kind, payload, fd = message
             match kind:
                 case ChannelKind.STEP:
                     self._step(payload)
                 case ChannelKind.DRY_RUN:
-                    self._use(PoolPlan.from_json(payload), None)
+                    self._use_pool(PoolPlan.from_json(payload), None)
                     self._is_measured = self._peak.start()
                 case ChannelKind.MEASURE:
                     growth = self._peak.growth_bytes() if self._is_measured else None
@@ -141,7 +141,7 @@ class _Follower:
                     give_back(self._model)
                     self._channel.send(ChannelKind.MEASURED, json.dumps(growth).encode())
                 case ChannelKind.POOL:
-                    self._use(PoolPlan.from_json(payload), fd)
+                    self._use_pool(PoolPlan.from_json(payload), fd)
                     self._channel.send(ChannelKind.POOL_READY)
                 case ChannelKind.PLACE:
                     planes = self._planes()
@@ -156,23 +156,23 @@ class _Follower:
 
     def _step(self, payload: memoryview) -> None:
         if self._runner is None:
-            raise RankLost("rank 0 sent a step before there was a pool")
+            raise RankLost("rank 0 sent a step before a pool")
         self._runner.compute(decode_step(payload))
 
     def _planes(self) -> Planes:
-        """The pool's bytes, which rank 0 mirrors: where it does, they are in host memory."""
+        """Bytes of the pool, which rank 0 mirrors; they must be in host memory."""
         if self._runner is None or self._model.device.type != "cpu":
             raise RankLost("rank 0 mirrors a pool that is not in host memory")
         return self._runner.kv_cache.blocks.numpy()
 
-    def _use(self, plan: PoolPlan, fd: int | None) -> None:
-        memory = None if fd is None else _part(plan, fd)
+    def _use_pool(self, plan: PoolPlan, fd: int | None) -> None:
+        memory = None if fd is None else _map_part(plan, fd)
         cache = PagedKVCache(plan.layout, num_blocks=plan.num_blocks, device=self._model.device, buffer=memory)
         self._runner = ModelRunner(self._model, cache, num_host_slots=plan.num_host_slots)
 
 
-def _part(plan: PoolPlan, fd: int) -> memoryview:
-    """This rank's part of the pool that all ranks share; the memory stays mapped as long as anything views it."""
+def _map_part(plan: PoolPlan, fd: int) -> memoryview:
+    """Map this rank's part of the pool that all ranks share; it stays mapped as long as a view of it exists."""
     size, begin = plan.rank_bytes, plan.layout.tp_rank * plan.rank_bytes
     try:
         whole = memoryview(mmap.mmap(fd, size * plan.layout.tp_size, flags=mmap.MAP_SHARED))

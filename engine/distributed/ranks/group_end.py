@@ -11,12 +11,12 @@ _log = logging.getLogger(__name__)
 
 
 class GroupEnd:
-    """One group's. From any thread."""
+    """The end of one group. May be used from any thread."""
 
     def __init__(self, *, exit_s: float, is_expected: bool = False) -> None:
-        """`exit_s`: after a death this process must close the group within that time, or it is ended.
+        """`exit_s`: time from a rank's death in which this process must close the group, or it is killed.
 
-        `is_expected`: ranks end with a worker that is elsewhere, as they should.
+        `is_expected`: ranks are meant to end with their worker, which runs elsewhere.
         """
         self._is_expected = is_expected
         self._exit_s = exit_s
@@ -27,12 +27,12 @@ class GroupEnd:
 
     @property
     def lost(self) -> RankLost | None:
-        """The death that ended the group, if one did."""
+        """The loss that ended the group, if one did."""
         with self._lock:
             return self._lost
 
     def watch(self, listener: Callable[[RankLost], None]) -> None:
-        """Tell `listener` of the first death, on any thread; at once when it is known already."""
+        """Call `listener` with the first loss, on any thread; at once when there has been one."""
         with self._lock:
             self._listeners.append(listener)
             lost = self._lost
@@ -40,7 +40,7 @@ class GroupEnd:
             listener(lost)
 
     def report(self, lost: RankLost) -> None:
-        """A rank has died. Blocks until the group is closed; later deaths are echoes of the first."""
+        """Report a lost rank. Blocks until the group is closed; later losses, echoes of the first, are ignored."""
         with self._lock:
             if self._lost is not None or self._closing.is_set():
                 return
@@ -53,11 +53,11 @@ class GroupEnd:
         for listener in listeners:
             listener(lost)
         if not self._closing.wait(self._exit_s):
-            _log.critical("this process did not end by itself")
+            _log.critical("this process has not ended in time: killing it")
             os._exit(1)
 
     def close(self) -> bool:
-        """Begin an orderly end: deaths are not reported any more. Returns False when it had begun already."""
+        """Begin an orderly end: losses are no longer reported. Returns False when it had begun already."""
         with self._lock:
             was_closing = self._closing.is_set()
             self._closing.set()

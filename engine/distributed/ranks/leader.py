@@ -1,8 +1,8 @@
-"""Rank 0's side of a group: starts the other ranks, sends them what to load and every step, ends them.
+"""Rank 0's side of a group: starts the other ranks, tells them what to load, sends them every step, ends them.
 
-What is said and what is summed go different ways. Words travel over a socket pair per rank: an idle rank sleeps in
+Commands and sums go different ways. Commands travel over a socket pair per rank: an idle rank sleeps in
 `read` while there is no request, and the end of the stream is the end of rank 0. Sums go through the group.
-Ranks of other nodes are not started here: they come (see engine.distributed.links.listener), and then
+Ranks of other nodes are not started here: they connect (see engine.distributed.links.listener), and then
 are sent the same.
 """
 
@@ -31,11 +31,11 @@ from tandem.values.kv_layout import KVLayout
 
 _log = logging.getLogger(__name__)
 _EXIT_S = 0.9
-"""For this process to end by itself once a rank has died. A GPU that waits for the dead would keep it for ever."""
+"""Time that this process has to end by itself once a rank has died: a GPU waiting for the dead rank never returns."""
 
 
 def open_ranks(setup: RankSetup, nodes: NodeGroup | None = None) -> Ranks:
-    """The ranks beside this one, started and met; `setup` is rank 0's own, `nodes` says where those elsewhere are.
+    """Start and meet the other ranks; `setup` is rank 0's own, `nodes` describes ranks on other nodes.
 
     Raises RankLost, OSError, ConfigError.
     """
@@ -43,7 +43,7 @@ def open_ranks(setup: RankSetup, nodes: NodeGroup | None = None) -> Ranks:
 
 
 class Leader:
-    """See Ranks. Used by one thread at a time, `watch` and `close` apart."""
+    """Implements Ranks. Used by one thread at a time, except `watch` and `close`."""
 
     def __init__(self, setup: RankSetup, nodes: NodeGroup | None = None) -> None:
         with ExitStack() as undo:
@@ -73,15 +73,15 @@ class Leader:
 
     @property
     def pids(self) -> Mapping[int, int]:
-        """Of each other rank's process."""
+        """Process ids of the other ranks on this node."""
         return self._processes.pids
 
     def wait_loaded(self, own: RankFacts) -> RankFacts:
-        everyone = [own, *(RankFacts.from_json(answer) for answer in self._channels.collect(ChannelKind.LOADED))]
-        for rank, facts in enumerate(everyone):
+        all_facts = [own, *(RankFacts.from_json(answer) for answer in self._channels.collect(ChannelKind.LOADED))]
+        for rank, facts in enumerate(all_facts):
             if facts.fingerprint != own.fingerprint:
                 raise ConfigError(f"rank {rank} has loaded another model than rank 0 from the same directory")
-        return tightest(everyone)
+        return tightest(all_facts)
 
     def begin_dry_run(self, layout: KVLayout) -> None:
         self._send_plans(ChannelKind.DRY_RUN, PoolPlan(layout=layout, num_blocks=1), None)
@@ -121,10 +121,10 @@ class Leader:
         self._timeout_s = setup.timeout_s
         self._channels.set_timeout(START_S)
         self._channels.collect(ChannelKind.READY)
-        # To load a model and to zero a pool take their time; a death ends the wait.
+        # Loading a model and zeroing a pool take long; a death ends the wait.
         self._channels.set_timeout(None)
         over_nodes = None if self._arrivals is None else self._arrivals.over_nodes()
-        # Without a name: nobody else can open it, and nothing is left behind.
+        # Without a name: no other process can open it, and nothing is left behind.
         store_fd = os.memfd_create("tandem-ranks", os.MFD_CLOEXEC) if over_nodes is None else None
         try:
             self._channels.send_each(ChannelKind.SETUP, lambda rank: setup.of_rank(rank).to_json(), fd=store_fd)

@@ -1,4 +1,4 @@
-"""What rank 0 and the others tell each other beside steps, as values and as JSON."""
+"""Messages between rank 0 and the other ranks, except steps, as values and as JSON."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ from tandem.values.kv_layout import KVLayout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSetup:
-    """What a rank is to load and how it meets the others."""
+    """Configuration of a rank: the model to load, and how it computes and meets the others."""
 
     rank: int
     size: int
@@ -24,47 +24,47 @@ class RankSetup:
     backend: BackendOptions
     log_level: str
     timeout_s: float
-    """How long one rank waits for another: to start a collective, to listen."""
+    """Longest wait of one rank for another to start a collective or to answer."""
     log_format: str = "text"
     num_nodes: int = 1
-    """Machines over which the ranks are spread, as many on each, in order."""
+    """Number of machines over which the ranks are spread evenly, in order."""
     num_threads: int | None = None
-    """Of each rank, as configured; None: its part of its machine's processors."""
+    """Threads of each rank, as configured; None: its share of its machine's processors."""
     num_sharers: int = 1
-    """Ranks that share a machine."""
+    """Number of ranks that share a machine."""
     gpus: tuple[int, ...] = ()
-    """GPUs of the other ranks, by the numbering of the process that started the worker; empty: by CUDA's."""
+    """GPUs of the ranks on rank 0's node, by the numbering of the process that started the worker; empty: by CUDA's."""
     gpu_sharers: int = 1
-    """Workers on one GPU."""
+    """Number of workers that share a GPU."""
     stated_bytes: int | None = None
-    """What each rank may take, where that is stated."""
+    """Memory limit of each rank, if configured."""
 
     @property
     def ranks_per_node(self) -> int:
-        """The same on every node."""
+        """Number of ranks on each node."""
         return self.size // self.num_nodes
 
     @property
     def is_beside_rank_0(self) -> bool:
-        """On the same node."""
+        """Whether the rank is on rank 0's node."""
         return self.rank < self.ranks_per_node
 
     @property
     def gpu_wish(self) -> GpuWish:
-        """What this rank is to have of its GPU."""
+        """Memory that this rank asks of its GPU."""
         local = self.rank % self.ranks_per_node
         index = self.gpus[local] if self.is_beside_rank_0 and self.gpus else local
         return GpuWish(index=index, sharers=self.gpu_sharers, stated_bytes=self.stated_bytes)
 
     def of_rank(self, rank: int) -> "RankSetup":
-        """The same for another rank: on a machine with GPUs, on its own."""
+        """This setup for another rank; on a machine with GPUs, with that rank's own."""
         options = self.backend
         if options.device.type == "cuda":
             options = replace(options, device=torch.device("cuda", rank % self.ranks_per_node))
         return replace(self, rank=rank, backend=options)
 
     def on_own_machine(self, threads_of_one: Callable[[int | None, int], int]) -> BackendOptions:
-        """How this rank computes where it is: another machine than rank 0's may have more processors, or fewer."""
+        """Backend options for this rank's machine, which may have more or fewer processors than rank 0's."""
         if self.is_beside_rank_0:
             return self.backend
         num_threads = threads_of_one(self.num_threads, self.num_sharers)
@@ -76,7 +76,7 @@ class RankSetup:
 
     @classmethod
     def from_json(cls, data: memoryview) -> "RankSetup":
-        """What `to_json` was given."""
+        """Decode the output of `to_json`."""
         values = json.loads(bytes(data))
         options = values.pop("backend")
         options["device"] = torch.device(options["device"])
@@ -87,37 +87,39 @@ class RankSetup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankFacts:
-    """What a rank says of itself once it has its part of the model."""
+    """A rank's report once it has loaded its part of the model."""
 
     weights_bytes: int
     fingerprint: str
     limit_bytes: int | None = None
-    """What it may take of memory that is not rank 0's, weights included; None where all ranks share the machine's."""
+    """Memory limit of the rank, weights included; None on rank 0's node where all ranks share the host's memory."""
     room: HostRoom | None = None
-    """Of its machine, with its weights there; None on rank 0's, who looks itself."""
+    """Free memory of its machine, once the weights are loaded; None on rank 0's node, where rank 0 measures it."""
 
     def to_json(self) -> bytes:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
     def from_json(cls, data: memoryview) -> "RankFacts":
-        """What `to_json` was given."""
+        """Decode the output of `to_json`."""
         values = json.loads(bytes(data))
         room = values.pop("room")
         return cls(**values, room=None if room is None else HostRoom(**room))
 
 
-def tightest(everyone: Sequence[RankFacts]) -> RankFacts:
-    """The largest weights, the lowest limit and the machine with the least room, of all ranks from rank 0 on."""
-    limits = [facts.limit_bytes for facts in everyone if facts.limit_bytes is not None]
+def tightest(ranks: Sequence[RankFacts]) -> RankFacts:
+    """Combine the facts of all ranks, rank 0 first: largest weights, lowest limit, machine with the least free
+    memory.
+    """
+    limits = [facts.limit_bytes for facts in ranks if facts.limit_bytes is not None]
     rooms = [
         replace(facts.room, where=f"rank {rank} ({facts.room.where})")
-        for rank, facts in enumerate(everyone)
+        for rank, facts in enumerate(ranks)
         if facts.room is not None
     ]
     return replace(
-        everyone[0],
-        weights_bytes=max(facts.weights_bytes for facts in everyone),
+        ranks[0],
+        weights_bytes=max(facts.weights_bytes for facts in ranks),
         limit_bytes=min(limits, default=None),
         room=min(rooms, key=lambda room: room.free_bytes, default=None),
     )
@@ -128,14 +130,14 @@ class PoolPlan:
     """The KV cache that a rank is to serve with."""
 
     layout: KVLayout
-    """With this rank's `tp_rank`."""
+    """Layout with this rank's `tp_rank`."""
     num_blocks: int
     num_host_slots: int = 0
-    """Places for blocks in host memory, the same on every rank."""
+    """Number of places for blocks in host memory, the same on every rank."""
 
     @property
     def rank_bytes(self) -> int:
-        """One rank's share of a pool that all ranks lay side by side."""
+        """Size of one rank's part of the pool; all parts lie side by side."""
         return self.num_blocks * self.layout.block_bytes
 
     def to_json(self) -> bytes:
@@ -143,7 +145,7 @@ class PoolPlan:
 
     @classmethod
     def from_json(cls, data: memoryview) -> "PoolPlan":
-        """What `to_json` was given."""
+        """Decode the output of `to_json`."""
         values: Mapping[str, Any] = json.loads(bytes(data))
         return cls(**{**values, "layout": KVLayout(**values["layout"])})
 
@@ -153,14 +155,14 @@ class PoolMemory(Protocol):
 
     @property
     def buffer(self) -> memoryview:
-        """All of it, here."""
+        """The whole memory, mapped into this process."""
         ...
 
     @property
     def fd(self) -> int:
-        """To map it elsewhere."""
+        """Descriptor by which other processes map it."""
         ...
 
     def close(self) -> None:
-        """Give up the descriptor; what is mapped stays."""
+        """Close the descriptor; existing mappings stay."""
         ...

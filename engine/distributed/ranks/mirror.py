@@ -1,8 +1,8 @@
-"""Rank 0's copy of what ranks of other nodes have in their parts of the KV pool: kept by need, over the ranks' links.
+"""Keeps rank 0's copy of the parts of the KV pool that ranks of other nodes have, on demand, over the ranks' links.
 
-Other workers read and write KV in rank 0's memory alone. Before a peer reads a block it is brought here; before a step
-reads a block that came from a peer it is taken there. Both happen between two steps, on the engine's thread, in the
-same order as all other commands, so no rank ever sees half a copy.
+Other workers read and write KV in rank 0's memory alone. Before a peer reads a block, it is fetched from the other
+nodes; before a step reads a block that came from a peer, it is sent to them. Both happen between two steps, on the
+engine's thread, in the same order as all other commands, so no rank ever sees half a copy.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,7 +20,7 @@ _MESSAGE_BYTES = 32 << 20
 
 
 class Mirror:
-    """Of one pool, for as long as it is served. Used by the engine's thread."""
+    """Mirror of one pool, for as long as it is served. Used by the engine's thread."""
 
     def __init__(self, channels: Mapping[int, RankChannel], plan: PoolPlan, memory: memoryview) -> None:
         """`channels`: to the ranks of other nodes; `memory`: the whole pool here, the ranks' parts side by side."""
@@ -32,21 +32,21 @@ class Mirror:
 
     @property
     def most_blocks(self) -> int:
-        """Most blocks that are copied at once: some milliseconds between two steps."""
+        """Most blocks that are copied at once: takes some milliseconds between two steps."""
         return self._most_blocks
 
     def mark_received(self, blocks: Sequence[int]) -> None:
-        """Note that a peer writes these blocks from now on."""
+        """Record that a peer writes these blocks from now on."""
         self._state.mark_received(blocks)
 
     def before(self, inputs: StepInputs) -> None:
-        """Copy to the other nodes the blocks that this step reads and they lack. Raises RankLost."""
+        """Send to the other nodes the blocks that this step reads and they lack. Raises RankLost."""
         for blocks in self._portions(self._state.step(inputs)):
             for rank, channel in self._channels.items():
                 channel.send(ChannelKind.PLACE, encode_blocks(blocks) + read_blocks(self._planes[rank], blocks))
 
     def after(self, batch: Batch) -> None:
-        """Copy here the prompts' blocks that this batch has computed, which peers may read next. Raises RankLost."""
+        """Fetch the prompts' blocks that this batch has computed, which peers may read next. Raises RankLost."""
         blocks = [
             block
             for request, start, num_tokens, _ in batch.items
@@ -57,7 +57,7 @@ class Mirror:
             self.bring(blocks)
 
     def bring(self, blocks: Sequence[int]) -> None:
-        """Copy here those of these blocks that other nodes have newer content of. Raises RankLost."""
+        """Fetch those of these blocks whose content is newer on other nodes. Raises RankLost."""
         for portion in self._portions(self._state.stale(blocks)):
             # Ask all before reading the first answer, so that they copy at the same time.
             for channel in self._channels.values():

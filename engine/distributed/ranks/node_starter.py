@@ -1,6 +1,6 @@
-"""On every node of a worker but rank 0's: starts the node's ranks, and starts them anew when they have ended.
+"""Starts the ranks of a node without rank 0, and starts them again when they have ended.
 
-The ranks connect to rank 0 by themselves, now or when there is one, and end with it; so its successor at the same
+The ranks connect to rank 0 by themselves, however late it starts, and end with it; so its successor at the same
 address finds them connecting again. After SIGTERM no rank is started any more: those that follow rank 0 end when it has
 finished its work, those that are not connected yet end at once.
 """
@@ -25,7 +25,7 @@ _AGAIN_S = 1.0
 
 
 class NodeStarter:
-    """One node's, on the process's first thread."""
+    """Runs the ranks of one node, on the process's main thread."""
 
     def __init__(self, group: NodeGroup, node: int, *, source: str | None = None) -> None:
         """`source`: address of this node for the other ranks; None: the one by which it reaches rank 0.
@@ -36,13 +36,13 @@ class NodeStarter:
         self._ranks = group.ranks_of(node)
         self._source = source
         self._turns: SimpleQueue[None] = SimpleQueue()
-        """Something has happened. Signal handlers say so too, in the middle of whatever: no lock would bear that."""
+        """Wakes the main thread. A SimpleQueue, since signal handlers put into it and must not take a lock."""
         self._is_stopping = False
         self._is_impatient = False
         self._processes: RankProcesses | None = None
 
     def run(self) -> int:
-        """Until SIGTERM or SIGINT, or a refusal; the exit code."""
+        """Run until SIGTERM, SIGINT or a refusal. Returns the exit code."""
         signals = _Signals()
         for number in (signal.SIGTERM, signal.SIGINT):
             signals.add_signal_handler(number, self._stop)
@@ -50,7 +50,7 @@ class NodeStarter:
         while not self._is_stopping:
             try:
                 statuses = self._run_once()
-            except OSError as error:  # out of processes, descriptors or memory: that passes
+            except OSError as error:  # out of processes, descriptors or memory, which is temporary
                 _log.error("cannot start the ranks of this node: %s", error)
                 statuses = {}
             if REFUSED in statuses.values():
@@ -61,7 +61,7 @@ class NodeStarter:
         return 0
 
     def _run_once(self) -> Mapping[int, int]:
-        """One life of the node's ranks: how each ended. Raises OSError when they cannot be started."""
+        """Run the node's ranks once. Returns their exit statuses. Raises OSError when they cannot be started."""
         end = GroupEnd(exit_s=_EXIT_S, is_expected=True)
         end.watch(lambda _lost: self._turns.put(None))
         with ExitStack() as files:
@@ -75,7 +75,7 @@ class NodeStarter:
         return dict(processes.statuses)
 
     def _pause(self) -> None:
-        """Before the next try, unless it is to end."""
+        """Wait before the next try; ends early when stopping."""
         ends_s = time.monotonic() + _AGAIN_S
         while not self._is_stopping and (left_s := ends_s - time.monotonic()) > 0.0:
             with suppress(Empty):
@@ -103,10 +103,10 @@ class NodeStarter:
         self._turns.put(None)
 
     def _reread(self) -> None:
-        _log.info("nothing is re-read here: log settings come from rank 0")
+        _log.info("SIGHUP changes nothing here: log settings come from rank 0")
 
     def _ask_to_stop(self) -> None:
-        """Those that still knock end; those that follow rank 0 do not listen."""
+        """Signal the ranks: those that are still connecting end, those that follow rank 0 ignore it."""
         if self._processes is not None:
             self._processes.send(signal.SIGTERM)
 
@@ -115,5 +115,5 @@ class _Signals:
     """Signal handlers of this process, in place of an event loop's."""
 
     def add_signal_handler(self, sig: int, callback: Callable[[], object]) -> None:
-        """Call back on the first thread, in between whatever it does."""
+        """Call `callback` on the main thread at each signal, between two of its instructions."""
         signal.signal(sig, lambda _number, _frame: callback())

@@ -1,8 +1,8 @@
 """The other ranks' processes: started by one thread, which then watches them until the end.
 
-Two ways lead to the end of all, and both are the kernel's: a child asks for SIGKILL when the thread that started it
-ends (PR_SET_PDEATHSIG), so nobody survives rank 0; and its pidfd wakes the thread the moment it dies, whatever rank 0
-is doing. One death ends the others, so that no collective waits for the dead.
+The kernel ends them in two ways: a child asks for SIGKILL when the thread that started it ends (PR_SET_PDEATHSIG), so
+no rank survives rank 0; and its pidfd wakes the thread the moment it dies, whatever rank 0 is doing. One death ends
+the others, so that no collective waits for the dead.
 """
 
 import os
@@ -18,29 +18,29 @@ from engine.distributed.links.lost import RankLost
 from engine.distributed.ranks.group_end import GroupEnd
 
 RANK_MODULE = __package__
-"""What `python -m` runs as a rank: this package."""
+"""Module that `python -m` runs as a rank: this package."""
 
 
 def rank_command() -> list[str]:
-    """How this process starts a rank; what the rank is to join follows."""
+    """Command that starts a rank of this process, to be followed by arguments that name its group."""
     return [sys.executable, "-m", RANK_MODULE, "--parent-pid", str(os.getpid())]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankCommand:
-    """How to start one rank."""
+    """Command that starts one rank."""
 
     rank: int
     argv: Sequence[str]
     fds: Sequence[int]
-    """The descriptors that it inherits."""
+    """Descriptors that it inherits."""
 
 
 class RankProcesses:
-    """Ranks 1 and up of one group."""
+    """Processes of a group's ranks on this node, except rank 0."""
 
     def __init__(self, commands: Sequence[RankCommand], end: GroupEnd) -> None:
-        """Start the ranks. The first death is reported to `end`, which is closed with them.
+        """Start the ranks. The first death is reported to `end`, which `close` closes.
 
         Raises OSError when one cannot be started.
         """
@@ -62,12 +62,12 @@ class RankProcesses:
 
     @property
     def pids(self) -> Mapping[int, int]:
-        """Of each rank's process."""
+        """Process id of each rank."""
         return {rank: child.pid for rank, child in self._children.items()}
 
     @property
     def statuses(self) -> Mapping[int, int]:
-        """How each rank that was reaped ended, as `subprocess` says it."""
+        """Exit status of each rank that has been reaped, as in `subprocess`."""
         return {rank: child.returncode for rank, child in self._children.items() if child.returncode is not None}
 
     def send(self, signum: signal.Signals) -> None:
@@ -76,7 +76,7 @@ class RankProcesses:
             child.send_signal(signum)
 
     def close(self) -> None:
-        """Kill and reap every rank: they hold nothing that outlives them."""
+        """Kill and reap all ranks: they hold nothing that outlives them."""
         with self._lock:
             if self._is_wanted_end:
                 return
@@ -89,7 +89,7 @@ class RankProcesses:
     def _run(self) -> None:
         try:
             for command in self._commands:
-                # A session of its own: a terminal's Ctrl-C is rank 0's business.
+                # A session of its own: a terminal's Ctrl-C must reach rank 0 alone.
                 child = subprocess.Popen(  # noqa: S603  # our own module, no shell
                     command.argv, stdin=subprocess.DEVNULL, pass_fds=tuple(command.fds), start_new_session=True
                 )
@@ -109,7 +109,7 @@ class RankProcesses:
             self._report(dead)
 
     def _wait(self) -> int | None:
-        """Until a rank dies or the end is wanted: the rank, or None."""
+        """Wait until a rank dies or `close` is called. Returns the dead rank, or None."""
         poll = select.poll()
         for fd in (self._stop_fd, *self._pid_fds):
             poll.register(fd, select.POLLIN)

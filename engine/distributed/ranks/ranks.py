@@ -12,60 +12,61 @@ from tandem.values.kv_layout import KVLayout
 
 
 class Ranks(Protocol):
-    """Called in this order: `wait_loaded`, `begin_dry_run`, `end_dry_run`, `use_pool`, then `announce` every step.
+    """Interface to the other ranks: `wait_loaded`, `begin_dry_run`, `end_dry_run`, `use_pool`, then `announce` every
+    step.
 
-    All may raise RankLost; `close` ends the others and may come at any time.
+    All may raise RankLost; `close` ends the others and may be called at any time.
     """
 
     @property
     def group(self) -> ParallelGroup:
-        """Of all ranks, this one included."""
+        """Group of all ranks, this one included."""
         ...
 
     @property
     def mirror(self) -> Mirror | None:
-        """What keeps other nodes' parts of the pool in rank 0's memory, once there is a pool; None: nothing has to."""
+        """Mirror of other nodes' parts of the pool, once there is a pool; None when all ranks are on this node."""
         ...
 
     def wait_loaded(self, own: RankFacts) -> RankFacts:
-        """Until all have their part of the model: the largest weights and the least memory of any rank.
+        """Wait until all have loaded their part of the model. Returns the largest weights and least memory of any rank.
 
         Raises ConfigError when one refuses the model or has loaded another.
         """
         ...
 
     def begin_dry_run(self, layout: KVLayout) -> None:
-        """Steps announced from now on run over a pool of one block, and are measured."""
+        """Make every rank run the steps announced from now on over a pool of one block, and measure them."""
         ...
 
     def end_dry_run(self, own_bytes: int | None) -> int | None:
-        """The most memory that any rank's steps took; None when one cannot tell."""
+        """Most memory that any rank's steps took, in bytes; None when a rank could not measure it."""
         ...
 
     def use_pool(
         self, layout: KVLayout, num_blocks: int, memory: PoolMemory | None, *, num_host_slots: int = 0
     ) -> None:
-        """Have every rank make its KV cache: in its part of `memory`, or in memory of its own when there is none.
+        """Make every rank create its KV cache: in its part of `memory`, or in memory of its own when that is None.
 
-        `num_host_slots`: places in host memory for blocks of preempted requests, of each rank its part.
+        `num_host_slots`: number of places in host memory for blocks, of which each rank holds its part.
         """
         ...
 
     def announce(self, inputs: StepInputs) -> None:
-        """Have every rank compute this step."""
+        """Make every rank compute this step."""
         ...
 
     def watch(self, listener: Callable[[RankLost], None]) -> None:
-        """Tell `listener`, on any thread, when a rank has died."""
+        """Call `listener`, on any thread, when a rank has died."""
         ...
 
     def close(self) -> None:
-        """End the others. Twice does no harm."""
+        """End the other ranks. May be called twice."""
         ...
 
 
 class SoloRanks:
-    """A worker of one rank: nobody to tell anything."""
+    """Implements Ranks for a worker of one rank."""
 
     def __init__(self) -> None:
         self.group = SoloGroup()

@@ -1,6 +1,6 @@
-"""Blocks of one rank's part of the pool as bytes: little-endian int32 of how many and which, then their content.
+"""Blocks of one rank's part of the pool as bytes: their number and ids as little-endian int32, then their content.
 
-Of the content the layers come first: `[layer, block, layer_block_bytes]`. Numpy only.
+The content is ordered by layer, then block: `[layer, block, layer_block_bytes]`. Numpy only.
 """
 
 import struct
@@ -12,18 +12,18 @@ from engine.types.step_inputs import IntArray
 from tandem.errors import InvariantError
 
 Planes = NDArray[np.uint8]
-"""`[num_layers, num_blocks, layer_block_bytes]`."""
+"""Bytes of a rank's part of the pool, `[num_layers, num_blocks, layer_block_bytes]`."""
 _COUNT = struct.Struct("<i")
 _INT = np.dtype("<i4")
 
 
 def encode_blocks(blocks: IntArray) -> bytes:
-    """The block ids as `decode_blocks` reads them."""
+    """Encode block ids for `decode_blocks`."""
     return _COUNT.pack(len(blocks)) + blocks.astype(_INT).tobytes()
 
 
 def decode_blocks(data: memoryview, *, num_blocks: int) -> tuple[IntArray, memoryview]:
-    """What `encode_blocks` was given, and what follows it. Raises InvariantError for blocks that there are not."""
+    """Decode block ids. Returns them and the bytes that follow. Raises InvariantError for ids beyond the pool."""
     if len(data) < _COUNT.size:
         raise InvariantError("truncated list of blocks")
     (count,) = _COUNT.unpack_from(data)
@@ -42,7 +42,7 @@ def read_blocks(planes: Planes, blocks: IntArray) -> bytes:
 
 
 def write_blocks(planes: Planes, blocks: IntArray, data: memoryview) -> None:
-    """Overwrite the blocks. Raises InvariantError when that is not as much as they hold."""
+    """Overwrite the blocks. Raises InvariantError unless `data` has exactly their size."""
     shape = (planes.shape[0], len(blocks), planes.shape[2])
     if len(data) != int(np.prod(shape)):
         raise InvariantError(f"{len(data)} bytes are not {len(blocks)} blocks")

@@ -16,7 +16,7 @@ _INT = np.dtype("<i4")
 
 
 def encode_step(inputs: StepInputs) -> bytes:
-    """The bytes of `inputs`."""
+    """Encode a step's inputs."""
     num_seqs, max_blocks = inputs.tables.shape
     header = _HEADER.pack(
         len(inputs.token_ids),
@@ -50,7 +50,7 @@ def encode_step(inputs: StepInputs) -> bytes:
 
 
 def decode_step(data: bytes | bytearray | memoryview) -> StepInputs:
-    """What `encode_step` was given, in memory of its own; InvariantError when the sizes contradict each other."""
+    """Decode a step's inputs into new arrays. Raises InvariantError when the sizes contradict each other."""
     if len(data) < _HEADER.size:
         raise InvariantError("truncated step inputs")
     rows, seqs, blocks, samples, *pairs, num_single, block_size, num_top = _HEADER.unpack_from(data)

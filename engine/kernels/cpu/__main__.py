@@ -1,4 +1,4 @@
-"""`python -m engine.kernels.cpu`: compile the CPU kernels now rather than at a worker's first start."""
+"""`python -m engine.kernels.cpu`: compiles the CPU kernels now rather than at a worker's first start."""
 
 import sys
 import time
@@ -10,7 +10,7 @@ from engine.kernels.cpu.library import load_kernels
 
 
 def main() -> int:
-    """Say what was built and what this processor offers; 1 when nothing can be built here."""
+    """Build the kernels and print the processor's features. Returns 1 when nothing can be built here."""
     started_s = time.monotonic()
     try:
         library = load_kernels()

@@ -1,12 +1,12 @@
-"""Paged attention in compiled code: what a CPU engine calls, one plan per step and one call per layer.
+"""Paged attention in compiled code for a CPU engine: one plan per step and one call per layer.
 
-Three kernels stand behind it (csrc/attention_*). Where AVX512_BF16 is present, single rows in bfloat16 go to a decode
+It uses three kernels (csrc/attention_*). Where AVX512_BF16 is present, single rows in bfloat16 go to a decode
 kernel that is limited by memory; chunks in bfloat16 go to AMX tiles where there are any; all else goes to a kernel in
-plain vectors for any instruction set, which answers every float32 row. The last two give a row the same bits whether
-it is computed alone or in a chunk of any size, in any company: `deterministic` keeps to them.
+plain vectors for any instruction set, which computes all float32 rows. The last two give a row the same bits whether
+it is computed alone or in a chunk of any size, in any batch: `deterministic` uses only them.
 
-Only the slots that hold a sequence's own tokens are read; tables may point anywhere beyond its length. What those
-slots hold must be finite, which `CpuElementwise.qk_norm_rope_write` sees to.
+Only the slots that hold a sequence's own tokens are read; tables may point anywhere beyond its length. The content of
+those slots must be finite, which `CpuElementwise.qk_norm_rope_write` ensures.
 """
 
 import ctypes
@@ -28,21 +28,21 @@ _VECTOR_UNIT_ROWS = 32
 _TILE_UNIT_ROWS = 1024
 _TILE_ROWS = 16
 _UNITS_PER_THREAD = 4
-"""Units for each thread, so that none waits long for another at the end."""
+"""Units for each thread: enough that no thread waits long for another at the end."""
 _MIN_SEGMENT_KEYS = 256
 _DECODE_UNIT_HEADS = 4
-"""Key-value heads that decoding takes together; csrc/attention_decode.h: kDecodeUnitHeads."""
+"""Key-value heads that decoding computes together; csrc/attention_decode.h: kDecodeUnitHeads."""
 _MAX_DECODE_GROUP = 8
 """Query heads per key-value head up to which decoding is limited by memory; beyond, tiles compute faster."""
 _SHARED_ELEMENTS = 2**16
-"""Products of a query and a key per dimension, some 10 us of work, below which other threads are left asleep."""
+"""Products of a query and a key per dimension, some 10 us of work, below which a single thread is used."""
 
 Int32Array = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuAttentionShape:
-    """What all layers of a model share. `dtype`: of cache, queries and output."""
+    """Properties that all layers of a model share. `dtype`: of cache, queries and output."""
 
     num_heads: int
     num_kv_heads: int
@@ -69,7 +69,7 @@ class _Step(ctypes.Structure):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AttentionMetadata:
-    """One step's plan: valid until the next `plan` of the same PagedAttention, for every layer."""
+    """One step's plan for every layer; valid until the next `plan` of the same PagedAttention."""
 
     step: _Step
     address: int
@@ -77,7 +77,7 @@ class AttentionMetadata:
     num_singles: int
     num_units: int
     arrays: tuple[Int32Array | Tensor | None, ...]
-    """What the step points to."""
+    """Arrays that the step points to, kept alive."""
 
 
 class PagedAttention:
@@ -86,7 +86,7 @@ class PagedAttention:
     def __init__(
         self, library: KernelLibrary, shape: CpuAttentionShape, *, num_threads: int, deterministic: bool = False
     ) -> None:
-        """ConfigError for a shape or dtype that the kernels do not serve."""
+        """Raises ConfigError for a shape or dtype that the kernels do not serve."""
         if shape.dtype not in (torch.float32, torch.bfloat16):
             raise ConfigError(f"CPU attention computes in float32 and bfloat16, not {shape.dtype}")
         if shape.num_heads % shape.num_kv_heads or min(shape.head_dim, shape.block_size, num_threads) < 1:
@@ -146,11 +146,11 @@ class PagedAttention:
     def attend(
         self, cache: Tensor, queries: Tensor, metadata: AttentionMetadata, window: int | None, out: Tensor
     ) -> None:
-        """One layer; the step's keys and values are already in the cache.
+        """Attend in one layer; the step's keys and values must be in the cache already.
 
         `cache`: `[num_blocks, 2, num_kv_heads, block_size, head_dim]`; `queries`: `[num_rows, num_heads, head_dim]`,
-        rotated, perhaps a view of wider rows; `out`: `[num_rows, num_heads * head_dim]`; `window`: keys that a row
-        sees, itself included. InvariantError when a tensor is not laid out like this.
+        rotated, perhaps a view of wider rows; `out`: `[num_rows, num_heads * head_dim]`; `window`: number of keys that
+        a row attends to, itself included. Raises InvariantError when a tensor has another layout.
         """
         shape = self.shape
         dtype = shape.dtype
@@ -176,7 +176,7 @@ class PagedAttention:
             self._attend_units(*layer)
 
     def _units(self, inputs: StepInputs, num_singles: int, num_threads: int) -> Int32Array:
-        """`[num_units, 3]`: sequence, first row within it, rows; dearest first. How rows are cut changes no result."""
+        """Units `[num_units, 3]`: sequence, first row in it, rows; the costliest first. The cuts change no result."""
         counts, starts = inputs.counts[num_singles:], inputs.starts[num_singles:]
         if not len(counts):
             return np.empty((0, 3), dtype=np.int32)
@@ -193,7 +193,7 @@ class PagedAttention:
         return np.stack((sequence + num_singles, first, rows), axis=1)[order].astype(np.int32)
 
     def _num_segments(self, lengths: IntArray, num_threads: int) -> int:
-        """Parts into which single rows' keys are cut, so that few sequences occupy all threads."""
+        """Number of parts into which single rows' keys are cut, so that few sequences occupy all threads."""
         units = len(lengths) * -(-self.shape.num_kv_heads // _DECODE_UNIT_HEADS)
         if not units or num_threads == 1:
             return 1

@@ -1,9 +1,9 @@
-"""Paged attention over an int8 cache in compiled code, beside `engine.kernels.cpu.attention`, whose shape it shares.
+"""Paged attention over an int8 cache in compiled code; complements `engine.kernels.cpu.attention` and shares its shape.
 
-Single rows go to a kernel that reads codes in place (csrc/attention_int8.h). The others, and in deterministic mode all,
-go to the kernels of PagedAttention over blocks that are first restored to the model's dtype, once for all rows of a
-chunk: so chunks run on AMX tiles where there are any, and a row's bits are as independent of its company as there.
-Restored blocks take the memory of one layer of one sequence, or of as many short ones as fit in 64 MiB.
+Single rows go to a kernel that reads codes in place (csrc/attention_int8.h). Other rows, and in deterministic mode all,
+go to the kernels of PagedAttention over blocks that are first decoded to the model's dtype, once for all rows of a
+chunk: so chunks run on AMX tiles where there are any, and a row's bits are as independent of the batch as there.
+Decoded blocks take the memory of one layer of one sequence, or of as many short ones as fit in 64 MiB.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ _RESTORED_BYTES = 64 << 20
 _UNITS_PER_THREAD = 4
 _MIN_SEGMENT_KEYS = 256
 _SHARED_ELEMENTS = 2**16
-"""Products per dimension, some 10 us of work, below which other threads are left asleep."""
+"""Products per dimension, some 10 us of work, below which a single thread is used."""
 _LANES = 16
 
 Int32Array = NDArray[np.int32]
@@ -53,12 +53,14 @@ class _Step(ctypes.Structure):
 
 
 class CodedLayer:
-    """One layer's codes and scales, as kernels take them. InvariantError when they are not laid out like that."""
+    """One layer's codes and scales in the form that kernels take. Raises InvariantError for another layout."""
 
     __slots__ = ("_struct", "address", "codes", "scales")
 
     def __init__(self, codes: Tensor, scales: Tensor) -> None:
-        """`codes`: int8 `[num_blocks, 2, num_kv_heads, block_size, head_dim]`, `scales`: float32 without the last."""
+        """`codes`: int8 `[num_blocks, 2, num_kv_heads, block_size, head_dim]`; `scales`: float32, without the last
+        dimension.
+        """
         if (
             codes.dtype is not torch.int8
             or scales.dtype is not torch.float32
@@ -82,26 +84,26 @@ class CodedLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Restored:
-    """Consecutive sequences that are attended to over restored blocks."""
+    """Consecutive sequences that attend to decoded blocks."""
 
     first_row: int
     end_row: int
     blocks: Int32Array
-    """Of the cache, in the order in which they are restored."""
+    """Ids of the cache's blocks, in the order in which they are decoded."""
     metadata: AttentionMetadata
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Int8Metadata:
-    """One step's plan: valid until the next of the same attention, for every layer."""
+    """One step's plan for every layer; valid until the next `plan` of the same PagedInt8Attention."""
 
     step: _Step
     address: int
     num_singles: int
     restored: dict[int | None, tuple[_Restored, ...]]
-    """By window."""
+    """Groups of sequences over decoded blocks, by window."""
     arrays: tuple[Int32Array | Tensor | None, ...]
-    """What the step points to."""
+    """Arrays that the step points to, kept alive."""
 
 
 class PagedInt8Attention:
@@ -116,7 +118,9 @@ class PagedInt8Attention:
         num_threads: int,
         deterministic: bool = False,
     ) -> None:
-        """`shape.dtype`: of queries and results; `windows`: all that layers have. ConfigError as PagedAttention."""
+        """`shape.dtype`: of queries and results; `windows`: of all layers. Raises ConfigError as PagedAttention
+        does.
+        """
         self._paged = PagedAttention(library, shape, num_threads=num_threads, deterministic=deterministic)
         if shape.dtype not in _SUFFIXES:
             raise ConfigError(f"CPU attention computes in float32 and bfloat16, not {shape.dtype}")
@@ -129,7 +133,7 @@ class PagedInt8Attention:
         self._in_place = not deterministic
         self._partials = torch.empty(0)
         self._blocks = torch.empty(0, 2, shape.num_kv_heads, shape.block_size, shape.head_dim, dtype=shape.dtype)
-        self._max_blocks = max(1, _RESTORED_BYTES // (self._lines * shape.head_dim * shape.dtype.itemsize))
+        self._max_blocks = max(1, _RESTORED_BYTES // (self._vectors_per_block * shape.head_dim * shape.dtype.itemsize))
 
     def plan(self, inputs: StepInputs) -> Int8Metadata:
         """Lay out one step's work."""
@@ -165,7 +169,9 @@ class PagedInt8Attention:
     def attend(
         self, layer: CodedLayer, queries: Tensor, metadata: Int8Metadata, window: int | None, out: Tensor
     ) -> None:
-        """One layer; the step's keys and values are already in the cache. Tensors as PagedAttention.attend has them."""
+        """Attend in one layer; the step's keys and values must be in the cache already. Tensors as in
+        PagedAttention.attend.
+        """
         shape, singles = self.shape, metadata.num_singles
         if not (
             queries.dtype is shape.dtype
@@ -190,25 +196,25 @@ class PagedInt8Attention:
             self._paged.attend(blocks, queries[rows], group.metadata, window, out[rows])
 
     @property
-    def _lines(self) -> int:
-        """Vectors of a head in one block."""
+    def _vectors_per_block(self) -> int:
+        """Number of head vectors in one block."""
         return 2 * self.shape.num_kv_heads * self.shape.block_size
 
     def _restored(self, layer: CodedLayer, blocks: Int32Array) -> Tensor:
-        """Blocks in the model's dtype, valid until the next call."""
+        """Decode blocks to the model's dtype; the result is valid until the next call."""
         count, size = len(blocks), self.shape.head_dim
         if len(self._blocks) < count:
             self._blocks = self._blocks.new_empty(count, *self._blocks.shape[1:])
-        num_threads = 1 if count * self._lines * size < _SHARED_ELEMENTS else self.num_threads
+        num_threads = 1 if count * self._vectors_per_block * size < _SHARED_ELEMENTS else self.num_threads
         to = self._blocks.data_ptr()
-        self._restore(layer.address, blocks.ctypes.data, count, self._lines, size, to, num_threads)
+        self._restore(layer.address, blocks.ctypes.data, count, self._vectors_per_block, size, to, num_threads)
         return self._blocks[:count]
 
     def _groups(self, inputs: StepInputs, begin: int, window: int | None) -> Iterator[_Restored]:
-        """From sequence `begin` on; blocks in front of the window are left out.
+        """Group the sequences from `begin` on; blocks before the window are left out.
 
-        A block that sequences share is restored for each: the dry run, whose sequences are one block over and over,
-        then takes the memory that others do.
+        A block that sequences share is decoded for each: the dry run, whose sequences repeat one block, then takes
+        as much memory as others.
         """
         ends = np.cumsum(inputs.counts)
         lowest = np.zeros_like(inputs.starts) if window is None else np.maximum(inputs.starts - window + 1, 0)
@@ -235,7 +241,7 @@ class PagedInt8Attention:
             begin = end
 
     def _num_segments(self, lengths: Int32Array, num_threads: int) -> int:
-        """Parts into which single rows' keys are cut, so that few sequences occupy all threads."""
+        """Number of parts into which single rows' keys are cut, so that few sequences occupy all threads."""
         units = len(lengths) * self.shape.num_kv_heads
         if not units or num_threads == 1:
             return 1
@@ -250,7 +256,7 @@ class PagedInt8Attention:
 
 
 def _renumbered(tables: IntArray, firsts: IntArray, lasts: IntArray) -> tuple[Int32Array, IntArray]:
-    """The blocks `firsts..lasts` of each table one after another, and tables of where they then are, zero elsewhere."""
+    """Blocks `firsts..lasts` of each table one after another, and tables of their new positions, zero elsewhere."""
     columns = np.arange(tables.shape[1])
     used = (columns >= firsts[:, None]) & (columns < lasts[:, None])
     renumbered = np.zeros_like(tables)

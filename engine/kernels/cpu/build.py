@@ -1,6 +1,6 @@
-"""The recipe of the library of compiled kernels: the sources of this folder, linked with torch's own OpenMP runtime.
+"""Builds the library of compiled kernels: the sources of this folder, linked with torch's own OpenMP runtime.
 
-The sources use no torch headers, so the library fits every torch, and torch's extension loader, which would want ninja
+The sources use no torch headers, so the library fits every torch, and torch's extension loader, which would need ninja
 and link libtorch, is not needed (see tandem/native/build.py).
 """
 
@@ -15,24 +15,24 @@ FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-fno-math-e
 _OPENMP_RUNTIME = re.compile(r"/lib(?:gomp|iomp5|omp)[^/]*\.so[^/]*$")
 
 KernelsUnavailable = NativeUnavailable
-"""The compiled kernels cannot serve here; the engine falls back to torch. The message says why."""
+"""Raised when compiled kernels cannot be used here; the engine falls back to torch. The message gives the reason."""
 
 
 def build(cache_root: Path | None = None, *, sources: Path = SOURCES) -> Path:
-    """The compiled library, built now unless the cache has it. Raises KernelsUnavailable."""
+    """Path of the compiled library, which is built unless the cache has it. Raises KernelsUnavailable."""
     return native.build(recipe(sources), cache_root)
 
 
 def recipe(sources: Path = SOURCES) -> Recipe:
-    """Of the kernels as they would be built in this process."""
+    """Recipe of the kernels for this process."""
     openmp = mapped_openmp_runtime() or "-lgomp"
     return Recipe(name="kernels", sources=sources, flags=FLAGS, libraries=(openmp,))
 
 
 def mapped_openmp_runtime() -> str | None:
-    """The OpenMP library that this process already has, which is torch's once torch is imported.
+    """The OpenMP library mapped into this process, which is torch's once torch is imported; None without any.
 
-    Linking against that very file makes the kernels run on torch's thread pool: a second pool would fight it for
+    Linking against that very file makes the kernels run on torch's thread pool: a second pool would compete for
     the cores, because idle OpenMP threads spin.
     """
     runtimes = sorted(openmp_runtimes())

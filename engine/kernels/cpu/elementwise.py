@@ -1,9 +1,9 @@
-"""The decoder's work between matrix products in compiled code, each in one pass: csrc/elementwise.cpp.
+"""The decoder's operations between matrix products in compiled code, each in one pass: csrc/elementwise.cpp.
 
 Values are computed in float32 and rounded once, where they are stored. transformers and the torch layers round
 bfloat16 after each operation (norm, times weight, times cosine, plus ...), so bfloat16 differs from them by a few
-units in the last place, on the accurate side; float32 differs only by the order of sums and by fused multiply-add.
-A row's result depends on that row alone. Everything writes to memory that the caller provides.
+units in the last place, and is more accurate; float32 differs only by the order of sums and by fused multiply-add.
+A row's result depends on that row alone. All results are written to memory that the caller provides.
 """
 
 import ctypes
@@ -42,14 +42,14 @@ class RotationPlan:
     address: int
     num_rows: int
     kept: tuple[Tensor | IntArray, ...]
-    """What the call points to."""
+    """Arrays that the call points to, kept alive."""
 
 
 class CpuElementwise:
     """Kernels for one dtype, float32 or bfloat16."""
 
     def __init__(self, library: KernelLibrary, dtype: torch.dtype, *, num_threads: int) -> None:
-        """ConfigError for another dtype."""
+        """Raises ConfigError for another dtype."""
         suffix = _SUFFIXES.get(dtype)
         if suffix is None:
             raise ConfigError(f"CPU kernels compute in float32 and bfloat16, not {dtype}")
@@ -65,9 +65,9 @@ class CpuElementwise:
         self._gather_rows = library.function("tandem_gather_rows", "piipipii", "i")
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-        """`out = x / sqrt(mean(x**2) + eps) * weight` over rows of `[num_rows, size]`; `out` may be `x`.
+        """Compute `out = x / sqrt(mean(x**2) + eps) * weight` over rows of `[num_rows, size]`; `out` may be `x`.
 
-        Rows of `x` may lie apart.
+        `x` may have any row stride.
         """
         self._check_rows(x)
         self._check(weight, out)
@@ -77,9 +77,9 @@ class CpuElementwise:
         self._rms_norm(*pointers, rows, size, eps, self.num_threads)
 
     def add_rms_norm(self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, out: Tensor) -> None:
-        """`residual += delta`, rounded, in place; then the norm of it into `out`; all `[num_rows, size]`.
+        """Add `delta` to `residual`, rounded, in place; then write its norm to `out`; all `[num_rows, size]`.
 
-        Rows of `residual` may lie apart.
+        `residual` may have any row stride.
         """
         if delta is None:
             self.rms_norm(residual, weight, eps, out)
@@ -93,7 +93,9 @@ class CpuElementwise:
         self._add_rms_norm(*pointers, rows, size, eps, self.num_threads)
 
     def norm_to_tiles(self, residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, out: Tensor) -> None:
-        """`add_rms_norm` for bfloat16 of a multiple of 32 columns; `out` is given in tiles: see gemm.Tiles."""
+        """Do as `add_rms_norm` for bfloat16 with a multiple of 32 columns; `out` is written in tiles, see
+        gemm.Tiles.
+        """
         self._check_rows(residual)
         self._check_rows(out)
         self._check(weight, *(() if delta is None else (delta,)))
@@ -109,7 +111,7 @@ class CpuElementwise:
             self._add_norm_tiles(*given, delta.data_ptr(), *target, rows, size, eps, self.num_threads)
 
     def silu_mul(self, gate_up: Tensor, out: Tensor) -> None:
-        """`out = silu(gate) * up` for `[num_rows, 2 * inner]`, gates first, to `[num_rows, inner]`."""
+        """Compute `out = silu(gate) * up` for `[num_rows, 2 * inner]`, gates first, and `out` `[num_rows, inner]`."""
         self._check(gate_up, out)
         rows, size = gate_up.shape
         inner = size // 2
@@ -117,9 +119,10 @@ class CpuElementwise:
         self._silu_mul(gate_up.data_ptr(), out.data_ptr(), rows, inner, self.num_threads)
 
     def gather_rows(self, table: Tensor, index: Tensor, out: Tensor) -> None:
-        """`out = table[index]` for `[table_rows, size]` and int64 `[num_rows]`; InvariantError for a bad index.
+        """Copy `table[index]` to `out`, for `[table_rows, size]` and int64 `[num_rows]`. InvariantError for a bad
+        index.
 
-        Rows of `out` may lie apart.
+        `out` may have any row stride.
         """
         self._check(table)
         self._check_rows(out)
@@ -136,8 +139,8 @@ class CpuElementwise:
     def plan_rotation(self, shape: CpuAttentionShape, cos: Tensor, sin: Tensor, slots: IntArray) -> RotationPlan:
         """Prepare `qk_norm_rope_write` for one step.
 
-        `cos`, `sin`: float32 `[num_rows, head_dim / 2]` of each pair's angle (sine unsigned), rows perhaps a view of
-        wider ones; `slots`: `[num_rows]`, block * block_size + offset.
+        `cos`, `sin`: float32 `[num_rows, head_dim / 2]` of each pair's angle (sine unsigned), perhaps views of
+        wider rows; `slots`: `[num_rows]`, block * block_size + offset.
         """
         rows, half = len(slots), shape.head_dim // 2
         slots = np.ascontiguousarray(slots, dtype=np.int64)
@@ -169,10 +172,10 @@ class CpuElementwise:
     ) -> None:
         """Norm heads, rotate pairs (i, i + head_dim / 2), and store keys and values in their slots.
 
-        `qkv`: `[num_rows, num_heads + 2 * num_kv_heads, head_dim]`, rows at any distance; its queries are rotated in
-        place, its keys and values left as they are. `cache`:
+        `qkv`: `[num_rows, num_heads + 2 * num_kv_heads, head_dim]`, with any row stride; its queries are rotated in
+        place, its keys and values not changed. `cache`:
         `[num_blocks, 2, num_kv_heads, block_size, head_dim]`. `norm_weight`: `[num_heads + num_kv_heads, head_dim]`
-        (Qwen3), or None. What is not finite is stored as zero.
+        (Qwen3), or None. Values that are not finite are stored as zero.
         """
         self._check(cache)
         weight = self._check_rope(plan, qkv, norm_weight)
@@ -181,19 +184,19 @@ class CpuElementwise:
     def qk_norm_rope_write_int8(
         self, plan: RotationPlan, qkv: Tensor, cache: CodedLayer, norm_weight: Tensor | None, eps: float
     ) -> None:
-        """The same into a cache in int8; codes and scales as engine/kv_storage/kv_codes.py has them."""
+        """Do the same for a cache in int8, with codes and scales as in engine/kv_storage/kv_codes.py."""
         if plan.call.head_dim > _LARGEST_HEAD:
             raise InvariantError(f"an int8 cache holds heads of up to {_LARGEST_HEAD} values")
         weight = self._check_rope(plan, qkv, norm_weight)
         self._write_int8(plan.address, qkv.data_ptr(), qkv.stride(0), cache.address, weight, eps)
 
     def _check_rope(self, plan: RotationPlan, qkv: Tensor, norm_weight: Tensor | None) -> int | None:
-        """Where the weight is."""
+        """Check the arguments of a rotation. Returns the address of the weight, or None. Raises InvariantError."""
         call = plan.call
         heads = call.num_heads + call.num_kv_heads
         shape, strides = (plan.num_rows, heads + call.num_kv_heads, call.head_dim), qkv.stride()
         if qkv.shape != shape or strides[1:] != (call.head_dim, 1) or qkv.dtype is not self.dtype:
-            raise InvariantError(f"{self.dtype} {shape} is what is rotated, not {qkv.dtype} {qkv.shape} {strides}")
+            raise InvariantError(f"rotation takes {self.dtype} {shape}, not {qkv.dtype} {qkv.shape} {strides}")
         if norm_weight is None:
             return None
         self._check(norm_weight)

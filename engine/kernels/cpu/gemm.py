@@ -28,7 +28,7 @@ TILE_COLUMNS = 32
 
 
 class Epilogue(IntEnum):
-    """What becomes of the product; the numbers are those of csrc/linear.h."""
+    """Operation applied to the product; the numbers are those of csrc/linear.h."""
 
     STORE = 0  # out = x @ W.T + bias
     STORE_FLOAT32 = 1  # the same, out in float32 whatever the input: logits
@@ -37,7 +37,7 @@ class Epilogue(IntEnum):
 
 
 class Arithmetic(Enum):
-    """How weights are kept and multiplied; the values name the C functions."""
+    """Storage and multiplication of weights; the values are parts of the C functions' names."""
 
     BF16 = "bf16"
     INT8 = "int8"  # bf16 in and out; weights per output column, inputs per row, both symmetric
@@ -45,9 +45,9 @@ class Arithmetic(Enum):
 
 
 class Tiles(Flag):
-    """What of a bf16 projection of more than `FEW_ROWS` rows is in tiles (csrc/tile_rows.h): handed from one kernel to
-    the next, rows need not be packed. The tensor then says how many rows and columns there are, not where; its memory
-    holds whole tiles of 16 rows. Rows are multiples of 32 elements.
+    """Rows of a bf16 projection of more than `FEW_ROWS` rows that are in tiles (csrc/tile_rows.h): passed from one
+    kernel to the next, they need not be packed. The tensor then gives the numbers of rows and columns, not their
+    layout; its memory holds whole tiles of 16 rows. Rows are multiples of 32 elements.
     """
 
     NOTHING = 0
@@ -87,10 +87,10 @@ class PackedLinear:
         tiles: Tiles = Tiles.NOTHING,
         num_threads: int = 1,
     ) -> None:
-        """Pack `weight` `[num_columns, depth]`, or `[2 * num_columns, depth]` for `GATED`; `bias` is as long.
+        """Pack `weight` `[num_columns, depth]`, or `[2 * num_columns, depth]` for `GATED`; `bias` has as many elements.
 
-        `quantize` turns a bf16 weight into int8. Raises KernelsUnavailable when the processor lacks what the
-        weight's type needs, ValueError for a weight or bias of another kind.
+        `quantize` turns a bf16 weight into int8. Raises KernelsUnavailable when the processor lacks the instructions
+        for the weight's type, ValueError for a weight or bias of another kind.
         """
         self.arithmetic = arithmetic_of(weight.dtype, quantize=quantize)
         if not supports(library.features, self.arithmetic):
@@ -132,7 +132,7 @@ class PackedLinear:
     def __call__(self, x: Tensor, out: Tensor) -> None:
         """Multiply `x` `[num_rows, depth]` into `out` `[num_rows, num_columns]`, which must not overlap it.
 
-        Rows may lie apart; elements of a row must not. Raises ValueError for any other shape, layout or type.
+        Any row stride, but contiguous elements. Raises ValueError for any other shape, layout or type.
         """
         rows, depth = x.shape
         x_stride, x_step = x.stride()
@@ -143,9 +143,7 @@ class PackedLinear:
                 f"{tuple(x.shape)} with strides {x.stride()} to {tuple(out.shape)} with strides {out.stride()}"
             )
         if x.dtype is not self.dtype or out.dtype is not self.out_dtype:
-            raise ValueError(
-                f"{self.dtype} to {self.out_dtype} is what this projection takes, not {x.dtype} to {out.dtype}"
-            )
+            raise ValueError(f"this projection takes {self.dtype} to {self.out_dtype}, not {x.dtype} to {out.dtype}")
         if self._tiles and rows > FEW_ROWS:
             if Tiles.INPUT in self._tiles:
                 check_whole_tiles(x)
@@ -154,7 +152,8 @@ class PackedLinear:
         self._multiply(self._reference, x.data_ptr(), x_stride, rows, out.data_ptr(), out_stride, self.num_threads)
 
     def embed(self, ids: Tensor, out: Tensor) -> None:
-        """Rows `ids` (int64) of the original weight into `out` `[num_ids, depth]`: tied embeddings need no second copy.
+        """Copy rows `ids` (int64) of the original weight to `out` `[num_ids, depth]`: tied embeddings need no second
+        copy.
 
         Raises IndexError for an id that is not a column, ValueError when the packing cannot be looked up (int8,
         gates) or a tensor is of the wrong kind.
@@ -170,7 +169,7 @@ class PackedLinear:
             out.stride(0), self.num_threads,
         )  # fmt: skip
         if not found:
-            raise IndexError(f"an id is not below {self.columns}")
+            raise IndexError(f"ids must be below {self.columns}")
 
     def _check_tiles(self, *, gated: bool) -> None:
         if not self._tiles:
@@ -210,7 +209,9 @@ def supports(features: CpuFeatures, arithmetic: Arithmetic) -> bool:
 
 def _check_weight(weight: Tensor, bias: Tensor | None, *, gated: bool) -> None:
     if weight.dim() != 2 or weight.stride(1) != 1 or 0 in weight.shape or weight.device.type != "cpu":
-        raise ValueError(f"a weight of contiguous rows is packed, not {tuple(weight.shape)}, {weight.stride()}")
+        raise ValueError(
+            f"a weight to pack must have contiguous rows on the CPU, got {tuple(weight.shape)}, {weight.stride()}"
+        )
     if gated and weight.shape[0] % 2:
         raise ValueError(f"gates and values must be equally many: {weight.shape[0]} rows")
     if bias is not None and bias.shape != weight.shape[:1]:
@@ -218,12 +219,12 @@ def _check_weight(weight: Tensor, bias: Tensor | None, *, gated: bool) -> None:
 
 
 def whole_tiles(num_rows: int) -> int:
-    """Rows of memory that rows in tiles need."""
+    """Number of rows, a multiple of `TILE_ROWS`, whose memory `num_rows` rows in tiles need."""
     return -(-num_rows // TILE_ROWS) * TILE_ROWS
 
 
 def check_whole_tiles(rows: Tensor) -> None:
-    """ValueError unless the memory from a tensor's first element on holds its rows in tiles."""
+    """Raise ValueError unless the memory from a tensor's first element on holds its rows in tiles."""
     room = rows.untyped_storage().nbytes() // rows.element_size() - rows.storage_offset()
     if room < whole_tiles(rows.shape[0]) * rows.shape[1]:
         raise ValueError(f"{tuple(rows.shape)} in tiles does not fit into memory for {room} elements")
@@ -232,9 +233,9 @@ def check_whole_tiles(rows: Tensor) -> None:
 def huge_bytes(library: KernelLibrary, num_bytes: int) -> Tensor:
     """An uninitialised uint8 tensor, from 2 MB up on a 2 MB boundary and on huge pages where the system offers them.
 
-    Streaming weights through 4 KB pages costs a page walk every 64 lines. Asking is all that can be done: without
-    huge pages everything works, slower. A mapping of its own, since malloc would hand out memory that loading has
-    already touched, and what alignment leaves unused of it would stay resident.
+    Streaming weights through 4 KB pages costs a page walk every 64 lines. Huge pages are only a request: without
+    them everything works, slower. A mapping of its own, since malloc would reuse memory that loading has
+    already touched, whose parts skipped by the alignment would stay resident.
     """
     if num_bytes < HUGE_PAGE_BYTES:
         storage = torch.empty(num_bytes + CACHE_LINE_BYTES, dtype=torch.uint8)

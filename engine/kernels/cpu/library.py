@@ -1,4 +1,4 @@
-"""The compiled kernels of this process: loading them, what the processor offers, and entry points that can be recorded.
+"""The compiled kernels of this process: loading, features of the processor, and entry points that can be recorded.
 
 A C function is bound once, when an object that uses it is made, by `library.function(name, signature)`, and called
 with plain integers (`tensor.data_ptr()`).
@@ -16,7 +16,9 @@ from tandem.native.library import NativeLibrary, address_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuFeatures:
-    """What the kernels may use: compiled in, present in the processor, and granted by the kernel."""
+    """Instruction sets that kernels may use: compiled in, present in the processor, and enabled by the operating
+    system.
+    """
 
     avx2: bool
     avx512: bool
@@ -27,13 +29,13 @@ class CpuFeatures:
 
     @classmethod
     def from_bits(cls, bits: int) -> "CpuFeatures":
-        """The bits of `tandem_cpu_features()`, in the order of the fields."""
+        """Decode the bits of `tandem_cpu_features()`, in the order of the fields."""
         return cls(**{name: bool(bits >> index & 1) for index, name in enumerate(cls.__slots__)})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelCall:
-    """One call of a C function, as it was made."""
+    """One recorded call of a C function."""
 
     address: int
     signature: str
@@ -50,7 +52,7 @@ class KernelLibrary:
         self.features = CpuFeatures.from_bits(self.function("tandem_cpu_features", "", "i")())
 
     def function(self, name: str, signature: str, returns: str = "") -> Callable[..., Any]:
-        """A C function by name, as NativeLibrary binds it."""
+        """Bind a C function by name, as NativeLibrary does."""
         found = self._library.bind(name, signature, returns)
         address = address_of(found)
 
@@ -63,7 +65,7 @@ class KernelLibrary:
 
     @contextmanager
     def recording(self) -> Iterator[list[KernelCall]]:
-        """Notes every call made through `function` meanwhile, by the one thread that uses this library."""
+        """Record every call made through `function` within the context, by the one thread that uses this library."""
         tape: list[KernelCall] = []
         self._tape = tape
         try:
@@ -73,7 +75,7 @@ class KernelLibrary:
 
 
 def load_kernels(cache_root: Path | None = None) -> KernelLibrary:
-    """Build if need be, and load into this process. Import torch first: the kernels then share its threads.
+    """Build the library if needed and load it. Import torch first: the kernels then share its threads.
 
     Raises KernelsUnavailable: no compiler, a build that fails, a processor without AVX2, or two OpenMP runtimes.
     """

@@ -1,4 +1,4 @@
-"""What this machine can do, and how near the projections come: `python -m engine.kernels.cpu.measure`.
+"""Measures this machine's limits and the projections against them: `python -m engine.kernels.cpu.measure`.
 
 Contenders take turns round by round, because memory bandwidth changes within seconds, and each keeps its best round.
 Weights are copied until they exceed the caches, as the layers of a model do. A prediction stands beside each figure:
@@ -32,7 +32,7 @@ Projection = Callable[[Tensor, Tensor], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ceilings:
-    """The limits of the machine."""
+    """Limits of the machine."""
 
     read_gb_s: float
     tile_tflop_s: float  # bf16 tile products with operands in registers; 0 without AMX
@@ -40,7 +40,7 @@ class Ceilings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProjectionShape:
-    """One projection of a model; `rows_out` counts gates and values."""
+    """Shape of one projection of a model; `rows_out` counts gates and values."""
 
     name: str
     depth: int
@@ -89,7 +89,7 @@ REFERENCE_ROWS = (1, 4, 16, 64, 512, 2048)
 def measure_ceilings(
     library: KernelLibrary, *, num_threads: int, rounds: int = 5, read_bytes: int = READ_BYTES
 ) -> Ceilings:
-    """Read bandwidth over `read_bytes` and the rate of the tile unit, the best of `rounds`."""
+    """Measure read bandwidth over `read_bytes` and the rate of the tile unit, the best of `rounds`."""
     memory = huge_bytes(library, read_bytes)
     memory.view(torch.int64).fill_(0x3F80_3F81_3F82_3F83)  # ordinary bf16 values: zeros would compute faster
     read = library.function("tandem_read_bytes", "pii", "i")
@@ -114,7 +114,7 @@ def measure_projection(
     rounds: int = 5,
     pool_bytes: int = POOL_BYTES,
 ) -> list[ProjectionRate]:
-    """Every contender that runs here, at every number of rows."""
+    """Measure every contender that runs here, at every number of rows."""
     weight = torch.randn(shape.rows_out, shape.depth).mul_(shape.depth**-0.5).bfloat16()
     copies = max(2, -(-pool_bytes // weight.nbytes))
     contenders = {
@@ -159,7 +159,7 @@ def _seconds_per_call(projections: Sequence[Projection], x: Tensor, out: Tensor)
 def _contenders(
     library: KernelLibrary, shape: ProjectionShape, weight: Tensor, num_threads: int
 ) -> list[tuple[str, float, Callable[[], Projection]]]:
-    """Names, bytes of a weight over those of bf16, and makers of one copy."""
+    """Contenders: name, bytes of a weight relative to bf16, and maker of one copy."""
     epilogue = shape.epilogue
     found: list[tuple[str, float, Callable[[], Projection]]] = []
     if supports(library.features, Arithmetic.BF16):

@@ -1,7 +1,7 @@
-"""How fast CPU attention is: `python -m engine.kernels.cpu.measure_attention`.
+"""Measures the speed of CPU attention: `python -m engine.kernels.cpu.measure_attention`.
 
 Layers are visited in turn, each with its own blocks in random order, so that the keys of a step come from memory as
-they do in a model. Kernels and the torch backend take turns within a round, and the best of some rounds counts.
+they do in a model. Kernels and the torch backend take turns within a round, and the best round counts.
 """
 
 import sys
@@ -30,14 +30,14 @@ PREFILL = ((0, 512), (2048, 512), (0, 2048))  # tokens before the chunk, tokens 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionFigures:
-    """One case, per layer. Bytes are those of the keys and values in view, FLOP those of visible pairs."""
+    """Figures of one case, per layer. Bytes count the keys and values in view, FLOP the visible pairs."""
 
     name: str
     attend_s: float
     layer_s: float
-    """With rotation and the write into the cache."""
+    """Time including rotation and the write into the cache."""
     torch_s: float
-    """The same by the torch backend."""
+    """Time of the torch backend for the same."""
     gb_per_s: float
     gflop_per_s: float
 
@@ -45,9 +45,9 @@ class AttentionFigures:
 def step_over(
     starts: Sequence[int], counts: Sequence[int], block_size: int, blocks: IntArray, *, spare: int = 0
 ) -> StepInputs:
-    """A step of sequences at `starts` with `counts` rows each, on the given blocks, in the order StepInputs has.
+    """A step of sequences at `starts` with `counts` rows each, on the given blocks, in the order of StepInputs.
 
-    `spare`: what fills tables beyond a sequence's own blocks.
+    `spare`: block id with which tables are padded.
     """
     order = sorted(range(len(starts)), key=lambda i: (counts[i] > 1, -starts[i]))
     begin = np.array([starts[i] for i in order], dtype=np.int64)
@@ -131,7 +131,7 @@ class AttentionBench:
 
 
 def measure_all(library: KernelLibrary, num_threads: int) -> list[AttentionFigures]:
-    """Every case of DECODE and PREFILL."""
+    """Measure every case of DECODE and PREFILL."""
     bench = AttentionBench(library, num_threads)
     decode = [bench.measure(f"decode {b} x {n}", [n - 1] * b, [1] * b) for b, n in DECODE]
     return decode + [bench.measure(f"{count} rows after {start}", [start], [count]) for start, count in PREFILL]

@@ -9,25 +9,25 @@ from torch.nn import functional as F
 from engine.kernels.cpu.gemm import Epilogue
 
 REORDERED_FOR_ROWS = 512
-"""The batch that oneDNN lays weights out for; the layout serves every other batch as well (measured at 1 to 2048)."""
+"""Batch for which oneDNN lays weights out; the layout serves every other batch as well (measured at 1 to 2048)."""
 
 _BLOCK = 512
 _ROW_COUNTS = (1, 2, 4, 8, *range(16, 128, 16), *range(128, 256, 32), *range(256, 512, 64), _BLOCK, 528, 544, 576)
-"""Numbers of rows that oneDNN is given: others are padded, and more are split into blocks.
+"""Numbers of rows with which oneDNN is called: others are padded, and more are split into blocks.
 
-For every shape it compiles a kernel, and both it and torch's wrapper of it keep the last 1,024: batches of all sizes
-took about 170 MB beside the memory budget of the built-in model. A batch that is padded takes as long as one of that
-size. Up to 64 rows that are left over join the last block: by themselves they would have all weights read once more.
+It compiles a kernel for every shape, and both it and torch's wrapper of it cache the last 1,024: batches of all sizes
+took about 170 MB beside the memory budget of the built-in model. A padded batch takes as long as one of that
+size. Up to 64 remaining rows join the last block: on their own they would read all weights once more.
 """
 
 
 class OneDnnLinear:
-    """The face of `PackedLinear` on torch's own operators. It allocates its result, and cannot be looked up by id."""
+    """Interface of `PackedLinear` on torch's own operators. It allocates its result, and cannot be looked up by id."""
 
     __slots__ = ("_bias", "_epilogue", "_weight", "columns", "depth", "dtype", "nbytes", "out_dtype")
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None, *, epilogue: Epilogue = Epilogue.STORE) -> None:
-        """Reorder `weight` as `PackedLinear` takes it. Raises ValueError unless it is bf16 and oneDNN supports that."""
+        """Reorder `weight`, as PackedLinear's. Raises ValueError unless it is bf16 and oneDNN supports that."""
         if weight.dtype is not torch.bfloat16 or not onednn_bf16():
             raise ValueError(f"oneDNN does not take {weight.dtype} weights here")
         rows, self.depth = weight.shape
@@ -42,9 +42,12 @@ class OneDnnLinear:
     def __call__(self, x: Tensor, out: Tensor) -> None:
         """Multiply `x` `[num_rows, depth]` into `out` `[num_rows, num_columns]`. Raises ValueError for others."""
         if x.shape[1:] != (self.depth,) or out.shape != (x.shape[0], self.columns):
-            raise ValueError(f"rows of {self.depth} to {self.columns}, not {tuple(x.shape)} to {tuple(out.shape)}")
+            raise ValueError(
+                f"this projection takes rows of {self.depth} to {self.columns}, "
+                f"not {tuple(x.shape)} to {tuple(out.shape)}"
+            )
         if x.dtype is not self.dtype or out.dtype is not self.out_dtype:
-            raise ValueError(f"{self.dtype} to {self.out_dtype}, not {x.dtype} to {out.dtype}")
+            raise ValueError(f"this projection takes {self.dtype} to {self.out_dtype}, not {x.dtype} to {out.dtype}")
         begin = 0
         while len(x) - begin > _ROW_COUNTS[-1]:
             self._multiply(x[begin : begin + _BLOCK], out[begin : begin + _BLOCK])
@@ -52,7 +55,7 @@ class OneDnnLinear:
         self._multiply(x[begin:], out[begin:])
 
     def _multiply(self, x: Tensor, out: Tensor) -> None:
-        """As `__call__`, for at most as many rows as oneDNN is given."""
+        """Do as `__call__` for at most the largest of `_ROW_COUNTS` rows."""
         num_rows = len(x)
         if padding := _ROW_COUNTS[bisect_left(_ROW_COUNTS, num_rows)] - num_rows:
             x = F.pad(x, (0, 0, 0, padding))

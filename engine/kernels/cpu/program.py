@@ -1,7 +1,7 @@
-"""Kernel calls recorded once and made again by one call into the library (csrc/program.cpp).
+"""Kernel calls recorded once and repeated by one call into the library (csrc/program.cpp).
 
-A program holds addresses and sizes, not values: it is right for as long as everything that it points to stays where
-it was and means the same.
+A program holds addresses and sizes, not values: it is valid as long as everything that it points to keeps its address
+and its meaning.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ _MOST_SLOTS = 9  # csrc/program.cpp: kMostSlots
 
 
 class CannotRecord(Exception):
-    """A call is not of a kind that programs can make."""
+    """A call of a kind that programs cannot make."""
 
 
 class _Slot(ctypes.Union):
@@ -31,14 +31,14 @@ _FIELDS = {"p": "pointer", "i": "integer", "f": "real"}
 
 
 class KernelProgram:
-    """Some calls in their order."""
+    """A sequence of recorded calls."""
 
     __slots__ = ("_address", "_commands", "_run")
 
     def __init__(
         self, library: KernelLibrary, calls: Sequence[KernelCall], moved: Mapping[int, int] | None = None
     ) -> None:
-        """`moved`: other addresses to use in place of some that were recorded. Raises CannotRecord."""
+        """`moved`: addresses to use in place of recorded ones. Raises CannotRecord."""
         self._commands = (_Command * len(calls))()
         self._address = ctypes.addressof(self._commands)
         self._run = library.function("tandem_run_program", "pi")

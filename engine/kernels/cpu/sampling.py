@@ -1,7 +1,7 @@
-"""Drawing tokens on the CPU in compiled code: `engine.sampling.backend` without intermediate tensors.
+"""Samples tokens on the CPU in compiled code: `engine.sampling.backend` without intermediate tensors.
 
-With 16 rows of a vocabulary of 65,536 the reference takes a fifth of a whole decode step, nearly all of it in the
-integers of the noise and in sorting; here noise stays in registers and cut-offs are found by radix selection.
+With 16 rows of a vocabulary of 65,536 the reference takes a fifth of a whole decode step, nearly all of it for the
+integers of the noise and for sorting; here noise stays in registers and cut-offs are found by radix selection.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from engine.sampling.token_counts import Penalties
 
 
 class CpuSampling:
-    """See SamplingKernels. Its noise differs from the reference by float32 rounding."""
+    """Implements SamplingKernels. Its noise differs from the reference by float32 rounding."""
 
     def __init__(self, library: KernelLibrary, num_threads: int) -> None:
         self._threads = num_threads

@@ -1,7 +1,7 @@
-"""Which processors the compute threads run on.
+"""Assigns processors to compute threads.
 
-Left alone, the system now and then puts two threads of a team on one processor, or another process beside one of them,
-and moves neither while both seem busy: the other threads then spin at the next barrier for as long. Bound threads
+Unbound, two threads of a team now and then share one processor, or one shares it with another process, and the system
+moves neither while both seem busy: meanwhile the other threads spin at the next barrier. Bound threads
 were measured 4 % faster on a quiet machine and three times as fast on a busy one (docs/extend/measurements.md).
 """
 
@@ -12,9 +12,9 @@ from engine.kernels.cpu.library import KernelLibrary
 
 
 def bind_team(library: KernelLibrary, num_threads: int) -> int:
-    """Give each thread of the calling thread's team a processor of its own; returns how many have one.
+    """Bind each thread of the calling thread's team to a processor of its own. Returns the number of threads bound.
 
-    None when there are fewer processors than threads, or when the system knows no such thing.
+    It is 0 when there are fewer processors than threads, or when the system does not support binding.
     """
     if not hasattr(os, "sched_getaffinity"):
         return 0
@@ -27,12 +27,12 @@ def bind_team(library: KernelLibrary, num_threads: int) -> int:
 
 
 def threads_of_one(wanted: int | None, num_sharers: int) -> int:
-    """Threads of one process that computes on this machine beside others, which are `num_sharers` with it."""
+    """Compute threads of one process: `wanted`, or its share of the processors among `num_sharers` processes."""
     return wanted or max(1, num_processors() // max(1, num_sharers))
 
 
 def num_processors() -> int:
-    """Processors that this process may use: fewer than the machine has, in a container or under taskset."""
+    """Number of processors that this process may use: fewer than the machine's in a container or under taskset."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -9,7 +9,7 @@ _BLOCK = 1024
 
 @triton.jit
 def silu_mul_kernel(stacked_ptr, out_ptr, stacked_stride, size, BLOCK: tl.constexpr):
-    """One stretch of one row, in float32."""
+    """Compute one section of one row, in float32."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < size
@@ -21,7 +21,7 @@ def silu_mul_kernel(stacked_ptr, out_ptr, stacked_stride, size, BLOCK: tl.conste
 
 
 def silu_mul(stacked: Tensor, out: Tensor) -> None:
-    """`[num_rows, 2 * size]`, gate before up, into contiguous `[num_rows, size]`."""
+    """Gate `[num_rows, 2 * size]`, gate before up, into contiguous `[num_rows, size]`."""
     num_rows, size = out.shape
     if num_rows:
         silu_mul_kernel[(num_rows, -(-size // _BLOCK))](stacked, out, stacked.stride(0), size, BLOCK=_BLOCK)

@@ -1,4 +1,4 @@
-"""Compile every kernel for sm_90 where no GPU is: `python -m engine.kernels.triton.aot [--representative] [--json]`.
+"""Compiles every kernel for sm_90 without a GPU: `python -m engine.kernels.triton.aot [--representative] [--json]`.
 
 Prints registers per thread, bytes of spilled registers per thread, and shared memory per program, as the assembler and
 the linker that come with triton report them, and exits with 1 when a kernel spills more than `MAX_SPILL_BYTES` or needs
@@ -25,14 +25,14 @@ from engine.kernels.triton.tuning import LaunchTable, load_table
 _TARGET = GPUTarget("cuda", 90, 32)
 _DIVISIBLE: list[list[object]] = [["tt.divisibility", 16]]
 MAX_SPILL_BYTES = 64
-"""Per thread. A few words spilled outside a loop are cheaper than a smaller tile."""
+"""Most bytes spilled per thread. A few words spilled outside a loop cost less than a smaller tile."""
 MAX_SHARED_BYTES = 227 * 1024
-"""Of one program on sm_90."""
+"""Most shared memory of one program on sm_90."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelResources:
-    """What one compiled kernel needs."""
+    """Resources of one compiled kernel."""
 
     name: str
     registers: int
@@ -44,24 +44,24 @@ class KernelResources:
 
     @property
     def excessive(self) -> bool:
-        """Whether it breaks a bound."""
+        """Whether the kernel exceeds a bound."""
         return self.spill_bytes > MAX_SPILL_BYTES or self.shared_bytes > MAX_SHARED_BYTES
 
 
 def source_of(case: AotCase) -> ASTSource:
-    """What is compiled. Raises ValueError when a case says nothing of an argument."""
+    """Source to compile for a case. Raises ValueError when the case leaves an argument undefined."""
     names = case.kernel.arg_names
     constants = {(names.index(name),): value for name, value in case.constants.items()}
     signature = {name: case.types.get(name, "constexpr") for name in names}
     missing = [name for name in names if name not in case.types and name not in case.constants]
     if missing:
-        raise ValueError(f"{case.name}: nothing said of {missing}")
+        raise ValueError(f"{case.name}: arguments without type or value: {missing}")
     return ASTSource(case.kernel, signature, constants, _alignments(case))
 
 
 def compile_case(case: AotCase) -> KernelResources:
-    """Compile one case to machine code and count. Raises what triton raises when it cannot be compiled."""
-    fuse = not case.constants.get("FIXED_KEYS")  # as the launchers say
+    """Compile one case to machine code. Returns its resources. Raises triton's errors when it cannot be compiled."""
+    fuse = not case.constants.get("FIXED_KEYS")  # as the launchers do
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages, "enable_fp_fusion": fuse}
     compiled = triton.compile(source_of(case), target=_TARGET, options=options)
     registers, stack = _usage(compiled.asm["cubin"])
@@ -76,9 +76,9 @@ def compile_case(case: AotCase) -> KernelResources:
 
 
 def _alignments(case: AotCase) -> dict[tuple[int], list[list[object]]]:
-    """What a launch would find: pointers, strides and sizes are multiples of 16 in every model worth tuning for.
+    """Alignments that a launch would find: pointers, strides and sizes are multiples of 16 in every model worth tuning.
 
-    Nothing is known of what the kernel's decorator says is not to be looked at.
+    Arguments that the kernel's decorator excludes from specialisation are left out.
     """
     return {
         (parameter.num,): _DIVISIBLE
@@ -91,14 +91,14 @@ def _alignments(case: AotCase) -> dict[tuple[int], list[list[object]]]:
 
 
 def compile_all(table: LaunchTable, *, representative: bool = False, only: str = "") -> Iterator[KernelResources]:
-    """One after another, as launched by `table`; `only` those whose name holds it."""
+    """Compile the cases one after another, with launches of `table`; `only`: those whose name contains it."""
     for case in all_cases(table):
         if (case.representative or not representative) and only in case.name:
             yield compile_case(case)
 
 
 def _usage(cubin: bytes) -> tuple[int, int]:
-    """Registers and stack bytes, from the `cuobjdump` that triton ships."""
+    """Registers and stack bytes, by the `cuobjdump` that triton ships."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -106,12 +106,12 @@ def _usage(cubin: bytes) -> tuple[int, int]:
         done = subprocess.run(command, capture_output=True, text=True, check=True)  # noqa: S603
     found = re.search(r"REG:(\d+) STACK:(\d+)", done.stdout)
     if found is None:
-        raise ValueError(f"cuobjdump does not say how much is used: {done.stdout!r:.200}")
+        raise ValueError(f"cuobjdump printed no resource usage: {done.stdout!r:.200}")
     return int(found[1]), int(found[2])
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print a row per kernel, as they are compiled; 1 when one needs too much."""
+    """Print a row per kernel while compiling. Returns 1 when one exceeds a bound."""
     parser = argparse.ArgumentParser(prog="python -m engine.kernels.triton.aot", description="compile for sm_90")
     parser.add_argument("--representative", action="store_true", help="only what every test run compiles")
     parser.add_argument("--only", default="", metavar="TEXT", help="only kernels whose name holds this")

@@ -1,4 +1,4 @@
-"""Every kernel with the argument types and sizes it is launched with: what ahead-of-time compilation compiles.
+"""Every kernel with the types and sizes of arguments with which it is launched, for ahead-of-time compilation.
 
 Sizes are those of the launchers in this package; a case names a kernel, its variant, the types of its arguments, its
 constants and its launch.
@@ -26,7 +26,7 @@ class _EightBit(NamedTuple):
     code: str
     largest: float
     scales: str
-    """Which argument brings them."""
+    """Name of the argument that passes the scales."""
 
 
 _EIGHT_BIT = {
@@ -42,12 +42,12 @@ class AotCase:
     name: str
     kernel: Any
     types: dict[str, str]
-    """Triton's names of the types of arguments that are not constants, `*bf16` for a pointer."""
+    """Triton's type names of arguments that are not constants, `*bf16` for a pointer."""
     constants: dict[str, Any]
     num_warps: int = 4
     num_stages: int = 3
     representative: bool = False
-    """Compiled in every test run; the others nightly."""
+    """True when it is compiled in every test run; other cases nightly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,7 @@ class _Variant:
 
 
 def all_cases(table: LaunchTable) -> Iterator[AotCase]:
-    """Every kernel, all dtypes, representative shapes, launched as `table` says."""
+    """All kernels and dtypes with representative shapes, launched as in `table`."""
     for variant in _variants():
         yield _prefill(variant, table)
         yield from _decode(variant, table)
@@ -187,7 +187,7 @@ def _rope(dtype: str, cache: str, head_dim: int) -> AotCase:
 
 
 def _strides(cache: str, head_dim: int) -> dict[str, int]:
-    """From block to block, of eight heads in blocks of 16."""
+    """Strides from block to block, for eight heads in blocks of 16."""
     layout = KVLayout(
         model_fingerprint="",
         dtype="int8" if cache == "int8" else "fp8_e4m3",
@@ -201,7 +201,7 @@ def _strides(cache: str, head_dim: int) -> dict[str, int]:
 
 
 def _absent(cache: str) -> dict[str, None]:
-    """Arguments that are None."""
+    """Scale arguments that are None for this cache."""
     given = _EIGHT_BIT[cache].scales if cache != "same" else ""
     return {name: None for name in ("scales_ptr", "head_scales_ptr") if name != given}
 

@@ -1,9 +1,9 @@
-"""What prefill and decode attention share: one run over cached keys, and the merging of two runs.
+"""Shared parts of prefill and decode attention: one run over cached keys, and the merging of two runs.
 
 Online softmax (Milakov and Gimelshein, 2018; Dao et al., 2022) in base two. The state of a tile of rows is `(largest,
 total, acc)`: the largest score so far times log2(e), the sum of weights relative to it, and the weighted sum of
-values. A tile of keys that a row does not see leaves its state as it was, bit for bit: its weights are exact zeros.
-So where a row's tiles begin and end at fixed positions, its result does not depend on the rows beside it.
+values. A tile of keys that a row does not attend to leaves its state as it was, bit for bit: its weights are exact
+zeros. So where a row's tiles begin and end at fixed positions, its result does not depend on the rows beside it.
 """
 
 import triton
@@ -17,9 +17,10 @@ def attend_keys(
     BLOCK_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr,
     WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Attend over keys `begin..end`, `begin` a multiple of BLOCK_N; unless MASKED, every row sees all of them.
+    """Attend over keys `begin..end`, `begin` a multiple of BLOCK_N; unless MASKED, every row attends to all of them.
 
-    scales_ptr: of tokens. Where a head has one scale, `score_scale` holds the keys', and the result lacks the values'.
+    scales_ptr: scales of tokens. With one scale per head, `score_scale` includes the keys', and the caller must apply
+    the values' to the result.
     """
     largest, total, acc = state
     BLOCK_D: tl.constexpr = queries.shape[1]
@@ -27,7 +28,7 @@ def attend_keys(
     for first in tl.range(begin, end, BLOCK_N):
         keys = first + tl.arange(0, BLOCK_N)
         inside = keys < end
-        # A cache of more than 2^31 elements is ordinary: offsets are 64 bits wide from the block's number on.
+        # Caches often have more than 2^31 elements: offsets are computed in 64 bits from the block's number on.
         block = tl.load(table_ptr + keys // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
         line = kv_head * BLOCK_SIZE + keys % BLOCK_SIZE
         loaded = inside[:, None] & (dims < HEAD_DIM)[None, :]
@@ -43,7 +44,7 @@ def attend_keys(
                 visible = visible & (keys[None, :] > positions[:, None] - WINDOW)
             scores = tl.where(visible, scores, float("-inf"))
         higher = tl.maximum(largest, tl.max(scores, 1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen nothing yet
+        base = tl.where(higher == float("-inf"), 0.0, higher)  # a row without keys so far
         weights = tl.exp2(scores - base[:, None])
         shrink = tl.exp2(largest - base)
         total = total * shrink + tl.sum(weights, 1)
@@ -59,7 +60,7 @@ def attend_keys(
 
 @triton.jit
 def empty_state(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Of rows that have seen no key."""
+    """State of rows that have attended to no key."""
     largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     return largest, tl.zeros([BLOCK_M], tl.float32), tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
@@ -69,7 +70,7 @@ def merge_states(state, other):
     """The state after both runs; with an empty `other`, `state` itself, bit for bit.
 
     Vectors of any one shape: `[..., BLOCK_D]` in the third place, and without that dimension before. The additions
-    are explicit fused ones; where bits matter, kernels are compiled without fusing others, so that all round alike.
+    are explicitly fused; where bits matter, kernels are compiled without fusing others, so that all round alike.
     """
     largest, total, acc = state
     other_largest, other_total, other_acc = other
@@ -85,7 +86,7 @@ def merge_states(state, other):
 
 @triton.jit
 def first_key_of(position, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Where the tiles of a row at `position` begin: at the first whose keys it may see."""
+    """Position at which the tiles of a row at `position` begin: the first tile with keys in its window."""
     if WINDOW > 0:
         return tl.maximum(position - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
     else:

@@ -4,7 +4,7 @@ Top-k: the k-th largest value by radix selection, eight bits of an order-preserv
 
 Top-p: a token is kept when the tokens above it hold less than `top_p` of the probability, which is cheap to check for
 one token. So the winner of the draw among all is checked; if it is cut off, so is everything not above it, and the
-winner among what is above it is next (rejection, as in FlashInfer's samplers; Ye et al., 2025). The first to pass is
+winner among the tokens above it is next (rejection, as in FlashInfer's samplers; Ye et al., 2025). The first to pass is
 the winner among all that are kept. The first winner passes with probability `top_p` at least, and each one that fails
 leaves, on average, half of the rest; so a pass or two is usual.
 """
@@ -15,7 +15,7 @@ import triton.language as tl
 
 @triton.jit
 def _order_of(x):
-    """uint32 that compare as the floats do."""
+    """Integers, uint32, in the same order as the floats."""
     bits = x.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.uint32, bitcast=True) ^ tl.full([], 0x80000000, tl.uint32)
 
@@ -49,7 +49,7 @@ def kth_largest(x_ptr, size, k, BLOCK: tl.constexpr):
 def best_above(x_ptr, y_ptr, size, bound, peak, STRICT: tl.constexpr, BLOCK: tl.constexpr):
     """Among tokens with x >= bound (STRICT: above it): the sum of exp(x - peak), and the first where y is largest.
 
-    Third, whether the row is usable: that anything was among them, and nothing anywhere is NaN or infinity.
+    Third, whether the row is usable: there were such tokens, and no value of the row is NaN or infinity.
     """
     broken = tl.full([], 0, tl.int32)
     mass = tl.full([], 0.0, tl.float32)

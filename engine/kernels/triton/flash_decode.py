@@ -1,11 +1,11 @@
 """Attention of one row per sequence, its keys split among programs: flash decoding (Dao et al., 2023).
 
-A program answers all query heads that share a key-value head, over one part of one sequence; a second kernel merges
-the parts. A step's launch depends on nothing but the batch's size and the most splits it may need: lengths are read
+A program computes all query heads that share a key-value head, over one part of one sequence; a second kernel merges
+the parts. A step's launch depends only on the batch's size and the most splits it may need: lengths are read
 on the device, and parts that a short sequence does not need return at once. So a CUDA graph captured for a padded
 batch serves any lengths up to the longest it was captured for; a sequence of length 0, padding, gets zeros.
 
-How many splits: `choose_splits`. How a sequence is split, on the device: evenly, in whole tiles, and at least
+`choose_splits` chooses the number of splits. A sequence is split on the device: evenly, in whole tiles, and at least
 `min_keys` each. With `fixed_keys`: in runs of that many keys at absolute positions, merged one after another, so that
 a row's result depends on neither batch nor step, and equals that of `engine.kernels.triton.paged_prefill` with the
 same `fixed_keys`, `block_m` and `block_n`.
@@ -30,7 +30,7 @@ _MERGED_AT_ONCE = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class DecodeWorkspace:
-    """Where parts wait to be merged: reused by every layer and step, so a graph may hold its address."""
+    """Memory for parts until they are merged: reused by every layer and step, so a graph may hold its address."""
 
     sums: Tensor  # float32 [batch, num_heads, num_splits, head_dim], weighted sums of values
     stats: Tensor  # float32 [batch, num_heads, num_splits, 2], largest exponent and total weight
@@ -39,7 +39,7 @@ class DecodeWorkspace:
     def allocate(
         cls, batch: int, num_heads: int, num_splits: int, head_dim: int, device: torch.device | str
     ) -> "DecodeWorkspace":
-        """For up to `batch` sequences in up to `num_splits` parts."""
+        """Allocate memory for up to `batch` sequences in up to `num_splits` parts."""
         sums = torch.empty(batch, num_heads, num_splits, head_dim, dtype=torch.float32, device=device)
         return cls(sums=sums, stats=torch.empty(batch, num_heads, num_splits, 2, dtype=torch.float32, device=device))
 
@@ -47,7 +47,7 @@ class DecodeWorkspace:
 @triton.jit
 def _span(length, NUM_SPLITS: tl.constexpr, MIN_KEYS: tl.constexpr, FIXED_KEYS: tl.constexpr, WINDOW: tl.constexpr,
           BLOCK_N: tl.constexpr):  # fmt: skip
-    """First key in view, where the first part begins, keys per part, and how many parts there are."""
+    """First key in view, beginning of the first part, keys per part, and number of parts."""
     first = first_key_of(length - 1, WINDOW, BLOCK_N)
     if FIXED_KEYS > 0:
         span = FIXED_KEYS
@@ -59,7 +59,7 @@ def _span(length, NUM_SPLITS: tl.constexpr, MIN_KEYS: tl.constexpr, FIXED_KEYS: 
     return first, origin, span, tl.cdiv(length - origin, span)
 
 
-# As for prefill: a step's arrays begin anywhere.
+# As for prefill: a step's arrays may begin at any alignment.
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["tables_ptr", "lengths_ptr"])
 def flash_decode_kernel(
     queries_ptr, pages_ptr, scales_ptr, head_scales_ptr, out_ptr, sums_ptr, stats_ptr, tables_ptr, lengths_ptr,
@@ -69,7 +69,7 @@ def flash_decode_kernel(
     WINDOW: tl.constexpr, NUM_SPLITS: tl.constexpr, MIN_KEYS: tl.constexpr, FIXED_KEYS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """One part of one sequence, one key-value head; with a single split, straight into the result."""
+    """Compute one part of one sequence and key-value head; with a single split, directly into the result."""
     sequence, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths_ptr + sequence)
     first, origin, span, num_parts = _span(length, NUM_SPLITS, MIN_KEYS, FIXED_KEYS, WINDOW, BLOCK_N)
@@ -108,7 +108,7 @@ def merge_parts_kernel(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, NUM_SPLITS: tl.constexpr, MIN_KEYS: tl.constexpr,
     FIXED_KEYS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """One query head of one sequence. Fixed runs are merged in order, as prefill does; others several at a time."""
+    """Merge one query head of one sequence. Fixed runs are merged in order, as in prefill; others several at a time."""
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     length = tl.load(lengths_ptr + sequence)
     _, _, _, num_parts = _span(length, NUM_SPLITS, MIN_KEYS, FIXED_KEYS, WINDOW, BLOCK_N)
@@ -159,8 +159,8 @@ def flash_decode(
     queries: `[num_seqs, num_heads, head_dim]`, heads contiguous, rows at any stride; out: likewise.
     tables: int32 `[num_seqs, max_blocks]`; entries beyond a sequence's blocks are never read.
     lengths: int32 `[num_seqs]`, the row included; 0 for padding, whose result is zeros.
-    workspace: for this many splits and at least as many sequences; None will do for one split. With
-    `launch.fixed_keys`, splits times that must reach the longest sequence.
+    workspace: its number of splits is used, for at least `num_seqs` sequences; None for one split. With
+    `launch.fixed_keys`, splits times `fixed_keys` must reach the longest sequence.
     """
     num_seqs, num_heads, head_dim = queries.shape
     if not num_seqs:
@@ -191,7 +191,7 @@ def flash_decode(
 
 
 def choose_splits(*, batch: int, num_kv_heads: int, max_length: int, num_sms: int, launch: DecodeLaunch) -> int:
-    """How many parts a sequence may be cut into: a power of two, since kernels are compiled for each number.
+    """Number of parts into which a sequence may be cut: a power of two, since kernels are compiled for each number.
 
     With `fixed_keys`, enough for the runs of the longest sequence. Else at most two programs per multiprocessor, so
     that one loads while the other computes, but never parts of fewer than `min_keys` keys nor more than 64 parts,

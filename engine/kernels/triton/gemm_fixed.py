@@ -1,7 +1,7 @@
-"""A batch-invariant linear layer: every row's sums are made in one order, however many rows stand beside it.
+"""A batch-invariant linear layer: every row is summed in one order, regardless of the number of rows.
 
-Libraries choose tiles and splits of the depth by the number of rows, so a token's result depends on its company. Here
-tiles are fixed and the depth is walked from front to back by one program. A single row costs a whole tile of rows.
+Libraries choose tiles and splits of the depth by the number of rows, so a token's result depends on its batch. Here
+tiles are fixed and one program sums the depth from front to back. A single row costs a whole tile of rows.
 """
 
 import triton
@@ -19,7 +19,7 @@ def gemm_fixed_kernel(
     OUT: tl.constexpr, DEPTH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """One tile of the product; tiles that share weights run together, so that these are read once into the cache."""
+    """Compute one tile of the product; tiles that share weights run together, so that these are cached."""
     row_tiles, column_tiles = tl.cdiv(num_rows, BLOCK_M), tl.cdiv(OUT, BLOCK_N)
     program = tl.program_id(0)
     first = program // (TOGETHER * column_tiles) * TOGETHER
@@ -43,7 +43,8 @@ def gemm_fixed_kernel(
 
 
 def gemm_fixed(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, launch: GemmLaunch) -> None:
-    """`x @ weight.T + bias` into contiguous `[num_rows, out_features]` of any float dtype, which sums are rounded to.
+    """Write `x @ weight.T + bias` to contiguous `[num_rows, out_features]` of any float dtype, rounded from float32
+    sums.
 
     x: `[num_rows, in_features]`, rows at any stride; weight: contiguous `[out_features, in_features]`.
     """

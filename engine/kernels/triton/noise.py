@@ -1,7 +1,7 @@
 """Gumbel noise by counter on the device: the words of `engine.sampling.backend`, and the same noise up to rounding.
 
-The logarithms are written out: the hardware's are off by 2^-22 absolutely, which near one is no digit at all, and the
-smallest uniform variates, whose logarithms those are, decide who wins a draw.
+The logarithms are computed here: the hardware's have an absolute error of 2^-22, which near one leaves no correct
+digit, and the smallest uniform variates, whose logarithms those are, decide the winner of a draw.
 """
 
 import triton
@@ -34,7 +34,7 @@ def accurate_log(x):
 
     x = 2^e m with m within a factor of sqrt(2) of one; log(m) = 2 artanh(s), s = (m - 1) / (m + 1), |s| < 0.172.
     """
-    bits = x.to(tl.int32, bitcast=True) - 0x3F3504F3  # sqrt(1/2): what remains above it is the mantissa
+    bits = x.to(tl.int32, bitcast=True) - 0x3F3504F3  # bits of sqrt(1/2): makes m below lie in [sqrt(1/2), sqrt(2))
     exponent = (bits >> 23).to(tl.float32)
     m = ((bits & 0x007FFFFF) + 0x3F3504F3).to(tl.float32, bitcast=True)
     s = (m - 1.0) / (m + 1.0)

@@ -11,7 +11,7 @@ from engine.kernels.triton.pages import power_of_two
 def add_rms_norm_kernel(
     residual_ptr, delta_ptr, weight_ptr, out_ptr, delta_stride, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One row; a row's sum is made by one program in one order, whatever the number of rows."""
+    """Compute one row; one program sums it in one order, whatever the number of rows."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < SIZE
@@ -27,7 +27,7 @@ def add_rms_norm_kernel(
 
 
 def add_rms_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, out: Tensor) -> None:
-    """`residual += delta` in place, then its norm times `weight` into `out`; all `[num_rows, size]`.
+    """Add `delta` to `residual` in place, then write its norm times `weight` to `out`; all `[num_rows, size]`.
 
     residual and out are contiguous; delta may have any row stride. Sums are float32.
     """

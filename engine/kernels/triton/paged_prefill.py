@@ -1,13 +1,13 @@
 """Causal attention of many rows over the paged cache, whose newest keys are the rows' own: ragged, in one launch.
 
-A program answers a tile of BLOCK_M rows: as many consecutive tokens of one sequence as fit, times the query heads that
-share one key-value head, so that keys are read once for all of them. Which sequence a program belongs to is found by
+A program computes a tile of BLOCK_M rows: as many consecutive tokens of one sequence as fit, times the query heads that
+share one key-value head, so that keys are read once for all of them. A program's sequence is found by
 bisection over the row starts, on the device: sequence `i` owns tiles from `row_starts[i] // tokens_per_tile + i` on,
 an upper bound that needs no prefix sum; surplus programs return at once. Long tiles start first.
 
-Keys that every row of a tile sees are attended without a mask, the rest with one. With `fixed_keys`, results do not
-depend on chunking: runs of that many keys, at absolute positions, are attended from an empty state, masked throughout,
-and merged in order, which is what `engine.kernels.triton.flash_decode` does with the same `fixed_keys`.
+Keys that every row of a tile attends to are computed without a mask, the rest with one. With `fixed_keys`, results do
+not depend on chunking: runs of that many keys, at absolute positions, are computed from an empty state, masked
+throughout, and merged in order, as `engine.kernels.triton.flash_decode` does with the same `fixed_keys`.
 """
 
 import math
@@ -24,7 +24,7 @@ from engine.kernels.triton.tuning import PrefillLaunch
 
 @triton.jit
 def _sequence_of(tile, row_starts_ptr, num_seqs, TOKENS: tl.constexpr):
-    """The last sequence whose first tile is not after `tile`."""
+    """Index of the last sequence whose first tile is not after `tile`."""
     low, high = 0, num_seqs
     while low < high:
         middle = (low + high) // 2
@@ -70,8 +70,8 @@ def _attend_tile(
         )  # fmt: skip
 
 
-# Where a step's arrays begin, and how wide its tables are, changes from step to step: a kernel compiled for each way in
-# which these are multiples of 16 would keep somebody waiting for the compiler.
+# The alignment of a step's arrays and the width of its tables change from step to step: with a kernel compiled for each
+# combination of multiples of 16, requests would have to wait for the compiler.
 @triton.jit(
     do_not_specialize=["num_seqs", "table_stride"],
     do_not_specialize_on_alignment=["tables_ptr", "row_starts_ptr", "starts_ptr"],
@@ -132,7 +132,7 @@ def paged_prefill(
     tables: int32 `[num_seqs, max_blocks]`; entries beyond a sequence's blocks are never read.
     row_starts: int32 `[num_seqs + 1]`, cumulative, from 0; equal neighbours are a sequence without rows.
     starts: int32 `[num_seqs]`, the position of each sequence's first row.
-    Rows from `row_starts[num_seqs]` on belong to nobody and are not written.
+    Rows from `row_starts[num_seqs]` on belong to no sequence and are not written.
     """
     num_rows, num_heads, head_dim = queries.shape
     num_seqs = starts.shape[0]
@@ -161,7 +161,7 @@ def paged_prefill(
 
 
 def score_scale(head_dim: int) -> float:
-    """What turns a product of query and key into an exponent of two."""
+    """Factor that turns a product of query and key into an exponent of two."""
     return math.log2(math.e) / math.sqrt(head_dim)
 
 

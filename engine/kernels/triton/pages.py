@@ -1,7 +1,7 @@
-"""How kernels see a layer of the paged cache, in the model's dtype or in codes (engine/kv_storage/kv_codes.py).
+"""One layer of the paged cache as kernels read it, in the model's dtype or in codes (engine/kv_storage/kv_codes.py).
 
-int8 has one float32 scale per token and key-value head, which follow a block's codes in memory, so that blocks lie
-further apart than their codes are long; fp8_e4m3 has one per key-value head of K and of V, the model's own.
+int8 has one float32 scale per token and key-value head, which follow a block's codes in memory, so that the stride of
+blocks exceeds the length of their codes; fp8_e4m3 has one per key-value head of K and of V, the model's own.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,9 @@ class LayerPages:
             raise ConfigError("KV pages must have five dimensions and contiguous blocks")
         wanted = (self.pages.dtype is torch.int8, self.pages.dtype is torch.float8_e4m3fn)
         if wanted != (self.token_scales is not None, self.head_scales is not None):
-            raise ConfigError(f"a KV cache of {self.pages.dtype} has other scales: int8 by token, fp8_e4m3 by head")
+            raise ConfigError(
+                f"scales do not fit a KV cache in {self.pages.dtype}: int8 has them by token, fp8_e4m3 by head"
+            )
         _check_scales(self.token_scales, self.pages.shape[:-1], "token and head")
         _check_scales(self.head_scales, self.pages.shape[1:3], "key-value head of K and of V")
 
@@ -37,12 +39,12 @@ class LayerPages:
 
     @property
     def block_stride(self) -> int:
-        """Values from one block to the next."""
+        """Number of values from one block to the next."""
         return self.pages.stride(0)
 
     @property
     def scale_stride(self) -> int:
-        """Scales from one block to the next; 0 without any."""
+        """Number of scales from one block to the next; 0 without any."""
         return 0 if self.token_scales is None else self.token_scales.stride(0)
 
     @property

@@ -1,6 +1,6 @@
-"""What each kernel computes, in plain torch: slow, obvious, and what tests and the GPU suite compare with.
+"""References in plain torch for all kernels: slow and obvious; tests and the GPU suite compare with them.
 
-Arguments are the launchers'; sums are made in float32 (float64 for float32 inputs would hide nothing here).
+Arguments are the launchers'; sums are computed in float32 (float64 for float32 inputs would hide nothing here).
 """
 
 import math
@@ -25,9 +25,9 @@ def attention(
     counts: Tensor,
     window: int | None,
 ) -> Tensor:
-    """Every row of `[num_rows, num_heads, head_dim]`: sequences one after another, `counts` rows each from `starts`.
+    """Attend `[num_rows, num_heads, head_dim]`: sequences one after another, `counts` rows each from `starts`.
 
-    Float32 `[num_rows, num_heads, head_dim]`; zeros for rows of nobody.
+    Returns float32 `[num_rows, num_heads, head_dim]`; zeros for rows of no sequence.
     """
     out = torch.zeros(queries.shape, dtype=torch.float32, device=queries.device)
     row = 0
@@ -65,7 +65,7 @@ def gathered(layer: LayerPages, table: Tensor, length: int) -> tuple[Tensor, Ten
 def stored(values: Tensor, dtype: torch.dtype) -> LayerPages:
     """A layer that holds finite `[num_blocks, 2, num_kv_heads, block_size, head_dim]`, laid out as the engine's cache.
 
-    In fp8_e4m3 each head's scale brings its largest magnitude to the largest code.
+    In fp8_e4m3 each head's scale maps its largest magnitude to the largest code.
     """
     if dtype not in LARGEST_CODE:
         return LayerPages(pages=values.to(dtype))
@@ -91,7 +91,7 @@ def stored(values: Tensor, dtype: torch.dtype) -> LayerPages:
 
 
 def copied(layer: LayerPages) -> LayerPages:
-    """The same content in memory of its own."""
+    """A copy of the layer in memory of its own."""
 
     def copy(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.clone()
@@ -102,7 +102,7 @@ def copied(layer: LayerPages) -> LayerPages:
 
 
 def rope_kv(qkv: Tensor, layer: LayerPages, *, cos: Tensor, sin: Tensor, slots: Tensor, norm: HeadNorm | None) -> None:
-    """In place, as the launcher does."""
+    """Norm, rotate and store in place, as the launcher does."""
     heads = qkv.to(torch.float32, copy=True).view(qkv.shape[0], -1, layer.head_dim)
     num_kept = heads.shape[1] - layer.num_kv_heads
     num_queries = num_kept - layer.num_kv_heads
@@ -123,21 +123,21 @@ def rope_kv(qkv: Tensor, layer: LayerPages, *, cos: Tensor, sin: Tensor, slots: 
         layer.pages[block, :, :, offset] = codes
     elif layer.head_scales is not None:
         codes = head_codes(fresh[used], layer.head_scales)
-        # Eight-bit floats have few operators, indexed assignment not among them; their bytes do.
+        # As bytes: eight-bit floats have no indexed assignment.
         layer.pages.view(torch.uint8)[block, :, :, offset] = codes.view(torch.uint8)
     else:
         layer.pages[block, :, :, offset] = fresh[used].to(layer.pages.dtype)
 
 
 def add_rms_norm(residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-    """Adds in place; the norm."""
+    """Add in place. Returns the norm."""
     if delta is not None:
         residual += delta
     return (F.rms_norm(residual.float(), tuple(weight.shape), None, eps) * weight.float()).to(residual.dtype)
 
 
 def silu_mul(stacked: Tensor) -> Tensor:
-    """The gated half, rounded once."""
+    """Gate a stacked projection; the result is rounded once."""
     gate, up = stacked.float().chunk(2, dim=-1)
     return (F.silu(gate) * up).to(stacked.dtype)
 

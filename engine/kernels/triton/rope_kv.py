@@ -1,4 +1,4 @@
-"""What happens to a projected row before attention, in one pass: norms of queries and keys, rotation, KV write.
+"""Operations on a projected row before attention, in one pass: norms of queries and keys, rotation, KV write.
 
 Queries are normalised (where the model does that) and rotated in place; keys likewise, and written to the cache with
 the values, quantised if the cache is. Nothing is rounded between the steps.
@@ -20,7 +20,7 @@ def _code(value, pages_ptr):
     """Nearest code of the pages' dtype, ties to even, for values within the codes' range.
 
     Rounded here in float32, so that the conversion is exact and all devices and the interpreter make the same codes:
-    adding and taking away 1.5 * 2^23 steps leaves no room for a fraction of a step, so the addition rounds.
+    adding and subtracting 1.5 * 2^23 steps leaves no bits for a fraction of a step, so the addition rounds.
     """
     if pages_ptr.dtype.element_ty == tl.int8:
         value = (value + 12582912.0) - 12582912.0
@@ -36,8 +36,8 @@ def _code(value, pages_ptr):
 def _store_kv(low, high, slot, head, stored, pages_ptr, scales_ptr, head_scales_ptr, LARGEST: tl.constexpr,
               HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_STRIDE: tl.constexpr,
               SCALE_STRIDE: tl.constexpr):  # fmt: skip
-    """Both halves of some heads of one token; `head` counts keys' heads, then values'."""
-    # Others read this slot with weight zero while its block is partly filled, and zero times NaN is NaN.
+    """Store both halves of some heads of one token; `head` counts keys' heads, then values'."""
+    # Rows read this slot with weight zero while its block is partly filled, and zero times NaN is NaN.
     low = tl.where(tl.abs(low) < float("inf"), low, 0.0)
     high = tl.where(tl.abs(high) < float("inf"), high, 0.0)
     block, line = slot // BLOCK_SIZE, head * BLOCK_SIZE + slot % BLOCK_SIZE
@@ -66,7 +66,7 @@ def rope_kv_kernel(
     BLOCK_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr, LARGEST: tl.constexpr,
     BLOCK_HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Some heads of one row: the head's number says whether it is a query, key or value."""
+    """Compute some heads of one row: the head's number tells whether it is a query, key or value."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     half = tl.arange(0, BLOCK_HALF)
@@ -106,7 +106,7 @@ def rope_kv(
     slots: Tensor,
     norm: HeadNorm | None,
 ) -> None:
-    """Normalise and rotate queries in place; keys and values into the cache (the keys in `qkv` stay as they are).
+    """Normalise and rotate queries in place; write keys and values to the cache (the keys in `qkv` do not change).
 
     qkv: `[num_rows, (num_heads + 2 * num_kv_heads) * head_dim]`, rows at any stride; head_dim is even.
     cos, sin: float32 `[num_rows, head_dim / 2]`, of equal strides; pairs are (i, i + head_dim / 2).

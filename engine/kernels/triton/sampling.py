@@ -1,10 +1,10 @@
-"""From logits to tokens on the device, with no host round trip: the steps and the order of `engine.sampling.sampler`.
+"""Samples tokens on the device, without a host round trip: the steps and the order of `engine.sampling.sampler`.
 
-Biases and bans are added first, as a list of edits. A first kernel, parallel over stretches of the vocabulary, applies
+Biases and bans are added first, as a list of edits. A first kernel, parallel over sections of the vocabulary, applies
 penalties and temperature and adds the noise; a second, one program a row, finds the cut-offs and the winner
 (`engine.kernels.triton.cutoffs`) and counts the token it chose. A row of temperature 0 is greedy: no noise, no
 cut-offs. The share of top-p is taken of everything that min-p and top-k keep, ties included. A row that holds NaN or
-infinity, or nothing finite, is found out as it is read, and gets no token.
+infinity, or nothing finite, is detected while it is read, and gets no token.
 """
 
 import torch
@@ -23,14 +23,14 @@ _SELECT_BLOCK = 4096
 _SELECT_WARPS = 16
 _UNUSABLE = tl.constexpr(UNUSABLE)
 
-# The sampling parameters of all rows lie in one array, one kind after the other, so where a kind begins depends on the
-# number of rows. It is read a number at a time: kernels compiled for each alignment would gain nothing and delay the
+# The sampling parameters of all rows lie in one array, one kind after the other, so a kind's alignment depends on the
+# number of rows. Numbers are read one at a time: kernels compiled for each alignment would gain nothing and delay the
 # first requests.
 
 
 @triton.jit(do_not_specialize=["count"])
 def edit_kernel(logits_ptr, rows_ptr, token_ids_ptr, values_ptr, count, vocab_size, BLOCK: tl.constexpr):
-    """Atomic, since one token may be both biased and banned."""
+    """Add edits to logits. Atomic, since one token may be both biased and banned."""
     edit = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(rows_ptr + edit, mask=edit < count, other=-1).to(tl.int64)
     token = tl.load(token_ids_ptr + edit, mask=edit < count, other=0)
@@ -60,7 +60,7 @@ def prepare_kernel(
     logits_ptr, scaled_ptr, noisy_ptr, temperature_ptr, seed_ptr, position_ptr, choice_ptr,
     counts_ptr, slots_ptr, repetition_ptr, presence_ptr, frequency_ptr, vocab_size, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One stretch of one row: the scaled logits, and those plus noise."""
+    """Compute one section of one row: the scaled logits, and those plus noise."""
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * BLOCK
     tokens = first + tl.arange(0, BLOCK)
@@ -90,14 +90,16 @@ def select_kernel(
     scaled_ptr, noisy_ptr, out_ptr, temperature_ptr, min_p_ptr, top_p_ptr, top_k_ptr, counts_ptr, slots_ptr,
     vocab_size, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row: cut-offs and winner. Scaled logits and noisy ones may be the same tensor, for a plain argmax."""
+    """Choose one row's token: cut-offs and winner. For a plain argmax, scaled and noisy logits may be the same
+    tensor.
+    """
     row = tl.program_id(0).to(tl.int64)
     scaled_ptr += row * vocab_size
     noisy_ptr += row * vocab_size
     floor = tl.full([], float("-inf"), tl.float32)
     peak = tl.full([], 0.0, tl.float32)
     top_p = tl.full([], 1.0, tl.float32)
-    # Two conditions: the first is decided when compiling.
+    # Nested: the outer condition is evaluated when compiling.
     if temperature_ptr is not None:  # noqa: SIM102
         if tl.load(temperature_ptr + row) > 0.0:
             min_p, top_k = tl.load(min_p_ptr + row), tl.load(top_k_ptr + row)
@@ -115,7 +117,7 @@ def select_kernel(
         while checking:
             value = tl.load(scaled_ptr + token)
             above, higher, _ = best_above(scaled_ptr, noisy_ptr, vocab_size, value, peak, True, BLOCK)
-            # The largest is kept even when rounding makes a share of nothing of `allowed`.
+            # The largest is kept even when `allowed` is rounded to zero.
             checking = (above >= allowed) & (value < peak)
             token = tl.where(checking, higher, token)
     tl.store(out_ptr + row, tl.where(usable, token, _UNUSABLE).to(tl.int64))
@@ -126,7 +128,7 @@ def select_kernel(
 
 
 class TritonSampling:
-    """See engine.sampling.backend.SamplingKernels. Waits for nothing."""
+    """Implements engine.sampling.backend.SamplingKernels. Waits for nothing."""
 
     def choose(
         self,
@@ -166,14 +168,14 @@ class TritonSampling:
         return out
 
     def forbid_(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
-        """See SamplingKernels: three operators of torch, beside a mask that takes the host many times as long."""
+        """See SamplingKernels. Torch operators suffice: making the masks on the host takes many times as long."""
         forbid_by_torch_(logits, rows, bits)
 
 
 def compile_for(vocab_size: int, device: torch.device) -> None:
-    """Make every launch that sampling from so large a vocabulary may need, so that no request waits for the compiler.
+    """Compile every kernel that sampling from this vocabulary may launch, so that no request waits for the compiler.
 
-    On one row: the number of rows is no part of what is compiled.
+    With one row: compiled kernels do not depend on the number of rows.
     """
     logits = torch.zeros(1, vocab_size, device=device)
     zero, one = torch.zeros(1, device=device), torch.ones(1, device=device)

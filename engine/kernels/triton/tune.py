@@ -1,9 +1,9 @@
-"""Time launch candidates on the GPU at hand and write its table: `python -m engine.kernels.triton.tune [--out FILE]`.
+"""Times launch candidates on the GPU at hand and writes its table: `python -m engine.kernels.triton.tune [--out FILE]`.
 
 Every attention entry of the GPU's present table is tried with neighbouring tiles, warps and stages, on shapes of an
 8B model: prefill of 4,096 tokens, and decoding of 16 sequences of 4,096. Candidates that do not compile or fit are
 skipped. A candidate's time is the median of repeated launches, warm, by `triton.testing.do_bench`. Entries of the
-deterministic mode and of the product are copied: their tiles decide results, and tables may not.
+deterministic mode and of the product are copied: their tiles affect results, which tables must not change.
 """
 
 import argparse
@@ -64,7 +64,7 @@ class _Bench:
         return _median_ms(run)
 
     def decode_ms(self, launch: DecodeLaunch) -> float:
-        """A batch of long ones, split by the rule."""
+        """Milliseconds of decode attention for a batch of long sequences, with the splits of `choose_splits`."""
         head_dim, device = self._queries.shape[2], self._queries.device
         splits = choose_splits(
             batch=_SEQUENCES, num_kv_heads=_KV_HEADS, max_length=_TOKENS, num_sms=self._num_sms, launch=launch
@@ -109,7 +109,7 @@ def decode_candidates(launch: DecodeLaunch) -> Iterator[DecodeLaunch]:
 
 
 def fastest(candidates: Iterator[Any], time_ms: Callable[[Any], float]) -> tuple[Any, float]:
-    """The candidate of the least time, and that time. Raises ValueError when none can be launched."""
+    """The fastest candidate, and its time in milliseconds. Raises ValueError when none can be launched."""
     best, best_ms = None, float("inf")
     for candidate in candidates:
         try:
@@ -124,7 +124,9 @@ def fastest(candidates: Iterator[Any], time_ms: Callable[[Any], float]) -> tuple
 
 
 def tuned_table(table: LaunchTable, gpu: str, bench: Callable[[AttentionShape], Any]) -> dict[str, Any]:
-    """A table for `gpu`, with every attention entry of `table` as fast as found; progress goes to stderr."""
+    """A table for `gpu`, with the fastest launch found for every attention entry of `table`; progress goes to
+    stderr.
+    """
     raw = table.as_json()
     made: dict[str, Any] = {"gpu": gpu, "source": f"timed on {gpu} with triton {triton.__version__}"}
     for kernel in ("prefill", "decode"):
@@ -143,7 +145,7 @@ def tuned_table(table: LaunchTable, gpu: str, bench: Callable[[AttentionShape], 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Tune and write; 2 without a GPU."""
+    """Tune and write the table. Returns 2 without a GPU."""
     parser = argparse.ArgumentParser(prog="python -m engine.kernels.triton.tune", description="tune launch tables")
     parser.add_argument("--out", type=Path, help="default: the GPU's name among the shipped tables")
     options = parser.parse_args(arguments)

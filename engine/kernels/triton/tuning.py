@@ -1,13 +1,13 @@
 """Launch parameters by GPU and shape, from JSON tables beside this module.
 
 The shipped tables were chosen from resource counts of ahead-of-time compilation for sm_90 (registers, spills, shared
-memory; `python -m engine.kernels.triton.aot`) and from what the shapes suggest. They have not been measured on
+memory; `python -m engine.kernels.triton.aot`) and from the shapes. They have not been measured on
 hardware. `python -m engine.kernels.triton.tune` times candidates on the GPU at hand and writes a table of its own.
 
 A table is `{"gpu": name or prefix, "source": how it was made, "prefill": [...], "decode": [...], "fixed": [...],
-"gemm": [...]}`, where "fixed" is what both kinds of attention use in deterministic mode; an
-entry holds a launch's fields and, for attention, `head_dim`, the largest padded head size it is for, and `eight_bit`
-and `wide` (float32 queries), what it is for. The first entry that fits is taken, so order is part of a table.
+"gemm": [...]}`, where "fixed" is used by both kinds of attention in deterministic mode; an entry holds a launch's
+fields and, for attention, the shape it serves: `head_dim`, the largest padded head size, `eight_bit` and `wide`
+(float32 queries). The first entry that fits is used, so their order matters.
 """
 
 import json
@@ -25,33 +25,33 @@ FIXED_KEYS = 512
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillLaunch:
-    """One program of paged prefill."""
+    """Launch of paged prefill."""
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
     fixed_keys: int = 0
-    """Above zero: results do not depend on chunking."""
+    """Keys per run; above zero, results do not depend on chunking."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeLaunch:
-    """One program of flash decoding."""
+    """Launch of flash decoding."""
 
     block_n: int
     num_warps: int
     num_stages: int
     block_m: int = 16
     min_keys: int = 128
-    """Fewest keys worth a program."""
+    """Fewest keys for which a program of its own is worthwhile."""
     fixed_keys: int = 0
-    """Above zero: results do not depend on lengths."""
+    """Keys per run; above zero, results do not depend on lengths."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmLaunch:
-    """One program of the batch-invariant product."""
+    """Launch of the batch-invariant product."""
 
     block_m: int
     block_n: int
@@ -62,13 +62,13 @@ class GemmLaunch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
-    """What a launch of attention depends on."""
+    """Properties on which a launch of attention depends."""
 
     head_dim: int
     eight_bit: bool = False
-    """The cache is quantised."""
+    """True when the cache is quantised."""
     wide: bool = False
-    """Queries are float32."""
+    """True when queries are float32."""
 
 
 _Launch = TypeVar("_Launch", PrefillLaunch, DecodeLaunch, GemmLaunch)
@@ -83,13 +83,13 @@ class LaunchTable:
         self._raw = raw
 
     def prefill(self, shape: AttentionShape, *, deterministic: bool = False) -> PrefillLaunch:
-        """For paged prefill. ConfigError when the table has no entry that fits."""
+        """Launch of paged prefill. Raises ConfigError when the table has no entry that fits."""
         if not deterministic:
             return _launch(PrefillLaunch, self._fitting("prefill", shape))
         return replace(_launch(PrefillLaunch, self._fitting("fixed", shape)), fixed_keys=FIXED_KEYS)
 
     def decode(self, shape: AttentionShape, *, deterministic: bool = False) -> DecodeLaunch:
-        """For flash decoding; in deterministic mode with the tiles of prefill, whose results it must equal."""
+        """Launch of flash decoding; in deterministic mode with the tiles of prefill, whose results it must equal."""
         if not deterministic:
             return _launch(DecodeLaunch, self._fitting("decode", shape))
         prefill = self.prefill(shape, deterministic=True)
@@ -102,14 +102,14 @@ class LaunchTable:
         )
 
     def gemm(self, *, wide: bool) -> GemmLaunch:
-        """For the batch-invariant product; `wide`: of float32."""
+        """Launch of the batch-invariant product; `wide`: for float32."""
         for entry in self._entries("gemm"):
             if bool(entry.get("wide")) == wide:
                 return _launch(GemmLaunch, entry)
         raise ConfigError(f"the launch table of {self.gpu!r:.60} has no gemm entry for wide={wide}")
 
     def as_json(self) -> dict[str, Any]:
-        """What was read; not to be changed."""
+        """The table as read; not to be changed."""
         return self._raw
 
     def _fitting(self, kernel: str, shape: AttentionShape) -> dict[str, Any]:
@@ -127,7 +127,7 @@ class LaunchTable:
 
 
 def load_table(gpu_name: str, directory: Path = TABLES) -> LaunchTable:
-    """The table whose `gpu` is the longest prefix of `gpu_name`, as torch.cuda.get_device_name() gives it; or default.
+    """The table whose `gpu` is the longest prefix of `gpu_name` (torch.cuda.get_device_name()); else the default one.
 
     Raises ConfigError when a table cannot be read.
     """

@@ -1,10 +1,10 @@
 """The cache below the pool: evicted blocks go down to host memory and on to disk; found again, they come up. Pure.
 
-- Down: a block that the pool gives up is copied by the batch that takes it (`BlockOffload`), or, where no batch does,
-  at once. Host memory gives up what was used longest ago, to the disk if there is one (`engine.kv_cache.tiers.disk`).
-- Up: after the prefix found in the pool the chain is followed by name. What is on disk is read into host memory while
-  its request waits in the queue, for a bounded time and in nobody's way; what is in host memory is brought into the
-  request's fresh blocks (`BlockLoad`) by the batch that admits it. Both only where the measured rates say that it
+- Down: a block that the pool evicts is copied by the batch that reuses it (`BlockOffload`) or, outside batches, at
+  once. Host memory gives up its least recently used block, to the disk if there is one (`engine.kv_cache.tiers.disk`).
+- Up: after the prefix found in the pool the chain is followed by name. Blocks on disk are read into host memory while
+  their request waits in the queue, for a bounded time, letting others pass; blocks in host memory are loaded into the
+  request's new blocks (`BlockLoad`) by the batch that admits it. Both only where the measured rates say that it
   takes less time than computing (`engine.kv_cache.tiers.costs`).
 
 A name stays published to the cluster while any tier can serve it: `Evicted` is sent when the last tier drops it.
@@ -32,27 +32,27 @@ from tandem.values.ids import BlockHash, RequestId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierSpec:
-    """What there is below the pool."""
+    """Configuration of the tiers below the pool."""
 
     slots: range
-    """The runner's places in host memory that are for cached blocks."""
+    """The runner's places in host memory that are reserved for cached blocks."""
     block_bytes: int
-    """Of one block over all layers, of one rank: ranks copy their shares side by side."""
+    """Size of one block over all layers, on one rank: ranks copy their shares in parallel."""
     copier: BlockCopier
     moves_between_steps: bool = True
-    """Whether blocks can be copied when no step is launched: with several ranks they cannot."""
+    """True when blocks can be copied while no step is launched: not with several ranks."""
     disk: DiskSpec | None = None
 
 
 class _Moves(NamedTuple):
-    """What one batch does to places."""
+    """Places that one batch fills and reads."""
 
     stores: list[HostPlace]
     loads: list[HostPlace]
 
 
 class CacheTiers:
-    """One worker's second and third tier. Touched by the engine thread alone."""
+    """The cache tiers of one worker below its pool. Touched by the engine thread alone."""
 
     def __init__(self, blocks: BlockManager, spec: TierSpec) -> None:
         self.costs = TierCosts(block_bytes=spec.block_bytes, block_tokens=blocks.block_size)
@@ -63,18 +63,18 @@ class CacheTiers:
         self._tally = Tally()
         self._disk: DiskTier | None = None
         if spec.disk is not None:
-            self._disk = DiskTier(spec.disk, self._host, self.costs, give_up=self._give_up, left=self._left)
+            self._disk = DiskTier(spec.disk, self._host, self.costs, give_up=self._give_up, left=self._note_dropped)
         self._offloads: list[BlockOffload] = []
         self._moves = _Moves([], [])
-        """Of the batch that is being planned, or of nobody yet."""
+        """Moves of the batch that is being planned."""
         self._launched: deque[_Moves] = deque()
         self._waits = DiskWaits()
-        # More than there are places would be names that have left.
+        # Of more names than places, some would have left already.
         self._unwritten: deque[BlockHash] = deque(maxlen=max(1, len(spec.slots)))
 
     @property
     def capacity_blocks(self) -> int:
-        """Room of all tiers; fixed."""
+        """Room of all tiers together; constant."""
         return self._host.num_slots + (0 if self._disk is None else self._disk.capacity)
 
     # Down
@@ -95,7 +95,7 @@ class CacheTiers:
         return self._disk is not None and name in self._disk
 
     def save_now(self) -> None:
-        """See LowerCache. With several ranks nobody can: what was demoted is lost, and counted."""
+        """See LowerCache. With several ranks it is impossible: demoted blocks are then lost, and counted as dropped."""
         if not self._offloads:
             return
         if self._moves_between_steps:
@@ -108,7 +108,7 @@ class CacheTiers:
             self.cancel()
 
     def take_offloads(self) -> tuple[BlockOffload, ...]:
-        """What the batch now leaving must save; from now on it is on its way."""
+        """Return the offloads for the batch that is being planned, and record its moves as launched."""
         offloads = tuple(self._offloads)
         self._offloads.clear()
         self._launched.append(self._moves)
@@ -116,18 +116,18 @@ class CacheTiers:
         return offloads
 
     def cancel(self) -> None:
-        """No batch leaves that could save anything."""
+        """Drop the planned stores: no batch is launched that could execute them."""
         if self._moves.loads:
-            raise InvariantError("blocks are to be loaded by no batch")
+            raise InvariantError("a cancelled plan had blocks to load")
         for place in self._moves.stores:
             self._host.forget(place)
             self._host.unpin(place)
-            self._left(place.name)
+            self._note_dropped(place.name)
         self._offloads.clear()
         self._moves = _Moves([], [])
 
     def executed(self) -> None:
-        """The oldest launched batch is done: what it saved may be read, what it loaded may be given up."""
+        """Account for the oldest launched batch, which is done: its stores are readable, its loads unpinned."""
         moves = self._launched.popleft()
         self._filled(moves.stores)
         self._unpin(moves.loads)
@@ -140,12 +140,12 @@ class CacheTiers:
                 self._unwritten.append(place.name)
 
     def _unpin(self, loads: Sequence[HostPlace]) -> None:
-        # Tails first: of a chain its beginning is then the last to be given up.
+        # Tails first, so that the beginning of a chain is given up last.
         for place in reversed(loads):
             self._host.unpin(place)
 
     def _make_room(self) -> bool:
-        """Have a free place, giving up the least recently used block; False when all are being moved."""
+        """Make sure that a place is free, giving up the least recently used block; False when all are being moved."""
         if not self._host.num_free:
             oldest = self._host.oldest()
             if oldest is None:
@@ -158,9 +158,9 @@ class CacheTiers:
     def _give_up(self, place: HostPlace) -> None:
         self._tally.evictions += 1
         self._host.forget(place)
-        self._left(place.name)
+        self._note_dropped(place.name)
 
-    def _left(self, name: BlockHash) -> None:
+    def _note_dropped(self, name: BlockHash) -> None:
         """Note that one tier has dropped a name; publish `Evicted` when no other tier holds it."""
         is_below = self._host.get(name) is not None or (self._disk is not None and name in self._disk)
         if not is_below and self._blocks.index.find(name) is None:
@@ -189,7 +189,7 @@ class CacheTiers:
     # Up
 
     def collect(self) -> None:
-        """Take note of what the disk has done, and keep it busy. Called before every plan."""
+        """Account for finished disk operations and start new ones. Called before every plan."""
         if self._disk is None:
             return
         for name in self._disk.collect():
@@ -205,14 +205,14 @@ class CacheTiers:
         self._write_ahead(self._disk)
 
     def _write_ahead(self, disk: DiskTier) -> None:
-        """Copy what came last to disk while it has nothing better to do: then its place can be given up at once."""
+        """Copy recently stored places to disk while it is idle, so that they can be given up at once later."""
         while self._unwritten and disk.can_write:
             place = self._host.get(self._unwritten.popleft())
             if place is not None and place.state is PlaceState.READY and not place.num_pins and place.name not in disk:
                 disk.write(place, leaves=False)
 
     def must_wait(self, request: Request, num_found_blocks: int, now: float) -> bool:
-        """Whether the request's next blocks are being read from disk, and it is worth waiting for them still.
+        """Whether the request's next blocks are being read from disk and are still worth waiting for.
 
         `num_found_blocks`: its prefix in the pool, just matched. The first call begins to read.
         """
@@ -241,7 +241,7 @@ class CacheTiers:
             to_read.clear()
         if not fetching and not to_read:
             return
-        # What is here already must not make room for what follows it.
+        # Blocks found in host memory must not be evicted for those that follow them.
         for place in reversed(run):
             self._host.touch(place)
         for name in to_read:
@@ -257,9 +257,10 @@ class CacheTiers:
         return self._waits.patience_s(now)
 
     def reach(self, request: Request, num_found_blocks: int, *, between_steps: bool = False) -> int:
-        """Blocks after the request's prefix in the pool, just matched, that are in host memory and worth loading.
+        """Count the blocks after the request's prefix in the pool, just matched, that are worth loading from host
+        memory.
 
-        `between_steps`: by `load_now`, and not by the batch that is being planned.
+        `between_steps`: to be loaded by `load_now`, and not by the batch that is being planned.
         """
         if between_steps and not self._moves_between_steps:
             return 0
@@ -274,9 +275,10 @@ class CacheTiers:
         return count if count and self.costs.prefers_load() else 0
 
     def enter(self, request: Request, num_found_blocks: int, count: int) -> list[int]:
-        """The request is admitted, and `count` blocks of `reach` are loaded for it: their places, pinned until then.
+        """Pin the places of `count` blocks of `reach` for an admitted request until they are loaded. Returns their
+        slots.
 
-        `missed` follows, when no more will be.
+        Call `missed` once no more will be loaded.
         """
         first = num_found_blocks
         places: list[HostPlace] = []
@@ -296,27 +298,29 @@ class CacheTiers:
         return [place.slot for place in places]
 
     def missed(self, request: Request, num_found_blocks: int) -> None:
-        """Nothing more is loaded for the request: what it has not found is counted. Once for each request."""
+        """Count the blocks that the request found nowhere. Call it once per request, when nothing more is loaded for
+        it.
+        """
         num_missed = self._num_full(request) - num_found_blocks
         self._tally.misses += num_missed
         if self._disk is not None:
             self._disk.tally.misses += num_missed
 
     def load_now(self, loads: Sequence[BlockLoad]) -> None:
-        """Carry out what `enter` was called for, where no batch does."""
+        """Execute outside batches the loads for which `enter` pinned places."""
         self._copier.move_now((), loads)
         self._unpin(self._moves.loads)
         self._moves.loads.clear()
 
     def drop(self, request_id: RequestId) -> None:
-        """The request waits for nothing any more."""
+        """End the request's wait for a disk, if it waits."""
         self._waits.drop(request_id)
 
     def _num_full(self, request: Request) -> int:
         return (request.num_tokens - 1) // self._blocks.block_size
 
     def _count_hits(self, places: Sequence[HostPlace]) -> int:
-        """How many the disk had."""
+        """Count hits and misses for loaded places. Returns the number that came from disk."""
         from_disk = sum(place.came_from_disk for place in places)
         self._tally.hits += len(places) - from_disk
         self._tally.misses += from_disk
@@ -329,16 +333,16 @@ class CacheTiers:
     # For a later process
 
     def unsaved(self) -> list[BlockHash]:
-        """Names of the pool and of host memory that are not on disk, beginnings first; empty without a disk."""
+        """Names in the pool and in host memory that are not on disk, parents first; empty without a disk."""
         if self._disk is None:
             return []
         cached = self._blocks.index.names()
         below = [place.name for place in self._host if self._blocks.index.find(place.name) is None]
-        # Host memory holds tails: they were stored before what comes before them.
+        # Reversed, since children were evicted into host memory before their parents.
         return [name for name in (*cached, *reversed(below)) if name not in self._disk][: self._disk.capacity]
 
     def save(self, name: BlockHash) -> bool:
-        """Begin to write a block to disk, between steps; False when that must wait until others are written."""
+        """Begin to write a block to disk, between steps; False when other writes must end first."""
         place, block = self._host.get(name), self._blocks.index.find(name)
         if self._disk is None or (place is None and block is None) or name in self._disk:
             return True
@@ -356,13 +360,13 @@ class CacheTiers:
 
     @property
     def is_writing(self) -> bool:
-        """Whether the disk still has something to write."""
+        """Whether the disk is still writing."""
         return self._disk is not None and self._disk.is_writing
 
-    # Telling
+    # Reporting
 
     def counts(self) -> tuple[TierCounts, ...]:
-        """What each tier did and holds."""
+        """Counts of each tier, the nearest first."""
         host = self._tally.counts("host", num_blocks=len(self._host), capacity_blocks=self._host.num_slots)
         moved = self._copier.traffic
         host = replace(
@@ -375,12 +379,12 @@ class CacheTiers:
         return (host,) if self._disk is None else (host, replace(self._disk.counts(), late=self._waits.num_late))
 
     def check_invariants(self) -> None:
-        """InvariantError unless bounds hold and every pin is a move's or the disk's; O(places), for audits."""
+        """Raise InvariantError unless bounds hold and each pin is a move's or the disk's; O(places), for audits."""
         self._host.check_invariants()
         if self._disk is not None:
             self._disk.check_invariants()
         if len(self._offloads) != len(self._moves.stores):
-            raise InvariantError("places are taken for blocks that nobody saves")
+            raise InvariantError("places are taken for blocks that no batch saves")
         num_pins = sum(len(moves.stores) + len(moves.loads) for moves in (self._moves, *self._launched))
         if self._host.num_pins != num_pins + (0 if self._disk is None else self._disk.num_pins):
-            raise InvariantError("a place is pinned by nobody")
+            raise InvariantError("a place is pinned, but by no move and no disk operation")

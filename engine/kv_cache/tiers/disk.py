@@ -1,9 +1,9 @@
 """The third tier: blocks evicted from host memory go to disk, and come back into host memory when needed. Pure.
 
-A block is written from its place in host memory while nobody waits: soon after it came there, so that a burst of
-others finds places that can be given up at once, and at the latest before its place is to be free. Only so many may be
-on their way (`max_writes`): when the disk is slower than that, what host memory needs the room of is lost, and counted.
-Before a block is read the caller has made room in host memory.
+A block is written from its place in host memory while no request waits for it: soon after it was stored there, so that
+a burst of others finds places that can be given up at once, and at the latest before its place is needed. At most
+`max_writes` are written at once: when the disk is slower, blocks that have to make room are lost, and counted.
+Before a block is read, the caller makes room in host memory.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,19 +18,19 @@ from tandem.values.ids import BlockHash
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskSpec:
-    """A disk that is ready to be used."""
+    """A disk whose index is loaded and whose port is open."""
 
     port: DiskPort
     capacity: int
     """Most blocks, those being written included."""
     names: Sequence[BlockHash] = ()
-    """What an earlier process left here, least recently used first."""
+    """Blocks that an earlier process left on disk, least recently used first."""
     num_damaged: int = 0
-    """Files thrown away when these were found."""
+    """Files that were removed as damaged when the names were loaded."""
 
 
 class DiskTier:
-    """The blocks of one disk, and the places in host memory that it reads or writes now."""
+    """The blocks of one disk, and the places in host memory that are being read or written."""
 
     def __init__(
         self,
@@ -44,15 +44,15 @@ class DiskTier:
         """`give_up` receives places that have been copied to disk, `left` every name that this tier has dropped."""
         self.tally = Tally(damaged=spec.num_damaged)
         self.max_writes = max(1, host.num_slots // 4)
-        """Places that may be on their way to the disk at once, and those that are to be free or on their way."""
+        """Most places that may be written to disk at once; also the number of places to keep free or leaving."""
         self.max_fetches = max(1, host.num_slots // 2)
-        """Places that may be on their way from it."""
+        """Most places that may be read from disk at once."""
         self._port = spec.port
         self._index = DiskIndex(spec.capacity, spec.names)
         self._host = host
         self._costs = costs
         self._give_up = give_up
-        self._left = left
+        self._on_dropped = left
 
     @property
     def capacity(self) -> int:
@@ -61,12 +61,12 @@ class DiskTier:
 
     @property
     def can_write(self) -> bool:
-        """Whether not as many blocks are on their way as may be."""
+        """Whether another write may begin."""
         return self._index.num_writing < min(self.max_writes, self._index.capacity)
 
     @property
     def is_writing(self) -> bool:
-        """Whether blocks are on their way."""
+        """Whether any block is being written."""
         return self._index.num_writing > 0
 
     def __contains__(self, name: BlockHash) -> bool:
@@ -76,7 +76,7 @@ class DiskTier:
         return iter(self._index)
 
     def write(self, place: HostPlace, *, leaves: bool) -> bool:
-        """Begin to copy a ready place, which may leave then; False when as many are on their way as may be."""
+        """Begin to copy a ready place to disk; `leaves`: to be freed then. False when no write may begin now."""
         if not self.can_write:
             return False
         gone = self._index.begin(place.name)
@@ -85,7 +85,7 @@ class DiskTier:
         for name in gone:
             self.tally.evictions += 1
             self._port.delete(name)
-            self._left(name)
+            self._on_dropped(name)
         if leaves:
             self._host.leave(place)
         else:
@@ -94,13 +94,13 @@ class DiskTier:
         return True
 
     def fetch(self, name: BlockHash) -> None:
-        """Begin to read a block that is here into a free place."""
+        """Begin to read a block of the disk into a free place."""
         place = self._host.allocate(name, PlaceState.FETCHING)
         self._index.touch(name)
         self._port.read(name, place.slot)
 
     def collect(self) -> list[BlockHash]:
-        """Take note of what has ended; the names that were read, or could not be."""
+        """Account for finished operations. Returns the names whose reads have ended, successfully or not."""
         read: list[BlockHash] = []
         for done in self._port.collect():
             if done.job is DiskJob.WRITE:
@@ -135,14 +135,14 @@ class DiskTier:
             self._host.filled(place)
             return
         self.tally.damaged += done.verdict is DiskVerdict.DAMAGED
-        if not place.is_forgotten:  # else the file may be a later one already
+        if not place.is_forgotten:  # otherwise the file may already be a newer one
             self.forget(done.name)
             self._host.forget(place)
-            self._left(done.name)
+            self._on_dropped(done.name)
         self._host.unpin(place)
 
     def forget(self, name: BlockHash) -> None:
-        """Delete a block, if it is here."""
+        """Delete a block, if it is on disk."""
         if self._index.forget(name):
             self._port.delete(name)
 
@@ -151,14 +151,14 @@ class DiskTier:
             self.forget(name)
 
     def counts(self) -> TierCounts:
-        """What it did and holds."""
+        """Counts of this tier since start, and its present content."""
         return self.tally.counts("disk", num_blocks=len(self._index), capacity_blocks=self._index.capacity)
 
     @property
     def num_pins(self) -> int:
-        """Places that are read or written now."""
+        """Number of places that are being read or written."""
         return self._index.num_writing + self._host.num_fetching
 
     def check_invariants(self) -> None:
-        """InvariantError when the bound is passed; for tests and audits."""
+        """Raise InvariantError when the capacity is exceeded; for tests and audits."""
         self._index.check_invariants()

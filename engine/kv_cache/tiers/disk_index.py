@@ -21,20 +21,20 @@ class DiskJob(Enum):
 
 
 class DiskVerdict(Enum):
-    """What came of it."""
+    """Result of a disk operation."""
 
     DONE = "done"
     FAILED = "failed"
-    """The system refused: no room, no right, no device."""
+    """The system refused: no space, no permission, no device."""
     DAMAGED = "damaged"
-    """What was read is not what was written, or not of this cache."""
+    """The bytes read are not those written, or belong to another cache."""
     GONE = "gone"
-    """There is no such file any more."""
+    """The file no longer exists."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DiskDone:
-    """The end of one job."""
+    """The end of one disk operation."""
 
     job: DiskJob
     name: BlockHash
@@ -45,26 +45,26 @@ class DiskDone:
 
 
 class DiskPort(Protocol):
-    """Files of blocks, read into and written from places in host memory; no call waits.
+    """Block files, written from and read into places in host memory; no call waits.
 
     Writes and deletions are carried out in the order of the calls, reads at any time. A place belongs
     to the disk from the call to its `DiskDone`.
     """
 
     def write(self, name: BlockHash, slot: int) -> None:
-        """Copy a place to a file."""
+        """Write the content of a place to a file."""
         ...
 
     def read(self, name: BlockHash, slot: int) -> None:
-        """Copy a file to a place, and verify it."""
+        """Read a file into a place, and verify it."""
         ...
 
     def delete(self, name: BlockHash) -> None:
-        """Remove a file, if it is there; nothing is answered."""
+        """Remove a file, if it exists; no `DiskDone` follows."""
         ...
 
     def collect(self) -> Sequence[DiskDone]:
-        """What ended since the last call."""
+        """Operations that have ended since the last call."""
         ...
 
 
@@ -74,7 +74,7 @@ class DiskIndex:
     __slots__ = ("_stored", "_writing", "capacity")
 
     def __init__(self, capacity: int, names: Sequence[BlockHash] = ()) -> None:
-        """`names`: what an earlier process left, least recently used first; at most `capacity`."""
+        """`names`: names left by an earlier process, least recently used first; at most `capacity`."""
         self.capacity = capacity
         self._stored: OrderedDict[BlockHash, None] = OrderedDict.fromkeys(names)
         self._writing: set[BlockHash] = set()
@@ -91,13 +91,13 @@ class DiskIndex:
 
     @property
     def num_writing(self) -> int:
-        """Blocks on their way to the disk."""
+        """Number of blocks being written."""
         return len(self._writing)
 
     def begin(self, name: BlockHash) -> list[BlockHash] | None:
-        """A block is to be written: what must be deleted before, least recently used first.
+        """Begin a write. Returns the names to delete before it, least recently used first.
 
-        None when it is being written already, or when all the room is for others being written.
+        None when it is being written already, or when all the room is taken by writes.
         """
         if name in self._writing or len(self._writing) >= self.capacity:
             return None
@@ -108,9 +108,9 @@ class DiskIndex:
         return gone
 
     def end(self, name: BlockHash, *, is_stored: bool) -> None:
-        """The write is over; what was stored is the most recently used."""
+        """End a write; a stored block becomes the most recently used."""
         if name not in self._writing:
-            raise InvariantError("a block was written that nobody began to write")
+            raise InvariantError("the end of a write that was not begun")
         self._writing.remove(name)
         if is_stored:
             self._stored[name] = None
@@ -121,14 +121,14 @@ class DiskIndex:
             self._stored.move_to_end(name)
 
     def forget(self, name: BlockHash) -> bool:
-        """It is not there any more; whether it was."""
+        """Remove a name; False when it was not stored."""
         if name not in self._stored:
             return False
         del self._stored[name]
         return True
 
     def check_invariants(self) -> None:
-        """InvariantError when the bound is passed."""
+        """Raise InvariantError when the capacity is exceeded."""
         if len(self._stored) + len(self._writing) > self.capacity or self._writing & self._stored.keys():
             raise InvariantError(
                 f"{len(self._stored)} blocks on disk, {len(self._writing)} coming, {self.capacity} fit"

@@ -7,22 +7,22 @@ from tandem.values.ids import BlockHash, RequestId
 
 @dataclass(slots=True, kw_only=True)
 class _Wait:
-    """How long one request still waits for blocks from disk."""
+    """One request's wait for blocks from disk."""
 
     until_s: float
     outstanding: set[BlockHash]
     is_reported: bool = False
-    """The end of the wait has been reported to the sleeping engine."""
+    """True when the end of the wait has been reported to the sleeping engine."""
 
 
 class DiskWaits:
-    """Who waits for what, and until when; a request waits once between two admissions."""
+    """Requests' waits, by id: for which blocks, and until when. A request waits at most once between two admissions."""
 
     __slots__ = ("_waits", "num_late")
 
     def __init__(self) -> None:
         self.num_late = 0
-        """Waits that ended before what was waited for had come."""
+        """Waits that ran out of time before all blocks had been read."""
         self._waits: dict[RequestId, _Wait] = {}
 
     def __len__(self) -> int:
@@ -33,11 +33,11 @@ class DiskWaits:
         return request_id in self._waits
 
     def begin(self, request_id: RequestId, names: set[BlockHash], *, until_s: float) -> None:
-        """The request waits for these blocks, and no longer than that."""
+        """Begin a request's wait for these blocks, until `until_s` at most."""
         self._waits[request_id] = _Wait(until_s=until_s, outstanding=names)
 
     def goes_on(self, request_id: RequestId, now: float) -> bool:
-        """Whether a request that began to wait waits still; if its time is over it never does again."""
+        """Whether a request that began to wait still waits. Once its time is over, it never waits again."""
         wait = self._waits[request_id]
         if wait.outstanding and now >= wait.until_s:
             self.num_late += 1
@@ -45,18 +45,18 @@ class DiskWaits:
         return bool(wait.outstanding)
 
     def landed(self, name: BlockHash) -> None:
-        """A block was read, or could not be."""
+        """Record that the read of a block has ended, successfully or not."""
         for wait in self._waits.values():
             wait.outstanding.discard(name)
 
     def drop(self, request_id: RequestId) -> None:
-        """The request is admitted, or over."""
+        """Forget a request that is admitted or over."""
         self._waits.pop(request_id, None)
 
     def patience_s(self, now: float) -> float | None:
-        """How long until somebody has waited long enough; None when nobody waits.
+        """Seconds until the first wait runs out of time; None when no request waits.
 
-        An end that has passed is reported once: the request may be behind others that find no room for a long time.
+        A time that has passed is reported once: the request may be queued behind others for a long time.
         """
         ends: list[float] = []
         for wait in self._waits.values():

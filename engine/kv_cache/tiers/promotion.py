@@ -1,4 +1,4 @@
-"""Bringing a prefix's continuation up from below the pool between steps, for peers who wait for no batch. Pure."""
+"""Brings more of a prefix up from the tiers below the pool between steps, for peers, which wait for no batch. Pure."""
 
 from enum import Enum
 
@@ -9,20 +9,20 @@ from engine.types.request import Request
 
 
 class Promotion(Enum):
-    """What one call of `promote` has come to."""
+    """Result of one call of `promote`."""
 
     DONE = "done"
-    """Nothing more comes up."""
+    """Nothing more can be brought up."""
     MORE = "more"
-    """Something has come up, and there may be more."""
+    """Blocks were brought up, and more may follow."""
     WAIT = "wait"
-    """Something is being read from disk."""
+    """Blocks are being read from disk: call again later."""
 
 
 def promote_promised(blocks: BlockManager, tiers: CacheTiers, request: Request, count: int) -> None:
-    """Lengthen the request's table by `count` blocks of `CacheTiers.reach` that were promised; they are cache then.
+    """Lengthen the request's table by `count` promised blocks, loaded as counted by `CacheTiers.reach`, and index them.
 
-    Nothing more comes up for it.
+    The rest of the request's blocks count as missed.
     """
     _promote_slice(blocks, tiers, request, count)
     tiers.missed(request, len(request.block_table))
@@ -43,10 +43,10 @@ def _promote_slice(blocks: BlockManager, tiers: CacheTiers, request: Request, co
 def promote(
     blocks: BlockManager, tiers: CacheTiers, request: Request, *, now: float, max_blocks: int, spare_blocks: int
 ) -> Promotion:
-    """Bring up at most `max_blocks` that follow the request's table, and leave `spare_blocks` available.
+    """Bring up at most `max_blocks` blocks that follow the request's table, leaving `spare_blocks` available.
 
-    What is on disk is read first, where that takes less time than computing. What is not there counts as missed once,
-    when all is done.
+    Blocks on disk are read first, where that takes less time than computing. Blocks found nowhere are counted as missed
+    once, at the end.
     """
     tiers.collect()
     found = len(request.block_table)

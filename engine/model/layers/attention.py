@@ -1,4 +1,4 @@
-"""What the decoder asks of an attention backend: one plan per step, then one call per layer."""
+"""The interface between the decoder and an attention backend: one plan per step, then one call per layer."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,24 +14,24 @@ from engine.types.step_inputs import StepInputs
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class AttentionSpec:
-    """What attention is, apart from the cache: geometry, rotation, norms of queries and keys."""
+    """Properties of a model's attention, apart from the cache: geometry, rotation, norms of queries and keys."""
 
     config: ModelArchitecture
-    """Head counts are those of this rank."""
+    """Architecture with this rank's head counts."""
     rope: RotaryEmbedding
     head_norms: tuple[HeadNorm, ...] | None
-    """One per layer, or none at all."""
+    """One per layer; None where heads are not normed."""
     dtype: torch.dtype
-    """Of queries and results; of the cache too unless that is quantised."""
+    """Dtype of queries and results, and of the cache unless that is quantised."""
     kv_scales: Tensor | None = None
-    """The model's own, for a cache in fp8_e4m3: float32 `[num_layers, 2, num_kv_heads]`, keys' first."""
+    """Scales of the model for a cache in fp8_e4m3, keys' first: float32 `[num_layers, 2, num_kv_heads]`; None: 1."""
 
 
 class AttentionPlan(Protocol):
     """A step's metadata, on the device, shared by all layers."""
 
     def attend(self, layer: int, qkv: Tensor) -> Tensor:
-        """Normalise and rotate queries and keys, store keys and values, attend over everything cached.
+        """Normalise and rotate queries and keys, store keys and values, attend to everything cached.
 
         `qkv`: `[num_rows, (num_heads + 2 * num_kv_heads) * head_dim]` as projected, queries first; rows in the order
         of StepInputs; the backend may change it. Returns `[num_rows, num_heads * head_dim]`.

@@ -1,6 +1,6 @@
-"""How plain torch writes into the paged cache and reads from it, in the model's dtype or in eight-bit codes.
+"""Access of plain torch to the paged cache, in the model's dtype or in eight-bit codes.
 
-Rows are counted alike in both: a gather names planes, `block * 2 * num_kv_heads + plane`, where the planes of a block
+Both number rows alike: a gather names planes, `block * 2 * num_kv_heads + plane`, where the planes of a block
 are the heads of K, then those of V; a write names slots within them, `plane's number * block_size + offset`.
 """
 
@@ -21,20 +21,22 @@ class KVPages(Protocol):
 
     @property
     def gathered_bytes(self) -> int:
-        """What gathering one block takes."""
+        """Bytes that gathering one block takes."""
         ...
 
     def write(self, layer: int, index: Tensor, fresh: Tensor) -> Tensor:
-        """Store finite `[num_rows, 2, num_kv_heads, head_dim]` in its slots; returns them as a read will."""
+        """Store finite `[num_rows, 2, num_kv_heads, head_dim]` in their slots. Returns them as a later read will."""
         ...
 
     def gather(self, layer: int, index: Tensor) -> Tensor:
-        """Planes by number: `[num_planes, block_size * head_dim]` in the model's dtype."""
+        """Read planes by number: `[num_planes, block_size * head_dim]` in the model's dtype."""
         ...
 
 
 class PlainPages:
-    """In the model's own dtype: `[num_blocks * 2 * num_kv_heads, block_size * head_dim]`, gathered in one copy."""
+    """Pages in the model's own dtype: `[num_blocks * 2 * num_kv_heads, block_size * head_dim]`, gathered in one
+    copy.
+    """
 
     def __init__(self, cache: PagedKVCache) -> None:
         layout = cache.layout
@@ -52,10 +54,10 @@ class PlainPages:
 
 
 class CodePages:
-    """In int8 with scales beside the codes, or in fp8_e4m3 with the model's."""
+    """Pages in int8 with scales beside the codes, or in fp8_e4m3 with the model's scales."""
 
     def __init__(self, cache: PagedKVCache, dtype: torch.dtype, head_scales: Tensor | None) -> None:
-        """`head_scales`: float32 `[num_layers, 2, num_kv_heads]`, for fp8_e4m3; 1 when absent."""
+        """`head_scales`: float32 `[num_layers, 2, num_kv_heads]`, for fp8_e4m3; None: 1."""
         layout = cache.layout
         layers = range(layout.num_layers)
         self._dtype = dtype
@@ -80,7 +82,7 @@ class CodePages:
         else:
             scales = self._head_scales[layer].view(fresh.shape[1:3])
             codes = head_codes(fresh, scales)
-            # Eight-bit floats have few operators, indexed assignment not among them; their bytes do.
+            # As bytes: eight-bit floats have no indexed assignment.
             self._codes[layer].view(torch.uint8)[where] = codes.view(torch.uint8).flatten(0, 2)
         return restored(codes, scales, self._dtype)
 
@@ -95,20 +97,20 @@ class CodePages:
 
 
 def pages_of(cache: PagedKVCache, spec: AttentionSpec) -> KVPages:
-    """The cache as torch reads and writes it."""
+    """Make the pages of a cache, by its dtype."""
     if cache.layout.is_quantised:
         return CodePages(cache, spec.dtype, spec.kv_scales)
     return PlainPages(cache)
 
 
 def plane_index(tables: IntArray, num_kv_heads: int) -> IntArray:
-    """Planes of `[num_seqs, num_blocks]` tables, in the order (k/v, sequence, head, block)."""
+    """Plane numbers of `[num_seqs, num_blocks]` tables, in the order (k/v, sequence, head, block)."""
     planes = np.arange(2 * num_kv_heads, dtype=np.int64).reshape(2, 1, num_kv_heads, 1)
     return (tables[None, :, None, :] * (2 * num_kv_heads) + planes).reshape(-1)
 
 
 def slot_index(slots: IntArray, num_kv_heads: int, block_size: int) -> IntArray:
-    """Where the tokens of a step lie, in the order (token, k/v, head)."""
+    """Slots of a step's tokens within planes, in the order (token, k/v, head)."""
     planes = np.arange(2 * num_kv_heads, dtype=np.int64)
     blocks, offsets = slots // block_size, slots % block_size
     return ((blocks[:, None] * planes.size + planes) * block_size + offsets[:, None]).reshape(-1)

@@ -1,4 +1,4 @@
-"""Dense layers in plain torch: the reference for every packed or fused form of the same."""
+"""Dense layers in plain torch: the reference for all packed or fused forms."""
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -19,7 +19,7 @@ class Linear:
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`[num_rows, in_features]` to `[num_rows, out_features]`."""
+        """Project `[num_rows, in_features]` to `[num_rows, out_features]`."""
         return F.linear(x, self.weight, self.bias)
 
 
@@ -29,7 +29,7 @@ class GatedLinear(Linear):
     __slots__ = ()
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`[num_rows, in_features]` to `[num_rows, out_features / 2]`."""
+        """Project `[num_rows, in_features]` to `[num_rows, out_features / 2]`."""
         gate, up = F.linear(x, self.weight, self.bias).chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
 
@@ -40,12 +40,12 @@ class HeadLinear(Linear):
     __slots__ = ()
 
     def __call__(self, x: Tensor) -> Tensor:
-        """`[num_rows, hidden_size]` to float32 `[num_rows, vocab_size]`."""
+        """Project `[num_rows, hidden_size]` to float32 `[num_rows, vocab_size]`."""
         return F.linear(x, self.weight, self.bias).float()
 
 
 class TokenEmbedding:
-    """Rows of a table."""
+    """Looks up rows of a table."""
 
     __slots__ = ("_is_shared", "weight")
 
@@ -59,5 +59,5 @@ class TokenEmbedding:
         return 0 if self._is_shared else self.weight.nbytes
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        """int64 `[num_rows]` to `[num_rows, hidden_size]`."""
+        """Look up int64 `[num_rows]`. Returns `[num_rows, hidden_size]`."""
         return F.embedding(token_ids, self.weight)

@@ -5,7 +5,7 @@ from torch.nn import functional as F
 
 
 class RMSNorm:
-    """Scale the last dimension to unit root mean square, times a weight; adds a layer's output on the way."""
+    """Scales the last dimension to unit root mean square, times a weight; adds a layer's output first."""
 
     __slots__ = ("_eps", "_shape", "weight")
 
@@ -20,7 +20,7 @@ class RMSNorm:
         return self.weight.nbytes
 
     def __call__(self, residual: Tensor, delta: Tensor | None = None) -> Tensor:
-        """`residual += delta` in place, `[..., size]`; the normalised sum as a new tensor."""
+        """Add `delta` to `residual` in place, `[..., size]`. Returns the normalised sum as a new tensor."""
         if delta is not None:
             residual += delta
         return F.rms_norm(residual, self._shape, self.weight, self._eps)

@@ -21,7 +21,7 @@ from engine.model.rope_config import RopeConfig, RopeType
 
 
 class RotaryEmbedding:
-    """Angles for any position, without a table: they cost less than looking them up once per step."""
+    """Angles of any position, computed without a table: that costs less than looking them up once per step."""
 
     def __init__(self, config: RopeConfig, head_dim: int, device: torch.device | str = "cpu") -> None:
         self._config = config

@@ -1,12 +1,12 @@
-"""Paged attention in plain torch: the reference, and what runs on the CPU.
+"""Paged attention in plain torch: the reference, for any device.
 
-Single-row sequences are answered together: their blocks are gathered into a padded batch for one
+Single-row sequences are computed together: their blocks are gathered into a padded batch for one
 scaled-dot-product call, split into groups so that neither padding nor the gathered copy grows without bound.
 Each longer chunk is one call of its own (tiled when its mask would be too large); a chunk that starts its
-sequence attends straight to its own rows. Gather indices and masks are made once per step.
+sequence attends directly to its own rows. Gather indices and masks are made once per step.
 
-A gather in the order (k/v, sequence, head, block) yields keys and values ready for the call; what is cached in eight
-bits is restored on the way, a chunk's own rows included, so that everybody attends to the same numbers.
+A gather in the order (k/v, sequence, head, block) yields keys and values ready for the call. A cache in eight bits
+is decoded while gathering; a chunk's own rows are encoded and decoded too, so that all rows attend to the same values.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ _MIN_SPLIT_BLOCKS = 64
 """Padding, in blocks, below which splitting a group costs more than it saves."""
 
 _TILE_ELEMENTS = 2**20
-"""Mask elements per call of a chunk whose whole mask is too large to keep."""
+"""Elements of one tile's mask, for a chunk whose whole mask is too large to keep."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,17 +43,17 @@ class _SingleGroup:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """Several rows of one sequence."""
+    """Consecutive rows of one sequence."""
 
     begin: int
     end: int
     start: int
     """Position of the first row."""
     first_key: int
-    """Position of the first key in view."""
+    """Position of the first key that the chunk attends to."""
     num_keys: int
     window: int | None
-    index: Tensor | None  # [2 * num_kv_heads * num_blocks]; None: the chunk's own rows are all there is
+    index: Tensor | None  # [2 * num_kv_heads * num_blocks]; None: only the chunk's own rows are attended to
     mask: Tensor | None  # [num_rows, num_keys]; None: plainly causal, or too large to keep
     causal: bool
     tile: int
@@ -80,11 +80,11 @@ class TorchAttention:
         return TorchAttentionPlan(self, inputs)
 
     def gather_index(self, tables: IntArray) -> Tensor:
-        """What to gather of `[num_seqs, num_blocks]` tables, in the order (k/v, sequence, head, block)."""
+        """Planes to gather for `[num_seqs, num_blocks]` tables, in the order (k/v, sequence, head, block)."""
         return self.to_device(plane_index(tables, self.config.num_kv_heads))
 
     def mask(self, chunk: _Chunk, begin: int, end: int) -> Tensor:
-        """What to add to the scores of a chunk's rows `begin..end`: `[end - begin, num_keys]`."""
+        """Mask to add to the scores of a chunk's rows `begin..end`: `[end - begin, num_keys]`."""
         row = torch.arange(begin, end, device=self.device)[:, None] + (chunk.start - chunk.begin)
         key = torch.arange(chunk.num_keys, device=self.device) + chunk.first_key
         hidden = key > row
@@ -94,7 +94,7 @@ class TorchAttention:
         return mask.masked_fill_(hidden, self.hidden_score)
 
     def to_device(self, array: IntArray) -> Tensor:
-        """A host array as a tensor where the cache is."""
+        """Copy a host array to the cache's device."""
         return torch.from_numpy(array).to(self.device, non_blocking=True)
 
 
@@ -138,7 +138,7 @@ class TorchAttentionPlan:
         num_seqs = group.end - group.begin
         gathered = self._backend.pages.gather(layer, group.index)
         keys, values = gathered.view(2, num_seqs, config.num_kv_heads, -1, config.head_dim)
-        # The query heads of one key-value head stand as rows of one call: keys are read once for all of them.
+        # The query heads of one key-value head are rows of one call, so that keys are read once for all of them.
         grouped = queries.reshape(num_seqs, config.num_kv_heads, config.group_size, config.head_dim)
         out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=group.mask)
         return out.reshape(num_seqs, -1)
@@ -222,7 +222,7 @@ class TorchAttentionPlan:
 
 
 def _split(needed: list[int], max_blocks: int) -> Iterator[tuple[int, int]]:
-    """Cut sequences that need so many blocks each into runs worth padding to a common width."""
+    """Cut sequences that need `needed` blocks each into runs, each padded to a common width."""
     begin, widest = 0, needed[0]
     for i in range(1, len(needed)):
         too_large = max(widest, needed[i]) * (i + 1 - begin) > max_blocks

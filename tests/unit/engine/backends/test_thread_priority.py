@@ -69,7 +69,7 @@ def test_session_priority_without_autogroup_is_unchanged(monkeypatch, tmp_path, 
     if content is not None:
         autogroup.write_text(content, encoding="ascii")
     monkeypatch.setattr(thread_priority, "_AUTOGROUP", autogroup)
-    thread_priority._session_steps_back()
+    thread_priority._lower_session_priority()
     assert session_niceness() is None
     assert (autogroup.read_text(encoding="ascii") if autogroup.exists() else None) == content
 
@@ -88,5 +88,5 @@ def test_session_priority_busy_system_is_retried(monkeypatch):
 
     monkeypatch.setattr(thread_priority, "_AUTOGROUP", Autogroup())
     monkeypatch.setattr(thread_priority, "_BETWEEN_TRIES_S", 0.0)
-    thread_priority._session_steps_back()
+    thread_priority._lower_session_priority()
     assert written == [f"{NICENESS}"] * 3

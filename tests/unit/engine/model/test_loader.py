@@ -229,7 +229,7 @@ def test_loader_wrong_tensors_are_refused(model_dir):
     refused(model_dir, r"tensor model\.norm\.weight is missing")
     extra = {"model.layers.0.self_attn.q_proj.bias": torch.ones(64)}
     spoil(model_dir, **{"model.norm.weight": torch.ones(48), **extra})
-    refused(model_dir, r"1 tensors that LlamaForCausalLM .*q_proj\.bias")
+    refused(model_dir, r"1 tensors do not belong to LlamaForCausalLM .*q_proj\.bias")
     spoil(model_dir, **dict.fromkeys(extra), **{"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)})
     load_plain(model_dir)
 
