@@ -22,7 +22,7 @@ class HandoffState(Enum):
     DRAINED = "drained"
     """Failed and proven quiet."""
     QUARANTINED = "quarantined"
-    """Failed, and a writer may still be alive: its destinations are reused by nobody."""
+    """Failed, and a writer may still be running: its destinations are not reused."""
     CLOSED = "closed"
 
 

@@ -1,6 +1,7 @@
-"""What is logged of connections whose peers have proven nothing: a few lines, however many connections there are.
+"""Rate-limited log of refused connections, whose peers are not authenticated.
 
-Anybody who reaches the port can make another one: a line for each would let a stranger fill a disk, and bury the rest.
+Anyone who can reach the port can connect: with one line per connection a stranger could fill the disk, or hide
+everything else.
 """
 
 import logging
@@ -10,12 +11,12 @@ from collections.abc import Callable
 
 BURST = 10
 EVERY_S = 10.0
-"""After the first ones, one line in so long."""
+"""Seconds per line once the burst is used up."""
 log = logging.getLogger(__name__)
 
 
 class LineBudget:
-    """A token bucket of lines. Pure."""
+    """Token bucket of log lines. Pure."""
 
     def __init__(self, *, burst: int, every_s: float) -> None:
         self._burst = burst
@@ -25,7 +26,8 @@ class LineBudget:
         self._num_left_out = 0
 
     def spend(self, now_s: float) -> int | None:
-        """None: no line. Else how many were left out since the last one."""
+        """Spend one line; returns the number of lines left out since the last one, or None when this one must be left
+        out."""
         if self._seen_s is not None:
             self._left = min(float(self._burst), self._left + (now_s - self._seen_s) / self._every_s)
         self._seen_s = now_s
@@ -38,19 +40,19 @@ class LineBudget:
 
 
 class RefusalLog:
-    """Of one listening socket; on any thread."""
+    """Logs the refusals at one listening socket. Thread-safe."""
 
     def __init__(self, name: str, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """`name`: of the transport."""
+        """`name`: of the transport, the prefix of each line."""
         self.name = name
         self._clock = clock
         self._lock = threading.Lock()
         self._budget = LineBudget(burst=BURST, every_s=EVERY_S)
 
     def record(self, what: str, error: object, *, level: int = logging.INFO) -> None:
-        """`what` became of a connection, and why."""
+        """Log `what` happened to a connection, and the error that caused it."""
         with self._lock:
             left_out = self._budget.spend(self._clock())
         if left_out is not None:
-            more = f"; {left_out} more of such lines were left out" if left_out else ""
+            more = f"; {left_out} earlier lines like this were left out" if left_out else ""
             log.log(level, "%s: %s: %s%s", self.name, what, error, more)

@@ -1,8 +1,8 @@
-"""The `tcp` transport in TLS 1.3, both ends with certificates of one private authority.
+"""The `tcp` transport over TLS 1.3, with certificates of one private authority at both ends.
 
-Who a peer is does not depend on names or addresses, which change from pod to pod. The receiver's certificate must be
-the one whose SHA-256 fingerprint stands in its advert, and the advert came over the authenticated link; the sender's
-must come from the authority, and its HELLO holds the advert's secret. So the authority should sign for workers only.
+Peers are not identified by names or addresses, which change from pod to pod. The receiver's certificate must be the one
+whose SHA-256 fingerprint is in its advert, which came over the authenticated link; the sender's must be signed by the
+authority, and its HELLO holds the advert's secret. The authority should therefore sign for workers only.
 """
 
 import socket
@@ -19,28 +19,29 @@ _SETTING = "transfer.tls"
 
 
 class TlsIdentity:
-    """What a worker shows and whom it believes; one for all its connections."""
+    """A worker's certificate and trusted authority, for all its connections."""
 
     def __init__(self, files: TlsFiles) -> None:
-        """Reads the files and shakes hands with itself. Raises ConfigError that names the file and what is wrong."""
+        """Read the files and complete a test handshake. Raises ConfigError that names the file and what is wrong."""
         self._tls = MutualTls(files, _SETTING)
         self.fingerprint = self._tls.fingerprint
         """SHA-256 of the certificate in DER."""
 
     def serve(self, sock: socket.socket) -> "TlsChannel":
-        """A channel for an accepted socket, which it owns; nothing is said yet. Raises OSError."""
+        """A channel for an accepted socket, which it owns; the handshake is still to be done. Raises OSError."""
         return TlsChannel(self._tls.server.wrap_socket(_ready(sock), server_side=True, do_handshake_on_connect=False))
 
     def dial(self, sock: socket.socket) -> "TlsChannel":
-        """A channel for a connected socket, which it owns; nothing is said yet. Raises OSError."""
+        """A channel for a connected socket, which it owns; the handshake is still to be done. Raises OSError."""
         return TlsChannel(self._tls.client.wrap_socket(_ready(sock), do_handshake_on_connect=False))
 
 
 class TlsChannel:
-    """A TLS socket as a Channel. Owns it.
+    """ByteChannel of a TLS socket, which it owns.
 
-    OpenSSL forbids reading and writing at once, so both happen under one lock, without waiting there. A record that
-    found no room must be offered again unchanged: what is sent is copied once, and its sources are free at once.
+    OpenSSL forbids concurrent reading and writing, so both happen under one lock, which is never held while waiting. A
+    record that did not fit must be offered again unchanged; bytes are therefore copied once, and their memory is free
+    at once.
     """
 
     burst_bytes = 256 << 10
@@ -57,7 +58,8 @@ class TlsChannel:
         self._writing = {mask: waiter(sock, mask) for mask in (POLLIN, POLLOUT)}
 
     def shake_hands(self, deadline_s: float) -> None:
-        """Raises OSError (ssl.SSLError) when the peer is refused, TransferError when it is too slow."""
+        """Complete the handshake. Raises OSError (ssl.SSLError) when the peer is refused, TransferError when it is too
+        slow."""
         while True:
             left_s = max(0.0, deadline_s - time.monotonic())
             try:
@@ -86,7 +88,7 @@ class TlsChannel:
                 for view in burst:
                     filled = 0
                     while filled < len(view):
-                        # One record at most.
+                        # At most one record.
                         count = self._sock.recv_into(view[filled:])
                         if not count:
                             return received

@@ -242,7 +242,7 @@ def test_tls_sender_with_tls_to_plain_receiver_is_refused_with_reason(
     with pytest.raises(TransferError, match=r"tcp .*speaks no TLS 1\.3, and transfer\.tls is set here"):
         sender.connect(forged(plain.offer(), "tls", "00" * 32), PAIRING)
     assert_serves(plain, None, source, target)
-    assert "the sender speaks TLS" in caplog.text
+    assert "the sender uses TLS" in caplog.text
 
 
 # The receiver's side, to which anyone may connect
