@@ -57,7 +57,7 @@ def beyond_seal(seq: int, seal: Seal | None, max_chunks: int) -> bool:
 
 
 def repeated_chunk(chunk: Chunk, newest: Chunk, nacked: bool) -> bool:
-    """Not the rewrite that a NACK requested: a duplicate, or older than the last verification."""
+    """The chunk is not the rewrite that a NACK requested: a duplicate, or older than the last verification."""
     return not nacked or chunk.rewrite != newest.rewrite + 1
 
 

@@ -48,7 +48,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillJob:
-    """What the prefill worker is to compute, and which blocks of it to send."""
+    """The tokens that the prefill worker is to compute, and which blocks of them to send."""
 
     transfer_id: TransferId
     request_id: RequestId

@@ -21,7 +21,7 @@ class AttemptTrace:
     def __init__(self, span: Span) -> None:
         self._span = span
         self._since_s = span.now()
-        """When the present wait began."""
+        """Time at which the current wait began."""
 
     @property
     def context(self) -> TraceContext:

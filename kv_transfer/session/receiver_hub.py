@@ -261,8 +261,7 @@ class ReceiverHub:
             self._start(attempt)
 
     def link_down(self, link: ReceiverLink, reason: str) -> None:
-        """Fail every hand-off on the link; those that failed earlier keep waiting for proof that the writer is quiet.
-        """
+        """Fail every hand-off on the link; those that failed earlier keep waiting for proof of a quiet writer."""
         for attempt in self._on(link):
             attempt.on_event(LinkLost(reason=reason))
 

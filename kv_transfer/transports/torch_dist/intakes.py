@@ -118,7 +118,7 @@ def _runs(header: MessageHeader, grant: WriteGrant | None) -> Runs | None:
 
 
 def _landing(grant: WriteGrant | None, find: Callable[[Landing], _Found]) -> _Found | None:
-    """What `find` returns for an open grant's landing; None when the grant has ended or lacks the cells."""
+    """The result of `find` for an open grant's landing; None when the grant has ended or lacks the cells."""
     if grant is None:
         return None
     with grant.lock:

@@ -58,7 +58,7 @@ class MessageHeader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RendezvousOffer:
-    """Where the two sides of a communicator find each other, and the device that payload may go directly into."""
+    """How the two sides of a communicator find each other, and the device that payload may go directly into."""
 
     store_port: int
     prefix: str

@@ -223,20 +223,20 @@ def test_tls_sender_without_tls_is_refused_with_reason(
     secured: TcpReceiver, files: TlsFiles, source: KVRegion, target: KVRegion, caplog: pytest.LogCaptureFixture
 ) -> None:
     sender = TcpSender(source)
-    with pytest.raises(TransferError, match=r"TLS only, and transfer\.tls is not set here"):
+    with pytest.raises(TransferError, match=r"requires TLS, and transfer\.tls is not set here"):
         sender.connect(secured.offer(), PAIRING)
     caplog.set_level(logging.INFO)
-    with pytest.raises(TransferError, match=r"tcp .*TLS only, and transfer\.tls is not set here"):
+    with pytest.raises(TransferError, match=r"tcp .*requires TLS, and transfer\.tls is not set here"):
         sender.connect(forged(secured.offer(), "tls", ""), PAIRING)
     assert_serves(secured, files, source, target)
-    assert "the sender speaks no TLS" in caplog.text
+    assert "the sender does not use TLS" in caplog.text
 
 
 def test_tls_sender_with_tls_to_plain_receiver_is_refused_with_reason(
     plain: TcpReceiver, files: TlsFiles, source: KVRegion, target: KVRegion, caplog: pytest.LogCaptureFixture
 ) -> None:
     sender = TcpSender(source, settings=TcpSettings(tls=TlsIdentity(files)))
-    with pytest.raises(TransferError, match=r"speaks no TLS, and transfer\.tls is set here"):
+    with pytest.raises(TransferError, match=r"does not use TLS, and transfer\.tls is set here"):
         sender.connect(plain.offer(), PAIRING)
     caplog.set_level(logging.INFO)
     with pytest.raises(TransferError, match=r"tcp .*speaks no TLS 1\.3, and transfer\.tls is set here"):
