@@ -1,4 +1,4 @@
-"""How Redis is reached, directly or through sentinels, and how long anybody waits for it."""
+"""Settings for reaching Redis, directly or through sentinels."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -12,13 +12,13 @@ _DEFAULT_PORT = 6379
 _SCHEMES = {"redis": False, "rediss": True}
 _FORM = "redis.url is not redis[s]://[user:password@]host[:port][/database]"
 HOSTLESS_URL = "redis:///0"
-"""What `redis.url` stands for when the sentinels are all that is named."""
+"""Value of `redis.url` when only sentinels are configured."""
 Address = tuple[str, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SentinelSettings:
-    """The sentinels that know which server is the master now."""
+    """The sentinels that know which server is the current master."""
 
     addresses: tuple[Address, ...]
     master: str
@@ -30,7 +30,7 @@ class SentinelSettings:
     def from_addresses(
         cls, addresses: Sequence[str], *, master: str, username: str | None, password: str | None
     ) -> Self | None:
-        """The sentinels at each `host:port`; None when there is none. Raises ConfigError."""
+        """From each `host:port`; None when there is none. Raises ConfigError."""
         if not addresses:
             for name, value in (("sentinel_username", username), ("sentinel_password", password)):
                 if value is not None:
@@ -52,40 +52,40 @@ class SentinelSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RedisSettings:
-    """One Redis, and one cluster's keys there."""
+    """The address of one Redis, and one cluster's prefix there."""
 
     host: str = ""
-    """Empty with sentinels, which name the host."""
+    """Empty with sentinels, which supply the host."""
     port: int = _DEFAULT_PORT
     database: int = 0
     username: str | None = None
     password: str | None = field(default=None, repr=False)
     tls: bool = False
-    """To the sentinels, too."""
+    """Applies to the sentinels, too."""
     ca: str | None = None
-    """PEM file of who signed the server's certificate; the system's authorities when absent."""
+    """PEM file of the CA of the server's certificate; None: the system's CAs."""
     sentinel: SentinelSettings | None = None
     cluster: str = "tandem"
-    """What this cluster's keys begin with."""
+    """Prefix of this cluster's keys."""
     timeout_s: float = 1.0
     """Longest wait for a connection or an answer."""
     lease_s: float = 3.0
-    """How long what nobody renews still counts."""
+    """Seconds for which an entry counts that is not renewed."""
 
     @property
     def place(self) -> str:
-        """For people: where it is, without who we are there."""
+        """The address for messages, without credentials."""
         if self.sentinel is not None:
             return f"master {self.sentinel.master}"
         return f"{self.host}:{self.port}/{self.database}"
 
     def at(self, address: Address) -> Self:
-        """The server at the address to which the sentinels point."""
+        """Settings of the server at the address that the sentinels reported."""
         host, port = address
         return replace(self, host=host, port=port, sentinel=None)
 
     def sentinel_at(self, address: Address) -> Self:
-        """The sentinel at one of their addresses, with the credentials for sentinels."""
+        """Settings of the sentinel at one of their addresses, with the credentials for sentinels."""
         sentinel = self.sentinel
         username, password = (sentinel.username, sentinel.password) if sentinel is not None else (None, None)
         return replace(self.at(address), database=0, username=username, password=password)
@@ -102,9 +102,9 @@ class RedisSettings:
         timeout_s: float,
         lease_s: float,
     ) -> Self:
-        """The Redis at `url`; `password` goes before the one in it. Raises ConfigError, which never shows the URL.
+        """Parse `url`; `password` overrides the one in it. Raises ConfigError, which never shows the URL.
 
-        With sentinels the URL names no host.
+        With sentinels the URL has no host.
         """
         try:
             parts = urlsplit(url)
@@ -118,7 +118,7 @@ class RedisSettings:
             raise ConfigError(_FORM)
         if sentinel is not None and (parts.hostname or parts.port is not None):
             raise ConfigError(
-                "redis.url names a host, which redis.sentinels do: redis[s]://[user:password@]/[database]"
+                "redis.url must have no host with redis.sentinels: redis[s]://[user:password@]/[database]"
             )
         if not port:
             raise ConfigError("redis.url: the port must be 1 to 65535, got 0")
