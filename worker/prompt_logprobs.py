@@ -1,7 +1,7 @@
-"""Prompt logprobs at a worker: prompts that routers want scored and not continued. Both kinds of worker do it.
+"""Prompt scoring at a worker of either kind: log probabilities of prompts that are not continued.
 
-Life of one: order → engine queue → chunks → the scores, in messages of bounded size → gone. After any error
-the worker sends Refused and the router tries another worker: partial results are not worth keeping.
+Life of one: order → engine queue → chunks → the scores, in messages of bounded size → gone. After any error the worker
+sends Refused and the router tries another worker: partial results are not worth keeping.
 """
 
 import asyncio
@@ -48,16 +48,16 @@ class _Task:
     queued_s: float = 0.0
     cached: CachedTokens = NO_CACHED_TOKENS
     next_token: SampledToken | None = None
-    """Of a prompt whose continuations are wanted: the likeliest, with all of them."""
+    """The most likely token with all requested alternatives, for an order that wants continuations."""
 
     @property
     def order(self) -> _Order:
-        """What the router calls it."""
+        """Key of the router's order."""
         return self.port, self.request_id, self.attempt
 
 
 class PromptScoringOrders:
-    """One worker's. On the event loop's thread."""
+    """Prompt scoring orders of one worker. On the event loop's thread."""
 
     def __init__(self, host: EngineHost, *, in_prefill_pool: bool) -> None:
         self._host = host
@@ -65,7 +65,7 @@ class PromptScoringOrders:
         self._serial = count(1)
         self._tasks: dict[RequestId, _Task] = {}
         self._by_order: dict[_Order, _Task] = {}
-        """The same: a call for many embeddings has many orders here at once."""
+        """The same tasks by order: a call for many embeddings has many orders here at once."""
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -74,7 +74,7 @@ class PromptScoringOrders:
         return len(self._tasks)
 
     def handle(self, port: SessionPort, message: pb.RouterMessage) -> bool:
-        """Whether an order was about a reading; then it has been seen to."""
+        """Handle a message about prompt scoring; returns False for any other."""
         if message.HasField("score_prompt"):
             self._begin(port, message.score_prompt)
             return True
@@ -86,12 +86,12 @@ class PromptScoringOrders:
         return False
 
     def closed(self, port: SessionPort) -> None:
-        """A router left: it asks elsewhere."""
+        """Abandon the orders of a router that disconnected; it retries them elsewhere."""
         for task in [task for task in self._tasks.values() if task.port is port]:
             self._abandon(task)
 
     async def finish(self) -> None:
-        """Take no more; wait for those here."""
+        """Accept no more orders and wait for the current ones."""
         self._draining = True
         await self._idle.wait()
 
@@ -131,7 +131,7 @@ class PromptScoringOrders:
         added.add_done_callback(lambda future: self._added(task, future))
 
     def _reading(self, order: pb.ScorePrompt) -> PromptScoringState | None:
-        """None: continuations are wanted, which are sampled as ever."""
+        """The scores to collect; None when continuations are wanted, which are sampled as usual."""
         if order.HasField("num_next"):
             if not 1 <= order.num_next <= min(MAX_CONTINUATIONS, self._host.parts.model.vocab_size):
                 raise InvalidRequest(f"num_next must be in [1, {MAX_CONTINUATIONS}]", param="num_next")
@@ -145,7 +145,7 @@ class PromptScoringOrders:
         num_next = order.num_next if order.HasField("num_next") else None
         vocab_size = self._host.parts.model.vocab_size
         if len(order.hash_root) != HASH_BYTES or not 0 < len(order.request_id) <= _MAX_ID_CHARS:
-            raise InvalidRequest(f"hash_root has {HASH_BYTES} bytes, request_id at most {_MAX_ID_CHARS} characters")
+            raise InvalidRequest(f"hash_root must have {HASH_BYTES} bytes, request_id 1 to {_MAX_ID_CHARS} characters")
         if order.prompt_token_ids and max(order.prompt_token_ids) >= vocab_size:
             raise InvalidRequest(f"prompt_token_ids must be below the vocabulary's {vocab_size}", param="prompt")
         now_s = time.monotonic()
@@ -162,7 +162,7 @@ class PromptScoringOrders:
         )
 
     def _added(self, task: _Task, future: "asyncio.Future[None]") -> None:
-        """The engine may not have taken it."""
+        """Refuse the order if the engine did not accept it."""
         if future.cancelled() or (error := future.exception()) is None:
             return
         if task.request.request_id in self._tasks:
@@ -186,7 +186,7 @@ def _refuse(port: SessionPort, request_id: str, attempt: int, error: ServingErro
 
 
 def _parts(task: _Task, block_bytes: int) -> Iterator[pb.PromptScores]:
-    """All that was read; the last part says that it is."""
+    """Yield all results in messages of bounded size; the last one is marked."""
     reading = task.request.reading
     if reading is None:
         top = () if task.next_token is None else task.next_token.top_logprobs
@@ -216,7 +216,7 @@ def _parts(task: _Task, block_bytes: int) -> Iterator[pb.PromptScores]:
 
 
 def _closed(part: pb.PromptScores, task: _Task, block_bytes: int) -> pb.PromptScores:
-    """The last part of an answer, with the request's times."""
+    """Mark the last part of an answer, by adding the request's times."""
     request, now_s = task.request, time.monotonic()
     times = PhaseTimes(
         prefill_queue_s=task.queued_s,

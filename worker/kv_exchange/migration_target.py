@@ -1,7 +1,7 @@
-"""Cache migration of a leaving worker, the receiving side: this worker fetches what it can use of the cache offered.
+"""The receiving side of cache migration: this worker fetches what it can use of a leaving worker's cache.
 
 Hottest blocks first, a few chains at a time, into spare room: free blocks, and the least recently used half of this
-cache. Each chain is priced as any fetch is. No request waits for it; repeated failures end it.
+cache. Each chain is priced like any fetch. No request waits for it; repeated failures end it.
 """
 
 import asyncio
@@ -23,9 +23,9 @@ from worker.session_port import SessionPort
 _log = logging.getLogger(__name__)
 
 _MAX_FETCHES = 2
-"""Most fetches at once; the rest of the fetcher's limit is left to waiting prompts."""
+"""Maximum number of concurrent fetches; the rest of the fetcher's limit is left to waiting prompts."""
 _MAX_FAILURES = 2
-"""Failures in a row after which the leaving worker counts as gone."""
+"""Consecutive failures after which the leaving worker counts as gone."""
 
 MOVED, FAILED, NO_TIME = "moved", "failed", "no_time"
 HELD, NO_ROOM = Declined.HELD.value, Declined.NO_ROOM.value
@@ -51,9 +51,9 @@ class MigrationTarget:
         self._closed = False
 
     def migrate(self, port: SessionPort, order: pb.FetchCache) -> None:
-        """Fetch the cache of a leaving worker, as a router orders; answer on `port` when nothing more is fetched.
+        """Fetch the cache of a leaving worker, as a router orders; answers on `port` when nothing more is fetched.
 
-        An order about a worker whose migration is under way joins it: the leaving worker asks a second router when
+        An order about a worker whose migration is running joins it: the leaving worker turns to a second router when
         the first has gone.
         """
         leaver = order.holder.worker_id, order.holder.incarnation
@@ -81,7 +81,7 @@ class MigrationTarget:
         ]
 
     def close(self) -> None:
-        """Fetch nothing more: this worker is leaving too."""
+        """Fetch nothing more, because this worker is leaving too."""
         self._closed = True
         for task in self._tasks:
             task.cancel()
@@ -122,17 +122,17 @@ class MigrationTarget:
 
 
 class _Migration:
-    """Fetches what one plan offers."""
+    """The fetches of one plan."""
 
     def __init__(self, host: EngineHost, fetcher: Fetcher, plan: FetchPlan) -> None:
         self._fetcher = fetcher
         self._plan = plan
         self._spare_blocks = host.parts.config.num_blocks // 4
         self._room = 0
-        """Blocks that may still be taken."""
+        """Number of blocks that may still be used."""
         self._fetches: list[asyncio.Task[str]] = []
         self._num_names: list[int] = []
-        """For each chain so far, names that are fetched, or skipped for another reason than room."""
+        """For each chain so far, the number of names that are fetched, or skipped for another reason than room."""
         self._num_failures = 0
         self._counts: Counter[str] = Counter()
 
@@ -192,7 +192,7 @@ class _Migration:
         return NO_ROOM if chain.position > self._num_names[chain.parent] else outcome
 
     async def _adopt(self, index: int, num_blocks: int) -> tuple[str, int]:
-        """Fetch the first blocks of a chain; returns the outcome and how many came."""
+        """Fetch the first blocks of a chain; returns the outcome and the number of blocks gained."""
         root, names = self._plan.path(index, num_blocks)
         result = await self._fetcher.adopt(
             root,
@@ -208,6 +208,6 @@ class _Migration:
 
 
 def _room(scheduler: Scheduler) -> int:
-    """Blocks that may be used: those free, and the colder half of those cached."""
+    """Number of blocks that may be used: the free ones, and the colder half of the cached ones."""
     blocks = scheduler.blocks
     return max(0, blocks.pool.num_free - blocks.num_promised) + blocks.index.num_parked // 2
