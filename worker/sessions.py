@@ -102,7 +102,7 @@ class WorkerSessions(WorkerServicer):
             load = await self._handler.load()
             load.report_number = next(self._report_numbers)
             if self._publisher is not None:
-                load.board.CopyFrom(self._publisher.report())
+                load.redis_publishing.CopyFrom(self._publisher.report())
             self.broadcast(pb.WorkerMessage(load=load))
             await asyncio.sleep(LOAD_PERIOD_S)
 
@@ -130,7 +130,7 @@ class WorkerSessions(WorkerServicer):
         except NoCommonVersion as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
             raise
-        reads_redis = self._publisher is not None and hello.reads_board
+        reads_redis = self._publisher is not None and hello.reads_redis
         return SessionPort(
             Incarnation(hello.incarnation), wants_events=not reads_redis, dialect=worker_dialect(version)
         )
