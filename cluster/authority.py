@@ -1,6 +1,6 @@
 """Makes the certificates of `cluster.tls`: a CA of the cluster's own, and certificates of members.
 
-`tandem cert` keeps them in a directory; `tandem up` draws them in memory, and nobody ever has that CA's key.
+`tandem cert` keeps them in a directory; `tandem up` makes them in memory, and that CA's key is never stored.
 """
 
 import secrets

@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 LOOK_S = 1.0
 _T = TypeVar("_T")
 _Content = tuple[tuple[Share, ...], tuple[TenantTally, ...], tuple[Incarnation, ...]]
-"""What a router publishes: its load at each worker, its use by each tenant, and which other routers it sees."""
+"""Published state of a router: its load at each worker, its use by each tenant, and the other routers it sees."""
 
 
 class EntryReader:

@@ -92,7 +92,7 @@ class Assignment:
     """Pins requested for its prompt; empty once the first token has arrived."""
     tenant: str = ""
     decision: PlacementDecision | None = None
-    """Its entry in the decision log; None until it is recorded."""
+    """Entry in the decision log; None until it is recorded."""
     sender: WorkerInfo | None = None
     """The prefill worker whose hand-off is measured; None: there is none, or no longer the one chosen at first."""
 

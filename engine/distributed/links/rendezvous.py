@@ -26,7 +26,7 @@ class RendezvousStore:
             self._changed.notify_all()
 
     def get(self, key: str, timeout_s: float) -> bytes | None:
-        """See Keys; None at once when the store is closed."""
+        """See Keys; None at once when the board is closed."""
         with self._changed:
             self._changed.wait_for(lambda: key in self._values or self._is_closed, min(timeout_s, MOST_WAIT_S))
             return self._values.get(key)
