@@ -86,11 +86,10 @@ class AccountFile:
         self.lock()
         self._drop(self._column)
         self._map.close()
-        os.close(self._descriptor)  # Whether the file was removed or replaced. Also updates its time, so that it does not look unused.
+        os.close(self._descriptor)  # this releases all locks
 
     def was_removed(self) -> bool:
-        """Whether the file was removed or replaced at its path. Also updates its time, so that it does not look unused.
-        """
+        """Whether the file was removed or replaced. Also updates its time, so that it does not look unused."""
         try:
             found = os.stat(self._path, follow_symlinks=False)
         except FileNotFoundError:
