@@ -48,7 +48,7 @@ class SentTokens:
 
 
 class TaskPhase(Enum):
-    """The part of the worker that has the request; it determines how the request is ended early."""
+    """Where the request is processed; this determines how it is ended early."""
 
     ENGINE = "engine"
     """The scheduler queues or runs it."""

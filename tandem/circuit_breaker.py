@@ -84,7 +84,7 @@ class CircuitBreaker:
             self._probed_s = now_s
 
     def succeeded(self, now_s: float) -> None:
-        """Record a success. That of a call begun before the breaker opened does not close it."""
+        """Record a success; while the breaker is open, that of a call begun earlier does not close it."""
         self._count(now_s, 0.0)
         self._in_a_row = 0
         if self._tripped and self._probed_s is not None:

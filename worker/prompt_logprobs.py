@@ -130,7 +130,7 @@ class PromptScoringOrders:
         added = asyncio.ensure_future(self._host.call(lambda scheduler: scheduler.add(request)))
         added.add_done_callback(lambda future: self._added(task, future))
 
-    def _reading(self, order: pb.ScorePrompt) -> PromptScoringState | None:
+    def _scoring_state(self, order: pb.ScorePrompt) -> PromptScoringState | None:
         """The scores to collect; None when continuations are wanted, which are sampled as usual."""
         if order.HasField("num_next"):
             if not 1 <= order.num_next <= min(MAX_CONTINUATIONS, self._host.parts.model.vocab_size):
@@ -158,7 +158,7 @@ class PromptScoringOrders:
             arrival_s=now_s,
             priority=order.priority,
             deadline_s=now_s + order.timeout_s if order.HasField("timeout_s") else None,
-            reading=self._reading(order),
+            reading=self._scoring_state(order),
         )
 
     def _added(self, task: _Task, future: "asyncio.Future[None]") -> None:
@@ -196,7 +196,7 @@ def _parts(task: _Task, block_bytes: int) -> Iterator[pb.PromptScores]:
             top_ids=[one.token_id for one in top],
             top_logprobs=[one.logprob for one in top],
         )
-        yield _closed(part, task, block_bytes)
+        yield _with_times(part, task, block_bytes)
         return
     width, rows = reading.num_top or 0, len(reading.logprobs)
     step = max(1, _VALUES_PER_MESSAGE // (2 + 2 * width))
@@ -212,10 +212,10 @@ def _parts(task: _Task, block_bytes: int) -> Iterator[pb.PromptScores]:
             top_logprobs=reading.top_logprobs[begin * width : end * width],
             mean=reading.mean() if begin == last and reading.num_top is None else (),
         )
-        yield _closed(part, task, block_bytes) if begin == last else part
+        yield _with_times(part, task, block_bytes) if begin == last else part
 
 
-def _closed(part: pb.PromptScores, task: _Task, block_bytes: int) -> pb.PromptScores:
+def _with_times(part: pb.PromptScores, task: _Task, block_bytes: int) -> pb.PromptScores:
     """Mark the last part of an answer, by adding the request's times."""
     request, now_s = task.request, time.monotonic()
     times = PhaseTimes(

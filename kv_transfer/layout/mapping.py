@@ -135,7 +135,7 @@ class CellMapping:
         have."""
         heads = self._heads_of(cells)
         return Runs(
-            planes=self._of_layers(cells, heads.reads),
+            planes=self._planes_of_layers(cells, heads.reads),
             num_layers=cells.num_layers,
             plane_runs=self._runs_at("source", heads, cells, at),
             plane_bytes=self._source.plane_bytes(at),
@@ -145,7 +145,7 @@ class CellMapping:
         """Runs at the destination for the same bytes in the same order. Raises TransferError as `reads` does."""
         heads = self._heads_of(cells)
         return Runs(
-            planes=self._of_layers(cells, heads.writes),
+            planes=self._planes_of_layers(cells, heads.writes),
             num_layers=cells.num_layers,
             plane_runs=self._runs_at("destination", heads, cells, at),
             plane_bytes=self._destination.plane_bytes(at),
@@ -160,7 +160,7 @@ class CellMapping:
         reads = self._runs_at("source", heads, cells, source)
         writes = self._runs_at("destination", heads, cells, destination)
         return RunPairs(
-            planes=self._of_layers(cells, heads.copies),
+            planes=self._planes_of_layers(cells, heads.copies),
             num_layers=cells.num_layers,
             plane_pairs=tuple(pair_runs(here, there) for here, there in zip(reads, writes, strict=True)),
             source_plane_bytes=self._source.plane_bytes(source),
@@ -175,7 +175,7 @@ class CellMapping:
         plane_runs = self._runs_at("destination", heads, cells, at)
         plane_bytes = self._destination.plane_bytes(at)
         return RunPairs(
-            planes=self._of_layers(cells, heads.fan_out),
+            planes=self._planes_of_layers(cells, heads.fan_out),
             num_layers=cells.num_layers,
             plane_pairs=tuple(tuple((begin, begin, size) for begin, size in runs) for runs in plane_runs),
             source_plane_bytes=plane_bytes,
@@ -238,7 +238,7 @@ class CellMapping:
         self._last_runs[side] = key, runs
         return runs
 
-    def _of_layers(self, cells: CellRange, planes: tuple[T, ...]) -> tuple[T, ...]:
+    def _planes_of_layers(self, cells: CellRange, planes: tuple[T, ...]) -> tuple[T, ...]:
         if cells.num_layers == self.num_layers:
             return planes
         per_layer = len(planes) // self.num_layers

@@ -105,8 +105,8 @@ class Landing:
         self._checksums[cells] = checksum
 
     def checksum(self, cells: CellRange) -> int | None:
-        """Checksum of the payload that has landed, computed now unless `landed` supplied it; None when nothing is
-        staged."""
+        """Checksum of the payload in place, unless `landed` supplied it; None when a payload to be converted has not
+        come."""
         known = self._checksums.pop(cells, None)
         if known is not None:
             return known

@@ -12,8 +12,8 @@ the following holds before any call here:
   positions beyond those computed, and a prompt's last block is sent after its last step. Layers of a running step are
   reported only where the host itself computes them.
 - A *destination* is a free block, and a block becomes free when the newest step that may touch it has settled
-  (`engine.lookahead.StepHolds`). While a step still saves a free block, the block is not given out before that step has
-  settled (`Batch.saves_free_blocks`); blocks that `bind` evicts have been saved when it returns.
+  (`engine.lookahead.StepHolds`). While a step still saves a block that is free already, it becomes no destination until
+  that step has settled (`Batch.saves_free_blocks`); blocks that `bind` evicts have been saved when it returns.
 - *Landed* blocks are read by steps launched after `verify`. Every call here returns when the device is done with it,
   and a peer that writes by itself (`cuda_ipc`) reports a write when its own stream is done.
 

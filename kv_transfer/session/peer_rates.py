@@ -101,7 +101,7 @@ class PeerRates:
         self._by_peer.move_to_end(peer)
         if len(self._by_peer) > _MAX_PEERS:
             self._by_peer.popitem(last=False)
-        own.observe(num_bytes, seconds, now, self._of_transport(transport, now))
+        own.observe(num_bytes, seconds, now, self._transport_rate(transport, now))
         self._by_transport.setdefault(transport, _Estimate()).observe(num_bytes, seconds, now, 0.0)
         self._overall.observe(num_bytes, seconds, now, 0.0)
 
@@ -115,9 +115,9 @@ class PeerRates:
         """Rate of this peer, or of its transport, or of all peers, whichever is known; 0 before any chunk came."""
         own = self._by_peer.get(peer)
         if own is None or own.incarnation != incarnation:
-            return self._of_transport(transport, now)
-        return own.after(now - max(own.seen_s, own.requested_s), self._of_transport(own.transport, now))
+            return self._transport_rate(transport, now)
+        return own.after(now - max(own.seen_s, own.requested_s), self._transport_rate(own.transport, now))
 
-    def _of_transport(self, transport: str, now: float) -> float:
+    def _transport_rate(self, transport: str, now: float) -> float:
         through = self._by_transport.get(transport) if transport else self._overall
         return 0.0 if through is None else through.after(now - through.seen_s, 0.0)

@@ -56,17 +56,17 @@ class _Transport:
     sender: Callable[[TransportSite], KVSender]
     obstacle: Callable[[TransportSite], str | None]
     """Returns the reason why the transport cannot work here, even when forced; None when it can."""
-    unasked: Callable[[TransportSite], bool] = lambda _place: True
+    automatic: Callable[[TransportSite], bool] = lambda _place: True
     """Whether to use the transport when none is forced."""
 
 
 def _no_fabric(place: TransportSite) -> str | None:
     if place.fabric is None:
         return "joins the workers of one process; between processes use shm or tcp"
-    return _beyond_reach(place)
+    return _unreachable_pool(place)
 
 
-def _beyond_reach(place: TransportSite) -> str | None:
+def _unreachable_pool(place: TransportSite) -> str | None:
     """Reason why writers cannot reach the pool: it is in GPU memory; receivers that copy by themselves are not
     affected."""
     if place.host is None or place.region.device is None:
@@ -77,18 +77,18 @@ def _beyond_reach(place: TransportSite) -> str | None:
 def _no_shared_memory(place: TransportSite) -> str | None:
     if place.host is None or place.region.fd is not None:
         return None
-    return _beyond_reach(place) or "needs a KV pool in shared memory"
+    return _unreachable_pool(place) or "needs a KV pool in shared memory"
 
 
 def _no_nixl(place: TransportSite) -> str | None:
-    return _beyond_reach(place) or _not_here("nixl", place.host, isolated_network=place.isolated_network)
+    return _unreachable_pool(place) or _local_obstacle("nixl", place.host, isolated_network=place.isolated_network)
 
 
 def _no_communicator(place: TransportSite) -> str | None:
-    return _not_here("torch_dist", place.host, isolated_network=place.isolated_network)
+    return _local_obstacle("torch_dist", place.host, isolated_network=place.isolated_network)
 
 
-def _not_here(name: str, host: str | None, *, isolated_network: bool) -> str | None:
+def _local_obstacle(name: str, host: str | None, *, isolated_network: bool) -> str | None:
     """Reason why a transport cannot work on this machine, whatever the pool is like."""
     if name not in ("nixl", "torch_dist"):
         return None
@@ -99,8 +99,8 @@ def _not_here(name: str, host: str | None, *, isolated_network: bool) -> str | N
 
 _TRANSPORTS: Mapping[str, _Transport] = {
     "memory": _Transport(
-        receiver=lambda p: MemoryReceiver(p.region, _given(p.fabric)),
-        sender=lambda p: MemorySender(p.region, _given(p.fabric)),
+        receiver=lambda p: MemoryReceiver(p.region, _require(p.fabric)),
+        sender=lambda p: MemorySender(p.region, _require(p.fabric)),
         obstacle=_no_fabric,
     ),
     "cuda_ipc": _Transport(
@@ -112,19 +112,19 @@ _TRANSPORTS: Mapping[str, _Transport] = {
         receiver=lambda p: ShmReceiver(p.region), sender=lambda p: ShmSender(p.region), obstacle=_no_shared_memory
     ),
     "nixl": _Transport(
-        receiver=lambda p: NixlReceiver(p.region, host=_given(p.host)),
+        receiver=lambda p: NixlReceiver(p.region, host=_require(p.host)),
         sender=lambda p: NixlSender(p.region, isolated_network=p.isolated_network),
         obstacle=_no_nixl,
-        unasked=lambda p: p.isolated_network and has_rdma(),
+        automatic=lambda p: p.isolated_network and has_rdma(),
     ),
     "torch_dist": _Transport(
-        receiver=lambda p: TorchDistReceiver(p.region, host=_given(p.host), isolated_network=p.isolated_network),
+        receiver=lambda p: TorchDistReceiver(p.region, host=_require(p.host), isolated_network=p.isolated_network),
         sender=lambda p: TorchDistSender(p.region, isolated_network=p.isolated_network),
         obstacle=_no_communicator,
-        unasked=lambda _place: False,
+        automatic=lambda _place: False,
     ),
     "tcp": _Transport(
-        receiver=lambda p: TcpReceiver(host=_given(p.host), settings=p.tcp),
+        receiver=lambda p: TcpReceiver(host=_require(p.host), settings=p.tcp),
         sender=lambda p: TcpSender(p.region, settings=p.tcp),
         obstacle=lambda _place: None,
     ),
@@ -139,8 +139,11 @@ def check_choice(choice: str, *, host: str, isolated_network: bool) -> None:
 
     `host`: address the worker listens on.
     """
-    if choice in _TRANSPORTS and (obstacle := _not_here(choice, host, isolated_network=isolated_network)) is not None:
-        raise _useless(choice, obstacle)
+    if (
+        choice in _TRANSPORTS
+        and (obstacle := _local_obstacle(choice, host, isolated_network=isolated_network)) is not None
+    ):
+        raise _unusable(choice, obstacle)
 
 
 def open_receivers(
@@ -184,19 +187,19 @@ def candidates(offers: Sequence[TransportOffer], senders: Sequence[KVSender]) ->
 
 def _chosen(choice: str, place: TransportSite) -> list[str]:
     if choice == AUTO:
-        return [name for name, one in _TRANSPORTS.items() if one.unasked(place) and one.obstacle(place) is None]
+        return [name for name, one in _TRANSPORTS.items() if one.automatic(place) and one.obstacle(place) is None]
     if choice not in _TRANSPORTS:
         raise ConfigError(f"transfer.transport must be one of {', '.join((AUTO, *NAMES))}, not {choice!r:.40}")
     if (obstacle := _TRANSPORTS[choice].obstacle(place)) is not None:
-        raise _useless(choice, obstacle)
+        raise _unusable(choice, obstacle)
     return [choice]
 
 
-def _useless(choice: str, obstacle: str) -> ConfigError:
+def _unusable(choice: str, obstacle: str) -> ConfigError:
     return ConfigError(f"transfer.transport is {choice!r}, which {obstacle}")
 
 
-def _given(value: _T | None) -> _T:
+def _require(value: _T | None) -> _T:
     """Narrow a value whose presence the transport's obstacle check has established."""
     if value is None:
         raise ConfigError("a KV transport was opened where it cannot work")

@@ -185,7 +185,7 @@ class LoadExchange:
 
     def _heard(self, load: RouterLoad, now_s: float) -> bool:
         if self._router not in load.hears:
-            # Written by a router that has not seen us yet, or by a dead one and restored by somebody.
+            # Written by a router that has not seen us yet, or the restored entry of a dead one.
             return False
         is_news = self._peers.update(load, now_s)
         if is_news:

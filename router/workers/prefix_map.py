@@ -165,7 +165,7 @@ class PrefixMap:
             self._touch(held, own)
             self._expect_each(held, own, lapses_s)
             return
-        # The usual case: what the worker lacks of a prompt, nobody has.
+        # The usual case: no worker has the blocks that this one lacks.
         leading = own[:num_held]
         self._touch(held, leading)
         if held.expected:

@@ -16,7 +16,7 @@ from tandem.errors import DeadlineExceeded, ServingError
 from tandem.v1 import inference_pb2 as pb
 from tandem.v1.inference_pb2_grpc import InferenceStub
 
-_HARMLESS = frozenset({"Embed", "Tokenize", "Detokenize", "ListModels", "GetCachedContent", "ListCachedContents"})
+_REPEATABLE = frozenset({"Embed", "Tokenize", "Detokenize", "ListModels", "GetCachedContent", "ListCachedContents"})
 """Calls that may be repeated."""
 _CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.max_receive_message_length", 64 << 20),
@@ -112,7 +112,7 @@ class ClientBase:
         if error.code() is not grpc.StatusCode.UNAVAILABLE or came_from_server(error.trailing_metadata()):
             return False
         self._current += 1
-        return method in _HARMLESS and num_asked < len(self._channels)
+        return method in _REPEATABLE and num_asked < len(self._channels)
 
     def _begin(self, request: pb.GenerateRequest, options: Options) -> tuple[StreamProgress, float | None]:
         progress = StreamProgress(request, max_reconnects=self._max_reconnects, rng=self._rng)

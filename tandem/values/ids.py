@@ -19,7 +19,7 @@ BlockHash = NewType("BlockHash", bytes)
 TransferId = NewType("TransferId", str)
 """Assigned by the router, one for each hand-off of a request."""
 
-_OF_REQUEST = re.compile(r"(?:read )?(?:\d+:)?([0-9a-f]{32}|[a-z]+-\d+)\b")
+_REQUEST_IN_NAME = re.compile(r"(?:read )?(?:\d+:)?([0-9a-f]{32}|[a-z]+-\d+)\b")
 
 
 def request_of(name: str) -> RequestId | None:
@@ -29,5 +29,5 @@ def request_of(name: str) -> RequestId | None:
     Names are derived from it: `R-0` is its first choice, `7:R-0` the same in a worker's engine, `R-0.1.9f` a hand-off
     of it, `R/prompt` its prompt being read. A fetch for which no request waits belongs to none.
     """
-    found = _OF_REQUEST.match(name)
+    found = _REQUEST_IN_NAME.match(name)
     return None if found is None else RequestId(found[1])

@@ -104,9 +104,9 @@ class CacheJournal:
         if pending is None or (there is None and len(pending) > _CHANGES_AT_ONCE):
             self._pending = pending = deque()
         if there is None:
-            self._planned = self._afresh(self._entries(pending), self._names)
+            self._planned = self._fresh_write(self._entries(pending), self._names)
         elif pending:
-            self._planned = self._appending(there, self._entries(pending), self._names)
+            self._planned = self._append_write(there, self._entries(pending), self._names)
         return self._planned
 
     def written(self, write: Write) -> None:
@@ -147,11 +147,11 @@ class CacheJournal:
             for start in range(0, len(changes), MAX_CHANGES)
         )
 
-    def _afresh(self, entries: tuple[Changes, ...], names: dict[BlockHash, None]) -> Write:
+    def _fresh_write(self, entries: tuple[Changes, ...], names: dict[BlockHash, None]) -> Write:
         after = Footprint(next_sequence=self._next, state_sequence=self._next, num_entries=len(entries))
         return Write(entries=entries, state=tuple(names), keep_from=None, is_fresh=True, after=after)
 
-    def _appending(self, there: Footprint, entries: tuple[Changes, ...], names: dict[BlockHash, None]) -> Write:
+    def _append_write(self, there: Footprint, entries: tuple[Changes, ...], names: dict[BlockHash, None]) -> Write:
         end = entries[-1].next_sequence
         state: tuple[BlockHash, ...] | None = None
         state_sequence, keep_from = there.state_sequence, None

@@ -106,8 +106,8 @@ class Fetcher:
         if self.hub is None or not names:
             return Declined.HELD
         rates = FetchRates(prefill_tokens_per_s=prefill_tokens_per_s, bytes_per_s=self._bytes_per_s(holder))
-        wanted = self._wanted(hash_root, names, holder, rates, spare_blocks=spare_blocks)
-        fetch = self._same(wanted.probe.block_hashes) or self._begin(wanted, FetchStats())
+        wanted = self._make_order(hash_root, names, holder, rates, spare_blocks=spare_blocks)
+        fetch = self._fetch_of_same_prefix(wanted.probe.block_hashes) or self._begin(wanted, FetchStats())
         num_tokens = await self._wait(fetch)
         return fetch.declined or num_tokens // self._host.parts.layout.block_size
 
@@ -122,12 +122,12 @@ class Fetcher:
         )
         self._host.parts.hasher.extend(request.hash_root, request.block_hashes, request.token_ids)
         names = request.block_hashes[: num_tokens // HASH_BLOCK_TOKENS]
-        if (same := self._same(names)) is not None:
+        if (same := self._fetch_of_same_prefix(names)) is not None:
             await self._wait(same, rates, cancelled)  # the prefix is then found here as well
             if same.declined is None or cancelled.done():
                 return 0
-            same = self._same(names)  # declined by another request's rates: judge it once by this one's
-        wanted = self._wanted(request.hash_root, names, holder, rates, trace=trace, asker=request.request_id)
+            same = self._fetch_of_same_prefix(names)  # declined by another request's rates: judge it once by this one's
+        wanted = self._make_order(request.hash_root, names, holder, rates, trace=trace, asker=request.request_id)
         fetch = same or self._begin(wanted, self.stats)
         gained = await self._wait(fetch, rates, cancelled)
         if fetch.declined is not None:
@@ -139,7 +139,7 @@ class Fetcher:
     def _bytes_per_s(self, holder: PrefixHolder) -> float:
         return 0.0 if self.hub is None else self.hub.bytes_per_s(holder.address, holder.incarnation)
 
-    def _wanted(
+    def _make_order(
         self,
         hash_root: BlockHash,
         names: Sequence[BlockHash],
@@ -161,7 +161,7 @@ class Fetcher:
             asker=asker,
         )
 
-    def _same(self, names: Sequence[BlockHash]) -> PrefixFetch | None:
+    def _fetch_of_same_prefix(self, names: Sequence[BlockHash]) -> PrefixFetch | None:
         """A running fetch of the same prefix, or one that waits for room."""
         tail = list(names[-1:])
         return next((fetch for fetch in self._fetches.values() if fetch.wanted.probe.block_hashes[-1:] == tail), None)
@@ -201,7 +201,7 @@ class Fetcher:
         try:
             hub.start(job_of(fetch), route_to(wanted.holder))
         except ServingError as refusal:
-            self._not_begun(fetch, refusal)
+            self._fail_unsent(fetch, refusal)
 
     def _record_end(self, fetch: PrefixFetch, started_s: float, ended: "asyncio.Future[int]") -> None:
         wanted, gained = fetch.wanted, ended.result()
@@ -289,7 +289,7 @@ class Fetcher:
         if not self._destinations.is_out(transfer_id):
             self._host.post(lambda scheduler: scheduler.reservations.release_quarantine(transfer_id))
 
-    def _not_begun(self, fetch: PrefixFetch, error: ServingError) -> None:
+    def _fail_unsent(self, fetch: PrefixFetch, error: ServingError) -> None:
         """End a fetch that was not sent to the holder, so that no block can have been written."""
         transfer_id = fetch.wanted.transfer_id
         del self._fetches[transfer_id]
@@ -324,7 +324,9 @@ class Fetcher:
             return
         self._destinations.settle(info.blocks)
         fetch.stats.completed += 1
-        await self._kept(fetch, len(info.blocks), self._keep(transfer_id, fetch, len(info.blocks), quiet=True))
+        await self._finish_keeping(
+            fetch, len(info.blocks), self._keep(transfer_id, fetch, len(info.blocks), quiet=True)
+        )
 
     def failed(self, transfer_id: TransferId, landed: tuple[BlockId, ...], error: ServingError) -> None:
         """Keep what landed; the fetch is not retried."""
@@ -339,7 +341,7 @@ class Fetcher:
         quiet = len(landed) == fetch.num_destinations
         # Posted now: the hub may release the rest before this callback returns.
         keeping = self._keep(transfer_id, fetch, len(landed), quiet=quiet)
-        self._spawn(self._kept(fetch, len(landed), keeping))
+        self._spawn(self._finish_keeping(fetch, len(landed), keeping))
         if self.hub is not None:
             asyncio.get_running_loop().call_soon(self.hub.cancel, transfer_id, "computed here")
 
@@ -348,7 +350,7 @@ class Fetcher:
         landed = fetch.num_held_tokens + num_blocks * self._host.parts.layout.block_size
         return self._host.call(lambda s: s.reservations.salvage(transfer_id, landed, writer_is_quiet=quiet))
 
-    async def _kept(self, fetch: PrefixFetch, num_blocks: int, keeping: Awaitable[Request]) -> None:
+    async def _finish_keeping(self, fetch: PrefixFetch, num_blocks: int, keeping: Awaitable[Request]) -> None:
         gained = num_blocks * self._host.parts.layout.block_size
         try:
             await keeping

@@ -70,7 +70,7 @@ class MigrationTarget:
         task = self._spawn(self._run(migration, ends_s=now_s + order.within_s))
         self._tasks.add(task)
         # Not within the task, which may be cancelled before it starts.
-        task.add_done_callback(lambda task: self._over(task, leaver, migration, now_s))
+        task.add_done_callback(lambda task: self._on_ended(task, leaver, migration, now_s))
 
     def report(self) -> list[pb.MigratedBlocks]:
         """Blocks offered so far, by outcome."""
@@ -103,7 +103,7 @@ class MigrationTarget:
             async with asyncio.timeout_at(ends_s), self._turn:
                 await migration.run(await self._host.call(_room))
 
-    def _over(self, task: "asyncio.Task[None]", leaver: Leaver, migration: "_Migration", began_s: float) -> None:
+    def _on_ended(self, task: "asyncio.Task[None]", leaver: Leaver, migration: "_Migration", began_s: float) -> None:
         self._tasks.discard(task)
         counts = migration.counts()
         self.num_blocks.update(counts)
@@ -167,7 +167,7 @@ class _Migration:
         self._counts[NO_ROOM] += num_offered - num_wanted
         outcome, num_moved = NO_TIME, 0
         try:
-            before = await self._before(index)
+            before = await self._parent_outcome(index)
             if before in (FAILED, NO_ROOM):
                 outcome = before
             elif num_wanted:
@@ -183,7 +183,7 @@ class _Migration:
                 self._room += num_wanted
         return outcome
 
-    async def _before(self, index: int) -> str:
+    async def _parent_outcome(self, index: int) -> str:
         """Outcome of the chain that this one continues; parents come earlier in the plan, so this cannot deadlock."""
         chain = self._plan.chains[index]
         if chain.parent is None:

@@ -91,10 +91,10 @@ def receive_blob(sock: socket.socket) -> bytes:
     message = receive(sock)
     if message is None or message[0] is not ClaimKind.REGION:
         raise TransferError("the receiver refused to share its memory")
-    size, checksum = _BLOB.unpack(_all_of(sock, _BLOB.size))
+    size, checksum = _BLOB.unpack(_receive_all(sock, _BLOB.size))
     if size > MAX_BLOB_BYTES:
         raise TransferError("the receiver's description of its memory is too long")
-    blob = _all_of(sock, size)
+    blob = _receive_all(sock, size)
     if crc32(blob) != checksum:
         raise TransferError("the receiver's description of its memory is damaged")
     return blob
@@ -131,7 +131,7 @@ def receive_exactly(sock: socket.socket, size: int) -> bytes | None:
     return data
 
 
-def _all_of(sock: socket.socket, size: int) -> bytes:
+def _receive_all(sock: socket.socket, size: int) -> bytes:
     data = receive_exactly(sock, size)
     if data is None:
         raise TransferError("the receiver has disconnected")

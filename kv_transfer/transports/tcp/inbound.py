@@ -61,7 +61,7 @@ class Inbound:
                 return
             if header.kind is not FrameKind.WRITE or header.write_id != number:
                 raise TransferError(f"frame {header.write_id} instead of {number}")
-            answer(self._channel, self._take(header), number)
+            answer(self._channel, self._receive(header), number)
 
     def await_quiet(self, revoked: WriteGrant) -> None:
         """Wait until no byte lands for this grant any more; on any thread, once the grant is revoked."""
@@ -69,10 +69,10 @@ class Inbound:
             with self._lock:
                 return
 
-    def _take(self, header: FrameHeader) -> FrameKind:
+    def _receive(self, header: FrameHeader) -> FrameKind:
         """Receive a payload into its destinations, or into scratch memory when it has none."""
         grant = self._grants.find(header.token)
-        parcel = self._parcel(header, grant) if grant is not None else None
+        parcel = self._part_of(header, grant) if grant is not None else None
         if grant is None or parcel is None:
             self._skip(header.payload_bytes)
             return FrameKind.REFUSED
@@ -87,21 +87,21 @@ class Inbound:
             grant.landing.landed(header.cells, parcel.checksum)
         return FrameKind.DONE
 
-    def _parcel(self, header: FrameHeader, grant: WriteGrant) -> StreamPart | None:
+    def _part_of(self, header: FrameHeader, grant: WriteGrant) -> StreamPart | None:
         """The part that receives a payload into place; None when the grant has ended or lacks these cells."""
         spare = grant.landing.spare(header.cells)
         with grant.lock:
             if grant.revoked:
                 return None
             try:
-                parcel = self._towards(grant.landing, header.cells, spare)
+                parcel = self._open_part(grant.landing, header.cells, spare)
             except TransferError:
                 return None
         if parcel.num_bytes != header.payload_bytes:
             raise TransferError(f"{header.payload_bytes} payload bytes do not fit their cells")
         return parcel
 
-    def _towards(self, landing: Landing, cells: CellRange, spare: Bytes | None) -> StreamPart:
+    def _open_part(self, landing: Landing, cells: CellRange, spare: Bytes | None) -> StreamPart:
         mover, descriptor = self._mover, self._channel.descriptor
         if mover is not None and descriptor is not None and (addresses := landing.addresses(cells)) is not None:
             return mover.streams.open(addresses, cells, descriptor, self._lock, is_sending=False)

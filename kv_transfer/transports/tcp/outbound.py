@@ -96,7 +96,7 @@ class TcpStream(QueuedWriter):
         try:
             send_exactly(self._channel, tcp_frames.pack_header(header, self._seed), stall_s=self._stall_s)
             self._send_payload(frame, payload.parcels)
-            self._fill_up(frame)
+            self._pad(frame)
             flush(self._channel, stall_s=self._stall_s)
         except (OSError, TransferError) as error:
             self._broken(f"tcp connection lost: {error}")
@@ -124,11 +124,11 @@ class TcpStream(QueuedWriter):
         """Send the payload, or the part that precedes a stop of the job."""
         try:
             for parcel in parcels:
-                self._send_parcel(frame, parcel)
+                self._send_part(frame, parcel)
         except _Stopped:
             return
 
-    def _send_parcel(self, frame: _Frame, parcel: StreamPart) -> None:
+    def _send_part(self, frame: _Frame, parcel: StreamPart) -> None:
         left, progress = frame.left, StreamStep.PAUSED
         while progress is not StreamStep.DONE:
             if progress is StreamStep.BLOCKED:
@@ -140,7 +140,7 @@ class TcpStream(QueuedWriter):
                 frame.checksum = parcel.checksum
                 frame.left = left - parcel.num_moved
 
-    def _fill_up(self, frame: _Frame) -> None:
+    def _pad(self, frame: _Frame) -> None:
         while frame.left:
             with self._queue.lock:  # otherwise the answer may be handled before `left` is updated
                 count = self._channel.send([_ZEROS[: frame.left]])

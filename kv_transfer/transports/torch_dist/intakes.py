@@ -52,7 +52,7 @@ class HostIntake:
             self._slots.wait(slot)
             burst = self._slots.bytes[slot][:size]
             checksum = crc32(burst.data, checksum)
-            if grant is not None and room is not None and not _land(grant, room, burst):
+            if grant is not None and room is not None and not _copy_burst(grant, room, burst):
                 room = None
             if i + SLOTS < len(sizes):
                 self._slots.post(slot, sizes[i + SLOTS])
@@ -104,20 +104,20 @@ class DeviceIntake:
 
 def _room(header: MessageHeader, grant: WriteGrant | None) -> list[memoryview] | None:
     spare = None if grant is None else grant.landing.spare(header.cells)
-    room = _landing(grant, lambda landing: landing.room(header.cells, spare))
+    room = _find_landing(grant, lambda landing: landing.room(header.cells, spare))
     if room is not None:
         _check_size(header, sum(view.nbytes for view in room))
     return room
 
 
 def _runs(header: MessageHeader, grant: WriteGrant | None) -> Runs | None:
-    runs = _landing(grant, lambda landing: landing.on_device(header.cells))
+    runs = _find_landing(grant, lambda landing: landing.on_device(header.cells))
     if runs is not None:
         _check_size(header, runs.num_bytes)
     return runs
 
 
-def _landing(grant: WriteGrant | None, find: Callable[[Landing], _Found]) -> _Found | None:
+def _find_landing(grant: WriteGrant | None, find: Callable[[Landing], _Found]) -> _Found | None:
     """The result of `find` for an open grant's landing; None when the grant has ended or lacks the cells."""
     if grant is None:
         return None
@@ -135,7 +135,7 @@ def _check_size(header: MessageHeader, num_bytes: int) -> None:
         raise TransferError(f"{header.payload_bytes} payload bytes do not fit their cells")
 
 
-def _land(grant: WriteGrant, room: list[memoryview], burst: Bytes) -> bool:
+def _copy_burst(grant: WriteGrant, room: list[memoryview], burst: Bytes) -> bool:
     """Copy a burst to the front of the remaining views; False once the grant is revoked."""
     at = 0
     with grant.lock:

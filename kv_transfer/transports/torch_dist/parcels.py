@@ -22,7 +22,7 @@ from tandem.errors import TransferError
 class PackedWrite(Protocol):
     num_bytes: int
     checksum: int
-    """Checksum of the payload; complete once `cross` has returned."""
+    """Checksum of the payload; complete before its last byte crosses, since the answer may come right after it."""
 
     def cross(self) -> None:
         """Send all of it. Raises CommunicatorBroken."""

@@ -43,7 +43,7 @@ def read_mapping(path: Path, check: Check | None = None) -> dict[str, Any]:
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     except yaml.MarkedYAMLError as error:
-        raise ConfigError(f"{path}: {_where_and_why(error)}") from None
+        raise ConfigError(f"{path}: {_position_and_problem(error)}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
     except RecursionError:
@@ -58,7 +58,7 @@ def read_mapping(path: Path, check: Check | None = None) -> dict[str, Any]:
     return data
 
 
-def _where_and_why(error: yaml.MarkedYAMLError) -> str:
+def _position_and_problem(error: yaml.MarkedYAMLError) -> str:
     """The position and problem in one line; the parser's own message has six, which quote the file."""
     why = ", ".join(part for part in (error.context, error.problem) if part)
     mark = error.problem_mark or error.context_mark
