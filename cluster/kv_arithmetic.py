@@ -26,7 +26,7 @@ _GB = 1e9
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizingOptions:
-    """What the figures depend on besides the model."""
+    """Parameters of the figures besides the model."""
 
     dtype: str = "bfloat16"
     kv_dtype: str = AUTO_DTYPE

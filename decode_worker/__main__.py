@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 async def serve(config: ClusterConfig, place: WorkerPlace, lifetime: Lifetime) -> None:
-    """Load, serve until stopped, drain. What is entered last leaves first."""
+    """Load, serve until stopped, drain. The stack exits in reverse order."""
     started_s = time.monotonic()
     host_name, port = free_address(config.decode, "decode", place.index, stated=place.address)
     # Before the model is loaded, so that a bad setting fails at once.
@@ -96,7 +96,7 @@ async def _with_fabric(
     channels: ClusterChannels,
     spawn: Spawn,
 ) -> None:
-    """Let prompts be computed elsewhere, where the KV pool is in one piece that peers can reach."""
+    """Enable hand-offs, if the KV pool is in one piece that peers can reach."""
     region = region_of(host.parts)
     if region is None:
         return

@@ -1,7 +1,8 @@
-"""The decode worker's side of hand-offs: what the hub's events mean to the engine and to the router.
+"""The decode worker's side of hand-offs: maps the hub's events to the engine and the router.
 
-Every closure posted to the engine runs in the order in which it was posted, and a reservation's end is always posted
-before the hub can answer that its blocks are quiet; so a block is released exactly once, whatever crosses.
+Closures posted to the engine run in the order in which they were posted, and a reservation's end is always posted
+before the hub can report its blocks quiet. A block is therefore released exactly once, however the events are
+interleaved.
 """
 
 import asyncio
@@ -65,13 +66,13 @@ class HandoffReceiver:
         key, engine_id = task.reservation, task.engine_id
 
         def give_up(scheduler: Scheduler) -> None:
-            # A commit may have slipped in between: then it is the engine's request.
+            # A commit may have come first: then it is the engine's request.
             if not scheduler.abort(engine_id) and key is not None:
                 scheduler.reservations.quarantine(key)
 
         self._host.post(give_up)
         if self.hub is not None and task.transfer_id is not None:
-            # A turn later: this may be inside one of the hub's own callbacks.
+            # A turn later, because this may be inside one of the hub's own callbacks.
             asyncio.get_running_loop().call_soon(self.hub.cancel, task.transfer_id)
 
     # ReceiverOwner
@@ -84,9 +85,9 @@ class HandoffReceiver:
         key = task.reservation
         blocks = await self._host.call(lambda scheduler: scheduler.reservations.bind(key))
         if len(blocks) != num_blocks:
-            raise InvariantError(f"{transfer_id}: {len(blocks)} blocks are reserved, the hand-off counts {num_blocks}")
+            raise InvariantError(f"{transfer_id}: {len(blocks)} blocks are reserved, but the hand-off has {num_blocks}")
         self._destinations.bind(key, blocks)
-        if task.reservation == key:  # else the attempt has failed meanwhile, and these come back through `released`
+        if task.reservation == key:  # otherwise the attempt has failed meanwhile, and `released` returns these
             task.destinations = blocks
         return blocks
 
@@ -155,7 +156,7 @@ class HandoffReceiver:
             except ServingError:
                 return None  # the pool is full: the request can still queue and be computed here
 
-        # Posted now: the hub may release the rest before this callback is over.
+        # Posted now: the hub may release the rest before this callback returns.
         self._spawn(self._ask_for_route(task, new, self._host.call(reserve_again), error))
 
     async def _ask_for_route(

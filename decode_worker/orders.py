@@ -1,4 +1,4 @@
-"""Orders of a router: protobuf to the worker's own values, validated."""
+"""Converts and validates orders of a router."""
 
 from array import array
 
@@ -16,7 +16,7 @@ MAX_ID_CHARS = 256
 
 
 def request_from_pb(submit: pb.Submit, engine_id: RequestId, parts: EngineParts, now_s: float) -> Request:
-    """The engine's request. Raises InvalidRequest naming the field; sizes are the scheduler's to judge."""
+    """Convert an order to an engine request. Raises InvalidRequest naming the field; the scheduler checks sizes."""
     vocab_size = parts.model.vocab_size
     params = sampling_from_pb(submit.sampling)
     params.validate(vocab_size=vocab_size)
@@ -44,7 +44,7 @@ def request_from_pb(submit: pb.Submit, engine_id: RequestId, parts: EngineParts,
 
 
 def route_from_pb(route: pb.PrefillRoute) -> tuple[TransferId, Route]:
-    """The hand-off's name and the prefill worker to ask. Raises InvalidRequest."""
+    """The hand-off's id and the route to the prefill worker. Raises InvalidRequest."""
     if not 0 < len(route.transfer_id) <= MAX_ID_CHARS or not route.address or not route.worker_id:
         raise InvalidRequest("prefill needs worker_id, address and transfer_id", param="prefill")
     return TransferId(route.transfer_id), Route(

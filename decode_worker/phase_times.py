@@ -1,8 +1,8 @@
-"""Where a task's time went, and what it held: phases that do not overlap, so that they add up to no more than its life.
+"""Attributes a task's time to phases that do not overlap, so that their sum is at most the task's lifetime.
 
-Computed here: fetch (reported as transfer), queue, prefill, decode. Computed elsewhere: reservation (reported as
-decode queue), the prefill worker's queue and prefill, exposed transfer, the wait for the engine (decode queue),
-decode. Times in the network and between threads belong to no phase. Changes tasks, and knows no clock.
+Prompt computed here: fetch (reported as transfer), queue, prefill, decode. Prompt computed elsewhere: reservation
+(reported as decode queue), the prefill worker's queue and prefill, exposed transfer, the wait for the engine (decode
+queue), decode. Times in the network and between threads belong to no phase. Functions change tasks, and get the time.
 """
 
 from dataclasses import replace
@@ -20,14 +20,14 @@ def fetched(task: DecodeTask, num_tokens: int, seconds: float) -> None:
 
 
 def admitted(task: DecodeTask, admission: AdmittedSequence) -> None:
-    """It left this worker's queue."""
+    """Record that the task left this worker's queue."""
     times = task.times
     queued_s = max(0.0, admission.queued_s - times.transfer_s - times.decode_queue_s)
     task.times = replace(times, prefill_queue_s=queued_s, cached=admission.cached(task.fetched_tokens))
 
 
 def computed_here(task: DecodeTask, now_s: float) -> None:
-    """The first token was sampled here."""
+    """Record that the first token was sampled here."""
     times = task.times
     before_s = times.prefill_queue_s + times.transfer_s + times.decode_queue_s
     task.times = replace(times, prefill_s=max(0.0, now_s - task.arrived_s - before_s))
@@ -35,21 +35,21 @@ def computed_here(task: DecodeTask, now_s: float) -> None:
 
 
 def first_token_came(task: DecodeTask, first_token: FirstToken, now_s: float) -> None:
-    """The first token was sampled elsewhere; that worker's own figures come with the commit, which may never be."""
+    """Record a first token sampled elsewhere; that worker's own times come with the commit, if there is one."""
     waited_s = now_s - task.arrived_s - task.times.decode_queue_s
     task.times = replace(task.times, prefill_s=max(0.0, waited_s), cached=first_token.cached)
     task.decoding_since_s = now_s
 
 
 def landed(task: DecodeTask, times: PhaseTimes, now_s: float) -> None:
-    """All KV is here, and with it the prefill worker's own figures."""
+    """Record that all KV is here, with the prefill worker's own times."""
     cached = task.times.cached if task.first_token is not None else times.cached
     task.times = replace(times, decode_queue_s=task.times.decode_queue_s, cached=cached)
     task.decoding_since_s = now_s
 
 
 def entered(task: DecodeTask, now_s: float) -> None:
-    """The engine has the sequence that landed."""
+    """Record that the engine has the landed sequence."""
     queue_s = task.times.decode_queue_s + now_s - task.decoding_since_s
     task.times = replace(task.times, decode_queue_s=queue_s)
     task.decoding_since_s = now_s

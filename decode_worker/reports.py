@@ -1,7 +1,7 @@
 """The decode worker's messages to routers: one per session and engine step, with the hand-offs that it completed.
 
-Tokens that nobody reads along with may be held back until some have come together: a router then handles one message
-where it had many. The first and the last are sent at once.
+Tokens of answers that are not streamed may be held back until a few have come together, so that a router handles one
+message instead of many. The first and the last token are sent at once.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ class StepReports:
         self._handoffs: dict[SessionPort, list[pb.CommittedHandoff]] = {}
 
     def token(self, task: DecodeTask, index: int, token: SampledToken | None, reason: FinishReason | None) -> None:
-        """A token, an end, or both: a last token and its end travel together."""
+        """Add a token, an end, or both: a last token and its end are sent together."""
         task.next_index = index + (token is not None)
         if token is not None:
             task.sent.add(token)
@@ -52,7 +52,7 @@ class StepReports:
         self._deltas.setdefault(task.port, [])
 
     def failure(self, task: DecodeTask, error: ServingError) -> None:
-        """The task ends without its answer being complete."""
+        """Add the end of a task that failed before its answer was complete."""
         if task.span is not None:
             task.span.fail(error.message)
         delta = _held(task)
@@ -62,7 +62,7 @@ class StepReports:
         self._deltas.setdefault(task.port, []).append(delta)
 
     def send(self) -> None:
-        """One message per session."""
+        """Send the collected deltas, one message per session."""
         for port, deltas in self._deltas.items():
             handoffs = self._handoffs.pop(port, ())
             port.send(pb.WorkerMessage(tokens=pb.StepTokens(deltas=deltas, handoffs=handoffs)))
@@ -74,7 +74,7 @@ class StepReports:
 
 
 def send_all(task: DecodeTask) -> None:
-    """The answer so far, to a router that has just taken it over."""
+    """Send the answer so far to a router that has just taken it over."""
     delta = task.sent.delta(task.request_id, task.attempt)
     task.held.clear()
     if task.started:
@@ -85,7 +85,7 @@ def send_all(task: DecodeTask) -> None:
 
 
 def _held(task: DecodeTask) -> pb.TokenDelta:
-    """The tokens not sent yet; from now on they count as sent."""
+    """The held tokens as a delta; they count as sent from now on."""
     first_index = task.next_index - len(task.held)
     delta = token_delta(task.request_id, task.attempt, first_index, task.held)
     task.held.clear()
@@ -97,18 +97,18 @@ def _started(task: DecodeTask) -> pb.Started:
 
 
 def refuse(task: DecodeTask, error: ServingError) -> None:
-    """Nothing of this attempt remains here."""
+    """Refuse a task, of which nothing remains here."""
     refuse_order(task.port, task.request_id, task.attempt, error)
 
 
 def refuse_order(port: SessionPort, request_id: str, attempt: int, error: ServingError) -> None:
-    """An order that never became a task."""
+    """Refuse an order for which there is no task."""
     refused = pb.Refused(request_id=request_id, attempt=attempt, failure=failure_to_pb(error))
     port.send(pb.WorkerMessage(refused=refused))
 
 
 def ask_for_route(task: DecodeTask, error: ServingError) -> None:
-    """The hand-off failed: ask the router who computes what is missing."""
+    """Report a failed hand-off, so that the router chooses who computes what is missing."""
     failed = pb.TransferFailed(
         request_id=task.request_id,
         attempt=task.attempt,

@@ -1,4 +1,4 @@
-"""A task's spans: what the decode worker adds to the trace of a request. No-ops for tasks that nobody traces."""
+"""Spans that the decode worker adds to a request's trace; the functions do nothing for untraced tasks."""
 
 from decode_worker.task import DecodeTask
 from tandem.errors import ServingError
@@ -7,7 +7,7 @@ from tandem.v1 import session_pb2 as pb
 
 
 def begin_span(tracer: Tracer, submit: pb.Submit, now_s: float) -> Span | None:
-    """The span of one order. A context that is malformed is nobody's: never a reason to refuse work."""
+    """Begin the span of one order. A malformed context is ignored: it is never a reason to refuse work."""
     parent = context_from_text(submit.trace) if submit.HasField("trace") else None
     span = tracer.span("tandem.decode", parent, now_s)
     if span is not None:
@@ -24,7 +24,7 @@ def begin_span(tracer: Tracer, submit: pb.Submit, now_s: float) -> Span | None:
 
 
 def trace_own_prefill(task: DecodeTask, now_s: float) -> None:
-    """The prompt was computed here, and its first token with it."""
+    """Record that the prompt was computed here, and its first token with it."""
     if task.span is None:
         return
     computed_from_s = now_s - task.times.prefill_s
@@ -35,14 +35,14 @@ def trace_own_prefill(task: DecodeTask, now_s: float) -> None:
 
 
 def trace_first_step(task: DecodeTask, now_s: float) -> None:
-    """The first token that was decoded here, behind KV that was complete."""
+    """Record the first token decoded here after the KV had arrived."""
     if task.span is not None and task.awaits_step_since_s is not None:
         task.span.interval("tandem.first_decode_step", task.awaits_step_since_s, now_s)
     task.awaits_step_since_s = None
 
 
 def end_span(task: DecodeTask, error: ServingError | None) -> None:
-    """The task is over."""
+    """End the task's span."""
     if task.span is None:
         return
     if error is not None:

@@ -1,4 +1,4 @@
-"""Takeover of streams: whose router has gone, and which router continues them."""
+"""Takeover of streams whose router has disconnected by another router."""
 
 import asyncio
 import logging
@@ -44,7 +44,7 @@ class OrphanedStreams:
     def claim(self, request_id: RequestId) -> tuple[DecodeTask | None, list[DecodeTask]]:
         """Remove and return the latest task of a request, and the others, to be cancelled.
 
-        None: there is none, or it failed.
+        The first is None when there is no such task, or it failed.
         """
         tasks = [orphan.task for orphan in self._orphans.pop(request_id, [])]
         given = next((task for task in reversed(tasks) if not task.is_over or task.finish is not None), None)
@@ -86,7 +86,7 @@ class Takeovers:
         self._tasks = tasks
         self._orphans = OrphanedStreams(keep_s=keep_s)
         self._ports: set[SessionPort] = set()
-        """Ports of the routers that are connected."""
+        """Ports of the connected routers."""
         self._cancel = cancel
         self._go_on_here = go_on_here
 

@@ -1,4 +1,4 @@
-"""One attempt at one choice, as the decode worker's shell keeps track of it."""
+"""State of one attempt at one choice, as kept by the decode worker outside the engine."""
 
 from array import array
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from worker.session_port import SessionPort
 
 
 class SentTokens:
-    """An answer's tokens from its first one. Four bytes each, and their logprobs only if the request has any."""
+    """All tokens of an answer. Four bytes each, and their logprobs only if the request has any."""
 
     __slots__ = ("_ids", "_measured", "_num_given")
 
@@ -35,7 +35,7 @@ class SentTokens:
             self._measured.append(token)
 
     def can_send_from(self, index: int, *, with_logprobs: bool) -> bool:
-        """Whether nothing is missing for a client that has the first `index` tokens."""
+        """Whether a client that has the first `index` tokens can get all others."""
         return index <= len(self._ids) and (index >= self._num_given or not with_logprobs)
 
     def delta(self, request_id: str, attempt: int) -> pb.TokenDelta:
@@ -48,7 +48,7 @@ class SentTokens:
 
 
 class TaskPhase(Enum):
-    """Who has the request: which decides how it is ended early."""
+    """Where the request is processed; this determines how it is ended early."""
 
     ENGINE = "engine"
     """The scheduler queues or runs it."""
@@ -61,42 +61,42 @@ class TaskPhase(Enum):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class DecodeTask:
-    """Touched by the event loop only; `request` belongs to the engine thread once it is handed over."""
+    """One attempt. Used on the event loop only; `request` belongs to the engine thread once it is handed over."""
 
     port: SessionPort
     request_id: RequestId
-    """The router's name for the choice."""
+    """The router's id of the choice."""
     attempt: int
     request: Request
     route: Route | None
     """The prefill worker that computes the prompt, the latest of several; None: the prompt is computed here."""
     transfer_id: TransferId | None
     holder: PrefixHolder | None
-    """A worker that probably holds more of the prompt than the worker that computes it."""
+    """A worker believed to hold more of the prompt than the worker that computes it."""
     arrived_s: float
     sent: SentTokens
     tokens_per_message: int = 1
-    """Most tokens of one message, after the first token."""
+    """Maximum number of tokens in one message after the first token."""
     held: list[SampledToken] = field(default_factory=list)
     """The latest tokens, not sent to the router yet."""
     phase: TaskPhase = TaskPhase.ENGINE
     reservation: TransferId | None = None
-    """The engine's key for the present attempt's reservation: one per hand-off attempt."""
+    """The engine's key of the current hand-off attempt's reservation."""
     num_reservations: int = 0
     held_tokens: int = 0
-    """Prefix that is here and need not travel: found at first, then with what landed."""
+    """Tokens of the prefix that is here and need not be sent: found at first, then with what landed."""
     found_tokens: int = 0
-    """Prefix that was here before anybody computed anything for this task."""
+    """Tokens of the prefix that was here when the task arrived."""
     destinations: tuple[BlockId, ...] = ()
     first_token: SampledToken | None = None
-    """From a hand-off; authoritative once forwarded."""
+    """First token of a hand-off; authoritative once forwarded."""
     cached_tokens: int | None = None
-    """Of the prompt; the first figure that was known stands."""
+    """Cached tokens of the prompt; the first known value is kept."""
     fetched_tokens: int = 0
-    """Brought from a peer before it was queued here."""
+    """Tokens fetched from a peer before the prompt was queued here."""
     times: PhaseTimes = field(default_factory=PhaseTimes)
     when_done: Callable[[], None] | None = None
-    """Called once, when the task leaves the book."""
+    """Called once, when the task is removed from the index."""
     started: bool = False
     finish: pb.Finish | None = None
     """The end as sent to the router; None before it, and after an end without an answer."""
@@ -104,27 +104,27 @@ class DecodeTask:
     """Position in the output of the next token to send."""
     decoding_since_s: float = 0.0
     span: Span | None = None
-    """From the order to the task's end; None when nobody traces it."""
+    """Span from the order to the task's end; None when it is not traced."""
     awaits_step_since_s: float | None = None
-    """When its KV was complete; until the first decode step has ended, and only if traced."""
+    """Time when its KV was complete, until the first decode step has ended; only if traced."""
 
     @property
     def engine_id(self) -> RequestId:
-        """The engine's name for this attempt."""
+        """The engine's id of this attempt."""
         return self.request.request_id
 
     @property
     def trace(self) -> TraceContext | None:
-        """For spans of others that belong to this task."""
+        """Trace context for other spans of this task."""
         return None if self.span is None else self.span.context
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing may be sent about it any more."""
+        """Whether the task has ended: nothing may be sent about it any more."""
         return self.phase is TaskPhase.DONE
 
     def next_reservation(self) -> TransferId:
-        """A fresh key: destinations of an earlier attempt may still be in quarantine under theirs."""
+        """Assign a new key: destinations of an earlier attempt may still be in quarantine under theirs."""
         self.num_reservations += 1
         self.reservation = TransferId(f"{self.engine_id}/{self.num_reservations}")
         return self.reservation

@@ -1,4 +1,4 @@
-"""All tasks of one decode worker, findable by each of the names that others know them under."""
+"""All tasks of one decode worker, indexed by each of their ids."""
 
 from collections.abc import Callable
 
@@ -10,10 +10,10 @@ from worker.session_port import SessionPort
 
 
 class TaskIndex:
-    """Live tasks; one that is removed is DONE and nothing reaches it any more."""
+    """Live tasks; a removed one is DONE and cannot be found any more."""
 
     def __init__(self, on_empty: Callable[[], None]) -> None:
-        """`on_empty` hears of each time that the last task goes."""
+        """`on_empty` is called each time the last task is removed."""
         self._on_empty = on_empty
         self._by_engine_id: dict[RequestId, DecodeTask] = {}
         self._by_transfer: dict[TransferId, DecodeTask] = {}
@@ -23,7 +23,7 @@ class TaskIndex:
         return len(self._by_engine_id)
 
     def add(self, task: DecodeTask) -> None:
-        """Raises InvalidRequest when the attempt, or its hand-off, is here already."""
+        """Add a task. Raises InvalidRequest when the attempt, or its hand-off, is here already."""
         order = (task.port, str(task.request_id), task.attempt)
         if order in self._by_order or task.transfer_id in self._by_transfer:
             raise InvalidRequest(f"attempt {task.attempt} of this request already exists", param="request_id")
@@ -33,7 +33,7 @@ class TaskIndex:
             self._by_transfer[task.transfer_id] = task
 
     def remove(self, task: DecodeTask, error: ServingError | None = None) -> None:
-        """The task is over; `error`: why it was refused."""
+        """End and remove a task; `error`: why it was refused."""
         task.phase = TaskPhase.DONE
         end_span(task, error)
         if task.when_done is not None:
@@ -47,23 +47,23 @@ class TaskIndex:
             self._on_empty()
 
     def of_engine(self, engine_id: RequestId) -> DecodeTask | None:
-        """By the engine's name."""
+        """The task with this engine id."""
         return self._by_engine_id.get(engine_id)
 
     def of_transfer(self, transfer_id: TransferId) -> DecodeTask | None:
-        """By the hand-off's name."""
+        """The task with this hand-off."""
         return self._by_transfer.get(transfer_id)
 
     def of_order(self, port: SessionPort, request_id: str, attempt: int) -> DecodeTask | None:
-        """By the router's name."""
+        """The task of a router's order."""
         return self._by_order.get((port, request_id, attempt))
 
     def of_request(self, request_id: str) -> DecodeTask | None:
-        """The latest attempt at a choice, whichever router it belongs to."""
+        """The latest attempt at a choice, of any router."""
         return next((t for t in reversed(self._by_engine_id.values()) if t.request_id == request_id), None)
 
     def pass_on(self, task: DecodeTask, port: SessionPort, attempt: int) -> None:
-        """From now on it is another router's, or another attempt of the same. Raises InvalidRequest if that is here."""
+        """Assign a task to another router, or another attempt of the same. Raises InvalidRequest if that exists."""
         order = (port, str(task.request_id), attempt)
         if order in self._by_order:
             raise InvalidRequest(f"attempt {attempt} of this request already exists", param="request_id")
@@ -72,5 +72,5 @@ class TaskIndex:
         task.port, task.attempt = port, attempt
 
     def of_port(self, port: SessionPort) -> list[DecodeTask]:
-        """All that one router has here."""
+        """All tasks of one router's session."""
         return [task for task in self._by_engine_id.values() if task.port is port]

@@ -1,7 +1,7 @@
-"""The decode worker: takes orders from routers, has prompts computed here or elsewhere, streams tokens back.
+"""The decode worker: accepts orders from routers, has prompts computed here or elsewhere, streams tokens back.
 
-Life of a task: order → (reserve → hand-off → commit | queue) → engine → tokens → end. A task that has ended is
-removed from the index at once; anything that still arrives for it is dropped.
+Life of a task: order → (reserve → hand-off → commit | queue) → engine → tokens → end. A task that has ended is removed
+from the index at once; anything that still arrives for it is dropped.
 """
 
 import asyncio
@@ -56,7 +56,7 @@ class DecodeWorker:
         *,
         takeover_s: float = 0.0,
     ) -> None:
-        """`takeover_s`: how long a stream goes on after its router has gone, for another router to take over."""
+        """`takeover_s`: how long a stream continues after its router has gone, for another router to take over."""
         self.identity = identity
         self.tracer = tracer or NoTracer()
         self.fabric: Fabric | None = None
@@ -125,7 +125,7 @@ class DecodeWorker:
             self._pins.order(port, message)
 
     def closed(self, port: SessionPort) -> None:
-        """Handle a router's end: its requests go on for a while, for another router to take over."""
+        """Handle a router's end: its requests continue for a while, for another router to take over."""
         self._pins.closed(port)
         self._takeovers.router_left(port)
         self._scoring.closed(port)
@@ -173,7 +173,7 @@ class DecodeWorker:
             _log.info("request %s: attempt %d continues here after %d tokens", *details, extra=about(task.request_id))
         if request.deadline_s is not None:
             timer = asyncio.get_running_loop().call_later(max(0.0, request.deadline_s - now_s), self._time_out, task)
-            task.when_done = timer.cancel  # or it would keep the task's tokens alive until it fires
+            task.when_done = timer.cancel  # otherwise it would keep the task's tokens alive until it fires
         self._spawn(self._begin(task))
 
     async def _begin(self, task: DecodeTask) -> None:
@@ -193,7 +193,7 @@ class DecodeWorker:
                 refuse(task, error)
 
     async def _queue(self, task: DecodeTask) -> None:
-        """Compute the prompt here, after fetching what a peer has of it."""
+        """Compute the prompt here, after fetching the part that a peer has."""
         if task.holder is not None and self.fabric is not None:
             begun_s = time.monotonic()
             gained = await self.fabric.fetcher.bring(task.request, task.holder, task.trace)
@@ -203,7 +203,7 @@ class DecodeWorker:
         await self._host.call(lambda scheduler: scheduler.add(task.request))
 
     async def _hand_off(self, task: DecodeTask, route: Route) -> None:
-        """Reserve blocks, then ask the prefill worker. Without room the request is refused: others may have some."""
+        """Reserve blocks, then request the prefill. Without room the request is refused: others may have some."""
         key, hub = task.next_reservation(), self.handoffs.hub
         task.phase = TaskPhase.HANDOFF
         grant = await self._host.call(lambda scheduler: scheduler.reservations.reserve(key, task.request))
@@ -356,7 +356,7 @@ class DecodeWorker:
             self._tasks.remove(task)
 
     async def finish(self) -> None:
-        """Take no new work; wait for the work under way."""
+        """Accept no new work, and wait for the current work."""
         self._draining = True
         await self._scoring.finish()
         await self._idle.wait()

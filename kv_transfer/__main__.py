@@ -1,4 +1,4 @@
-"""`python -m kv_transfer`: compile what moves KV chunks now rather than at a worker's first start."""
+"""`python -m kv_transfer`: compiles the code that moves KV chunks now rather than at a worker's first start."""
 
 import logging
 import sys
@@ -8,7 +8,7 @@ from kv_transfer.memory.mover import Level, load_mover
 
 
 def main() -> int:
-    """Say what was built and what this processor offers; 1 when nothing can be built here, which the log explains."""
+    """Build the mover and print what it uses; returns 1 when it cannot be built, for the reason that the log gives."""
     logging.basicConfig(format="%(message)s")
     started_s = time.monotonic()
     mover = load_mover()

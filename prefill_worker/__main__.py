@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 
 async def serve(config: ClusterConfig, place: WorkerPlace, lifetime: Lifetime) -> None:
-    """Load, serve until stopped, drain. What is entered last leaves first."""
+    """Load, serve until stopped, drain. The stack exits in reverse order."""
     started_s = time.monotonic()
     host_name, port = free_address(config.prefill, "prefill", place.index, stated=place.address)
     tls = cluster_tls(config, has_parent=place.ready_fd is not None)
@@ -110,7 +110,7 @@ def _region(parts: EngineParts, stack: AsyncExitStack) -> KVRegion:
         stack.callback(parts.pool.close)
     region = region_of(parts)
     if region is None:
-        raise ConfigError("prefill.tensor_parallel_size: hand-offs from the memory of several GPUs are not built yet")
+        raise ConfigError("prefill.tensor_parallel_size must be 1 on GPUs: several cannot hand off yet")
     return region
 
 

@@ -1,4 +1,4 @@
-"""The prefill worker: computes prompts that decode workers ask for and lets the hub ship their blocks.
+"""The prefill worker: computes prompts for decode workers, while the hub sends their blocks.
 
 Life of a task: job → engine queue → OFFER → chunks, each written to the decode worker while the next is computed →
 first token → sealed → released. Its blocks stay pinned from the job to the release, even if the request fails.
@@ -32,7 +32,7 @@ from worker.wire import hello_to_pb
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class PrefillTask:
-    """A prompt under way. Event loop only, but `request` belongs to the engine thread until it is computed."""
+    """A prompt being computed. Event loop only, but `request` belongs to the engine thread until it is computed."""
 
     job: PrefillJob
     request: Request
@@ -239,7 +239,7 @@ class PrefillWorker:
         )
 
     async def finish(self) -> None:
-        """Take no new prompts; serve what is outstanding."""
+        """Accept no new prompts; complete the current ones."""
         await self._scoring.finish()
         if self.fabric is not None:
             await self.fabric.finish()

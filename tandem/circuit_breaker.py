@@ -1,7 +1,7 @@
-"""Leaves alone what keeps failing, and tries it again with one call at a time. Pure.
+"""Stops calls to a peer that keeps failing, and probes it later with one call at a time. Pure.
 
 CLOSED -- several failures in a row, or too large a share of them --> OPEN -- after a while --> HALF_OPEN
-HALF_OPEN -- the probe ended well --> CLOSED; -- it failed --> OPEN, for twice as long
+HALF_OPEN -- the probe succeeded --> CLOSED; -- it failed --> OPEN, for twice as long
 """
 
 import math
@@ -14,7 +14,7 @@ from tandem.backoff import Backoff
 
 
 class BreakerState(Enum):
-    """Whether calls are let through; a label."""
+    """Whether calls are allowed; a metric label."""
 
     CLOSED = "closed"
     HALF_OPEN = "half_open"
@@ -23,16 +23,16 @@ class BreakerState(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BreakerPolicy:
-    """When to give up and when to try again."""
+    """Thresholds at which a breaker opens, and times after which it probes."""
 
     most_in_a_row: int = 5
     failure_share: float = 0.5
     least_outcomes: float = 10.0
-    """Below this a share says nothing."""
+    """Minimum number of outcomes, faded, for `failure_share` to count."""
     remembered_s: float = 30.0
     open: Backoff = field(default_factory=partial(Backoff, first_s=2.0, most_s=30.0))
     probe_s: float = 10.0
-    """A probe of which nothing was heard for so long is taken for lost."""
+    """A probe without an outcome for this long counts as lost."""
 
 
 class CircuitBreaker:
@@ -50,7 +50,7 @@ class CircuitBreaker:
     )
 
     def __init__(self, policy: BreakerPolicy, rng: Random | None = None) -> None:
-        """`rng`: keeps those that failed together from coming back together; None: they may."""
+        """`rng`: spreads the probes of breakers that opened together; None: not spread."""
         self._policy = policy
         self._rng = rng
         self._in_a_row = 0
@@ -72,19 +72,19 @@ class CircuitBreaker:
         return self.wait_s(now_s) <= 0.0
 
     def wait_s(self, now_s: float) -> float:
-        """How long until a call may begin; 0: now."""
+        """Seconds until a call may begin; 0: now."""
         if not self._tripped:
             return 0.0
         until_s = self._opened_until_s if self._probed_s is None else self._probed_s + self._policy.probe_s
         return max(0.0, until_s - now_s)
 
     def began(self, now_s: float) -> None:
-        """A call began: of a half-open breaker this is the probe."""
+        """Record that a call began; in a half-open breaker it is the probe."""
         if self.state(now_s) is BreakerState.HALF_OPEN:
             self._probed_s = now_s
 
     def succeeded(self, now_s: float) -> None:
-        """A call went well. What was begun before the breaker opened says nothing while it is open."""
+        """Record a success; while the breaker is open, that of a call begun earlier does not close it."""
         self._count(now_s, 0.0)
         self._in_a_row = 0
         if self._tripped and self._probed_s is not None:
@@ -92,7 +92,7 @@ class CircuitBreaker:
             self._total = self._failed = 0.0
 
     def failed(self, now_s: float) -> None:
-        """A call failed for a reason of the other side's own."""
+        """Record a failure that the peer itself caused."""
         self._count(now_s, 1.0)
         self._in_a_row += 1
         policy, state = self._policy, self.state(now_s)
@@ -107,7 +107,7 @@ class CircuitBreaker:
             self._trip(now_s)
 
     def released(self) -> None:
-        """A call was taken back before anything was known of it: if it was the probe, another may follow."""
+        """Record that a call was withdrawn without an outcome; if it was the probe, another call may be."""
         self._probed_s = None
 
     def _trip(self, now_s: float) -> None:

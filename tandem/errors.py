@@ -1,4 +1,4 @@
-"""Every error that Tandem shows to somebody outside.
+"""Every error that Tandem shows to clients and users.
 
 ServingError
 ├── InvalidRequest            400  a field is wrong; `param` names it
@@ -7,18 +7,18 @@ ServingError
 ├── Unauthenticated           401
 ├── ModelNotFound             404
 ├── RouteNotFound             404
-├── NotAllowed                403  a good key, and not for this; or a web page of another origin
+├── NotAllowed                403  a valid key without the right; or a web page of another origin
 ├── Overloaded                429  a bounded queue or limit is full; carries Retry-After
 ├── Unavailable               503  no healthy worker can take it now; carries Retry-After
 ├── DeadlineExceeded          504
 ├── Cancelled                 499  the client left
 ├── StreamTaken               409  the client reads the stream elsewhere
-├── TransferError             503  a hand-off failed; always retried inside before anybody sees it
+├── TransferError             503  a hand-off failed; always retried before a client sees it
 └── InternalError             500
-InvariantError                     a bug: the process that raises it must die loudly
+InvariantError                     a bug: the process that raises it must end with an error
 
-A class says how it looks on each wire; only the servers translate it. This module imports nothing
-so that every layer may use it.
+A class defines how it appears on each wire; only the servers translate it. This module imports no other of Tandem, so
+that every layer may use it.
 """
 
 from enum import Enum
@@ -39,7 +39,7 @@ class Code(Enum):
 
 
 class ServingError(Exception):
-    """Base of all errors that reach a client: `message` is shown, so it never holds prompt text."""
+    """Base of all errors that reach a client: `message` is shown, so it never contains prompt text."""
 
     code = Code.INTERNAL
     http_status = 500
@@ -54,7 +54,7 @@ class ServingError(Exception):
 
     @classmethod
     def word(cls) -> str:
-        """The class's name in snake case: what clients tell kinds of errors apart by."""
+        """The class's name in snake case, by which clients distinguish errors."""
         name = cls.__name__
         return "".join(f"_{char.lower()}" if i and char.isupper() else char.lower() for i, char in enumerate(name))
 
@@ -72,7 +72,7 @@ class ContextLengthExceeded(InvalidRequest):
 
 
 class RequestTooLarge(InvalidRequest):
-    """More than a hard capacity: waiting would not make it fit."""
+    """The request exceeds a fixed capacity: waiting would not help."""
 
     http_status = 413
 
@@ -86,7 +86,7 @@ class Unauthenticated(ServingError):
 
 
 class NotAllowed(ServingError):
-    """The key is good, and not for this; or a web page of another origin wants what needs no key."""
+    """The key is valid but lacks the right; or a web page of another origin uses a route that needs no key."""
 
     code = Code.PERMISSION_DENIED
     http_status = 403
@@ -108,11 +108,11 @@ class RouteNotFound(ServingError):
 
 
 class CacheNotFound(RouteNotFound):
-    """The tenant has no named cache of that name, or its time is over."""
+    """The tenant has no named cache of that name, or it has expired."""
 
 
 class Overloaded(ServingError):
-    """A bounded queue is full; `retry_after_s` says when to come back."""
+    """A bounded queue is full; `retry_after_s` is the time after which to retry."""
 
     code = Code.RESOURCE_EXHAUSTED
     http_status = 429
@@ -138,7 +138,7 @@ class DeadlineExceeded(ServingError):
 
 
 class Cancelled(ServingError):
-    """The client went away."""
+    """The client disconnected."""
 
     code = Code.CANCELLED
     http_status = 499
@@ -146,7 +146,7 @@ class Cancelled(ServingError):
 
 
 class StreamTaken(ServingError):
-    """The client has gone on with this stream through another router, or another connection."""
+    """The client continues this stream through another router, or another connection."""
 
     code = Code.CANCELLED
     http_status = 409
@@ -163,16 +163,16 @@ class TransferError(ServingError):
 
 
 class InternalError(ServingError):
-    """A fault of ours; details stay in the log."""
+    """A fault in Tandem itself; details are logged."""
 
 
 class ConfigError(Exception):
-    """The configuration, command line or model directory is wrong; shown at start, then exit."""
+    """The configuration, command line or model directory is wrong; shown at start, then the process exits."""
 
 
 class UnreadableFile(ConfigError):
-    """A file that somebody names cannot be read: missing, denied, no regular file, or larger than its bound."""
+    """A file that the user named cannot be read: missing, denied, not a regular file, or larger than its bound."""
 
 
 class InvariantError(Exception):
-    """A broken invariant: state can no longer be trusted, so nothing may catch and continue."""
+    """A broken invariant: the state is unreliable, so no code may catch this and continue."""

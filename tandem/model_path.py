@@ -1,4 +1,4 @@
-"""Where the served model's files are, and what it is called."""
+"""The location of the served model's files, and its name."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from tandem.errors import ConfigError
 BUILTIN = "builtin"
 BUILTIN_NAME = "tandem-tiny"
 BUILTIN_DTYPE = "float32"
-"""What it is computed in by default, whatever its file holds: the demo's output is exact."""
+"""Default dtype of the built-in model, whatever its file holds: the demo's output is exact."""
 MAX_NAME_CHARS = 200
 
 
@@ -25,7 +25,7 @@ def model_directory(path: str) -> Path:
 
 
 def model_name(path: str, name: str | None) -> str:
-    """What clients call the model. Raises ConfigError when its directory is called what no model can be."""
+    """The name of the model for clients. Raises ConfigError when its directory's name is not a valid one."""
     if name or path == BUILTIN:
         return name or BUILTIN_NAME
     try:
@@ -35,7 +35,7 @@ def model_name(path: str, name: str | None) -> str:
 
 
 def checked_name(name: str) -> str:
-    """A name that may stand in answers, URLs, metrics and logs. Raises ValueError."""
+    """Check a name that appears in answers, URLs, metrics and logs. Raises ValueError."""
     if not 1 <= len(name) <= MAX_NAME_CHARS:
         raise ValueError(f"a model's name must have 1 to {MAX_NAME_CHARS} characters")
     if not (name.isprintable() and name.isascii()) or name != name.strip():

@@ -1,4 +1,4 @@
-"""Drains a worker that stops, cache migration of a leaving worker included: it offers its cache, then exits."""
+"""Drains a stopping worker, and has its cache migrated before it exits."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterable
@@ -14,7 +14,7 @@ from worker.session_port import SessionPort
 
 
 class MigrationSource:
-    """Offers a worker's cache to routers, one after another, until one has found a worker to fetch it."""
+    """Offers a worker's cache to one router after another, until one has had it fetched by another worker."""
 
     def __init__(self, host: EngineHost, ports: Callable[[], Iterable[SessionPort]]) -> None:
         self._host = host
@@ -22,14 +22,14 @@ class MigrationSource:
         self._offers: dict[SessionPort, asyncio.Event] = {}
 
     def migration_ended(self, port: SessionPort) -> None:
-        """Note that a router's migration of this cache is over."""
+        """Record that a router's migration of this cache has ended."""
         if (ended := self._offers.get(port)) is not None:
             ended.set()
 
     async def offer_cache(self, within_s: float) -> None:
-        """Offer the cache; return when no more of it is fetched, or after `within_s`, or at once without a router.
+        """Offer the cache; returns when its migration has ended, after `within_s`, or at once without a router.
 
-        Only the pool knows which blocks matter most; routers have just their names, without order.
+        Only the pool knows which blocks matter most; routers know their names but not their order.
         """
         if within_s <= 0.0 or self._next_port() is None:
             return
@@ -49,7 +49,7 @@ class MigrationSource:
                         return
 
     def _next_port(self) -> SessionPort | None:
-        """The next router; one at a time, or several workers would fetch the same."""
+        """The next router; one at a time, so that two workers do not fetch the same blocks."""
         not_offered = [port for port in self._ports() if not port.closed and port not in self._offers]
         return min(not_offered, key=lambda port: port.router, default=None)
 
@@ -66,13 +66,13 @@ async def _first(one: Awaitable[object], other: Awaitable[object]) -> bool:
 
 
 class DrainingWorker(Protocol):
-    """What `leave` needs of a worker."""
+    """Parts of a worker that `leave` uses."""
 
     fabric: Fabric | None
     migration_source: MigrationSource | None
 
     async def finish(self) -> None:
-        """Take no new work; wait for the work under way."""
+        """Accept no new work, and wait for the current work."""
 
 
 async def leave(worker: DrainingWorker, *, drain_s: float, migration_s: float) -> None:

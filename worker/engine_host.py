@@ -1,7 +1,7 @@
-"""An engine on its thread, as the event loop sees it: calls go in, one output per step comes out, in order.
+"""Connects an engine on its thread with the event loop: calls go in, one output per step comes out, in order.
 
-Both kinds of worker stand on this. Everything that the engine thread says passes through one queue of the loop,
-so a prefix snapshot can never overtake, or be overtaken by, the events around it.
+Used by both kinds of worker. Everything from the engine thread passes through one queue of the loop, so a prefix
+snapshot keeps its place among the events around it.
 """
 
 import asyncio
@@ -41,14 +41,14 @@ T = TypeVar("T")
 
 _LOAD_WAIT_S = 0.2
 _KEEP_S = 5.0
-"""Limit of writing cached blocks to disk at the end."""
+"""Time limit of writing cached blocks to disk at the end."""
 
 
 class EngineHost:
     """Starts and stops the engine, and passes calls and results between its thread and the event loop."""
 
     def __init__(self, parts: EngineParts, *, on_fatal: Callable[[BaseException], None]) -> None:
-        """`on_fatal` runs on the event loop when the engine has failed: the process must end."""
+        """`on_fatal` is called on the event loop when the engine has failed: the process must end."""
         self.parts = parts
         self.rates = RateMeter()
         self._work = WorkMeter()
@@ -61,7 +61,7 @@ class EngineHost:
         self._ports: Callable[[], Iterable[EventSink]] = tuple
         self._load: Load = parts.scheduler.load()
         self._loop = asyncio.get_running_loop()
-        # One thread for all grammars, so that compiling them leaves the other processors to the engine.
+        # One thread for all grammars, so that compiling them leaves the other cores to the engine.
         self._grammars = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
         self._stall_watch = StallWatch(
             stall_s=parts.stall_s, period_s=LOAD_PERIOD_S + _LOAD_WAIT_S, now_s=time.monotonic()
@@ -96,7 +96,7 @@ class EngineHost:
         self._engine.start()
 
     async def stop(self) -> None:
-        """End after the step under way, then end the disk's threads and the other ranks."""
+        """Stop after the current step, then end the disk's threads and the other ranks."""
         self._grammars.shutdown(wait=False, cancel_futures=True)
         await asyncio.to_thread(self._engine.stop)
         tiers, disk = self.parts.scheduler.tiers, self.parts.disk
@@ -114,7 +114,8 @@ class EngineHost:
         return asyncio.shield(asyncio.wrap_future(self._engine.call(fn)))
 
     async def bring(self, blocks: Sequence[BlockId]) -> None:
-        """Copy all ranks' parts of these blocks, which nobody writes, into this worker's memory, for a peer to read.
+        """Copy all ranks' parts of these blocks into this worker's memory, for a peer to read; nothing may be writing
+        them.
 
         Many blocks are copied in portions, each between two steps.
         """
@@ -137,7 +138,7 @@ class EngineHost:
         self.post(lambda scheduler: self._call_on_loop(on_outcome, scheduler.pins.pin(order, time.monotonic())))
 
     def next_read(self) -> asyncio.Event:
-        """Set when the disk has read another block than those so far."""
+        """Event that is set when the disk has read another block from now on."""
         return self._read
 
     def _on_read(self) -> None:
@@ -149,7 +150,7 @@ class EngineHost:
         self._read = asyncio.Event()
 
     async def guide(self, request: Request) -> None:
-        """Set the guide that the request's parameters ask for. Raises InvalidRequest; a grammar may take a second.
+        """Set the guide that the request's parameters require. Raises InvalidRequest; a grammar may take a second.
 
         Off the engine's thread: compiling, a grammar's first masks, and following the output so far.
         """
@@ -181,7 +182,7 @@ class EngineHost:
         return guide
 
     async def load(self) -> pb.LoadSnapshot:
-        """A load report: of now, or of the last step while a long one runs. Also checks for a stalled engine."""
+        """A current load report, or that of the last step during a long one. Also checks for a stalled engine."""
         self._check_for_stall()
         with suppress(TimeoutError):
             async with asyncio.timeout(_LOAD_WAIT_S):
@@ -219,7 +220,7 @@ class EngineHost:
             self._call_on_loop(self._on_layers, done)
 
     def _fail(self, error: BaseException) -> None:
-        self._has_failed = True  # which blocks hold what is unknown from here on
+        self._has_failed = True  # from here on the content of blocks is unreliable
         self._call_on_loop(self._on_fatal, error)
 
     def _call_on_loop(self, fn: Callable[[T], None], value: T) -> None:
@@ -237,7 +238,7 @@ class EngineHost:
             self._publish(output.kv_events)
             self._on_output(output)
         except Exception as error:  # noqa: BLE001 - a callback of the loop: nothing above it would report the error
-            # Some requests have missed their tokens of this step; no later one can make that good.
+            # Some requests have missed tokens of this step, which no later one can supply.
             self._on_fatal(error)
 
     def _publish(self, batch: KVEventBatch) -> None:
@@ -254,7 +255,7 @@ def _bring(mirror: Mirror, blocks: Sequence[BlockId], _: Scheduler) -> None:
 
 
 def _ignore(_output: StepOutput) -> None:
-    """Default of `on_output` before `start`."""
+    """Ignore an output: the default of `on_output` before `start`."""
 
 
 def _drop_refusal(future: "Future[object]") -> None:

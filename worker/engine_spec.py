@@ -1,4 +1,4 @@
-"""From the cluster's configuration to the engine of one worker."""
+"""Derives the specification of one worker's engine from the cluster's configuration."""
 
 from engine.distributed.links.node_group import NodeGroup
 from engine.model.dtype import resolve_dtype
@@ -14,7 +14,7 @@ from tandem.values.roles import WorkerRole
 def engine_spec(
     config: ClusterConfig, role: WorkerRole, nodes: NodeGroup | None = None, seat: GpuSeat | None = None
 ) -> EngineSpec:
-    """The engine of one worker; `nodes`: where its ranks on other machines are; `seat`: the GPUs it runs on.
+    """The engine of one worker; `nodes`: the nodes of its ranks, `seat`: the GPUs it runs on.
 
     Raises ConfigError.
     """
@@ -22,7 +22,7 @@ def engine_spec(
     pool = config.prefill if role is WorkerRole.PREFILL else config.decode
     settings = config.engine_of(pool).model_dump() | {"disk_cache_path": disk_folder(config, role.value)}
     if role is WorkerRole.PREFILL:
-        # Prompts under a hand-off are never preempted: nothing would ever be saved.
+        # Prompts that are handed off are never preempted, so the buffer would stay unused.
         settings["offload_bytes"] = 0
     return EngineSpec(
         **settings,
@@ -40,9 +40,9 @@ def engine_spec(
 
 
 def compute_dtype(config: ClusterConfig) -> str:
-    """The dtype a worker computes in: `model.dtype`, or what `auto` means for this model.
+    """The dtype a worker computes in: `model.dtype`, or what `auto` stands for with this model.
 
-    Raises ConfigError when the model cannot be read, or when KV of that dtype cannot travel as `transfer.wire_dtype`.
+    Raises ConfigError when the model cannot be read, or when KV of that dtype cannot be sent as `transfer.wire_dtype`.
     """
     dtype = resolve_dtype(config.model.dtype, config.model.path)
     if reason := config.mistaken_wire_dtype(dtype):

@@ -1,4 +1,4 @@
-"""Selects the GPUs that were chosen for this worker: by its parent process, else by `tandem.config.gpu_placement`."""
+"""Selects the GPUs assigned to this worker: by its parent process, else by `tandem.config.gpu_placement`."""
 
 import logging
 import os
@@ -18,10 +18,10 @@ _log = logging.getLogger(__name__)
 def take_gpus(
     config: ClusterConfig, role: WorkerRole, place: WorkerPlace, host: GpuHost | None = None
 ) -> GpuSeat | None:
-    """The worker's GPUs, from now on the first of this process; None where it computes on the CPU, or where GPUs cannot
-    be distinguished: it then uses the first that CUDA shows it.
+    """Make the worker's GPUs the first of this process, and return them; None where it computes on the CPU, or where
+    GPUs cannot be distinguished: it then uses the first that CUDA shows.
 
-    To be called before CUDA is. Raises ConfigError for GPUs that are not there.
+    Must be called before CUDA is used. Raises ConfigError for GPUs that do not exist.
     """
     if config.engine.device == "cpu" or torch.version.cuda is None:
         return None

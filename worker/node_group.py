@@ -1,4 +1,4 @@
-"""From the cluster's configuration to what the ranks of a worker need that are on several nodes. Loads no torch."""
+"""Derives the node group of a worker whose ranks are on several nodes from the configuration. Loads no torch."""
 
 import os
 
@@ -12,13 +12,13 @@ from tandem.values.roles import WorkerRole
 from worker.kv_exchange.config import kv_tls_files
 
 _REVISION = "GROUP_REVISION"
-"""In the environment of a group's pods."""
+"""Environment variable of a group's pods."""
 
 
 def node_group(
     config: ClusterConfig, role: WorkerRole, index: int, host: str, credentials: ClusterCredentials | None
 ) -> NodeGroup | None:
-    """The nodes of one worker whose first rank is at `host`; None when it is all on one. Raises ConfigError.
+    """The nodes of one worker whose first rank is at `host`; None when all are on one. Raises ConfigError.
 
     `credentials`: those of `cluster.tls`.
     """

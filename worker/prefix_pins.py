@@ -1,4 +1,4 @@
-"""A worker's answers to routers about pinned prefixes. On the event loop's thread."""
+"""Answers routers' orders about pinned prefixes. On the event loop's thread."""
 
 from collections.abc import Iterable
 from functools import partial
@@ -11,7 +11,7 @@ from worker.session_port import SessionPort
 
 
 class PinService:
-    """Passes orders to the engine; the router that sent one gets the outcome, every router pins that give way later."""
+    """Passes orders to the engine; the ordering router gets the outcome, and every router the pins released later."""
 
     def __init__(self, host: EngineHost) -> None:
         self._host = host
@@ -33,7 +33,7 @@ class PinService:
             self._host.post(lambda scheduler: scheduler.pins.unpin(key))
 
     def lost(self, keys: Iterable[PinKey]) -> None:
-        """Tell every router of pins that gave way."""
+        """Report pins that were released to every router."""
         for key in keys:
             for port in self._ports:
                 _send_outcome(port, PinResult(key=key, outcome=PinOutcome.GAVE_WAY))

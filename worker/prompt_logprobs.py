@@ -1,7 +1,7 @@
-"""Prompt logprobs at a worker: prompts that routers want scored and not continued. Both kinds of worker do it.
+"""Prompt scoring at a worker of either kind: log probabilities of prompts that are not continued.
 
-Life of one: order → engine queue → chunks → the scores, in messages of bounded size → gone. After any error
-the worker sends Refused and the router tries another worker: partial results are not worth keeping.
+Life of one: order → engine queue → chunks → the scores, in messages of bounded size → gone. After any error the worker
+sends Refused and the router tries another worker: partial results are not worth keeping.
 """
 
 import asyncio
@@ -48,16 +48,16 @@ class _Task:
     queued_s: float = 0.0
     cached: CachedTokens = NO_CACHED_TOKENS
     next_token: SampledToken | None = None
-    """Of a prompt whose continuations are wanted: the likeliest, with all of them."""
+    """The most likely token with all requested alternatives, for an order that wants continuations."""
 
     @property
     def order(self) -> _Order:
-        """What the router calls it."""
+        """Key of the router's order."""
         return self.port, self.request_id, self.attempt
 
 
 class PromptScoringOrders:
-    """One worker's. On the event loop's thread."""
+    """Prompt scoring orders of one worker. On the event loop's thread."""
 
     def __init__(self, host: EngineHost, *, in_prefill_pool: bool) -> None:
         self._host = host
@@ -65,7 +65,7 @@ class PromptScoringOrders:
         self._serial = count(1)
         self._tasks: dict[RequestId, _Task] = {}
         self._by_order: dict[_Order, _Task] = {}
-        """The same: a call for many embeddings has many orders here at once."""
+        """The same tasks by order: a call for many embeddings has many orders here at once."""
         self._draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -86,12 +86,12 @@ class PromptScoringOrders:
         return False
 
     def closed(self, port: SessionPort) -> None:
-        """A router left: it asks elsewhere."""
+        """Abandon the orders of a router that disconnected; it retries them elsewhere."""
         for task in [task for task in self._tasks.values() if task.port is port]:
             self._abandon(task)
 
     async def finish(self) -> None:
-        """Take no more; wait for those here."""
+        """Accept no more orders and wait for the current ones."""
         self._draining = True
         await self._idle.wait()
 
@@ -145,7 +145,7 @@ class PromptScoringOrders:
         num_next = order.num_next if order.HasField("num_next") else None
         vocab_size = self._host.parts.model.vocab_size
         if len(order.hash_root) != HASH_BYTES or not 0 < len(order.request_id) <= _MAX_ID_CHARS:
-            raise InvalidRequest(f"hash_root has {HASH_BYTES} bytes, request_id at most {_MAX_ID_CHARS} characters")
+            raise InvalidRequest(f"hash_root must have {HASH_BYTES} bytes, request_id 1 to {_MAX_ID_CHARS} characters")
         if order.prompt_token_ids and max(order.prompt_token_ids) >= vocab_size:
             raise InvalidRequest(f"prompt_token_ids must be below the vocabulary's {vocab_size}", param="prompt")
         now_s = time.monotonic()
@@ -162,7 +162,7 @@ class PromptScoringOrders:
         )
 
     def _added(self, task: _Task, future: "asyncio.Future[None]") -> None:
-        """The engine may not have taken it."""
+        """Refuse the order if the engine did not accept it."""
         if future.cancelled() or (error := future.exception()) is None:
             return
         if task.request.request_id in self._tasks:
@@ -196,7 +196,7 @@ def _parts(task: _Task, block_bytes: int) -> Iterator[pb.PromptScores]:
             top_ids=[one.token_id for one in top],
             top_logprobs=[one.logprob for one in top],
         )
-        yield _closed(part, task, block_bytes)
+        yield _with_times(part, task, block_bytes)
         return
     width, rows = scoring.num_top or 0, len(scoring.logprobs)
     step = max(1, _VALUES_PER_MESSAGE // (2 + 2 * width))
@@ -212,11 +212,11 @@ def _parts(task: _Task, block_bytes: int) -> Iterator[pb.PromptScores]:
             top_logprobs=scoring.top_logprobs[begin * width : end * width],
             mean=scoring.mean() if begin == last and scoring.num_top is None else (),
         )
-        yield _closed(part, task, block_bytes) if begin == last else part
+        yield _with_times(part, task, block_bytes) if begin == last else part
 
 
-def _closed(part: pb.PromptScores, task: _Task, block_bytes: int) -> pb.PromptScores:
-    """The last part of an answer, with the request's times."""
+def _with_times(part: pb.PromptScores, task: _Task, block_bytes: int) -> pb.PromptScores:
+    """Mark the last part of an answer, by adding the request's times."""
     request, now_s = task.request, time.monotonic()
     times = PhaseTimes(
         prefill_queue_s=task.queued_s,

@@ -1,4 +1,4 @@
-"""What a worker has to say to one router, in order and bounded."""
+"""The bounded queue of a worker's messages to one router."""
 
 import asyncio
 import logging
@@ -12,7 +12,8 @@ from tandem.v1 import session_pb2 as pb
 from tandem.values.ids import Incarnation
 
 LOAD_PERIOD_S = 0.25
-"""Between a worker's reports: well below what a router takes for silence (`router.worker_silence_s`)."""
+"""Period of a worker's load reports: well below the silence after which a router gives it up
+(`router.worker_silence_s`)."""
 MAX_QUEUED_MESSAGES = 16_384
 
 _log = logging.getLogger(__name__)
@@ -24,22 +25,22 @@ def orders_of(message: pb.RouterMessage) -> Sequence[pb.RouterMessage]:
 
 
 class EventSink(Protocol):
-    """Where a worker sends its prefix cache: first all of it, then its changes."""
+    """Receiver of a worker's prefix cache: first all of it, then its changes."""
 
     def send_snapshot(self, next_event: int, stored: Sequence[pb.KVEvent]) -> None:
-        """The whole prefix cache; later events count from `next_event`."""
+        """Send the whole prefix cache; later events count from `next_event`."""
         ...
 
     def send_events(self, first: int, events: Sequence[pb.KVEvent]) -> bool:
-        """Changes numbered from `first`. False when some are missing: a snapshot must follow."""
+        """Send changes numbered from `first`. Returns False when some are missing: a snapshot must follow."""
         ...
 
 
 class SessionPort:
-    """The queue of messages to one router."""
+    """Queue of messages to one router."""
 
     def __init__(self, router: Incarnation, *, wants_events: bool = True, dialect: Dialect | None = None) -> None:
-        """`wants_events`: whether it needs cache events in its session. `dialect`: what it understands."""
+        """`wants_events`: whether the router needs cache events. `dialect`: the kinds of message that it knows."""
         self.router = router
         self.dialect = dialect or worker_dialect(SPOKEN.newest)
         self.wants_events = wants_events
@@ -62,7 +63,7 @@ class SessionPort:
         self._wake.set()
 
     def finish(self) -> None:
-        """Send what is queued, nothing after it, and end the session."""
+        """End the session after the queued messages; later ones are dropped."""
         self._finished = True
         self._wake.set()
 
@@ -77,15 +78,15 @@ class SessionPort:
         await self._closed.wait()
 
     def send_snapshot(self, next_event: int, stored: Sequence[pb.KVEvent]) -> None:
-        """The whole prefix cache; later events count from `next_event`."""
+        """Send the whole prefix cache; later events count from `next_event`."""
         self._next_event = next_event
         events = pb.KVEvents(first_sequence=next_event, cleared=True, events=stored)
         self.send(pb.WorkerMessage(kv_events=events))
 
     def send_events(self, first: int, events: Sequence[pb.KVEvent]) -> bool:
-        """Changes numbered from `first`; those that the snapshot had are left out. False when some are missing."""
+        """Send changes numbered from `first`, except those in the snapshot. Returns False when some are missing."""
         if self._next_event is None:
-            return True  # its snapshot is under way and will hold these
+            return True  # a snapshot is on its way and will include these
         if first > self._next_event:
             return False
         fresh = events[self._next_event - first :]

@@ -26,7 +26,7 @@ class SessionHandler(Protocol):
     """The worker behind the sessions; called on the event loop."""
 
     def hello(self) -> pb.WorkerHello:
-        """Who this worker is."""
+        """Describe this worker."""
         ...
 
     def opened(self, port: SessionPort) -> None:
@@ -38,11 +38,11 @@ class SessionHandler(Protocol):
         ...
 
     def closed(self, port: SessionPort) -> None:
-        """Handle the end of a session: drop what its router had here."""
+        """Handle the end of a session: drop its router's work here."""
         ...
 
     async def load(self) -> pb.LoadSnapshot:
-        """How busy the worker is."""
+        """Report the worker's load."""
         ...
 
 
@@ -56,7 +56,7 @@ class WorkerSessions(WorkerServicer):
     """All sessions of one worker; the `Worker` service."""
 
     def __init__(self, handler: SessionHandler, publisher: Publisher | None = None) -> None:
-        """`publisher`: routers that read from it get no cache events in their sessions."""
+        """`publisher`: routers that read its entries in Redis get no cache events in their sessions."""
         self._handler = handler
         self._publisher = publisher
         self._report_numbers = count(1)
@@ -64,12 +64,12 @@ class WorkerSessions(WorkerServicer):
         self._draining: str | None = None
 
     def register(self, server: grpc.aio.Server) -> None:
-        """Serve sessions and the health service, which reports whether the worker takes work."""
+        """Serve sessions and the health service, which reports whether the worker accepts work."""
         add_WorkerServicer_to_server(self, server)  # type: ignore[no-untyped-call]
         server.add_generic_rpc_handlers((health_handler(self.takes_work),))
 
     def takes_work(self) -> bool:
-        """Whether the worker is not draining."""
+        """Whether the worker accepts work, that is, is not draining."""
         return self._draining is None
 
     @property
@@ -78,7 +78,7 @@ class WorkerSessions(WorkerServicer):
 
     @property
     def event_sinks(self) -> list[EventSink]:
-        """Where events of the prefix cache go."""
+        """Receivers of the prefix cache's events."""
         sinks: list[EventSink] = [port for port in self._ports if port.wants_events]
         return sinks if self._publisher is None else [*sinks, self._publisher]
 
@@ -87,12 +87,12 @@ class WorkerSessions(WorkerServicer):
             port.send(message)
 
     def drain(self, reason: str) -> None:
-        """Tell every router, now and later, that this worker takes no new work."""
+        """Tell every router, current and future, that this worker accepts no new work."""
         self._draining = reason
         self.broadcast(pb.WorkerMessage(draining=pb.Draining(reason=reason)))
 
     def finish(self) -> None:
-        """End every session once what is queued has been written: the last tokens of a drain are among it."""
+        """End every session once its queued messages are written, which include the last tokens of a drain."""
         for port in self._ports:
             port.finish()
 
@@ -102,7 +102,7 @@ class WorkerSessions(WorkerServicer):
             load = await self._handler.load()
             load.report_number = next(self._report_numbers)
             if self._publisher is not None:
-                load.board.CopyFrom(self._publisher.report())
+                load.redis_publishing.CopyFrom(self._publisher.report())
             self.broadcast(pb.WorkerMessage(load=load))
             await asyncio.sleep(LOAD_PERIOD_S)
 
@@ -130,7 +130,7 @@ class WorkerSessions(WorkerServicer):
         except NoCommonVersion as error:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
             raise
-        reads_redis = self._publisher is not None and hello.reads_board
+        reads_redis = self._publisher is not None and hello.reads_redis
         return SessionPort(
             Incarnation(hello.incarnation), wants_events=not reads_redis, dialect=worker_dialect(version)
         )
@@ -140,7 +140,7 @@ class WorkerSessions(WorkerServicer):
         writer = asyncio.create_task(self._write(port, context))
         closed = asyncio.create_task(port.wait_closed())
         try:
-            # A write waits while the router does not read; closing the port must end it all the same.
+            # A write waits while the router does not read; closing the port must end it nevertheless.
             await asyncio.wait({writer, closed}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in (tasks := (reader, writer, closed)):

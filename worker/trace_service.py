@@ -1,4 +1,4 @@
-"""Serves a worker's traces at its port, to the cluster's own processes; routers fetch them for operators."""
+"""Serves step traces of a worker to the cluster's own processes; routers fetch them for operators."""
 
 import asyncio
 import gzip
@@ -25,17 +25,17 @@ _LEVEL = 3
 
 
 class TracedRunner:
-    """Names every step in the trace, and calls `on_enough` after the last that is wanted."""
+    """Labels every step in the trace, and calls `on_enough` after the last step wanted."""
 
     def __init__(self, runner: Runner, *, num_steps: int, on_enough: Callable[[], None]) -> None:
-        """`on_enough` runs on the engine's thread."""
+        """`on_enough` is called on the engine's thread."""
         self.runner = runner
         self.num_steps = 0
         self._wanted = num_steps
         self._on_enough = on_enough
 
     def bind_thread(self) -> None:
-        """The runner is bound already."""
+        """Do nothing: the runner is bound already."""
 
     def launch(self, batch: Batch, on_layers: Callable[[int], None] | None = None) -> LaunchedStep:
         self.num_steps += 1
@@ -48,23 +48,23 @@ class TracedRunner:
 
 
 class StepTrace:
-    """From `begin` to `end` on the engine's thread, between two steps each; then `write` on any."""
+    """A recording: `begin` and `end` run on the engine's thread between steps, then `write` on any."""
 
     def __init__(self) -> None:
-        """The first of a process takes seconds, while the recorder starts: make it off the event loop."""
+        """The first one of a process takes seconds while the recorder starts: create it off the event loop."""
         with _recorder():
             pass
         self._recorder = _recorder()
 
     def begin(self) -> None:
-        """Record from now on."""
+        """Start recording."""
         self._recorder.__enter__()
 
     def end(self) -> None:
         self._recorder.__exit__(None, None, None)
 
     def write(self, path: Path) -> None:
-        """Chrome's JSON, in gzip."""
+        """Write Chrome's JSON format, compressed with gzip."""
         with tempfile.TemporaryDirectory(prefix="tandem-trace-") as folder:
             plain = Path(folder) / "trace.json"
             self._recorder.export_chrome_trace(str(plain))
@@ -73,14 +73,14 @@ class StepTrace:
 
 
 def _recorder() -> Any:
-    """What `torch.profiler` stands on; that one would first import all of torch's compilers."""
+    """The profiler that `torch.profiler` wraps, without importing torch's compilers."""
     return profile(use_cpu=True, use_device="cuda" if torch.cuda.is_available() else None)
 
 
 async def trace_steps(host: EngineHost, trace: StepTrace, *, num_steps: int, timeout_s: float) -> int:
-    """Record the next steps, or those of the next seconds where there are fewer; returns how many the trace has.
+    """Record the next `num_steps` steps, or fewer if `timeout_s` ends first; returns the number recorded.
 
-    Ends between two steps, also when it is cancelled.
+    Ends between two steps, also when cancelled.
     """
     loop, enough = asyncio.get_running_loop(), asyncio.Event()
     traced: list[TracedRunner] = []
@@ -130,7 +130,7 @@ class TraceService(ProfilerServicer):
         self._is_busy = False
 
     async def Trace(self, request: pb.TraceRequest, context: Any) -> AsyncIterator[pb.TracePart]:
-        """Stream one trace; aborts for bounds exceeded or another trace under way."""
+        """Stream one trace; aborts for bounds exceeded or while another trace is running."""
         bounds = self._bounds
         if not (1 <= request.num_steps <= bounds.max_steps and 0.0 < request.timeout_s <= bounds.max_seconds):
             most = f"at most {bounds.max_steps} steps and {bounds.max_seconds:g} s (profiling)"
@@ -162,6 +162,6 @@ class TraceService(ProfilerServicer):
 
 
 def serve_traces(server: grpc.aio.Server, host: EngineHost, bounds: ProfilingConfig) -> None:
-    """Add the service, where it is turned on."""
+    """Add the service if profiling is enabled."""
     if bounds.enabled:
         add_ProfilerServicer_to_server(TraceService(host, bounds), server)  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Engine values to protobuf, for the session that both kinds of worker keep with routers."""
+"""Converts engine values to protobuf, for the sessions of both kinds of worker with routers."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -19,7 +19,7 @@ _ROLES = {WorkerRole.PREFILL: pb.WORKER_ROLE_PREFILL, WorkerRole.DECODE: pb.WORK
 
 
 def stored_to_pb(stored: Iterable[Stored]) -> list[pb.KVEvent]:
-    """A prefix index's whole content."""
+    """Convert a prefix index's whole content."""
     return [pb.KVEvent(block_hash=event.name, stored=True) for event in stored]
 
 
@@ -65,7 +65,7 @@ def load_to_pb(
 
 
 def work_to_pb(done: WorkMeter, parts: EngineParts, *, resident_bytes: int) -> pb.WorkReport:
-    """What the engine has done so far, and what it holds."""
+    """Report the engine's work since start, and its memory."""
     size = parts.layout.tp_size
     return pb.WorkReport(
         prefill=pb.StepTotals(**asdict(done.prefill)),
@@ -80,7 +80,7 @@ def work_to_pb(done: WorkMeter, parts: EngineParts, *, resident_bytes: int) -> p
 
 
 def token_delta(request_id: str, attempt: int, first_index: int, tokens: Sequence[SampledToken]) -> pb.TokenDelta:
-    """Tokens of one attempt, or only their place when there are none."""
+    """Tokens of one attempt; without tokens only their position."""
     return pb.TokenDelta(
         request_id=request_id,
         attempt=attempt,
@@ -91,7 +91,7 @@ def token_delta(request_id: str, attempt: int, first_index: int, tokens: Sequenc
 
 
 def hello_to_pb(parts: EngineParts, identity: WorkerIdentity, transports: Sequence[str]) -> pb.WorkerHello:
-    """Who this worker is and what it can do."""
+    """The hello of this worker: its identity and capabilities."""
     return pb.WorkerHello(
         protocol_version=SPOKEN.oldest,
         newest_version=SPOKEN.newest,

@@ -1,4 +1,4 @@
-"""What this worker's engine has done since its start, for metrics. Pure."""
+"""Counts the work of this worker's engine since start, for metrics. Pure."""
 
 from bisect import bisect_left
 from dataclasses import dataclass
@@ -9,13 +9,13 @@ from tandem.values.step_sizes import STEP_SIZES
 
 @dataclass(slots=True)
 class StepKindTotals:
-    """Steps of one kind."""
+    """Totals of one kind of steps."""
 
     steps: int = 0
     seconds: float = 0.0
     tokens: int = 0
     requests: int = 0
-    """Summed over steps."""
+    """Number of requests, summed over steps."""
 
     def add(self, timings: StepTimings) -> None:
         self.steps += 1
@@ -25,21 +25,21 @@ class StepKindTotals:
 
 
 class WorkMeter:
-    """Totals, added up once a step."""
+    """Totals of all steps."""
 
     __slots__ = ("decode", "preemptions", "prefill", "sizes")
 
     def __init__(self) -> None:
         self.prefill = StepKindTotals()
-        """Steps that computed prompts, whatever else was in them."""
+        """Steps that computed prompt tokens, perhaps among others."""
         self.decode = StepKindTotals()
-        """Steps that only made one token for each request."""
+        """Steps that only computed one token for each request."""
         self.preemptions = 0
         self.sizes = [0] * (len(STEP_SIZES) + 1)
-        """Steps by their tokens, in buckets."""
+        """Number of steps by number of tokens, in buckets."""
 
     def observe(self, output: StepOutput) -> None:
-        """A step has ended, or requests were preempted."""
+        """Count a step that has ended, and preempted requests."""
         self.preemptions += len(output.preemptions)
         timings = output.timings
         if timings is not None:

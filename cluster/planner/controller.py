@@ -1,4 +1,4 @@
-"""What a planner does with a live cluster, round by round: nothing, unless everything is known and no one interferes.
+"""Applies a planner to a live cluster, round by round, but only while everything is known and no one interferes.
 
 Pure. The planner receives every observed period, whether or not it may act, so that its forecast and history continue.
 No order is given while the routers or the fleet are unknown, while an order is in progress, for a while after a failed

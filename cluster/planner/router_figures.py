@@ -1,4 +1,4 @@
-"""What one router's `/metrics` contains for a planner: text in, values out. Pure.
+"""Reads the figures that a planner needs from the text of one router's `/metrics`. Pure.
 
 Requests, answers, first tokens and errors are counts since the router started; queues, workers and their backlog are
 present values. Every router reports the same about workers.

@@ -1,4 +1,4 @@
-"""How fast this cluster's workers are, from their measured steps and the shape of a latency profile. Pure.
+"""Estimates the speed of a cluster's workers from measured steps and the shape of a latency profile. Pure.
 
 A profile predicts a step's time from its work. The measured time of live workers' steps, divided by the predicted time
 of the same work, gives a factor for each pool. Until enough is measured, the profile counts.

@@ -109,7 +109,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """What to do now, and why."""
+    """The planner's decision and its reason."""
 
     actions: tuple[Action, ...]
     wanted: Sizes

@@ -21,7 +21,7 @@ class _Known:
     child: Launched | None = None
     """Child that is running; None while there is none."""
     ready: Mapping[str, Any] | None = None
-    """Its last ready line."""
+    """Last ready line of the process."""
     reaches: frozenset[str] | None = None
     """Addresses of the workers that answer a router."""
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=LOG_TAIL_LINES))

@@ -28,7 +28,7 @@ from tandem.process.silence import SilenceWatch
 from tandem.rpc.hosts import join
 
 SOMEWHERE = "a Ray node"
-"""Where workers will be: not on loopback."""
+"""Host of workers whose node is not known yet: not on loopback."""
 LEASE_S = 60.0
 """Time without a call from `tandem up` after which an actor ends, and its worker with it."""
 _ROOM_S = 5.0

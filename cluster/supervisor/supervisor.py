@@ -112,7 +112,7 @@ class ProcessPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
-    """When a process that died is restarted, and when it is given up: time limits in seconds, number of deaths."""
+    """Rules for restarting a process that died, and for giving it up: time limits in seconds, number of deaths."""
 
     start_timeout_s: float = 900.0
     """Time limit of a start: a large model on a slow disk takes minutes to load."""

@@ -1,11 +1,11 @@
-"""Which KV cells of a hand-off: what chunks, messages and transports name instead of addresses. Pure."""
+"""The names of KV cells that chunks, messages and transports use instead of addresses. Pure."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellRange:
-    """Some cells of a hand-off: consecutive layers x units of tokens x KV heads, all of the model's numbering.
+    """A box of cells of a hand-off: consecutive layers, units of tokens and KV heads, in the model's numbering.
 
     Units are counted from the end of the held prefix: indices in the reservation, never addresses.
     """

@@ -1,4 +1,4 @@
-"""Cells as bytes of one worker's region: where the layers, units and heads of a prompt lie in its pool. Pure."""
+"""The position of a prompt's layers, units and heads in the bytes of one worker's pool. Pure."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,27 +17,27 @@ class TokenBlocks:
     """The physical blocks of a prompt in one worker."""
 
     blocks: Sequence[BlockId]
-    """In the order of tokens; those of one prompt are distinct."""
+    """Physical blocks in the order of the prompt's tokens; distinct."""
     first_block: int = 0
-    """Which block of the prompt `blocks` begins with, counted in this worker's block size."""
+    """Index in the prompt of the first of `blocks`, in blocks of this worker."""
     held_tokens: int = 0
-    """The prefix that the destination holds already: cells are counted from its end."""
+    """Tokens of the prefix that the destination holds already; cells are counted from its end."""
     pool_blocks: int
     """Number of blocks of the worker's whole pool."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalHeads:
-    """Consecutive heads of one rank, and their runs in one block, from its beginning."""
+    """Consecutive heads of one rank, and their runs in one block, relative to its beginning."""
 
     unit_runs: tuple[tuple[Run, ...], ...]
-    """For each unit of a block."""
+    """Runs for each unit of a block."""
     fill_block: bool
-    """Whether they are all that a block holds, in one run."""
+    """Whether these heads fill the whole block in one run."""
 
 
 class WorkerGeometry:
-    """The geometry of one worker; knows no prompt."""
+    """The geometry of one worker, independent of any prompt."""
 
     __slots__ = (
         "_block_size",
@@ -61,7 +61,7 @@ class WorkerGeometry:
         self._scale_offset = layout.scale_offset
 
     def planes(self, layer: int, head: int) -> tuple[int, ...]:
-        """Planes that hold this head of this layer, one for each rank that does; layers begin with different ranks."""
+        """Planes that hold this head of this layer, one per rank; the first rank rotates from layer to layer."""
         first = head // self.num_local_heads * self._num_replicas
         ranks = [first + (layer + i) % self._num_replicas for i in range(self._num_replicas)]
         return tuple(rank * self._num_layers + layer for rank in ranks)
@@ -78,7 +78,7 @@ class WorkerGeometry:
         return LocalHeads(unit_runs=unit_runs, fill_block=unit_runs == (((0, self.layer_block_bytes),),))
 
     def first_unit(self, at: TokenBlocks, unit_tokens: int) -> int:
-        """Where the hand-off's cells begin, in units from the first of `at.blocks`; negative when that lies behind.
+        """First unit of the hand-off, relative to the first of `at.blocks`; negative when it lies before that block.
 
         Raises TransferError when the held prefix does not end with a unit.
         """
@@ -88,9 +88,9 @@ class WorkerGeometry:
         return held_units - at.first_block * (self._block_size // unit_tokens)
 
     def runs(self, first_unit: int, num_units: int, heads: LocalHeads, at: TokenBlocks) -> tuple[Run, ...]:
-        """Runs of `heads` and these units of the hand-off in one plane, from the plane's beginning, in order.
+        """Runs of `heads` in these units of the hand-off, in one plane and relative to its beginning, in order.
 
-        Raises TransferError when a block is not the worker's.
+        Raises TransferError for blocks outside the pool or units outside `at.blocks`.
         """
         size, unit_runs = self.layer_block_bytes, heads.unit_runs
         units_per_block = len(unit_runs)
@@ -111,7 +111,8 @@ class WorkerGeometry:
         return tuple(runs)
 
     def _unit_runs(self, first: int, count: int, token: int, num_tokens: int) -> tuple[Run, ...]:
-        """Codes or values by K and V, head and token, then scales alike; tokens counted from `token` in a block."""
+        """Runs of a unit: values or codes by K and V, head and token, then scales likewise; `token` is the unit's
+        first."""
         runs: list[Run] = []
         sections = [(0, self._head_dim * self._dtype_bytes)]
         if self._scale_offset is not None:
@@ -125,7 +126,7 @@ class WorkerGeometry:
 
 
 def _adjacent(blocks: Sequence[BlockId], size: int) -> Iterator[Run]:
-    """One run for each run of adjacent ascending blocks of `size` bytes."""
+    """Yield one run for each sequence of consecutive ascending blocks of `size` bytes."""
     first, following = blocks[0], blocks[0]
     for block in blocks:
         if block != following:

@@ -1,8 +1,8 @@
-"""How a prompt's cells are cut into chunks: what one write moves and one checksum covers. Pure.
+"""Cuts a prompt's cells into chunks: each is moved by one write and covered by one checksum. Pure.
 
-Cells leave as they come into being: all layers of what earlier steps computed, and of the step under way those layers
-that are done. So the wire is busy while the next layers are computed, and what is still to be sent when the last
-one is done is the last few layers of the last step.
+Cells leave as they are computed: all layers of earlier steps, and the finished layers of the current step. The wire is
+thus busy while the next layers are computed, and when the last one is done only the last few layers of the last step
+remain to be sent.
 """
 
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ from kv_transfer.layout.cell_range import CellRange
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoffSize:
-    """Layers and heads of the cells of one hand-off, and their bytes."""
+    """Dimensions of the cells of one hand-off, and their bytes."""
 
     num_layers: int
     num_heads: int
     unit_layer_bytes: int
-    """Bytes of one unit in one layer, all heads of K and V, as they travel."""
+    """Bytes of one unit in one layer on the wire, K and V of all heads."""
 
 
 class ChunkPlanner:
@@ -29,17 +29,17 @@ class ChunkPlanner:
         self._size = size
         self._chunk_bytes = chunk_bytes
         self._done = 0
-        """Units planned in all layers."""
+        """Number of leading units planned in all layers."""
         self._early_end = 0
-        """Units up to here are being computed by the step under way; beyond `_done` only within a step."""
+        """End of the units that the current step computes; beyond `_done` only during a step."""
         self._early_layers = 0
-        """Of those, layers that are planned."""
+        """Number of layers planned for those units."""
 
     def plan(self, num_ready: int, *, coming: int = 0, num_layers: int = 0) -> list[CellRange]:
-        """Chunks for what became ready since the last call.
+        """Plan chunks for the cells that became ready since the last call.
 
-        `num_ready`: units that are computed in all layers. `coming`: units that will be after the step under way,
-        which has computed them in the first `num_layers` layers; 0 while no step is under way.
+        `num_ready`: units that are computed in all layers. `coming`: units that will be after the current step, which
+        has computed them in the first `num_layers` layers; 0 while there is no step.
         """
         chunks: list[CellRange] = []
         if self._early_layers and num_ready >= self._early_end:
@@ -53,7 +53,7 @@ class ChunkPlanner:
         return chunks
 
     def _plan_early_layers(self, end: int, num_layers: int) -> list[CellRange]:
-        """Whole groups of layers only; the last layer is never planned before its step is over."""
+        """Plan whole groups of layers only; the last layer is never planned before its step has ended."""
         group = self._layers_at_once(end - self._done)
         new_layers = min(num_layers, self._size.num_layers - 1) - self._early_layers
         planned = self._early_layers + max(0, new_layers) // group * group
@@ -63,7 +63,7 @@ class ChunkPlanner:
         return chunks
 
     def _by_layers(self, end: int, first_layer: int, end_layer: int) -> list[CellRange]:
-        """What a step computes: all its units, a few layers at a time."""
+        """Chunks of all units that a step computes, a few layers at a time."""
         layers = self._layers_at_once(end - self._done)
         units = self._units_at_once(layers)
         return [
@@ -73,7 +73,8 @@ class ChunkPlanner:
         ]
 
     def _by_units(self, end: int) -> list[CellRange]:
-        """What is there in all layers: a few units at a time, so that whole blocks have landed if it fails midway."""
+        """Chunks of units that are ready in all layers, a few units at a time, so that whole blocks have landed after a
+        failure."""
         all_layers = self._size.num_layers
         units = self._units_at_once(all_layers)
         layers = self._layers_at_once(units)

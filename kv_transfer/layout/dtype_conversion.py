@@ -1,7 +1,7 @@
-"""Payloads from one cache dtype to another, to the bit as the engine writes them (`engine/kv_storage/kv_codes.py`).
+"""Converts payloads between cache dtypes, bit for bit as the engine does (`engine/kv_storage/kv_codes.py`).
 
-Plain numpy on one thread, in batches that stay in a core's cache; bfloat16 is uint16 and shifts. As in `kv_codes.py`,
-values must be finite.
+Plain numpy on one thread, in batches that fit into a core's cache; bfloat16 is handled as uint16 with shifts. As in
+`kv_codes.py`, values must be finite.
 """
 
 import math
@@ -22,7 +22,7 @@ Floats = npt.NDArray[np.float32]
 Array = npt.NDArray[Any]
 
 BATCH_VALUES = 1 << 16
-"""Converted at once: with its scratch it fits into a second-level cache, and numpy's cost per call is spread well."""
+"""Values per batch: with its scratch a batch fits into a second-level cache, and numpy's cost per call is small."""
 
 _STORED = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.float16, "int8": np.int8, "fp8_e4m3": np.uint8}
 _LARGEST_INT8 = np.float32(127)
@@ -32,17 +32,17 @@ _ROUND_TO_BFLOAT16 = np.uint32(0x7FFF)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Vectors:
-    """K and V of some layers and heads: `[layer, unit, k/v, head, token, head_dim]`, scales without the last."""
+    """K and V of some layers and heads: `[layer, unit, k/v, head, token, head_dim]`; scales lack the last dimension."""
 
     layers: slice
-    """Of the model's."""
+    """Layers in the model's numbering."""
     heads: slice
     values: Array
     scales: Floats | None
-    """In int8."""
+    """Scales of int8; None for other dtypes."""
 
     def batch(self, layers: slice, units: slice) -> "_Vectors":
-        """Some of them, counted from the first."""
+        """A part of them; `layers` and `units` are counted from the first one here."""
         return _Vectors(
             layers=slice(self.layers.start + layers.start, self.layers.start + layers.stop),
             heads=self.heads,
@@ -68,9 +68,9 @@ class Converter:
         self._scratch: dict[type[np.generic], Array] = {}
 
     def convert(self, payload: Payload, data: Bytes, out: Bytes) -> None:
-        """Write into `out` what `data` is in the destination's dtype; both contiguous and in the order of the wire.
+        """Convert `data` into `out`; both are contiguous and in the order of the wire.
 
-        Raises TransferError when either has not the payload's size.
+        Raises TransferError when either does not have the payload's size.
         """
         for name, array, dtype in (("payload", data, self.source), ("room", out, self.destination)):
             if array.nbytes != payload.num_bytes(dtype):
@@ -78,7 +78,7 @@ class Converter:
         if self.source == self.destination:
             np.copyto(out, data)
         else:
-            # As torch does, without a warning: scaled beyond float32 is infinite, and the bound of a code.
+            # As in torch, without a warning: a value scaled beyond float32 becomes infinite, and then the largest code.
             with np.errstate(all="ignore"):
                 self._convert_all(payload, data, out)
 
@@ -104,7 +104,7 @@ class Converter:
         np.divide(peaks, _LARGEST_INT8, out=scales)
         products = self._room(np.float32, values.shape)
         np.multiply(floats, factors[..., None], out=products)
-        # No bound is needed: |value| * (127 / peak) is off by two roundings at most, and what it rounds to is 127.
+        # No clipping is needed: |value| * (127 / peak) exceeds 127 by two roundings at most, and rounds to 127.
         np.rint(products, out=products)
         np.copyto(codes, products, casting="unsafe")
 
@@ -119,10 +119,10 @@ class Converter:
         np.copyto(codes, self._to_fp8.take(indices, out=self._room(np.uint8, indices.shape), mode="clip"))
 
     def _sticky(self, floats: Floats) -> Array:
-        """The upper halves of floats, their last bits set when anything was cut off.
+        """The upper halves of floats, with the last bit set when any lower bit was set (rounding to odd: Boldo and
+        Melquiond, 2008).
 
-        So cut, a value lies between the same two codes, and on the same side of their middle, as before: the middles of
-        e4m3's codes have no such bit (rounding to odd: Boldo and Melquiond, 2008).
+        The result rounds to the same code of e4m3: the values halfway between two codes do not have that bit.
         """
         bits = floats.view(np.uint32)
         indices = self._room(np.uint16, bits.shape)
@@ -152,7 +152,7 @@ class Converter:
         np.right_shift(bits, 16, out=made.values, casting="unsafe")
 
     def _floats(self, values: Array) -> Floats:
-        """`values` as float32; in the scratch unless they are that already."""
+        """`values` as float32; in scratch memory unless they are float32 already."""
         if values.dtype == np.float32:
             return values.view(np.float32)
         floats = self._room(np.float32, values.shape)
@@ -163,7 +163,7 @@ class Converter:
         return floats
 
     def _peaks(self, values: Array) -> Floats:
-        """Largest magnitude of each vector: finite floats without their signs are in the order of their bits."""
+        """Largest magnitude of each vector; finite floats without their signs are ordered like their bits."""
         half = values.dtype == np.uint16
         bits, sign = (values, 0x8000) if half else (values.view(np.uint32), 0x80000000)
         unsigned = np.bitwise_and(bits, sign - 1, out=self._room(np.uint16 if half else np.uint32, values.shape))
@@ -171,7 +171,7 @@ class Converter:
         return peaks
 
     def _room(self, dtype: type[np.generic], shape: tuple[int, ...]) -> Array:
-        """Scratch, one array of each dtype, overwritten at the next request."""
+        """Scratch memory, one array per dtype, overwritten at the next request."""
         size = math.prod(shape)
         room = self._scratch.get(dtype)
         if room is None or room.size < size:
@@ -179,7 +179,7 @@ class Converter:
         return room[:size].reshape(shape)
 
     def _scales_of(self, vectors: _Vectors) -> Floats | None:
-        """fp8_e4m3's, shaped to broadcast over the vectors; None when they are 1."""
+        """Scales of fp8_e4m3, shaped to broadcast over the vectors; None when they are 1."""
         if self._head_scales is None:
             return None
         scales = self._head_scales[vectors.layers, :, vectors.heads]
@@ -187,7 +187,7 @@ class Converter:
 
 
 def _head_ranges(payload: Payload, data: Bytes, dtype: str) -> Iterator[_Vectors]:
-    """Views of a payload, one for each range of heads, over all layers and units."""
+    """Yield views of a payload, one for each range of heads, over all layers and units."""
     layers, units = payload.num_layers, payload.num_units
     rows = data.reshape(layers, -1, copy=False)
     row_bytes = vector_bytes(dtype, payload.head_dim)
@@ -212,7 +212,7 @@ def _head_ranges(payload: Payload, data: Bytes, dtype: str) -> Iterator[_Vectors
 
 
 def _batches(shape: tuple[int, ...]) -> Iterator[tuple[slice, slice]]:
-    """Layers and units of each batch of vectors of this shape."""
+    """Yield the layers and units of each batch of vectors of this shape."""
     num_layers, num_units = shape[:2]
     unit_values = math.prod(shape[2:])
     units = min(num_units, max(1, BATCH_VALUES // unit_values))
@@ -223,7 +223,7 @@ def _batches(shape: tuple[int, ...]) -> Iterator[tuple[slice, slice]]:
 
 
 def _values_of_fp8() -> Floats:
-    """What each code of e4m3 stands for: sign, four bits of exponent biased by 7, three of fraction; no infinities."""
+    """The value of each e4m3 code: sign, four bits of exponent biased by 7, three of fraction; no infinities."""
     codes = np.arange(256)
     exponent, fraction = codes >> 3 & 15, codes & 7
     magnitude = np.where(exponent == 0, np.ldexp(fraction, -9), np.ldexp(8 + fraction, exponent - 10))
@@ -233,7 +233,7 @@ def _values_of_fp8() -> Floats:
 
 
 def _fp8_of_bfloat16() -> Bytes:
-    """The nearest code of e4m3 for each bfloat16, ties to even, held within +-448; NaN stays NaN."""
+    """The nearest e4m3 code for each bfloat16, ties to even, clipped to +-448; NaN stays NaN."""
     codes = _values_of_fp8()[:127].astype(np.float64)
     middles = (codes[:-1] + codes[1:]) / 2
     magnitudes = (np.arange(0x7F81, dtype=np.uint32) << np.uint32(16)).view(np.float32)

@@ -1,4 +1,4 @@
-"""Which bytes of one worker are which bytes of another: by the model's layers and heads and a prompt's tokens. Pure.
+"""Maps the bytes of one worker to those of another, by the model's layers and heads and a prompt's tokens. Pure.
 
 Three words name a hand-off's geometry, from the model down to memory:
 
@@ -7,13 +7,13 @@ Three words name a hand-off's geometry, from the model down to memory:
 * a *run* is contiguous bytes of a region; `Runs` are those of a `CellRange` in one pool, plane by plane, where a plane
   is one layer of one rank.
 
-Nothing here compares sizes of tensor-parallel groups. Each side says where a global head lies; ranges of heads are cut
-wherever either side's ranks change. A head that several ranks hold is read from one of them and lands in one of them, a
+Nothing here compares sizes of tensor-parallel groups. Each side locates a global head; ranges of heads are cut wherever
+either side's ranks change. A head that several ranks hold is read from one of them and lands in one of them, a
 different one from layer to layer; the receiving side then copies it to the others.
 
 The wire has one order: by layer, then by range of heads that lies within one rank of either side, then by unit; in a
-unit K before V, heads, tokens, and in int8 all codes before all scales. Padding never travels. So either side finds its
-own runs knowing the other's layout, but neither its blocks nor its addresses.
+unit K before V, heads, tokens, and in int8 all codes before all scales. Padding is not sent. Either side can therefore
+find its own runs knowing the other's layout, but neither its blocks nor its addresses.
 """
 
 from dataclasses import dataclass
@@ -32,12 +32,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Payload:
-    """What the bytes of a `CellRange` are, in the order of the wire, whatever their dtype."""
+    """Shape of the bytes of a `CellRange` in the order of the wire, for any dtype."""
 
     first_layer: int
     num_layers: int
     head_ranges: tuple[tuple[int, int], ...]
-    """(first head, how many), in order: within a layer each comes with all its units."""
+    """(first head, number of heads), in order; within a layer each range comes with all its units."""
     num_units: int
     unit_tokens: int
     head_dim: int
@@ -72,7 +72,7 @@ class _SplitHeads:
 
     head_ranges: tuple[tuple[int, int], ...]
     distinct: tuple[_HeadRange, ...]
-    """The ranges that differ in how they are stored; the last number of each tuple below is an index into them."""
+    """The ranges that differ in how they are stored; the last number of each tuple below is an index into these."""
     reads: tuple[tuple[int, int], ...]
     writes: tuple[tuple[int, int], ...]
     copies: tuple[tuple[int, int, int], ...]
@@ -80,7 +80,7 @@ class _SplitHeads:
 
 
 class CellMapping:
-    """From one layout to another of the same model; computed once for a pair of workers."""
+    """Maps cells from one layout to another of the same model; computed once for a pair of workers."""
 
     __slots__ = (
         "_all_heads",
@@ -102,14 +102,14 @@ class CellMapping:
         self._source, self._destination = WorkerGeometry(source), WorkerGeometry(destination)
         self.num_layers, self.num_heads, self._head_dim = source.num_layers, source.num_kv_heads, source.head_dim
         self.same_dtype = source.dtype == destination.dtype
-        """Whether bytes can be copied as they are."""
+        """Whether bytes can be copied without conversion."""
         self.unit_tokens = min(source.block_size, destination.block_size)
         self._all_heads = self._split(0, self.num_heads)
         self._tables: tuple[StridedLayoutTable, StridedLayoutTable] | None = None
         self._last_runs: dict[str, tuple[tuple[object, ...], tuple[tuple[Run, ...], ...]]] = {}
 
     def contains(self, cells: CellRange) -> bool:
-        """Whether these are cells of the model, and any at all; how many units there are only blocks can say."""
+        """Whether `cells` is not empty and its layers and heads are the model's; the number of units is not checked."""
         return (
             cells.num_layers > 0
             and cells.num_units > 0
@@ -120,7 +120,7 @@ class CellMapping:
         )
 
     def payload(self, cells: CellRange) -> Payload:
-        """What travels for `cells`. Raises TransferError when they are not the model's."""
+        """The payload of `cells`. Raises TransferError when they are not the model's."""
         return Payload(
             first_layer=cells.first_layer,
             num_layers=cells.num_layers,
@@ -131,34 +131,36 @@ class CellMapping:
         )
 
     def reads(self, cells: CellRange, at: TokenBlocks) -> Runs:
-        """Where the source reads `cells`, each once. Raises TransferError for cells or blocks that it has not."""
+        """Runs at the source that hold `cells`, each once. Raises TransferError for cells or blocks that it does not
+        have."""
         heads = self._heads_of(cells)
         return Runs(
-            planes=self._of_layers(cells, heads.reads),
+            planes=self._planes_of_layers(cells, heads.reads),
             num_layers=cells.num_layers,
             plane_runs=self._runs_at("source", heads, cells, at),
             plane_bytes=self._source.plane_bytes(at),
         )
 
     def writes(self, cells: CellRange, at: TokenBlocks) -> Runs:
-        """Where the same bytes land at the destination, in the same order. Raises TransferError as `reads` does."""
+        """Runs at the destination for the same bytes in the same order. Raises TransferError as `reads` does."""
         heads = self._heads_of(cells)
         return Runs(
-            planes=self._of_layers(cells, heads.writes),
+            planes=self._planes_of_layers(cells, heads.writes),
             num_layers=cells.num_layers,
             plane_runs=self._runs_at("destination", heads, cells, at),
             plane_bytes=self._destination.plane_bytes(at),
         )
 
     def run_pairs(self, cells: CellRange, source: TokenBlocks, destination: TokenBlocks) -> RunPairs:
-        """Pairs of `reads` and `writes`, to copy between two mapped regions. TransferError also for unequal dtypes."""
+        """Pairs of `reads` and `writes`, to copy between two mapped regions. Raises TransferError also for unequal
+        dtypes."""
         if not self.same_dtype:
             raise TransferError("cells of different dtypes are converted, not copied")
         heads = self._heads_of(cells)
         reads = self._runs_at("source", heads, cells, source)
         writes = self._runs_at("destination", heads, cells, destination)
         return RunPairs(
-            planes=self._of_layers(cells, heads.copies),
+            planes=self._planes_of_layers(cells, heads.copies),
             num_layers=cells.num_layers,
             plane_pairs=tuple(pair_runs(here, there) for here, there in zip(reads, writes, strict=True)),
             source_plane_bytes=self._source.plane_bytes(source),
@@ -166,14 +168,14 @@ class CellMapping:
         )
 
     def fan_out(self, cells: CellRange, at: TokenBlocks) -> RunPairs:
-        """Copies within the destination, once `cells` are verified, to all other ranks that hold them."""
+        """Copies within the destination that pass `cells`, once verified, to all other ranks that hold them."""
         heads = self._heads_of(cells)
         if not heads.fan_out:
             return RunPairs(planes=(), num_layers=0, plane_pairs=(), source_plane_bytes=0, destination_plane_bytes=0)
         plane_runs = self._runs_at("destination", heads, cells, at)
         plane_bytes = self._destination.plane_bytes(at)
         return RunPairs(
-            planes=self._of_layers(cells, heads.fan_out),
+            planes=self._planes_of_layers(cells, heads.fan_out),
             num_layers=cells.num_layers,
             plane_pairs=tuple(tuple((begin, begin, size) for begin, size in runs) for runs in plane_runs),
             source_plane_bytes=plane_bytes,
@@ -181,19 +183,19 @@ class CellMapping:
         )
 
     def source_table(self, first_head: int, num_heads: int) -> StridedLayoutTable:
-        """What `reads` is made of, for compiled code. Raises TransferError for heads that are not the model's."""
+        """The data of `reads` for compiled code. Raises TransferError for heads that are not the model's."""
         return self._tables_of(first_head, num_heads)[0]
 
     def destination_table(self, first_head: int, num_heads: int) -> StridedLayoutTable:
-        """What `writes` is made of, likewise."""
+        """The data of `writes` for compiled code. Raises TransferError for heads that are not the model's."""
         return self._tables_of(first_head, num_heads)[1]
 
     def source_unit(self, at: TokenBlocks) -> int:
-        """Where the cells of `at` begin, in units from its first block. Raises TransferError."""
+        """First unit of the hand-off at the source, relative to the first of `at.blocks`. Raises TransferError."""
         return self._source.first_unit(at, self.unit_tokens)
 
     def destination_unit(self, at: TokenBlocks) -> int:
-        """Where the cells of `at` begin, in units from its first block. Raises TransferError."""
+        """First unit of the hand-off at the destination, relative to the first of `at.blocks`. Raises TransferError."""
         return self._destination.first_unit(at, self.unit_tokens)
 
     def _tables_of(self, first_head: int, num_heads: int) -> tuple[StridedLayoutTable, StridedLayoutTable]:
@@ -223,7 +225,7 @@ class CellMapping:
     def _runs_at(
         self, side: Literal["source", "destination"], heads: _SplitHeads, cells: CellRange, at: TokenBlocks
     ) -> tuple[tuple[Run, ...], ...]:
-        """The last ones are remembered: chunks that are cut by layers ask for the same blocks one after another."""
+        """Runs for each distinct range of heads; cached, because chunks cut by layers repeat the same blocks."""
         first, count = cells.first_unit, cells.num_units
         key = (first, count, cells.first_head, cells.num_heads, at)
         last = self._last_runs.get(side)
@@ -236,7 +238,7 @@ class CellMapping:
         self._last_runs[side] = key, runs
         return runs
 
-    def _of_layers(self, cells: CellRange, planes: tuple[T, ...]) -> tuple[T, ...]:
+    def _planes_of_layers(self, cells: CellRange, planes: tuple[T, ...]) -> tuple[T, ...]:
         if cells.num_layers == self.num_layers:
             return planes
         per_layer = len(planes) // self.num_layers

@@ -1,4 +1,4 @@
-"""What two workers have agreed on when they met: how cells of one are cells of the other, and what travels. Pure."""
+"""The terms that two workers agree on when they connect: how their cells correspond, and the wire dtype. Pure."""
 
 from dataclasses import dataclass
 
@@ -14,14 +14,14 @@ from tandem.values.kv_layout import KVLayout
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pairing:
-    """From a prefill worker's pool to a decode worker's."""
+    """Terms between a prefill worker (the source) and a decode worker (the destination)."""
 
     source: KVLayout
     destination: KVLayout
     wire_dtype: str
     mapping: CellMapping
     head_scales: Floats | None = None
-    """The model's, for fp8_e4m3: `[num_layers, 2, num_kv_heads]`; 1 when absent."""
+    """KV scales of the model, for fp8_e4m3: `[num_layers, 2, num_kv_heads]`; 1 when absent."""
 
     @classmethod
     def from_layouts(
@@ -41,28 +41,28 @@ class Pairing:
     def at_source(
         self, held_tokens: int, first_block: int, blocks: tuple[BlockId, ...], pool_blocks: int
     ) -> PlacedCells:
-        """Cells in some of a prompt's blocks at the source, beginning with the prompt's `first_block`."""
+        """Cells in some of a prompt's blocks at the source; `first_block` is the index of the first in the prompt."""
         at = TokenBlocks(blocks=blocks, first_block=first_block, held_tokens=held_tokens, pool_blocks=pool_blocks)
         return PlacedCells(mapping=self.mapping, at=at)
 
     def at_destination(self, held_tokens: int, blocks: tuple[BlockId, ...], pool_blocks: int) -> PlacedCells:
-        """Cells in the blocks behind the held prefix at the destination."""
+        """Cells in the blocks after the held prefix at the destination."""
         first_block = held_tokens // self.destination.block_size
         at = TokenBlocks(blocks=blocks, first_block=first_block, held_tokens=held_tokens, pool_blocks=pool_blocks)
         return PlacedCells(mapping=self.mapping, at=at)
 
     @property
     def unit_layer_bytes(self) -> int:
-        """Bytes of one unit in one layer, all heads of K and V, as they travel."""
+        """Bytes of one unit in one layer on the wire, K and V of all heads."""
         vectors = 2 * self.mapping.unit_tokens * self.source.num_kv_heads
         return vectors * vector_bytes(self.wire_dtype, self.source.head_dim)
 
     def at_departure(self) -> Converter | None:
-        """What the sender makes of its cells; None when they travel as they are."""
+        """The sender's conversion; None when its dtype is that of the wire."""
         return self._converter(self.source.dtype, self.wire_dtype)
 
     def at_arrival(self) -> Converter | None:
-        """What the receiver makes of what travels; None when it stays as it is."""
+        """The receiver's conversion; None when its dtype is that of the wire."""
         return self._converter(self.wire_dtype, self.destination.dtype)
 
     def _converter(self, source: str, destination: str) -> Converter | None:
@@ -72,9 +72,9 @@ class Pairing:
 
 
 def choose_wire_dtype(source: KVLayout, destination: KVLayout, *, wish: str, one_sided: bool) -> str:
-    """What KV travels in: as it is to rest where nobody at the destination could convert it, else what is wished.
+    """Choose the dtype of KV on the wire: the destination's if one-sided, otherwise `wish` if given.
 
-    Without a wish the smaller of both sides' dtypes, which costs no accuracy that would not be lost anyway.
+    Without a wish, the smaller of the two dtypes: it costs no accuracy that would not be lost anyway.
     """
     if one_sided:
         return destination.dtype

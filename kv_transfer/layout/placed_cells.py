@@ -1,4 +1,4 @@
-"""The cells of one hand-off in one worker's pool: from indices in the reservation to bytes. Pure."""
+"""The cells of one hand-off in one worker's pool: maps indices in the reservation to bytes. Pure."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from kv_transfer.layout.runs import RunPairs, Runs
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PlacedCells:
-    """Some of a hand-off's blocks, on either side. Methods raise TransferError for cells that they do not hold."""
+    """Some blocks of a hand-off, on either side. Methods raise TransferError for cells that these do not hold."""
 
     mapping: CellMapping
     at: TokenBlocks
@@ -19,11 +19,11 @@ class PlacedCells:
         return self.mapping.payload(cells)
 
     def reads(self, cells: CellRange) -> Runs:
-        """Where the cells lie at the source."""
+        """Runs that hold the cells at the source."""
         return self.mapping.reads(cells, self.at)
 
     def writes(self, cells: CellRange) -> Runs:
-        """Where the cells land at the destination."""
+        """Runs in which the cells land at the destination."""
         return self.mapping.writes(cells, self.at)
 
     def run_pairs_to(self, destination: "PlacedCells", cells: CellRange) -> RunPairs:
@@ -31,5 +31,5 @@ class PlacedCells:
         return self.mapping.run_pairs(cells, self.at, destination.at)
 
     def fan_out(self, cells: CellRange) -> RunPairs:
-        """Copies within the destination, to the other ranks that hold what has landed."""
+        """Copies within the destination, to the other ranks that hold the landed cells."""
         return self.mapping.fan_out(cells, self.at)

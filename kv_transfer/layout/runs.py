@@ -1,7 +1,7 @@
 """Runs of bytes that make up cells, in a form whose cost does not grow with the number of layers. Pure.
 
 A plane is one layer of one rank. The physical blocks of a prompt are the same in every layer, so the runs of a plane
-are worked out once, from the plane's beginning, and shared by all planes that are alike.
+are computed once, relative to the plane's beginning, and shared by all planes that are alike.
 """
 
 from collections.abc import Iterable, Iterator
@@ -10,18 +10,18 @@ from dataclasses import dataclass
 Run = tuple[int, int]
 """(offset, length) in bytes."""
 RunPair = tuple[int, int, int]
-"""(source offset, destination offset, length) in bytes: a run and where it is copied."""
+"""(source offset, destination offset, length) in bytes of a copy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runs:
-    """Runs of one region. Iterated over they are (offset, length), in the order of the wire."""
+    """Runs of one region; iteration yields (offset, length) in the order of the wire."""
 
     planes: tuple[tuple[int, int], ...]
-    """(plane, index into `plane_runs`), equally many for each layer, and a layer's like the others' but for planes."""
+    """(plane, index into `plane_runs`); each layer has equally many, with the same indices."""
     num_layers: int
     plane_runs: tuple[tuple[Run, ...], ...]
-    """Offsets from the beginning of a plane; no run continues the one before it."""
+    """Runs with offsets from the beginning of a plane; adjacent ones are joined."""
     plane_bytes: int
 
     @property
@@ -42,13 +42,13 @@ class Runs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunPairs:
-    """What is copied between two regions, or within one. Iterated over: (source offset, destination offset, length)."""
+    """Copies between two regions, or within one; iteration yields (source offset, destination offset, length)."""
 
     planes: tuple[tuple[int, int, int], ...]
     """(source plane, destination plane, index into `plane_pairs`), as in `Runs`."""
     num_layers: int
     plane_pairs: tuple[tuple[RunPair, ...], ...]
-    """Offsets from the beginnings of the planes; no pair continues the one before it on both sides."""
+    """Copies with offsets from the beginnings of the planes; those adjacent on both sides are joined."""
     source_plane_bytes: int
     destination_plane_bytes: int
 
@@ -69,7 +69,7 @@ class RunPairs:
 
 
 def extend(runs: list[Run], more: Iterable[Run], base: int = 0) -> None:
-    """Append `more`, moved by `base`; a run that continues the last one is joined with it."""
+    """Append `more`, shifted by `base`; a run that continues the last one is joined with it."""
     begin, size = runs.pop() if runs else (0, 0)
     for offset, length in more:
         if base + offset == begin + size:
@@ -83,7 +83,7 @@ def extend(runs: list[Run], more: Iterable[Run], base: int = 0) -> None:
 
 
 def pair_runs(reads: Iterable[Run], writes: Iterable[Run]) -> tuple[RunPair, ...]:
-    """The same bytes as runs of one side and of the other, cut where either is; equal total lengths."""
+    """Pair the runs of two sides, cut wherever either is; the total lengths must be equal."""
     pairs = []
     targets = iter(writes)
     there, room = 0, 0

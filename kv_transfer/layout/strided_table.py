@@ -1,7 +1,6 @@
-"""One side's layout as numbers in memory, for compiled code: csrc/walk.h reads them. Pure.
+"""One side's layout as an array of numbers, for compiled code: csrc/walk.h reads it. Pure.
 
-A table belongs to a pair of workers and knows no prompt; `StridedBlocks` are a prompt's blocks in one pool, on top of a
-table.
+A table belongs to a pair of workers and is independent of prompts; `StridedBlocks` adds a prompt's blocks in one pool.
 """
 
 from array import array
@@ -44,7 +43,7 @@ class StridedLayoutTable:
 
 
 class StridedBlocks:
-    """Blocks of one prompt in the pool that begins at `region`; compiled code refuses those that are not the pool's."""
+    """Blocks of one prompt in the pool at address `region`; compiled code refuses blocks outside the pool."""
 
     __slots__ = ("_numbers", "_table", "address")
 

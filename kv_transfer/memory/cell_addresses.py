@@ -1,4 +1,4 @@
-"""Where one prompt's cells lie in this process's memory, for compiled code."""
+"""The addresses of one prompt's cells in this process's memory, for compiled code."""
 
 from kv_transfer.layout.cell_range import CellRange
 from kv_transfer.layout.placed_cells import PlacedCells
@@ -8,14 +8,14 @@ from tandem.errors import TransferError
 
 
 class CellAddresses:
-    """Cells of one prompt in this process's memory. Not for cells that a converter stands between."""
+    """Cells of one prompt in this process's memory; only for cells that are not converted."""
 
     __slots__ = ("_blocks", "_cells", "_first_unit", "_is_source", "_num_heads", "_num_layers", "_region")
 
     def __init__(self, region: KVRegion, cells: PlacedCells, *, is_source: bool) -> None:
         """Raises TransferError when the held prefix does not end with a unit."""
         mapping = cells.mapping
-        self._region = region  # its memory is pointed to
+        self._region = region  # kept alive: the block table holds its address
         self._cells = cells
         self._is_source = is_source
         self._num_layers, self._num_heads = mapping.num_layers, mapping.num_heads
@@ -24,7 +24,7 @@ class CellAddresses:
         self._blocks = StridedBlocks(table, region.address, cells.at.pool_blocks, cells.at.blocks)
 
     def seek(self, cells: CellRange) -> tuple[StridedBlocks, int]:
-        """Where to begin with these cells. Raises TransferError when they are not the model's."""
+        """The block table and first unit of these cells. Raises TransferError when they are not the model's."""
         if not 0 <= cells.first_layer < cells.first_layer + cells.num_layers <= self._num_layers:
             raise TransferError("cells outside the model")
         blocks = self._blocks

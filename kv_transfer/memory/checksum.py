@@ -1,6 +1,6 @@
-"""The checksum of a chunk: CRC-32 as in zlib, which finds every error burst of up to 32 bits.
+"""The checksum of a chunk: CRC-32 as in zlib, which detects every error burst of up to 32 bits.
 
-ISA-L computes the same values many times faster; where it is not installed, zlib does.
+ISA-L computes the same values many times faster; zlib is used where it is not installed.
 """
 
 import zlib
@@ -9,7 +9,7 @@ from typing import Protocol
 
 
 class Crc32(Protocol):
-    """CRC-32 of `data`, going on from `value`. Both kinds let go of the GIL for all but tiny data."""
+    """CRC-32 of `data`, continued from `value`. Implementations release the GIL for all but tiny data."""
 
     def __call__(self, data: bytes | memoryview, value: int = 0, /) -> int: ...
 

@@ -1,4 +1,4 @@
-"""What leaves a sender: its cells as they lie, or a converted copy of them."""
+"""Reads the cells that a sender sends: in place, or as a converted copy."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,11 +14,11 @@ from kv_transfer.memory import numpy_copy
 from kv_transfer.memory.region import Bytes, KVRegion
 
 MAX_CONVERTED_BYTES = 1 << 20
-"""Converted at once, as it travels: bounds the time that sources are held, and the memory."""
+"""Maximum size of one converted part in the wire dtype; bounds the memory, and the time that sources are held."""
 
 
 class Departure:
-    """Of one connection; used by one thread."""
+    """Reads and converts the cells of one connection; used by one thread."""
 
     def __init__(self, region: KVRegion, pairing: Pairing) -> None:
         self._region = region
@@ -27,20 +27,20 @@ class Departure:
 
     @property
     def converts(self) -> bool:
-        """Whether anything else than the pool's bytes leaves, or they are not in host memory."""
+        """Whether the payload must be copied before it leaves: it is converted, or the pool is not in host memory."""
         return self._converter is not None or self._region.device is not None
 
     @property
     def is_on_device(self) -> bool:
-        """Whether a device reads the sources: no lock that the event loop takes may be held meanwhile."""
+        """Whether a device reads the sources; no lock that the event loop takes may be held meanwhile."""
         return self._region.device is not None
 
     def views(self, source: PlacedCells, cells: CellRange) -> list[memoryview]:
-        """The payload in the order of the wire, without copying. Raises TransferError for cells that are not there."""
+        """Views of the cells' bytes in the order of the wire. Raises TransferError for cells not held."""
         return self._region.views(source.reads(cells))
 
     def convert(self, source: PlacedCells, cells: CellRange) -> Bytes:
-        """The payload as it travels, in new memory. The pool is read here, and not after."""
+        """A copy of the cells in the wire dtype; the pool is not read after this returns."""
         payload = source.payload(cells)
         gathered = self._gathered(source.reads(cells), payload.num_bytes(self._pairing.source.dtype))
         if self._converter is None:
@@ -61,9 +61,11 @@ class Departure:
 
 
 def split_for_conversion(cells: CellRange, payload: Payload, num_bytes: int) -> Iterator[CellRange]:
-    """`cells` cut so that the parts' payloads, one after another, are that of `cells` (see the order in mapping.py).
+    """Split `cells` so that the parts' payloads, concatenated, are the payload of `cells` (see the order in
+    mapping.py).
 
-    At most MAX_CONVERTED_BYTES each, or the least that can be converted: one unit of one range of heads in one layer.
+    Parts have at most MAX_CONVERTED_BYTES, or the least that can be converted: one unit of one range of heads in one
+    layer.
     """
     layer_bytes = num_bytes // cells.num_layers
     end_layer, end_unit = cells.first_layer + cells.num_layers, cells.first_unit + cells.num_units

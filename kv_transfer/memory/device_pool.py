@@ -1,7 +1,7 @@
-"""A KV pool that is not in host memory, as far as moving its blocks needs to know.
+"""Interface to a KV pool outside host memory, for moving its blocks.
 
-Payload leaves and enters through pinned host memory, or stays on the device and goes to a peer's pool there. What the
-pool is made of is `kv_transfer.memory.torch_pool`'s business; nothing here imports torch.
+Payload leaves and enters through pinned host memory, or stays on the device and goes to a peer's pool there. The
+implementation is `kv_transfer.memory.torch_pool`; nothing here imports torch.
 """
 
 from typing import Any, Protocol
@@ -16,13 +16,13 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class DevicePool(Protocol):
-    """One worker's blocks. Every call returns when its work is done; any thread may call, and several at once.
+    """One worker's blocks on a device. Every call returns when its work is done; calls may be concurrent, on any
+    thread.
 
-    Calls do not wait for the engine's work on the device: what is read must be there when the call is made, and what is
-    written must be unused (kv_transfer.torch_pool says why both hold). Meanwhile the caller holds no lock
-    that the event loop takes.
+    Calls do not wait for the engine's work on the device: blocks to be read must be complete, and blocks to be written
+    unused (kv_transfer.memory.torch_pool explains why both hold). The caller holds no lock that the event loop takes.
 
-    What works on the device raises TransferError when sizes disagree, or when there is no memory left for the work.
+    Calls that work on the device raise TransferError when sizes disagree or the device has no memory left.
     """
 
     @property
@@ -33,16 +33,16 @@ class DevicePool(Protocol):
 
     @property
     def identity(self) -> str:
-        """Kind of device and which one it is, wherever it is seen from: "cuda GPU-...", or "cpu"."""
+        """Kind and identity of the device, equal in all processes: "cuda GPU-...", or "cpu"."""
 
     def allocate(self, num_bytes: int) -> Bytes:
         """Host memory that the device copies from and to at full rate."""
 
     def gather(self, runs: Runs, payload: Bytes) -> None:
-        """Copy what `runs` name of the pool into host memory, in their order."""
+        """Copy the bytes that `runs` name in the pool into host memory, in their order."""
 
     def scatter(self, runs: Runs, payload: Bytes) -> None:
-        """Copy host memory into what `runs` name of the pool."""
+        """Copy host memory into the bytes that `runs` name in the pool."""
 
     def copy(self, copies: RunPairs) -> None:
         """Copy within the pool."""
@@ -52,16 +52,16 @@ class DevicePool(Protocol):
         """The whole pool as a tensor, to be shared with another process."""
 
     def send(self, reads: Runs, target: Any, writes: Runs) -> int:
-        """Copy into another pool that this process has opened, device to device; `sum32` of what went."""
+        """Copy into another pool that this process has opened, device to device; returns the `sum32` of the bytes."""
 
     def blank(self, num_bytes: int) -> Any:
-        """A tensor on the device, beside the pool, without waiting for anything."""
+        """A tensor on the device, outside the pool, allocated without waiting for anything."""
 
     def pack_summed(self, runs: Runs) -> tuple[Any, int]:
-        """A copy on the device of what `runs` name, in their order, and its `sum32`."""
+        """A copy on the device of the bytes that `runs` name, in their order, and its `sum32`."""
 
     def unpack_summed(self, runs: Runs, packed: Any) -> int:
-        """Copy a tensor on the device into what `runs` name; its `sum32`."""
+        """Copy a tensor on the device into the bytes that `runs` name; returns its `sum32`."""
 
     def checksum(self, runs: Runs) -> int:
-        """`sum32` (see torch_pool) of what `runs` name, in their order, computed on the device."""
+        """`sum32` (see torch_pool) of the bytes that `runs` name, in their order, computed on the device."""

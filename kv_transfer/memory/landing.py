@@ -1,4 +1,4 @@
-"""Where one attempt's chunks land: in the pool itself, or beside it until they are verified and converted."""
+"""Destination of one attempt's chunks: the pool itself, or memory beside it until they are verified and converted."""
 
 import threading
 from dataclasses import replace
@@ -18,7 +18,7 @@ from tandem.errors import TransferError
 
 
 class Landing:
-    """One reservation's destinations. Used by one transport, under its own lock where threads meet."""
+    """Destinations of one reservation. Used by one transport, which locks where its threads meet."""
 
     def __init__(self, region: KVRegion, cells: PlacedCells, pairing: Pairing) -> None:
         self.cells = cells
@@ -37,15 +37,15 @@ class Landing:
 
     @property
     def is_on_device(self) -> bool:
-        """Whether a device does what `settle` asks for: no lock that the event loop takes may be held meanwhile."""
+        """Whether a device performs `settle`; no lock that the event loop takes may be held meanwhile."""
         return self._device is not None
 
     def num_bytes(self, cells: CellRange) -> int:
-        """Payload of these cells. Raises TransferError when they are not the model's."""
+        """Payload bytes of these cells in the wire dtype. Raises TransferError when they are not the model's."""
         return self.cells.payload(cells).num_bytes(self.pairing.wire_dtype)
 
     def spare(self, cells: CellRange) -> Bytes | None:
-        """Memory for `room`, to be had before its lock is taken: what a device copies from may have to wait for it.
+        """Allocate memory for `room` before its lock is taken: pinned memory may have to wait for the device.
 
         None where `room` needs none, or will refuse.
         """
@@ -59,9 +59,9 @@ class Landing:
         return self._device.allocate(num_bytes) if num_bytes <= self._max_staged_bytes else None
 
     def room(self, cells: CellRange, spare: Bytes | None = None) -> list[memoryview]:
-        """Where their payload goes, in the order of the wire; `spare`: see there.
+        """Memory for the payload of these cells, in the order of the wire; `spare` is what `spare()` returned.
 
-        Raises TransferError for cells not reserved, and for those that were written before and not found damaged.
+        Raises TransferError for cells not reserved, and for cells already written and not found damaged.
         """
         runs = self.cells.writes(cells)
         if self._converter is None and self._device is None:
@@ -76,7 +76,7 @@ class Landing:
         return [staged.data]
 
     def addresses(self, cells: CellRange) -> CellAddresses | None:
-        """Where compiled code puts their payload itself; None when it has to go where `room` says.
+        """Addresses at which compiled code puts the payload itself; None when it has to use `room`.
 
         Raises TransferError as `room` does.
         """
@@ -86,7 +86,7 @@ class Landing:
         return self._cell_addresses()
 
     def on_device(self, cells: CellRange) -> Runs:
-        """Where their payload goes when it comes from device to device. Raises TransferError as `room` does."""
+        """Runs in the pool for payload that comes from device to device. Raises TransferError as `room` does."""
         if self._converter is not None or self._device is None:
             raise TransferError("this pool accepts no payload from a device")
         runs = self.cells.writes(cells)
@@ -94,18 +94,19 @@ class Landing:
         return runs
 
     def _begin(self, cells: CellRange) -> None:
-        """A second write would not be looked at: its damage would stand where verified cells stood."""
+        """Record a write of these cells; refuses a second one, because damage to verified cells would go unnoticed."""
         if cells in self._written:
             raise TransferError("these cells were written already")
         self._written.add(cells)
         self._checksums.pop(cells, None)
 
     def landed(self, cells: CellRange, checksum: int) -> None:
-        """All of it is there; its checksum was computed on the way."""
+        """Record that the whole payload has landed, with the checksum computed on the way."""
         self._checksums[cells] = checksum
 
     def checksum(self, cells: CellRange) -> int | None:
-        """Of what lies there now, as far as anything does."""
+        """Checksum of the payload in place, unless `landed` supplied it; None when a payload to be converted has not
+        come."""
         known = self._checksums.pop(cells, None)
         if known is not None:
             return known
@@ -115,7 +116,7 @@ class Landing:
         if self._converter is not None:
             return None
         if self._device is not None:
-            # What a peer put there by itself never was in host memory: it names another sum (see torch_pool).
+            # A peer wrote it directly, so it never was in host memory, and its checksum is `sum32` (see torch_pool).
             return self._device.checksum(self.cells.writes(cells))
         return self._checksum_in_place(cells)
 
@@ -131,16 +132,16 @@ class Landing:
         return self._addresses
 
     def num_settle_steps(self, cells: CellRange) -> int:
-        """Steps in which verified cells are put into place, none of them long; 0 where they landed in it."""
+        """Number of steps, each of them short, that put verified cells into place; 0 when they landed there."""
         if cells not in self._staged and not self.cells.fan_out(cells).planes:
             return 0
         # A device copies all layers as fast as one.
         return cells.num_layers if self._device is None else 1
 
     def settle(self, cells: CellRange, step: int) -> None:
-        """Take one of these steps: convert what is staged, copy what several ranks hold.
+        """Perform one of these steps: convert staged payload, copy cells that several ranks hold.
 
-        For other cells other threads may, at the same time, where a device does it.
+        On a device, several threads may do so at the same time for different cells.
         """
         staged = self._staged.get(cells)
         if self._device is not None:
@@ -160,7 +161,7 @@ class Landing:
             return staged
         payload = self.cells.payload(cells)
         converted = self._allocate(payload.num_bytes(self._converter.destination))
-        with self._converting:  # it keeps scratch memory, and chunks on a device are verified side by side
+        with self._converting:  # the converter has scratch memory, and chunks on a device are settled concurrently
             self._converter.convert(payload, staged, converted)
         return converted
 
@@ -168,7 +169,7 @@ class Landing:
         return np.empty(num_bytes, np.uint8) if self._device is None else self._device.allocate(num_bytes)
 
     def judged(self, cells: CellRange, *, intact: bool) -> None:
-        """Forget a payload that is in place, or damaged: then it may be written again."""
+        """Forget a payload that is in place or damaged; damaged cells may be written again."""
         self._staged.pop(cells, None)
         if not intact:
             self._written.discard(cells)

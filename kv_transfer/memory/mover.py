@@ -1,8 +1,8 @@
-"""Moving and checksumming chunks in one pass by compiled code (csrc/), chosen when it can be built here.
+"""Copies and checksums chunks in one pass with compiled code (csrc/), where it can be built.
 
-A chunk is named by its layers and units: compiled code finds its runs itself, so a chunk costs Python a few
-microseconds however many runs it has. The sources need no more of a processor than the compiler does; the instructions
-that are used are chosen when they run.
+A chunk is named by its layers and units, and compiled code finds its runs, so a chunk costs Python a few microseconds
+however many runs it has. The code is built for the processor family that the compiler targets; faster instructions are
+chosen at run time.
 """
 
 import ctypes
@@ -38,10 +38,10 @@ class Level(IntEnum):
 
 
 class Mover:
-    """The compiled functions; any thread may use them, and none of them holds the GIL."""
+    """The compiled functions; callable from any thread, without the GIL."""
 
     def __init__(self, library: NativeLibrary, level: Level | None = None) -> None:
-        """With the best instructions that the processor has, or with those of `level`."""
+        """Use the best instructions that the processor has, but none beyond `level`."""
         best = Level(library.bind("tandem_mover_level", "", "i")())
         self.level = int(best if level is None else min(level, best))
         self._move = library.bind("tandem_move", "p", "i")
@@ -49,7 +49,7 @@ class Mover:
         self._runs = library.bind("tandem_runs", "piiiipi", "i")
         self._crc32 = library.bind("tandem_crc32", "ipii", "i")
         self.streams = CellStreams(library, self.level)
-        """Through sockets."""
+        """Moves chunks through sockets."""
 
     def move(
         self,
@@ -60,10 +60,10 @@ class Mover:
         *,
         with_checksum: bool = True,
     ) -> tuple[int, int]:
-        """Copy `cells`; returns (their checksum, bytes).
+        """Copy `cells`; returns (their checksum, number of bytes).
 
-        The gate is entered for a burst or more: as soon as somebody wants one of its locks, the burst under way is the
-        last one before it is entered again. Raises TransferError for cells that are not there, and as the gate does.
+        The gate is entered for one burst or more: as soon as another thread waits for one of its locks, the gate is
+        left after the current burst and entered again. Raises TransferError for cells not held, and as the gate does.
         """
         here, here_unit = source.seek(cells)
         there, there_unit = target.seek(cells)
@@ -97,7 +97,7 @@ class Mover:
         return move[-1], move[-2]
 
     def checksum(self, addresses: CellAddresses, cells: CellRange) -> int:
-        """CRC-32 of `cells` where they lie. Raises TransferError for cells that are not there."""
+        """CRC-32 of `cells` in place. Raises TransferError for cells not held."""
         blocks, unit = addresses.seek(cells)
         # csrc/mover.cpp: Sum
         numbers = array("q", (self.level, blocks.address, unit, cells.first_layer, cells.num_layers, cells.num_units))
@@ -107,7 +107,7 @@ class Mover:
         return result
 
     def runs(self, addresses: CellAddresses, cells: CellRange) -> list[tuple[int, int]]:
-        """(offset, length) in the order of the wire; no run continues the one before it. Raises TransferError."""
+        """Runs of `cells` as (offset, length) in the order of the wire, adjacent ones joined. Raises TransferError."""
         blocks, unit = addresses.seek(cells)
         counts = (cells.first_layer, cells.num_layers, cells.num_units)
         count: int = self._runs(blocks.address, unit, *counts, None, 0)
@@ -124,7 +124,8 @@ class Mover:
 
 @functools.cache
 def load_mover() -> Mover | None:
-    """This process's mover, built the first time (seconds); None, and a line in the log, where none can be built."""
+    """This process's mover, built by the first call (seconds); None, with a warning in the log, when it cannot be
+    built."""
     try:
         return Mover(NativeLibrary(build(RECIPE)))
     except NativeUnavailable as unavailable:

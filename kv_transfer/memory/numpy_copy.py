@@ -1,7 +1,7 @@
-"""Runs carried out by numpy, over all layers at once: one of a kilobyte costs Python as much as one of a megabyte.
+"""Copies runs with numpy, for all layers at once: per copy, Python costs as much for a kilobyte as for a megabyte.
 
-A prompt's blocks are the same in every layer, so the runs of one layer, each with a plane for every layer, name those
-of all. Regions are flat and begin with their first plane; payloads are in the order of the wire.
+A prompt's blocks are the same in every layer, so the runs of one layer, with a plane for each layer, describe all of
+them. Regions are flat and begin with their first plane; payloads are in the order of the wire.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,21 +18,21 @@ _Rows = tuple[slice | list[int], slice]
 
 
 def gather(runs: Runs, region: Bytes, payload: Bytes) -> None:
-    """Copy what `runs` name of `region` into `payload`. Raises TransferError when sizes disagree."""
+    """Copy the bytes that `runs` name in `region` into `payload`. Raises TransferError when sizes disagree."""
     planes = _planes(region, runs.plane_bytes)
     for rows, part in _rows(runs, payload):
         part[...] = planes[rows]
 
 
 def scatter(runs: Runs, payload: Bytes, region: Bytes) -> None:
-    """Copy `payload` into what `runs` name of `region`. Raises TransferError when sizes disagree."""
+    """Copy `payload` into the bytes that `runs` name in `region`. Raises TransferError when sizes disagree."""
     planes = _planes(region, runs.plane_bytes)
     for rows, part in _rows(runs, payload):
         planes[rows] = part
 
 
 def copy(copies: RunPairs, source: Bytes, destination: Bytes) -> None:
-    """Carry out `copies` between two regions or within one. Raises TransferError when sizes disagree."""
+    """Perform `copies` between two regions or within one. Raises TransferError when sizes disagree."""
     if not copies.planes:
         return
     here, there = _planes(source, copies.source_plane_bytes), _planes(destination, copies.destination_plane_bytes)
@@ -45,7 +45,7 @@ def copy(copies: RunPairs, source: Bytes, destination: Bytes) -> None:
 
 
 def rows_of(runs: Runs) -> Iterator[tuple[_Rows, slice]]:
-    """Each run of a layer in all layers: (its planes and columns in the region, its columns in a layer's payload)."""
+    """Yield each run of a layer in all layers: (planes and columns in the region, columns in a layer's payload)."""
     per_layer, begin = len(runs.planes) // runs.num_layers, 0
     for i, (_, index) in enumerate(runs.planes[:per_layer]):
         planes = _steps([plane for plane, _ in runs.planes[i::per_layer]])
@@ -55,7 +55,7 @@ def rows_of(runs: Runs) -> Iterator[tuple[_Rows, slice]]:
 
 
 def _rows(runs: Runs, payload: Bytes) -> Iterator[tuple[_Rows, Bytes]]:
-    """The same with the payload's parts themselves: `[layer, byte]`."""
+    """Like `rows_of`, with views `[layer, byte]` of the payload instead of its columns."""
     if payload.nbytes != runs.num_bytes:
         raise TransferError(f"payload of {payload.nbytes} bytes for cells of {runs.num_bytes}")
     layers = payload.reshape(runs.num_layers, -1, copy=False)
@@ -70,7 +70,7 @@ def _planes(region: Bytes, plane_bytes: int) -> Bytes:
 
 
 def _steps(planes: Sequence[int]) -> slice | list[int]:
-    """Planes as an index: a slice, which numpy follows faster, where they are evenly apart."""
+    """The planes as an index: a slice where they are evenly spaced, which numpy handles faster."""
     step = planes[1] - planes[0] if len(planes) > 1 else 1
     if step > 0 and all(b - a == step for a, b in pairwise(planes)):
         return slice(planes[0], planes[-1] + 1, step)

@@ -21,15 +21,15 @@ class KVRegion:
     num_blocks: int
     layout: KVLayout
     fd: int | None = None
-    """Descriptor of the memory when another process can map it (see memory/shared_memory.py)."""
+    """Descriptor of the memory when other processes can map it (see memory/shared_memory.py)."""
     address: int = 0
-    """Address of the first byte in this process; 0 where that is not in host memory."""
+    """Address of the first byte in this process; 0 when the pool is not in host memory."""
     device: DevicePool | None = None
-    """Where the blocks are when they are not in host memory; then `buffer` is empty."""
+    """The device pool when the blocks are not in host memory; then `buffer` is empty."""
 
     @classmethod
     def from_buffer(cls, buffer: memoryview, layout: KVLayout, *, fd: int | None = None) -> "KVRegion":
-        """The region that `buffer` (writable, contiguous) is under `layout`; ValueError when the sizes disagree."""
+        """Interpret `buffer` (writable, contiguous) under `layout`. Raises ValueError when the sizes disagree."""
         flat = buffer.cast("B")
         num_blocks, rest = divmod(flat.nbytes, layout.worker_block_bytes)
         if flat.readonly or rest or not num_blocks:
@@ -39,11 +39,11 @@ class KVRegion:
 
     @classmethod
     def on_device(cls, device: DevicePool) -> "KVRegion":
-        """The region whose blocks `device` holds."""
+        """The region of a pool on a device."""
         return cls(buffer=memoryview(b""), num_blocks=device.num_blocks, layout=device.layout, device=device)
 
     def views(self, runs: Runs) -> list[memoryview]:
-        """These bytes, without copying; what is the same in all layers is worked out once.
+        """Views of these bytes.
 
         Raises InvariantError for a pool that is not in host memory.
         """
@@ -56,7 +56,7 @@ class KVRegion:
         return views
 
     def array(self) -> Bytes:
-        """All bytes, without copying. Raises InvariantError for a pool that is not in host memory."""
+        """The whole region as a view. Raises InvariantError for a pool that is not in host memory."""
         return np.frombuffer(self._host_bytes(), dtype=np.uint8)
 
     def _host_bytes(self) -> memoryview:

@@ -1,4 +1,4 @@
-"""Chunks between a pool and a socket by compiled code (csrc/stream.cpp): no view and no call of Python per run."""
+"""Moves chunks between a pool and a socket with compiled code (csrc/stream.cpp), without Python work per run."""
 
 import os
 from array import array
@@ -12,29 +12,29 @@ from tandem.errors import TransferError
 from tandem.native.library import NativeLibrary
 
 BURST_BYTES = 256 << 10
-"""Moved in one system call: few enough to be in a second-level cache still when they are checksummed."""
+"""Bytes per system call: few enough to be in a second-level cache when they are checksummed."""
 
 
 class StreamStep(IntEnum):
-    """How a step along a stream ended."""
+    """Result of one step of a stream."""
 
     PAUSED = 0
-    """Somebody may be waiting for the lock; there is more to do."""
+    """There is more to do; another thread may be waiting for the lock."""
     DONE = 1
     BLOCKED = 2
-    """Nothing more has come yet, or there is no more room yet."""
+    """Nothing has come yet, or there is no room yet."""
     ENDED = 3
     """The peer has ended."""
 
 
 class CellStream:
-    """One chunk on its way out of a pool or into it. `advance` does not wait; one thread, under `lock`."""
+    """One chunk being sent or received. `advance` does not wait; one thread, under `lock`."""
 
     __slots__ = ("_advance", "_blocks", "_numbers", "address", "num_bytes")
 
     def __init__(self, numbers: "array[int]", blocks: object, advance: Callable[[int], int], num_bytes: int) -> None:
         self._numbers = numbers
-        self._blocks = blocks  # its memory is pointed to
+        self._blocks = blocks  # kept alive: compiled code holds its address
         self._advance = advance
         self.address = numbers.buffer_info()[0]
         self.num_bytes = num_bytes
@@ -42,7 +42,7 @@ class CellStream:
 
     @property
     def num_moved(self) -> int:
-        """Bytes that have gone through."""
+        """Number of bytes moved so far."""
         return self._numbers[-3]
 
     @property
@@ -50,7 +50,7 @@ class CellStream:
         return self._numbers[-2]
 
     def advance(self) -> StreamStep:
-        """Move what can be moved. Raises OSError."""
+        """Move as many bytes as possible now. Raises OSError."""
         result = self._advance(self.address)
         if result < 0:
             error = self._numbers[-1]
@@ -76,7 +76,7 @@ class CellStreams:
         is_sending: bool,
         with_checksum: bool = True,
     ) -> CellStream:
-        """A stream of `cells` through a connected socket; raises TransferError for cells that are not there."""
+        """Open a stream of `cells` through a connected socket. Raises TransferError for cells not held."""
         blocks, unit = addresses.seek(cells)
         # csrc/stream.cpp: Stream
         counts = (cells.first_layer, cells.num_layers, cells.num_units)

@@ -1,32 +1,32 @@
-"""A DevicePool over a torch tensor, on whatever device that is. Imports torch lazily.
+"""A DevicePool over a torch tensor on any device. Imports torch lazily.
 
-Work on the pool has streams of its own and does not wait for the engine's stream, which runs a step ahead, since its
-steps touch none of the blocks in question. That nothing is read before it is written, nor written while it is read,
-follows from what holds before any call here:
+Work on the pool has streams of its own and does not wait for the engine's stream, which runs a step ahead, because its
+steps touch none of the blocks in question. No block is read before it is written, or written while it is read, because
+the following holds before any call here:
 
 - A *source* is reported once the step that wrote it has settled, that is, the engine's thread has waited for the step's
-  own event (`engine.runner.pending_samples`), so everything up to that step is in the pool. A block that a step brings
-  up from host memory has its name sooner, but is reported with that step, too (`Scheduler.is_arriving`); one that comes
-  up between steps is there when the call returns (`BlockMover.move_now` waits); one that a hand-off has brought is
+  own event (`engine.runner.pending_samples`), so everything up to that step is in the pool. A block that a step loads
+  from host memory has its name sooner, but is reported with that step, too (`Scheduler.is_arriving`); one loaded
+  between steps is there when the call returns (`BlockMover.move_now` waits); one that a hand-off has brought is
   reported after its `verify`, which ends after the copies below. No later step writes a reported block: steps write
-  positions beyond those computed, and a prompt's last block leaves after its last step. Layers of a step under way are
+  positions beyond those computed, and a prompt's last block is sent after its last step. Layers of a running step are
   reported only where the host itself computes them.
 - A *destination* is a free block, and a block becomes free when the newest step that may touch it has settled
-  (`engine.lookahead.StepHolds`). Where a step still saves a block that nobody holds, nobody outside is given it before
-  that step has settled (`Batch.saves_free_blocks`); what `bind` evicts has been saved when it returns.
-- What has *landed* is read by steps launched after `verify`. Every call here returns when the device is done with it,
-  and a peer that writes by itself (`cuda_ipc`) says so when its own stream is done.
+  (`engine.lookahead.StepHolds`). While a step still saves a block that is free already, it becomes no destination until
+  that step has settled (`Batch.saves_free_blocks`); blocks that `bind` evicts have been saved when it returns.
+- *Landed* blocks are read by steps launched after `verify`. Every call here returns when the device is done with it,
+  and a peer that writes by itself (`cuda_ipc`) reports a write when its own stream is done.
 
-`tests/unit/engine/scheduler/test_lookahead_machine.py` holds the scheduler to the first two, with steps that run late.
+`tests/unit/engine/scheduler/test_lookahead_machine.py` checks the first two on the scheduler, with steps that run late.
 
-Tensors made here are used and given back within one such stream, so the allocator needs no events either.
+Tensors made here are used and freed within one such stream, so the allocator needs no events either.
 
-Runs of a layer are the same in every layer, so each is one strided copy over all layers, into or from a payload that is
-contiguous on the device; host memory is copied as a whole.
+The runs of a layer are the same in every layer, so each is one strided copy over all layers, into or from a payload
+that is contiguous on the device; host memory is copied as a whole.
 
-`sum32` is the checksum of payload that never leaves devices: its little-endian 32-bit words, the last one filled up
-with zeros, each times an odd number that depends on its place, added modulo 2**32. Any change of a single word shows,
-any other with a probability of 1 - 2**-32; a CRC would have to be computed a byte at a time.
+`sum32` is the checksum of payload that never leaves devices: its little-endian 32-bit words, the last one padded with
+zeros, each multiplied by an odd number that depends on its position, added modulo 2**32. It detects any change of a
+single word, and any other with a probability of 1 - 2**-32; a CRC would have to be computed byte by byte.
 """
 
 import importlib
@@ -42,7 +42,7 @@ from tandem.errors import TransferError
 from tandem.values.kv_layout import KVLayout
 
 MAX_STREAMS = 8
-"""Of one pool, made as they are needed. torch has 32 of high priority for each GPU, which NCCL's links use as well."""
+"""Maximum number of streams of one pool. torch has 32 of high priority per GPU, which NCCL's links use as well."""
 _HIGH_PRIORITY = -1
 _WEIGHT_STEP = 0x9E3779B2
 """Even, so that weights 1, 1 + step, 1 + 2 step, ... are odd."""
@@ -51,9 +51,9 @@ _MASK = 0xFFFFFFFF
 
 
 class SideStreams:
-    """Streams of one device beside the engine's, which they do not wait for; each used by one thread at a time.
+    """Streams of one device besides the engine's, which they do not wait for; each is used by one thread at a time.
 
-    Of high priority: a copy of some megabytes begins as soon as the step's current kernels leave it room.
+    They have high priority: a copy of a few megabytes starts as soon as the step's current kernels leave it room.
     """
 
     def __init__(self, cuda: Any, device: Any, *, max_streams: int = MAX_STREAMS) -> None:
@@ -66,7 +66,7 @@ class SideStreams:
 
     @contextmanager
     def one(self) -> Iterator[Any]:
-        """A stream, the thread's current one meanwhile; waits for a free one when all are in use."""
+        """Context in which a stream is the thread's current one; waits for a free one when all are in use."""
         stream = self._take()
         try:
             with self._cuda.stream(stream):
@@ -84,15 +84,15 @@ class SideStreams:
                 stream = self._cuda.Stream(self._device, priority=_HIGH_PRIORITY)
                 self._num_unmade -= 1
                 return stream
-            # The one used last: torch's allocator keeps memory for each stream by itself.
+            # The one used last: torch's allocator keeps separate memory for each stream.
             return self._free.pop()
 
 
 class TorchPool:
-    """`memory`: a contiguous uint8 tensor that begins with the pool's first plane. See DevicePool."""
+    """DevicePool over `memory`, a contiguous uint8 tensor that begins with the pool's first plane."""
 
     def __init__(self, memory: Any, layout: KVLayout, *, streams: SideStreams | None = None) -> None:
-        """`streams`: where its work is done; by default the device's, where it has any."""
+        """`streams`: the streams to work on; by default new ones of the tensor's device, if it has any."""
         self._torch = importlib.import_module("torch")
         self._memory = memory.view(-1)
         num_blocks, rest = divmod(self._memory.numel(), layout.worker_block_bytes)
@@ -143,7 +143,7 @@ class TorchPool:
                     self._planes[target, end : end + length].copy_(run)
 
     def send(self, reads: Runs, target: "TorchPool", writes: Runs) -> int:
-        """All of it runs on one of this pool's streams."""
+        """See DevicePool; all of it runs on one of this pool's streams."""
         with self.working():
             packed = self.pack(reads)
             total = self.sum_of(packed)
@@ -170,7 +170,7 @@ class TorchPool:
             return self._number(self.sum_of(self.pack(runs)))
 
     def pack(self, runs: Runs) -> Any:
-        """What `runs` name as one uint8 tensor on the device. Within `working`."""
+        """Copy the bytes that `runs` name into one uint8 tensor on the device. Within `working`."""
         packed = self._torch.empty(runs.num_bytes, dtype=self._torch.uint8, device=self._memory.device)
         layers = packed.view(runs.num_layers, -1)
         for (planes, columns), part in rows_of(runs):
@@ -178,7 +178,7 @@ class TorchPool:
         return packed
 
     def unpack(self, runs: Runs, packed: Any) -> None:
-        """The opposite of `pack`. Within `working`. Raises TransferError when sizes disagree."""
+        """Copy `packed` into the bytes that `runs` name. Within `working`. Raises TransferError when sizes disagree."""
         if packed.numel() != runs.num_bytes:
             raise TransferError(f"payload of {packed.numel()} bytes for cells of {runs.num_bytes}")
         layers = packed.view(runs.num_layers, -1)
@@ -198,14 +198,15 @@ class TorchPool:
 
     @staticmethod
     def _number(total: Any) -> int:
-        """What `sum_of` has found, once it is known. Within `working`, so that no other stream is waited for."""
+        """The value of a `sum_of` tensor. Within `working`, so that no other stream is waited for."""
         return int(total.item()) & _MASK
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Work on the device that waits for nobody's, and is done when this ends. Threads work side by side.
+        """Context of work on the device that waits for no other work, and is done at exit. Threads may run it
+        concurrently.
 
-        Raises TransferError when the device has no memory left for it.
+        Raises TransferError when the device has no memory left.
         """
         with self._on_stream() as stream:
             if stream is None:
@@ -214,12 +215,12 @@ class TorchPool:
             try:
                 yield
             finally:
-                # Whatever went wrong: memory that is still read must not be given back.
+                # Even after an error: memory that is still being read must not be freed.
                 stream.synchronize()
 
     @contextmanager
     def _on_stream(self) -> Iterator[Any]:
-        """On a stream of this pool; None where there are no streams."""
+        """Context on a stream of this pool; yields None where there are no streams."""
         try:
             if self._streams is None:
                 yield None

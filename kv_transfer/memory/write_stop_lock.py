@@ -1,4 +1,4 @@
-"""What stands between threads that move bytes and those that stop them: locks handed over within one burst."""
+"""Locks between the threads that move bytes and those that stop them, handed over within one burst."""
 
 import ctypes
 import threading
@@ -7,13 +7,14 @@ from types import TracebackType
 from typing import Any
 
 BURST_BYTES = 1 << 20
-"""Moved before checking whether somebody wants the lock: bounds how long a cancel or a revocation waits."""
+"""Bytes moved before checking whether another thread wants the lock; bounds how long a cancel or a revocation waits."""
 
 
 class BurstLock:
     """A lock whose holder can see waiters, and cannot acquire it again before them.
 
-    A plain lock lets its holder release and acquire it again indefinitely; a waiter then waits for all queued bursts.
+    The holder of a plain lock may release and acquire it again indefinitely, so that a waiter waits for all queued
+    bursts.
     """
 
     __slots__ = ("_entrance", "_lock", "_wanted", "release", "wanted")
@@ -23,11 +24,11 @@ class BurstLock:
         self._lock = threading.Lock()
         self._wanted = ctypes.c_int32()
         self.wanted = ctypes.addressof(self._wanted)
-        """Where a 32-bit number is other than 0 while somebody waits."""
+        """Address of a 32-bit number that is not 0 while a thread waits."""
         self.release = self._lock.release
 
     def acquire(self) -> None:
-        """Wait for the lock. The waiter holds the entrance, so the last holder comes after it."""
+        """Wait for the lock. A waiter holds the entrance, so the previous holder queues behind it."""
         with self._entrance:
             if not self._lock.acquire(False):
                 self._wanted.value = 1
@@ -44,9 +45,9 @@ class BurstLock:
 
 
 class WriteStopLock:
-    """Entered around every burst, or several while nobody wants in: takes one or two locks, then asks `check`.
+    """Context of a burst, or of several while no thread waits: takes one or two locks, then calls `check`.
 
-    `check` raises TransferError when nothing may be moved any more; what it looks at changes only under those locks.
+    `check` raises TransferError when nothing may be moved any more; what it reads changes only under those locks.
     """
 
     __slots__ = ("_check", "_lock", "_other", "also_wanted", "wanted")

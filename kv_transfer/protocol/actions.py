@@ -1,4 +1,4 @@
-"""Actions that the pure halves of a hand-off request from their shell, in order."""
+"""Actions that the two state machines of a hand-off, `Sender` and `Receiver`, request from the code that runs them."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from tandem.values.outputs import PhaseTimes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendMessage:
-    """Send this message to the peer, in order; a dead link drops it."""
+    """Send this message to the peer, in order; dropped when the link is down."""
 
     body: Body
 
@@ -38,7 +38,7 @@ class Verify:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardFirstToken:
-    """Receiver: show the token to the client now."""
+    """Receiver: forward the token to the client now."""
 
     first_token: FirstToken
 
@@ -68,29 +68,29 @@ class Commit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Revoke:
-    """Receiver: close the grant; answer with Quiet once no byte of it can land any more."""
+    """Receiver: close the grant; answer with Quiet once no byte can be written through it any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReportFailed:
-    """Receiver: tell the owner; `landed` leading blocks are verified and belong to it from now on."""
+    """Receiver: report the failure to the owner, which gets the `landed` leading blocks: they are verified."""
 
     landed: tuple[BlockId, ...]
     failure: Failure
     expired: bool
-    """Whether a lease ended, rather than a side reporting what is wrong."""
+    """Whether a lease ended, as opposed to a failure reported by either side."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quarantine:
-    """Receiver: count and report these blocks as quarantined; their writer may be alive."""
+    """Receiver: count and report these blocks as quarantined: their writer may still be running."""
 
     blocks: tuple[BlockId, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReleaseBlocks:
-    """Receiver: nothing writes into these blocks any more; they may be reused."""
+    """Receiver: free these blocks: nothing writes into them any more."""
 
     blocks: tuple[BlockId, ...]
 
@@ -110,9 +110,9 @@ class StartWrite:
     rewrite: int
     cells: CellRange
     first_block: int
-    """Which block of the prompt `sources` begins with, counted in blocks of this worker."""
+    """Index in the prompt of the first block of `sources`, in blocks of this worker."""
     sources: tuple[BlockId, ...]
-    """All blocks here that hold some of these cells."""
+    """All blocks of this worker that hold some of these cells."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

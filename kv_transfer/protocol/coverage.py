@@ -8,7 +8,7 @@ from kv_transfer.layout.cell_range import CellRange
 
 
 class Coverage:
-    """Coverage of one reservation; knows counts, not bytes."""
+    """Announced and landed cells of one reservation, as masks; no bytes are touched."""
 
     __slots__ = ("_claimed", "_full", "_landed", "_num_heads", "_num_layers", "num_units")
 
@@ -22,7 +22,7 @@ class Coverage:
 
     @property
     def num_cells(self) -> int:
-        """Upper bound of the number of chunks."""
+        """Number of cells, which bounds the number of chunks."""
         return self.num_units * self._num_layers * self._num_heads
 
     @property

@@ -22,7 +22,7 @@ class GrantOpened:
     transport: str
     grant: bytes
     drain_proves_quiet: bool
-    """Whether this transport's bytes have all landed once the sender says DRAINED."""
+    """Whether all bytes sent over this transport have landed once the sender reports DRAINED."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,14 +51,14 @@ class HandoffCancelled:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkLost:
-    """The peer cannot be reached, has gone, or is another process than was addressed."""
+    """The peer is unreachable, has ended, or is another process than the one addressed."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerFaulted:
-    """The peer sent something that cannot be understood."""
+    """The peer sent a message that is malformed or out of bounds."""
 
     reason: str
 
@@ -79,17 +79,17 @@ class PrefillScheduled:
 
     queue_s: float
     tail_hash: BlockHash | None
-    """Name of the last full hash block of what will be sent, as the engine has it."""
+    """Name of the last full hash block that will be sent, as the engine computed it."""
     num_tokens: int | None = None
-    """For a fetch: how many of the tokens are held; None: all will be there."""
+    """Number of tokens held here, for a fetch; None for a prefill, which will compute all of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVComputed:
     """KV of the first `num_computed_tokens` tokens is in `blocks` (the whole table, held prefix included).
 
-    While a step is under way that will have computed `coming_tokens` tokens, what it has done of them is in the blocks
-    too, in the first `num_layers` layers.
+    While a step is running that brings this to `coming_tokens` tokens, the first `num_layers` layers of the additional
+    tokens are in the blocks too.
     """
 
     num_computed_tokens: int

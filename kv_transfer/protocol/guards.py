@@ -1,7 +1,6 @@
-"""The guards of the hand-off protocol: each is one reason why a message, a commit or a release must not happen.
+"""The guards of the hand-off protocol: predicates over plain values that forbid a message, a commit or a release.
 
-The state machines call them as `guards.name(...)`, so that a proof can remove one and see the protocol break.
-All are predicates over plain values.
+The state machines call them as `guards.name(...)`, so that a proof can remove one and show that the protocol breaks.
 """
 
 from kv_transfer.layout.cell_range import CellRange
@@ -38,12 +37,12 @@ def unexpected_size(announced: Offer | Reserve, expected: int) -> bool:
 
 
 def impossible_fetch(offer: Offer, most_units: int, units_per_block: int) -> bool:
-    """More is offered than was requested, or part of a block."""
+    """More units are offered than were requested, or part of a block."""
     return not 0 < offer.num_units <= most_units or offer.num_units % units_per_block != 0
 
 
 def wrong_binding(num_bound: int, expected: int) -> bool:
-    """The owner bound another number of blocks than are transferred."""
+    """The owner bound another number of blocks than will be transferred."""
     return num_bound != expected
 
 
@@ -53,17 +52,17 @@ def out_of_range(cells: CellRange, coverage: Coverage) -> bool:
 
 
 def beyond_seal(seq: int, seal: Seal | None, max_chunks: int) -> bool:
-    """More chunks than stated, or than there are cells."""
+    """The sequence number exceeds the count in the seal or, before a seal, the number of cells."""
     return seq >= (max_chunks if seal is None else seal.num_chunks)
 
 
 def repeated_chunk(chunk: Chunk, newest: Chunk, nacked: bool) -> bool:
-    """Not the write that is awaited: a duplicate, or older than the verdict on it."""
+    """The chunk is not the rewrite that a NACK requested: a duplicate, or older than the last verification."""
     return not nacked or chunk.rewrite != newest.rewrite + 1
 
 
 def altered_chunk(chunk: Chunk, newest: Chunk) -> bool:
-    """A rewrite must cover what the first write covered."""
+    """A rewrite covers other cells than the first write."""
     return chunk.cells != newest.cells
 
 
@@ -93,7 +92,7 @@ def repeated_first_token(known: FirstToken | None, resume: bool) -> bool:
 
 
 def wrong_identity(sent: BlockHash | None, expected: BlockHash | None) -> bool:
-    """The sender computed other tokens than requested: a stale reference on its side."""
+    """The sender computed other tokens than were requested."""
     return expected is not None and sent != expected
 
 
@@ -113,7 +112,7 @@ def quiet(granted: bool, proven_quiet: bool) -> bool:
 
 
 def drain_is_proof(drain_proves_quiet: bool) -> bool:
-    """Over this transport a sender that has drained has nothing left on the way."""
+    """Over this transport nothing is in flight once the sender has drained."""
     return drain_proves_quiet
 
 
@@ -128,7 +127,7 @@ def not_granted(grant: bytes | None) -> bool:
 
 
 def stale_nack(nack: Nack, current_rewrite: int, announced: bool) -> bool:
-    """The NACK is not about the write that was announced last: answering it would write over verified cells."""
+    """The NACK is about an earlier write than the last one announced: a rewrite would overwrite verified cells."""
     return not announced or nack.rewrite != current_rewrite
 
 
@@ -143,5 +142,5 @@ def reads_pending(num_writes_under_way: int) -> bool:
 
 
 def unsealed_commit(state: HandoffState) -> bool:
-    """A commit of something that was never sealed."""
+    """The peer commits a hand-off that was never sealed."""
     return state is not HandoffState.SEALED

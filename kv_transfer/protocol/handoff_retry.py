@@ -18,14 +18,14 @@ from tandem.values.kv_layout import KVLayout
 
 
 class HandoffRetry:
-    """What survives an attempt of one hand-off."""
+    """State of one hand-off that outlives its attempts."""
 
     def __init__(self, job: PrefillJob, *, own: Incarnation, layout: KVLayout, settings: TransferSettings) -> None:
         """`own`: this process's incarnation."""
         self.job = job
-        """The job that is left: `held_tokens` and `resume` grow with the attempts."""
+        """The job that remains: `held_tokens` and `resume` change as attempts succeed in part."""
         self.ended = False
-        """Committed, cancelled or expired: no attempt will follow."""
+        """Whether the hand-off is committed, cancelled or expired: no attempt will follow."""
         self._own = own
         self._layout = layout
         self._settings = settings

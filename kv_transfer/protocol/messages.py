@@ -1,9 +1,10 @@
-"""Every message of a hand-off, as values. `wire.py` alone turns them into protobuf and back.
+"""Every message of a hand-off, as values; `wire.py` converts them to protobuf and back.
 
-    D -> P   PREFILL  RESERVE  NACK  COMMIT_ACK  ABORT  RENEW
-    P -> D   OFFER  REJECT  CHUNK  FIRST_TOKEN  SEAL  DRAINED  ABORT  RENEW
+D -> P   PREFILL  RESERVE  NACK  COMMIT_ACK  ABORT  RENEW
+P -> D   OFFER  REJECT  CHUNK  FIRST_TOKEN  SEAL  DRAINED  ABORT  RENEW
 
-HELLO is exchanged once per link. Payload bytes never travel here (see `transport.py`).
+D is the decode worker, P the prefill worker. HELLO is exchanged once per link. KV bytes travel through a transport,
+never in these messages.
 """
 
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ class TransferKey:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """An error as a value: comparable, and never carrying a traceback."""
+    """A ServingError as a value: comparable, without a traceback."""
 
     kind: type[ServingError]
     message: str
@@ -47,7 +48,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillJob:
-    """What the prefill worker is to compute, and which blocks of it to send."""
+    """The tokens that the prefill worker is to compute, and which blocks of them to send."""
 
     transfer_id: TransferId
     request_id: RequestId
@@ -62,14 +63,15 @@ class PrefillJob:
     timeout_s: float | None = None
     """Time limit from receipt on, after which the prefill worker gives up."""
     resume: bool = False
-    """What follows `token_ids` is already sampled: compute KV, sample nothing."""
+    """Whether the token after `token_ids` is already sampled: compute KV only, sample nothing."""
     tail_hash: BlockHash | None = None
     """Name of the last full hash block of `token_ids`, checked at the offer; stays on the decode worker."""
 
     fetch: bool = False
-    """Fetch only: the sender computes nothing and sends what it holds of a prefix, as whole blocks of both workers."""
+    """Whether this is a fetch: the sender computes nothing and sends the part of the prefix it holds, in whole blocks
+    of both workers."""
     names: tuple[BlockHash, ...] = ()
-    """Names of the prefix's hash blocks, which a fetch has instead of tokens."""
+    """Names of the prefix's hash blocks; a fetch has these instead of tokens."""
     holder: PrefixHolder | None = None
     """Worker believed to hold more of the prefix than the prefill worker."""
     trace: TraceContext | None = None
@@ -103,7 +105,7 @@ class TransportOffer:
     name: str
     advert: bytes
     host_id: str
-    """Equal where a same-host transport can work."""
+    """Identifies the host; a same-host transport needs equal values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +113,7 @@ class Hello:
     """Identifies a peer; the first message on both sides of a link."""
 
     versions: VersionRange
-    """Protocol versions that it speaks."""
+    """Protocol versions that the peer supports."""
     worker_id: WorkerId
     layout: KVLayout
     transports: tuple[TransportOffer, ...]
@@ -159,7 +161,7 @@ class Chunk:
 
     seq: int
     rewrite: int
-    """How often these cells were written before."""
+    """Number of earlier writes of these cells."""
     cells: CellRange
     checksum: int
     """CRC-32 over the cells' bytes as sent, in the order of the wire (see kv_transfer/layout/mapping.py)."""
@@ -169,7 +171,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Nack:
-    """D -> P: that write of that chunk arrived damaged."""
+    """D -> P: the named write of this chunk arrived damaged."""
 
     seq: int
     rewrite: int
@@ -193,7 +195,7 @@ class Seal:
     cached_tokens: int
     times: PhaseTimes
     tail_hash: BlockHash | None
-    """The offer's tail hash again, of what was actually computed."""
+    """The offer's tail hash again, computed from the actual tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,7 +217,7 @@ class Drained:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Renew:
-    """Both ways: these hand-offs are alive here."""
+    """Both ways: these hand-offs are still running on the sender's side."""
 
     transfer_ids: tuple[TransferId, ...]
 
@@ -227,7 +229,7 @@ Body = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoffEnvelope:
-    """A message with the names that make it refusable when stale."""
+    """A message with the identifiers by which a stale one is recognised."""
 
     incarnation: Incarnation
     """The sender's incarnation."""

@@ -87,7 +87,7 @@ class _Landing:
 
 
 class Receiver:
-    """See the module's docstring."""
+    """State machine of one attempt on the decode worker; its shell executes the returned actions in order."""
 
     def __init__(self, plan: ReceiverPlan, now: float) -> None:
         self.plan = plan
@@ -188,9 +188,9 @@ class Receiver:
             self._move(HandoffState.QUARANTINED)
             return (Quarantine(blocks=self._blocks),)
         elif self.state is HandoffState.QUARANTINED and self._drain.expired(now):
-            # The answer may have been lost with a link; asking again costs one message.
+            # The peer's proof may have been lost with a link; a repeated Abort makes it answer again.
             self._drain.renew(now)
-            return (SendMessage(body=Abort(reason="are you quiet?")),)
+            return (SendMessage(body=Abort(reason="still waiting for proof that the writer is quiet")),)
         return ()
 
     def _move(self, state: HandoffState) -> None:
@@ -211,7 +211,7 @@ class Receiver:
             self._coverage = self._nothing_covered(offer.num_units)
         elif guards.unexpected_size(offer, most):
             return self._violation(f"offers {offer.num_units} units, expected {most}", now)
-        # Before anything is bound: what lands in an attempt that fails later is kept under these tokens' names.
+        # Checked before anything is bound: what lands in an attempt that fails later is kept under these tokens' names.
         if guards.wrong_identity(offer.tail_hash, self._expected_tail()):
             return self._violation("computes other tokens than requested", now)
         self._move(HandoffState.OFFERED)
@@ -310,7 +310,7 @@ class Receiver:
         return self._commit_if_complete(now)
 
     def _expected_tail(self) -> BlockHash | None:
-        """Of all tokens that are here once everything has landed."""
+        """Name of the last full hash block once everything has landed."""
         job = self.plan.job
         return job.expected_tail(job.held_tokens + self._num_blocks * self.plan.layout.block_size)
 
@@ -350,7 +350,7 @@ class Receiver:
         return (SendMessage(body=Abort(reason=reason)), *self._fail(failure, now, keep=keep))
 
     def _fail(self, failure: Failure, now: float, *, expired: bool = False, keep: bool = True) -> Actions:
-        """Give up the attempt. `keep`: what has landed is valid, and the next attempt continues from there."""
+        """Give up the attempt; `keep`: what has landed is valid, and the next attempt continues from there."""
         keepable = self.plan.job.num_keepable_blocks(self.plan.layout.block_size) if keep else 0
         complete = self._coverage.num_landed_leading_units() // self._units_per_block
         num_landed = min(complete, keepable, len(self._blocks))

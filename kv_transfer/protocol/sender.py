@@ -68,11 +68,11 @@ class SenderPlan:
     peer: Incarnation
     job: PrefillJob
     block_size: int
-    """Tokens in a block here."""
+    """Tokens per block of this worker."""
     unit_tokens: int
     """Unit of cells with this peer: the smaller block of the two workers."""
     whole_tokens: int
-    """The larger block of the two."""
+    """The larger of the two workers' block sizes: the granularity of a fetch."""
     cells: HandoffSize
     lease_s: float
     stall_s: float
@@ -95,13 +95,13 @@ class _Outgoing:
 
 
 class Sender:
-    """See the module's docstring."""
+    """State machine of one attempt on the prefill worker; its shell executes the returned actions in order."""
 
     def __init__(self, plan: SenderPlan, now: float) -> None:
         self.plan = plan
         self.state = HandoffState.NEW
         self._end_tokens = plan.job.num_tokens
-        """Number of tokens that will have been sent, held ones included."""
+        """Number of leading tokens that the peer will hold at the end."""
         self._num_units = plan.job.num_blocks(plan.unit_tokens)
         self._num_blocks = plan.job.num_blocks(plan.block_size)
         self._held_blocks = plan.job.held_tokens // plan.block_size
@@ -129,7 +129,7 @@ class Sender:
 
     @property
     def num_pinned_blocks(self) -> int:
-        """Sources that are held for the peer, as far as they are known here."""
+        """Number of known source blocks that are kept for the peer."""
         return len(self._sources) if self.state is not HandoffState.CLOSED else 0
 
     def start(self) -> Actions:
@@ -204,7 +204,7 @@ class Sender:
                 self._writes_under_way.discard((event.seq, event.rewrite))
                 return self._fail(event.reason)
             case PrefillFailed():
-                # The engine has already ended the request: there is nothing left to abort there.
+                # The engine has already ended the request: there is nothing to abort.
                 return self._give_up(event.failure, stop_engine=False)
             case LinkLost():
                 return self._fail(None)
@@ -275,7 +275,7 @@ class Sender:
         return self._advance()
 
     def _on_progress(self, event: KVComputed) -> Actions:
-        # A preempted prompt is recomputed into other blocks: those reported first are pinned, whole and equal.
+        # A preempted prompt is recomputed into other blocks: those reported first stay pinned, with the same content.
         ready = self._note_sources(event.num_computed_tokens, event.blocks)
         coming = max(ready, self._note_sources(event.coming_tokens, event.blocks))
         self._sources.extend(event.blocks[self._held_blocks + len(self._sources) : coming])
@@ -283,13 +283,13 @@ class Sender:
         return self._advance(coming=self._units_in(coming), num_layers=event.num_layers)
 
     def _note_sources(self, num_tokens: int, blocks: Sequence[BlockId]) -> int:
-        """Note as sources the blocks of the table that these tokens fill; all of them with the last token."""
+        """Number of leading blocks of the table that these tokens fill; includes the last, partial one at the end."""
         if num_tokens >= self._end_tokens:
             return min(self._held_blocks + self._num_blocks, len(blocks))
         return min(num_tokens // self.plan.block_size, len(blocks))
 
     def _units_in(self, num_blocks: int) -> int:
-        """Units after the held prefix in the table's first blocks."""
+        """Number of units after the held prefix in the table's first `num_blocks` blocks."""
         held_units = self.plan.job.held_tokens // self.plan.unit_tokens
         return min(self._num_units, max(0, num_blocks * self.plan.block_size // self.plan.unit_tokens - held_units))
 
@@ -377,7 +377,7 @@ class Sender:
         return (SendMessage(body=Reject(failure=failure)), *self._fail(None, stop_engine=stop_engine))
 
     def _fail(self, reason: str | None, *, stop_engine: bool = True) -> Actions:
-        """Stop everything; `reason` is sent to the peer, None when it knows already or cannot be reached."""
+        """Stop everything. `reason` is sent to the peer; None when the peer knows already or cannot be reached."""
         self._move(HandoffState.ABORTING)
         actions: list[Action] = []
         if reason is not None:

@@ -1,4 +1,4 @@
-"""Settings of the hand-off layer: every default stated once, here."""
+"""Settings of the hand-off layer."""
 
 from dataclasses import dataclass
 
@@ -8,35 +8,35 @@ class TransferSettings:
     """Bounds and times of hand-offs; the same for every transfer of one worker."""
 
     lease_s: float = 2.0
-    """A hand-off whose peer is silent this long is given up."""
+    """Time without a sign of life from the peer after which a hand-off is given up."""
     stall_s: float = 30.0
-    """A hand-off that left the queue and makes no progress this long is given up, though its peer is alive."""
+    """Time without progress, after the prompt has left the queue, after which a hand-off is given up."""
     queue_s: float = 600.0
-    """Most time in the prefill worker's queue."""
+    """Longest time in the prefill worker's queue."""
     drain_s: float = 1.0
-    """How long a failed hand-off waits for proof that its writer is quiet before its blocks are quarantined."""
+    """Time a failed hand-off waits for proof that its writer is quiet before its blocks are quarantined."""
     reroute_s: float = 10.0
-    """How long landed blocks of a failed hand-off wait for another route."""
+    """Time the landed blocks of a failed hand-off are kept for another attempt."""
     chunk_bytes: int = 8 << 20
-    """Most payload bytes under one checksum (at least one unit of one layer)."""
+    """Maximum payload bytes under one checksum (at least one unit of one layer)."""
     wire_dtype: str = ""
-    """What KV should travel in; "" for what costs least."""
+    """Dtype of KV on the wire; "" for the one that costs least."""
     write_window: int = 4
-    """Writes of one hand-off under way at once."""
+    """Maximum number of concurrent writes of one hand-off."""
     max_rewrites: int = 3
-    """How often one damaged chunk is written again."""
+    """Maximum number of rewrites of a damaged chunk."""
     max_transfers: int = 1024
-    """Hand-offs alive at once in one process."""
+    """Maximum number of concurrent hand-offs in one process."""
     sweep_s: float = 0.1
     """Period of the reaper."""
     connect_s: float = 2.0
-    """Most time to reach a peer and exchange HELLOs."""
+    """Longest time to reach a peer and exchange HELLOs."""
     max_backoff_s: float = 2.0
-    """Longest pause between two dials of a peer that does not answer."""
+    """Longest pause between two attempts to reach a peer."""
     forget_s: float = 60.0
-    """A peer without hand-offs that has not answered this long is dialled no more."""
+    """Time without contact after which a peer without hand-offs is no longer dialled."""
 
     @property
     def renew_s(self) -> float:
-        """Period of RENEW: several in one lease, so that a late one does no harm."""
+        """Period of RENEW: a quarter of the lease, so that a late one does no harm."""
         return self.lease_s / 4

@@ -4,7 +4,7 @@ from enum import Enum
 
 
 class HandoffState(Enum):
-    """Where one attempt of one hand-off stands; a half never goes back."""
+    """State of one attempt of one hand-off; `NEXT` has the legal moves, none of which leads back."""
 
     NEW = "new"
     """Requested; the prompt waits in the prefill worker's queue."""
@@ -22,7 +22,7 @@ class HandoffState(Enum):
     DRAINED = "drained"
     """Failed and proven quiet."""
     QUARANTINED = "quarantined"
-    """Failed, and a writer may still be alive: its destinations are reused by nobody."""
+    """Failed, and a writer may still be running: its destinations are not reused."""
     CLOSED = "closed"
 
 

@@ -1,4 +1,4 @@
-"""Versions of the hand-off protocol: which are supported, and which kinds of message each one added. Pure.
+"""Versions of the hand-off protocol: which are supported, and which added each kind of message. Pure.
 
 A new kind of message raises `SPOKEN.newest` and is listed here. 3: HELLO has a range of versions.
 """
@@ -24,9 +24,9 @@ KINDS = dict.fromkeys(
     ),
     2,
 )
-"""Of HandoffMessage, by the version that brought each."""
+"""Version that introduced each kind of HandoffMessage."""
 
 
 def handoff_dialect(version: int) -> Dialect:
-    """What either end of a link may say."""
+    """The kinds of message that may be sent on a link of this version."""
     return Dialect(version, KINDS)

@@ -1,4 +1,5 @@
-"""Protobuf to hand-off messages and back. Whatever a peer sends is either a value within bounds or a WireError."""
+"""Converts hand-off messages to protobuf and back. Input from a peer decodes to a value within bounds, or raises
+WireError."""
 
 import math
 from collections.abc import Callable
@@ -52,7 +53,7 @@ MAX_BLOCK_SIZE = 4096
 
 
 class WireError(Exception):
-    """A peer's message is malformed or out of bounds; `key` names the attempt to blame, when it could be read."""
+    """A message is malformed or out of bounds; `key` names the attempt at fault, where it could be read."""
 
     def __init__(self, message: str, key: TransferKey | None = None) -> None:
         super().__init__(message)
@@ -60,7 +61,7 @@ class WireError(Exception):
 
 
 def kind_of(body: Body) -> str:
-    """Its name in HandoffMessage."""
+    """The message's field name in HandoffMessage."""
     return _ENCODERS[type(body)][0]
 
 
@@ -71,7 +72,7 @@ def encode(envelope: HandoffEnvelope) -> pb.HandoffMessage:
         message.transfer_id, message.attempt = envelope.key.transfer_id, envelope.key.attempt
     field, encoder = _ENCODERS[type(envelope.body)]
     value = encoder(envelope.body)
-    # A set-but-empty message (DRAINED, COMMIT_ACK) must still choose the oneof.
+    # An empty message (DRAINED, COMMIT_ACK) must still select its field of the oneof.
     getattr(message, field).SetInParent()
     getattr(message, field).CopyFrom(value)
     return message
@@ -229,7 +230,7 @@ def _decode_prefill(message: pb.Prefill, key: TransferKey | None) -> Prefill:
         fetch=message.fetch,
         names=names,
         holder=_holder(message),
-        # Malformed or too long, it is nobody's trace: never a reason to refuse work.
+        # A malformed or oversized trace context is dropped: it is never a reason to refuse work.
         trace=context_from_text(message.trace) if message.HasField("trace") else None,
     )
     return Prefill(job=job, lease_s=message.lease_s)
@@ -272,7 +273,7 @@ def _decode_reject(message: pb.Reject, _key: TransferKey | None) -> Reject:
 
 
 def _decode_chunk(message: pb.Chunk, _key: TransferKey | None) -> Chunk:
-    # Whether the cells fit the reservation is the receiver's to say: only it knows the reservation.
+    # Only the receiver knows the reservation, so it checks that the cells lie within.
     _check("seq", message.seq, 0, MAX_CHUNKS - 1)
     _check("num_units", message.num_units, 1, MAX_UNITS)
     _check("num_layers", message.num_layers, 1, MAX_LAYERS)
@@ -341,7 +342,7 @@ def _decode_renew(message: pb.Renew, _key: TransferKey | None) -> Renew:
 
 
 def _check(name: str, value: float, low: float, high: float) -> None:
-    # Written so that NaN fails.
+    # This form of the comparison rejects NaN.
     if not low <= value <= high:
         raise WireError(f"{name} {value} is not in [{low}, {high}]")
 

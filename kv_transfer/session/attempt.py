@@ -1,7 +1,7 @@
-"""The shell around one pure state machine of an attempt: executes its actions in order and feeds the answers back.
+"""The shell around the state machine of one attempt: executes its actions in order and feeds the answers back.
 
-It also counts the attempt's outcome, records everything that the machine processes in its trace, if it has one, and
-logs an end other than a commit.
+It also counts the attempt's outcome, records in its trace, if there is one, everything the machine processes, and logs
+every end other than a commit.
 """
 
 import logging
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class AttemptPlan(Protocol):
-    """What an attempt transfers."""
+    """Parameters of an attempt that both halves have."""
 
     @property
     def key(self) -> TransferKey: ...
@@ -32,11 +32,11 @@ class AttemptPlan(Protocol):
 
 
 class AttemptMachine(Protocol):
-    """What both halves of a hand-off have in common."""
+    """Interface that both halves of a hand-off share."""
 
     @property
     def plan(self) -> AttemptPlan:
-        """The job that it serves."""
+        """Parameters of the attempt."""
 
     @property
     def state(self) -> HandoffState: ...
@@ -91,7 +91,7 @@ class Attempt(ABC, Generic[MachineT, EventT]):
         self._run(self.machine.on_timer(now), None)
 
     def _run(self, actions: Actions, cause: Body | EventT | None) -> None:
-        """Execute what the machine answered to `cause`, which is None for its start and its timer."""
+        """Execute the machine's answer to `cause`; None: its start or its timer."""
         self._note(cause)
         queue = deque(actions)
         while queue:
@@ -115,7 +115,7 @@ class Attempt(ABC, Generic[MachineT, EventT]):
                 self._log_end(outcome, cause)
 
     def _end(self, outcome: AttemptOutcome) -> None:
-        """Count the outcome; the blocks of a failed attempt may stay for long."""
+        """Count the outcome now: the blocks of a failed attempt may stay for a long time."""
         self._tally.end(outcome, self._transport_name())
         if self._trace is not None:
             self._trace.ended(self._tally, self._transport_name())
@@ -128,7 +128,7 @@ class Attempt(ABC, Generic[MachineT, EventT]):
         log.info("%s %s, attempt %d, %s: %s", *details, end_reason(cause), extra=about(job.request_id))
 
     def _on_given_up(self) -> None:
-        """Called once when the machine stops being live: from then on only the end of pending work matters."""
+        """Called once when the machine stops being live; from then on only pending work has to end."""
 
     @abstractmethod
     def _outcome(self, cause: Body | EventT | None) -> AttemptOutcome | None:

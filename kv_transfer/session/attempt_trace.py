@@ -16,12 +16,12 @@ from tandem.telemetry.tracing import Span, TraceContext, Tracer
 
 
 class AttemptTrace:
-    """One attempt's span; ends with the attempt's outcome."""
+    """Span of one attempt, ended with its outcome."""
 
     def __init__(self, span: Span) -> None:
         self._span = span
         self._since_s = span.now()
-        """When the present wait began."""
+        """Time at which the current wait began."""
 
     @property
     def context(self) -> TraceContext:
@@ -53,11 +53,11 @@ class AttemptTrace:
                     span.fail(failure)
 
     def complete(self) -> None:
-        """Record that everything has landed and the commit begins."""
+        """Record that everything has landed and that the commit begins."""
         self._since_s = self._span.now()
 
     def chunk(self, seq: int, num_bytes: int, **seconds: float) -> None:
-        """Record a chunk that was written, or verified."""
+        """Record a chunk that was written or verified."""
         self._span.event("chunk", self._span.now(), seq=seq, bytes=num_bytes, **seconds)
 
     def damaged(self, seq: int) -> None:
@@ -94,7 +94,7 @@ class AttemptTrace:
 
 
 def begin_trace(tracer: Tracer, name: str, key: TransferKey, job: PrefillJob) -> AttemptTrace | None:
-    """The trace of an attempt at `job`, when that belongs to one."""
+    """Begin the trace of an attempt; None when the job belongs to no trace."""
     span = tracer.span(name, job.trace)
     if span is None:
         return None

@@ -1,4 +1,4 @@
-"""The parts that both ends of a link share: a bounded outbox, and the two loops that carry messages."""
+"""Common parts of both ends of a link: a bounded outbox, and the loops that read and write messages."""
 
 import asyncio
 from collections import deque
@@ -22,11 +22,11 @@ class LinkBroken(Exception):
 
 
 class LinkOutbox:
-    """Outgoing messages of a link, which ends when the peer does not read."""
+    """Outgoing messages of a link; the link ends when the peer does not read them."""
 
     def __init__(self) -> None:
         self.dialect = handoff_dialect(SPOKEN.newest)
-        """Protocol version of the link, once HELLOs were exchanged."""
+        """Kinds of message that may be sent; fixed by the version once HELLOs were exchanged."""
         self._queue: deque[HandoffEnvelope] = deque()
         self._wake = asyncio.Event()
         self.closed = False
@@ -65,7 +65,7 @@ async def carry(
 ) -> None:
     """Carry messages both ways over a gRPC stream until one direction ends; always raises.
 
-    A message that cannot be understood goes to `misbehaved` and harms no other hand-off. Raises LinkBroken, or whatever
+    A message that is malformed goes to `misbehaved` and harms no other hand-off. Raises LinkBroken, or any error that
     `deliver` raised.
     """
     tasks = [

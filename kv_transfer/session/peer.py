@@ -1,4 +1,4 @@
-"""Identifies this worker, and the route to a peer."""
+"""The identity of this worker, and the route to a peer."""
 
 from dataclasses import dataclass
 

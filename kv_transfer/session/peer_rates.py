@@ -1,7 +1,7 @@
 """Estimates the transfer rate of each peer from the chunks received. Pure.
 
-Measured rates lose weight with time: a peer's estimate drifts towards its transport's, and that towards a prior. So a
-peer that was slow once is tried again, although its rate is measured only when it is used.
+Estimates lose weight with time: a peer's drifts towards its transport's, and that towards a prior. A peer that was slow
+once is therefore tried again, although its rate is measured only when it is used.
 """
 
 from collections import OrderedDict
@@ -11,9 +11,9 @@ from tandem.values.ids import Incarnation
 PRIOR_BYTES_PER_S = 1e9
 """Prior rate of a link over which nothing has come yet; its first chunk replaces it."""
 _WEIGHT = 1 / 16
-"""Weight of the newest chunk: older ones fade within some tens of chunks."""
+"""Weight of the newest chunk; older ones fade over a few dozen chunks."""
 _LONGEST = 8.0
-"""A chunk that takes this many times its expected time is a stall: one counts for little, several in a row fully."""
+"""Cap on a chunk's time, as a multiple of the expected time: one stall counts little, several in a row fully."""
 _HALF_LIFE_S = 30.0
 """Half-life of the confidence in a measurement."""
 _MAX_PEERS = 1024
@@ -31,7 +31,7 @@ class FadingRate:
     def observe(self, num_bytes: int, seconds: float, expected: float = 0.0) -> None:
         """Record `num_bytes` moved in `seconds`; a time of 0 is unknown and ignored.
 
-        `expected`: bytes per second, as long as nothing was observed; 0: no idea.
+        `expected`: bytes per second to assume while nothing has been observed; 0 if unknown.
         """
         if seconds <= 0.0:
             return
@@ -41,7 +41,7 @@ class FadingRate:
         self._seconds += _WEIGHT * (seconds - self._seconds)
 
     def correct(self, bytes_per_s: float) -> None:
-        """Continue from this rate, if one was observed."""
+        """Replace the observed rate, if there is one, by this one."""
         if self._num_bytes:
             self._seconds = self._num_bytes / bytes_per_s
 
@@ -64,7 +64,7 @@ class _Estimate:
         self.requested_s = 0.0
 
     def after(self, idle_s: float, otherwise: float) -> float:
-        """The rate after a silence; `otherwise`: the rate expected of similar links, 0 if unknown."""
+        """The rate after `idle_s` seconds without measurements; `otherwise`: that of similar links, 0 if unknown."""
         own = self.rate.bytes_per_s
         if not own:
             return otherwise
@@ -85,7 +85,7 @@ class PeerRates:
 
     def __init__(self) -> None:
         self._by_transport: dict[str, _Estimate] = {}
-        # The last to have sent is the last to be forgotten.
+        # Ordered by the latest chunk: the peer that was silent longest is evicted first.
         self._by_peer: OrderedDict[str, _Estimate] = OrderedDict()
         self._overall = _Estimate()
 
@@ -101,23 +101,23 @@ class PeerRates:
         self._by_peer.move_to_end(peer)
         if len(self._by_peer) > _MAX_PEERS:
             self._by_peer.popitem(last=False)
-        own.observe(num_bytes, seconds, now, self._of_transport(transport, now))
+        own.observe(num_bytes, seconds, now, self._transport_rate(transport, now))
         self._by_transport.setdefault(transport, _Estimate()).observe(num_bytes, seconds, now, 0.0)
         self._overall.observe(num_bytes, seconds, now, 0.0)
 
     def on_request(self, peer: str, incarnation: Incarnation, now: float) -> None:
-        """Something is awaited from the peer: until it comes what was measured counts again, or many would ask."""
+        """Restore confidence in a peer's measured rate, so that a slow one is not tried by many requests at once."""
         own = self._by_peer.get(peer)
         if own is not None and own.incarnation == incarnation:
             own.requested_s = now
 
     def bytes_per_s(self, peer: str, incarnation: Incarnation, transport: str = "", *, now: float) -> float:
-        """The rate of this peer; else of its transport; else of all peers; 0 before any chunk came."""
+        """Rate of this peer, or of its transport, or of all peers, whichever is known; 0 before any chunk came."""
         own = self._by_peer.get(peer)
         if own is None or own.incarnation != incarnation:
-            return self._of_transport(transport, now)
-        return own.after(now - max(own.seen_s, own.requested_s), self._of_transport(own.transport, now))
+            return self._transport_rate(transport, now)
+        return own.after(now - max(own.seen_s, own.requested_s), self._transport_rate(own.transport, now))
 
-    def _of_transport(self, transport: str, now: float) -> float:
+    def _transport_rate(self, transport: str, now: float) -> float:
         through = self._by_transport.get(transport) if transport else self._overall
         return 0.0 if through is None else through.after(now - through.seen_s, 0.0)

@@ -13,7 +13,7 @@ class Reaper:
         self._sweep = sweep
         self._period_s = period_s
         self._clock = clock
-        # A tick that comes later than this was held up here, not by a peer.
+        # A tick later than this was delayed by this process, not by a peer.
         self._lease_clock = LeaseClock(clock(), max_step_s=2 * period_s)
         self._stopped = asyncio.Event()
 

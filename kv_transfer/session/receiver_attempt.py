@@ -1,4 +1,4 @@
-"""The shell around one pure receiver: executes its actions in order and feeds the answers back."""
+"""The shell around a pure receiver: runs its actions against the link, the transport and the owner."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
@@ -61,16 +61,17 @@ class ReceiverOwner(Protocol):
         """Forward the first token now; it is never sampled again."""
 
     async def commit(self, transfer_id: TransferId, info: CommitInfo) -> None:
-        """The KV is here and verified: the sequence joins the batch. Must not raise."""
+        """Add the sequence to the batch: its KV is here and verified. Must not raise."""
 
     def failed(self, transfer_id: TransferId, landed: tuple[BlockId, ...], error: ServingError) -> None:
-        """An attempt ended. `landed` continue the held prefix and belong to the owner; reroute or cancel follows."""
+        """Called when an attempt ended. `landed` continue the held prefix and belong to the owner, which reroutes or
+        cancels."""
 
     def expired(self, transfer_id: TransferId) -> None:
-        """The failed hand-off was not rerouted in time: it is over, as after a cancel."""
+        """Called when a failed hand-off was not rerouted in time; it has ended, as after a cancel."""
 
     def quarantine(self, transfer_id: TransferId, blocks: tuple[BlockId, ...]) -> None:
-        """The writer of these blocks may be alive; count and report them until they are released."""
+        """Count and report these blocks until they are released: their writer may still be running."""
 
     def released(self, transfer_id: TransferId, blocks: tuple[BlockId, ...]) -> None:
         """Free these blocks: they are neither written to nor needed any more."""
@@ -95,13 +96,13 @@ class AttemptUser(Protocol):
     """Called with the outcome of an attempt."""
 
     def first_token(self, attempt: "ReceiverAttempt", first_token: FirstToken) -> None:
-        """Called when the first token has arrived."""
+        """Forward the first token that has arrived."""
 
     def failed(self, attempt: "ReceiverAttempt", landed: tuple[BlockId, ...], failure: Failure) -> None:
-        """Called when an attempt failed; its writer may not be proven quiet yet."""
+        """Called when an attempt failed, possibly before its writer is proven quiet."""
 
     def committing(self, attempt: "ReceiverAttempt") -> bool:
-        """Called before a commit; False when the hand-off was cancelled meanwhile."""
+        """Called before a commit; returns False when the hand-off was cancelled meanwhile."""
 
     def closed(self, attempt: "ReceiverAttempt") -> None:
         """Called when nothing of an attempt is left."""
@@ -218,7 +219,7 @@ class ReceiverAttempt(Attempt[Receiver, ReceiverEvent]):
             )
             if self._trace is not None:
                 self._trace.chunk(chunk.seq, num_bytes, write_s=chunk.write_s, verify_s=now - started_s)
-        elif self.machine.state in LIVE:  # else its grant has ended: nothing was damaged
+        elif self.machine.state in LIVE:  # otherwise its grant has ended and nothing was damaged
             self._tally.nack()
             if self._trace is not None:
                 self._trace.damaged(chunk.seq)

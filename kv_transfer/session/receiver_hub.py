@@ -47,11 +47,11 @@ from tandem.values.ids import BlockId, Incarnation, TransferId
 from tandem.values.prefix_holder import PrefixHolder
 
 _VERIFYING_ON_DEVICE = 4
-"""Chunks verified at once in a pool on a device: a thread waits there most of the time, and in host memory it works."""
+"""Chunks verified at once in a pool on a device, where a thread mostly waits; in host memory it computes."""
 
 
 class ReceiverHub:
-    """An async context manager: entered before the first `start`, left after `drain`, in one task."""
+    """All hand-offs of a decode worker; an async context manager, entered before `start`, left after `drain`."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class ReceiverHub:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Cancel what is left, close every link and every receiving end."""
+        """Cancel what is left, and close every link and every receiving end."""
         await self._stack.__aexit__(kind, error, trace)
 
     async def _leave(
@@ -119,7 +119,8 @@ class ReceiverHub:
                 self.cancel(transfer_id, "decode worker stops")
             for link in self._links.values():
                 link.close()
-            # A frozen peer does not read what a link would still send; after an error the group waits for nobody.
+            # A frozen peer does not read what a link still has queued, so the wait is bounded. After an error the group
+            # cancels the links itself.
             if error is None and self._link_tasks:
                 _done, late = await asyncio.wait(self._link_tasks, timeout=self._settings.lease_s)
                 for task in late:
@@ -137,14 +138,15 @@ class ReceiverHub:
         if len(self._retries) >= self._settings.max_transfers:
             raise Overloaded(f"{len(self._retries)} hand-offs are under way", retry_after_s=1.0)
         if job.transfer_id in self._retries or job.held_tokens % self._local.layout.block_size:
-            raise TransferError("hand-off exists already, or holds part of a block")
+            raise TransferError("transfer_id must be new and held_tokens a multiple of the block size")
         own, layout = self._local.incarnation, self._local.layout
         retry = HandoffRetry(job, own=own, layout=layout, settings=self._settings)
         self._begin(retry, route)
         self._retries[job.transfer_id] = retry
 
     def reroute(self, transfer_id: TransferId, route: Route, holder: PrefixHolder | None = None) -> None:
-        """Try again, with what has landed. Raises TransferError when it is over or an attempt is under way.
+        """Start another attempt, which keeps what has landed. Raises TransferError when the hand-off is over, or still
+        has one.
 
         `holder`: a worker believed to hold more of the prefix than the route's.
         """
@@ -155,14 +157,14 @@ class ReceiverHub:
         self._begin(retry, route)
 
     def give_up(self, transfer_id: TransferId, reason: str) -> None:
-        """Fail the attempt under way, if there is one, as if its peer had: the owner gets what has landed."""
+        """Fail the current attempt, if there is one, as if the peer had failed: the owner gets what has landed."""
         retry = self._retries.get(transfer_id)
         attempt = None if retry is None else self._current(retry)
         if attempt is not None:
             attempt.on_event(PeerFaulted(reason=reason))
 
     def cancel(self, transfer_id: TransferId, reason: str = "cancelled") -> None:
-        """End a hand-off, known or not; the prefill worker learns it at once."""
+        """End a hand-off, known or not; the prefill worker is told at once."""
         retry = self._retries.pop(transfer_id, None)
         if retry is None:
             return
@@ -186,7 +188,7 @@ class ReceiverHub:
         return sum(attempt.machine.num_leased_blocks for attempt in self._attempts.values())
 
     def bytes_per_s(self, address: str, incarnation: Incarnation) -> float:
-        """Expected rate of that peer, as measured for it or for its link's transport; 0 when unknown."""
+        """Expected rate of the peer, as measured for it or for its link's transport; 0 when unknown."""
         link = self._links.get(address)
         transport = "" if link is None else link.transport
         return self._rates.bytes_per_s(address, incarnation, transport, now=self._reaper.now())
@@ -259,16 +261,16 @@ class ReceiverHub:
             self._start(attempt)
 
     def link_down(self, link: ReceiverLink, reason: str) -> None:
-        """Fail every hand-off on the link; those that had failed before keep waiting for their proof."""
+        """Fail every hand-off on the link; those that failed earlier keep waiting for proof of a quiet writer."""
         for attempt in self._on(link):
             attempt.on_event(LinkLost(reason=reason))
 
     def link_needed(self, link: ReceiverLink) -> bool:
-        """Whether an attempt, failed or not, still names this link."""
+        """Whether an attempt, failed or not, still uses this link."""
         return bool(self._on(link))
 
     def deliver(self, link: ReceiverLink, envelope: HandoffEnvelope) -> None:
-        """Route a message to its attempt, or answer the peer that there is none."""
+        """Deliver a message to its attempt, or tell the peer that there is none."""
         body = envelope.body
         if envelope.incarnation != link.peer or envelope.addressee != self._local.incarnation:
             self.stats.bad_messages += 1
@@ -285,7 +287,7 @@ class ReceiverHub:
                 link.send(envelope.key, Abort(reason="no such hand-off here"))
 
     def misbehaved(self, link: ReceiverLink, key: TransferKey | None, reason: str) -> None:
-        """Fail the hand-off of a malformed message, and no other."""
+        """Fail the hand-off that a malformed message belongs to, and no other."""
         self.stats.bad_messages += 1
         attempt = self._attempts.get(key) if key is not None else None
         if attempt is not None and attempt.link is link:
@@ -294,7 +296,7 @@ class ReceiverHub:
     # AttemptUser
 
     def first_token(self, attempt: ReceiverAttempt, first_token: FirstToken) -> None:
-        """Forward the first token, and never let it be sampled again."""
+        """Forward the first token, and make sure that no later attempt samples it again."""
         self._retry_of(attempt).first_token_known()
         self._owner.first_token(attempt.key.transfer_id, first_token)
 

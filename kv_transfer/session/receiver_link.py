@@ -1,4 +1,4 @@
-"""The decode worker's end of the link to one prefill worker: dialled, kept, dialled again."""
+"""The decode worker's end of the link to one prefill worker: connects, and reconnects for as long as it is needed."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ _MIN_BACKOFF_S = 0.02
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dialer:
-    """Opens a channel to a peer's address, with proof that this worker belongs to the cluster."""
+    """Opens a channel to a peer's address; `metadata` proves that this worker belongs to the cluster."""
 
     open_channel: Callable[[str], Any]
     """Returns the context of a grpc.aio channel (tandem.rpc.cluster_grpc.ClusterChannels). Entering it raises
@@ -33,25 +33,25 @@ class Dialer:
 
 
 class LinkUser(Protocol):
-    """Callbacks of the owner of hand-offs on links."""
+    """Callbacks of the hub that uses the links."""
 
     def link_up(self, link: "ReceiverLink") -> None:
-        """Called once HELLOs were exchanged; `peer` and `transport` are known."""
+        """Called once HELLOs were exchanged; the link's `peer` and `transport` are then known."""
 
     def link_down(self, link: "ReceiverLink", reason: str) -> None:
-        """Called when the link ended or could not be made."""
+        """Called when the link ended or could not be established."""
 
     def link_needed(self, link: "ReceiverLink") -> bool:
-        """Whether some hand-off still wants this peer."""
+        """Whether some hand-off still uses this link."""
 
     def deliver(self, link: "ReceiverLink", envelope: HandoffEnvelope) -> None: ...
 
     def misbehaved(self, link: "ReceiverLink", key: TransferKey | None, reason: str) -> None:
-        """Called with something that is not a valid message."""
+        """Called with a malformed message; `key` is the attempt it names, if it could be read."""
 
 
 class ReceiverLink:
-    """See the module's docstring. `run` is the whole life; it ends when unused and unreachable, or closed."""
+    """Link to one prefill worker; `run` is its whole life and ends when it is closed, or unused and unreachable."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class ReceiverLink:
     ) -> None:
         self.address = address
         self.peer: Incarnation | None = None
-        """None while the link is down."""
+        """Incarnation of the prefill worker; None while the link is down."""
         self.transport = ""
         """The transport that the peer writes through."""
         self._pairing: Pairing | None = None
@@ -81,20 +81,20 @@ class ReceiverLink:
 
     @property
     def pairing(self) -> Pairing:
-        """The terms agreed on when the link last came up."""
+        """The agreed layouts and wire dtype, from when the link last came up."""
         if self._pairing is None:
             raise InvariantError("the link was never up")
         return self._pairing
 
     def send(self, key: TransferKey | None, body: Body) -> None:
-        """Send, or drop while the link is down: the hand-offs on it have failed then."""
+        """Send a message; dropped while the link is down, because the hand-offs on it have then failed."""
         if self.peer is not None:
             self._outbox.enqueue(
                 HandoffEnvelope(incarnation=self._local.incarnation, addressee=self.peer, key=key, body=body)
             )
 
     def poke(self) -> None:
-        """Dial now, without waiting for the backoff to pass."""
+        """Dial now, cutting the backoff short."""
         self._poked.set()
 
     def close(self) -> None:
@@ -104,7 +104,7 @@ class ReceiverLink:
         self._poked.set()
 
     async def run(self) -> None:
-        """Dial until closed, or until unneeded and out of reach for `forget_s`."""
+        """Dial until closed, or until unused and unreachable for `forget_s`."""
         loop = asyncio.get_running_loop()
         backoff_s = _MIN_BACKOFF_S
         last_up = loop.time()
@@ -129,7 +129,7 @@ class ReceiverLink:
             return
 
     async def _session(self) -> tuple[str, bool]:
-        """Run one connection to its end; returns (why it ended, whether it was ever up)."""
+        """Run one connection to its end; returns why it ended, and whether it was ever up."""
         self._outbox = LinkOutbox()
         if self._closing:
             self._outbox.close()
@@ -190,7 +190,7 @@ class ReceiverLink:
 
 
 def refuses(*, source: Hello, destination: Hello) -> str | None:
-    """Why the two workers must not be paired, naming the field; None when they may."""
+    """Reason why the two workers must not be paired, naming the field; None when they may."""
     try:
         source.versions.negotiate(destination.versions)
     except NoCommonVersion:

@@ -1,4 +1,4 @@
-"""The shell around one pure sender: executes its actions in order and feeds the answers back."""
+"""The shell around a pure sender: runs its actions against the link, the transport and the owner."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -55,24 +55,24 @@ class SenderOwner(Protocol):
 
 
 class SenderPeer(Protocol):
-    """The link that an attempt lives on."""
+    """The link that an attempt belongs to, as the attempt sees it."""
 
     @property
     def writer(self) -> PeerWriter:
-        """The connection for bytes."""
+        """The connection that KV bytes are written through."""
 
     @property
     def transport(self) -> str: ...
 
     @property
     def pairing(self) -> Pairing:
-        """The terms agreed on with the peer."""
+        """The layouts and wire dtype agreed with the peer."""
 
     def send(self, key: TransferKey | None, body: Body) -> None:
         """Send, or drop when the link is down."""
 
     def close(self) -> None:
-        """End the link: it cannot move bytes any more."""
+        """End the link, because its byte connection is broken."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,13 +81,13 @@ class SenderContext:
 
     owner: SenderOwner
     pool_blocks: int
-    """Layout of this worker's whole pool."""
+    """Number of blocks of this worker's pool."""
     stats: TransferStats
     now: Callable[[], float]
     spawn: Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
     closed: Callable[["SenderAttempt"], None]
     unwanted: Callable[[TransferId], None]
-    """The owner's `submit` is still under way for an attempt that was given up."""
+    """Called with an attempt that was given up while the owner's `submit` was still running."""
 
 
 class SenderAttempt(Attempt[Sender, SenderEvent]):
@@ -104,7 +104,7 @@ class SenderAttempt(Attempt[Sender, SenderEvent]):
         self._submission: asyncio.Task[None] | None = None
 
     def abandon(self) -> None:
-        """Stop waiting for the engine's answer: the process ends."""
+        """Stop waiting for the engine's answer, because the process ends."""
         if self._submission is not None:
             self._submission.cancel()
 
@@ -150,7 +150,7 @@ class SenderAttempt(Attempt[Sender, SenderEvent]):
 
     async def _submit(self, job: PrefillJob) -> None:
         try:
-            if not self._live:  # given up before this task's first step: its owner could not have heard of it
+            if not self._live:  # given up before this task's first step: the owner was not told
                 raise Unavailable("it was cancelled")
             await self._context.owner.submit(job)
         except ServingError as error:
@@ -159,7 +159,7 @@ class SenderAttempt(Attempt[Sender, SenderEvent]):
             self.on_event(Submitted())
 
     def _submission_ended(self, task: "asyncio.Task[None]") -> None:
-        # Not in the coroutine: a cancel may come before its first step.
+        # A callback, because a task may be cancelled before the coroutine's first step.
         if task.cancelled():
             self.on_event(SubmitRefused(failure=Failure(kind=Unavailable, message="prefill worker stops")))
 

@@ -57,11 +57,12 @@ from tandem.values.ids import BlockHash, BlockId, TransferId
 from tandem.values.outputs import NO_CACHED_TOKENS, CachedTokens, PhaseTimes, SampledToken
 
 _MAX_REMEMBERED = 16384
-"""Ended hand-offs whose newest attempt is remembered, so that a replayed PREFILL starts nothing."""
+"""Number of ended hand-offs whose newest attempt is remembered, so that a replayed PREFILL starts nothing."""
 
 
 class SenderHub:
-    """An async context manager: entered before the server starts, left after it has stopped, in one task."""
+    """All hand-offs of a prefill worker; an async context manager, entered before its gRPC server starts and left after
+    it stopped."""
 
     def __init__(
         self,
@@ -75,7 +76,7 @@ class SenderHub:
     ) -> None:
         self.stats = TransferStats()
         self.on_unwanted: Callable[[TransferId], None] = lambda _: None
-        """Called with jobs that are given up before `owner.submit` has returned."""
+        """Called with each job that is given up before `owner.submit` has returned."""
         self._tracer = tracer or NoTracer()
         self._local = local
         self._senders = senders
@@ -119,7 +120,7 @@ class SenderHub:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Abort what is left and close every link; takes a few leases at most."""
+        """Abort what is left and close every link; takes at most a few leases."""
         await self._stack.__aexit__(kind, error, trace)
 
     async def _leave(
@@ -131,7 +132,7 @@ class SenderHub:
                 attempt.on_event(HandoffCancelled(reason="prefill worker stops"))
             for link in list(self._links):
                 link.close()
-            # After an error nothing may be left to answer: the group cancels what still waits.
+            # After an error the group cancels the remaining tasks: there is nothing to wait for.
             if error is None:
                 await self._settle()
         finally:
@@ -139,7 +140,7 @@ class SenderHub:
             self._reaper.stop()
 
     async def _settle(self) -> None:
-        """Wait for attempts that answer within a lease; abandon the rest."""
+        """Wait up to one lease for attempts to end; abandon the rest."""
         with suppress(TimeoutError):
             async with asyncio.timeout(self._settings.lease_s):
                 await self._empty.wait()
@@ -154,12 +155,12 @@ class SenderHub:
             await asyncio.wait(self._closing_writers)
 
     async def finish_prompts(self) -> None:
-        """Take no new prompts and wait until the outstanding ones have ended; fetches are still answered."""
+        """Accept no new prompts and wait until the current ones have ended; fetches are still answered."""
         self._draining = True
         await self._no_prompts.wait()
 
     async def drain(self) -> None:
-        """Take no new work, lend nothing more, and wait until every outstanding hand-off has ended."""
+        """Accept no new work, lend nothing more, and wait until every hand-off has ended."""
         self._draining, self._lends = True, False
         await self._empty.wait()
 
@@ -169,7 +170,7 @@ class SenderHub:
 
     @property
     def num_pinned_blocks(self) -> int:
-        """Sources that are held for peers."""
+        """Number of source blocks kept for peers."""
         return sum(attempt.machine.num_pinned_blocks for attempt in self._attempts.values())
 
     # News from the engine
@@ -181,7 +182,7 @@ class SenderHub:
     def lent(self, transfer_id: TransferId, names: Sequence[BlockHash], block_ids: Sequence[BlockId]) -> None:
         """Answer a fetch with the prefix's full blocks that are held here, and the names of their hash blocks.
 
-        They stay until `owner.release`, as computed blocks do.
+        The blocks stay until `owner.release`, as computed ones do.
         """
         attempt = self._attempts.get(transfer_id)
         if attempt is None:
@@ -202,9 +203,11 @@ class SenderHub:
         coming_tokens: int = 0,
         num_layers: int = 0,
     ) -> None:
-        """Report that the request's blocks (the whole table) hold KV of that many tokens; kept until `owner.release`.
+        """Report that the request's blocks (the whole table) hold KV of that many tokens; they stay until
+        `owner.release`.
 
-        While a step is under way that will have computed `coming_tokens`, those are there in the first `num_layers`.
+        While a step is running that brings this to `coming_tokens`, the additional tokens are there in the first
+        `num_layers` layers.
         """
         progress = KVComputed(
             num_computed_tokens=num_computed_tokens,
@@ -230,7 +233,8 @@ class SenderHub:
         times: PhaseTimes,
         tail_hash: BlockHash | None = None,
     ) -> None:
-        """Report that the request's blocks hold all its KV; `tail_hash` names the last full one, as computed here."""
+        """Report that the request's blocks hold all its KV; `tail_hash` names the last full hash block, as computed
+        here."""
         attempt = self._attempts.get(transfer_id)
         if attempt is not None:
             self.progress(transfer_id, len(attempt.machine.plan.job.token_ids), block_ids)
@@ -259,16 +263,16 @@ class SenderHub:
                 misbehaved=lambda key, reason: self._misbehaved(link, key, reason),
             )
         except InvariantError as error:
-            # gRPC would only log it.
+            # gRPC would only log it; the group ends the process.
             self._spawn(_fail(error))
         finally:
-            # The client may have gone, which cancels this task: nothing here may wait.
+            # The client may be gone, which cancels this task: nothing here may wait.
             del self._links[link]
             for attempt in list(self._attempts.values()):
                 if attempt.peer is link:
                     attempt.on_event(LinkLost(reason="link lost"))
             if link.connected:
-                # Not in the group: that takes no more tasks once something has failed.
+                # Not in the group, which accepts no more tasks once one of them has failed.
                 closing = asyncio.get_running_loop().run_in_executor(None, link.writer.close)
                 self._closing_writers.add(closing)
                 closing.add_done_callback(self._closing_writers.discard)
@@ -289,7 +293,7 @@ class SenderHub:
             if attempt is not None and attempt.key == key:
                 attempt.on_message(envelope)
             elif isinstance(body, Abort):
-                # This process knows of no such attempt, so nothing of it moves here.
+                # This process has no such attempt, so nothing of it is in flight from here.
                 link.send(key, Drained())
 
     def _misbehaved(self, link: SenderLink, key: TransferKey | None, reason: str) -> None:

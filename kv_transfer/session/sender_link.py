@@ -1,4 +1,4 @@
-"""The prefill worker's end of the link to one decode worker: HELLO, a connection for bytes, then messages."""
+"""The prefill worker's end of the link to one decode worker: HELLO, a connection for KV bytes, then messages."""
 
 import asyncio
 import logging
@@ -24,13 +24,14 @@ log = logging.getLogger(__name__)
 
 
 class SenderLink:
-    """One stream. The byte connection is made before HELLO is answered, so what cannot work is refused at once."""
+    """One stream. The byte connection is made before HELLO is answered, so that a pair that cannot work is refused at
+    once."""
 
     def __init__(
         self, stream: Any, *, local: LocalWorker, senders: Sequence[KVSender], settings: TransferSettings
     ) -> None:
         self.peer = Incarnation(0)
-        """Identity of the decode worker; known once the link is up."""
+        """Incarnation of the decode worker; known once the link is up."""
         self.transport = ""
         self._stream = stream
         self._local = local
@@ -54,7 +55,7 @@ class SenderLink:
 
     @property
     def pairing(self) -> Pairing:
-        """The terms agreed on with the peer."""
+        """The layouts and wire dtype agreed with the peer."""
         if self._pairing is None:
             raise InvariantError("link has no pairing yet")
         return self._pairing
@@ -87,7 +88,7 @@ class SenderLink:
             self._ended = True
 
     async def _handshake(self) -> HandoffEnvelope:
-        """Build the answer to the peer's HELLO and make the byte connection."""
+        """Answer the peer's HELLO, after connecting for bytes."""
         async with asyncio.timeout(self._settings.connect_s):
             envelope = wire.decode(await read_message(self._stream))
         theirs = envelope.body
@@ -112,13 +113,13 @@ class SenderLink:
         return self._refuse("; ".join(["no KV transport in common", *reasons]))
 
     def _pair(self, sender: KVSender, theirs: Hello) -> Pairing:
-        """Choose the wire dtype. Raises TransferError when the one that the peer requests cannot be made here."""
+        """Choose the wire dtype. Raises TransferError when the peer requests one that this worker cannot produce."""
         here, there = self._local.layout, theirs.layout
         wire_dtype = choose_wire_dtype(here, there, wish=theirs.wire_dtype, one_sided=sender.one_sided)
         return Pairing.from_layouts(here, there, wire_dtype=wire_dtype, head_scales=self._local.head_scales)
 
     def _connect(self, sender: KVSender, offer: TransportOffer, pairing: Pairing) -> None:
-        """Connect, on a thread that outlives a cancelled link and then has to close the connection itself."""
+        """Connect. Runs on a thread that outlives a cancelled link and then closes the connection itself."""
         self._writer = sender.connect(offer, pairing)
         if self._ended:
             self._writer.close()

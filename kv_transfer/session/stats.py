@@ -8,20 +8,20 @@ from kv_transfer.session.peer_rates import FadingRate
 
 
 class AttemptOutcome(Enum):
-    """How one attempt at a transfer ended; each ends once."""
+    """How one attempt at a transfer ended; every attempt has exactly one outcome."""
 
     COMMITTED = "committed"
     FAILED = "failed"
     """Something broke or was refused, here or at the peer."""
     EXPIRED = "expired"
-    """A lease or a deadline ended here."""
+    """A lease or a deadline of this side ended."""
     CANCELLED = "cancelled"
     """The attempt was no longer wanted. The sender sees only that the receiver gave it up or, during a write, that the
     write failed: rely on the receiver's count."""
 
 
 class EndKey(NamedTuple):
-    """Labels of the totals."""
+    """Labels under which ended attempts are counted."""
 
     is_fetch: bool
     transport: str
@@ -31,7 +31,7 @@ class EndKey(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class TransferTotals:
-    """Totals over attempts: bytes, always with the seconds of just those bytes."""
+    """Totals over attempts; `seconds` is the time that `num_bytes` took."""
 
     count: int = 0
     num_bytes: int = 0
@@ -50,27 +50,27 @@ class TransferTotals:
 
 @dataclass(slots=True, kw_only=True)
 class TransferStats:
-    """Totals since start, attempts under way included, and gauges of now."""
+    """Totals since start, running attempts included, and current gauges."""
 
     num_bytes: int = 0
     """Receiver: bytes of chunks that were verified. Sender: bytes of writes that succeeded."""
     seconds: float = 0.0
-    """Duration of the writes of just those bytes, by the sender's clock, its checksums included."""
+    """Duration of the writes of those bytes by the sender's clock, its checksums included."""
     chunks: int = 0
     nacks: int = 0
     started: int = 0
-    """Attempts."""
+    """Attempts that were started."""
     bad_messages: int = 0
     live: int = 0
     """Gauge: attempts not yet closed."""
     quarantined_blocks: int = 0
-    """Gauge."""
+    """Gauge: blocks whose writer may still be running."""
     ended: dict[EndKey, TransferTotals] = field(default_factory=dict)
-    """All attempts that ended."""
+    """Totals of the attempts that have ended."""
     _recent: FadingRate = field(default_factory=FadingRate, repr=False)
 
     def count_chunk(self, num_bytes: int, seconds: float) -> None:
-        """One chunk has arrived, or was written, in `seconds`."""
+        """Count a chunk that arrived, or was written, in `seconds`."""
         self.chunks += 1
         self.num_bytes += num_bytes
         self.seconds += seconds
@@ -78,7 +78,7 @@ class TransferStats:
 
     @property
     def bytes_per_s(self) -> float:
-        """Rate of one write; 0 before the first chunk."""
+        """Recent rate of single writes; 0 before the first chunk."""
         return self._recent.bytes_per_s
 
     @property
@@ -95,7 +95,7 @@ class TransferStats:
 
     @property
     def cancelled(self) -> int:
-        """Attempts that ended so."""
+        """Attempts that were cancelled."""
         return self._num_ended(AttemptOutcome.CANCELLED)
 
     def _num_ended(self, outcome: AttemptOutcome) -> int:
@@ -114,7 +114,7 @@ class AttemptTally:
         self._transport = ""
 
     def chunk(self, num_bytes: int, seconds: float) -> None:
-        """One chunk has arrived, or was written, in `seconds`."""
+        """Count a chunk that arrived, or was written, in `seconds`."""
         self._stats.count_chunk(num_bytes, seconds)
         self._add(TransferTotals(num_bytes=num_bytes, seconds=seconds, chunks=1))
 
@@ -124,7 +124,7 @@ class AttemptTally:
         self._add(TransferTotals(nacks=1))
 
     def end(self, outcome: AttemptOutcome, transport: str) -> None:
-        """End the attempt, once; what was in flight still counts to it."""
+        """End the attempt; only the first call counts. Writes still in flight are added to it as they end."""
         if self.outcome is None:
             self.outcome, self._transport = outcome, transport
             self.totals.count = 1

@@ -1,8 +1,8 @@
-"""Which transports exist, in order of preference, what each needs, and how a worker opens both kinds of end.
+"""The transports: their order of preference, the requirements of each, and how a worker opens its ends.
 
-Left to themselves two workers take the first of these that both can do: memory within a process; cuda_ipc or shm on
-one host; nixl where both have RDMA and the network is theirs alone; else tcp. torch_dist is never taken unasked: over
-gloo it is slower than tcp and knows no secret.
+Unless one is forced, two workers use the first that both can: memory within a process; cuda_ipc or shm on one host;
+nixl where both have RDMA and an isolated network; otherwise tcp. torch_dist is only used when forced: over gloo it is
+slower than tcp and authenticates nobody.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,16 +34,16 @@ from tandem.rpc.hosts import is_loopback
 _T = TypeVar("_T")
 AUTO = "auto"
 CUDA = CudaSharing()
-"""How GPU memory is shared where nothing else is said; holds nothing."""
+"""Default way to share GPU memory; stateless."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportSite:
-    """Where an end is to be opened."""
+    """Parameters for opening either end of a transport."""
 
     region: KVRegion
     host: str | None = None
-    """Where a receiver listens; None for a sender, which finds out whom it reaches."""
+    """Address a receiver listens on; None for a sender."""
     fabric: MemoryFabric | None = None
     isolated_network: bool = False
     tcp: TcpSettings = PLAIN
@@ -55,19 +55,20 @@ class _Transport:
     receiver: Callable[[TransportSite], KVReceiver]
     sender: Callable[[TransportSite], KVSender]
     obstacle: Callable[[TransportSite], str | None]
-    """Why it cannot work at a place, even when it is forced."""
-    unasked: Callable[[TransportSite], bool] = lambda _place: True
-    """Whether it should be tried where nothing is forced."""
+    """Returns the reason why the transport cannot work here, even when forced; None when it can."""
+    automatic: Callable[[TransportSite], bool] = lambda _place: True
+    """Whether to use the transport when none is forced."""
 
 
 def _no_fabric(place: TransportSite) -> str | None:
     if place.fabric is None:
         return "joins the workers of one process; between processes use shm or tcp"
-    return _beyond_reach(place)
+    return _unreachable_pool(place)
 
 
-def _beyond_reach(place: TransportSite) -> str | None:
-    """Writers cannot reach GPU memory as they reach the host's; what a receiver takes in itself it can put there."""
+def _unreachable_pool(place: TransportSite) -> str | None:
+    """Reason why writers cannot reach the pool: it is in GPU memory; receivers that copy by themselves are not
+    affected."""
     if place.host is None or place.region.device is None:
         return None
     return "cannot write into a KV pool in GPU memory; cuda_ipc, tcp and torch_dist can"
@@ -76,19 +77,19 @@ def _beyond_reach(place: TransportSite) -> str | None:
 def _no_shared_memory(place: TransportSite) -> str | None:
     if place.host is None or place.region.fd is not None:
         return None
-    return _beyond_reach(place) or "needs a KV pool in shared memory"
+    return _unreachable_pool(place) or "needs a KV pool in shared memory"
 
 
 def _no_nixl(place: TransportSite) -> str | None:
-    return _beyond_reach(place) or _not_here("nixl", place.host, isolated_network=place.isolated_network)
+    return _unreachable_pool(place) or _local_obstacle("nixl", place.host, isolated_network=place.isolated_network)
 
 
 def _no_communicator(place: TransportSite) -> str | None:
-    return _not_here("torch_dist", place.host, isolated_network=place.isolated_network)
+    return _local_obstacle("torch_dist", place.host, isolated_network=place.isolated_network)
 
 
-def _not_here(name: str, host: str | None, *, isolated_network: bool) -> str | None:
-    """What keeps a transport from working whatever the pool is like."""
+def _local_obstacle(name: str, host: str | None, *, isolated_network: bool) -> str | None:
+    """Reason why a transport cannot work on this machine, whatever the pool is like."""
     if name not in ("nixl", "torch_dist"):
         return None
     if not isolated_network and host is not None and not is_loopback(host):
@@ -98,8 +99,8 @@ def _not_here(name: str, host: str | None, *, isolated_network: bool) -> str | N
 
 _TRANSPORTS: Mapping[str, _Transport] = {
     "memory": _Transport(
-        receiver=lambda p: MemoryReceiver(p.region, _given(p.fabric)),
-        sender=lambda p: MemorySender(p.region, _given(p.fabric)),
+        receiver=lambda p: MemoryReceiver(p.region, _require(p.fabric)),
+        sender=lambda p: MemorySender(p.region, _require(p.fabric)),
         obstacle=_no_fabric,
     ),
     "cuda_ipc": _Transport(
@@ -111,35 +112,38 @@ _TRANSPORTS: Mapping[str, _Transport] = {
         receiver=lambda p: ShmReceiver(p.region), sender=lambda p: ShmSender(p.region), obstacle=_no_shared_memory
     ),
     "nixl": _Transport(
-        receiver=lambda p: NixlReceiver(p.region, host=_given(p.host)),
+        receiver=lambda p: NixlReceiver(p.region, host=_require(p.host)),
         sender=lambda p: NixlSender(p.region, isolated_network=p.isolated_network),
         obstacle=_no_nixl,
-        unasked=lambda p: p.isolated_network and has_rdma(),
+        automatic=lambda p: p.isolated_network and has_rdma(),
     ),
     "torch_dist": _Transport(
-        receiver=lambda p: TorchDistReceiver(p.region, host=_given(p.host), isolated_network=p.isolated_network),
+        receiver=lambda p: TorchDistReceiver(p.region, host=_require(p.host), isolated_network=p.isolated_network),
         sender=lambda p: TorchDistSender(p.region, isolated_network=p.isolated_network),
         obstacle=_no_communicator,
-        unasked=lambda _place: False,
+        automatic=lambda _place: False,
     ),
     "tcp": _Transport(
-        receiver=lambda p: TcpReceiver(host=_given(p.host), settings=p.tcp),
+        receiver=lambda p: TcpReceiver(host=_require(p.host), settings=p.tcp),
         sender=lambda p: TcpSender(p.region, settings=p.tcp),
         obstacle=lambda _place: None,
     ),
 }
 
 NAMES = tuple(_TRANSPORTS)
-"""Best first."""
+"""Names of the transports, in order of preference."""
 
 
 def check_choice(choice: str, *, host: str, isolated_network: bool) -> None:
-    """Before a model is loaded: raises ConfigError when a forced transport cannot work here, whatever the pool is like.
+    """Check a forced transport before a model is loaded. Raises ConfigError when it cannot work on this machine.
 
-    `host`: where the worker listens.
+    `host`: address the worker listens on.
     """
-    if choice in _TRANSPORTS and (obstacle := _not_here(choice, host, isolated_network=isolated_network)) is not None:
-        raise _useless(choice, obstacle)
+    if (
+        choice in _TRANSPORTS
+        and (obstacle := _local_obstacle(choice, host, isolated_network=isolated_network)) is not None
+    ):
+        raise _unusable(choice, obstacle)
 
 
 def open_receivers(
@@ -152,7 +156,7 @@ def open_receivers(
     tcp: TcpSettings = PLAIN,
     sharing: DeviceSharing = CUDA,
 ) -> tuple[KVReceiver, ...]:
-    """Receiving ends of a decode worker: all that can work here, or the one that is forced.
+    """Open the receiving ends of a decode worker: all that can work here, or only the forced one.
 
     Raises ConfigError when the forced one cannot work here, OSError when `host` cannot be listened on.
     """
@@ -171,32 +175,32 @@ def open_senders(
     tcp: TcpSettings = PLAIN,
     sharing: DeviceSharing = CUDA,
 ) -> tuple[KVSender, ...]:
-    """Sending ends of a prefill worker, best first. Raises ConfigError when the forced one cannot work here."""
+    """Open the sending ends of a prefill worker, best first. Raises ConfigError when the forced one cannot work."""
     place = TransportSite(region=region, fabric=fabric, isolated_network=isolated_network, tcp=tcp, sharing=sharing)
     return tuple(_TRANSPORTS[name].sender(place) for name in _chosen(choice, place))
 
 
 def candidates(offers: Sequence[TransportOffer], senders: Sequence[KVSender]) -> list[tuple[KVSender, TransportOffer]]:
-    """What both sides can do, best first by the sender's order."""
+    """The transports that both sides can use, in the sender's order of preference."""
     return [(sender, offer) for sender in senders for offer in offers if sender.reaches(offer)]
 
 
 def _chosen(choice: str, place: TransportSite) -> list[str]:
     if choice == AUTO:
-        return [name for name, one in _TRANSPORTS.items() if one.unasked(place) and one.obstacle(place) is None]
+        return [name for name, one in _TRANSPORTS.items() if one.automatic(place) and one.obstacle(place) is None]
     if choice not in _TRANSPORTS:
         raise ConfigError(f"transfer.transport must be one of {', '.join((AUTO, *NAMES))}, not {choice!r:.40}")
     if (obstacle := _TRANSPORTS[choice].obstacle(place)) is not None:
-        raise _useless(choice, obstacle)
+        raise _unusable(choice, obstacle)
     return [choice]
 
 
-def _useless(choice: str, obstacle: str) -> ConfigError:
+def _unusable(choice: str, obstacle: str) -> ConfigError:
     return ConfigError(f"transfer.transport is {choice!r}, which {obstacle}")
 
 
-def _given(value: _T | None) -> _T:
-    """What an obstacle has made sure of."""
+def _require(value: _T | None) -> _T:
+    """Narrow a value whose presence the transport's obstacle check has established."""
     if value is None:
         raise ConfigError("a KV transport was opened where it cannot work")
     return value

@@ -1,4 +1,4 @@
-"""Connections of transports that cross machines: an advert says where a receiver listens, and with which secret.
+"""Connections of transports that cross machines; an advert holds the receiver's address and secret.
 
 The advert comes over the authenticated link between the workers, so a peer with the secret belongs to the cluster.
 """
@@ -17,7 +17,7 @@ BACKLOG = 256
 
 
 def listen(host: str) -> socket.socket:
-    """A free port of `host`. Raises OSError."""
+    """Listen on a free port of `host`. Raises OSError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, 0), family=family, backlog=BACKLOG)
 
@@ -28,7 +28,7 @@ def advert_of(server: socket.socket, secret: bytes) -> bytes:
 
 
 def stays_here(advert: bytes) -> bool:
-    """Whether what goes there never leaves this machine; False for what is no advert."""
+    """Whether the advert's address is on this machine; False for a malformed advert."""
     try:
         return is_loopback(_parse(advert)[0])
     except TransferError:
@@ -36,7 +36,7 @@ def stays_here(advert: bytes) -> bool:
 
 
 def dial(advert: bytes) -> socket.socket:
-    """A connection on which the secret was said; its time limit is still CONNECT_S. Raises TransferError."""
+    """Connect and send the secret; the socket's timeout stays CONNECT_S. Raises TransferError."""
     host, port, secret = _parse(advert)
     try:
         sock = socket.create_connection((host, port), CONNECT_S)

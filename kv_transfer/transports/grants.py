@@ -1,7 +1,7 @@
-"""Grants of a receiving end: unguessable tokens, each naming where one attempt's cells land.
+"""Grants of a receiving end: unguessable tokens, each of which opens one attempt's destinations.
 
-Host memory is written under a grant's lock, a burst at a time, so a revocation, which takes it on the event loop, is
-proven at once. A device is not waited for under a lock: its current write ends by itself, and the end is reported.
+Host memory is written under a grant's lock, one burst at a time, so a revocation, which takes that lock on the event
+loop, is proven at once. A device write is not awaited under the lock: it ends by itself, and the end is reported.
 """
 
 import secrets
@@ -21,23 +21,24 @@ TOKEN_BYTES = 16
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class WriteGrant:
-    """The right to write into `landing`, by index; `revoked` is final.
+    """The right to write into `landing`, by index; revocation is final.
 
-    `lock` is held while bytes land in host memory; a device writes within `moving`.
+    `lock` is held while bytes land in host memory; device writes run within `moving`.
     """
 
     key: TransferKey
     token: bytes
     landing: Landing
     quieted: Callable[["WriteGrant"], None]
-    """Called, without the lock, when a device has finished the write during which the grant was revoked."""
+    """Called, without the lock, when the device write has ended during which the grant was revoked."""
     lock: BurstLock = field(default_factory=BurstLock)
     revoked: bool = False
     num_moving: int = 0
 
     @contextmanager
     def moving(self) -> Iterator[bool]:
-        """Around a device's writes; holds no lock meanwhile. False, and nothing may be written, once revoked."""
+        """Context of a device write, which holds no lock. Yields False if the grant is revoked: then nothing may be
+        written."""
         with self.lock:
             begun = not self.revoked
             self.num_moving += begun
@@ -60,7 +61,7 @@ class GrantTable:
         self._by_key: dict[TransferKey, WriteGrant] = {}
         self._by_token: dict[bytes, WriteGrant] = {}
         self._ending: set[TransferKey] = set()
-        """Revoked, with a device at work still."""
+        """Revoked grants into which a device still writes."""
         self._listener: Callable[[TransferKey], None] = lambda _key: None
 
     def listen_quiet(self, listener: Callable[[TransferKey], None]) -> None:
@@ -71,7 +72,7 @@ class GrantTable:
         return len(self._by_key)
 
     def open(self, key: TransferKey, landing: Landing) -> WriteGrant:
-        """A new grant with a random token."""
+        """Create a grant with a random token. Raises InvariantError if `key` has one already."""
         grant = WriteGrant(key=key, token=secrets.token_bytes(TOKEN_BYTES), landing=landing, quieted=self._quieted)
         with self._lock:
             if key in self._by_key:
@@ -81,7 +82,7 @@ class GrantTable:
         return grant
 
     def find(self, token: bytes) -> WriteGrant | None:
-        """The open grant with this token."""
+        """The open grant with this token, if there is one."""
         with self._lock:
             return self._by_token.get(token)
 
@@ -92,14 +93,15 @@ class GrantTable:
             return False
         try:
             intact = grant.landing.checksum(cells) == checksum and self._settle(grant, cells)
-            with grant.lock:  # other chunks are finding room meanwhile
+            with grant.lock:  # other chunks are being assigned memory meanwhile
                 grant.landing.judged(cells, intact=intact)
         except TransferError:
-            return False  # cells that the reservation does not have
+            return False  # the cells lie outside the reservation
         return intact
 
     def _settle(self, grant: WriteGrant, cells: CellRange) -> bool:
-        """Layer by layer, so that a revocation waits for no more than one; False once there was one."""
+        """Settle the cells step by step, so that a revocation waits for one step at most; False if the grant was
+        revoked."""
         landing = grant.landing
         for step in range(landing.num_settle_steps(cells)):
             if landing.is_on_device:
@@ -114,7 +116,7 @@ class GrantTable:
         return not grant.revoked
 
     def is_quiet(self, key: TransferKey) -> bool:
-        """Whether no device is writing under a revoked grant; if one is, the listener is called when it ends."""
+        """Whether no device writes under a revoked grant; otherwise the listener is called when it ends."""
         with self._lock:
             return key not in self._ending
 
@@ -124,7 +126,7 @@ class GrantTable:
         self._listener(grant.key)
 
     def revoke(self, key: TransferKey) -> WriteGrant | None:
-        """Revoke a grant. On return its lock is free, and the next holder finds the grant revoked; see `is_quiet`."""
+        """Revoke a grant. On return its lock is free, and later holders find the grant revoked; see `is_quiet`."""
         with self._lock:
             grant = self._by_key.pop(key, None)
             if grant is None:

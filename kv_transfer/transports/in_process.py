@@ -1,4 +1,4 @@
-"""`memory`: both workers live in one process, as in tests and single-process clusters. One copy, no syscalls."""
+"""`memory`: both workers live in one process, as in tests and single-process clusters. One copy, no system calls."""
 
 import secrets
 
@@ -19,7 +19,7 @@ NAME = "memory"
 
 
 class MemoryFabric:
-    """The receivers of one process, by their adverts; shared by all ends that should reach each other."""
+    """The receivers of one process by their adverts; shared by all ends that should reach each other."""
 
     def __init__(self) -> None:
         self.host_id = secrets.token_hex(16)
@@ -38,7 +38,7 @@ class MemoryReceiver:
         self._fabric = fabric
         self._advert = secrets.token_bytes(16)
         fabric.receivers[self._advert] = self
-        load_mover()  # now rather than with the first chunk
+        load_mover()  # here, so that the first chunk is not delayed
 
     def offer(self) -> TransportOffer:
         return TransportOffer(name=NAME, advert=self._advert, host_id=self._fabric.host_id)
@@ -50,12 +50,12 @@ class MemoryReceiver:
         return self.grants.verify(key, cells, checksum)
 
     def revoke(self, key: TransferKey) -> bool:
-        """Always proven: bursts land under the grant's lock."""
+        """End a grant. Always proven at once: bursts land under the grant's lock."""
         self.grants.revoke(key)
         return True
 
     def listen_quiet(self, listener: QuietListener) -> None:
-        """Nothing to tell: every revocation is proven at once."""
+        """Nothing to report: every revocation is proven at once."""
 
     def close(self) -> None:
         self._fabric.receivers.pop(self._advert, None)

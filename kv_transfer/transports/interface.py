@@ -1,11 +1,11 @@
-"""What moves the bytes: a registered region, and the two ends of a transport.
+"""Interfaces of a transport: its receiving end, its sending end, and the connection between two.
 
 A receiving end lets peers write into granted blocks of its region; a sending end writes ranges of its own region
 through such a grant. Frames name indices in the receiver's reservation, never addresses. Both ends can prove that they
 are quiet: after that no byte of an attempt lands in, or is read from, this process's memory.
 
-Ends are used from an event loop but move bytes on their own threads. No call here blocks longer than one burst of a
-copy, `connect` and `close` excepted.
+Ends are used from an event loop but move bytes on threads of their own. Except for `connect` and `close`, no call
+blocks longer than one burst of a copy.
 """
 
 from collections.abc import Callable
@@ -20,26 +20,26 @@ from kv_transfer.memory.landing import Landing
 from kv_transfer.protocol.messages import TransferKey, TransportOffer
 
 QuietListener = Callable[[TransferKey], None]
-"""Called on any thread when an attempt whose revocation was not proven at once is quiet after all."""
+"""Called on any thread when an attempt becomes quiet whose revocation was not proven at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteOrder:
-    """One chunk to be written."""
+    """A chunk to be written."""
 
     key: TransferKey
     grant: bytes
     cells: CellRange
     source: PlacedCells
-    """Where those cells lie here."""
+    """Position of those cells in this worker's pool."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteResult:
-    """A chunk that is in the remote memory."""
+    """Result of a completed write: the chunk is in the remote memory."""
 
     checksum: int
-    """Over the bytes as sent, in the order of the wire."""
+    """Checksum of the bytes as sent, in the order of the wire."""
     num_bytes: int
     seconds: float
 
@@ -52,22 +52,24 @@ class KVReceiver(Protocol):
 
     @property
     def drain_proves_quiet(self) -> bool:
-        """Whether everything has landed once the sender says that it has stopped."""
+        """Whether everything has landed once the sender reports that it has stopped."""
 
     def offer(self) -> TransportOffer:
-        """How a sender finds this end."""
+        """Describe this end to senders."""
 
     def open_grant(self, key: TransferKey, landing: Landing) -> bytes:
         """Let the holder of the returned token write into these cells, by index."""
 
     def verify(self, key: TransferKey, cells: CellRange, checksum: int) -> bool:
-        """Whether these cells arrived as they were sent; if so, they are in place afterwards: converted and fanned out.
+        """Whether these cells arrived as they were sent; if so, they are then in place: converted and copied to all
+        ranks.
 
-        On any thread, but never twice for one write. False after the grant has ended.
+        On any thread, but at most once per write. False after the grant has ended.
         """
 
     def revoke(self, key: TransferKey) -> bool:
-        """End a grant, known or not. True: no byte of it can land any more; else the quiet listener will tell."""
+        """End a grant, known or not. True: no byte can land under it any more; False: the quiet listener is called
+        later."""
 
     def listen_quiet(self, listener: QuietListener) -> None:
         """Set the callback for late proofs; called once, before the first grant."""
@@ -84,12 +86,12 @@ class PeerWriter(Protocol):
         """Whether the connection is gone; every write fails then."""
 
     def write(self, order: WriteOrder) -> "Future[WriteResult]":
-        """Write a chunk; the future ends when the bytes are in the remote memory, or in a TransferError."""
+        """Write a chunk; the future succeeds once the bytes are in the remote memory, or fails with TransferError."""
 
     def cancel(self, key: TransferKey) -> bool:
-        """Stop every write of this attempt. True: its sources are read no more, and pending futures fail.
+        """Stop every write of this attempt. True: its sources are no longer read, and pending futures fail.
 
-        Else a future that is still pending ends as soon as its sources are read no more.
+        False: a future that is still pending ends as soon as its sources are no longer read.
         """
 
     def close(self) -> None:
@@ -103,11 +105,11 @@ class KVSender(Protocol):
     def name(self) -> str: ...
 
     def reaches(self, offer: TransportOffer) -> bool:
-        """Whether that receiver can be reached in principle: same transport, and same host where that matters."""
+        """Whether that receiver is reachable in principle: same transport and, where required, same host."""
 
     @property
     def one_sided(self) -> bool:
-        """Whether bytes land without the receiver's doing: then they travel as they are to rest."""
+        """Whether bytes land without the receiver's help; they must then travel in the destination's dtype."""
 
     def connect(self, offer: TransportOffer, pairing: Pairing) -> PeerWriter:
-        """Connect; blocks up to some seconds. Raises TransferError."""
+        """Connect; may block for several seconds. Raises TransferError."""

@@ -1,4 +1,4 @@
-"""Moving cells between two mapped pools, in bursts small enough to be stopped."""
+"""Copies cells between two mapped pools, in bursts small enough to be stopped."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -20,11 +20,12 @@ from tandem.errors import TransferError
 
 
 class RegionCopier:
-    """Copies from a source's region into a destination's: by compiled code if there is a `mover`, else by numpy."""
+    """Copies from a source's region into a destination's, with compiled code if there is a `mover`, otherwise with
+    numpy."""
 
     def __init__(self, source: KVRegion, target: KVRegion, pairing: Pairing, mover: Mover | None) -> None:
         if pairing.wire_dtype != pairing.destination.dtype:
-            raise TransferError("what is written into a peer's memory must be what it holds")
+            raise TransferError("the wire dtype must be the destination's when writing into its memory")
         self._source, self._target, self._to = source, target, target.array()
         self._departure = Departure(source, pairing)
         self._converts = self._departure.converts
@@ -38,9 +39,9 @@ class RegionCopier:
         gate: WriteStopLock,
         reading: Callable[[], AbstractContextManager[None]],
     ) -> tuple[int, int]:
-        """Copy an order's cells to where they lie in `target`. Returns (checksum, bytes). Raises TransferError.
+        """Copy an order's cells to their positions in `target`. Returns (checksum, bytes). Raises TransferError.
 
-        `reading` is entered, and not the gate, while a device reads the sources.
+        `reading` is entered instead of the gate while a device reads the sources.
         """
         if self._converts:
             return self._convert(order, target, gate, reading)
@@ -56,8 +57,8 @@ class RegionCopier:
         gate: WriteStopLock,
         reading: Callable[[], AbstractContextManager[None]],
     ) -> tuple[int, int]:
-        """Copy layer by layer, which is the order on the wire: a thread that waits for the lock waits for one layer."""
-        # All of them are looked up first: an order that is refused has written nothing.
+        """Convert and copy layer by layer, the order on the wire, so that the lock is held for one layer at a time."""
+        # Cells are looked up first, so that a refused order has written nothing.
         order.source.reads(order.cells)
         target.writes(order.cells)
         value = total = 0
@@ -77,7 +78,7 @@ class RegionCopier:
         return value, total
 
     def _bytes_of(self, target: PlacedCells) -> CellAddresses:
-        """The chunks of a hand-off come one after another."""
+        """Addresses of the target cells; cached, because the chunks of a hand-off follow one another."""
         if self._last_target is None or self._last_target[0] is not target:
             self._last_target = target, CellAddresses(self._target, target, is_source=False)
         return self._last_target[1]
@@ -88,7 +89,7 @@ class RegionCopier:
         for burst in bursts(copies):
             with gate:
                 for here, there, size in burst:
-                    # numpy lets go of the GIL while it copies; slices of memoryviews would not.
+                    # numpy releases the GIL while it copies; slices of memoryviews would not.
                     np.copyto(there_bytes[there : there + size], here_bytes[here : here + size])
                     value = checksum.crc32(buffer[here : here + size], value)
                     total += size
@@ -96,7 +97,7 @@ class RegionCopier:
 
 
 def bursts(copies: Iterable[RunPair], burst_bytes: int = BURST_BYTES) -> Iterator[list[RunPair]]:
-    """The same copies in groups of at most `burst_bytes`."""
+    """Split the copies into groups of at most `burst_bytes`."""
     burst: list[RunPair] = []
     room = burst_bytes
     for start, target, length in copies:

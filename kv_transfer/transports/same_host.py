@@ -1,11 +1,11 @@
-"""What this machine has: who shares it, and whether it reaches others by RDMA."""
+"""Properties of this machine: an identifier shared by its processes, and whether it has RDMA."""
 
 import os
 from pathlib import Path
 
 
 def host_id() -> str:
-    """Equal for processes that reach each other's abstract Unix sockets as one user: boot, network namespace, uid."""
+    """Identifier of boot, network namespace and uid; processes that share it reach each other's abstract sockets."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     return f"{boot}/{os.readlink('/proc/self/ns/net')}/{os.getuid()}"
 

@@ -1,4 +1,4 @@
-"""Connections of transports within one host: an advert is a secret and the abstract address of a Unix socket."""
+"""Connections of transports within one host; an advert is a secret and the abstract address of a Unix socket."""
 
 import os
 import socket
@@ -15,7 +15,7 @@ _CREDENTIALS = struct.Struct("iII")
 
 
 def listen_on_this_host() -> tuple[str, socket.socket]:
-    """A Unix socket under an unguessable abstract address."""
+    """Listen on a Unix socket at an unguessable abstract address; returns the address and the socket."""
     server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     address = one_sided_wire.random_name()
     server.bind(address)
@@ -24,13 +24,13 @@ def listen_on_this_host() -> tuple[str, socket.socket]:
 
 
 def refuses_user(sock: socket.socket) -> str | None:
-    """Why the peer's user is not ours, according to the kernel; None if it is. See unix(7), SO_PEERCRED."""
+    """Reason to refuse a peer that runs as another user, according to the kernel; None if it may connect."""
     _pid, uid, _gid = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    return None if uid == os.getuid() else f"it is of uid {uid}"
+    return None if uid == os.getuid() else f"the peer's uid is {uid}, not {os.getuid()}"
 
 
 def greet_on_this_host(advert: bytes, name: str) -> socket.socket:
-    """A connection to the Unix socket of an advert of the transport `name`, its secret said. Raises TransferError."""
+    """Connect to the Unix socket of an advert and send its secret. Raises TransferError that begins with `name`."""
     secret, address = advert[:TOKEN_BYTES], advert[TOKEN_BYTES:].decode(errors="replace")
     if not address.startswith("\0tandem-kv-"):
         raise TransferError("not an advert of a KV transport of this host")

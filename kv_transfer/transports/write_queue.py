@@ -1,4 +1,4 @@
-"""A sending end's writes to one peer: queued, bounded, performed in order on one thread, and stoppable by attempt."""
+"""The queue of a sending end's writes to one peer: bounded, performed in order on one thread, stoppable by attempt."""
 
 import logging
 import queue
@@ -23,10 +23,10 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class WriteJob:
-    """One order. Its sources are read only under the queue's `lock` while not `stopped`, or else while `reading`.
+    """One order. Its sources are read only under the queue's `lock` while not `stopped`, or while `reading`.
 
-    `reading` says that something reads them by itself, which nobody can stop (a network card, a GPU): then the future
-    ends when that has ended. The event loop takes the lock, so what takes long must not hold it.
+    `reading` means that hardware which cannot be stopped (a network card, a GPU) reads them: then the future ends when
+    that has ended. The event loop takes the lock, so slow work must not hold it.
     """
 
     order: WriteOrder
@@ -36,14 +36,14 @@ class WriteJob:
     started_s: float = field(default_factory=time.monotonic)
 
     def succeed(self, checksum: int, num_bytes: int) -> None:
-        """End the future, unless it has failed meanwhile."""
+        """Complete the future, unless it has ended already."""
         seconds = time.monotonic() - self.started_s
-        # A cancel on another thread may end it first: then that is how it ended.
+        # A cancel on another thread may have ended it first.
         with suppress(InvalidStateError):
             self.future.set_result(WriteResult(checksum=checksum, num_bytes=num_bytes, seconds=seconds))
 
     def fail(self, reason: str) -> None:
-        """End the future, unless it has ended meanwhile."""
+        """Fail the future, unless it has ended already."""
         with suppress(InvalidStateError):
             self.future.set_exception(TransferError(reason))
 
@@ -56,7 +56,7 @@ class WriteJob:
 class WriteQueue:
     """Runs `perform(job)` for each job on its own thread.
 
-    `perform` may raise TransferError to fail that job; whatever else it raises fails the whole queue for good.
+    `perform` may raise TransferError to fail that job; any other exception fails the whole queue for good.
     """
 
     def __init__(self, name: str, perform: Callable[[WriteJob], None]) -> None:
@@ -74,7 +74,7 @@ class WriteQueue:
         return self._failure is not None
 
     def submit(self, order: WriteOrder) -> "Future[WriteResult]":
-        """Queue a write; a full queue or a dead connection fails it at once."""
+        """Queue a write; when the queue is full or has failed, its future fails at once."""
         job = WriteJob(order=order)
         with self.lock:
             reason = self._failure
@@ -90,7 +90,7 @@ class WriteQueue:
         return job.future
 
     def cancel(self, key: TransferKey) -> bool:
-        """Stop every write of `key`. True: none of them reads its sources any more; else those that do end later."""
+        """Stop every write of `key`. True: none of them reads its sources any more; False: some end later."""
         with self.lock:
             jobs = list(self._jobs.get(key, ()))
             idle = [job for job in jobs if not job.reading]
@@ -102,9 +102,9 @@ class WriteQueue:
 
     @contextmanager
     def reading(self, job: WriteJob) -> Iterator[None]:
-        """Around work that reads the job's sources without the lock, on the queue's own thread.
+        """Context of work that reads the job's sources without the lock, on the queue's own thread.
 
-        Raises TransferError for a job that has been stopped: before, or meanwhile; then its future has ended, too.
+        Raises TransferError when the job was stopped before or meanwhile; its future has then ended too.
         """
         with self.lock:
             job.check()
@@ -121,7 +121,7 @@ class WriteQueue:
             raise TransferError(reason)
 
     def fail_all(self, reason: str) -> None:
-        """The connection is gone: stop every write and refuse new ones."""
+        """Stop every write and refuse new ones, because the connection has ended."""
         with self.lock:
             self._failure = self._failure or reason
             jobs = [job for jobs in self._jobs.values() for job in jobs]
@@ -132,7 +132,7 @@ class WriteQueue:
             job.fail(reason)
 
     def close(self) -> None:
-        """Stop every write and the thread. Not for the thread itself."""
+        """Stop every write and the thread. Must not be called on that thread."""
         self.fail_all("connection closed")
         self._queue.put(None)
         self._thread.join()
@@ -148,7 +148,7 @@ class WriteQueue:
                 job.fail(error.message)
             except Exception as error:
                 # The thread's outermost frame: the error would be lost. The write may have stopped anywhere, so the
-                # connection is not to be trusted; the thread lives on to take what is queued, which is stopped.
+                # connection is unusable; the thread goes on to discard what is queued.
                 name = job.order.key.transfer_id
                 log.exception("%s: a KV write ended in a bug: %s", name, type(error).__name__, extra=about(name))
                 self.fail_all(f"internal error: {type(error).__name__}")
@@ -163,7 +163,7 @@ class WriteQueue:
 
 
 class QueuedWriter(ABC):
-    """What every PeerWriter does with its queue."""
+    """Base of the PeerWriters, which all have a queue."""
 
     def __init__(self, thread_name: str) -> None:
         self._queue = WriteQueue(thread_name, self._perform)
@@ -183,4 +183,4 @@ class QueuedWriter(ABC):
 
     @abstractmethod
     def _perform(self, job: WriteJob) -> None:
-        """One write, on the queue's thread: see WriteQueue."""
+        """Perform one write, on the queue's thread; see WriteQueue."""

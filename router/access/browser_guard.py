@@ -13,9 +13,9 @@ from tandem.errors import NotAllowed
 from tandem.rpc.hosts import is_loopback
 
 _SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
-"""They change nothing, and a page of another origin cannot read their answers."""
+"""Methods that change nothing, and whose answers a page of another origin cannot read."""
 _OWN_SITES = (b"same-origin", b"none")
-"""What `Sec-Fetch-Site` says of our own pages, and of what a user typed."""
+"""Values of `Sec-Fetch-Site` for requests by this router's own pages, and for addresses that a user typed."""
 _MAX_KNOWN_HOSTS = 256
 
 

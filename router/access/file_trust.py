@@ -1,4 +1,4 @@
-"""How long content read from a file may be relied on after the file became unreadable. Pure:
+"""Limits the time for which content read from a file is trusted after the file became unreadable. Pure:
 `router.access.watched_files` reports what it finds."""
 
 QUIET_S = 10.0

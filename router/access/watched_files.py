@@ -37,8 +37,8 @@ class WatchedFile:
     apply: Callable[[Any], None]
     """Applies the loaded content, on the event loop."""
     trust_s: float | None = None
-    """How long the content stays in force while the files are unreadable (see `FileWatcher.distrust`); None: for
-    ever."""
+    """Time for which the content stays in force while the files are unreadable (see `FileWatcher.distrust`); None:
+    unlimited."""
 
     def seen(self) -> _Seen:
         """Return a fingerprint that differs whenever one of the files has changed."""

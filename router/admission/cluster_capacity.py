@@ -1,4 +1,4 @@
-"""How much work the cluster can usefully take at this moment, and how fast it finishes work. Pure.
+"""Estimates the work that the cluster can usefully accept now, and the rate at which it finishes work. Pure.
 
 The costs are placement's: backlog tokens over measured prefill rates, and room for KV. Workers should have a little
 work queued, so that none is idle, and no more, because requests cannot overtake each other in a worker's own queue.
@@ -44,7 +44,7 @@ class Shortage(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CapacityPolicy:
-    """How much of a worker is used, and the rates assumed before any were measured."""
+    """Limits on the work given to a worker, and the rates assumed until some are measured."""
 
     worker_backlog_s: float = 0.25
     max_running_per_worker: int = 256
@@ -68,7 +68,7 @@ class InTransit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterCapacity:
-    """What the cluster has room for at one moment."""
+    """Room of the cluster at one moment."""
 
     usable: bool
     """Whether a decode worker accepts requests; otherwise dispatch reports the reason."""
@@ -91,7 +91,7 @@ class ClusterCapacity:
     awaited: bool = False
     """Whether no decode worker accepts requests but one is expected to soon."""
     local: LocalPrefillCapacity | None = None
-    """What decode workers would prefill themselves while the prefill pool has enough work."""
+    """Prompts that decode workers may prefill themselves while the prefill pool has enough work."""
 
     def ever_holds(self, num_tokens: int) -> bool:
         """Whether waiting can make room for such a prompt; if not, dispatch reports the reason."""

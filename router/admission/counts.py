@@ -1,4 +1,4 @@
-"""What admission counts, for metrics and tests: totals since the router's start. Pure."""
+"""Counts of admission since the router's start, for metrics and tests. Pure."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class Rejection(Enum):
-    """Why a request was refused; a metric label."""
+    """Reason why a request was refused; a metric label."""
 
     CONCURRENT = "concurrent_requests"
     REQUESTS = "requests_per_minute"

@@ -1,4 +1,4 @@
-"""How much service each tenant has had, so that the tenant served least is next.
+"""Tracks the service that each tenant has had, so that the tenant served least is next.
 
 The virtual token counter of Sheng et al., "Fairness in Serving Large Language Models" (OSDI 2024): input tokens are
 counted when a request is served, output tokens as they come, divided by the tenant's weight. A tenant that begins to

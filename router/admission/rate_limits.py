@@ -63,7 +63,7 @@ class TokenBucket:
 
 
 class LimitUsage:
-    """What one tenant has used of its limits. This one belongs to a single process; a subclass shares it.
+    """One tenant's use of its limits. This one belongs to a single process; a subclass shares it.
 
     Read and written inside `with` only.
     """
@@ -99,7 +99,7 @@ UsageOf = Callable[[str], LimitUsage]
 
 
 class LimitedUsage(NamedTuple):
-    """What a tenant with limits has used on this router in this epoch."""
+    """Use by a tenant with limits, on this router in this epoch."""
 
     tenant: str
     epoch: int
@@ -120,7 +120,7 @@ class _Account:
     mean_s: float = _PER_REQUEST_S
     """Mean duration of a request."""
     epoch: int = 0
-    """How often the account restarted after a period without use."""
+    """Number of times the account restarted after a period without use."""
     requests_taken: int = 0
     tokens_taken: float = 0.0
     """Tokens taken here in this epoch, less refunds."""

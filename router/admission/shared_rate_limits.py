@@ -41,7 +41,7 @@ class HostAccount(Protocol):
 
 
 class SharedRateLimits:
-    """What one router publishes about its tenants, and applies from other routers."""
+    """Publishes one router's use by its tenants, and applies that of other routers."""
 
     def __init__(
         self,

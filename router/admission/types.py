@@ -23,7 +23,7 @@ class AdmissionPolicy:
     input_weight: float = 1.0
     output_weight: float = 2.0
     credit_s: float = 1.0
-    """How far a tenant that begins to wait may be behind the others, in seconds of the whole cluster's work."""
+    """Maximum lag of a tenant that begins to wait behind the others, in seconds of the whole cluster's work."""
     credit_lapses_s: float = 5.0
     """Seconds without a request after which a tenant's credit lapses, as if it were new. Whether it then returns with a
     few requests or a flood is unknown, while the tenants that stayed have shown that they keep below their share."""
@@ -82,4 +82,4 @@ class AdmissionResult(NamedTuple):
     evicted: list[tuple[AdmissionEntry, ServingError]]
     """Other requests evicted to make room, whether or not that sufficed."""
     refusal: ServingError | None = None
-    """Why the call was refused; none of its entries is live then."""
+    """The error with which the call was refused; none of its entries is live then."""

@@ -1,4 +1,4 @@
-"""How long a request would wait for its turn, whether that is too late, and its Retry-After if so. Pure.
+"""Predicts a request's wait for its turn, whether that is too late, and its Retry-After if so. Pure.
 
 The predicted wait is the time in the queue, from what is served before it in fair order at the rate at which the queue
 drains, plus the backlog of the worker that finishes first, plus its own prompt.

@@ -15,7 +15,7 @@ from tandem.values.block_hash import HASH_BLOCK_TOKENS
 
 MAX_BREAKPOINTS = 4
 BREAKPOINT_TTL_S = {"5m": 300.0, "1h": 3600.0}
-"""How long a client may request to keep a prefix, from its last use."""
+"""Times, in seconds from the last use, for which a client may request to keep a prefix."""
 DEFAULT_BREAKPOINT_TTL = "5m"
 _CONTROL = "cache_control"
 _PIECE = 1024

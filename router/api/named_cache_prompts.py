@@ -18,7 +18,7 @@ from tandem.values.prefix_pin import PinOutcome
 from tandem.values.sampling import SamplingParams
 
 _ANSWER_S = 10.0
-"""How long to wait for the worker to report whether it holds the blocks."""
+"""Time limit for the worker to report whether it holds the blocks."""
 _SYSTEM = frozenset({"system", "developer"})
 
 

@@ -1,4 +1,4 @@
-"""How long a server waits for a client to read what it was sent."""
+"""Bounds the time that a server waits for a client to read what it was sent."""
 
 import asyncio
 from collections.abc import Awaitable

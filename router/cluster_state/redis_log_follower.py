@@ -33,7 +33,7 @@ KINDS = ("changes", "head", "load", "router", "state", "worker")
 
 @dataclass(slots=True)
 class ClusterStateCounts:
-    """What was read from Redis since the router's start."""
+    """Counts of what was read from Redis since the router's start."""
 
     entries: Counter[str] = field(default_factory=Counter)
     """Log entries by verdict, or `bad`."""

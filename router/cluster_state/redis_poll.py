@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 LOOK_S = 1.0
 _T = TypeVar("_T")
 _Content = tuple[tuple[Share, ...], tuple[TenantTally, ...], tuple[Incarnation, ...]]
-"""What a router publishes: its load at each worker, its use by each tenant, and which other routers it sees."""
+"""Published state of a router: its load at each worker, its use by each tenant, and the other routers it sees."""
 
 
 class EntryReader:
@@ -185,7 +185,7 @@ class LoadExchange:
 
     def _heard(self, load: RouterLoad, now_s: float) -> bool:
         if self._router not in load.hears:
-            # Written by a router that has not seen us yet, or by a dead one and restored by somebody.
+            # Written by a router that has not seen us yet, or the restored entry of a dead one.
             return False
         is_news = self._peers.update(load, now_s)
         if is_news:

@@ -56,7 +56,7 @@ class AdmittedRequest:
         self.shown = sum(point.num_tokens for point in request.resume)
         """Tokens that the client of a continued stream already has and that will be generated again."""
         self.passed = 0
-        """How many of those have been generated again."""
+        """Number of those that have been generated again."""
         self.was_taken = False
         self.adopted: frozenset[int] = frozenset()
         self._count = count

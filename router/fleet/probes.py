@@ -84,7 +84,7 @@ class _Probe(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanarySettings:
-    """When to probe a worker, and how long to wait for its token."""
+    """Conditions for probing a worker, and the time limit for its token."""
 
     silence_s: float = 10.0
     """Seconds without a token after which a worker is probed; busy workers never are."""
@@ -211,7 +211,7 @@ class ProbeSchedule:
 
 
 class QualityProbe(_Probe, Collector):
-    """Has every worker score one text, and exports the mean loss per worker."""
+    """Has every worker score a text, and exports the mean loss per worker."""
 
     def __init__(
         self,

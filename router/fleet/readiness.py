@@ -36,7 +36,7 @@ class ReadinessCheck:
         self._draining = True
 
     def not_ready_reason(self, *, exclude_workers: bool = False) -> str | None:
-        """Why the router is not ready, or None. `exclude_workers`: check the router alone, not its pools."""
+        """Reason why the router is not ready, or None. `exclude_workers`: check the router alone, not its pools."""
         if self._draining:
             return "the router is draining"
         if (reason := self._locked()) is not None:

@@ -74,7 +74,7 @@ def hello_to_pb(incarnation: Incarnation, *, reads_redis: bool = False) -> pb.Ro
         protocol_version=SPOKEN.oldest,
         newest_version=SPOKEN.newest,
         incarnation=incarnation,
-        reads_board=reads_redis,
+        reads_redis=reads_redis,
     )
     return pb.RouterMessage(hello=hello)
 
@@ -269,7 +269,9 @@ def load_from_pb(load: pb.LoadSnapshot) -> WorkerLoad:
         report_number=load.report_number,
         step_age_s=load.step_age_s,
         pins=totals_from_pb(load.pins),
-        redis_publishing=_redis_publishing_from_pb(load.board) if load.HasField("board") else None,
+        redis_publishing=(
+            _redis_publishing_from_pb(load.redis_publishing) if load.HasField("redis_publishing") else None
+        ),
         work=_work_from_pb(load.work) if load.HasField("work") else None,
     )
 

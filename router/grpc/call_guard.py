@@ -47,8 +47,7 @@ _Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
 
 
 class StatusInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]  # grpc ships no types
-    """Wraps the handlers of our own services. Reflection requires a key too; health answers everybody, as /health
-    does."""
+    """Wraps the handlers of our own services. Reflection requires a key too; health is open to all, like /health."""
 
     def __init__(
         self,

@@ -1,9 +1,9 @@
-"""The file that holds the account of rate limits of one host, as one process has it open and mapped.
+"""The file with the rate-limit account of one host, as opened and mapped by one process.
 
-A lock on its first byte is held for the few microseconds in which a request is counted in; a lock on another byte, for
-as long as a process lives, says that it does: the kernel gives both up when it dies, however that happens. Each process
-counts its requests in flight in a column of its own, which the others read, so that those of a process that has died
-can be dropped.
+A lock on its first byte is held for the few microseconds in which a request is counted; each process also locks another
+byte for its lifetime, which shows that it is alive: the kernel releases both when the process ends, for any reason.
+Each process counts its requests in flight in a column of its own, which the others read, so that those of a dead
+process can be dropped.
 
     header:  number of columns in use · number of records · a router incarnation for each column
     record:  tenant tag · requests bucket · tokens bucket · requests in flight for each column
@@ -24,7 +24,7 @@ from tandem.cluster_state.entries import TAG_BYTES
 from tandem.values.ids import Incarnation
 
 _MAX_COLUMNS: Final = 128
-"""Twice `router.processes` at most: while all are replaced, those that drain and those that begin."""
+"""Twice the maximum of `router.processes`: while all are replaced, old and new ones run side by side."""
 _MAX_RECORDS: Final = 1 << 16
 _COUNTS: Final = struct.Struct("<II")
 _INCARNATION: Final = struct.Struct("<Q")
@@ -37,25 +37,26 @@ _COLUMNS_AT: Final = _BUCKETS_AT + _BUCKETS.size
 _RECORD_BYTES: Final = _COLUMNS_AT + _MAX_COLUMNS * _NUM_INFLIGHT.size
 _FILE_BYTES: Final = _RECORDS_AT + _MAX_RECORDS * _RECORD_BYTES
 _CHUNK_BYTES: Final = 1 << 16
-"""Disk is claimed so much at a time: to write to memory mapped to a file on a full disk kills the process."""
+"""Disk space is claimed in steps of this size: writing to memory mapped to a file on a full disk kills the process."""
 _ENDED: Final = 1 << 63
-"""Set in the incarnation of a process that has died, once its requests were dropped."""
+"""Flag in the incarnation of a dead process whose requests were dropped."""
 _SPINS: Final = 50
 _PAUSE_S: Final = 50e-6
 _LONGEST_LOCK_S: Final = 0.25
-"""A process that was stopped while it held the lock is waited for no longer; requests are counted without it then."""
+"""Time limit of waiting for the lock, in case its holder was stopped; requests are then counted without it."""
 _TOUCH_S: Final = 3600.0
-"""What nobody has changed for days is cleared away, and not every file system notes when mapped memory was written."""
+"""Period of updating the file's time: unused files are removed, and some file systems ignore mapped writes."""
 _log = logging.getLogger(__name__)
 
 
 class AccountFile:
-    """The part of one process. A process may have a file open once only, since the kernel's locks are the process's."""
+    """One process's view of the file. A process may open a file only once, since the kernel's locks belong to the
+    process."""
 
     def __init__(self, path: Path, *, router: Incarnation) -> None:
-        """Open or create the file and join those who share it; it is locked then.
+        """Open or create the file and join the processes that share it; the file is then locked.
 
-        `router`: by which routers of other hosts know this process. Raises OSError when the file cannot be had, its
+        `router`: identifies this process to routers of other hosts. Raises OSError when the file cannot be opened, its
         disk is full, or too many processes share it.
         """
         self._path = path
@@ -77,18 +78,18 @@ class AccountFile:
             self._clear_column(self._column)
             _INCARNATION.pack_into(self._map, _INCARNATIONS_AT + self._column * _INCARNATION.size, self._router)
         except BaseException:
-            os.close(self._descriptor)  # which gives all locks back
+            os.close(self._descriptor)  # this releases all locks
             raise
 
     def close(self) -> None:
-        """Leave it, with all that this process has in flight."""
+        """Leave the file, dropping all that this process has in flight."""
         self.lock()
         self._drop(self._column)
         self._map.close()
-        os.close(self._descriptor)  # which gives all locks back
+        os.close(self._descriptor)  # this releases all locks
 
     def was_removed(self) -> bool:
-        """Whether the path is another file's by now, or none's. Keeps the file from looking unused."""
+        """Whether the file was removed or replaced. Also updates its time, so that it does not look unused."""
         try:
             found = os.stat(self._path, follow_symlinks=False)
         except FileNotFoundError:
@@ -101,10 +102,10 @@ class AccountFile:
         return (found.st_dev, found.st_ino) != self._identity
 
     def bring(self, former: "AccountFile") -> None:
-        """Take over what was used of a file that was removed, and what this process has in flight.
+        """Add the use recorded in a file that was removed, and what this process has in flight.
 
-        Several processes do so, each when it notices: of two buckets the emptier one stays. The caller holds the lock.
-        Raises OSError where there is no room.
+        Several processes do so, each when it notices: of two buckets the emptier one is kept. The caller holds the
+        lock. Raises OSError when there is no room.
         """
         former.read_records()
         for tag, at in former._record_at.items():
@@ -118,18 +119,18 @@ class AccountFile:
             self.store(tag, here)
 
     def routers(self) -> frozenset[Incarnation]:
-        """Incarnations of the processes that live, and of those whose places nobody has taken."""
+        """Incarnations of the live processes, and of ended ones whose columns have not been taken yet."""
         self._read_header()
         return frozenset(Incarnation(self._incarnation(column) & ~_ENDED) for column in range(self._num_columns))
 
     def is_first(self) -> bool:
-        """Whether this is the first of the processes that live."""
+        """Whether this is the first of the live processes."""
         return not any(map(self._is_alive, range(self._column)))
 
     def lock(self) -> None:
-        """Hold the account. Blocks for microseconds: its holder does arithmetic on it and no more.
+        """Lock the account. Blocks for microseconds: its holder only does arithmetic.
 
-        Only behind a process that was stopped in the middle does this block the event loop longer, once, for at most
+        Behind a process that was stopped while holding it, this blocks the event loop longer, once, for at most
         `_LONGEST_LOCK_S`.
         """
         ends_s, tries = 0.0, 0
@@ -142,20 +143,20 @@ class AccountFile:
                 if self._is_stuck or time.monotonic() > ends_s:
                     self._report_stuck()
                     return
-                # The kernel tells nobody when another process's lock is free: yield, then look less often.
+                # The kernel does not report when another process releases its lock: yield, then poll less often.
                 time.sleep(0.0 if tries < _SPINS else _PAUSE_S)
             else:
                 self._is_locked, self._is_stuck = True, False
                 return
 
     def unlock(self) -> None:
-        """Give the account back."""
+        """Release the lock, if it is held."""
         if self._is_locked:
             fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, 0)
         self._is_locked = False
 
     def load(self, tag: bytes, usage: LimitUsage) -> None:
-        """Read a record into `usage`. The caller holds the lock, unless it could not be had."""
+        """Read a record into `usage`. The caller holds the lock, unless `lock` gave up."""
         values = _BUCKETS.unpack_from(self._map, self._record_at[tag] + _BUCKETS_AT)
         usage.requests, usage.tokens = _bucket(*values[:3]), _bucket(*values[3:])
         self.load_beside(tag, usage)
@@ -184,7 +185,7 @@ class AccountFile:
                 self._drop(column)
 
     def record(self, tag: bytes) -> int:
-        """Where a tenant's record begins; a new one is appended. The caller holds the lock.
+        """Offset of a tenant's record; a new one is appended. The caller holds the lock.
 
         Raises OSError when there is no room.
         """
@@ -203,7 +204,7 @@ class AccountFile:
         return at
 
     def read_records(self) -> None:
-        """Learn where the records are that other processes have appended. The caller holds the lock."""
+        """Index the records that other processes have appended. The caller holds the lock."""
         _, num_records = _COUNTS.unpack_from(self._map, 0)
         for number in range(self._num_read, num_records):
             at = _RECORDS_AT + number * _RECORD_BYTES
@@ -212,7 +213,7 @@ class AccountFile:
 
     def _map_file(self) -> mmap.mmap:
         if not any(map(self._is_alive, range(_MAX_COLUMNS))):
-            os.ftruncate(self._descriptor, 0)  # of earlier lives
+            os.ftruncate(self._descriptor, 0)  # left over from ended processes
         self._claim(_RECORDS_AT)
         os.ftruncate(self._descriptor, _FILE_BYTES)
         return mmap.mmap(self._descriptor, _FILE_BYTES)
@@ -229,7 +230,7 @@ class AccountFile:
             _NUM_INFLIGHT.pack_into(self._map, at, 0)
 
     def _take_column(self) -> int:
-        """Lock the byte of one that nobody living has, for life."""
+        """Lock the byte of a free column for this process's lifetime, and return the column."""
         for column in range(_MAX_COLUMNS):
             if self._lock_byte(column):
                 num_columns, num_records = _COUNTS.unpack_from(self._map, 0)
@@ -245,7 +246,7 @@ class AccountFile:
         return True
 
     def _is_alive(self, column: int) -> bool:
-        """Whether a process, other than this one, has the column."""
+        """Whether another live process has the column."""
         if not self._lock_byte(column):
             return True
         fcntl.lockf(self._descriptor, fcntl.LOCK_UN, 1, 1 + column)
@@ -292,7 +293,7 @@ def _bucket(per_minute: float, level: float, seen_s: float) -> TokenBucket | Non
 
 
 def _emptier(one: TokenBucket | None, other: TokenBucket | None) -> TokenBucket | None:
-    """Of two buckets of one limit; `other` where they are of different ones."""
+    """The emptier of two buckets of one limit; `other` if they are of different limits."""
     if one is None or other is None or one.per_minute != other.per_minute:
         return other or one
     latest_s = max(one.seen_s, other.seen_s)

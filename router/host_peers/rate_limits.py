@@ -1,9 +1,9 @@
-"""One account of rate limits for the router processes of one host: exact, and in no process's hands alone.
+"""One account of rate limits for the router processes of one host: exact, and owned by none of them.
 
-A file mapped into each of them (`router.host_peers.account_file`), in the folder that only their user can enter. Who
-clears temporary folders (systemd-tmpfiles, tmpreaper) may remove it while they run: each process notices when it next
-counts a request of a tenant with limits, and goes on with all that was used in the file that is at the path by then, or
-in a new one. What a process has in flight is not counted by those who have noticed before it.
+The account is a file mapped into each process (`router.host_peers.account_file`), in a folder that only their user can
+enter. A cleaner of temporary folders (systemd-tmpfiles, tmpreaper) may remove it while they run: each process notices
+when it next counts a request of a tenant with limits, and continues, with all use recorded so far, in the file that is
+then at the path, or in a new one. Until then its requests in flight are not counted by processes that noticed earlier.
 """
 
 import logging
@@ -17,24 +17,24 @@ from router.host_peers.account_file import AccountFile
 from tandem.values.ids import Incarnation
 
 _FILE: Final = "rate-limits-1"
-"""With the number of the layout: versions that lay it out otherwise have a file of their own."""
+"""Name with the number of the layout, so that versions with another layout use another file."""
 _AGAIN_S: Final = 10.0
-"""Pause before another try to replace a file that was removed."""
+"""Pause between attempts to replace a file that was removed."""
 _log = logging.getLogger(__name__)
 
 
 class RateLimitFile:
-    """The part of one process; a context manager. A process has one, since the kernel's locks are the process's."""
+    """One process's access; a context manager. A process has one, since the kernel's locks belong to the process."""
 
     def __init__(self, folder: Path, *, router: Incarnation) -> None:
-        """`router`: by which routers of other hosts know this process."""
+        """`router`: identifies this process to routers of other hosts."""
         self._path = folder / _FILE
         self._router = router
         self._file: AccountFile | None = None
         self._replace_from_s = 0.0
 
     def __enter__(self) -> Self:
-        """Raises OSError when the folder is not to be written to, its disk is full, or too many processes share it."""
+        """Raises OSError when the folder is not writable, its disk is full, or too many processes share it."""
         self._file = AccountFile(self._path, router=self._router)
         self._file.unlock()
         return self
@@ -48,11 +48,11 @@ class RateLimitFile:
 
     @property
     def file(self) -> AccountFile | None:
-        """What the account is kept in now; None once closed."""
+        """The file that currently holds the account; None once closed."""
         return self._file
 
     def usage_of(self, tag: bytes) -> LimitUsage:
-        """The account of the tenant with this tag: that of all processes, or, where there is no room, its own."""
+        """The account of the tenant with this tag: shared by all processes or, without room, of this one."""
         file = self.lock()
         if file is None:
             return LimitUsage()
@@ -66,15 +66,15 @@ class RateLimitFile:
             file.unlock()
 
     def routers(self) -> frozenset[Incarnation]:
-        """Incarnations of this host's router processes: those that live, and those whose places nobody has taken."""
+        """Incarnations of this host's live router processes, and of ended ones whose columns are not taken yet."""
         return frozenset((self._router,)) if self._file is None else self._file.routers()
 
     def is_first(self) -> bool:
-        """Whether this is the first of those that live: the one that counts in what other hosts let in."""
+        """Whether this is the first live process, which counts what other hosts admit."""
         return self._file is None or self._file.is_first()
 
     def lock(self) -> AccountFile | None:
-        """Hold the account, which is in this file; None once closed. Blocks as `AccountFile.lock` does."""
+        """Lock the account and return its file; None once closed. Blocks as `AccountFile.lock` does."""
         if self._file is not None:
             if self._file.was_removed() and time.monotonic() >= self._replace_from_s and self._replace(self._file):
                 return self._file  # locked
@@ -82,7 +82,7 @@ class RateLimitFile:
         return self._file
 
     def _replace(self, former: AccountFile) -> bool:
-        """Go on in the file that is at the path now; False where that cannot be, and the former one stays."""
+        """Continue in the file that is now at the path; returns False, and keeps the former one, on failure."""
         try:
             file = AccountFile(self._path, router=self._router)
             try:
@@ -92,11 +92,11 @@ class RateLimitFile:
                 raise
         except OSError as error:
             self._replace_from_s = time.monotonic() + _AGAIN_S
-            _log.error("%s was removed, and there can be no other: %s", self._path, error)
+            _log.error("%s was removed and cannot be replaced: %s", self._path, error)
             return False
         self._file = file
         former.close()
-        _log.warning("%s was removed while in use, perhaps to clear a temporary folder: it is there again", self._path)
+        _log.warning("%s was removed while in use, perhaps to clear a temporary folder: replaced", self._path)
         return True
 
 

@@ -60,7 +60,7 @@ class FirstTokens:
     first_s: float
     second_s: float | None = None
     shown_s: float | None = None
-    """When the first token's text was handed to the server that writes it."""
+    """Time at which the first token's text was passed to the server that writes it."""
     last_s: float
 
     def per_token_s(self, num_tokens: int) -> float | None:

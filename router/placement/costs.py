@@ -54,8 +54,7 @@ class CandidateCost:
     """Cost to others of recomputing here what another worker of the pool has cached."""
     transfer_ms: float = 0.0
     pair_ms: float = 0.0
-    """What the link from the best prefill worker adds to that, or, below zero, saves; see
-    `router.workers.pair_links`."""
+    """Cost added by the link from the best prefill worker, negative if it saves; see `router.workers.pair_links`."""
     handoff_ms: float = 0.0
     """All other costs of the best prefill worker and the hand-off from it."""
     memory_ms: float = 0.0
@@ -65,7 +64,7 @@ class CandidateCost:
     copy_ms: float = 0.0
     """Negative: the part that is not charged because a copy is wanted here."""
     local_threshold_tokens: float | None = None
-    """For a decode worker: uncached tokens up to which it would have computed the prompt itself."""
+    """Uncached tokens up to which a decode worker would have computed the prompt itself."""
 
     @property
     def total_ms(self) -> float:

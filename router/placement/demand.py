@@ -9,7 +9,7 @@ from router.workers.pair_links import PairLinks
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacementDemand:
-    """What one choice needs of its workers."""
+    """Requirements of one choice on its workers."""
 
     num_tokens: int
     """Tokens of the prompt and of earlier attempts' output, all of which need KV."""

@@ -32,7 +32,7 @@ class Partner:
 
     row: int
     cost_ms: float
-    """Its own cost, without the hand-off's."""
+    """Cost of the worker itself, without the hand-off's."""
 
 
 class Partners(Protocol):

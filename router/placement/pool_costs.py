@@ -17,7 +17,7 @@ Flags = Bools | list[bool]
 
 @dataclass(slots=True, kw_only=True)
 class PoolCosts:
-    """What one decision compares. Columns are [num_workers], and belong to this decision alone."""
+    """Costs that one decision compares. Columns are [num_workers], and belong to this decision alone."""
 
     held: Column
     """Leading tokens that the worker need not compute."""

@@ -37,7 +37,7 @@ _most = np.maximum.reduce
 
 
 class PlacementReason(Enum):
-    """Why the prompt is computed where it is."""
+    """Reason why the prompt is computed where it is."""
 
     DISAGGREGATED = "disaggregated"
     SHORT_SUFFIX = "short_suffix"
@@ -51,7 +51,7 @@ class PlacementReason(Enum):
 
 
 class Affinity(Enum):
-    """How the cached prefix influenced the placement."""
+    """Influence of the cached prefix on the placement."""
 
     PREFIX = "prefix"
     """No available worker held more of it."""

@@ -16,7 +16,7 @@ _QUEUE_S = 0.1
 
 
 class PortTakeover(Enum):
-    """What listens at the ports after this process has closed them."""
+    """Server that listens at the ports after this process has closed them."""
 
     NOBODY = "nobody"
     OTHERS = "others"

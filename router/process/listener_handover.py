@@ -59,7 +59,7 @@ def handover_path(config: RouterConfig) -> Path | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ListenAddresses:
-    """Where a router listens."""
+    """Addresses that a router listens on."""
 
     host: str
     port: int

@@ -11,7 +11,7 @@ from router.tenants.prices import PriceTable, Spent
 MOST_TENANTS = 1000
 """Tenants beyond this number are counted together, under OTHERS."""
 OTHERS = "(others)"
-"""Not a valid tenant name, since it has a bracket."""
+"""Name for all further tenants; no tenant can have it, since brackets are not allowed."""
 
 
 class TenantUsage:

@@ -20,7 +20,7 @@ import tokenizers
 from tandem.errors import ConfigError
 
 _BEFORE, _BEHIND = "\ufdd0", "\ufdd1"
-"""Dummy neighbours of a token, which no step changes."""
+"""Dummy characters around a token, which no step changes."""
 _CLEANUP = (
     (" .", "."),
     (" ?", "?"),

@@ -44,7 +44,7 @@ class AnswerPart(NamedTuple):
 
 class _Phase(Enum):
     BEFORE = auto()
-    """It is not known yet whether the model reasons."""
+    """Start of the answer: it is not known yet whether the model reasons."""
     THINKING = auto()
     BETWEEN = auto()
     """The reasoning has ended; of the answer there has been white space at most."""
@@ -185,7 +185,7 @@ class ReasoningTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reasoning:
-    """How one request's answers are parsed for reasoning; part of `PreparedRequest`."""
+    """Parser of reasoning in one request's answers; part of `PreparedRequest`."""
 
     marks: ThinkingMarks
     is_open: bool

@@ -30,7 +30,7 @@ class ScoredPrompt:
     """Rank of each token; 1: no other token was more likely."""
     top_ids: Sequence[int] = ()
     top_logprobs: Sequence[float] = ()
-    """For each token `num_top` log probabilities, the most likely first."""
+    """Log probabilities of the `num_top` most likely tokens in place of each token, the most likely first."""
     mean: Sequence[float] = ()
     times: PhaseTimes = field(default_factory=PhaseTimes)
     num_computed: int = 0

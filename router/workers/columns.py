@@ -219,7 +219,7 @@ class ClusterView:
     decode: PoolView
     prefill: PoolView
     partners: tuple[Bools | None, ...]
-    """For each kind of decode worker, which prefill workers it can pair with; None: all."""
+    """Prefill workers that each kind of decode worker can pair with; None: all."""
     num_slots: int
 
     def matched(self, tokens: Mapping[WorkerId, int]) -> Ints:

@@ -13,7 +13,7 @@ from tandem.errors import Unavailable
 from tandem.values.ids import RequestId
 
 PAUSE_S = 60.0
-"""How long a request that is judged to have crashed workers, and requests equal to it, are refused."""
+"""Time for which a request judged to have crashed workers, and requests equal to it, are refused."""
 _RETURN_S = 2.0
 """Seconds within which a worker that only lost its session reconnects: the first try comes after 0.1 s
 (`router.fleet.connections`)."""

@@ -19,7 +19,7 @@ RETRY_S = 0.25
 
 
 class LogEntryAction(Enum):
-    """How to treat an entry."""
+    """Handling of a log entry."""
 
     APPLY = "apply"
     IGNORE = "ignore"
@@ -27,7 +27,7 @@ class LogEntryAction(Enum):
 
 
 class Reload(Enum):
-    """Why a worker's state is loaded again."""
+    """Reason for loading a worker's state again."""
 
     START = "start"
     GAP = "gap"

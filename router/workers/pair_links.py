@@ -1,4 +1,4 @@
-"""What the link between two workers adds to a hand-off, or saves: measured pair by pair, with priors. Pure.
+"""Estimates the time that the link of two workers adds to a hand-off, or saves, from measured pairs. Pure.
 
 A hand-off's exposed time is what its transfer takes after the prompt has been computed. Decode workers report it for
 every hand-off that was committed; here it is kept in seconds per byte, with exponential decay, for every class of links
@@ -130,7 +130,7 @@ def _kept(age_s: float) -> float:
 
 
 class ClassRate(NamedTuple):
-    """What is known of one class of links, for metrics."""
+    """Measured rate of one class of links, for metrics."""
 
     link: LinkClass
     bytes_per_s: float

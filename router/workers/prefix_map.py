@@ -31,8 +31,8 @@ _FEW_BITS = 8
 
 
 _Expected = tuple[float, int, int]
-"""For an expected block: when that lapses, the position of its last hash block in its prompt, and how many prompts
-expect it. Names are chained, so the position is the same in every prompt that has the block."""
+"""State of an expected block: the time when it lapses, the position of its last hash block in its prompt, and the
+number of prompts that expect it. Names are chained, so the position is the same in every prompt that has the block."""
 
 
 class _Holdings:
@@ -85,7 +85,7 @@ class PrefixMap:
         """Bits of the workers, grouped by how many hash blocks one of their blocks holds."""
         self._sets: dict[int, int] = {}
         self._lapses: deque[tuple[float, _Holdings]] = deque()
-        """When each worker's expectations end, the first to end first."""
+        """Times at which workers' expectations end, earliest first."""
 
     def __len__(self) -> int:
         return len(self._holders)
@@ -165,7 +165,7 @@ class PrefixMap:
             self._touch(held, own)
             self._expect_each(held, own, lapses_s)
             return
-        # The usual case: what the worker lacks of a prompt, nobody has.
+        # The usual case: no worker has the blocks that this one lacks.
         leading = own[:num_held]
         self._touch(held, leading)
         if held.expected:

@@ -242,14 +242,14 @@ class WorkerTable:
         return view
 
     def _seat(self, records: list[WorkerRecord]) -> ClusterView:
-        rosters: dict[WorkerRole, PoolMembers] = {}
+        pools: dict[WorkerRole, PoolMembers] = {}
         for role, positions in split_by_role(record.info for record in records).items():
             members = [records[position] for position in positions]
-            rosters[role] = PoolMembers([m.info for m in members], [m.slot for m in members])
+            pools[role] = PoolMembers([m.info for m in members], [m.slot for m in members])
             columns = self._columns[role] = PoolColumns(len(members))
             for row, member in enumerate(members):
                 member.seat(columns, row)
-        decode, prefill = rosters[WorkerRole.DECODE], rosters[WorkerRole.PREFILL]
+        decode, prefill = pools[WorkerRole.DECODE], pools[WorkerRole.PREFILL]
         return ClusterView(
             decode=view_of(decode, self._columns[WorkerRole.DECODE]),
             prefill=view_of(prefill, self._columns[WorkerRole.PREFILL]),

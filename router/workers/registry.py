@@ -41,7 +41,7 @@ class WorkerRejected(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServingStatus:
-    """What the cluster serves and with which workers, for readiness, /v1/models and the banner."""
+    """The served model and the workers that serve it, for readiness, /v1/models and the banner."""
 
     ready: bool
     """Whether a decode worker is live and accepts requests; without prefill workers it computes prompts itself."""

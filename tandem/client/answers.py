@@ -1,4 +1,4 @@
-"""What the client gives back, made from messages."""
+"""The client's results, and their conversion from messages."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,12 +21,12 @@ class Usage:
     completion_tokens: int
     cached_tokens: int
     reasoning_tokens: int
-    """Of `completion_tokens` those up to the end of thinking."""
+    """Those of `completion_tokens` up to the end of the model's reasoning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenProbability:
-    """Log probability of one token of an answer, and of the most likely ones in its place."""
+    """Log probability of one token of an answer, and of the most likely alternatives."""
 
     logprob: float
     top: Mapping[int, float]
@@ -39,28 +39,28 @@ class PromptProbability:
     token_id: int
     logprob: float
     rank: int
-    """1: no other token was more likely."""
+    """Rank of the token among all alternatives; 1: it was the most likely."""
     top: Mapping[int, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallPart:
-    """A call that begins, or more of its arguments."""
+    """The beginning of a tool call, or more of its arguments."""
 
     index: int
-    """Of the call within its choice."""
+    """Index of the call within its choice."""
     id: str
-    """Empty but where it begins; so is the name."""
+    """Empty, like `name`, except in the part that begins the call."""
     name: str
     arguments: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vote:
-    """How a vote went."""
+    """Result of a vote among choices."""
 
     answer: str | None
-    """None: none of the choices had one."""
+    """The winning answer; None: no choice had one."""
     votes: int
     of: int
 
@@ -75,16 +75,16 @@ class Piece:
     token_ids: Sequence[int]
     logprobs: Sequence[TokenProbability] = ()
     finish_reason: str | None = None
-    """Of the choice's last piece: stop, length or tool_calls."""
+    """Set in the choice's last piece: stop, length or tool_calls."""
     usage: Usage | None = None
-    """Of the very last piece."""
+    """Set in the last piece of the call."""
     tool_calls: Sequence[CallPart] = ()
     prompt_logprobs: Sequence[PromptProbability] = ()
-    """Of the prompt's tokens behind the first; in pieces before those with text."""
+    """Log probabilities of the prompt's tokens after the first; sent before pieces with text."""
     vote: Vote | None = None
     """Set in the choice's last piece if a vote was requested."""
     reasoning_content: str = ""
-    """What the model thinks before it answers; not in `text`."""
+    """Reasoning of the model before its answer; not part of `text`."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -98,13 +98,13 @@ class Choice:
     reasoning_content: str = ""
 
     def turn(self) -> Turn:
-        """As the conversation goes on with it."""
+        """The turn to append to the conversation."""
         thought = self.reasoning_content or None
         calls = tuple(self.tool_calls)
         return Turn(role="assistant", content=self.text, tool_calls=calls, reasoning_content=thought)
 
     def add(self, piece: Piece) -> None:
-        """What follows of it."""
+        """Append a piece."""
         self.text += piece.text
         self.reasoning_content += piece.reasoning_content
         self.token_ids += piece.token_ids
@@ -129,17 +129,17 @@ class Answer:
     timing: Mapping[str, Any]
     """Time per phase as the server reports it; see `X-Tandem-Timing` over HTTP."""
     prompt_logprobs: Sequence[PromptProbability] = ()
-    """Of the prompt's tokens after the first, if requested."""
+    """Log probabilities of the prompt's tokens after the first, if requested."""
 
     @property
     def text(self) -> str:
-        """Of the first choice."""
+        """Text of the first choice."""
         return self.choices[0].text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """One that is served."""
+    """A model that is served."""
 
     id: str
     max_model_len: int
@@ -148,10 +148,10 @@ class Model:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedContent:
-    """A beginning of conversations that is kept by name; times are Unix times."""
+    """A beginning of conversations that is kept by name; times are Unix times in seconds."""
 
     name: str
-    """For `Options.cached_content`."""
+    """Name for `Options.cached_content`."""
     num_tokens: int
     created_s: float
     updated_s: float
@@ -215,7 +215,7 @@ def _reason_of(number: int) -> str | None:
 
 
 def answer_of(pieces: Iterable[Piece], timing: Mapping[str, Any]) -> Answer:
-    """A whole answer. Raises ValueError when its end is missing."""
+    """Assemble an answer from its pieces. Raises ValueError when the last one is missing."""
     choices: dict[int, Choice] = {}
     name, usage, scores = "", None, list[PromptProbability]()
     for piece in pieces:
@@ -223,7 +223,7 @@ def answer_of(pieces: Iterable[Piece], timing: Mapping[str, Any]) -> Answer:
         scores += piece.prompt_logprobs
         name, usage = piece.id, piece.usage or usage
     if usage is None:
-        raise ValueError("the answer has no end")
+        raise ValueError("the last piece of the answer is missing")
     shown = [choice for _, choice in sorted(choices.items())]
     return Answer(id=name, choices=shown, usage=usage, timing=timing, prompt_logprobs=scores)
 
@@ -234,6 +234,6 @@ def vectors_of(answer: pb.EmbedResponse) -> list[list[float]]:
 
 
 def timing_of(trailing: Iterable[tuple[str, str | bytes]] | None) -> Mapping[str, Any]:
-    """Of the metadata behind an answer; empty when there is none."""
+    """Timing from the trailing metadata of an answer; empty when there is none."""
     text = next((value for key, value in trailing or () if key == _TIMING), None)
     return {} if text is None else dict(json.loads(text))

@@ -1,4 +1,4 @@
-"""What the two clients share: channels to routers and reconnecting, everything but waiting."""
+"""The common part of both clients: channels to routers, and reconnecting, without any waiting."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -16,17 +16,17 @@ from tandem.errors import DeadlineExceeded, ServingError
 from tandem.v1 import inference_pb2 as pb
 from tandem.v1.inference_pb2_grpc import InferenceStub
 
-_HARMLESS = frozenset({"Embed", "Tokenize", "Detokenize", "ListModels", "GetCachedContent", "ListCachedContents"})
-"""Calls that may be made twice."""
+_REPEATABLE = frozenset({"Embed", "Tokenize", "Detokenize", "ListModels", "GetCachedContent", "ListCachedContents"})
+"""Calls that may be repeated."""
 _CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.max_receive_message_length", 64 << 20),
-    # A router whose machine is gone says nothing: it must be given up while workers still keep its streams going
-    # (`router.takeover_s`). Only while a call is under way, so that idle clients cost nothing; without a bound, since
-    # whoever reads a stream sends nothing, and gRPC would be content with two.
+    # A router whose machine is gone sends nothing: it must be given up while workers still keep its streams
+    # (`router.takeover_s`). Only during calls, so that idle clients cost nothing; without a limit on pings, because a
+    # client that reads a stream sends nothing, and gRPC's default allows two pings then.
     ("grpc.keepalive_time_ms", 4_000),
     ("grpc.keepalive_timeout_ms", 4_000),
     ("grpc.http2.max_pings_without_data", 0),
-    # Time to connect: a router that hangs accepts and then says nothing, while another one may answer.
+    # Time to connect: a router that hangs accepts and then sends nothing, while another may answer.
     ("grpc.min_reconnect_backoff_ms", 3_000),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
@@ -44,7 +44,7 @@ class Routers:
 
     @classmethod
     def from_address(cls, address: str | Sequence[str], api_key: str | None, tls: Tls | None) -> "Routers":
-        """One `host:port`, or several of one cluster."""
+        """From one `host:port`, or several of one cluster. Raises ValueError when there is none."""
         addresses = (address,) if isinstance(address, str) else tuple(address)
         if not addresses:
             raise ValueError("address must name at least one router")
@@ -68,7 +68,7 @@ class Routers:
 
 
 class ClientBase:
-    """Channels to one cluster's routers."""
+    """Channels to one cluster's routers, and the router currently used."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class ClientBase:
         tls: Tls | None = None,
         max_reconnects: int = 8,
     ) -> None:
-        """`address`: host:port of a router's gRPC server, or of several. `max_reconnects`: failed ones in a row."""
+        """`address`: host:port of a router's gRPC server, or of several. `max_reconnects`: consecutive failed ones."""
         self._routers = Routers.from_address(address, api_key, tls)
         self._max_reconnects = max_reconnects
         self._rng = Random()
@@ -104,22 +104,22 @@ class ClientBase:
         return InferenceStub(self._channels[self._current % len(self._channels)])  # type: ignore[no-untyped-call]
 
     def _call(self, progress: StreamProgress, ends_s: float | None) -> Any:
-        """The next attempt at a streamed answer. Raises DeadlineExceeded."""
+        """Begin the next attempt at a streamed answer. Raises DeadlineExceeded."""
         return self._stub().Generate(progress.request(), metadata=self._routers.metadata, timeout=_left_s(ends_s))
 
     def _asks_next(self, method: str, error: Any, num_asked: int) -> bool:
-        """Whether to retry the call on the next router after a broken connection; later calls begin there."""
+        """Whether to repeat the call at the next router after a broken connection; later calls begin there."""
         if error.code() is not grpc.StatusCode.UNAVAILABLE or came_from_server(error.trailing_metadata()):
             return False
         self._current += 1
-        return method in _HARMLESS and num_asked < len(self._channels)
+        return method in _REPEATABLE and num_asked < len(self._channels)
 
     def _begin(self, request: pb.GenerateRequest, options: Options) -> tuple[StreamProgress, float | None]:
         progress = StreamProgress(request, max_reconnects=self._max_reconnects, rng=self._rng)
         return progress, None if options.timeout_s is None else time.monotonic() + options.timeout_s
 
     def _wait_s(self, progress: StreamProgress, error: Any, trailing: Trailing, ends_s: float | None) -> float:
-        """How long to wait before the next attempt. Raises the stream's error when there is none."""
+        """Seconds to wait before the next attempt. Raises the stream's error when there is none."""
         failure = _failure(error, trailing)
         again = progress.after(failure, from_server=came_from_server(trailing))
         if again is None:
@@ -134,7 +134,7 @@ def _left_s(ends_s: float | None) -> float | None:
         return None
     left_s = ends_s - time.monotonic()
     if left_s <= 0.0:
-        raise DeadlineExceeded("timeout_s is over before the answer is complete")
+        raise DeadlineExceeded("timeout_s ended before the answer was complete")
     return left_s
 
 

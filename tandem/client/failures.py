@@ -1,4 +1,4 @@
-"""From a status of gRPC to one of `tandem.errors`: its class, the field (`param`) and the time to come back."""
+"""Converts a gRPC status to an error of `tandem.errors`, with the field (`param`) and the time to retry."""
 
 from collections.abc import Iterable, Iterator
 
@@ -32,7 +32,7 @@ _BY_CODE: dict[grpc.StatusCode, type[ServingError]] = {
 
 
 def error_of(code: grpc.StatusCode, message: str, trailing: Iterable[tuple[str, str | bytes]] | None) -> ServingError:
-    """What the server said, or what its connection's end means."""
+    """The error that the server reported, or that the end of its connection stands for."""
     kind, param, retry_after_s = _BY_CODE.get(code, InternalError), None, None
     status = _status(trailing)
     for detail in () if status is None else status.details:
@@ -47,7 +47,7 @@ def error_of(code: grpc.StatusCode, message: str, trailing: Iterable[tuple[str, 
 
 
 def came_from_server(trailing: Iterable[tuple[str, str | bytes]] | None) -> bool:
-    """Whether a router said it; else a connection broke."""
+    """Whether a router sent the error; otherwise a connection broke."""
     return _status(trailing) is not None
 
 

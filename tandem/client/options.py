@@ -1,4 +1,4 @@
-"""What a caller of the client may ask for. Whatever is None or empty is left to the server."""
+"""The options of a client's requests. None and empty values are left to the server."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,30 +14,30 @@ class Tool:
     name: str
     description: str | None = None
     parameters: str | None = None
-    """Text of the JSON schema of its arguments, which are an object; None: it takes none."""
+    """JSON schema, as text, of its arguments, which are an object; None: it takes none."""
     strict: bool = False
-    """Its arguments obey the schema also when the model itself decides to call it."""
+    """Whether its arguments obey the schema even when the model itself decides to call it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolChoice:
-    """How tools may be used: one that must be called, or some that may."""
+    """Which tools may or must be called; set one of the fields."""
 
     mode: Literal["none", "auto", "required"] | None = None
     function: str | None = None
-    """The one that must be called; nothing else beside it."""
+    """Name of the function that must be called."""
     allowed: Sequence[str] = ()
-    """Names of those that may be called; empty: all."""
+    """Names of the functions that may be called; empty: all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """What the model called."""
+    """A call that the model made."""
 
     id: str
     name: str
     arguments: str
-    """JSON, as the model wrote it."""
+    """JSON, as written by the model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,31 +48,31 @@ class Turn:
     content: str | None = None
     name: str | None = None
     tool_calls: Sequence[ToolCall] = ()
-    """Of an assistant's turn; see `Choice.turn`."""
+    """Calls of an assistant's turn; see `Choice.turn`."""
     tool_call_id: str | None = None
-    """Of a turn of role tool: which call its content is the result of."""
+    """Id of the call that `content` is the result of; for the role `tool`."""
     cached_for: Literal["5m", "1h"] | None = None
-    """The conversation up to here stays cached for so long after its last use."""
+    """Time after its last use for which the conversation up to this turn stays cached."""
     reasoning_content: str | None = None
-    """What the model thought before an assistant's turn."""
+    """Reasoning of the model in an assistant's turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Structure:
-    """What every answer must be: one of these."""
+    """The required form of every answer; set one of the fields."""
 
     json_schema: str | None = None
-    """Text of a JSON schema."""
+    """JSON schema, as text."""
     json_object: bool = False
     regex: str | None = None
     choice: Sequence[str] = ()
     grammar: str | None = None
-    """Lark as llguidance writes it, or GBNF."""
+    """A grammar in llguidance's dialect of Lark, or in GBNF."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Everything about an answer but its prompt; bounds are the server's."""
+    """All options of a request except its prompt; the server checks their bounds."""
 
     model: str | None = None
     max_tokens: int | None = None
@@ -87,7 +87,7 @@ class Options:
     ignore_eos: bool | None = None
     seed: int | None = None
     num_logprobs: int | None = None
-    """0: of the sampled tokens; k: of the k most likely as well."""
+    """0: logprobs of the sampled tokens; k: also of the k most likely ones."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
@@ -104,16 +104,16 @@ class Options:
     request_id: str | None = None
     structure: Structure | None = None
     prompt_logprobs: int | None = None
-    """Of the prompt's tokens too; of each also so many of the most likely in its place."""
+    """Log probabilities of the prompt's tokens, each with this many of the most likely alternatives."""
     tools: Sequence[Tool] = ()
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: Mapping[str, TemplateValue] = field(default_factory=dict)
     """Variables that the model's template reads."""
     continue_final_message: bool | None = None
-    """The last turn is the assistant's, and the answer goes on with it."""
+    """Whether the answer continues the last turn, which is the assistant's."""
     cached_content: str | None = None
-    """Name of what the conversation begins with."""
+    """Name of the `CachedContent` that the conversation begins with."""
     best_of: int | None = None
     """Generate this many choices and return the `n` most likely."""
     vote: bool | None = None
@@ -123,7 +123,7 @@ class Options:
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
     timeout_s: float | None = None
-    """For the whole answer, connecting again included; None: the server's own bound."""
+    """Time limit of the whole answer, reconnecting included; None: the server's own limit."""
 
     @property
     def can_be_continued(self) -> bool:
@@ -137,10 +137,10 @@ DEFAULT_OPTIONS = Options()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tls:
-    """PEM contents. Without a CA the system's own are trusted; certificate and key prove the client (mTLS)."""
+    """PEM contents. Without a CA the system's are trusted; certificate and key authenticate the client (mTLS)."""
 
     ca: bytes | None = None
     cert: bytes | None = None
     key: bytes | None = None
     server_name: str | None = None
-    """That the server's certificate bears, when it is not the one of the address."""
+    """Name in the server's certificate, if it differs from the address."""

@@ -24,7 +24,7 @@ class Again:
 
 
 class StreamProgress:
-    """How far one call has come, over all its attempts."""
+    """Progress of one call over all its attempts."""
 
     def __init__(self, request: pb.GenerateRequest, *, max_reconnects: int, rng: Random) -> None:
         self._request = request
@@ -33,7 +33,7 @@ class StreamProgress:
         self._num_failed = 0
         self._has_begun = False
         self.is_over = False
-        """The last message has come: a connection that breaks now breaks nothing."""
+        """Whether the last message has come: a connection that breaks now does no harm."""
 
     def request(self) -> pb.GenerateRequest:
         """The request for the next attempt."""
@@ -48,7 +48,7 @@ class StreamProgress:
         return piece_of(message)
 
     def after(self, error: ServingError, *, from_server: bool) -> Again | None:
-        """How to retry after an error; None when the caller gets the error.
+        """The retry after an error; None when the caller gets the error.
 
         A broken connection is always retried. A server's error is final, unless it is a retryable one of a stream that
         had begun.
@@ -56,7 +56,7 @@ class StreamProgress:
         if self._num_failed >= self._most or (from_server and not (self._has_begun and error.retryable)):
             return None
         if self._has_begun and not self._request.last_stream_id:
-            return None  # tokens that have come would come again
+            return None  # the tokens received so far would be sent again
         self._num_failed += 1
         wait_s = min(LONGEST_WAIT_S, FIRST_WAIT_S * 2.0 ** (self._num_failed - 1)) * self._rng.uniform(0.5, 1.0)
         return Again(wait_s=max(wait_s, error.retry_after_s or 0.0), next_router=True)

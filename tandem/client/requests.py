@@ -1,4 +1,4 @@
-"""From prompts and options to messages."""
+"""Converts prompts and options to request messages."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +19,7 @@ _EARLY = {False: pb.EARLY_STOPPING_FALSE, True: pb.EARLY_STOPPING_TRUE, "never":
 
 
 def generate_request(prompt: Prompt | Sequence[Turn], options: Options) -> pb.GenerateRequest:
-    """A text, token ids, or a conversation. Its pieces bear ids, so that it can go on after a break, where it can.
+    """Build a request for a text, token ids, or a conversation; its pieces have ids if it can be resumed.
 
     Raises InvalidRequest for a value that its field cannot hold.
     """
@@ -52,7 +52,7 @@ def generate_request(prompt: Prompt | Sequence[Turn], options: Options) -> pb.Ge
 
 @contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Says of which field a value is wrong. Raises InvalidRequest."""
+    """Context that converts errors to InvalidRequest for the field `name`."""
     try:
         yield
     except (TypeError, ValueError, KeyError) as error:
@@ -60,7 +60,7 @@ def _named(name: str) -> Iterator[None]:
 
 
 def _put(request: pb.GenerateRequest, name: str, value: Any) -> None:
-    """Raises TypeError and ValueError for what its field cannot hold."""
+    """Set one field. Raises TypeError and ValueError for a value that it cannot hold."""
     message = request.sampling if name in _SAMPLING and name != "bad_words" else request
     if name == "logit_bias":
         request.sampling.logit_bias.update(value)
@@ -102,7 +102,7 @@ def _put_variables(request: pb.GenerateRequest, variables: Mapping[str, Template
 
 
 def embed_request(inputs: Sequence[Prompt], model: str | None, cache_salt: str | None) -> pb.EmbedRequest:
-    """Texts, or lists of token ids."""
+    """Build a request from texts or lists of token ids."""
     shown = [
         pb.EmbedInput(text=one) if isinstance(one, str) else pb.EmbedInput(token_ids=pb.TokenIds(ids=one))
         for one in inputs
@@ -113,7 +113,7 @@ def embed_request(inputs: Sequence[Prompt], model: str | None, cache_salt: str |
 def tokenize_request(
     text: str | Sequence[Turn], model: str | None, add_special_tokens: bool, tools: Sequence[Tool]
 ) -> pb.TokenizeRequest:
-    """A text or a conversation."""
+    """Build a request from a text or a conversation."""
     if isinstance(text, str):
         request = pb.TokenizeRequest(model=model, text=text, add_special_tokens=add_special_tokens)
     else:

@@ -3,8 +3,8 @@
     with Client("127.0.0.1:8001") as client:
         print(client.generate("Once upon a time", Options(max_tokens=20)).text)
 
-Errors are those of `tandem.errors`: `param` names a wrong field, `retry_after_s` says when to come back. A stream whose
-connection breaks goes on, at the next of the given routers, where it stopped.
+Errors are those of `tandem.errors`: `param` names the wrong field, `retry_after_s` is the time after which to retry. A
+stream whose connection breaks continues, at the next of the given routers, where it stopped.
 """
 
 import time
@@ -22,7 +22,7 @@ from tandem.v1 import inference_pb2 as pb
 
 
 class Client(ClientBase):
-    """Channels to one cluster's routers; a context manager. Threads may share it."""
+    """Channels to one cluster's routers; a context manager, which threads may share."""
 
     def __enter__(self) -> Self:
         self._open(grpc)
@@ -34,30 +34,30 @@ class Client(ClientBase):
         self.close()
 
     def close(self) -> None:
-        """Ends what is under way."""
+        """Close the channels and cancel running calls."""
         for channel in self._leave():
             channel.close()
 
     def generate(self, prompt: Prompt, options: Options = DEFAULT_OPTIONS) -> Answer:
-        """The whole answer to a text or to token ids. Raises ServingError."""
+        """Generate the whole answer to a text or to token ids. Raises ServingError."""
         return self._whole(generate_request(prompt, options), options)
 
     def chat(self, turns: Sequence[Turn], options: Options = DEFAULT_OPTIONS) -> Answer:
-        """The whole answer to a conversation. Raises ServingError."""
+        """Generate the whole answer to a conversation. Raises ServingError."""
         return self._whole(generate_request(turns, options), options)
 
     def stream(self, prompt: Prompt, options: Options = DEFAULT_OPTIONS) -> Generator[Piece, None, None]:
-        """The answer as it comes. Raises ServingError."""
+        """Yield the answer to a text or to token ids as it is generated. Raises ServingError."""
         return self._pieces(generate_request(prompt, options), options, {})
 
     def stream_chat(self, turns: Sequence[Turn], options: Options = DEFAULT_OPTIONS) -> Generator[Piece, None, None]:
-        """The answer to a conversation as it comes. Raises ServingError."""
+        """Yield the answer to a conversation as it is generated. Raises ServingError."""
         return self._pieces(generate_request(turns, options), options, {})
 
     def embed(
         self, inputs: Sequence[Prompt], *, model: str | None = None, cache_salt: str | None = None
     ) -> list[list[float]]:
-        """A vector of length one for each text, or list of token ids. Raises ServingError."""
+        """Return a vector of length one for each text, or list of token ids. Raises ServingError."""
         return vectors_of(self._ask("Embed", embed_request(inputs, model, cache_salt)))
 
     def tokenize(
@@ -68,41 +68,41 @@ class Client(ClientBase):
         add_special_tokens: bool = True,
         tools: Sequence[Tool] = (),
     ) -> list[int]:
-        """Token ids of a text, or of a conversation with its tools. Raises ServingError."""
+        """Return the token ids of a text, or of a conversation with its tools. Raises ServingError."""
         answer = self._ask("Tokenize", tokenize_request(text, model, add_special_tokens, tools))
         return list(answer.token_ids)
 
     def detokenize(self, token_ids: Sequence[int], *, model: str | None = None) -> str:
-        """Their text, special tokens included. Raises ServingError."""
+        """Return the text of tokens, special ones included. Raises ServingError."""
         answer = self._ask("Detokenize", pb.DetokenizeRequest(model=model, token_ids=token_ids))
         return str(answer.text)
 
     def models(self) -> list[Model]:
-        """What is served. Raises ServingError."""
+        """List the models that are served. Raises ServingError."""
         return models_of(self._ask("ListModels", pb.ListModelsRequest()))
 
     def create_cached(
         self, turns: Sequence[Turn], *, ttl_s: float | None = None, display_name: str | None = None
     ) -> CachedContent:
-        """Have the beginning of conversations computed and kept under a name. Raises ServingError."""
+        """Compute the beginning of conversations and keep it under a name. Raises ServingError."""
         request = pb.CreateCachedContentRequest(chat=chat_of(turns), ttl_s=ttl_s, display_name=display_name)
         return cached_of(self._ask("CreateCachedContent", request))
 
     def get_cached(self, name: str) -> CachedContent:
-        """Raises CacheNotFound when it is not there, or its time is over."""
+        """Look a kept beginning up by name. Raises CacheNotFound when there is none, or it has expired."""
         return cached_of(self._ask("GetCachedContent", pb.GetCachedContentRequest(name=name)))
 
     def list_cached(self) -> list[CachedContent]:
-        """The tenant's own, the newest last. Raises ServingError."""
+        """List the tenant's own, oldest first. Raises ServingError."""
         response = self._ask("ListCachedContents", pb.ListCachedContentsRequest())
         return [cached_of(one) for one in response.cached_contents]
 
     def prolong_cached(self, name: str, ttl_s: float) -> CachedContent:
-        """It ends so long from now. Raises as `get_cached`."""
+        """Set the remaining lifetime to `ttl_s`. Raises as `get_cached`."""
         return cached_of(self._ask("UpdateCachedContent", pb.UpdateCachedContentRequest(name=name, ttl_s=ttl_s)))
 
     def delete_cached(self, name: str) -> None:
-        """It need not be kept any longer. Raises as `get_cached`."""
+        """Release it before it expires. Raises as `get_cached`."""
         self._ask("DeleteCachedContent", pb.DeleteCachedContentRequest(name=name))
 
     def _ask(self, method: str, request: Any) -> Any:

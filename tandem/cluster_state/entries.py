@@ -1,14 +1,14 @@
-"""Encodes and authenticates what is kept in Redis: the cluster state that workers and routers publish.
+"""Encodes and authenticates the cluster state that workers and routers publish in Redis.
 
 Workers publish their registration, a log of their cache's changes and snapshots of it; routers their load and their
 tenants' usage.
 
 A value is an HMAC-SHA-256 tag and a protobuf message (tandem/v1/cluster_state.proto). The key is derived from the
 cluster's secret; the tag covers the kind of entry, the cluster's name and the whole message, which has the worker's id,
-incarnation and sequence number. So an attacker who can write to Redis but lacks the secret can at most remove entries
-or restore old ones: both cost hit rate. A router ignores loads that were written before it started, and loads that are
-not newer than the latest one it has seen of the same router. One that it missed while it was running counts as new, for
-one lease. An entry that is too large, malformed, forged or somebody else's raises BadEntry.
+incarnation and sequence number. An attacker who can write to Redis but lacks the secret can therefore only remove
+entries or restore old ones, which costs hit rate. A router ignores loads that were written before it started, and loads
+that are not newer than the latest one it has seen of the same router. A load that it missed while running counts as
+new, for one lease. An entry that is too large, malformed, forged or of another process raises BadEntry.
 """
 
 import hmac
@@ -25,12 +25,12 @@ from tandem.values.ids import BlockHash, Incarnation, WorkerId
 from tandem.values.roles import WorkerRole
 
 MAX_CHANGES = 1024
-"""Most changes in one log entry: a router applies them in one step of its event loop."""
+"""Maximum number of changes in one log entry, which a router applies in one step of its event loop."""
 MAX_STATE_NAMES = 1 << 20
 MAX_SHARES = 4096
 MAX_TALLIES = 4096
 MAX_HEARD = 256
-"""Most other routers that a load lists."""
+"""Maximum number of other routers in a load."""
 TAG_BYTES = 16
 MAX_ID_LENGTH = 128
 MAX_ADDRESS_LENGTH = 256
@@ -51,7 +51,7 @@ class BadEntry(Exception):
 
 
 class Process(NamedTuple):
-    """One process of a worker: a restart makes it another process."""
+    """One process of a worker; a restart makes a new one."""
 
     worker_id: WorkerId
     incarnation: Incarnation
@@ -63,7 +63,7 @@ class Process(NamedTuple):
 
     @classmethod
     def parse(cls, mark: str) -> "Process":
-        """Raises BadEntry for an entry that is malformed or not authentic."""
+        """Parse a `mark`. Raises BadEntry when it is malformed."""
         worker_id, at, incarnation = mark.rpartition("@")
         try:
             number = int(incarnation, 16)
@@ -110,24 +110,24 @@ class Changes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheState:
-    """All that a worker holds at one moment."""
+    """All blocks that a worker's cache holds at one moment."""
 
     next_sequence: int
     names: bytes
-    """One after the other, a block after its parent."""
+    """Block names, concatenated; a block comes after its parent."""
 
     def __len__(self) -> int:
         return len(self.names) // HASH_BYTES
 
     def slices(self, size: int) -> Iterator[tuple[BlockHash, ...]]:
-        """So many names at a time."""
+        """Yield the names, at most `size` at a time."""
         for start in range(0, len(self.names), size * HASH_BYTES):
             yield tuple(_names(self.names[start : start + size * HASH_BYTES]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """What one router has under way at one worker."""
+    """Load that one router has placed on one worker."""
 
     process: Process
     report_number: int
@@ -161,7 +161,7 @@ class RouterLoad:
     shares: tuple[Share, ...]
     tallies: tuple[TenantTally, ...] = ()
     hears: tuple[Incarnation, ...] = ()
-    """Other routers that it knew when it wrote this."""
+    """Incarnations of the other routers whose entries it has seen."""
 
 
 class ClusterStateCodec:
@@ -177,7 +177,7 @@ class ClusterStateCodec:
         return self._seal(b"worker", pb.WorkerRegistration(**_who(notice.process), role=role, address=address))
 
     def open_notice(self, data: bytes, process: Process) -> Notice:
-        """Raises BadEntry for an entry that is malformed or not authentic."""
+        """Decode a registration. Raises BadEntry when it is malformed or not authentic."""
         message = self._open(b"worker", data, pb.WorkerRegistration, SMALL_BYTES, process)
         role = _ROLE_OF.get(message.role)
         host, _, port = message.address.rpartition(":")
@@ -200,7 +200,7 @@ class ClusterStateCodec:
         )
 
     def open_head(self, data: bytes, process: Process) -> Footprint:
-        """Raises BadEntry for an entry that is malformed or not authentic."""
+        """Decode a log's extent. Raises BadEntry when it is malformed or not authentic."""
         head = self._open(b"head", data, pb.CacheLogHead, SMALL_BYTES, process)
         _check_counts(head.next_sequence, head.state_sequence)
         return Footprint(
@@ -220,7 +220,7 @@ class ClusterStateCodec:
         return self._seal(b"changes", message)
 
     def open_changes(self, data: bytes, process: Process) -> Changes:
-        """Raises BadEntry for an entry that is malformed or not authentic."""
+        """Decode a log entry. Raises BadEntry when it is malformed or not authentic."""
         message = self._open(b"changes", data, pb.CacheChanges, CHANGES_BYTES, process)
         _check_counts(message.first_sequence)
         count, names, stored = len(message.stored), message.names, message.stored
@@ -237,7 +237,7 @@ class ClusterStateCodec:
         return self._seal(b"state", pb.CacheSnapshot(**_who(process), next_sequence=next_sequence, names=packed))
 
     def open_state(self, data: bytes, process: Process) -> CacheState:
-        """Raises BadEntry for an entry that is malformed or not authentic."""
+        """Decode a snapshot. Raises BadEntry when it is malformed or not authentic."""
         message = self._open(b"state", data, pb.CacheSnapshot, STATE_BYTES, process)
         _check_counts(message.next_sequence)
         if len(message.names) % HASH_BYTES:
@@ -267,7 +267,7 @@ class ClusterStateCodec:
         return self._seal(b"load", message)
 
     def open_load(self, data: bytes, router: Incarnation) -> RouterLoad:
-        """Raises BadEntry for an entry that is malformed or not authentic."""
+        """Decode a router's load. Raises BadEntry when it is malformed or not authentic."""
         message = self._parse(b"load", data, pb.RouterLoad, LOAD_BYTES)
         if message.router != router:
             raise BadEntry("entry of another router")
@@ -315,12 +315,12 @@ class ClusterStateCodec:
 
 
 def tallies_to_pb(tallies: Sequence[TenantTally]) -> list[pb.TenantTally]:
-    """Convert at most MAX_TALLIES tenants; the first ones."""
+    """Convert the first MAX_TALLIES tenants."""
     return [pb.TenantTally(**asdict(tally)) for tally in tallies[:MAX_TALLIES]]
 
 
 def tallies_from_pb(tallies: Sequence[pb.TenantTally]) -> tuple[TenantTally, ...]:
-    """Raises BadEntry for an entry that is malformed or not authentic."""
+    """Convert tenants' usage. Raises BadEntry when it is out of bounds."""
     if len(tallies) > MAX_TALLIES:
         raise BadEntry("too many tenants")
     for tally in tallies:
@@ -357,4 +357,4 @@ def _share(share: pb.RouterLoadShare) -> Share:
 
 def _check_counts(*counts: int) -> None:
     if max(counts) > _MAX_COUNT:
-        raise BadEntry("a number beyond all bounds")
+        raise BadEntry(f"a number must be at most {_MAX_COUNT}, got {max(counts)}")

@@ -1,8 +1,8 @@
 """The keys that Tandem uses in Redis.
 
-All are under the cluster's name: `workers` and `routers`, sorted sets of the processes that were there lately; and for
-each of these a value of its own that expires with its lease. A worker's keys belong to one process of it: a restarted
-worker starts with new ones.
+All begin with the cluster's name: `workers` and `routers`, sorted sets of recently active processes, and for each of
+these processes values of its own that expire with its lease. A worker's keys belong to one process of it: a restarted
+worker uses new ones.
 """
 
 from tandem.cluster_state.entries import Process
@@ -16,7 +16,7 @@ class ClusterStateKeys:
     """The keys of one cluster."""
 
     def __init__(self, cluster: str) -> None:
-        # Braces: in a Redis Cluster all keys of one cluster lie in one slot, as transactions need.
+        # Braces: in a Redis Cluster all keys of one cluster are in one slot, as transactions require.
         self._root = f"{{tandem:{cluster}}}"
         self.workers = f"{self._root}:workers"
         self.routers = f"{self._root}:routers"
@@ -26,17 +26,17 @@ class ClusterStateKeys:
         return f"{self._root}:worker:{process.mark}"
 
     def head(self, process: Process) -> str:
-        """The extent of the entries about its cache (`Footprint`)."""
+        """The extent of the entries about a worker's cache (`Footprint`)."""
         return f"{self._root}:head:{process.mark}"
 
     def state(self, process: Process) -> str:
-        """A snapshot of its cache: every block name at one moment."""
+        """A snapshot of a worker's cache: every block name at one moment."""
         return f"{self._root}:state:{process.mark}"
 
     def log(self, process: Process) -> str:
-        """A stream of changes of its cache since the snapshot; an entry's id is the sequence number after it."""
+        """A stream of changes of a worker's cache since the snapshot; an entry's id is the sequence number after it."""
         return f"{self._root}:log:{process.mark}"
 
     def load(self, router: Incarnation) -> str:
-        """The load that a router has sent to each worker, which expires with its lease."""
+        """The load that a router has placed on each worker, which expires with its lease."""
         return f"{self._root}:load:{router:x}"

@@ -104,7 +104,7 @@ class RedisSettings:
     ) -> Self:
         """Create the settings from a URL; `password` overrides the one in it. Raises ConfigError, without the URL.
 
-        With sentinels the URL names no host.
+        With sentinels the URL has no host.
         """
         try:
             parts = urlsplit(url)
@@ -118,7 +118,7 @@ class RedisSettings:
             raise ConfigError(_FORM)
         if sentinel is not None and (parts.hostname or parts.port is not None):
             raise ConfigError(
-                "redis.url names a host, which redis.sentinels do: redis[s]://[user:password@]/[database]"
+                "redis.url must have no host with redis.sentinels: redis[s]://[user:password@]/[database]"
             )
         if not port:
             raise ConfigError("redis.url: the port must be 1 to 65535, got 0")

@@ -21,7 +21,7 @@ _GROUP, _GROUP_READS, _OTHERS = 0o070, 0o040, 0o007
 
 
 class OperatorAccess(Section):
-    """Who may read the pages for operators. `open`: everybody; `key`: every API key, or everybody when no keys are
+    """Who may read the pages for operators. `open`: everyone; `key`: every API key, or everyone when no keys are
     configured. null: `open` while `router.host` is loopback, otherwise `key`, and `operator` for metrics."""
 
     health: Openness = "open"
@@ -29,7 +29,7 @@ class OperatorAccess(Section):
     readyz: Openness = "open"
     """/readyz."""
     metrics: MetricsAccess | None = None
-    """/metrics. `operator`: keys with `operator: true`, or everybody when no keys are configured. `key`: other keys see
+    """/metrics. `operator`: keys with `operator: true`, or everyone when no keys are configured. `key`: other keys see
     only the series of their own tenant."""
     version: Openness | None = None
     """/version."""
@@ -76,7 +76,7 @@ class RouterAccess(Section):
     """Address that the HTTP and gRPC servers listen on. Beyond loopback API keys or `tls.client_ca` are required,
     unless `allow_open` is true."""
     allow_open: bool = False
-    """Serve everybody who can reach the ports, without keys."""
+    """Serve everyone who can reach the ports, without keys."""
     api_keys: tuple[BearerKey, ...] = ()
     """Bearer keys, each a string or `{key, tenant}`; the string is a key's digest as `tandem key new` prints it, or the
     key itself. Empty: no key is required."""
@@ -126,7 +126,7 @@ class RouterAccess(Section):
         if self.is_local:
             return None
         if not self.asks_who:
-            return f"everybody who can reach {self.host} may use this router (router.allow_open)"
+            return f"everyone who can reach {self.host} may use this router (router.allow_open)"
         if self.tls is None:
             return f"traffic with {self.host} is not encrypted, keys included: set router.tls, or put TLS in front"
         return None
@@ -140,10 +140,10 @@ class KeysFile(Section):
 
 
 def is_shared(about: os.stat_result, *, user: int, groups: Collection[int]) -> bool:
-    """Whether others than its owner may look into a file that `user` of `groups` has.
+    """Whether others than its owner may access a file; `user` and `groups` are those of this process.
 
-    What belongs to root and only our group reads was given to us that way: Kubernetes mounts secrets so, and no process
-    without root's rights could open them otherwise.
+    A file of root that only one of this process's groups may read counts as private: Kubernetes mounts secrets that way
+    for processes without root's rights.
     """
     given = about.st_uid == 0 and user != 0 and about.st_gid in groups
     of_group = _GROUP & ~_GROUP_READS if given else _GROUP
@@ -151,9 +151,9 @@ def is_shared(about: os.stat_result, *, user: int, groups: Collection[int]) -> b
 
 
 def read_keys(path: Path, limits: LimitsConfig) -> tuple[tuple[BearerKey, ...], LimitsConfig]:
-    """Keys and limits of such a file; `limits` when it has none.
+    """Read keys and limits from such a file; `limits` when it has none.
 
-    Raises ConfigError, with no key in it; UnreadableFile where nothing could be read.
+    Raises ConfigError, which contains no key; UnreadableFile when the file cannot be read.
     """
     what = f"router.api_keys_file: {path}"
 

@@ -78,14 +78,14 @@ class LimitsConfig(Section):
 
 
 def mistaken_keys(keys: Sequence[ApiKey], limits: LimitsConfig) -> str | None:
-    """The contradiction between keys and limits, beginning with the setting's name; None when there is none. Never has
-    a key in it."""
+    """The contradiction between keys and limits, beginning with the setting's name; None when there is none. Contains
+    no key."""
     first: dict[bytes, int] = {}
     for index, one in enumerate(keys):
         if (before := first.setdefault(one.kept, index)) != index:
             return f"api_keys.{index} is the same key as api_keys.{before}"
     named = {one.tenant for one in keys}
-    # Somebody would believe that a tenant is limited who is not.
+    # Otherwise a tenant might be believed to be limited who is not.
     for tenant in limits.tenants:
         if tenant not in named:
             return f"limits.tenants.{tenant}: no key in router.api_keys has this tenant"

@@ -1,4 +1,4 @@
-"""The part of the router's configuration for batches: files of requests that run while workers are otherwise idle."""
+"""Section `router.batches`: files of requests that run while workers are otherwise idle."""
 
 from pydantic import Field, PositiveInt
 

@@ -52,11 +52,11 @@ from tandem.values.kv_agreement import cannot_travel_as
 from tandem.values.kv_layout import AUTO_DTYPE
 
 _MAX_LISTED_MISTAKES = 16
-"""Mistakes of one configuration."""
+"""Maximum number of mistakes that one error lists."""
 _MIN_SIMILARITY = 0.7
-"""As `difflib` measures it: a letter more, less or swapped in a short name."""
+"""Minimum similarity of names by `difflib`: a letter more, less or swapped in a short name."""
 _BOUND_ERRORS = {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}
-"""Mistakes of numbers, which are no secrets."""
+"""Types of validation errors about numbers, whose values are not secret and may be shown."""
 
 
 class TlsConfig(Section):
@@ -74,7 +74,7 @@ class TlsConfig(Section):
 
 
 class TransferConfig(Section):
-    """How KV moves between workers."""
+    """Transfer of KV between workers."""
 
     transport: Literal["auto", "cuda_ipc", "shm", "nixl", "torch_dist", "tcp"] = "auto"
     """`auto` picks the fastest transport that both workers support: on one host cuda_ipc between GPUs, else shm; nixl
@@ -207,7 +207,7 @@ class ClusterConfig(Section):
         return self.engine.model_copy(update=own)
 
     def mistaken_wire_dtype(self, dtype: str) -> str | None:
-        """Why KV cannot be sent as `transfer.wire_dtype` when the model computes in `dtype`; None if it can."""
+        """Reason why KV cannot be sent as `transfer.wire_dtype` when the model computes in `dtype`; None if it can."""
         if not self.prefill.replicas or self.transfer.wire_dtype == AUTO_DTYPE:
             return None
         kv_dtypes = [self.engine_of(pool).kv_dtype for pool in (self.prefill, self.decode)]
@@ -268,7 +268,7 @@ class ClusterConfig(Section):
                 "prefill.kv_dtype and decode.kv_dtype: int8 and fp8_e4m3 cannot be converted into each other"
             )
         dtype = BUILTIN_DTYPE if self.model.path == BUILTIN and self.model.dtype == AUTO_DTYPE else self.model.dtype
-        # Only workers, which have the model, know what `auto` stands for: they check it at their start.
+        # Only workers have the model and know what `auto` stands for: they check it at their start.
         if dtype != AUTO_DTYPE and (reason := self.mistaken_wire_dtype(dtype)):
             raise ValueError(reason)
         keys_elsewhere = self.router.api_keys_file is not None
@@ -286,10 +286,10 @@ class ClusterConfig(Section):
 
 
 def load(path: Path | None, overrides: Mapping[str, Any] | None = None) -> ClusterConfig:
-    """The configuration from `path` (defaults when None), then `TANDEM_*` variables, then `overrides`.
+    """Load the configuration from `path` (defaults when None), then `TANDEM_*` variables, then `overrides`.
 
-    `overrides` maps dotted names to values; None values are ignored.
-    Raises ConfigError that names the field and what is wrong with it.
+    `overrides` maps dotted names to values; None values are ignored. Raises ConfigError that names the field and what
+    is wrong with it.
     """
     data = read_mapping(path) if path is not None else {}
     put_variables(data, os.environ)
@@ -305,7 +305,7 @@ def load(path: Path | None, overrides: Mapping[str, Any] | None = None) -> Clust
 
 
 def _describe(error: ErrorDetails) -> str:
-    """One mistake, beginning with the setting's name; mistakes between sections name theirs themselves."""
+    """One mistake, beginning with the setting's name; mistakes between sections name their settings themselves."""
     name = ".".join(map(str, error["loc"]))
     message = error["msg"].removeprefix("Value error, ")
     if error["type"] in _BOUND_ERRORS:
@@ -317,7 +317,7 @@ def _describe(error: ErrorDetails) -> str:
 
 
 def _setting_names(section: type[BaseModel], before: str = "") -> Iterator[str]:
-    """The dotted names of all sections and settings below a section."""
+    """Yield the dotted names of all sections and settings below a section."""
     for name, field in section.model_fields.items():
         yield before + name
         for inner in _sections_in(field.annotation):
@@ -338,7 +338,7 @@ def _closest_setting(section: type[BaseModel], wrong: Sequence[str | int]) -> st
 
 
 def _sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The sections in an annotation such as `Section | None`; keys of mappings are the user's own."""
+    """Yield the sections in an annotation such as `Section | None`; keys of mappings are the user's own."""
     for one in (annotation, *get_args(annotation)):
         if isinstance(one, type) and issubclass(one, BaseModel):
             yield one

@@ -10,7 +10,7 @@ from tandem.model_path import BUILTIN, checked_name
 
 
 def _switch(value: Any) -> Any:
-    """YAML reads a bare `on` or `off` as a truth value."""
+    """Restore the text of a bare `on` or `off`, which YAML reads as a boolean."""
     return ("on" if value else "off") if isinstance(value, bool) else value
 
 
@@ -47,7 +47,7 @@ class EngineSection(PinnedShares):
     """One worker's model execution."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the model runs. `auto`: on a GPU if there is one, else on the CPU."""
+    """Device that the model runs on. `auto`: a GPU if there is one, else the CPU."""
     block_size: BlockSize = 16
     """Tokens per KV block."""
     num_blocks: Annotated[int, Field(ge=2)] | None = None
@@ -73,7 +73,7 @@ class EngineSection(PinnedShares):
     eviction: Literal["lru", "lfu", "prefix"] = "lru"
     """Which cached block is evicted first: least recently used, least frequently used (with aging), or least shared."""
     max_overtakes: int = Field(default=8, ge=0)
-    """How many queued requests with more of their prompt cached may overtake an earlier one. 0: none."""
+    """Maximum number of queued requests with more of their prompt cached that may overtake an earlier one. 0: none."""
     priority_aging_s: Seconds | None = None
     """A request one priority lower ranks as if it had arrived this much later. null: strictly after all requests of a
     better priority."""

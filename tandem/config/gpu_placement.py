@@ -1,7 +1,7 @@
-"""Decides which of a host's GPUs each of its workers computes on, and how many share each. Pure.
+"""Assigns a host's GPUs to its workers, and counts how many workers share each. Pure.
 
-GPUs are numbered from 0, as the process that starts the workers sees them. Workers get them in turn, prefill before
-decode: the least taken first, then the lowest. `prefill.gpus` and `decode.gpus` say which of them a pool may use.
+GPUs are numbered from 0, as seen by the process that starts the workers. Workers get them in turn, prefill before
+decode: the least used first, then the lowest. `prefill.gpus` and `decode.gpus` restrict which of them a pool may use.
 Workers on one GPU divide its memory evenly; ranks of one worker are never on the same one.
 """
 
@@ -17,25 +17,25 @@ from tandem.values.roles import WorkerRole
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSeat:
-    """Where one worker computes."""
+    """The GPUs of one worker."""
 
     gpus: tuple[int, ...]
-    """One for each of its ranks on this host, in order."""
+    """One GPU for each of the worker's ranks on this host, in order."""
     sharers: int = 1
-    """Workers on the fullest of them, this one included."""
+    """Number of workers on the most shared of them, this one included."""
 
 
 @dataclass(slots=True)
 class GpuSpread:
-    """Which worker of one host is on which GPUs, by name."""
+    """Assignment of one host's GPUs to workers, by name."""
 
     _taken: dict[str, tuple[int, ...]] = field(default_factory=dict)
     _kept: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """For workers that do not run: where they were, or where whom they replace is."""
+    """GPUs of workers that do not run: where each was, or where the worker is that it replaces."""
     _leaving: set[str] = field(default_factory=set)
 
     def place(self, name: str, allowed: Sequence[int], count: int) -> GpuSeat:
-        """`count` of the `allowed` GPUs for this worker: those kept for it, else in turn."""
+        """Assign `count` of the `allowed` GPUs to a worker: those kept for it, otherwise in turn."""
         self._leaving.discard(name)
         kept = self._taken.pop(name, None) or self._kept.pop(name, None)
         is_good = kept is not None and len(kept) == count and set(kept) <= set(allowed)
@@ -43,19 +43,19 @@ class GpuSpread:
         return self.seat(name)
 
     def replace(self, name: str, retired: str) -> None:
-        """The worker that is placed next by this name comes where the other is, or was, which leaves."""
+        """Have the next worker of this `name` take the GPUs of the worker `retired`, which no longer counts there."""
         gpus = self._taken.get(retired) or self._kept.get(retired)
         if gpus is not None:
             self._kept[name] = gpus
             self._leaving.add(retired)
 
     def seat(self, name: str) -> GpuSeat:
-        """Of a worker that was placed, with all that were placed since; those that leave do not count."""
+        """The seat of a placed worker, counting all placed since; workers that are leaving do not count."""
         gpus = self._taken[name]
         return GpuSeat(gpus=gpus, sharers=max(self._load(gpu) for gpu in gpus))
 
     def leave(self, name: str) -> None:
-        """It has ended; should it come again, it is the same GPUs that it gets."""
+        """Record that a worker has ended; its GPUs are kept for its return."""
         self._leaving.discard(name)
         if (gpus := self._taken.pop(name, None)) is not None:
             self._kept[name] = gpus
@@ -70,8 +70,8 @@ class GpuSpread:
 def allowed_gpus(config: ClusterConfig, role: WorkerRole, num_gpus: int) -> tuple[int, ...]:
     """The GPUs of this host that workers of one pool may use, in order.
 
-    Those that its `gpus` names or counts; where it says nothing, all that the other pool does not claim, or simply all.
-    Raises ConfigError, naming the setting, for GPUs that are not there, and for fewer than a worker has ranks.
+    Those that its `gpus` names or counts; if unset, all that the other pool does not claim, or simply all. Raises
+    ConfigError, naming the setting, for GPUs that do not exist, and for fewer than a worker has ranks.
     """
     pools = {WorkerRole.PREFILL: config.prefill, WorkerRole.DECODE: config.decode}
     if has_own_host(pools[role]):
@@ -91,10 +91,10 @@ def allowed_gpus(config: ClusterConfig, role: WorkerRole, num_gpus: int) -> tupl
 
 
 def static_seat(config: ClusterConfig, role: WorkerRole, index: int, num_gpus: int) -> GpuSeat:
-    """Where one worker computes when each finds its place by itself, from a configuration that all of them read.
+    """The GPUs of one worker, computed by each worker itself from the common configuration.
 
-    Workers whose addresses name one host share its GPUs in turn; a worker with a host of its own, and one that Ray
-    gave its GPUs, takes the first. Raises ConfigError.
+    Workers whose addresses name one host share its GPUs in turn; a worker with a host of its own, and one that Ray gave
+    its GPUs, takes the first. Raises ConfigError.
     """
     pool = config.prefill if role is WorkerRole.PREFILL else config.decode
     allowed = allowed_gpus(config, role, num_gpus)
@@ -108,7 +108,7 @@ def static_seat(config: ClusterConfig, role: WorkerRole, index: int, num_gpus: i
 
 
 def _claims(pools: dict[WorkerRole, PoolConfig], num_gpus: int) -> dict[WorkerRole, tuple[int, ...]]:
-    """What the pools' `gpus` says, lists before counts."""
+    """The GPUs that the pools' `gpus` claims, lists before counts."""
     found: dict[WorkerRole, tuple[int, ...]] = {}
     for role, pool in pools.items():
         if isinstance(pool.gpus, tuple):
@@ -130,7 +130,7 @@ def _claims(pools: dict[WorkerRole, PoolConfig], num_gpus: int) -> dict[WorkerRo
 
 
 def _on_host(config: ClusterConfig, role: WorkerRole, index: int) -> Iterator[tuple[WorkerRole, int]]:
-    """Every worker whose address is on the host of this one, itself included although its address may not be listed."""
+    """Yield all workers on the host of this one, itself included although its address may not be listed."""
     pools = {WorkerRole.PREFILL: config.prefill, WorkerRole.DECODE: config.decode}
     own = pools[role].addresses
     here = _host(own[index] if index < len(own) else own[0])

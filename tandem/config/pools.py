@@ -13,14 +13,14 @@ Port = Annotated[int, Field(ge=0, le=65535)]
 BlockSize = Literal[16, 32, 64]
 CacheDtype = Literal["auto", "int8", "fp8_e4m3"]
 MAX_REPLICAS = 256
-"""Workers of one pool that one machine may start."""
+"""Maximum number of workers of one pool that one machine may start."""
 MAX_TENSOR_PARALLEL = 64
 MAX_GPUS = 64
-"""Of one host."""
+"""Maximum number of GPUs of one host."""
 
 
 def _gpus(value: Any) -> Any:
-    """Check the setting, with one message for everything that may be wrong. Raises ValueError."""
+    """Check `gpus`, with one message for all mistakes. Raises ValueError."""
     if value is None or (isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= MAX_GPUS):
         return value
     indices = list(value) if isinstance(value, (list, tuple)) else []
@@ -127,7 +127,7 @@ def mistaken_health_ports(pools: Mapping[str, PoolConfig]) -> str | None:
 
 
 def mistaken_health_port(pool: PoolConfig) -> str | None:
-    """Why workers of the pool cannot serve their health as it says; begins with the field. None: they can."""
+    """Reason why the pool's workers cannot serve health as configured, beginning with the field; None when they can."""
     if pool.health_port is None:
         return None
     for name in ("port", "rank_port"):
@@ -139,7 +139,7 @@ def mistaken_health_port(pool: PoolConfig) -> str | None:
 
 
 def mistaken_nodes(pool: PoolConfig) -> str | None:
-    """Why workers of the pool cannot be spread over nodes as it says; begins with the field. None: they can."""
+    """Reason why the pool's workers cannot be spread over nodes as configured, beginning with the field, or None."""
     if pool.tensor_parallel_size % pool.nodes:
         return f"nodes must divide tensor_parallel_size ({pool.tensor_parallel_size}), got {pool.nodes}"
     if pool.nodes == 1:
@@ -156,7 +156,7 @@ def mistaken_nodes(pool: PoolConfig) -> str | None:
 
 
 def mistaken_context(context: int | None, num_blocks: int | None, block_size: int) -> str | None:
-    """Why a pool that is sized by hand cannot hold the context that is stated; None: it can, or one of them is not."""
+    """Reason why a pool of `num_blocks` cannot hold the stated context; None when it can, or when either is unset."""
     if context is None or num_blocks is None or num_blocks * block_size >= context:
         return None
     return (

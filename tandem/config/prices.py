@@ -1,4 +1,4 @@
-"""Section `prices`: what requests cost, shown in responses and in tenants' totals."""
+"""Section `prices`: the prices of requests, shown in responses and in tenants' totals."""
 
 from typing import Annotated
 

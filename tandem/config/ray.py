@@ -1,4 +1,4 @@
-"""The part of the configuration for `tandem up --ray`: the resources that each worker requests from Ray."""
+"""Section `ray`, for `tandem up --ray`: the resources that each worker requests from Ray."""
 
 from typing import Annotated
 

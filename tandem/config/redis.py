@@ -1,4 +1,4 @@
-"""The part of the configuration that says where Redis is, if there is one."""
+"""Section `redis`: the address of Redis, if there is one."""
 
 from typing import Annotated
 
@@ -10,7 +10,7 @@ from tandem.errors import ConfigError
 
 
 class RedisConfig(Section):
-    """State shared by routers and workers: where prefixes are cached, which processes are alive, each router's load."""
+    """State shared by routers and workers: cached prefixes, live processes, and each router's load."""
 
     url: SecretStr | None = None
     """redis://[user:password@]host[:port][/database], rediss:// for TLS; with `sentinels` without host and port. null:
@@ -37,7 +37,7 @@ class RedisConfig(Section):
     """How long the entries of a worker or router outlive it."""
 
     def redis_settings(self) -> RedisSettings | None:
-        """How to reach Redis; None when none is named. Raises ConfigError, which never shows the URL."""
+        """The settings for reaching Redis; None when there are none. Raises ConfigError, which never shows the URL."""
         password, url, sentinel_password = map(_shown, (self.password, self.url, self.sentinel_password))
         sentinel = SentinelSettings.from_addresses(
             self.sentinels, master=self.sentinel_master, username=self.sentinel_username, password=sentinel_password

@@ -1,4 +1,4 @@
-"""What every section of the configuration is made of."""
+"""The base of every section of the configuration."""
 
 from typing import Annotated
 
@@ -8,6 +8,6 @@ Seconds = Annotated[float, Field(gt=0, le=86400)]
 
 
 class Section(BaseModel):
-    """Base of all sections: frozen, and refusing what it does not know."""
+    """Base of all sections: frozen, and refusing unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)

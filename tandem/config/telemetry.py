@@ -38,8 +38,8 @@ class TelemetryConfig(Section):
     sample_ratio: Annotated[float, Field(ge=0.0, le=1.0)] | None = None
     """Share of requests that are traced. null: OTEL_TRACES_SAMPLER, else every request."""
     trust_clients: Literal["all", "operators", "none"] = "operators"
-    """Whose `traceparent` overrides it: every client's, only clients with an operator's key (any client where no API
-    keys are configured), or nobody's."""
+    """Clients whose `traceparent` overrides it: all, only those with an operator's key (all if no API keys are
+    configured), or none."""
     objectives: ObjectivesConfig = ObjectivesConfig()
 
 

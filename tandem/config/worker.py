@@ -1,4 +1,4 @@
-"""What every process reads from the cluster's configuration, and what it says when that is missing."""
+"""Settings that every process derives from the cluster's configuration, and the errors when they are missing."""
 
 from collections import Counter
 from pathlib import Path
@@ -14,24 +14,25 @@ from tandem.values.roles import WorkerRole
 def cluster_secret(config: ClusterConfig) -> bytes:
     """The key of block names and of the cluster's gRPC. Raises ConfigError when there is none."""
     if config.secret is None:
-        raise ConfigError("secret is not set: `tandem up` draws one; a cluster made by hand states it in its YAML")
+        raise ConfigError("secret is not set: `tandem up` generates one; without it, set it in the YAML")
     return config.secret.get_secret_value().encode()
 
 
 def cluster_tls(config: ClusterConfig, *, has_parent: bool) -> ClusterTls:
-    """How a process is to speak to others. `has_parent`: `tandem up` started it, and wrote its configuration.
+    """The TLS settings of a process. `has_parent`: `tandem up` started it, and wrote its configuration.
 
-    A parent of the version before writes no such section and starts processes that know no TLS: they must be reached.
+    A parent of the previous version writes no such section, and starts processes that know no TLS; these must be
+    reachable.
     """
     is_older = has_parent and "cluster" not in config.model_fields_set
     return ClusterTls(mode="off") if is_older else config.cluster.tls
 
 
 def num_ranks(config: ClusterConfig, pool: PoolConfig) -> int:
-    """Processes that compute and may share this machine with a worker of `pool`, its own included.
+    """Number of processes that compute and may share this machine with a worker of `pool`, its own included.
 
-    A worker with a host of its own shares it with nobody; where addresses are stated all may be of one machine, but
-    for the ranks that are on other nodes.
+    A worker with a host of its own shares it with no other; where addresses are stated all workers may be on one
+    machine, except for the ranks on other nodes.
     """
     if has_own_host(pool):
         return pool.ranks_per_node
@@ -39,10 +40,10 @@ def num_ranks(config: ClusterConfig, pool: PoolConfig) -> int:
 
 
 def memory_here_bytes(config: ClusterConfig, pool: PoolConfig) -> int | None:
-    """What workers may take by `engine.memory_bytes` on the machine of any worker of `pool`; None where it is not set.
+    """Sum of `engine.memory_bytes` of the workers on the machine of any worker of `pool`; None when it is not set.
 
-    Workers whose addresses are stated share a machine where these name the same host; who is beside others is not known
-    here. So this is the least that it may be: nobody is refused who would fit.
+    Workers whose stated addresses name the same host share a machine; which others do is unknown here. This is the
+    lower bound, so that no worker that fits is refused.
     """
     if (memory_bytes := config.engine.memory_bytes) is None:
         return None
@@ -80,7 +81,7 @@ def listen_address(pool: PoolConfig, name: str, index: int) -> tuple[str, int]:
 
 
 def peer_hosts(config: ClusterConfig) -> list[str]:
-    """Hosts of the workers that the configuration names; those that register themselves are not known here."""
+    """Hosts of the workers in the configuration; those that register themselves are unknown here."""
     hosts: list[str] = []
     for pool in (config.prefill, config.decode):
         hosts += [pool.host] if has_own_host(pool) else [address.rpartition(":")[0] for address in pool.addresses]
@@ -88,10 +89,11 @@ def peer_hosts(config: ClusterConfig) -> list[str]:
 
 
 def worker_host(config: ClusterConfig, role: WorkerRole, index: int) -> str:
-    """The host of a worker that is elsewhere. Raises ConfigError where each has its own, which nobody states."""
+    """Host of a worker on another machine. Raises ConfigError where each has its own, which the configuration does not
+    state."""
     pool = config.prefill if role is WorkerRole.PREFILL else config.decode
     if has_own_host(pool):
-        raise ConfigError(f"{role.value}.port: workers have hosts of their own; say with --leader where this one is")
+        raise ConfigError(f"{role.value}.port: workers have hosts of their own; state this one's with --leader")
     return listen_address(pool, role.value, index)[0]
 
 
@@ -114,6 +116,7 @@ def free_address(pool: PoolConfig, name: str, index: int, *, stated: str | None 
 
 
 def disk_folder(config: ClusterConfig, role: str) -> Path | None:
-    """Where workers of one role keep blocks: the roles may split the model differently. None without a path."""
+    """Folder for the blocks of one role's workers, since the roles may split the model differently; None without a
+    path."""
     path = config.engine.disk_cache_path
     return None if path is None else Path(path).expanduser() / role

@@ -1,7 +1,7 @@
 """Compiles a folder of C++ once per machine, and keeps the library in the user's cache.
 
-The sources take raw pointers and need no headers but the system's, so g++ needs seconds and the result fits every
-process. Builders that arrive together are kept apart by `flock`, which dies with its holder.
+The sources take raw pointers and need only system headers, so that g++ takes seconds and the result fits every process.
+Concurrent builds exclude each other by `flock`, which ends with its holder.
 """
 
 import fcntl
@@ -21,20 +21,20 @@ KEPT_LIBRARIES = 8
 
 
 class NativeUnavailable(Exception):
-    """Compiled code is not available here, and the caller has to do without. The message says why."""
+    """Compiled code is not available, and the caller has to do without it; the message gives the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What to make a library of."""
+    """Sources and flags of one library."""
 
     name: str
-    """Of the thing, in the plural: its files are named so, and so are its complaints."""
+    """Plural noun for file names and messages, such as "movers" in "the movers do not compile here"."""
     sources: Path
     """A folder; every `.cpp` in it is compiled."""
     flags: tuple[str, ...]
     libraries: tuple[str, ...] = ()
-    """What the linker is given besides."""
+    """Extra arguments of the linker."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,15 +43,15 @@ class BuildPlan:
 
     recipe: Recipe
     compiler: str
-    sources: tuple[tuple[str, bytes], ...]  # names and contents: what is compiled is what the key was made of
+    sources: tuple[tuple[str, bytes], ...]  # names and contents: exactly the bytes that went into `key` are compiled
     key: str
 
 
 def build(recipe: Recipe, cache_root: Path | None = None) -> Path:
-    """The compiled library, built now unless the cache has it; in `cache_root_of(recipe)` unless `cache_root` is given.
+    """Return the compiled library, building it unless it is cached; the cache is `cache_root_of(recipe)` by default.
 
-    Processes that arrive together build once: the others wait for the first. Raises NativeUnavailable without a
-    compiler, when the sources do not compile, or when the cache directory cannot be trusted with code.
+    Concurrent processes build it once. Raises NativeUnavailable without a compiler, when the sources do not compile, or
+    when another user could have written to the cache.
     """
     plan = plan_build(recipe)
     directory = cache_root or cache_root_of(recipe)
@@ -70,7 +70,7 @@ def build(recipe: Recipe, cache_root: Path | None = None) -> Path:
 
 
 def plan_build(recipe: Recipe) -> BuildPlan:
-    """Read sources, compiler and processor, and name the library they make. Raises NativeUnavailable."""
+    """Read sources, compiler and processor, and derive the library's key. Raises NativeUnavailable."""
     compiler = next((path for name in COMPILERS if (path := shutil.which(name))), None)
     if compiler is None:
         raise NativeUnavailable(f"no C++ compiler found ({' or '.join(COMPILERS)})")
@@ -89,13 +89,13 @@ def plan_build(recipe: Recipe) -> BuildPlan:
 
 
 def cache_root_of(recipe: Recipe) -> Path:
-    """`$XDG_CACHE_HOME/tandem/NAME`, as the XDG base directory specification has it."""
+    """`$XDG_CACHE_HOME/tandem/NAME`, as specified by the XDG base directory specification."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "tandem" / recipe.name
 
 
 def _processor() -> str:
-    """What `-march=native` depends on: homes are shared between unequal machines."""
+    """The properties that `-march=native` depends on, because a home may be shared between different machines."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -105,7 +105,7 @@ def _processor() -> str:
 
 
 def _claim_directory(directory: Path) -> None:
-    """Make the cache directory; refuse one in which another user could place code for us to load."""
+    """Create the cache directory; refuse one in which another user could place code."""
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)
     state = directory.stat()
     if state.st_uid != os.getuid():
@@ -125,7 +125,7 @@ def _exclusive(path: Path) -> Iterator[None]:
 
 
 def _compile(plan: BuildPlan, directory: Path, library: Path) -> None:
-    """Compile every source at once, link, and rename into place; the caller holds the lock."""
+    """Compile all sources in parallel, link, and rename into place; the caller holds the lock."""
     for leftover in directory.glob("build-*/"):  # of a builder that was killed
         shutil.rmtree(leftover, ignore_errors=True)
     work = directory / f"build-{plan.key}"
@@ -148,14 +148,14 @@ def _compile(plan: BuildPlan, directory: Path, library: Path) -> None:
 
 
 def _prune(directory: Path, name: str) -> None:
-    """Forget all but the newest libraries; a process that has an older one mapped keeps it."""
+    """Delete all but the newest libraries; a process that has mapped an older one keeps it."""
     libraries = sorted(directory.glob(f"{name}-*.so"), key=lambda file: file.stat().st_mtime, reverse=True)
     for old in libraries[KEPT_LIBRARIES:]:
         old.unlink(missing_ok=True)
 
 
 def _run_all(commands: Sequence[Sequence[str]], directory: Path, name: str) -> None:
-    """Run the commands side by side. Raises NativeUnavailable with the first complaint of one that failed."""
+    """Run the commands in parallel. Raises NativeUnavailable with the first error message of one that failed."""
     running = [
         subprocess.Popen(command, cwd=directory, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)  # noqa: S603
         for command in commands

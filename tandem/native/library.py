@@ -1,7 +1,7 @@
 """A loaded library of compiled code, and typed entry points into it.
 
-A C function is bound once, when an object that uses it is made; calling the result with plain integers costs about a
-microsecond and lets go of the GIL.
+A C function is bound once, when an object that uses it is made; calling the result with plain integers takes about a
+microsecond and releases the GIL.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ _TYPES: dict[str, Any] = {"p": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes
 
 
 class NativeLibrary:
-    """Loading a library twice gives the same code. Raises NativeUnavailable for a file that does not load."""
+    """A shared library; loading it twice returns the same code. Raises NativeUnavailable when it does not load."""
 
     __slots__ = ("_library", "path")
 
@@ -26,7 +26,7 @@ class NativeLibrary:
             raise NativeUnavailable(f"{path} does not load: {error}") from error
 
     def bind(self, name: str, signature: str, returns: str = "") -> Any:
-        """A C function by name; `signature` has one letter per argument.
+        """Bind a C function by name; `signature` has one letter per argument.
 
         p: pointer, as an int, ctypes reference or None; i: int64_t; f: float; d: double. Raises AttributeError for a
         name that the library lacks.
@@ -36,5 +36,5 @@ class NativeLibrary:
 
 
 def address_of(function: Any) -> int:
-    """Of a function that was bound."""
+    """Address of a bound function."""
     return ctypes.cast(function, ctypes.c_void_p).value or 0

@@ -1,8 +1,8 @@
 """Heartbeat of a process to its parent: first that it serves, then repeatedly that its event loop runs.
 
-Only a process that others stand beside does so: if it hangs they can do its work, but what clients ask of it is lost to
-them until it is ended (`cluster.supervisor.supervisor`). Between two beats there may be news, a JSON object in a line
-of its own.
+Only a process with siblings sends one: if it hangs, the others can do its work, but its clients' requests are lost
+until it is ended (`cluster.supervisor.supervisor`). Between two beats there may be news, a JSON object in a line of its
+own.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ class Heartbeat:
         self._beats = beats
         self._timer: asyncio.TimerHandle | None = None
         self._owed = b""
-        """The rest of a message for which the pipe had no room."""
+        """Unsent rest of a message for which the pipe had no room."""
         self._news: bytes | None = None
 
     def __enter__(self) -> Self:

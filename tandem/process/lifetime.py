@@ -1,8 +1,8 @@
 """Lifetime of every Tandem process: how it announces that it serves, when it stops, and how it fails.
 
-SIGTERM begins the drain; a terminal's SIGINT is the supervisor's business (a process started by hand treats it
-like SIGTERM). SIGHUP has what can change in a live process read again, or, where a terminal closed, is like SIGTERM
-(`tandem.process.hangup`). Every way out is an exit code: 0 after a drain, 1 after a fault, 2 for a wrong configuration.
+SIGTERM begins the drain; a terminal's SIGINT is handled by the supervisor (a process started by hand treats it like
+SIGTERM). SIGHUP reloads the settings that can change in a running process or, where a terminal closed, is like SIGTERM
+(`tandem.process.hangup`). Exit codes: 0 after a drain, 1 after a fault, 2 for an invalid configuration.
 """
 
 import argparse

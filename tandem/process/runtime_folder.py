@@ -1,4 +1,4 @@
-"""The private folder in which processes of one user on one machine leave sockets for each other."""
+"""The private folder in which a user's processes on one machine place sockets for each other."""
 
 import os
 import socket
@@ -13,11 +13,11 @@ from tandem.errors import ConfigError
 
 _ANSWER_S = 1.0
 _LEAST_AGE_S = 60.0
-"""Of a socket that may be removed: a younger one is perhaps about to be listened at."""
+"""Minimum age of a socket that may be removed: a process may be about to listen on a younger one."""
 
 
 def runtime_folder() -> Path:
-    """`$XDG_RUNTIME_DIR/tandem`; without that, one of this user's in the temporary folder."""
+    """`$XDG_RUNTIME_DIR/tandem`; without that variable, a folder of this user in the temporary folder."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     return Path(runtime) / "tandem" if runtime else Path(tempfile.gettempdir()) / f"tandem-{os.getuid()}"
 
@@ -30,7 +30,7 @@ def place_for_socket(path: Path, what: str) -> None:
 
 
 def others_could_have_made(path: Path) -> str | None:
-    """Why the process behind this socket is not to be trusted; None if only this user can have put it there."""
+    """Reason to distrust the process behind this socket; None if only this user can have created it."""
     try:
         found = path.parent.stat()
     except OSError as error:
@@ -41,27 +41,27 @@ def others_could_have_made(path: Path) -> str | None:
 
 
 def answers_as_us(link: socket.socket) -> bool:
-    """Whether a connected Unix socket's other end is of this user, or of root."""
+    """Whether the other end of a connected Unix socket runs as this user, or as root."""
     size = struct.calcsize("3i")
     _, uid, _ = struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     return uid in (os.getuid(), 0)
 
 
 def somebody_answers(path: Path) -> bool:
-    """Whether a process listens at this Unix socket: a file alone may be of an earlier life."""
+    """Whether a process listens at this Unix socket; the file alone may be left over from an ended one."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(_ANSWER_S)
         try:
             probe.connect(str(path))
         except TimeoutError:
-            return True  # its queue is full
+            return True  # the queue is full
         except OSError:
             return False
     return True
 
 
 def remove_dead_sockets(folder: Path) -> None:
-    """Remove this user's sockets that nobody listens at: processes that were killed have left them. Blocks, briefly."""
+    """Remove this user's sockets on which no process listens, left over from killed ones. Blocks briefly."""
     with suppress(OSError):
         for path in folder.glob("*.sock*"):
             with suppress(OSError):
@@ -77,7 +77,7 @@ def _remove_if_dead(path: Path) -> None:
         try:
             probe.connect(str(path))
         except ConnectionRefusedError:
-            # Any other error says nothing, such as that of a queue that is full.
+            # Other errors prove nothing, such as that of a full queue.
             path.unlink()
 
 

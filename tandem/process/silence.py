@@ -5,7 +5,7 @@ class SilenceWatch:
     """Measures a peer's silence, excluding time in which this process itself did not run. Pure."""
 
     def __init__(self, *, silence_s: float, period_s: float, now_s: float) -> None:
-        """`period_s`: how often `is_silent` is meant to be called."""
+        """`period_s`: intended period of calls of `is_silent`."""
         self._silence_s = silence_s
         self._period_s = period_s
         self._heard_s = self._checked_s = now_s

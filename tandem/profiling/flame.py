@@ -1,4 +1,4 @@
-"""A flame graph as SVG, for any browser: width is how often a frame was seen, depth is who called whom."""
+"""Renders a flame graph as SVG, for any browser: width is a frame's sample count, depth its position in the stack."""
 
 from dataclasses import dataclass, field
 from html import escape
@@ -10,7 +10,7 @@ WIDTH, ROW, PAD = 1200.0, 17, 10
 _NARROWEST = 0.3
 _CHAR = 6.6
 _WARM = ((205, 50), (60, 150), (0, 50))
-"""Red, green and blue: where each begins and how far it reaches."""
+"""Red, green and blue: lowest value and range of each."""
 
 
 @dataclass(slots=True)
@@ -21,7 +21,7 @@ class _Node:
 
 
 def flame_svg(tally: StackTally, *, title: str) -> str:
-    """The picture. Frames too narrow to be seen are left out."""
+    """Render the graph. Frames too narrow to be seen are left out."""
     root = _Node("all")
     for stack, count in tally:
         root.count += count
@@ -42,7 +42,7 @@ def flame_svg(tally: StackTally, *, title: str) -> str:
 
 
 def _draw(node: _Node, left: float, depth: int, scale: float, boxes: list[str]) -> int:
-    """One frame and those above it, wherever each begins; returns the deepest row."""
+    """Draw a frame and those it called; returns the deepest row."""
     width = node.count * scale
     if width < _NARROWEST:
         return depth - 1

@@ -17,19 +17,19 @@ class StackSampler:
     """One profile; `stop` ends it early. For the event loop's thread it includes the running task, by its coroutine."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, period_s: float = PERIOD_S) -> None:
-        """Made on the loop's own thread."""
+        """Must be called on the loop's own thread."""
         self.tally = StackTally()
         self._loop, self._loop_thread, self._period_s = loop, threading.get_ident(), period_s
         self._names: dict[CodeType, str] = {}
         self._stopped = threading.Event()
 
     def run(self, seconds: float) -> StackTally:
-        """Blocks: for a thread of its own."""
+        """Sample for this long; blocks, so it needs a thread of its own."""
         now_s = time.monotonic()
         ends_s, due_s = now_s + seconds, now_s
         while now_s < ends_s and not self._stopped.is_set():
             self._look()
-            # A look that came late does not bring the next ones closer together.
+            # A late sample does not bring the next ones closer together.
             due_s = max(due_s + self._period_s, time.monotonic())
             self._stopped.wait(min(due_s, ends_s) - time.monotonic())
             now_s = time.monotonic()
@@ -41,7 +41,7 @@ class StackSampler:
     def _look(self) -> None:
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         task = self._task_name()
-        for ident, frame in sys._current_frames().items():  # the documented way; there is no other
+        for ident, frame in sys._current_frames().items():  # the documented way, and the only one
             if ident == threading.get_ident():
                 continue
             of_loop = ident == self._loop_thread
@@ -59,7 +59,7 @@ class StackSampler:
         return frames[::-1]
 
     def _task_name(self) -> str | None:
-        """The name of the running task's coroutine: tasks' own names may hold requests' ids."""
+        """The name of the running task's coroutine; tasks' own names may contain request ids."""
         try:
             task = asyncio.current_task(self._loop)
         except RuntimeError:  # a Python that returns it on the loop's own thread only
@@ -69,7 +69,7 @@ class StackSampler:
 
 
 def _shortened(filename: str) -> str:
-    """From the package on: `router/http/app.py`, `starlette/requests.py`."""
+    """The path from the package on: `router/http/app.py`, `starlette/requests.py`."""
     path = Path(filename)
     if path.is_relative_to(_ROOT) and "site-packages" not in path.parts[len(_ROOT.parts) :]:
         return str(path.relative_to(_ROOT))
@@ -77,5 +77,5 @@ def _shortened(filename: str) -> str:
 
 
 def _bare(name: str) -> str:
-    """Threads of one pool are one."""
+    """A thread's name without its number, so that the threads of a pool are counted together."""
     return name.rstrip("0123456789_-") or "thread"

@@ -1,4 +1,4 @@
-"""What threads were seen doing, counted, and in the formats of those who draw it. Pure."""
+"""Counts sampled stacks, and exports them in the formats of profile viewers. Pure."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ class StackTally:
         self.num_samples = 0
 
     def add(self, stack: Sequence[str]) -> None:
-        """One sample of one thread."""
+        """Count one sample of one thread."""
         kept = tuple(stack) if len(stack) <= MAX_DEPTH else (*stack[: MAX_DEPTH - 1], CUT)
         if kept not in self._counts and len(self._counts) >= self._max_stacks:
             kept = (OTHER,)
@@ -26,17 +26,17 @@ class StackTally:
         self.num_samples += 1
 
     def __iter__(self) -> Iterator[tuple[tuple[str, ...], int]]:
-        """Stacks and how often each was seen, in the order of their names."""
+        """Iterate over (stack, number of samples), sorted by names."""
         return iter(sorted(self._counts.items()))
 
 
 def collapsed(tally: StackTally) -> str:
-    """A line for each stack: frames from the outermost on with semicolons between them, and the count."""
+    """Export one line per stack: frames, outermost first and separated by semicolons, and the count."""
     return "".join(f"{';'.join(frame.replace(';', ':') for frame in stack)} {count}\n" for stack, count in tally)
 
 
 def speedscope(tally: StackTally, *, name: str, period_s: float) -> dict[str, Any]:
-    """The file format of speedscope; a sample weighs the time between two."""
+    """Export in speedscope's file format; a sample weighs `period_s`."""
     indices: dict[str, int] = {}
     samples = [[indices.setdefault(frame, len(indices)) for frame in stack] for stack, _ in tally]
     weights = [count * period_s for _, count in tally]

@@ -1,4 +1,4 @@
-"""Chains of cached blocks to protobuf and back, for both ends of a session."""
+"""Converts chains of cached blocks to and from protobuf, for both ends of a session."""
 
 from collections.abc import Iterable, Sequence
 
@@ -16,7 +16,7 @@ def chains_to_pb(chains: Iterable[CachedChain]) -> list[pb.CachedChain]:
 
 
 def chains_from_pb(messages: Sequence[pb.CachedChain]) -> tuple[CachedChain, ...]:
-    """From messages. InvalidRequest for more names than allowed, parts of names, or a block that nothing leads to."""
+    """Decode chains. Raises InvalidRequest for too many names, incomplete names, or a block of unknown parent."""
     known: set[BlockHash] = set()
     num_names = 0
     chains: list[CachedChain] = []

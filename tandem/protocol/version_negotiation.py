@@ -1,7 +1,7 @@
-"""Which version of a protocol two processes speak with each other, and what may be said in it. Pure.
+"""Negotiates the version of a protocol between two processes, and the messages that it allows. Pure.
 
-Each side says the oldest and the newest version that it speaks; both take the newest that both speak. A process that
-says one number, as all did before there were ranges, speaks that one. Why:
+Each side states the oldest and the newest version that it supports; both use the newest that both support. A process
+that states a single number, as all did before there were ranges, supports only that one. Rationale:
 docs/extend/adr/0014-versions-side-by-side.md.
 """
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 class NoCommonVersion(Exception):
-    """The peer speaks no version that is spoken here; says which each speaks."""
+    """The peer supports none of this process's versions; the message names the versions of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class VersionRange:
         return cls(oldest, newest or oldest)
 
     def negotiate(self, peer: "VersionRange") -> int:
-        """Choose the newest version that both sides know. Raises NoCommonVersion."""
+        """Return the newest version that both sides support. Raises NoCommonVersion."""
         version = min(self.newest, peer.newest)
         if version < max(self.oldest, peer.oldest):
             raise NoCommonVersion(f"protocol version {peer}, not {self}")
@@ -38,12 +38,12 @@ class VersionRange:
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """What may be said on one connection."""
+    """Kinds of message that may be sent on one connection."""
 
     version: int
-    """What both ends agreed on."""
+    """The version that both ends agreed on."""
     since: Mapping[str, int]
-    """Kinds of message, by the version that brought each."""
+    """Version that introduced each kind of message."""
 
     def has(self, kind: str | None) -> bool:
         """Whether the peer knows this kind of message; another kind may end the connection or be lost silently."""

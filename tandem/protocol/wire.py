@@ -1,4 +1,4 @@
-"""Protobuf to dataclass and back, for the values that several services share."""
+"""Converts values that several services share to and from protobuf."""
 
 from tandem.errors import (
     Cancelled,
@@ -41,7 +41,7 @@ _FINISH_TO_PB = {
     FinishReason.STOP: pb.FINISH_REASON_STOP,
     FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
     FinishReason.ABORT: pb.FINISH_REASON_ABORT,
-    FinishReason.DEADLINE: pb.FINISH_REASON_ERROR,  # before ERROR itself, which is what the number means coming back
+    FinishReason.DEADLINE: pb.FINISH_REASON_ERROR,  # before ERROR, which the number decodes to
     FinishReason.ERROR: pb.FINISH_REASON_ERROR,
 }
 _FINISH_FROM_PB: dict[int, FinishReason] = {number: reason for reason, number in _FINISH_TO_PB.items()}
@@ -66,12 +66,12 @@ _ERRORS: dict[str, type[ServingError]] = {
     )
 }
 NEW_ERRORS: frozenset[type[ServingError]] = frozenset({NotAllowed})
-"""Read here, but not by the version before this one: until that is gone they go as what they are a kind of (ADR 14)."""
+"""Errors that the previous version does not know: they are sent as the base class that it knows (ADR 14)."""
 _SENT_ERRORS = _ERRORS.keys() - {kind.__name__ for kind in NEW_ERRORS}
 
 
 def sampling_to_pb(params: SamplingParams) -> pb.SamplingParams:
-    """All fields set, so that the receiver's defaults do not matter."""
+    """Encode with all fields set, so that the receiver's defaults do not matter."""
     message = pb.SamplingParams(
         logit_bias=dict(params.logit_bias),
         stop_token_ids=params.stop_token_ids,
@@ -85,7 +85,7 @@ def sampling_to_pb(params: SamplingParams) -> pb.SamplingParams:
 
 
 def sampling_from_pb(message: pb.SamplingParams) -> SamplingParams:
-    """Absent fields take the neutral value; bounds are not checked here (see SamplingParams.validate)."""
+    """Decode; absent fields take the neutral value, and bounds are not checked here (see SamplingParams.validate)."""
     given = {name: getattr(message, name) for name in _OPTIONAL_SAMPLING if message.HasField(name)}
     return SamplingParams(
         **given,
@@ -102,7 +102,7 @@ def finish_reason_to_pb(reason: FinishReason) -> pb.FinishReason:
 
 
 def finish_reason_from_pb(number: int) -> FinishReason:
-    """An unknown number means a newer peer; it is shown as an error rather than as a normal end."""
+    """Decode a reason; an unknown number, of a newer peer, counts as an error rather than as a normal end."""
     return _FINISH_FROM_PB.get(number, FinishReason.ERROR)
 
 
@@ -201,7 +201,7 @@ def token_from_pb(token_id: int, logprobs: pb.Logprobs | None) -> SampledToken:
 
 
 def failure_to_pb(error: ServingError) -> pb.Failure:
-    """An error as a value on a stream; one that its reader may not know goes as what it is a kind of."""
+    """Encode an error as a value on a stream; one that the reader may not know is sent as a base class of it."""
     code = next(
         (kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _SENT_ERRORS), InternalError.__name__
     )
@@ -209,7 +209,7 @@ def failure_to_pb(error: ServingError) -> pb.Failure:
 
 
 def failure_from_pb(message: pb.Failure) -> ServingError:
-    """The same class of error again; one that we do not know becomes InternalError."""
+    """Decode an error; an unknown class becomes InternalError."""
     kind = _ERRORS.get(message.code, InternalError)
     retry_after_s = message.retry_after_s if message.HasField("retry_after_s") else None
     return kind(message.message, retry_after_s=retry_after_s)

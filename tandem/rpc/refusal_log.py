@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 
 class LineBudget:
-    """A token bucket of lines. Pure."""
+    """Token bucket of log lines. Pure."""
 
     def __init__(self, *, burst: int, every_s: float) -> None:
         self._burst = burst
@@ -52,5 +52,5 @@ class RefusalLog:
         with self._lock:
             left_out = self._budget.spend(self._clock())
         if left_out is not None:
-            more = f"; {left_out} more of such lines were left out" if left_out else ""
+            more = f"; {left_out} earlier lines like this were left out" if left_out else ""
             log.log(level, "%s: %s: %s%s", self.name, what, error, more)

@@ -9,31 +9,32 @@ from datetime import UTC, datetime
 from tandem.values.ids import request_of
 
 REQUEST_ID: ContextVar[str] = ContextVar("tandem_request_id", default="")
-"""The router's own name of the request that a task serves; lines of others bring it by `about`."""
+"""The router's own id of the request that the current task serves; other code states it with `about`."""
 X_REQUEST_ID: ContextVar[str] = ContextVar("tandem_x_request_id", default="")
-"""What the answer's header calls the call that a task serves: the same, unless its client has given a name."""
+"""Id that the response header gives for the current task's call: the same, unless the client chose one."""
 JSON = "json"
 
 
 def about(name: str) -> dict[str, str]:
-    """The `extra` of a line about a request, by whichever of its names is known (`tandem.values.ids.request_of`).
+    """The `extra` of a log line about a request, from any of its names (`tandem.values.ids.request_of`).
 
-    Workers have no other way: what a request's task begins there may outlive it, as a link to a peer does, and would
-    inherit its context.
+    Workers cannot use the context: tasks that a request starts there, such as a link to a peer, may outlive it and
+    would inherit its context.
     """
     request_id = request_of(name)
     return {} if request_id is None else {"request_id": request_id}
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a line."""
+    """Formats each record as one JSON object per line."""
 
     def __init__(self, process_name: str) -> None:
         super().__init__()
         self._process = process_name
 
     def format(self, record: logging.LogRecord) -> str:
-        """Time in UTC with milliseconds; `request_id`, `x_request_id` and `exception` where there are such."""
+        """Format a record: time in UTC with milliseconds; `request_id`, `x_request_id` and `exception` where there are
+        any."""
         line = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -68,5 +69,5 @@ def configure(level: str, process_name: str, style: str = "text") -> None:
 
 
 def configured_style() -> str:
-    """How this process logs."""
+    """The log format of this process: `text` or `json`."""
     return JSON if any(isinstance(one.formatter, JsonLines) for one in logging.getLogger().handlers) else "text"

@@ -1,7 +1,7 @@
-"""From `telemetry` in the YAML and the OTEL_* variables to a tracer that exports over OTLP.
+"""Builds a tracer that exports over OTLP from section `telemetry` and the OTEL_* variables.
 
-A key that the YAML states wins over its variable; a variable wins over our defaults. Spans wait in the SDK's bounded
-queue for its thread: what the receiver does not accept in time costs spans, never requests.
+A setting in the YAML overrides its variable; a variable overrides our defaults. Spans wait in the SDK's bounded queue
+for its thread: when the receiver is too slow, spans are lost, but requests are not affected.
 """
 
 import importlib.metadata
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from tandem.config.telemetry import TelemetryConfig
 
 QUEUE_SPANS = 8192
-"""Spans that wait for a slow receiver, unless OTEL_BSP_MAX_QUEUE_SIZE says another number; the oldest are dropped."""
+"""Spans that wait for a slow receiver, unless OTEL_BSP_MAX_QUEUE_SIZE is set; the oldest are dropped."""
 BATCH_SPANS = 128
-"""Encoding holds the interpreter's lock: a larger batch would keep the event loop waiting for some milliseconds."""
+"""Spans per batch: encoding holds the GIL, and a larger batch would delay the event loop by milliseconds."""
 DELAY_MS = 500.0
 CLOSE_S = 3.0
 _QUIET_S = 20.0
-"""Between two log lines of the SDK that say the same."""
+"""Minimum time between two log lines of the SDK with the same message."""
 _MAX_LINE_CHARS = 300
 _TRACES_PATH = "/v1/traces"
 _SDK_LOGGERS = (
@@ -49,12 +49,13 @@ _log = logging.getLogger(__name__)
 
 
 class ReportingExporter(SpanExporter):
-    """Exports through the SDK's exporter, logs when the receiver stops and starts to accept spans, counts the lost."""
+    """Exports through the SDK's exporter, logs when the receiver stops and resumes accepting spans, and counts lost
+    ones."""
 
     def __init__(self, exporter: SpanExporter) -> None:
         self._exporter = exporter
         self._num_lost = 0
-        """Since the receiver last accepted a batch."""
+        """Spans lost since the receiver last accepted a batch."""
         self._close_lock = threading.Lock()
         self._is_closed = False
 
@@ -75,7 +76,7 @@ class ReportingExporter(SpanExporter):
         return result
 
     def shutdown(self) -> None:
-        """Abort an export under way. More than one thread may call it; only the first call counts."""
+        """Abort a running export. Several threads may call it; only the first call counts."""
         with self._close_lock:
             if self._is_closed:
                 return
@@ -87,9 +88,9 @@ class ReportingExporter(SpanExporter):
 
 
 class _ShortLines(logging.Filter):
-    """Makes a library's log records one short line each, and lets one that says the same pass once in 20 s.
+    """Shortens a library's log records to one line each, and passes each message at most once in 20 s.
 
-    They repeat what the receiver answers, which may be megabytes with every batch.
+    They quote the receiver's answers, which may be megabytes with every batch.
     """
 
     def __init__(self) -> None:
@@ -107,10 +108,10 @@ class _ShortLines(logging.Filter):
 
 
 class OtelPipeline:
-    """A provider whose spans leave in batches, and its bounded end."""
+    """A provider whose spans are exported in batches, with a bounded shutdown."""
 
     def __init__(self, exporter: SpanExporter, resource: Resource) -> None:
-        """Raises ValueError for an OTEL_* variable that makes no sense."""
+        """Raises ValueError for an invalid OTEL_* variable."""
         self._exporter = ReportingExporter(exporter)
         self.provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         self.provider.add_span_processor(
@@ -123,7 +124,7 @@ class OtelPipeline:
         )
 
     def close(self) -> None:
-        """Export what is queued, as far as the receiver accepts it within CLOSE_S. Blocks."""
+        """Export queued spans, as far as the receiver accepts them within CLOSE_S. Blocks."""
         closing = threading.Thread(target=self.provider.shutdown, name="otel-shutdown", daemon=True)
         closing.start()
         closing.join(CLOSE_S)
@@ -132,7 +133,7 @@ class OtelPipeline:
 
 
 def open_pipeline(config: "TelemetryConfig", *, service: str, instance: str) -> tuple[OtelTracer, OtelPipeline]:
-    """The tracer, and what to close. Raises ConfigError for settings and variables that make no sense."""
+    """Open the tracer and the pipeline to close. Raises ConfigError for invalid settings and variables."""
     _guard_logs()
     try:
         pipeline = OtelPipeline(_exporter(config), make_resource(service, instance))
@@ -142,10 +143,10 @@ def open_pipeline(config: "TelemetryConfig", *, service: str, instance: str) -> 
 
 
 def make_resource(service: str, instance: str) -> Resource:
-    """The process that spans are of.
+    """The resource that describes this process.
 
-    OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES win, but for `service.instance.id`: all processes of a host may
-    have the same variables, and several processes of one name must stay apart.
+    OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES take precedence, except for `service.instance.id`: all processes of a
+    host may have the same variables, and processes of one name must be distinguishable.
     """
     own: Mapping[str, str] = {
         "service.namespace": "tandem",
@@ -193,5 +194,5 @@ def _guard_logs() -> None:
         logger = logging.getLogger(name)
         if not any(isinstance(one, _ShortLines) for one in logger.filters):
             logger.addFilter(_ShortLines())
-    # Clients write what these would repeat: malformed `tracestate` headers.
+    # These would quote clients' input: malformed `tracestate` headers.
     logging.getLogger("opentelemetry.trace").setLevel(logging.ERROR)

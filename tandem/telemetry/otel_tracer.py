@@ -1,4 +1,4 @@
-"""The tracer on the OpenTelemetry SDK: `tandem.telemetry.tracing` in terms of its spans, samplers and propagators.
+"""The tracer on the OpenTelemetry SDK: implements `tandem.telemetry.tracing` with its spans, samplers and propagators.
 
 Only `tandem/telemetry/otel_pipeline.py` imports this module, when tracing is on.
 """
@@ -22,14 +22,14 @@ _NS = 1_000_000_000
 _NO_PARENT = Context()
 _W3C = TraceContextTextMapPropagator()
 _EPOCH_READINGS = 3
-"""Of both clocks, of which the closest pair counts: the thread may be interrupted between them."""
+"""Number of readings of both clocks; the closest pair counts, since the thread may be interrupted between the two."""
 _EPOCH_VALID_S = 1.0
 
 
 class AdjustableSampler(Sampler):
-    """Samples by `telemetry.sample_ratio`, which may change; a parent's decision stands.
+    """Samples by `telemetry.sample_ratio`, which may change; a parent's decision is kept.
 
-    Without a ratio the SDK's own choice decides: OTEL_TRACES_SAMPLER, else every trace.
+    Without a ratio the SDK's own sampler decides: that of OTEL_TRACES_SAMPLER, else one that takes every trace.
     """
 
     def __init__(self, environment: Sampler, ratio: float | None) -> None:
@@ -37,7 +37,7 @@ class AdjustableSampler(Sampler):
         self.set_ratio(ratio)
 
     def set_ratio(self, ratio: float | None) -> None:
-        """From any thread. Traces under way stay as they are."""
+        """Set the ratio for new traces, from any thread."""
         self._sampler = self._environment if ratio is None else ParentBased(TraceIdRatioBased(ratio))
 
     def should_sample(
@@ -57,7 +57,7 @@ class AdjustableSampler(Sampler):
 
 
 class EpochClock:
-    """Unix time at which the monotonic clock was 0, in nanoseconds; read anew each second, since the clocks drift."""
+    """Unix time at which the monotonic clock was 0, in nanoseconds; measured every second, since the clocks drift."""
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._monotonic = monotonic
@@ -81,11 +81,11 @@ def _read_epoch_ns() -> int:
 
 
 class OtelTracer:
-    """A `Tracer` that records what is sampled.
+    """A `Tracer` that records sampled requests.
 
-    A trusted client's `traceparent` decides, else the sampler. A client that is not trusted can neither have its
-    requests traced nor keep them from it, nor choose their trace: it could fill the queue of spans, or write into
-    somebody else's trace. The trace id that it sent becomes an attribute.
+    A trusted client's `traceparent` decides, otherwise the sampler. An untrusted client can neither force nor prevent
+    tracing, nor choose the trace: it could fill the queue of spans, or write into another client's trace. Its trace id
+    becomes an attribute.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class OtelTracer:
         clock: Callable[[], float] = time.monotonic,
         epoch_ns: Callable[[], int] | None = None,
     ) -> None:
-        """`provider`: without a tracer yet; its sampler decides where `sample_ratio` is None."""
+        """`provider`: one without a tracer yet; its sampler decides when `sample_ratio` is None."""
         self._sampler = AdjustableSampler(provider.sampler, sample_ratio)
         provider.sampler = self._sampler
         self.sdk = provider.get_tracer("tandem")
@@ -135,7 +135,7 @@ class OtelTracer:
 
 
 class OtelSpan:
-    """A `Span` over the SDK's. The children in its process are timed by the same reading of the clocks."""
+    """A `Span` over the SDK's. Its children in this process use the same reading of the clocks."""
 
     __slots__ = ("_clock", "_epoch_ns", "_error", "_is_ended", "_num_events", "_sdk", "_span", "_start_s")
 
@@ -204,7 +204,7 @@ class OtelSpan:
 
 
 def _extract(context: TraceContext) -> Context:
-    """The parent that W3C headers name; no parent where they are malformed."""
+    """Parse the W3C headers into a parent; no parent where they are malformed."""
     return _W3C.extract({"traceparent": context.traceparent, "tracestate": context.tracestate}, _NO_PARENT)
 
 

@@ -1,4 +1,4 @@
-"""Chooses a process's tracer: none, or one whose spans leave over OTLP."""
+"""Chooses a process's tracer: none, or one that exports spans over OTLP."""
 
 import asyncio
 import logging
@@ -26,11 +26,11 @@ def instance_id(name: str) -> str:
 
 
 def open_tracer(stack: AsyncExitStack, config: "TelemetryConfig", *, service: str, instance: str) -> Tracer:
-    """The tracer that the YAML asks for, or OTEL_EXPORTER_OTLP_ENDPOINT where the YAML names no endpoint.
+    """Open the tracer for the YAML's endpoint, or for OTEL_EXPORTER_OTLP_ENDPOINT where the YAML has none.
 
-    Spans still queued are exported when `stack` is left. `service` and `instance` name the process in every span.
-    Raises ConfigError when the YAML asks for tracing and OpenTelemetry is missing. A variable alone, which a platform
-    may set for everything that it runs, is then an error in the log.
+    Queued spans are exported when `stack` is left. `service` and `instance` name the process in every span. Raises
+    ConfigError when the YAML enables tracing and OpenTelemetry is missing; if only a variable does, which a platform
+    may set for everything that it runs, an error is logged instead.
     """
     variable = next((name for name in _ENDPOINTS if os.environ.get(name)), None)
     is_off = os.environ.get("OTEL_TRACES_EXPORTER", "otlp").strip() == "none" or _is_true("OTEL_SDK_DISABLED")
@@ -53,9 +53,9 @@ def _is_true(variable: str) -> bool:
 
 
 def reload_sample_ratio(path: Path | None, tracer: Tracer) -> None:
-    """Trace the share of requests that the YAML names now. In a thread: it reads a file.
+    """Apply the sample ratio that the YAML has now. Reads a file, so it runs in a thread.
 
-    Without a path nothing is read, and a file that is invalid changes nothing.
+    Without a path nothing is read, and an invalid file changes nothing.
     """
     from tandem.config.cluster import load
 

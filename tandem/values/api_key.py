@@ -1,8 +1,8 @@
-"""API keys as they are made and kept: a key is random, and what is kept of it is its SHA-256.
+"""Generates and hashes API keys: a key is random, and only its SHA-256 is kept.
 
-Keys that this module makes have 256 random bits. Nobody guesses those, so a hash that is slow on purpose would protect
-nothing more, and would let clients with wrong keys keep the servers busy. For the same reason a key that a person made
-up should not be used.
+Generated keys have 256 random bits, which cannot be guessed. A deliberately slow hash would therefore protect nothing
+more, and would let clients with wrong keys keep the servers busy. For the same reason, keys that a person made up
+should not be used.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 
 def new_key() -> str:
-    """One that nobody has."""
+    """Generate a key."""
     return _KEY_PREFIX + secrets.token_urlsafe(_RANDOM_BYTES)
 
 
@@ -27,25 +27,25 @@ def is_digest(text: str) -> bool:
 
 
 def is_well_formed(text: str) -> bool:
-    """Whether such a digest can be one."""
+    """Whether such a digest has the right form."""
     return _DIGEST.fullmatch(text) is not None
 
 
 def hashed(key: bytes) -> bytes:
-    """What is kept of a key."""
+    """The hash that is kept of a key."""
     return hashlib.sha256(key).digest()
 
 
 def entry_of(key: str) -> str:
-    """The same as the configuration holds it."""
+    """The configuration's form of the hash: `sha256:` and its digits."""
     return DIGEST_PREFIX + hashed(key.encode()).hex()
 
 
 def kept_of(entry: str) -> bytes:
-    """The hash that a configured value stands for: a digest's own, or that of a key in the clear."""
+    """The hash of a configured value, which is a digest or a key in the clear."""
     return bytes.fromhex(entry.removeprefix(DIGEST_PREFIX)) if is_digest(entry) else hashed(entry.encode())
 
 
 def key_id(kept: bytes) -> str:
-    """The name of a key in logs: enough to distinguish keys, and useless for authentication."""
+    """Id of a key in logs: enough to distinguish keys, and useless for authentication."""
     return kept.hex()[:_ID_CHARS]

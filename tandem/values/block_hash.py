@@ -1,9 +1,9 @@
 """Content names of KV blocks.
 
-A block's name is a chained hash keyed with the cluster secret: it covers the model revision, the adapter,
-the tenant's salt and every token up to the end of the block. Two workers that hold the same name hold the same
-tokens' KV, whatever their dtype or tensor parallelism; without the secret nobody can forge a name
-or test a guess of somebody's prompt against one (cf. CVE-2025-46570).
+A block's name is a chained hash keyed with the cluster secret: it covers the model revision, the adapter, the tenant's
+salt and every token up to the end of the block. Two workers that hold the same name hold the same tokens' KV, whatever
+their dtype or tensor parallelism; without the secret, names cannot be forged, nor guesses of another client's prompt be
+tested against them (cf. CVE-2025-46570).
 """
 
 from array import array
@@ -18,24 +18,24 @@ HASH_BLOCK_TOKENS = 16
 HASH_BYTES = 16
 MIN_SECRET_CHARS = 16
 MAX_SECRET_BYTES = 64
-"""Of a key of BLAKE2b (RFC 7693)."""
+"""Maximum size of a BLAKE2b key (RFC 7693)."""
 
 
 def mistaken_secret(secret: str) -> str | None:
-    """Why it can be no cluster's secret, for a sentence that begins with its name; None: it can. Never shows it."""
+    """The mistake in a secret, to follow its name in a sentence; None when there is none. Never shows the secret."""
     bounds = f"it must have at least {MIN_SECRET_CHARS} characters and at most {MAX_SECRET_BYTES} bytes"
     if (num_chars := len(secret.strip())) < MIN_SECRET_CHARS:
-        return f"has {num_chars} characters beside the blanks around it; {bounds}"
+        return f"has {num_chars} characters besides surrounding spaces; {bounds}"
     if (num_bytes := len(secret.encode())) > MAX_SECRET_BYTES:
         return f"has {num_bytes} bytes; {bounds}"
     return None
 
 
 def root_hash(*, secret: bytes, model_fingerprint: str, adapter: str = "", salt: str = "") -> BlockHash:
-    """The parent of every first block: binds a chain to one model, adapter and tenant.
+    """The parent of every first block; it binds a chain to one model, adapter and tenant.
 
-    The parts are length-prefixed so that no two different tuples feed the hash the same bytes.
-    Raises ValueError for a secret beyond MAX_SECRET_BYTES.
+    The parts are length-prefixed so that different tuples never feed the hash the same bytes. Raises ValueError for a
+    secret beyond MAX_SECRET_BYTES.
     """
     digest = blake2b(key=secret, digest_size=HASH_BYTES, person=b"tandem-kv-root")
     for part in (model_fingerprint, adapter, salt):
@@ -51,10 +51,10 @@ class BlockHasher:
     __slots__ = ("_seeded",)
 
     tokens_per_name = HASH_BLOCK_TOKENS
-    """Only a simulator, whose names hash nothing, has larger ones."""
+    """Larger only in a simulator, whose names are not hashes."""
 
     def __init__(self, secret: bytes) -> None:
-        # Keying costs one compression; a copy of a keyed state skips it for every block.
+        # Keying takes one compression; a copy of a keyed state saves it for every block.
         self._seeded = blake2b(key=secret, digest_size=HASH_BYTES, person=b"tandem-kv-block")
 
     def child(self, parent: BlockHash, tokens: Sequence[int]) -> BlockHash:

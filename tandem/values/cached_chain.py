@@ -1,4 +1,4 @@
-"""A worker's prefix cache as runs of blocks, hottest first: what a draining worker offers when it leaves."""
+"""A worker's prefix cache as runs of blocks, hottest first, as a draining worker offers it."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -6,21 +6,21 @@ from dataclasses import dataclass, replace
 from tandem.values.ids import BlockHash
 
 MAX_CHAIN_NAMES = 65_536
-"""Names in one message: a MiB of them."""
+"""Maximum number of names in one message: one MiB of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedChain:
-    """Blocks that follow one another in a prompt, without those that a hotter chain has named already."""
+    """Consecutive blocks of a prompt, without those that a hotter chain includes."""
 
     after: BlockHash
-    """The block that the first one follows, which an earlier chain names; or the root of the chain of names."""
+    """Parent of the first block: a block of an earlier chain, or the root of the chain of names."""
     from_root: bool
     names: tuple[BlockHash, ...]
 
 
 def fitting(chains: Iterable[CachedChain], num_blocks: int) -> tuple[CachedChain, ...]:
-    """The hottest, cut to so many blocks. What is left out has nothing hanging on it that is not left out too."""
+    """The hottest chains, cut to `num_blocks` blocks; no kept block has a parent that was cut."""
     taken: list[CachedChain] = []
     for chain in chains:
         if num_blocks <= 0:

@@ -1,8 +1,8 @@
-"""Which settings of the cache on disk contradict each other: what the configuration and the engine both ask. Pure."""
+"""Checks the settings of the disk cache for contradictions, for the configuration and the engine. Pure."""
 
 
 def contradiction(*, has_path: bool, disk_cache_bytes: int, host_cache_bytes: int, num_ranks: int) -> str | None:
-    """Why a worker of so many ranks cannot keep blocks on disk, beginning with the setting's name; None when it can."""
+    """The contradiction, beginning with the setting's name; None when workers of `num_ranks` can keep blocks there."""
     if not has_path and not disk_cache_bytes:
         return None
     if not has_path or not disk_cache_bytes:

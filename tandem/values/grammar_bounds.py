@@ -1,8 +1,8 @@
-"""What following one grammar may take, the same for the router that refuses and the worker that follows.
+"""Limits on following one grammar, the same for the router that refuses grammars and the worker that follows them.
 
-llguidance's lexer learns states as an answer is followed and forgets none; its own limits allow some 500 MB of them,
-and a quarter of a second for the first mask of `a{900000000}`. These are what schemas of hundreds of properties, and
-choices by the thousand, stay far below. They hold of all copies of a matcher together: what one learns, all have.
+llguidance's lexer learns states while an answer is generated and never forgets them; its own limits allow about 500 MB
+of them, and a quarter of a second for the first mask of `a{900000000}`. Schemas of hundreds of properties, and choices
+by the thousand, stay far below the limits here. They apply to all copies of a matcher together, which share the states.
 """
 
 import json
@@ -13,9 +13,9 @@ from typing import Any
 
 MAX_LEXER_STATES = 20_000
 MAX_STEP_FUEL = 100_000
-"""Regular expressions derived for one token: some 10 ms."""
+"""Regular expressions derived for one token, which take about 10 ms."""
 MAX_STEP_ITEMS = 12_000
-"""Of the parser, for one token; the object with the most properties that `max_items_in_row` allows has 8,192."""
+"""Parser items for one token; the object with the most properties that `max_items_in_row` allows has 8,192."""
 LIMITS: Mapping[str, int] = MappingProxyType(
     {
         "max_lexer_states": MAX_LEXER_STATES,
@@ -26,23 +26,23 @@ LIMITS: Mapping[str, int] = MappingProxyType(
         "max_items_in_row": 8192,
     }
 )
-"""For LLParserLimits."""
+"""Arguments of LLParserLimits."""
 
 _TOKEN_S, _TOKEN_S_PER_ENTRY = 4e-3, 5e-8
 _MAX_DEBT_TOKENS = 8
 
 
 class ParserTime:
-    """What following one answer takes of a processor, against what it may take.
+    """Processor time spent on following one answer, compared with a budget per token.
 
     A token of a highly ambiguous grammar, such as `s: s s s | s s | "a"`, costs more the longer the answer is. The
-    parser's items do not tell: 500 of them take 4 ms there, and 1,600 for an object of 400 properties 0.6. So time is
-    counted, that of the thread itself, which other work on the machine does not add to. A grammar may take so much for
-    each token; what it takes beyond that is a debt, which later tokens pay back, and which is bounded.
+    number of parser items does not show it: 500 of them take 4 ms there, and 1,600 take 0.6 ms for an object of 400
+    properties. So the thread's own processor time is counted, to which other work on the machine does not add. Time
+    beyond the budget is a debt, which is bounded and which later tokens pay back.
     """
 
     def __init__(self, vocab_size: int) -> None:
-        """`vocab_size`: a mask takes time in proportion, at worst."""
+        """`vocab_size`: the budget grows with it, as computing a mask does at worst."""
         self.token_s = _TOKEN_S + _TOKEN_S_PER_ENTRY * vocab_size
         self._debt_s = 0.0
 
@@ -51,7 +51,7 @@ class ParserTime:
         self._debt_s += spent_s
 
     def end_token(self) -> bool:
-        """False when the debt has become too large."""
+        """Add a token's budget; returns False when the debt is too large."""
         self._debt_s = max(0.0, self._debt_s - self.token_s)
         return self._debt_s <= _MAX_DEBT_TOKENS * self.token_s
 
@@ -61,7 +61,7 @@ _BYTES_PER_CHAR = 64
 
 
 def most_bytes(grammar: str) -> int:
-    """Upper bound of what one compiled grammar takes once it has been followed to its limits.
+    """Upper bound of the bytes of one compiled grammar once it has been followed to its limits.
 
     Measured with llguidance 1.9 (docs/extend/measurements.md): 34 MB learnt, 60 bytes for each character of a schema.
     """
@@ -69,15 +69,15 @@ def most_bytes(grammar: str) -> int:
 
 
 _UNFORCED = {"lark_grammar": '%llguidance {"no_forcing": true}\nstart: "a"'}
-"""Nobody refers to it, but what one grammar of a list sets holds for the lexer of all, whatever the others say."""
+"""An unused grammar: an option that one grammar of a list sets applies to the lexer of all of them."""
 
 
 def unforced(grammar: str) -> str:
-    """The same grammar, without a loop of llguidance 1.9 that nothing bounds.
+    """The same grammar, with an unbounded loop of llguidance 1.9 disabled.
 
-    Before each mask it follows the bytes that must come next, to allow their usual tokens alone: for ever where no
-    other byte can ever come, as after `/a+/ "a"`, whose first lexeme takes every `a`. Without that, each token costs
-    what its own bytes do, and the model chooses among all tokens that fit.
+    Before each mask llguidance follows the bytes that must come next, to allow only their usual tokens. This never ends
+    where no other byte can ever come, as after `/a+/ "a"`, whose first lexeme takes every `a`. Without it, each token
+    costs what its own bytes do, and the model chooses among all tokens that fit.
     """
     try:
         said = json.loads(grammar)
@@ -100,9 +100,10 @@ _FALLBACK_DECODER = {
 
 
 def tokenizer_for_guides(spec: str) -> str:
-    """A tokenizer.json as llguidance can read it, which looks at the decoder to know what bytes a token stands for.
+    """Adapt a tokenizer.json for llguidance, which uses the decoder to find the bytes of a token.
 
-    It wants `ByteFallback` in those that write `\u2581` for a space; many have none, or `Metaspace`, and mean the same.
+    It requires `ByteFallback` in tokenizers that write `\u2581` for a space; many have none, or `Metaspace`, and mean
+    the same.
     """
     try:
         said = json.loads(spec)
@@ -113,17 +114,18 @@ def tokenizer_for_guides(spec: str) -> str:
             step.get("replacement") == _SPACE_MARK or step.get("pattern") == {"String": _SPACE_MARK} for step in steps
         )
     except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
-        return spec  # left to llguidance to refuse
+        return spec  # llguidance will refuse it
     if not marks_spaces or not {"Replace", "Metaspace", "Fuse", "Strip"}.issuperset(kinds):
         return spec
     return json.dumps(said | {"decoder": _FALLBACK_DECODER})
 
 
 def fault_on_the_way(matcher: Any, end_token_ids: Collection[int], *, num_paths: int, num_tokens: int) -> str:
-    """Have copies of an LLMatcher follow a few answers, of so many tokens each, that its grammar allows.
+    """Have copies of an LLMatcher follow `num_paths` random answers that its grammar allows, of `num_tokens` tokens
+    each.
 
-    What it says of the first that hits a limit; nothing when none does. What is learnt on the way stays in the lexer
-    that all copies share.
+    Returns the error of the first that hits a limit, or "" when none does. The states learnt meanwhile stay in the
+    lexer that all copies share.
     """
     for path in range(num_paths):
         copy = matcher.deep_copy()
@@ -146,7 +148,7 @@ def _follow(matcher: Any, end_token_ids: Collection[int], path: Random, num_toke
 
 
 def _nth(allowed: bytearray, rank: int) -> int:
-    """Of the bits that are set, the lowest first."""
+    """Index of the bit of this rank among those that are set, lowest first."""
     for start in range(0, len(allowed), 8):
         word = int.from_bytes(allowed[start : start + 8], "little")
         if rank >= (count := word.bit_count()):

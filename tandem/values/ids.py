@@ -1,10 +1,10 @@
-"""Names of things, as distinct types: a request is never mistaken for a worker, nor a hash for a block."""
+"""Identifiers as distinct types, so that a request is never mistaken for a worker, or a hash for a block."""
 
 import re
 from typing import NewType
 
 RequestId = NewType("RequestId", str)
-"""Minted by the router, one per choice of a client request; a client's own id never travels further."""
+"""Assigned by the router, one per choice of a client request; a client's own id is used by the router only."""
 
 WorkerId = NewType("WorkerId", str)
 Incarnation = NewType("Incarnation", int)
@@ -17,7 +17,7 @@ BlockHash = NewType("BlockHash", bytes)
 """Sixteen-byte chained, keyed content name of a block; see `tandem.values.block_hash`."""
 
 TransferId = NewType("TransferId", str)
-"""Minted by the router for one hand-off of one request."""
+"""Assigned by the router, one for each hand-off of a request."""
 
 _OF_REQUEST = re.compile(r"(?:score )?(?:\d+:)?([0-9a-f]{32}|[a-z]+-\d+)\b")
 
@@ -29,5 +29,5 @@ def request_of(name: str) -> RequestId | None:
     All are made of that: `R-0` is its first choice, `7:R-0` the same in a worker's engine, `R-0.1.9f` a hand-off of
     it, `R/prompt` the scoring of its prompt. None: of no request, as a fetch for which nobody waits.
     """
-    found = _OF_REQUEST.match(name)
+    found = _REQUEST_IN_NAME.match(name)
     return None if found is None else RequestId(found[1])

@@ -1,4 +1,4 @@
-"""Whether keys and values may go from one worker to another, and why not: what HELLO and the router ask. Pure.
+"""Whether keys and values may move between two workers, and why not; checked at HELLO and by the router. Pure.
 
 Workers may differ in tensor-parallel size, in block size and in the dtype of their caches, but not in the model.
 """
@@ -12,12 +12,12 @@ CONVERSIONS = frozenset(
     if plain not in QUANTISED_DTYPES
     for pair in ((plain, codes), (codes, plain))
 )
-"""(from, to): dtypes that can be made of each other, as `engine/kv_storage/kv_codes.py` defines it.
-Codes never become other codes: that would lose twice."""
+"""(from, to): dtypes that can be converted, as `engine/kv_storage/kv_codes.py` does it. Codes are never converted to
+other codes: that would lose accuracy twice."""
 
 
 def cannot_travel_as(source: str, wire: str, destination: str) -> str | None:
-    """Why what is cached in `source` cannot travel in `wire` to be cached in `destination`; None when it can."""
+    """Reason why KV of dtype `source` cannot be sent as `wire` and cached as `destination`; None when it can."""
     for step in ((source, wire), (wire, destination)):
         if step[0] != step[1] and step not in CONVERSIONS:
             return f"wire_dtype: no conversion from {step[0]} to {step[1]}"
@@ -25,7 +25,7 @@ def cannot_travel_as(source: str, wire: str, destination: str) -> str | None:
 
 
 def agree(source: KVLayout, destination: KVLayout) -> str | None:
-    """Why cells cannot go from `source` to `destination`, beginning with the field's name; None when they can."""
+    """Reason why cells cannot move from `source` to `destination`, beginning with the field's name, or None."""
     return (
         _unequal("model_fingerprint", source.model_fingerprint, destination.model_fingerprint)
         or _unequal("num_layers", source.num_layers, destination.num_layers)

@@ -10,11 +10,11 @@ from dataclasses import dataclass, fields
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "fp8_e4m3": 1}
 QUANTISED_DTYPES = ("int8", "fp8_e4m3")
-"""What a cache may hold whatever its model computes in."""
+"""Dtypes of a cache that are independent of the model's dtype."""
 AUTO_DTYPE = "auto"
-"""Instead of a dtype: of a cache the one that the model computes in, of a model its checkpoint's."""
+"""Placeholder for a dtype: of a cache the one that the model computes in, of a model its checkpoint's."""
 EXACT_DTYPE = "float32"
-"""In which a token's result, as a token, does not depend on the batch that it is computed in."""
+"""Dtype in which a sampled token does not depend on the batch that it is computed in."""
 
 _SCALE_BYTES = 4
 _ALIGNMENT = 64
@@ -27,10 +27,10 @@ class KVLayout:
     model_fingerprint: str
     """Digest of the model's configuration and weights' revision; never a path."""
     dtype: str
-    """Of cached keys and values: one of DTYPE_BYTES."""
+    """Dtype of cached keys and values: one of DTYPE_BYTES."""
     num_layers: int
     num_kv_heads: int
-    """Of the whole model, not of one rank."""
+    """Number in the whole model, not of one rank."""
     head_dim: int
     block_size: int
     """Tokens per physical block."""
@@ -49,12 +49,13 @@ class KVLayout:
 
     @property
     def scale_offset(self) -> int | None:
-        """Where, in one block of one layer, the scales of its tokens begin, in bytes; None when it holds none."""
+        """Offset in bytes of the tokens' scales in one block of one layer; None when it has none."""
         return _round_up(self._values_bytes) if self.dtype == "int8" else None
 
     @property
     def layer_block_bytes(self) -> int:
-        """Bytes of one block in one layer: K and V of all local heads, with their scales; padded to 64 if there are."""
+        """Bytes of one block in one layer: K and V of all local heads, with their scales; padded to 64 if there are
+        scales."""
         if self.scale_offset is None:
             return self._values_bytes
         return _round_up(self.scale_offset + 2 * self.num_local_kv_heads * self.block_size * _SCALE_BYTES)
@@ -66,7 +67,7 @@ class KVLayout:
 
     @property
     def num_planes(self) -> int:
-        """Layers of all ranks: in a pool that they share they lie one rank after another, each as one layer's heads."""
+        """Number of planes: in a pool that ranks share, each layer of each rank is one, one rank after another."""
         return self.tp_size * self.num_layers
 
     @property
@@ -90,7 +91,7 @@ class KVLayout:
 
 
 def may_differ_after_failover(dtype: str, *, deterministic: bool) -> bool:
-    """Whether a text that continues on another worker may differ from what the first would have written.
+    """Whether a text that continues on another worker may differ from what the first would have generated.
 
     In 16 bits the rounding of a token depends on the batch and the chunks that it is computed in.
     """

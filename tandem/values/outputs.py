@@ -1,4 +1,4 @@
-"""What generation yields, on every layer: tokens, reasons for ending, and where the time went."""
+"""Results of generation, used by every layer: tokens, finish reasons, and times by phase."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -6,14 +6,14 @@ from typing import NamedTuple
 
 
 class FinishReason(Enum):
-    """Why a choice ended. The values are OpenAI's words, where it has one."""
+    """Reason why a choice ended. The values are OpenAI's where it has one."""
 
     STOP = "stop"
     LENGTH = "length"
     ABORT = "abort"
     ERROR = "error"
     DEADLINE = "deadline"
-    """The request timed out while it waited. Within a worker only: routers receive it as a failure."""
+    """The request timed out while it waited. Only within a worker: routers receive it as a failure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,12 +37,12 @@ class SampledToken(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachedTokens:
-    """Prompt tokens that nobody had to compute for a request, by where their KV was."""
+    """Prompt tokens that were not computed for a request, by where their KV was."""
 
     prefill_pool: int = 0
     decode_pool: int = 0
     fetched: int = 0
-    """Brought from a peer for this request."""
+    """Fetched from a peer for this request."""
     host: int = 0
     disk: int = 0
 
@@ -56,7 +56,7 @@ NO_CACHED_TOKENS = CachedTokens()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseTimes:
-    """Seconds one request spent in each phase, each measured by the process that spent it; what it held meanwhile."""
+    """Seconds that one request spent in each phase, measured by the process of that phase, and the KV that it held."""
 
     prefill_queue_s: float = 0.0
     prefill_s: float = 0.0
@@ -67,14 +67,14 @@ class PhaseTimes:
     decode_s: float = 0.0
     """From the moment at which the sequence could run on the decode worker."""
     router_queue_s: float = 0.0
-    """In the router: without a worker, tokenizing included."""
+    """Time in the router without a worker, tokenizing included."""
     kv_byte_s: float = 0.0
-    """Bytes of KV blocks that were held, times the seconds for which they were; a shared block counts for each."""
+    """Bytes of KV blocks held, times the seconds they were held; a shared block counts for each request."""
     cached: CachedTokens = NO_CACHED_TOKENS
-    """What the prompt found when it came."""
+    """Cached tokens that the prompt found on arrival."""
 
     def plus(self, other: "PhaseTimes") -> "PhaseTimes":
-        """Both, one after the other; cached is what the first found."""
+        """The sum of both; `cached` is that of the first."""
         return PhaseTimes(
             prefill_queue_s=self.prefill_queue_s + other.prefill_queue_s,
             prefill_s=self.prefill_s + other.prefill_s,

@@ -8,7 +8,7 @@ from tandem.values.ids import Incarnation, WorkerId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefixHolder:
-    """A worker that is thought to hold the KV of a prompt's first tokens; a hint, never a promise."""
+    """A worker believed to hold the KV of a prompt's first tokens; a hint, never a promise."""
 
     worker_id: WorkerId
     incarnation: Incarnation
@@ -18,7 +18,7 @@ class PrefixHolder:
 
 
 def holder_to_pb(holder: PrefixHolder | None) -> common_pb2.PrefixHolder | None:
-    """As a message; None stays absent."""
+    """Convert to a message; None stays absent."""
     if holder is None:
         return None
     return common_pb2.PrefixHolder(
@@ -30,7 +30,7 @@ def holder_to_pb(holder: PrefixHolder | None) -> common_pb2.PrefixHolder | None:
 
 
 def holder_from_pb(message: common_pb2.PrefixHolder) -> PrefixHolder:
-    """From a message that is present; its bounds are its reader's to check."""
+    """Convert a message that is present; the reader checks the bounds."""
     return PrefixHolder(
         worker_id=WorkerId(message.worker_id),
         incarnation=Incarnation(message.incarnation),

@@ -50,11 +50,11 @@ class PinResult:
 
 
 class PinTotals(NamedTuple):
-    """A worker's pins: gauges of now, and counts since its start."""
+    """A worker's pins: current gauges, and counts since its start."""
 
     num_pins: int = 0
     num_blocks: int = 0
-    """Distinct blocks that stay because of them."""
+    """Distinct blocks that are kept because of pins."""
     max_blocks: int = 0
     made: int = 0
     renewed: int = 0

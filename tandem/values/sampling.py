@@ -14,7 +14,7 @@ MAX_SEED = 2**63 - 1
 MIN_SEED = -(2**63)
 MAX_TOP_LOGPROBS = 20
 MAX_CONTINUATIONS = 256
-"""Of one beam, that a step of a beam search may look at."""
+"""Maximum number of continuations of one beam that a step of a beam search considers."""
 MAX_STOP_TOKENS = 64
 MAX_LOGIT_BIAS = 1024
 MAX_GRAMMAR_CHARS = 256 * 1024
@@ -26,10 +26,10 @@ class Bound(NamedTuple):
     low: float
     high: float
     open_low: bool = False
-    """`low` itself is too low."""
+    """Whether `low` itself is excluded."""
 
     def check(self, name: str, value: float) -> None:
-        """Raise InvalidRequest naming the field and its bound. Whole bounds are of whole numbers."""
+        """Raise InvalidRequest naming the field and its bound. Integer bounds require integers."""
         if isinstance(self.low, int):
             _integer(name, value, self.low, int(self.high))
         else:
@@ -47,7 +47,7 @@ BOUNDS: Mapping[str, Bound] = {
     "repetition_penalty": Bound(0.0, 10.0, open_low=True),
     "seed": Bound(MIN_SEED, MAX_SEED),
 }
-"""By field; each is stated here alone."""
+"""Bounds by field, stated only here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class SamplingParams:
     temperature: float = 1.0
     """0 means greedy."""
     top_k: int = 0
-    """0 keeps every token; -1, as some clients spell that, becomes 0."""
+    """0 keeps every token; -1, as some clients write it, becomes 0."""
     top_p: float = 1.0
     min_p: float = 0.0
     presence_penalty: float = 0.0
@@ -70,13 +70,13 @@ class SamplingParams:
     """Sampling one of these ends the choice; the model's own end tokens are added unless `ignore_eos`."""
     ignore_eos: bool = False
     seed: int = 0
-    """Always set behind the servers: the router draws one when the client sent none."""
+    """Always set after the servers: the router draws one when the client sent none."""
     grammar: str | None = None
-    """What every answer must be, as llguidance reads it; None: anything."""
+    """Form that every answer must have, in llguidance's format; None: any."""
     allowed_token_ids: tuple[int, ...] = ()
-    """Nothing else is sampled; empty: everything."""
+    """The only tokens that may be sampled; empty: all."""
     bad_words: tuple[tuple[int, ...], ...] = ()
-    """Sequences of tokens that never come; of each its last token is not sampled after its others."""
+    """Sequences of tokens that are never generated: the last token of each is not sampled after the others."""
     num_logprobs: int | None = None
     """None: no logprobs; 0: of the sampled token only; k: also of the k most likely."""
 
@@ -123,11 +123,11 @@ class SamplingParams:
     def _validate_grammar(self, grammar: str) -> None:
         if not 0 < len(grammar) <= MAX_GRAMMAR_CHARS:
             raise InvalidRequest(f"grammar must have 1 to {MAX_GRAMMAR_CHARS} characters", param="grammar")
-        # A structure that is whole must be allowed to end.
+        # A complete structure must be allowed to end.
         if self.ignore_eos:
-            raise InvalidRequest("ignore_eos cannot be kept together with structured output", param="ignore_eos")
+            raise InvalidRequest("ignore_eos cannot be used with structured output", param="ignore_eos")
         if self.min_tokens:
-            raise InvalidRequest("min_tokens cannot be kept together with structured output", param="min_tokens")
+            raise InvalidRequest("min_tokens cannot be used with structured output", param="min_tokens")
 
 
 def _integer(name: str, value: float, low: int, high: int) -> None:

@@ -1,4 +1,4 @@
-"""How steps are counted by their tokens: workers count, routers show."""
+"""Sizes by which steps are counted: workers count them, routers export them."""
 
 STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-"""Upper ends of buckets, as of vLLM's `iteration_tokens_total`; what is larger has one of its own."""
+"""Upper bounds of buckets in tokens, as of vLLM's `iteration_tokens_total`; larger steps have a bucket of their own."""

@@ -1,4 +1,4 @@
-"""Who a worker process is."""
+"""The identity of a worker process."""
 
 import secrets
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from tandem.values.roles import WorkerRole
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerIdentity:
-    """Fixed for the life of one process."""
+    """Identity of one process, fixed for its lifetime."""
 
     worker_id: WorkerId
     incarnation: Incarnation
@@ -18,15 +18,15 @@ class WorkerIdentity:
     address: str
     """host:port of its gRPC server."""
     rack: str = ""
-    """Part of the network that is fast within itself; empty: unknown."""
+    """Part of the network that is fast within itself; "": unknown."""
 
     @property
     def handoff_address(self) -> str:
-        """Hand-offs are served on the same server: prompts by prefill workers, prefixes by all."""
+        """Address of the hand-off service, which is on the same server."""
         return self.address
 
     def facts(self) -> dict[str, str]:
-        """For the line that says that the process serves."""
+        """Facts for the line that announces that the process serves."""
         return {
             "address": self.address,
             "role": self.role.value,
@@ -37,5 +37,5 @@ class WorkerIdentity:
 
 
 def draw_incarnation() -> Incarnation:
-    """A number that no earlier or other process has."""
+    """Draw a random incarnation, unique in practice among all processes."""
     return Incarnation(secrets.randbits(63) or 1)

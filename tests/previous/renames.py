@@ -29,6 +29,8 @@ MESSAGES = {
     "Supersede": "EndEarlierSessions",
 }
 FIELDS = {
+    "LoadSnapshot": {"board": "redis_publishing"},
+    "RouterHello": {"reads_board": "reads_redis"},
     "RouterMessage": {
         "adopt": "take_over",
         "inherit": "fetch_cache",

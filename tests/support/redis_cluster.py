@@ -48,7 +48,7 @@ CAPACITY = 64
 QUICK = replace(REDIS_BREAKER, open=Backoff(first_s=0.05, most_s=0.3))
 
 
-def board_at(server: RedisServer, **changes: Any) -> RedisSettings:
+def redis_settings_at(server: RedisServer, **changes: Any) -> RedisSettings:
     """Impatient, so that tests are quick."""
     given = {"host": "127.0.0.1", "port": server.port, "timeout_s": 0.2, "lease_s": 1.0}
     return RedisSettings(**(given | changes))
@@ -174,10 +174,10 @@ class Router:
     """The core of one router process."""
 
     def __init__(
-        self, registry: WorkerRegistry, board: RouterClusterState, dispatcher: Dispatcher, placer: Placer
+        self, registry: WorkerRegistry, redis: RouterClusterState, dispatcher: Dispatcher, placer: Placer
     ) -> None:
         self.registry = registry
-        self.board = board
+        self.redis = redis
         self.dispatcher = dispatcher
         self.placer = placer
         self._serial = 0
@@ -198,11 +198,11 @@ class Router:
 
     async def crash(self) -> None:
         """As the kernel does it: connections end, nobody cleans up."""
-        for task in self.board._tasks:
+        for task in self.redis._tasks:
             task.cancel()
-        await asyncio.wait(self.board._tasks)
-        await self.board._logs.close()
-        await self.board._poll.close()
+        await asyncio.wait(self.redis._tasks)
+        await self.redis._logs.close()
+        await self.redis._poll.close()
 
 
 @asynccontextmanager
@@ -213,15 +213,15 @@ async def router(
     registry = WorkerRegistry(prefix_map=PrefixMap(), clock=time.monotonic)
     incarnation = Incarnation(1000 + number)
     limits = make_limits(RouterConfig(), SECRET, time.monotonic) if limits is None else limits
-    board = RouterClusterState(
+    redis = RouterClusterState(
         settings, secret=SECRET, router=incarnation, registry=registry, limits=limits, stated=frozenset()
     )
-    for link in (board._logs, board._poll):
+    for link in (redis._logs, redis._poll):
         link._breaker = CircuitBreaker(QUICK, Random(number))
     async with AsyncExitStack() as stack:
-        await stack.enter_async_context(board)
+        await stack.enter_async_context(redis)
         fleet = WorkerFleet(
-            directory=board.directory,
+            directory=redis.directory,
             listener=registry,
             open_channel=ClusterChannels(None).open,
             settings=SessionSettings(
@@ -243,4 +243,4 @@ async def router(
             clock=time.monotonic,
             rng=Random(number),
         )
-        yield Router(registry, board, dispatcher, placer)
+        yield Router(registry, redis, dispatcher, placer)

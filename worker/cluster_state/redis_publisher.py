@@ -1,8 +1,8 @@
 """Publishes a worker to Redis: renews its lease there, and writes its prefix cache.
 
-One task talks to Redis while the worker goes on; engine events only touch the journal. Each second the lease is
-renewed, and what Redis holds of this worker is compared with what it should hold; anything lost (flushed, restored,
-evicted, tampered with) is written again as a whole.
+One task communicates with Redis; engine events only change the journal. Each second the lease is renewed, and what
+Redis holds of this worker is compared with what it should hold; if anything is lost (flushed, restored, evicted,
+tampered with), all of it is written again.
 """
 
 import asyncio
@@ -66,7 +66,7 @@ class ClusterStatePublisher:
         self._num_entries = self._num_states = 0
 
     async def __aenter__(self) -> Self:
-        # A task group: a bug in publishing ends the worker instead of silently ending its publishing.
+        # A task group: a bug in publishing ends the worker instead of only its publishing.
         tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
         self._task = tasks.create_task(self._run())
         return self
@@ -78,19 +78,19 @@ class ClusterStatePublisher:
             self._task.cancel()
         # Without `error`, which the task group would wrap in an exception group.
         await self._stack.aclose()
-        await self._leave()
+        await self._delete_entries()
 
     # EventSink
 
     def send_snapshot(self, next_event: int, stored: Sequence[pb.KVEvent]) -> None:
-        """The whole prefix cache; later events count from `next_event`."""
+        """Replace the journal by the whole prefix cache; later events count from `next_event`."""
         self._journal.restart(next_event, [BlockHash(event.block_hash) for event in stored])
-        self._changed()
+        self._on_change()
 
     def send_events(self, first: int, events: Sequence[pb.KVEvent]) -> bool:
-        """Changes numbered from `first`. False when some are missing: a snapshot must follow."""
+        """Record changes numbered from `first`. Returns False when some are missing: a snapshot must follow."""
         taken = self._journal.apply(first, [(BlockHash(event.block_hash), event.stored) for event in events])
-        self._changed()
+        self._on_change()
         return taken
 
     def report(self) -> pb.RedisPublisherReport:
@@ -103,7 +103,7 @@ class ClusterStatePublisher:
             lag_s=0.0 if since_s is None else self._clock() - since_s,
         )
 
-    def _changed(self) -> None:
+    def _on_change(self) -> None:
         if self._behind_since_s is None and self._journal.is_behind:
             self._behind_since_s = self._clock()
         self._wake.set()
@@ -148,13 +148,13 @@ class ClusterStatePublisher:
             ("XLEN", cache_keys[2]),
         ]
         *kept, head, state_bytes, num_entries = await self._link.ask(commands, vital=1)
-        if isinstance(kept[1], Refusal):  # somebody put something else there
+        if isinstance(kept[1], Refusal):  # the key holds a value of another type
             await self._link.ask([("DEL", keys.workers), commands[1]])
-        if not journal.on_read(self._found(head, state_bytes, num_entries)) and self._num_states:
+        if not journal.on_read(self._extent_in_redis(head, state_bytes, num_entries)) and self._num_states:
             _log.info("this worker's cache in Redis is not what was written: writing all of it again")
 
-    def _found(self, head: Reply, state_bytes: Reply, num_entries: Reply) -> Footprint | None:
-        """What is there, if it holds together."""
+    def _extent_in_redis(self, head: Reply, state_bytes: Reply, num_entries: Reply) -> Footprint | None:
+        """The extent of the entries in Redis; None if they are inconsistent."""
         if not isinstance(head, bytes) or not isinstance(state_bytes, int) or not state_bytes:
             return None
         try:
@@ -177,7 +177,7 @@ class ClusterStatePublisher:
         for entry in write.entries:
             commands.append(("XADD", log, f"{entry.next_sequence}-0", "e", codec.seal_changes(process, entry)))
         if write.state is not None:
-            # Off the loop: it may be megabytes.
+            # Off the loop, since it may be megabytes.
             sealed = await asyncio.to_thread(codec.seal_state, process, write.after.state_sequence, write.state)
             commands.append(("SET", state, sealed, "PX", keep_ms))
         if write.keep_from is not None:
@@ -186,7 +186,7 @@ class ClusterStatePublisher:
         commands.append(("SET", head, codec.seal_head(process, write.after), "PX", keep_ms))
         return commands
 
-    async def _leave(self) -> None:
+    async def _delete_entries(self) -> None:
         """Delete this worker's entries, if Redis answers."""
         process, keys = self._notice.process, self._keys
         taken = (keys.notice(process), keys.head(process), keys.state(process), keys.log(process))
@@ -200,10 +200,10 @@ class ClusterStatePublisher:
 
 
 class SnapshotSource(Protocol):
-    """Knows the whole prefix cache (`EngineHost`)."""
+    """Source of the whole prefix cache (`EngineHost`)."""
 
     def send_snapshot(self, sink: EventSink) -> None:
-        """Call `sink.send_snapshot` soon, in order with the events."""
+        """Have `sink.send_snapshot` called soon, in order with the events."""
         ...
 
 

@@ -1,11 +1,11 @@
-"""What a worker has to write to Redis so that routers read its cache correctly. Pure.
+"""Plans what a worker writes to Redis so that routers read its cache correctly. Pure.
 
-The journal mirrors the worker's names, queues changes, and plans one transaction at a time: changes become entries of
-the log; when the log since the state has grown past a bound, the state is written again with them, and what lies
-before the state's predecessor is trimmed, so that a reader who is a little behind need not load everything. Whatever
-is in doubt (a write without an answer, other content in Redis) is settled by reading what Redis holds; what cannot be
-settled, or would be too much to catch up with, is replaced by one fresh state. If little happened since the last write
-that arrived, those changes go into the log beside the fresh state, so readers that were up to date need not load it.
+The journal mirrors the worker's names, queues changes, and plans one transaction at a time. Changes become entries of
+the log; when the log since the state has grown past a bound, the state is written again with them, and entries before
+the previous state are trimmed, so that a reader who is a little behind need not load everything. After a failed write,
+or when Redis holds something else, the content of Redis is read to settle the doubt; what cannot be settled, or would
+take too long to catch up with, is replaced by a fresh state. If little has changed since the last completed write,
+those changes go into the log beside the fresh state, so that up-to-date readers need not load it.
 """
 
 from collections import deque
@@ -21,45 +21,46 @@ _CHANGES_AT_ONCE = 8 * MAX_CHANGES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Write:
-    """What one transaction writes to Redis."""
+    """The content of one transaction."""
 
     entries: tuple[Changes, ...]
-    """Appended to the log."""
+    """Entries to append to the log."""
     state: tuple[BlockHash, ...] | None
-    """Replaces the state; as of `after.state_sequence`."""
+    """State to replace the present one, as of `after.state_sequence`; None: keep it."""
     keep_from: int | None
-    """Entries that end at or before this number are dropped from the log."""
+    """Drop log entries that end at or before this number; None: drop none."""
     is_fresh: bool
-    """Whatever is there of this process is removed first."""
+    """Whether all entries of this process are removed first."""
     after: Footprint
-    """What is there when it has been written."""
+    """Extent of the entries after the write."""
 
 
 class CacheJournal:
-    """What one worker process has written to Redis, and what it still has to."""
+    """Tracks what one worker process has written to Redis, and what remains to be written."""
 
     def __init__(self, *, max_pending: int = 65_536, min_log: int = 4096) -> None:
-        """`max_pending`: changes that wait to be written; more become a fresh state.
+        """`max_pending`: maximum number of unwritten changes; more become a fresh state.
 
-        `min_log`: changes in the log before the state is written again; or half of what the state holds, if more.
+        `min_log`: minimum number of changes in the log before the state is written again; half the size of the state if
+        larger.
         """
         self._max_pending = max_pending
         self._min_log = min_log
         self._names: dict[BlockHash, None] | None = None
         self._next = 0
         self._known: Footprint | None = None
-        """What Redis is known to hold; None: unknown, or of no use."""
+        """Extent that Redis is known to hold; None: unknown, or useless."""
         self._planned: Write | None = None
-        """Handed out, and neither written nor given up."""
+        """The write that was handed out, until it is written or given up."""
         self._is_in_doubt = False
         self._pending: deque[tuple[BlockHash, bool]] | None = None
-        """What lies between the last write and the mirror, in order; None: that is not known, or was too much."""
+        """Changes between the last write and the mirror, in order; None: unknown, or too many."""
         self._log: deque[int] = deque()
-        """Where each entry of the log ends."""
+        """Sequence number after each entry of the log."""
 
     @property
     def is_behind(self) -> bool:
-        """Whether Redis lacks something."""
+        """Whether changes remain to be written."""
         return self._names is not None and (self._known is None or bool(self._pending))
 
     @property
@@ -68,16 +69,16 @@ class CacheJournal:
         return self._is_in_doubt
 
     def restart(self, next_sequence: int, names: Sequence[BlockHash]) -> None:
-        """All that the worker holds; later changes count from `next_sequence`."""
+        """Replace the mirror by everything that the worker holds; later changes count from `next_sequence`."""
         self._names = dict.fromkeys(names)
         self._next = next_sequence
         self._give_up()
 
     def apply(self, first_sequence: int, changes: Sequence[tuple[BlockHash, bool]]) -> bool:
-        """The worker's cache has changed. False when changes are missing: it must `restart`."""
+        """Apply changes of the worker's cache. Returns False when changes are missing: the worker must `restart`."""
         names = self._names
         if names is None:
-            return True  # a snapshot is under way and will hold these
+            return True  # a snapshot is on its way and will include these
         if first_sequence > self._next:
             self._names = None
             self._give_up()
@@ -96,20 +97,20 @@ class CacheJournal:
         return True
 
     def next_write(self) -> Write | None:
-        """What to write now; None when nothing is missing, or the last one is neither `written` nor settled."""
+        """The write to perform now; None when there is none, or the last one is neither `written` nor settled."""
         if self._names is None or self._planned is not None:
             return None
         there, pending = self._known, self._pending
         if pending is None or (there is None and len(pending) > _CHANGES_AT_ONCE):
             self._pending = pending = deque()
         if there is None:
-            self._planned = self._afresh(self._entries(pending), self._names)
+            self._planned = self._fresh_write(self._entries(pending), self._names)
         elif pending:
-            self._planned = self._appending(there, self._entries(pending), self._names)
+            self._planned = self._append_write(there, self._entries(pending), self._names)
         return self._planned
 
     def written(self, write: Write) -> None:
-        """Note that Redis has `write`."""
+        """Record that Redis has `write`."""
         if self._planned is not write or self._pending is None:
             return  # given up meanwhile
         self._planned, self._is_in_doubt = None, False
@@ -124,11 +125,11 @@ class CacheJournal:
         self._known = write.after
 
     def doubt(self) -> None:
-        """Note a failure after which it is unknown whether Redis has the last write."""
+        """Record a failure after which it is unknown whether Redis has the last write."""
         self._is_in_doubt = True
 
     def on_read(self, found: Footprint | None) -> bool:
-        """Compare with what Redis holds of this process, None if that is inconsistent; False when it is lost."""
+        """Compare with what Redis holds of this process, None if inconsistent; returns False when entries were lost."""
         write = self._planned
         self._is_in_doubt = False
         if write is not None and found == write.after:
@@ -146,15 +147,15 @@ class CacheJournal:
             for start in range(0, len(changes), MAX_CHANGES)
         )
 
-    def _afresh(self, entries: tuple[Changes, ...], names: dict[BlockHash, None]) -> Write:
+    def _fresh_write(self, entries: tuple[Changes, ...], names: dict[BlockHash, None]) -> Write:
         after = Footprint(next_sequence=self._next, state_sequence=self._next, num_entries=len(entries))
         return Write(entries=entries, state=tuple(names), keep_from=None, is_fresh=True, after=after)
 
-    def _appending(self, there: Footprint, entries: tuple[Changes, ...], names: dict[BlockHash, None]) -> Write:
+    def _append_write(self, there: Footprint, entries: tuple[Changes, ...], names: dict[BlockHash, None]) -> Write:
         end = entries[-1].next_sequence
         state: tuple[BlockHash, ...] | None = None
         state_sequence, keep_from = there.state_sequence, None
-        # Only the mirror of this very moment can be written: when nothing is left pending.
+        # The state is the current mirror, so it can be written only when no changes remain pending.
         if end == self._next and end - state_sequence > max(self._min_log, len(names) // 2):
             state, keep_from, state_sequence = tuple(names), state_sequence, end
         num_kept = sum(keep_from is None or ends > keep_from for ends in self._log)

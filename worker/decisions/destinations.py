@@ -1,4 +1,4 @@
-"""Which destinations of which hand-off attempt are still out, so that each reservation is given back exactly once."""
+"""Tracks which destination blocks peers may write, so that each reservation is released exactly once."""
 
 from collections.abc import Iterable
 
@@ -7,7 +7,7 @@ from tandem.values.ids import BlockId, TransferId
 
 
 class Destinations:
-    """Bound destination blocks by the reservation that they belong to. Pure."""
+    """Bound destination blocks, by their reservation. Pure."""
 
     def __init__(self) -> None:
         self._key_of: dict[BlockId, TransferId] = {}
@@ -21,7 +21,7 @@ class Destinations:
         return key in self._remaining
 
     def bind(self, key: TransferId, blocks: Iterable[BlockId]) -> None:
-        """These blocks may be written by a peer from now on. InvariantError when one is out already."""
+        """Record that a peer may write these blocks. Raises InvariantError when one of them is bound already."""
         for block in blocks:
             if block in self._key_of:
                 raise InvariantError(f"destination {block} is bound twice")
@@ -29,7 +29,7 @@ class Destinations:
             self._remaining[key] = self._remaining.get(key, 0) + 1
 
     def settle(self, blocks: Iterable[BlockId]) -> list[TransferId]:
-        """These blocks came back; the reservations of which none is out any more."""
+        """Record that these blocks were returned; returns the reservations that now have none bound."""
         settled: list[TransferId] = []
         for block in blocks:
             key = self._key_of.pop(block, None)

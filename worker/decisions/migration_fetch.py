@@ -1,7 +1,7 @@
-"""The cache that a leaving worker offers, counted in blocks of the worker that fetches it. Pure.
+"""Plans the fetch of a leaving worker's cache, in blocks of the fetching worker. Pure.
 
-Those blocks may be larger than the leaving worker's: then one of them may begin in one chain of names and end in
-another, so they are counted along the path from the root, each in the chain in which it ends.
+These blocks may be larger than the leaving worker's, so that one may begin in one chain of names and end in another;
+they are counted along the path from the root, each in the chain in which it ends.
 """
 
 from collections.abc import Sequence
@@ -18,11 +18,11 @@ from tandem.values.prefix_holder import PrefixHolder, holder_from_pb
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedChain:
-    """A cached chain, and where it continues another."""
+    """A cached chain, and the chain that it continues."""
 
     cached: CachedChain
     parent: int | None
-    """The chain that it continues; None at a root."""
+    """Index of the chain that it continues; None at a root."""
     position: int
     """Number of the parent's names that come before it."""
     depth: int
@@ -31,46 +31,48 @@ class PlannedChain:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchPlan:
-    """What a leaving worker offers, as chains to fetch in order."""
+    """The cache that a leaving worker offers, as chains to fetch in order."""
 
     holder: PrefixHolder
     chains: tuple[PlannedChain, ...]
     """Hottest first, and each after the one that it continues."""
     block_size: int
-    """Tokens of the blocks that the names are of."""
+    """Tokens per block of the leaving worker; there is one name for each."""
     own_block_size: int
-    """Tokens of the fetching worker's blocks: a multiple."""
+    """Tokens per block of the fetching worker: a multiple of `block_size`."""
     own_max_blocks: int
-    """In the longest prefix that the fetching worker has a use for."""
+    """Blocks in the longest prefix that the fetching worker can use."""
     prefill_tokens_per_s: float
-    """The fastest that any worker computes at; 0: unknown."""
+    """Highest prefill rate of any worker; 0: unknown."""
 
     @property
     def _names_per_block(self) -> int:
         return self.own_block_size // self.block_size
 
     def num_blocks(self, index: int) -> int:
-        """Own blocks that end in a chain."""
+        """Number of own blocks that end in a chain."""
         chain = self.chains[index]
         return (chain.depth + len(chain.cached.names)) // self._names_per_block - chain.depth // self._names_per_block
 
     def num_usable(self, index: int) -> int:
-        """Those that some prompt may have before it."""
+        """Number of these that a prompt can have before its last token."""
         return min(
             self.num_blocks(index), max(0, self.own_max_blocks - self.chains[index].depth // self._names_per_block)
         )
 
     def num_names(self, index: int, num_blocks: int) -> int:
-        """Names of a chain that the first so many own blocks in it reach; all of them when that is every block."""
+        """Number of a chain's names up to the end of its first `num_blocks` own blocks; all if these are all its
+        blocks."""
         chain = self.chains[index]
         if num_blocks == self.num_blocks(index):
             return len(chain.cached.names)
         return max(0, (chain.depth // self._names_per_block + num_blocks) * self._names_per_block - chain.depth)
 
     def path(self, index: int, num_blocks: int) -> tuple[BlockHash, list[BlockHash]]:
-        """The root, and the names of all hash blocks from there to the end of the first so many own blocks in a chain.
+        """The root, and the names of all hash blocks from there to the end of a chain's first `num_blocks` own blocks.
 
-        Of the hash blocks inside one block only the last has a name here; nobody asks for the others.
+        Of the hash blocks inside one block only the last has a name here, which stands for all; the others are not
+        looked up.
         """
         chain = self.chains[index]
         end = (chain.depth // self._names_per_block + num_blocks) * self._names_per_block
@@ -85,7 +87,7 @@ class FetchPlan:
 def plan_fetch(
     order: pb.FetchCache, *, own_block_size: int, own_max_tokens: int, own_prefill_tokens_per_s: float
 ) -> FetchPlan:
-    """The plan for `order`; `own_*` are the fetching worker's figures, its rate 0 while unknown.
+    """Plan the fetch for `order`; `own_*` are the fetching worker's values, its rate 0 while unknown.
 
     Raises InvalidRequest.
     """

@@ -1,4 +1,4 @@
-"""From the cluster's configuration to what moving KV needs."""
+"""Derives settings for moving KV from the cluster's configuration."""
 
 from kv_transfer.protocol.settings import TransferSettings
 from kv_transfer.transports.catalogue import check_choice
@@ -10,7 +10,7 @@ from tandem.rpc.mutual_tls import TlsFiles
 
 
 def transfer_settings(transfer: TransferConfig) -> TransferSettings:
-    """The hand-off layer's bounds."""
+    """Limits and times of the hand-off layer."""
     return TransferSettings(
         lease_s=transfer.lease_s,
         chunk_bytes=transfer.chunk_bytes,
@@ -19,9 +19,9 @@ def transfer_settings(transfer: TransferConfig) -> TransferSettings:
 
 
 def tcp_settings(transfer: TransferConfig, host: str, credentials: ClusterCredentials | None = None) -> TcpSettings:
-    """How KV travels over tcp from and to `host`, before there is any. `credentials`: those of `cluster.tls`.
+    """Settings of KV over tcp from and to `host`. `credentials`: those of `cluster.tls`.
 
-    Raises ConfigError for files that are no good, and for a forced transport that cannot work here.
+    Raises ConfigError for invalid files, and for a forced transport that cannot work here.
     """
     check_choice(transfer.transport, host=host, isolated_network=transfer.isolated_network)
     files = kv_tls_files(transfer, credentials)

@@ -1,4 +1,4 @@
-"""What a fetch is made of, and what it is counted under."""
+"""One fetch of a prefix from a peer: its order, its state and its counts."""
 
 import asyncio
 from array import array
@@ -27,39 +27,39 @@ class FetchStats:
     completed: int = 0
     failed: int = 0
     declined: int = 0
-    """Hints that were not followed: held here already, cheaper to compute, or without room."""
+    """Fetches not begun: held here already, cheaper to compute, or without room."""
     num_tokens: int = 0
-    """Brought here, by those that failed midway too."""
+    """Tokens fetched, including those of fetches that failed midway."""
 
 
 class Declined(Enum):
-    """Why a fetch is not begun."""
+    """Reason why a fetch was not begun."""
 
     HELD = "held"
-    """All of it is here."""
+    """The whole prefix is here."""
     COMPUTED = "computed"
-    """That costs less."""
+    """Computing costs less."""
     NO_ROOM = "no_room"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchOrder:
-    """What is to be brought, from whom, at which rates that is judged."""
+    """The prefix to fetch, its holder, and the rates by which the fetch is priced."""
 
     transfer_id: TransferId
     probe: Request
-    """A prefix that is known by its names alone, and one token more, since a reservation leaves one to compute."""
+    """A request for the prefix by its block names, plus one token, since a reservation leaves one to compute."""
     holder: PrefixHolder
     rates: FetchRates
     spare_blocks: int = 0
-    """Available blocks that must be left."""
+    """Number of available blocks that must remain."""
     trace: TraceContext | None = None
     asker: RequestId | None = None
-    """Who wanted it first, if a request did."""
+    """The first request that wanted the prefix, if any."""
 
     @property
     def about(self) -> dict[str, str]:
-        """For the log: whom it is for."""
+        """The `extra` of its log lines."""
         return {} if self.asker is None else about(self.asker)
 
 
@@ -69,36 +69,36 @@ def _future() -> "asyncio.Future[Any]":
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class PrefixFetch:
-    """One fetch, from the request for room on; `ended` is set with the tokens gained."""
+    """One fetch, from the request for room on; `ended` is set to the tokens gained."""
 
     wanted: FetchOrder
     stats: FetchStats
     num_held_tokens: int = 0
-    """Known once room is reserved."""
+    """Tokens held here already; known once room is reserved."""
     declined: Declined | None = None
-    """Why it was not begun, when it has ended so."""
+    """Reason why it was not begun; None if it was."""
     num_waiting: int = 0
-    """Who would have it; with the last of them it ends."""
+    """Number of callers waiting for it; it ends with the last of them."""
     num_destinations: int = 0
     reserved: "asyncio.Future[None]" = field(default_factory=_future)
-    """Done when room is reserved, or none will be."""
+    """Done when room is reserved, or will not be."""
     ended: "asyncio.Future[int]" = field(default_factory=_future)
 
     def end(self, num_tokens: int) -> None:
-        """It is over, once."""
+        """End the fetch; only the first call counts."""
         if not self.reserved.done():
             self.reserved.set_result(None)
         if not self.ended.done():
             self.ended.set_result(num_tokens)
 
     def decline(self, reason: Declined) -> None:
-        """It is over before it began."""
+        """End the fetch before it has begun."""
         self.declined = reason
         self.end(0)
 
 
 def probe_of(hash_root: BlockHash, names: Sequence[BlockHash], transfer_id: TransferId) -> Request:
-    """A request that matches the named prefix and wants nothing else."""
+    """A request that matches the named prefix and nothing else."""
     num_tokens = len(names) * HASH_BLOCK_TOKENS + 1
     return Request(
         request_id=RequestId(transfer_id),
@@ -112,7 +112,7 @@ def probe_of(hash_root: BlockHash, names: Sequence[BlockHash], transfer_id: Tran
 
 
 def job_of(fetch: PrefixFetch) -> PrefillJob:
-    """The request to the holder."""
+    """The job for the holder."""
     wanted = fetch.wanted
     probe = wanted.probe
     return PrefillJob(

@@ -1,8 +1,8 @@
-"""Bringing prefixes from peers into this worker's cache, when that beats computing them.
+"""Fetches prefixes from peers into this worker's cache, when that costs less than computing them.
 
 Life of a fetch: hint → looked up here → priced → reservation → hand-off of what the peer holds → blocks in the prefix
 index, where the scheduler finds them. If a fetch fails, what has landed is kept and the rest is computed: a fetch never
-fails a request. It goes on while a request waits for it, but no longer than computing would take.
+fails a request. It continues while a request waits for it, but no longer than computing would take.
 """
 
 import asyncio
@@ -31,15 +31,15 @@ from worker.kv_exchange.fetch import Declined, FetchOrder, FetchStats, PrefixFet
 _log = logging.getLogger(__name__)
 
 _SHORTEST_WAIT_S = 0.5
-"""Least time that a fetch may take: the peer may be in the middle of a step."""
+"""Minimum time limit of a fetch: the peer may be in the middle of a step."""
 _PATIENCE = 4.0
-"""Multiple of a fetch's expected time after which it is given up."""
+"""Time limit of a fetch, as a multiple of its expected time."""
 _MAX_FETCHES = 8
-"""Most fetches at once: each holds a reservation, for which hand-offs and prompts compete."""
+"""Maximum number of concurrent fetches: each holds a reservation, for which hand-offs and prompts compete."""
 
 
 class Fetcher:
-    """The receiving side of fetches (kv_transfer's ReceiverOwner, for them alone). On the event loop's thread."""
+    """The receiving side of fetches (a ReceiverOwner for them alone). On the event loop's thread."""
 
     def __init__(
         self,
@@ -49,10 +49,10 @@ class Fetcher:
         spawn: Callable[[Coroutine[Any, Any, None]], object],
         tracer: Tracer | None = None,
     ) -> None:
-        """`name`: unlike any other process's, for the names of its fetches."""
+        """`name`: unique to this process; part of the ids of its fetches."""
         self.hub: ReceiverHub | None = None
         self.stats = FetchStats()
-        """Of prompts' prefixes; `adopt` leaves counting to its caller."""
+        """Counts of prompts' fetches; those of `adopt` are counted by its caller."""
         self._host = host
         self._name = name
         self._spawn = spawn
@@ -63,13 +63,14 @@ class Fetcher:
         self._destinations = Destinations()
 
     def owns(self, transfer_id: TransferId) -> bool:
-        """Whether this is one of this worker's fetches, over or not."""
+        """Whether this is the id of one of this worker's fetches, ended or not."""
         return transfer_id.startswith(f"fetch/{self._name}/")
 
     async def bring(self, request: Request, holder: PrefixHolder, trace: TraceContext | None = None) -> int:
-        """Bring what `holder` has of the request's prefix and is not here; the tokens gained. Never raises for a peer.
+        """Fetch the part of the request's prefix that `holder` has and this worker lacks; returns the tokens gained.
 
-        The request is neither queued nor changed, but for the names of its blocks. `trace`: of the span that waits.
+        Never raises for a peer. The request is neither queued nor changed, except for the names of its blocks. `trace`:
+        of the span that waits.
         """
         cancelled = self._waiting[request.request_id] = asyncio.get_running_loop().create_future()
         span = self._tracer.span("tandem.fetch", trace)
@@ -105,8 +106,8 @@ class Fetcher:
         if self.hub is None or not names:
             return Declined.HELD
         rates = FetchRates(prefill_tokens_per_s=prefill_tokens_per_s, bytes_per_s=self._bytes_per_s(holder))
-        wanted = self._wanted(hash_root, names, holder, rates, spare_blocks=spare_blocks)
-        fetch = self._same(wanted.probe.block_hashes) or self._begin(wanted, FetchStats())
+        wanted = self._make_order(hash_root, names, holder, rates, spare_blocks=spare_blocks)
+        fetch = self._fetch_of_same_prefix(wanted.probe.block_hashes) or self._begin(wanted, FetchStats())
         num_tokens = await self._wait(fetch)
         return fetch.declined or num_tokens // self._host.parts.layout.block_size
 
@@ -121,12 +122,12 @@ class Fetcher:
         )
         self._host.parts.hasher.extend(request.hash_root, request.block_hashes, request.token_ids)
         names = request.block_hashes[: num_tokens // HASH_BLOCK_TOKENS]
-        if (same := self._same(names)) is not None:
-            await self._wait(same, rates, cancelled)  # it is found here all the same
+        if (same := self._fetch_of_same_prefix(names)) is not None:
+            await self._wait(same, rates, cancelled)  # the prefix is then found here as well
             if same.declined is None or cancelled.done():
                 return 0
-            same = self._same(names)  # declined for another's reasons: this one's own count once
-        wanted = self._wanted(request.hash_root, names, holder, rates, trace=trace, asker=request.request_id)
+            same = self._fetch_of_same_prefix(names)  # declined by another request's rates: judge it once by this one's
+        wanted = self._make_order(request.hash_root, names, holder, rates, trace=trace, asker=request.request_id)
         fetch = same or self._begin(wanted, self.stats)
         gained = await self._wait(fetch, rates, cancelled)
         if fetch.declined is not None:
@@ -138,7 +139,7 @@ class Fetcher:
     def _bytes_per_s(self, holder: PrefixHolder) -> float:
         return 0.0 if self.hub is None else self.hub.bytes_per_s(holder.address, holder.incarnation)
 
-    def _wanted(
+    def _make_order(
         self,
         hash_root: BlockHash,
         names: Sequence[BlockHash],
@@ -160,25 +161,26 @@ class Fetcher:
             asker=asker,
         )
 
-    def _same(self, names: Sequence[BlockHash]) -> PrefixFetch | None:
-        """A fetch under way of the same prefix, or one that waits for room."""
+    def _fetch_of_same_prefix(self, names: Sequence[BlockHash]) -> PrefixFetch | None:
+        """A running fetch of the same prefix, or one that waits for room."""
         tail = list(names[-1:])
         return next((fetch for fetch in self._fetches.values() if fetch.wanted.probe.block_hashes[-1:] == tail), None)
 
     def _begin(self, wanted: FetchOrder, stats: FetchStats) -> PrefixFetch:
-        """Reserve room, then ask the holder. The caller must `_wait` in the same turn, or the fetch never ends."""
+        """Reserve room, then send the job to the holder. The caller must `_wait` in the same turn, or the fetch never
+        ends."""
         fetch = PrefixFetch(wanted=wanted, stats=stats)
         if (hub := self.hub) is None or len(self._fetches) >= _MAX_FETCHES:
             fetch.decline(Declined.NO_ROOM)
             return fetch
-        # Counted and found from now on: the answer may take a whole step.
+        # Registered before the answer, which may take a whole step.
         self._fetches[wanted.transfer_id] = fetch
         answer = asyncio.ensure_future(self._host.call(lambda scheduler: self._reserve(scheduler, wanted)))
         answer.add_done_callback(partial(self._answered, fetch, hub))
         return fetch
 
     def _answered(self, fetch: PrefixFetch, hub: ReceiverHub, answer: "asyncio.Future[int | Declined]") -> None:
-        """The engine has reserved room, or has not."""
+        """Handle the engine's answer: room was reserved, or not."""
         wanted, transfer_id = fetch.wanted, fetch.wanted.transfer_id
         error = None if answer.cancelled() else answer.exception()
         if self._fetches.get(transfer_id) is not fetch:
@@ -199,7 +201,7 @@ class Fetcher:
         try:
             hub.start(job_of(fetch), route_to(wanted.holder))
         except ServingError as refusal:
-            self._not_begun(fetch, refusal)
+            self._fail_unsent(fetch, refusal)
 
     def _record_end(self, fetch: PrefixFetch, started_s: float, ended: "asyncio.Future[int]") -> None:
         wanted, gained = fetch.wanted, ended.result()
@@ -215,7 +217,7 @@ class Fetcher:
     ) -> int:
         """Wait until it ends, `cancelled` is set or, by `rates`, waiting is not worth it; returns the tokens gained.
 
-        The fetch ends with the last that waits for it.
+        The fetch ends with the last caller that waits for it.
         """
         fetch.num_waiting += 1
         ends = () if cancelled is None else (cancelled,)
@@ -228,19 +230,19 @@ class Fetcher:
         finally:
             fetch.num_waiting -= 1
             if not fetch.num_waiting:
-                self._stop(fetch, "nobody waits for it any longer")
+                self._stop(fetch, "no request waits for it any more")
         if not fetch.ended.done() and (fetch.num_waiting or (cancelled is not None and cancelled.done())):
             return 0
         return await asyncio.shield(fetch.ended)  # soon: what landed is being kept
 
     def _patience_s(self, fetch: PrefixFetch, rates: FetchRates) -> float:
-        """Some times what the fetch should take, and no longer than computing would."""
+        """A multiple of the fetch's expected time, and no longer than computing would take."""
         num_tokens = fetch.wanted.probe.num_tokens - 1 - fetch.num_held_tokens
         expected_s = fetch_s(self._num_bytes(num_tokens), rates)
         return max(_SHORTEST_WAIT_S, min(_PATIENCE * expected_s, compute_s(num_tokens, rates)))
 
     def _stop(self, fetch: PrefixFetch, reason: str) -> None:
-        """If it is under way still: what has landed is kept."""
+        """End the fetch if it is still running; what has landed is kept."""
         transfer_id = fetch.wanted.transfer_id
         if self._fetches.get(transfer_id) is not fetch or self.hub is None:
             return
@@ -250,11 +252,11 @@ class Fetcher:
             fetch.end(0)
             return
         self.hub.give_up(transfer_id, reason)
-        if transfer_id in self._fetches:  # else the hub has said what landed, or that it is complete
+        if transfer_id in self._fetches:  # otherwise the hub has reported what landed, or that all did
             self._cancel(fetch)
 
     def _reserve(self, scheduler: Scheduler, wanted: FetchOrder) -> int | Declined:
-        """On the engine's thread: tokens held here, with room for the rest reserved; or why that was not done."""
+        """Reserve room for the part not held, on the engine's thread; returns the tokens held, or why not."""
         block_size = self._host.parts.layout.block_size
         transfer_id, probe = wanted.transfer_id, wanted.probe
         num_tokens = probe.num_tokens - 1
@@ -263,7 +265,7 @@ class Fetcher:
             return Declined.HELD
         if scheduler.blocks.num_available - match.cost < wanted.spare_blocks:
             return Declined.NO_ROOM
-        # What lies below the pool comes up with the reservation: only then is it known what is missing.
+        # The reservation loads blocks of lower tiers: only then is it known what is missing.
         held = scheduler.reservations.reserve(transfer_id, probe).num_held_tokens
         missing = num_tokens - held
         if missing >= block_size and worth_fetching(missing, self._num_bytes(missing), wanted.rates):
@@ -282,13 +284,13 @@ class Fetcher:
         fetch.stats.failed += 1
         self._host.post(lambda scheduler: scheduler.reservations.quarantine(transfer_id))
         if self.hub is not None:
-            # A turn later: this may be inside one of the hub's own callbacks.
+            # A turn later, because this may be inside one of the hub's own callbacks.
             asyncio.get_running_loop().call_soon(self.hub.cancel, transfer_id, "given up")
         if not self._destinations.is_out(transfer_id):
             self._host.post(lambda scheduler: scheduler.reservations.release_quarantine(transfer_id))
 
-    def _not_begun(self, fetch: PrefixFetch, error: ServingError) -> None:
-        """Nobody was let in."""
+    def _fail_unsent(self, fetch: PrefixFetch, error: ServingError) -> None:
+        """End a fetch that was not sent to the holder, so that no block can have been written."""
         transfer_id = fetch.wanted.transfer_id
         del self._fetches[transfer_id]
         _log.info("%s: the fetch was not started: %s", transfer_id, error.message, extra=fetch.wanted.about)
@@ -299,30 +301,32 @@ class Fetcher:
     # ReceiverOwner
 
     async def bind(self, transfer_id: TransferId, num_blocks: int) -> tuple[BlockId, ...]:
-        """Choose destinations for what is offered, which may be less than was requested."""
+        """Choose destinations for the offered blocks, which may be fewer than were requested."""
         fetch = self._fetches.get(transfer_id)
         if fetch is None:
-            raise TransferError("the fetch is over")
+            raise TransferError("the fetch has ended")
         blocks = await self._host.call(lambda scheduler: scheduler.reservations.bind(transfer_id))
         if self._fetches.get(transfer_id) is not fetch:
-            raise TransferError("the fetch is over")
+            raise TransferError("the fetch has ended")
         chosen = blocks[:num_blocks]
         self._destinations.bind(transfer_id, chosen)
         fetch.num_destinations = len(chosen)
         return chosen
 
     def first_token(self, transfer_id: TransferId, first_token: FirstToken) -> None:
-        """A fetch samples nothing."""
+        """Ignored: a fetch samples no token."""
 
     async def commit(self, transfer_id: TransferId, info: CommitInfo) -> None:
-        """Everything that was offered is here and verified."""
+        """Keep the fetched blocks: everything that was offered is here and verified."""
         fetch = self._fetches.pop(transfer_id, None)
         if fetch is None:
             self.released(transfer_id, info.blocks)
             return
         self._destinations.settle(info.blocks)
         fetch.stats.completed += 1
-        await self._kept(fetch, len(info.blocks), self._keep(transfer_id, fetch, len(info.blocks), quiet=True))
+        await self._finish_keeping(
+            fetch, len(info.blocks), self._keep(transfer_id, fetch, len(info.blocks), quiet=True)
+        )
 
     def failed(self, transfer_id: TransferId, landed: tuple[BlockId, ...], error: ServingError) -> None:
         """Keep what landed; the fetch is not retried."""
@@ -335,18 +339,18 @@ class Fetcher:
         fetch.stats.failed += 1
         self._destinations.settle(landed)
         quiet = len(landed) == fetch.num_destinations
-        # Posted now: the hub may release the rest before this callback is over.
+        # Posted now: the hub may release the rest before this callback returns.
         keeping = self._keep(transfer_id, fetch, len(landed), quiet=quiet)
-        self._spawn(self._kept(fetch, len(landed), keeping))
+        self._spawn(self._finish_keeping(fetch, len(landed), keeping))
         if self.hub is not None:
             asyncio.get_running_loop().call_soon(self.hub.cancel, transfer_id, "computed here")
 
     def _keep(self, transfer_id: TransferId, fetch: PrefixFetch, num_blocks: int, *, quiet: bool) -> Awaitable[Request]:
-        """Posted before this returns."""
+        """Post the salvage of landed blocks before returning."""
         landed = fetch.num_held_tokens + num_blocks * self._host.parts.layout.block_size
         return self._host.call(lambda s: s.reservations.salvage(transfer_id, landed, writer_is_quiet=quiet))
 
-    async def _kept(self, fetch: PrefixFetch, num_blocks: int, keeping: Awaitable[Request]) -> None:
+    async def _finish_keeping(self, fetch: PrefixFetch, num_blocks: int, keeping: Awaitable[Request]) -> None:
         gained = num_blocks * self._host.parts.layout.block_size
         try:
             await keeping
@@ -361,14 +365,14 @@ class Fetcher:
         fetch.end(gained)
 
     def expired(self, transfer_id: TransferId) -> None:
-        """Failed fetches are cancelled at once; none waits for another route."""
+        """Ignored: failed fetches are cancelled at once, and none waits for another route."""
 
     def quarantine(self, transfer_id: TransferId, blocks: tuple[BlockId, ...]) -> None:
-        """The engine keeps them out of circulation already; say so."""
+        """Log the quarantine, which the engine has begun already."""
         _log.warning("%s: quarantined %d blocks, their writer may still be running", transfer_id, len(blocks))
 
     def released(self, transfer_id: TransferId, blocks: tuple[BlockId, ...]) -> None:
-        """Nothing writes there any more."""
+        """Release blocks that nothing writes any more."""
         for key in self._destinations.settle(blocks):
             self._host.post(_release(key))
 

@@ -1,6 +1,6 @@
-"""Cached prefixes that peers fetch from this worker, pinned while they are read.
+"""Lends cached prefixes to peers that fetch them, pinned while they are read.
 
-Blocks in lower tiers are promoted first, a few between each two steps: routers name this worker as their holder, too.
+Blocks in lower tiers are promoted first, a few between each two steps, because routers count them as held here.
 """
 
 import asyncio
@@ -18,40 +18,40 @@ from tandem.values.ids import RequestId, TransferId
 from worker.engine_host import EngineHost
 
 _PROMOTE_BYTES = 32 << 20
-"""Promoted at once: some milliseconds between two steps."""
+"""Bytes promoted at once, which takes a few milliseconds between two steps."""
 _PROMOTE_S = 1.0
-"""Limit of promoting; then what has been promoted is lent, and the peer computes the rest."""
+"""Time limit of promoting; then the promoted part is lent, and the peer computes the rest."""
 
 
 class Lender:
-    """The sending side of fetches (kv_transfer's SenderOwner, for them alone). On the event loop's thread."""
+    """The sending side of fetches (a SenderOwner for them alone). On the event loop's thread."""
 
     def __init__(self, host: EngineHost) -> None:
         self.hub: SenderHub | None = None
         self.num_lent_tokens = 0
-        """Tokens of all fetches that were served, including the prefixes that the peers held already."""
+        """Tokens of all served fetches, including the prefixes that the peers held already."""
         self._host = host
         self._loans: dict[TransferId, Request] = {}
         self._submitting: dict[TransferId, asyncio.Event] = {}
-        """Set when the fetch is cancelled."""
+        """Events set when a fetch is cancelled, for fetches in `submit`."""
 
     @property
     def num_loans(self) -> int:
-        """Prefixes that are being read."""
+        """Number of prefixes that are being read."""
         return len(self._loans)
 
     def owns(self, transfer_id: TransferId) -> bool:
-        """Whether this is a fetch."""
+        """Whether this is the id of a fetch that is being served."""
         return transfer_id in self._loans
 
     async def submit(self, job: PrefillJob) -> None:
-        """Find the prefix and hold it.
+        """Find the prefix and pin it.
 
         Raises Unavailable when this worker has no more of it than the peer, or the fetch was cancelled.
         """
         loan = Request(
             request_id=RequestId(f"loan/{job.transfer_id}"),
-            # Found by names alone; one token more than they name, since a match leaves one to compute.
+            # Found by names alone; one token more than they cover, since a match leaves one to compute.
             token_ids=array("i", bytes(4 * (job.num_tokens + 1))),
             num_prompt_tokens=job.num_tokens + 1,
             block_hashes=list(job.names),
@@ -64,7 +64,7 @@ class Lender:
         try:
             await self._host.call(partial(_hold_prefix, loan))
             await self._promote(loan, cancelled)
-            # What a step under way brings up for somebody else has its name already, but not its content.
+            # A block that a running step loads for another request has its name already, but not its content.
             while not cancelled.is_set() and await self._host.call(partial(_is_arriving, loan)):
                 pass
             if cancelled.is_set():
@@ -79,11 +79,11 @@ class Lender:
         finally:
             del self._submitting[job.transfer_id]
         self.num_lent_tokens += loan.num_computed_tokens
-        # A turn later: the hub must see first that the job was accepted.
+        # A turn later, so that the hub first sees that the job was accepted.
         asyncio.get_running_loop().call_soon(self._report_lent, job.transfer_id, loan)
 
     def unwanted(self, transfer_id: TransferId) -> None:
-        """Cancel: the peer has given up, so promote nothing more for it."""
+        """Cancel a fetch that the peer has given up, so that nothing more is promoted for it."""
         if (cancelled := self._submitting.get(transfer_id)) is not None:
             cancelled.set()
 
@@ -95,7 +95,7 @@ class Lender:
         try:
             async with asyncio.timeout(_PROMOTE_S):
                 while not cancelled.is_set():
-                    read = self._host.next_read()  # before: what is read meanwhile counts
+                    read = self._host.next_read()  # taken before the call, so that no read is missed
                     promoted = await self._host.call(partial(_promote, loan, max_blocks))
                     if promoted is Promotion.DONE:
                         return
@@ -110,7 +110,7 @@ class Lender:
             self.hub.lent(transfer_id, loan.block_hashes, tuple(loan.block_table))
 
     def release(self, transfer_id: TransferId) -> None:
-        """Nothing reads it any more."""
+        """Unpin the prefix, which nothing reads any more."""
         loan = self._loans.pop(transfer_id)
         self._host.post(partial(_give_back, loan))
 

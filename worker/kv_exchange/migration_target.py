@@ -1,7 +1,7 @@
-"""Cache migration of a leaving worker, the receiving side: this worker fetches what it can use of the cache offered.
+"""The receiving side of cache migration: this worker fetches what it can use of a leaving worker's cache.
 
 Hottest blocks first, a few chains at a time, into spare room: free blocks, and the least recently used half of this
-cache. Each chain is priced as any fetch is. No request waits for it; repeated failures end it.
+cache. Each chain is priced like any fetch. No request waits for it; repeated failures end it.
 """
 
 import asyncio
@@ -23,9 +23,9 @@ from worker.session_port import SessionPort
 _log = logging.getLogger(__name__)
 
 _MAX_FETCHES = 2
-"""Most fetches at once; the rest of the fetcher's limit is left to waiting prompts."""
+"""Maximum number of concurrent fetches; the rest of the fetcher's limit is left to waiting prompts."""
 _MAX_FAILURES = 2
-"""Failures in a row after which the leaving worker counts as gone."""
+"""Consecutive failures after which the leaving worker counts as gone."""
 
 MOVED, FAILED, NO_TIME = "moved", "failed", "no_time"
 HELD, NO_ROOM = Declined.HELD.value, Declined.NO_ROOM.value
@@ -51,9 +51,9 @@ class MigrationTarget:
         self._closed = False
 
     def migrate(self, port: SessionPort, order: pb.FetchCache) -> None:
-        """Fetch the cache of a leaving worker, as a router orders; answer on `port` when nothing more is fetched.
+        """Fetch the cache of a leaving worker, as a router orders; answers on `port` when nothing more is fetched.
 
-        An order about a worker whose migration is under way joins it: the leaving worker asks a second router when
+        An order about a worker whose migration is running joins it: the leaving worker turns to a second router when
         the first has gone.
         """
         leaver = order.holder.worker_id, order.holder.incarnation
@@ -70,7 +70,7 @@ class MigrationTarget:
         task = self._spawn(self._run(migration, ends_s=now_s + order.within_s))
         self._tasks.add(task)
         # Not within the task, which may be cancelled before it starts.
-        task.add_done_callback(lambda task: self._over(task, leaver, migration, now_s))
+        task.add_done_callback(lambda task: self._on_ended(task, leaver, migration, now_s))
 
     def report(self) -> list[pb.MigratedBlocks]:
         """Blocks offered so far, by outcome."""
@@ -81,7 +81,7 @@ class MigrationTarget:
         ]
 
     def close(self) -> None:
-        """Fetch nothing more: this worker is leaving too."""
+        """Fetch nothing more, because this worker is leaving too."""
         self._closed = True
         for task in self._tasks:
             task.cancel()
@@ -103,7 +103,7 @@ class MigrationTarget:
             async with asyncio.timeout_at(ends_s), self._turn:
                 await migration.run(await self._host.call(_room))
 
-    def _over(self, task: "asyncio.Task[None]", leaver: Leaver, migration: "_Migration", began_s: float) -> None:
+    def _on_ended(self, task: "asyncio.Task[None]", leaver: Leaver, migration: "_Migration", began_s: float) -> None:
         self._tasks.discard(task)
         counts = migration.counts()
         self.num_blocks.update(counts)
@@ -122,17 +122,17 @@ class MigrationTarget:
 
 
 class _Migration:
-    """Fetches what one plan offers."""
+    """The fetches of one plan."""
 
     def __init__(self, host: EngineHost, fetcher: Fetcher, plan: FetchPlan) -> None:
         self._fetcher = fetcher
         self._plan = plan
         self._spare_blocks = host.parts.config.num_blocks // 4
         self._room = 0
-        """Blocks that may still be taken."""
+        """Number of blocks that may still be used."""
         self._fetches: list[asyncio.Task[str]] = []
         self._num_names: list[int] = []
-        """For each chain so far, names that are fetched, or skipped for another reason than room."""
+        """For each chain so far, the number of names that are fetched, or skipped for another reason than room."""
         self._num_failures = 0
         self._counts: Counter[str] = Counter()
 
@@ -167,7 +167,7 @@ class _Migration:
         self._counts[NO_ROOM] += num_offered - num_wanted
         outcome, num_moved = NO_TIME, 0
         try:
-            before = await self._before(index)
+            before = await self._parent_outcome(index)
             if before in (FAILED, NO_ROOM):
                 outcome = before
             elif num_wanted:
@@ -183,7 +183,7 @@ class _Migration:
                 self._room += num_wanted
         return outcome
 
-    async def _before(self, index: int) -> str:
+    async def _parent_outcome(self, index: int) -> str:
         """Outcome of the chain that this one continues; parents come earlier in the plan, so this cannot deadlock."""
         chain = self._plan.chains[index]
         if chain.parent is None:
@@ -192,7 +192,7 @@ class _Migration:
         return NO_ROOM if chain.position > self._num_names[chain.parent] else outcome
 
     async def _adopt(self, index: int, num_blocks: int) -> tuple[str, int]:
-        """Fetch the first blocks of a chain; returns the outcome and how many came."""
+        """Fetch the first blocks of a chain; returns the outcome and the number of blocks gained."""
         root, names = self._plan.path(index, num_blocks)
         result = await self._fetcher.adopt(
             root,
@@ -208,6 +208,6 @@ class _Migration:
 
 
 def _room(scheduler: Scheduler) -> int:
-    """Blocks that may be used: those free, and the colder half of those cached."""
+    """Number of blocks that may be used: the free ones, and the colder half of the cached ones."""
     blocks = scheduler.blocks
     return max(0, blocks.pool.num_free - blocks.num_promised) + blocks.index.num_parked // 2

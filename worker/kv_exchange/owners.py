@@ -1,4 +1,4 @@
-"""One hub, two kinds of transfers: prompts that are handed over, and prefixes that are fetched."""
+"""Routes a hub's callbacks by kind of transfer: prompts that are handed off, and prefixes that are fetched."""
 
 from kv_transfer.protocol.actions import CommitInfo
 from kv_transfer.protocol.messages import FirstToken, PrefillJob
@@ -11,10 +11,10 @@ from worker.kv_exchange.lender import Lender
 
 
 class IncomingTransfers:
-    """ReceiverOwner of everything that comes to this worker."""
+    """ReceiverOwner of all incoming transfers of a worker."""
 
     def __init__(self, fetcher: Fetcher, handoffs: ReceiverOwner | None = None) -> None:
-        """`handoffs`: None on a worker to which no prompts are handed over."""
+        """`handoffs`: owner of handed-off prompts; None on a worker that receives none."""
         self._fetcher = fetcher
         self._handoffs = handoffs or fetcher
 
@@ -44,10 +44,10 @@ class IncomingTransfers:
 
 
 class OutgoingTransfers:
-    """SenderOwner of everything that leaves this worker."""
+    """SenderOwner of all outgoing transfers of a worker."""
 
     def __init__(self, lender: Lender, prompts: SenderOwner | None = None, fetcher: Fetcher | None = None) -> None:
-        """`prompts`: None on a worker that computes none for others; `fetcher` brings what their prefixes lack."""
+        """`prompts`: None on a worker that computes none for others; `fetcher` fetches their prefixes."""
         self._lender = lender
         self._prompts = prompts
         self._fetcher = fetcher
@@ -61,13 +61,13 @@ class OutgoingTransfers:
             raise InvalidRequest("this worker computes no prompts for others: it only serves fetches from its cache")
 
     def unwanted(self, transfer_id: TransferId) -> None:
-        """Its `submit` may hurry: what it fetches, or brings up from below the pool, nobody waits for any more."""
+        """Cut short a `submit` that is still fetching or promoting a prefix, which is no longer wanted."""
         self._lender.unwanted(transfer_id)
         if self._fetcher is not None:
             self._fetcher.abandon(RequestId(transfer_id))
 
     def abort(self, transfer_id: TransferId) -> None:
-        """See SenderOwner. A loan has nothing to stop."""
+        """See SenderOwner; a fetch from here computes nothing that could be stopped."""
         if self._prompts is not None and not self._lender.owns(transfer_id):
             self._prompts.abort(transfer_id)
 

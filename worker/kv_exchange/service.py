@@ -1,4 +1,4 @@
-"""Both hubs of one worker, on its gRPC server: what comes, what leaves, what is fetched and what is lent."""
+"""Both hubs of one worker on its gRPC server, with the fetches in either direction."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
@@ -37,7 +37,7 @@ Spawn = Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fabric:
-    """A worker's part in moving KV; alive as long as the stack that it was opened on."""
+    """The parts of a worker that move KV; usable as long as the stack that they were opened on."""
 
     sender_hub: SenderHub
     receiver_hub: ReceiverHub
@@ -45,10 +45,10 @@ class Fabric:
     lender: Lender
     migration_target: MigrationTarget
     transports: tuple[str, ...]
-    """It can use, best first."""
+    """Transports that the worker can send with, best first."""
 
     def report(self) -> pb.TransferReport:
-        """What was counted so far."""
+        """Counts since start, and current gauges."""
         lender = self.lender
         return transfer_report(
             self.sender_hub,
@@ -60,11 +60,11 @@ class Fabric:
         )
 
     async def finish(self) -> None:
-        """Take no new prompts and wait for those that are here; the cache is still lent."""
+        """Accept no new prompts and wait for the current ones; the cache is still lent."""
         await self.sender_hub.finish_prompts()
 
     async def drain(self) -> None:
-        """Take no new work; wait until nothing comes, leaves or is read any more."""
+        """Accept no new work, and wait until no transfer is left in either direction."""
         # In this order: until the last prompt has left, another fetch may begin for one.
         await self.sender_hub.drain()
         await self.receiver_hub.drain()
@@ -72,7 +72,7 @@ class Fabric:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FabricPlan:
-    """What a worker brings."""
+    """Parameters of a worker's Fabric."""
 
     identity: WorkerIdentity
     host: EngineHost
@@ -85,24 +85,24 @@ class FabricPlan:
     channels: ClusterChannels = field(default_factory=lambda: ClusterChannels(None))
     """Reach other workers."""
     prompts: SenderOwner | None = None
-    """Computes prompts for others."""
+    """Computes prompts for other workers; None on a decode worker."""
     handoffs: ReceiverOwner | None = None
-    """Has prompts computed by others."""
+    """Receives prompts computed by other workers; None on a prefill worker."""
     tracer: Tracer = field(default_factory=NoTracer)
     in_process: MemoryFabric | None = None
-    """Joins workers that live in one process."""
+    """Connects workers that live in one process."""
     isolated_network: bool = False
-    """Only this cluster reaches the network between its workers."""
+    """Whether only this cluster can reach the network between its workers."""
     tcp: TcpSettings = PLAIN
 
 
 async def open_fabric(stack: AsyncExitStack, server: Any, plan: FabricPlan) -> Fabric:
-    """Both hubs, entered on `stack` and registered with `server`, which does not serve yet.
+    """Open both hubs on `stack` and register them with `server`, which does not serve yet.
 
     Raises ConfigError when a forced transport cannot work here, OSError when its port cannot be listened on.
     """
     identity, region = plan.identity, plan.region
-    # KV comes in on the host that serves the control channel: a peer that reaches one reaches the other.
+    # KV is received on the host that serves the control channel: a peer that reaches one reaches the other.
     kv_host = identity.address.rpartition(":")[0].strip("[]")
     senders = open_senders(
         region,
@@ -156,7 +156,7 @@ def transfer_report(
     num_lent_tokens: int,
     inherited: Sequence[pb.MigratedBlocks] = (),
 ) -> pb.TransferReport:
-    """Totals since start, and gauges of now."""
+    """Counts since start, and current gauges."""
     return pb.TransferReport(
         sent=_side(sender_hub.stats),
         received=_side(receiver_hub.stats),

@@ -185,7 +185,7 @@ class Approximate(Dynamo):
     def __init__(self, rng: Random) -> None:
         super().__init__(rng)
         self._used_s: dict[BlockHash, dict[WorkerId, float]] = {}
-        """When each block was last sent to a worker."""
+        """Time at which each block was last sent to a worker."""
 
     def __call__(self, wanted: Wanted, candidates: Sequence[Candidate]) -> Candidate:
         if not wanted.computes:

@@ -1,7 +1,7 @@
-"""How the memory of a GPU becomes reachable from another process of its host. Imports torch lazily.
+"""Makes the memory of a GPU reachable from another process of the same host. Imports torch lazily.
 
-torch's storages know how to pass themselves on (cudaIpcGetMemHandle and what its allocator needs beside it); what they
-say is a handful of numbers and byte strings, which travel here as JSON.
+torch's storages can be exported (cudaIpcGetMemHandle plus what its allocator needs) as a tuple of numbers and byte
+strings, which is passed on as JSON.
 """
 
 import importlib
@@ -13,20 +13,21 @@ from tandem.errors import TransferError
 
 
 class DeviceSharing(Protocol):
-    """Lends pools to other processes and opens theirs."""
+    """Lends this process's pool to others, and opens theirs."""
 
     def problem(self, region: KVRegion) -> str | None:
-        """Why this pool cannot be lent, nor copied from into a lent one; None when it can."""
+        """Reason why this pool can neither be lent nor copied from into a lent one; None when it can."""
 
     def lend(self, memory: Any) -> bytes:
-        """What one other process needs to open a uint8 tensor, once; it must outlive the loan. Raises TransferError."""
+        """Export a uint8 tensor for one use by one other process; the tensor must outlive the loan. Raises
+        TransferError."""
 
     def borrow(self, token: bytes) -> Any:
-        """The tensor of another process, to be written. Raises TransferError."""
+        """Open another process's tensor for writing. Raises TransferError."""
 
 
 class CudaSharing:
-    """Of CUDA memory, between processes that see the same devices."""
+    """DeviceSharing of CUDA memory, between processes that see the same devices."""
 
     def problem(self, region: KVRegion) -> str | None:
         if region.device is None:
@@ -38,7 +39,7 @@ class CudaSharing:
         try:
             parts = memory.untyped_storage()._share_cuda_()
         except RuntimeError as error:
-            # What CUDA's allocator made of expandable segments cannot be lent.
+            # Memory that CUDA's allocator made of expandable segments cannot be lent.
             raise TransferError(f"this GPU memory cannot be lent: {error}") from None
         uuid = str(importlib.import_module("torch").cuda.get_device_properties(memory.device).uuid)
         fields = [part.hex() if isinstance(part, bytes) else part for part in parts]

@@ -1,8 +1,8 @@
 """`cuda_ipc`, receiving end: lends the pool in GPU memory to writers of the same user on the same host.
 
-The checksum is torch_pool's `sum32`, computed on the device on both sides. As with shm, nothing can take a loan back:
-a frozen writer stays unproven. A killed one's last copy may still run on the device when its socket ends; it is a chunk
-at most, so the proof waits for many times as long as a chunk takes.
+The checksum is torch_pool's `sum32`, computed on the device on both sides. As with shm, a loan cannot be taken back: a
+frozen writer cannot be proven quiet. When a killed writer's socket ends, its last copy (a chunk at most) may still run
+on the device, so the proof waits many times as long as a chunk takes.
 """
 
 import socket
@@ -19,7 +19,7 @@ from tandem.errors import ConfigError
 
 NAME = "cuda_ipc"
 SETTLE_S = 0.25
-"""A chunk of 8 MiB crosses even a PCIe 3 link in a millisecond."""
+"""Wait for a killed writer's last copy: a chunk of 8 MiB crosses even PCIe 3 in a millisecond."""
 _NUM_BLOCKS = struct.Struct("!Q")
 
 
@@ -27,7 +27,7 @@ class CudaIpcReceiver(ClaimReceiver):
     """KVReceiver of the `cuda_ipc` transport. Raises ConfigError for a pool that cannot be lent."""
 
     drain_proves_quiet = False
-    """What is copied on to other ranks here may be under way when the sender has drained."""
+    """Copies to other ranks of this worker may still run when the sender has drained."""
 
     def __init__(self, region: KVRegion, sharing: DeviceSharing) -> None:
         if (obstacle := sharing.problem(region)) is not None or region.device is None:
@@ -44,7 +44,7 @@ class CudaIpcReceiver(ClaimReceiver):
         return refuses_user(sock)
 
     def _welcome(self, writer: Writer) -> None:
-        # One loan for each borrower: CUDA's allocator counts them.
+        # One export per borrower: CUDA's allocator counts them.
         loan = self._sharing.lend(self._pool.memory)
         one_sided_wire.send_blob(writer.sock, _NUM_BLOCKS.pack(self._pool.num_blocks) + loan)
 
@@ -54,6 +54,6 @@ class CudaIpcReceiver(ClaimReceiver):
 
 
 def unpack_loan(blob: bytes) -> tuple[int, bytes]:
-    """(blocks of the pool, what opens it)."""
+    """Split a loan into the number of the pool's blocks and the token for DeviceSharing.borrow."""
     (num_blocks,) = _NUM_BLOCKS.unpack_from(blob.ljust(_NUM_BLOCKS.size, b"\0"))
     return num_blocks, blob[_NUM_BLOCKS.size :]

@@ -1,8 +1,8 @@
-"""`cuda_ipc`, sending end: copies from this GPU's pool into the receiver's, on a stream of its own.
+"""`cuda_ipc`, sending end: copies from this GPU's pool into the receiver's, on a CUDA stream of its own.
 
-A chunk is packed on this side's device, summed there, and unpacked into the peer's pool; the stream is awaited before
-the chunk counts as written. No lock is held meanwhile that a cancel or the next order takes: the claim is busy, so what
-is cancelled ends with the chunk, and QUIET is said then.
+A chunk is packed and summed on this side's device and unpacked into the peer's pool; it counts as written once the
+stream has finished. No lock that a cancel or the next order needs is held meanwhile: the claim is marked busy, a
+cancelled write ends with its chunk, and QUIET is sent then.
 """
 
 import socket
@@ -26,7 +26,7 @@ from tandem.values.ids import BlockId
 
 
 class CudaIpcWriter(ClaimingWriter):
-    """PeerWriter of the `cuda_ipc` transport. `target`: the receiver's memory, opened here."""
+    """PeerWriter of the `cuda_ipc` transport; `target` is the receiver's memory, opened in this process."""
 
     def __init__(self, source: DevicePool, sock: socket.socket, target: Any, pairing: Pairing) -> None:
         self._source = source
@@ -37,7 +37,7 @@ class CudaIpcWriter(ClaimingWriter):
 
     def close(self) -> None:
         super().close()
-        # Memory of a GPU that a peer has left is free only once nobody holds it open any more.
+        # Memory of a GPU that the peer has left is freed only when no process holds it open any more.
         self._target = None
 
     def _perform(self, job: WriteJob) -> None:
@@ -55,7 +55,7 @@ class CudaIpcWriter(ClaimingWriter):
         job.succeed(checksum, reads.num_bytes)
 
     def _stopped(self) -> None:
-        # Everything is stopped by now, and what was under way has ended when this lock is to be had.
+        # Every job is stopped by now; once this lock is free, the one that was running has ended.
         self._moving.acquire()
         self._moving.release()
 
@@ -82,7 +82,7 @@ class CudaIpcSender:
             num_blocks, loan = unpack_loan(one_sided_wire.receive_blob(sock))
             target = self._sharing.borrow(loan)
             if target.numel() != num_blocks * pairing.destination.worker_block_bytes:
-                raise TransferError("the receiver's pool is not of its layout")
+                raise TransferError("the size of the receiver's pool does not match its layout")
             sock.settimeout(None)
             return CudaIpcWriter(device, sock, target, pairing)
         except (OSError, ValueError) as error:

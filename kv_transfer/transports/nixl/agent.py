@@ -1,11 +1,12 @@
-"""One NIXL agent with UCX, and the memory that it may read or write. The only module that imports nixl.
+"""A NIXL agent with UCX, and the memory that it may read or write. The only module that imports nixl.
 
-An agent belongs to one connection, on either side, so that its end concerns nobody else: what NIXL calls releasing a
-transfer, or deregistering memory, stops neither (see docs/extend/adr: UCX over TCP wrote into memory that its owner had
-deregistered, and read on from sources whose transfer was released). The end of the agent does: its endpoints, queue
-pairs and memory keys go with it.
+Each connection has an agent of its own on either side, so that ending it affects no other. Releasing a transfer or
+deregistering memory stops no transfer (see docs/extend/adr: UCX over TCP wrote into memory that its owner had
+deregistered, and read on from sources whose transfer was released). Ending the agent does: its endpoints, queue pairs
+and memory keys go with it.
 
-UCX's shared-memory lanes are left out: there the writing process copies by itself, whatever the other side has closed.
+UCX's shared-memory transports are excluded: there the writing process copies by itself, whatever the other side has
+closed.
 """
 
 import importlib
@@ -26,15 +27,15 @@ BACKEND = "UCX"
 _LANES = "TLS=^sm"
 _LOOPBACK_LANES = "TLS=^sm,NET_DEVICES=lo"
 _POLL_US = 100_000
-"""Longest sleep of an idle agent's thread: it wakes by itself when bytes come."""
+"""Longest sleep of an idle agent's thread, in microseconds; incoming bytes wake it."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 50e-6, 2e-3
 
 
 def _prepare_environment() -> None:
-    """UCX takes no other word for these. What somebody has set stays.
+    """Set the environment variables that UCX reads, unless they are set already.
 
-    Without an RDMA device its module for them is of no use, and one of the libraries that it brings, met by the
-    system's own copy, ends the process by a signal at exit. Messages go where they cannot mix with what a program says.
+    Without an RDMA device UCX's InfiniBand module is useless, and one of its libraries, together with the system's
+    copy, kills the process at exit. UCX's messages go to stderr, apart from the program's output.
     """
     if not has_rdma():
         os.environ.setdefault("UCX_MODULES", "^ib")
@@ -43,7 +44,7 @@ def _prepare_environment() -> None:
 
 
 def problem() -> str | None:
-    """Why NIXL cannot work here; None when it can."""
+    """Reason why NIXL cannot work here; None when it can."""
     try:
         NixlAgent("tandem-probe", memoryview(bytearray(4096)), loopback=True).close()
     except ImportError as error:
@@ -54,7 +55,8 @@ def problem() -> str | None:
 
 
 class NixlAgent:
-    """For one thread at a time, `close` excepted. Raises ImportError without nixl, TransferError where NIXL fails."""
+    """Agent for one peer; one thread at a time, except `close`. Raises ImportError without nixl, TransferError when
+    NIXL fails."""
 
     def __init__(self, name: str, memory: memoryview, *, loopback: bool) -> None:
         _prepare_environment()
@@ -77,18 +79,18 @@ class NixlAgent:
             self._agent = agent
 
     def metadata(self) -> bytes:
-        """What a peer needs to reach this memory: UCX addresses and memory keys."""
+        """UCX addresses and memory keys, which a peer needs to reach this memory."""
         with self._translated():
             return bytes(self._agent.getLocalMD())
 
     def meet(self, metadata: bytes, base: int, size_bytes: int) -> None:
-        """Learn where the peer's memory is."""
+        """Load the peer's metadata and note where its memory is."""
         with self._translated():
             name = self._agent.loadRemoteMD(metadata)
             self._remote = (name.decode() if isinstance(name, bytes) else str(name), base, size_bytes)
 
     def post(self, copies: Sequence[RunPair], grain_bytes: int) -> int:
-        """Begin to write these copies into the peer's memory; the handle is for `wait`, once.
+        """Start to write these copies into the peer's memory; returns a handle to be passed to `wait` once.
 
         Copies of whole grains are named by index in lists that are prepared once.
         """
@@ -102,11 +104,12 @@ class NixlAgent:
             return int(request)
 
     def wait(self, request: int, pause: threading.Event) -> bool:
-        """Until the bytes are in the peer's memory: True; or `pause` is set: False, and they are under way still."""
+        """Wait until the bytes are in the peer's memory (True), or until `pause` is set (False: they are still in
+        flight)."""
         length_s = _FIRST_PAUSE_S
         with self._translated():
             while self._agent.getXferStatus(request) == self._nixl.NIXL_IN_PROG:
-                # NIXL has no call that waits; its own thread moves the bytes meanwhile.
+                # NIXL has no blocking wait; its own thread moves the bytes meanwhile.
                 if pause.wait(length_s):
                     return False
                 length_s = min(2 * length_s, _LONGEST_PAUSE_S)
@@ -114,7 +117,7 @@ class NixlAgent:
             return True
 
     def close(self, requests: Sequence[int] = ()) -> None:
-        """End the agent: on return it reads and writes nothing any more. `requests` may be under way."""
+        """End the agent: on return it reads and writes nothing any more. `requests` may still be in flight."""
         with self._lock:
             agent, self._agent = self._agent, None
             if agent is None:
@@ -142,7 +145,7 @@ class NixlAgent:
         return config
 
     def _indexed(self, copies: Sequence[RunPair], grain: int) -> Any:
-        """By index in two lists that cover both memories, prepared when they are first needed."""
+        """Create a request by index into two lists, prepared on first use, that cover both memories."""
         name, base, size_bytes = self._peer()
         lists = self._lists.get(grain)
         if lists is None:
@@ -168,7 +171,7 @@ class NixlAgent:
 
     def _peer(self) -> tuple[str, int, int]:
         if self._remote is None:
-            raise TransferError("NIXL knows no peer yet")
+            raise TransferError("NIXL has not loaded a peer's metadata yet")
         return self._remote
 
     @contextmanager
@@ -180,7 +183,7 @@ class NixlAgent:
 
 
 def _errors_of(nixl: ModuleType) -> tuple[type[Exception], ...]:
-    """All that its calls raise; they have no base of their own. pybind11 says RuntimeError for what it cannot name."""
+    """All exceptions that NIXL's calls raise; they share no base. pybind11 raises RuntimeError for unknown ones."""
     return (*(getattr(nixl, name) for name in dir(nixl) if name.endswith("Error")), RuntimeError)
 
 

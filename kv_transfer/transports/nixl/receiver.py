@@ -1,9 +1,9 @@
 """`nixl`, receiving end: writers reach the pool by RDMA or TCP, through UCX.
 
-Each writer gets an agent of its own, made when it has said the secret on its control connection; what NIXL must tell
-it goes over that connection too. What proves that nothing lands any more is the writer's QUIET, said after its last
-write has been flushed, or the end of the writer's agent here. A killed writer's bytes may still lie in a socket, so the
-agent goes before its claims do; a frozen one is shut out by the same means.
+Each writer gets an agent of its own once it has sent the secret on its control connection, which also carries NIXL's
+metadata. Quiet is proven by the writer's QUIET, sent after its last write was flushed, or by ending the writer's agent
+here. A killed writer's bytes may still be in a socket, so the agent is ended before the claims are dropped; a frozen
+writer is shut out the same way.
 """
 
 import secrets
@@ -26,7 +26,7 @@ _POOL = struct.Struct("!QQ")
 
 
 class NixlReceiver(ClaimReceiver):
-    """KVReceiver of the `nixl` transport; see nixl_agent.problem. Raises OSError."""
+    """KVReceiver of the `nixl` transport; see nixl.agent.problem. Raises OSError."""
 
     drain_proves_quiet = False
 
@@ -55,7 +55,7 @@ class NixlReceiver(ClaimReceiver):
 
 
 def unpack_pool(blob: bytes) -> tuple[bytes, int, int]:
-    """(metadata, base, size in bytes) of a receiver's pool. Raises TransferError."""
+    """Split a receiver's description into (metadata, base address, size in bytes). Raises TransferError."""
     if len(blob) <= _POOL.size:
         raise TransferError("not a pool of the nixl transport")
     base, size_bytes = _POOL.unpack_from(blob)

@@ -1,8 +1,8 @@
 """`nixl`, sending end: UCX writes from this pool into the receiver's, a few bursts ahead.
 
-Nothing stops UCX from reading a source once a write is posted. So a cancelled chunk's bursts are awaited, not released:
-`cancel` says so, and the chunk's future ends when they have. Where they do not end, because the receiver is frozen, the
-end of the connection ends the agent, and with it the reading.
+A posted write cannot be stopped from reading its source. A cancelled chunk's bursts are therefore awaited: `cancel`
+returns False, and the chunk's future ends when they have. If they never end because the receiver is frozen, the end of
+the connection ends the agent and with it the reading.
 """
 
 import secrets
@@ -30,9 +30,9 @@ from tandem.values.ids import BlockId
 
 BURST_BYTES = 1 << 20
 BOUNCE_BYTES = 8 << 20
-"""Twice what is under way, about to be, and being converted."""
+"""Size of the ring for converted cells: twice what is in flight, next to be posted, and being converted."""
 DEPTH = 3
-"""Pieces under way at once: one on the wire, one behind it, one whose checksum is being computed."""
+"""Bursts in flight: one on the wire, one behind it, one whose checksum is being computed."""
 
 
 class NixlWriter(ClaimingWriter):
@@ -46,10 +46,10 @@ class NixlWriter(ClaimingWriter):
         metadata, base, size_bytes = unpack_pool(one_sided_wire.receive_blob(sock))
         self._pool_blocks, rest = divmod(size_bytes, pairing.destination.worker_block_bytes)
         if rest or not self._pool_blocks:
-            raise TransferError("the receiver's pool is not of its layout")
+            raise TransferError("the size of the receiver's pool does not match its layout")
         here, there = pairing.source.layer_block_bytes, pairing.destination.layer_block_bytes
         self._grain = here if here == there else min(here, there, BURST_BYTES)
-        # What does not leave the pool as it lies there leaves from memory beside it.
+        # Converted cells are sent from separate memory, others from the pool itself.
         self._memory = memoryview(bytearray(BOUNCE_BYTES)) if self._departure.converts else source.buffer
         self._agent = NixlAgent(f"kv-{secrets.token_hex(8)}", self._memory, loopback=loopback)
         self._agent.meet(metadata, base, size_bytes)
@@ -68,7 +68,7 @@ class NixlWriter(ClaimingWriter):
         target = self._pairing.at_destination(order.source.at.held_tokens, blocks, self._pool_blocks)
         copies: Iterable[RunPair]
         if self._departure.converts:
-            # What is not there is rejected by this worker: once something moves, an error ends the connection.
+            # Cells that do not exist are rejected here: an error after the first write ends the connection.
             order.source.reads(order.cells)
             target.writes(order.cells)
             copies = self._converted(job, target)
@@ -79,11 +79,12 @@ class NixlWriter(ClaimingWriter):
             job.succeed(*self._write(job, copies))
 
     def _converted(self, job: WriteJob, target: PlacedCells) -> Iterator[RunPair]:
-        """Copies out of the bounce memory, filled a part at a time, in a ring, while earlier ones are on their way."""
+        """Yield copies out of the bounce memory, a ring filled part by part while earlier parts are in flight."""
         order, at = job.order, 0
         payload = order.source.payload(order.cells)
         for cells in split_for_conversion(order.cells, payload, payload.num_bytes(self._pairing.wire_dtype)):
-            # Without the lock, which the event loop takes and a device would hold for long: the job is `reading`.
+            # Without the queue's lock, which a device would hold for long and the event loop takes: the job is
+            # `reading`.
             if job.stopped:
                 return
             converted = self._departure.convert(order.source, cells)
@@ -96,7 +97,7 @@ class NixlWriter(ClaimingWriter):
                 at += size
 
     def _write(self, job: WriteJob, copies: Iterable[RunPair]) -> tuple[int, int]:
-        """Checksum and bytes. Raises TransferError, and then nothing is under way any more."""
+        """Returns (checksum, number of bytes). After TransferError nothing is in flight any more."""
         total = checksum = 0
         flying: deque[int] = deque()
         try:
@@ -105,7 +106,7 @@ class NixlWriter(ClaimingWriter):
                     break
                 flying.append(self._agent.post(burst, self._grain))
                 for here, _, size in burst:
-                    # While the burst is on its way: the bytes are in the cache for one of the two.
+                    # Computed while the burst is in flight, so that one of the two finds the bytes in the cache.
                     checksum = crc32(self._memory[here : here + size], checksum)
                     total += size
                 while len(flying) >= DEPTH:
@@ -144,7 +145,7 @@ class NixlSender:
         self._isolated_network = isolated_network
 
     def reaches(self, offer: TransportOffer) -> bool:
-        """Nothing is encrypted, so what leaves this machine needs a network of its own."""
+        """Whether the offer is usable: nothing is encrypted, so other machines require an isolated network."""
         return offer.name == NAME and (self._isolated_network or stays_here(offer.advert))
 
     def connect(self, offer: TransportOffer, pairing: Pairing) -> NixlWriter:

@@ -1,9 +1,9 @@
-"""Receiving ends whose memory a writer reaches by itself: who may write is kept track of by claims.
+"""Receiving ends whose memory writers access by themselves; claims record who may be writing.
 
-Bytes land without this process doing anything, so a revocation is proven by the writer's own word (QUIET), or by the
-end of its socket: a process that lives ends it only after its last byte, a killed one cannot write. What a transport
-must still do then, before its memory is really quiet, is `_part`. A frozen writer says nothing: it stays unproven,
-unless the transport can shut it out (`shut_out_s`).
+Bytes land without this process's help, so a revocation is proven by the writer's QUIET or by the end of its socket: a
+running writer closes it only after its last byte, and a killed one cannot write. `_part` does what a transport still
+needs before its memory is quiet. A frozen writer cannot be proven quiet, unless the transport can shut it out
+(`shut_out_s`).
 """
 
 import hmac
@@ -30,7 +30,7 @@ from tandem.rpc.refusal_log import RefusalLog
 
 HELLO_S = 5.0
 PARTING_S = 1.0
-"""For all writers together to say, when the receiver closes, that they have stopped."""
+"""Total time for all writers to report that they have stopped, when the receiver closes."""
 MAX_WRITERS = 256
 
 log = logging.getLogger(__name__)
@@ -42,16 +42,16 @@ class Writer:
     thread: threading.Thread | None = None
     claims: dict[bytes, TransferKey] = field(default_factory=dict)
     revoked_s: float | None = None
-    """When the oldest unanswered revocation was sent."""
+    """Monotonic time at which the oldest unanswered revocation was sent."""
     resource: object | None = None
-    """What the transport opened for this writer alone."""
+    """Resource that the transport opened for this writer."""
 
 
 class ClaimReceiver(ABC):
-    """A KVReceiver that serves writers at `server`, which it owns from now on."""
+    """Base of the KVReceivers that serve writers at `server`, which it owns."""
 
     shut_out_s: float | None = None
-    """A writer that has not answered a revocation for so long is shut out; None where nothing can do that."""
+    """Time without an answer to a revocation after which a writer is shut out; None if the transport cannot do that."""
 
     def __init__(self, server: socket.socket, name: str) -> None:
         self._name = name
@@ -71,15 +71,15 @@ class ClaimReceiver(ABC):
 
     @abstractmethod
     def _refuses(self, sock: socket.socket) -> str | None:
-        """Why a new connection is refused; None when it is accepted."""
+        """Reason to refuse a new connection; None to accept it."""
 
     @abstractmethod
     def _welcome(self, writer: Writer) -> None:
-        """Tell a writer that knows the secret what the memory is. Raises OSError or TransferError."""
+        """Describe the memory to a writer that has sent the secret. Raises OSError or TransferError."""
 
     @abstractmethod
     def _part(self, writer: Writer) -> None:
-        """The writer's end was seen, or it is shut out: on return nothing of it lands any more."""
+        """Called when the writer has ended or is shut out: on return nothing written by it lands any more."""
 
     @property
     def name(self) -> str:
@@ -93,7 +93,7 @@ class ClaimReceiver(ABC):
         return self._grants.verify(key, cells, checksum)
 
     def revoke(self, key: TransferKey) -> bool:
-        """Proven at once when no writer has claimed the grant; else its answer or its end is the proof."""
+        """End a grant: proven at once if no writer has claimed it, otherwise by the writer's answer or end."""
         with self._lock:
             grant = self._grants.revoke(key)
             if grant is None:
@@ -102,7 +102,7 @@ class ClaimReceiver(ABC):
             if writer is None:
                 return self._grants.is_quiet(key)
             writer.revoked_s = writer.revoked_s or time.monotonic()
-            # When this cannot be said the writer's end is awaited.
+            # If sending fails, the writer's end is the proof.
             one_sided_wire.send(writer.sock, ClaimKind.REVOKE, grant.token)
         return False
 
@@ -111,7 +111,7 @@ class ClaimReceiver(ABC):
         self._grants.listen_quiet(self._on_settled)
 
     def _on_settled(self, key: TransferKey) -> None:
-        """This worker's own device has ended what it was putting into place."""
+        """Report a key whose settling on this worker's own device has ended, unless a writer still claims it."""
         with self._lock:
             if self._is_claimed(key):
                 return
@@ -121,12 +121,14 @@ class ClaimReceiver(ABC):
         return any(key in writer.claims.values() for writer in self._writers)
 
     def _on_unclaimed(self, key: TransferKey) -> None:
-        """Handle that no writer claims the key any more. Both callers check the other side last, so one reports."""
+        """Report a key that no writer claims any more. Both callers check the other side last, so that one of them
+        reports."""
         if self._grants.is_quiet(key):
             self._listener(key)
 
     def close(self) -> None:
-        """Stop serving. Writers see the end, stop and hang up; who has not within PARTING_S is not waited for."""
+        """Stop serving. Writers see the end, stop and disconnect; those that take longer than PARTING_S are not
+        awaited."""
         with self._lock:
             self._closing.set()
             writers = list(self._writers)
@@ -153,7 +155,7 @@ class ClaimReceiver(ABC):
                 if self._closing.is_set() or len(self._writers) >= MAX_WRITERS:
                     sock.close()
                     continue
-                # Under the lock, so that close() finds a thread that it can join.
+                # Under the lock, so that close() finds a thread to join.
                 thread_name = f"kv-{self._name}-peer"
                 writer.thread = threading.Thread(target=self._serve, args=(writer,), name=thread_name, daemon=True)
                 if not start_serving(writer.thread, self._refusals):
@@ -189,7 +191,8 @@ class ClaimReceiver(ABC):
         writer.sock.settimeout(None)
 
     def _next(self, writer: Writer) -> tuple[ClaimKind, bytes] | None:
-        """The next message. Raises TransferError when an answer is overdue and the writer can be shut out."""
+        """The next message; None at the end. Raises TransferError when a revocation is overdue and the writer can be
+        shut out."""
         if self.shut_out_s is not None:
             poller = select.poll()
             poller.register(writer.sock, select.POLLIN)
@@ -227,13 +230,13 @@ class ClaimReceiver(ABC):
             keys = list(writer.claims.values())
             writer.claims.clear()
             if self._closing.is_set() and self.shut_out_s is None:
-                return  # the end of the socket was our doing and proves nothing
+                return  # this side closed the socket, so its end proves nothing
         for key in keys:
             self._on_unclaimed(key)
 
 
 def _await_end(sock: socket.socket) -> None:
-    """Tell the writer to stop, and wait until it hangs up: only its own end proves that it copies no more."""
+    """Tell the writer to stop, and wait until it disconnects: only its own end proves that it no longer copies."""
     send_goodbye(sock)
     with suppress(OSError):
         sock.settimeout(None)
@@ -242,12 +245,12 @@ def _await_end(sock: socket.socket) -> None:
 
 
 def send_goodbye(sock: socket.socket) -> None:
-    """Nothing more is said to the peer, which may still answer."""
+    """Shut down the sending direction only: the peer may still answer."""
     with suppress(OSError):
         sock.shutdown(socket.SHUT_WR)
 
 
 def hang_up(sock: socket.socket) -> None:
-    """Shut down both directions, which wakes calls that wait on the socket."""
+    """Shut down both directions; wakes calls that wait on the socket."""
     with suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)

@@ -1,12 +1,12 @@
-"""The small messages between a receiver and writers that reach its memory without its doing, on a socket beside it.
+"""Control messages between a receiver and the writers that access its memory, on a socket of their own.
 
     writer -> receiver   HELLO(secret)   CLAIM(token)   QUIET(token)
-    receiver -> writer   what the memory is (see each transport)   CLAIMED(token)   REFUSED(token)   REVOKE(token)
+    receiver -> writer   description of its memory   CLAIMED(token)   REFUSED(token)   REVOKE(token)
 
-A writer claims a token before its first byte, so the receiver knows at any moment which process may write with it.
+A writer claims a token before its first byte, so the receiver always knows which process may be writing under it.
 
-Messages end in a CRC-32 of their own: one flipped bit makes a QUIET of a CLAIM, or a CLAIMED of a REFUSED, and then a
-writer writes into blocks that have other owners by now, which no checksum of its payload detects.
+Each message ends in a CRC-32: one flipped bit could turn CLAIM into QUIET, or REFUSED into CLAIMED, and the writer
+would then write into blocks that belong to others, which no checksum of its payload detects.
 """
 
 import secrets
@@ -22,7 +22,7 @@ from tandem.errors import TransferError
 _MESSAGE = struct.Struct("!4sB16s")
 _CRC = struct.Struct("!I")
 _BLOB = struct.Struct("!II")
-"""Size and CRC-32."""
+"""Size and CRC-32 of a blob."""
 _GRANT = struct.Struct("!16sI")
 _MAGIC = b"TKC2"
 MESSAGE_BYTES = _MESSAGE.size + _CRC.size
@@ -30,7 +30,7 @@ MAX_BLOB_BYTES = 1 << 20
 
 
 class ClaimKind(IntEnum):
-    """What a message says."""
+    """Kind of a control message."""
 
     HELLO = 1
     REGION = 2
@@ -42,7 +42,7 @@ class ClaimKind(IntEnum):
 
 
 def pack(kind: ClaimKind, token: bytes = bytes(TOKEN_BYTES)) -> bytes:
-    """One message as bytes."""
+    """Encode a message."""
     return sealed(_MESSAGE.pack(_MAGIC, kind, token))
 
 
@@ -55,12 +55,12 @@ def unpack(data: bytes) -> tuple[ClaimKind, bytes]:
 
 
 def sealed(fields: bytes) -> bytes:
-    """These bytes and their CRC-32."""
+    """Append the CRC-32 of these bytes."""
     return fields + _CRC.pack(crc32(fields))
 
 
 def unsealed(data: bytes) -> bytes:
-    """What was sealed. Raises TransferError when it has changed."""
+    """Check and remove the CRC-32. Raises TransferError when it does not match."""
     fields, checksum = data[: -_CRC.size], data[-_CRC.size :]
     if _CRC.pack(crc32(fields)) != checksum:
         raise TransferError("a message of a KV transport is damaged")
@@ -76,37 +76,37 @@ def send(sock: socket.socket, kind: ClaimKind, token: bytes) -> bool:
 
 
 def receive(sock: socket.socket) -> tuple[ClaimKind, bytes] | None:
-    """The next message, or None at the end. Raises OSError, or TransferError for what is no message."""
+    """The next message, or None at the end. Raises OSError, or TransferError for a malformed message."""
     data = receive_exactly(sock, MESSAGE_BYTES)
     return None if data is None else unpack(data)
 
 
 def send_blob(sock: socket.socket, blob: bytes) -> None:
-    """What the memory is, in the words of a transport. Raises OSError."""
+    """Send a transport's description of the memory. Raises OSError."""
     sock.sendall(pack(ClaimKind.REGION) + _BLOB.pack(len(blob), crc32(blob)) + blob)
 
 
 def receive_blob(sock: socket.socket) -> bytes:
-    """What `send_blob` sent. Raises OSError or TransferError."""
+    """Receive a description sent by `send_blob`. Raises OSError or TransferError."""
     message = receive(sock)
     if message is None or message[0] is not ClaimKind.REGION:
         raise TransferError("the receiver refused to share its memory")
-    size, checksum = _BLOB.unpack(_all_of(sock, _BLOB.size))
+    size, checksum = _BLOB.unpack(_receive_all(sock, _BLOB.size))
     if size > MAX_BLOB_BYTES:
         raise TransferError("the receiver's description of its memory is too long")
-    blob = _all_of(sock, size)
+    blob = _receive_all(sock, size)
     if crc32(blob) != checksum:
         raise TransferError("the receiver's description of its memory is damaged")
     return blob
 
 
 def pack_grant(token: bytes, slots: Sequence[int]) -> bytes:
-    """Token and slots: the writer copies for itself, so it must know where each index lies."""
+    """Encode a grant: its token and the slot of each block, which the writer needs because it copies by itself."""
     return _GRANT.pack(token, len(slots)) + struct.pack(f"!{len(slots)}I", *slots)
 
 
 def unpack_grant(grant: bytes) -> tuple[bytes, tuple[int, ...]]:
-    """Token and slots. Raises TransferError."""
+    """Split a grant into its token and slots. Raises TransferError."""
     if len(grant) < _GRANT.size:
         raise TransferError("malformed grant")
     token, count = _GRANT.unpack_from(grant)
@@ -121,7 +121,7 @@ def random_name() -> str:
 
 
 def receive_exactly(sock: socket.socket, size: int) -> bytes | None:
-    """`size` bytes, or None when the peer has ended before the last of them. Raises OSError."""
+    """Receive `size` bytes; None when the peer ended before the last of them. Raises OSError."""
     data = b""
     while len(data) < size:
         part = sock.recv(size - len(data))
@@ -131,7 +131,7 @@ def receive_exactly(sock: socket.socket, size: int) -> bytes | None:
     return data
 
 
-def _all_of(sock: socket.socket, size: int) -> bytes:
+def _receive_all(sock: socket.socket, size: int) -> bytes:
     data = receive_exactly(sock, size)
     if data is None:
         raise TransferError("the receiver has disconnected")

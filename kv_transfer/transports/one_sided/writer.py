@@ -1,4 +1,4 @@
-"""Sending ends that write into a receiver's memory by themselves: claim a grant, write, say when that is over."""
+"""Sending ends that write into a receiver's memory by themselves: claim a grant, write, and report when done."""
 
 import socket
 import threading
@@ -22,9 +22,9 @@ class _Claim:
     key: TransferKey
     granted: "Future[bool]" = field(default_factory=Future)
     busy: WriteJob | None = None
-    """Its bytes are under way, and no lock can stop them."""
+    """Job whose bytes are in flight, which no lock can stop."""
     ending: bool = False
-    """To be given up when it is no longer busy."""
+    """Whether to give the claim up once it is no longer busy."""
 
     def settle(self, granted: bool) -> None:
         with suppress(InvalidStateError):
@@ -32,7 +32,7 @@ class _Claim:
 
 
 class ClaimingWriter(QueuedWriter):
-    """A PeerWriter with claims; `sock` is connected, greeted and owned from now on."""
+    """Base of the PeerWriters that claim grants; `sock` is connected, has sent HELLO, and is owned by the writer."""
 
     def __init__(self, sock: socket.socket, name: str) -> None:
         self._sock = sock
@@ -43,7 +43,7 @@ class ClaimingWriter(QueuedWriter):
         self._reader.start()
 
     def cancel(self, key: TransferKey) -> bool:
-        """Stop; the receiver learns by QUIET when this attempt is over here."""
+        """Stop the attempt's writes; QUIET tells the receiver when none is in flight any more."""
         stopped = super().cancel(key)
         with self._queue.lock:
             token = self._tokens.get(key)
@@ -53,7 +53,7 @@ class ClaimingWriter(QueuedWriter):
         return stopped
 
     def close(self) -> None:
-        """Stop writing first: to the receiver, the end of the socket means that nothing is written any more."""
+        """Stop writing, then close the socket: its end tells the receiver that nothing is written any more."""
         self._break("connection closed")
         super().close()
         hang_up(self._sock)
@@ -61,7 +61,7 @@ class ClaimingWriter(QueuedWriter):
         self._sock.close()
 
     def _claim(self, job: WriteJob, token: bytes) -> None:
-        """Ask once per grant; the receiver refuses what it has revoked."""
+        """Claim the job's grant, once per grant; the receiver refuses revoked ones."""
         with self._queue.lock:
             job.check()
             claim = self._claims.get(token)
@@ -79,7 +79,8 @@ class ClaimingWriter(QueuedWriter):
 
     @contextmanager
     def _under_way(self, job: WriteJob, token: bytes) -> Iterator[None]:
-        """Around bursts that move by themselves, until the last has, or a few after the job was stopped."""
+        """Context of writes that no lock can stop; ends once none of them is in flight, or shortly after the job was
+        stopped."""
         with self._queue.lock:
             claim = self._check(job, token)
             claim.busy, job.reading = job, True
@@ -89,7 +90,7 @@ class ClaimingWriter(QueuedWriter):
             said = True
             with self._queue.lock:
                 claim.busy, job.reading = None, False
-                # After an error nobody knows where the bytes are: then only the end of the connection is a proof.
+                # After an error some bytes may still be in flight: then only the end of the connection is a proof.
                 if claim.ending and not self._queue.failed:
                     said = self._give_up(token)
             if not said:
@@ -111,7 +112,7 @@ class ClaimingWriter(QueuedWriter):
             reason = f"connection lost: {error}"
         self._break(reason)
         self._stopped()
-        # Everything is stopped: now, and not before, the receiver may see the end.
+        # Only now that everything has stopped may the receiver see the end.
         hang_up(self._sock)
 
     def _stopped(self) -> None:
@@ -131,7 +132,10 @@ class ClaimingWriter(QueuedWriter):
             raise TransferError("the receiver does not read")
 
     def _give_up(self, token: bytes) -> bool:
-        """Under the queue's lock: none of this token is being written now, and none will be again; or soon."""
+        """Give a claim up, under the queue's lock: send QUIET now or, while a write is in flight, at its end.
+
+        Returns False when QUIET could not be sent.
+        """
         claim = self._claims.get(token)
         if claim is None:
             return True

@@ -1,7 +1,7 @@
 """`shm`, receiving end: passes the pool's memfd to writers of the same user.
 
-The end of a writer's socket is the end of its process or, where it lives on, of its copying (see ShmWriter.close); a
-mapping cannot be taken back, so a frozen writer stays unproven.
+A writer's socket ends with its process, or after its last copy (see ShmWriter.close). A mapping cannot be taken back,
+so a frozen writer cannot be proven quiet.
 """
 
 import socket
@@ -25,7 +25,7 @@ class ShmReceiver(ClaimReceiver):
     def __init__(self, region: KVRegion) -> None:
         if region.fd is None:
             raise ValueError("the KV region is not shared memory")
-        load_mover()  # now rather than with the first chunk
+        load_mover()  # here, so that the first chunk is not delayed
         self._fd = region.fd
         self._num_blocks = region.num_blocks
         self._address, server = listen_on_this_host()
@@ -41,4 +41,4 @@ class ShmReceiver(ClaimReceiver):
         shm_wire.send_region(writer.sock, self._num_blocks, self._fd)
 
     def _part(self, _writer: Writer) -> None:
-        """Nothing is under way between a copy and the memory."""
+        """Nothing to do: a finished copy is in the memory."""

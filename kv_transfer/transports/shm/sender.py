@@ -1,4 +1,4 @@
-"""`shm`, sending end: maps the receiver's pool and copies into it, once, without a socket in between."""
+"""`shm`, sending end: maps the receiver's pool and copies into it directly."""
 
 import os
 import select
@@ -40,7 +40,7 @@ class ShmWriter(ClaimingWriter):
 
     def close(self) -> None:
         super().close()
-        # The pool of a peer that has gone is unmapped now, not when the garbage collector comes by.
+        # Unmap the pool of a peer that has ended now, not at the next garbage collection.
         self._copier = None
 
     def _perform(self, job: WriteJob) -> None:
@@ -53,13 +53,13 @@ class ShmWriter(ClaimingWriter):
         job.succeed(*copier.copy(job.order, target, gate, lambda: self._queue.reading(job)))
 
     def _check_all(self, job: WriteJob, token: bytes) -> None:
-        """The memory outlives its owner, and the thread that reads the socket may be late: nothing lands meanwhile."""
+        """Check the socket too: the memory outlives its owner, and the thread that reads the socket may be late."""
         self._check(job, token)
         if self._end.poll(0):
             raise TransferError("the receiver has disconnected")
 
     def _unpacked(self, order: WriteOrder) -> tuple[bytes, PlacedCells]:
-        """What a grant says: its token and where its cells lie. The chunks of a hand-off come one after another."""
+        """Token and target cells of an order's grant; cached, because the chunks of a hand-off follow one another."""
         if self._last is None or self._last[0] != order.grant:
             token, slots = one_sided_wire.unpack_grant(order.grant)
             blocks = tuple(BlockId(slot) for slot in slots)

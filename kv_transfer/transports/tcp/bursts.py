@@ -1,4 +1,4 @@
-"""A payload on its way through a channel: in bursts that one system call moves and one checksum call finds hot."""
+"""Splits a payload into bursts, each small enough for one system call and for the cache when it is checksummed."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
@@ -7,13 +7,13 @@ from kv_transfer.memory import checksum
 from kv_transfer.memory.socket_stream import StreamStep
 
 MAX_VIEWS = 1024
-"""Most buffers that the kernel takes in one call (IOV_MAX)."""
+"""Maximum number of buffers that the kernel accepts in one call (IOV_MAX)."""
 
 Burst = list[memoryview]
 
 
 def bursts(views: Iterable[memoryview], burst_bytes: int) -> Iterator[Burst]:
-    """The same bytes in order, in groups of at most `burst_bytes` and MAX_VIEWS views."""
+    """Split the views into groups of at most `burst_bytes` and MAX_VIEWS views, in order."""
     burst: Burst = []
     room = burst_bytes
     for whole in views:
@@ -33,7 +33,7 @@ def bursts(views: Iterable[memoryview], burst_bytes: int) -> Iterator[Burst]:
 
 
 def drop_moved(burst: Burst, count: int, value: int) -> int:
-    """Drop the first `count` bytes, which have just been moved; returns their CRC-32, going on from `value`."""
+    """Drop the first `count` bytes, which were just moved; returns the CRC-32 continued from `value` over them."""
     crc32 = checksum.crc32
     if count == sum(map(len, burst)):
         for view in burst:
@@ -57,26 +57,26 @@ def drop_moved(burst: Burst, count: int, value: int) -> int:
 
 
 class StreamPart(Protocol):
-    """A payload, or a part of one, that goes out or comes in. One thread; under the lock that keeps its bytes."""
+    """A payload, or part of one, being sent or received; one thread, under the lock that protects its memory."""
 
     @property
     def num_bytes(self) -> int:
-        """Of all of it."""
+        """Total number of bytes."""
 
     @property
     def num_moved(self) -> int:
-        """Bytes that have gone through."""
+        """Number of bytes moved so far."""
 
     @property
     def checksum(self) -> int:
-        """CRC-32 of these, behind what was before."""
+        """CRC-32 of the bytes moved so far, continued from the parts before."""
 
     def advance(self) -> StreamStep:
-        """Move some, without waiting. Raises OSError."""
+        """Move some bytes without waiting. Raises OSError."""
 
 
 class ViewsPart:
-    """A Parcel of this process's memory, one call at a time."""
+    """A StreamPart of this process's memory, moved with one call at a time."""
 
     __slots__ = ("_at_zero", "_burst", "_bursts", "_move", "checksum", "num_bytes", "num_moved")
 
@@ -89,7 +89,7 @@ class ViewsPart:
         at_zero: StreamStep,
         value: int = 0,
     ) -> None:
-        """`move` is a channel's `send` or `receive`; `at_zero` is what 0 means to it."""
+        """`move` is a channel's `send` or `receive`; `at_zero` is the step that a result of 0 stands for."""
         self._bursts = bursts(views, burst_bytes)
         self._burst: Burst = []
         self._move = move

@@ -1,6 +1,6 @@
-"""What frames travel through: a socket that is never waited for inside a call. Plain here, in TLS in tls.py.
+"""Byte streams that carry frames, on non-blocking sockets: plain ones here, TLS in tls.py.
 
-A channel is read on one thread and written on one thread, which may be two. `hang_up` may come from any.
+A channel is read on one thread and written on one thread, possibly another. `hang_up` may be called on any thread.
 """
 
 import socket
@@ -15,48 +15,50 @@ from tandem.errors import TransferError
 
 
 class ByteChannel(Protocol):
-    """A stream of bytes both ways. Every method may raise OSError."""
+    """A bidirectional stream of bytes. Every method may raise OSError."""
 
     @property
     def descriptor(self) -> int | None:
-        """Of a socket through which payload can go as it is, by compiled code; None when it cannot."""
+        """Descriptor of a socket that compiled code may use directly; None if it may not."""
 
     def first_byte(self, timeout_s: float) -> int | None:
-        """What the peer begins with, which stays to be read; None when it has ended. Raises TransferError if late."""
+        """Peek at the first byte; None when the peer has ended. Raises TransferError when none comes in time."""
 
     def send_in_the_clear(self, data: bytes) -> None:
-        """Send a few unencrypted bytes before anything else, to a peer that speaks another protocol than expected."""
+        """Send a few unencrypted bytes before anything else, to a peer whose use of TLS differs."""
 
     @property
     def burst_bytes(self) -> int:
-        """How much to ask for at once: bounds the time in one call."""
+        """Number of bytes to move in one call; bounds the time that the call takes."""
 
     def receive(self, burst: Burst) -> int | None:
-        """Fill the front of `burst` with what has come: how much, 0 at the end, None when nothing is there yet."""
+        """Fill the front of `burst` with received bytes; returns their number, 0 at the end, None when none have come
+        yet."""
 
     def send(self, burst: Burst) -> int:
-        """Take bytes from the front of `burst`, as many as there is room for; they are not read again."""
+        """Take bytes from the front of `burst`, as many as fit; returns their number. Their memory may be reused at
+        once."""
 
     def flush(self) -> bool:
-        """Hand what `send` has taken to the kernel; False when there is no room for all of it yet."""
+        """Pass on to the kernel the bytes that `send` has taken; False when some of them do not fit yet."""
 
     def wait_readable(self, timeout_s: float | None) -> None:
-        """After `receive` has had less than it could take. Raises TransferError when nothing comes in time."""
+        """Wait after `receive` got less than it could take. Raises TransferError when nothing comes in time."""
 
     def wait_writable(self, timeout_s: float | None) -> None:
-        """After `send` or `flush` has left something. Raises TransferError when no room comes in time."""
+        """Wait after `send` or `flush` left bytes over. Raises TransferError when no room comes in time."""
 
     def hang_up(self) -> None:
         """Shut down both directions; wakes blocked calls. Never fails."""
 
     def close(self) -> None:
-        """Give the descriptor back, once no thread uses the channel."""
+        """Close the descriptor; no thread may use the channel any more."""
 
 
 class PlainChannel:
-    """A connected TCP socket as a Channel. Owns it."""
+    """ByteChannel of a connected TCP socket, which it owns."""
 
-    # What a second-level cache still has when it is checksummed; a larger one saves few calls.
+    # About what a second-level cache still holds when it is checksummed; larger bursts save few calls.
     burst_bytes = 256 << 10
 
     def __init__(self, sock: socket.socket) -> None:
@@ -92,7 +94,7 @@ class PlainChannel:
             return 0
 
     def flush(self) -> bool:
-        """See Channel; nothing stays here."""
+        """Always True: `send` keeps nothing back."""
         return True
 
     def wait_readable(self, timeout_s: float | None) -> None:
@@ -109,7 +111,7 @@ class PlainChannel:
 
 
 def waiter(sock: socket.socket, mask: int) -> Callable[[float | None], None]:
-    """A function that waits for an event of `mask`, for one thread; it raises TransferError when none comes in time."""
+    """A function for one thread that waits for an event of `mask`; it raises TransferError when none comes in time."""
     poller = poll()
     poller.register(sock, mask)
 
@@ -121,23 +123,23 @@ def waiter(sock: socket.socket, mask: int) -> Callable[[float | None], None]:
 
 
 def peek(sock: socket.socket) -> int | None:
-    """The next byte of a socket that has one, whatever cipher may have to be put on it; None at the end."""
+    """The next received byte, below any cipher on the socket; None at the end."""
     seen = socket.socket.recv(sock, 1, socket.MSG_PEEK)
     return seen[0] if seen else None
 
 
 def hang_up(sock: socket.socket) -> None:
-    """End both directions of a socket on any thread."""
+    """Shut down both directions of a socket; on any thread."""
     with suppress(OSError):
-        # Not SSLSocket's own method: that one forgets the cipher, and who reads next gets ciphertext.
+        # SSLSocket's own method drops the cipher: a concurrent reader would get ciphertext.
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
 def receive_exactly(channel: ByteChannel, size: int, *, within_s: float, patient: bool = False) -> bytes | None:
-    """`size` bytes, or None when the peer ended before the first.
+    """Receive `size` bytes; None when the peer ended before the first.
 
-    All of them have to come within `within_s`: from now or, if `patient`, from the first one. Raises OSError, or
-    TransferError for a peer that is too slow or ends in the middle.
+    All of them must come within `within_s` seconds, counted from now or, if `patient`, from the first byte. Raises
+    OSError, or TransferError for a peer that is too slow or ends in the middle.
     """
     deadline_s = None if patient else time.monotonic() + within_s
     data = bytearray(size)
@@ -158,7 +160,7 @@ def receive_exactly(channel: ByteChannel, size: int, *, within_s: float, patient
 
 
 def send_exactly(channel: ByteChannel, data: bytes, *, stall_s: float) -> None:
-    """All of `data`. Raises OSError, or TransferError for a peer that takes nothing for `stall_s`."""
+    """Send all of `data`. Raises OSError, or TransferError for a peer that accepts nothing for `stall_s`."""
     rest = memoryview(data)
     while rest:
         count = channel.send([rest])
@@ -169,6 +171,6 @@ def send_exactly(channel: ByteChannel, data: bytes, *, stall_s: float) -> None:
 
 
 def flush(channel: ByteChannel, *, stall_s: float) -> None:
-    """Hand everything to the kernel. Raises as `send_exactly` does."""
+    """Pass everything on to the kernel. Raises as `send_exactly` does."""
     while not channel.flush():
         channel.wait_writable(stall_s)

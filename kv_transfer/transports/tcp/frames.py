@@ -5,11 +5,11 @@
     receiver -> sender   DONE | REFUSED   for each frame, in order
                          NEEDS_TLS        in the clear, instead of anything else
 
-Frames and answers end in a CRC-32 of their own: a flipped bit there would put good bytes in a wrong place, which no
-checksum of the payload could tell. Frames of a stream are numbered from 1, so that none counts twice; HELLO has, in
-place of a number, the name of the connection that the stream is a part of, and its index there in place of a size. The
-CRC of a frame goes on from both, so that it counts on its own stream only: on another it might have the next number. A
-frame names a grant by its random token and cells by index in that grant.
+Each frame and answer ends in a CRC-32, because a flipped bit in it would put good bytes in a wrong place, which the
+checksum of the payload does not detect. The frames of a stream are numbered from 1, so that none counts twice. In HELLO
+the number is replaced by the name of the connection that the stream belongs to, and the size by the stream's index
+there. A frame's CRC is seeded with both, so that it is invalid on any other stream. A frame names a grant by its random
+token, and cells by index in that grant.
 """
 
 import struct
@@ -34,7 +34,7 @@ TLS_ALERT = bytes((0x15, 3, 3, 0, 2, 2, 70))
 
 
 class FrameKind(IntEnum):
-    """What a frame or an answer is."""
+    """Kind of a frame or of an answer."""
 
     HELLO = 1
     WRITE = 2
@@ -49,7 +49,7 @@ ANSWERS = (FrameKind.DONE, FrameKind.REFUSED, FrameKind.NEEDS_TLS)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrameHeader:
-    """The front of a frame towards a receiver."""
+    """Header of a frame from a sender."""
 
     kind: FrameKind
     write_id: int
@@ -62,17 +62,17 @@ NO_CELLS = CellRange(first_layer=0, num_layers=0, first_unit=0, num_units=0, fir
 
 
 def hello(secret: bytes, name: int, index: int) -> FrameHeader:
-    """What a stream begins with: its connection, and which of its streams it is."""
+    """The first frame of a stream: `name` of its connection, `index` of the stream in it."""
     return FrameHeader(kind=FrameKind.HELLO, write_id=name, token=secret, cells=NO_CELLS, payload_bytes=index)
 
 
 def seed_of(name: int, index: int) -> int:
-    """What the CRCs of a stream's frames go on from; differs between the streams of a connection."""
+    """Seed of the CRCs of a stream's frames; differs between the streams of a connection."""
     return (name ^ name >> 32 ^ index) & 0xFFFFFFFF
 
 
 def pack_header(header: FrameHeader, seed: int = 0) -> bytes:
-    """A header as bytes."""
+    """Encode a header."""
     c = header.cells
     counts = (c.first_layer, c.num_layers, c.first_unit, c.num_units, c.first_head, c.num_heads)
     return _sealed(
@@ -81,7 +81,7 @@ def pack_header(header: FrameHeader, seed: int = 0) -> bytes:
 
 
 def unpack_header(data: bytes, seed: int = 0) -> FrameHeader:
-    """A header from HEADER_BYTES bytes. Raises TransferError."""
+    """Decode HEADER_BYTES bytes. Raises TransferError."""
     magic, version, kind, write_id, token, *counts, payload_bytes = _HEADER.unpack(_unsealed(data, seed))
     if magic != _MAGIC or version != VERSION or kind not in FRAMES:
         raise TransferError("not a frame of the tcp transport")
@@ -97,12 +97,12 @@ def unpack_header(data: bytes, seed: int = 0) -> FrameHeader:
 
 
 def pack_answer(kind: FrameKind, write_id: int) -> bytes:
-    """An answer as bytes."""
+    """Encode an answer."""
     return _sealed(_ANSWER.pack(_MAGIC, VERSION, kind, write_id))
 
 
 def unpack_answer(data: bytes) -> tuple[FrameKind, int]:
-    """An answer from ANSWER_BYTES bytes. Raises TransferError."""
+    """Decode ANSWER_BYTES bytes. Raises TransferError."""
     magic, version, kind, write_id = _ANSWER.unpack(_unsealed(data))
     if magic != _MAGIC or version != VERSION or kind not in ANSWERS:
         raise TransferError("not an answer of the tcp transport")

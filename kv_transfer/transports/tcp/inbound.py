@@ -1,9 +1,9 @@
-"""`tcp`, receiving end of one stream: frames in order, each payload straight into its destinations.
+"""`tcp`, receiving end of one stream: receives each frame's payload directly into its destinations.
 
-Bytes land under the stream's own lock, so that streams do not wait for each other, and in calls that do not wait and
-end early when somebody wants the lock. So a revocation is proven at once: once a grant is marked, each stream that was
-landing for it need only be met between two calls. What still comes for it is read into scratch memory, and the stream
-goes on serving other grants. Each burst is checksummed as soon as it has landed, while the cache has it.
+Bytes land under the stream's own lock, so streams do not wait for each other, in non-blocking calls that end early when
+another thread wants the lock. A revocation is therefore proven at once: after marking a grant, it only takes the lock
+of each stream that is landing bytes for it. The rest of such a payload is read into scratch memory, and the stream goes
+on serving other grants. Each burst is checksummed as soon as it has landed, while it is in the cache.
 """
 
 import itertools
@@ -23,17 +23,17 @@ from kv_transfer.transports.tcp.frames import FrameHeader, FrameKind
 from tandem.errors import TransferError
 
 MAX_PAYLOAD_BYTES = 1 << 30
-"""Of one frame, whether or not anybody wants it; many times a chunk."""
+"""Maximum payload of one frame, granted or not; many times a chunk."""
 _SCRATCH_BYTES = 256 << 10
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Peer:
-    """The streams of one sender's connection; they end together."""
+    """The streams of one sender's connection, which end together."""
 
     channels: set[ByteChannel] = field(default_factory=set)
     ended: bool = False
-    """Nothing more lands, whatever the kernel still holds."""
+    """Whether the connection has ended: nothing more lands, even if the kernel still holds bytes."""
 
 
 class Inbound:
@@ -42,7 +42,7 @@ class Inbound:
     def __init__(
         self, channel: ByteChannel, peer: Peer, grants: GrantTable, *, seed: int, mover: Mover | None, stall_s: float
     ) -> None:
-        """`seed`: of its frames' CRCs, see tcp_wire."""
+        """`seed`: of the CRCs of the stream's frames, see frames.seed_of."""
         self._channel = channel
         self._peer = peer
         self._grants = grants
@@ -54,29 +54,29 @@ class Inbound:
         self._landing: WriteGrant | None = None
 
     def run(self) -> None:
-        """Until the sender ends. Raises OSError, or TransferError for a sender that cannot be trusted any more."""
+        """Serve frames until the sender ends. Raises OSError, or TransferError when the stream is out of step."""
         for number in itertools.count(1):
             header = next_header(self._channel, seed=self._seed, within_s=self._stall_s, patient=True)
             if header is None:
                 return
             if header.kind is not FrameKind.WRITE or header.write_id != number:
                 raise TransferError(f"frame {header.write_id} instead of {number}")
-            answer(self._channel, self._take(header), number)
+            answer(self._channel, self._receive(header), number)
 
     def await_quiet(self, revoked: WriteGrant) -> None:
-        """On return nothing lands for this grant any more. On any thread, and not before the grant is revoked."""
+        """Wait until no byte lands for this grant any more; on any thread, once the grant is revoked."""
         if self._landing is revoked:
             with self._lock:
                 return
 
-    def _take(self, header: FrameHeader) -> FrameKind:
-        """Receive a payload into its destinations, or past them when it has none."""
+    def _receive(self, header: FrameHeader) -> FrameKind:
+        """Receive a payload into its destinations, or into scratch memory when it has none."""
         grant = self._grants.find(header.token)
-        parcel = self._parcel(header, grant) if grant is not None else None
+        parcel = self._part_of(header, grant) if grant is not None else None
         if grant is None or parcel is None:
             self._skip(header.payload_bytes)
             return FrameKind.REFUSED
-        # Set before the grant is checked, so either this thread sees the revocation or the revoking thread sees this.
+        # Set before the grant is checked, so that either this thread sees the revocation or the revoking one sees this.
         self._landing = grant
         self._land(grant, parcel)
         self._landing = None
@@ -87,21 +87,21 @@ class Inbound:
             grant.landing.landed(header.cells, parcel.checksum)
         return FrameKind.DONE
 
-    def _parcel(self, header: FrameHeader, grant: WriteGrant) -> StreamPart | None:
-        """What takes the payload to its places; None when the grant has ended or has not got these cells."""
+    def _part_of(self, header: FrameHeader, grant: WriteGrant) -> StreamPart | None:
+        """The part that receives a payload into place; None when the grant has ended or lacks these cells."""
         spare = grant.landing.spare(header.cells)
         with grant.lock:
             if grant.revoked:
                 return None
             try:
-                parcel = self._towards(grant.landing, header.cells, spare)
+                parcel = self._open_part(grant.landing, header.cells, spare)
             except TransferError:
                 return None
         if parcel.num_bytes != header.payload_bytes:
             raise TransferError(f"{header.payload_bytes} payload bytes do not fit their cells")
         return parcel
 
-    def _towards(self, landing: Landing, cells: CellRange, spare: Bytes | None) -> StreamPart:
+    def _open_part(self, landing: Landing, cells: CellRange, spare: Bytes | None) -> StreamPart:
         mover, descriptor = self._mover, self._channel.descriptor
         if mover is not None and descriptor is not None and (addresses := landing.addresses(cells)) is not None:
             return mover.streams.open(addresses, cells, descriptor, self._lock, is_sending=False)
@@ -111,7 +111,7 @@ class Inbound:
         )
 
     def _land(self, grant: WriteGrant, parcel: StreamPart) -> None:
-        """Until all has come or the grant is revoked."""
+        """Receive until the part is complete or the grant revoked."""
         while True:
             with self._lock:
                 if grant.revoked:
@@ -133,24 +133,24 @@ class Inbound:
             left -= count or 0
             if count == 0:
                 raise TransferError("the sender ended in the middle of a frame")
-            # What came may have more behind it that TLS has decrypted already: of that no poll would tell.
+            # TLS may have decrypted more bytes already, which no poll would report: wait only when there are none.
             if count is None:
                 self._channel.wait_readable(self._stall_s)
 
 
 def next_header(channel: ByteChannel, *, seed: int = 0, within_s: float, patient: bool = False) -> FrameHeader | None:
-    """The next frame's, or None at the end. Raises OSError, and TransferError for what is none or comes too slowly."""
+    """The next frame's header, or None at the end. Raises OSError, and TransferError for a malformed or late header."""
     data = receive_exactly(channel, tcp_frames.HEADER_BYTES, within_s=within_s, patient=patient)
     if data is None:
         return None
     header = tcp_frames.unpack_header(data, seed)
     if header.payload_bytes > MAX_PAYLOAD_BYTES:
-        raise TransferError(f"a payload of {header.payload_bytes} bytes: at most {MAX_PAYLOAD_BYTES} are taken")
+        raise TransferError(f"a payload of {header.payload_bytes} bytes, at most {MAX_PAYLOAD_BYTES} are accepted")
     return header
 
 
 def answer(channel: ByteChannel, kind: FrameKind, write_id: int) -> None:
-    """Answer a frame. Raises OSError, or TransferError when the sender leaves no room for it."""
+    """Answer a frame. Raises OSError, or TransferError when the sender does not read answers."""
     data = tcp_frames.pack_answer(kind, write_id)
     if channel.send([memoryview(data)]) != len(data) or not channel.flush():
         raise TransferError("the sender does not read its answers")

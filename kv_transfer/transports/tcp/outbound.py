@@ -1,8 +1,8 @@
-"""`tcp`, sending end of one stream: one thread sends frames, one reads answers.
+"""`tcp`, sending end of one stream: one thread sends frames, another reads answers.
 
-Sources are read under the queue's lock, one call that does not wait at a time, and checksummed in the same breath,
-while the cache has them; those on a device are gathered into host memory first, without the lock. A cancelled frame is
-filled up with zeros, so that the stream stays in step.
+Sources are read under the queue's lock in non-blocking calls and checksummed immediately, while they are in the cache;
+those on a device are gathered into host memory first, without the lock. A cancelled frame is padded with zeros, so that
+the stream stays in step.
 """
 
 import itertools
@@ -30,7 +30,7 @@ _ZEROS = memoryview(bytes(256 << 10))
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Frame:
-    """A frame until its answer; changed under the queue's lock."""
+    """A frame that is not answered yet; changed under the queue's lock."""
 
     write_id: int
     job: WriteJob
@@ -40,7 +40,7 @@ class _Frame:
 
 
 class TcpStream(QueuedWriter):
-    """One of a TcpWriter's streams, with its own queue. `broken` is called on any thread when the stream has ended."""
+    """One stream of a TcpWriter, with its own queue. `broken` is called on any thread when the stream has ended."""
 
     def __init__(
         self,
@@ -64,16 +64,16 @@ class TcpStream(QueuedWriter):
         self._reader = threading.Thread(target=self._read, name="kv-tcp-read", daemon=True)
 
     def start(self) -> None:
-        """Begin to read answers; once, before the first write."""
+        """Start to read answers; called once, before the first write."""
         self._reader.start()
 
     def fail(self, reason: str) -> None:
-        """Stop every write and end the connection; on return only sources of a future that is pending are read."""
+        """Stop every write and end the connection; on return only sources of still pending futures are read."""
         self._queue.fail_all(reason)
         self._channel.hang_up()
 
     def close(self) -> None:
-        """See PeerWriter; after `fail`."""
+        """See PeerWriter; called after `fail`."""
         super().close()
         self._reader.join()
         self._channel.close()
@@ -96,7 +96,7 @@ class TcpStream(QueuedWriter):
         try:
             send_exactly(self._channel, tcp_frames.pack_header(header, self._seed), stall_s=self._stall_s)
             self._send_payload(frame, payload.parcels)
-            self._fill_up(frame)
+            self._pad(frame)
             flush(self._channel, stall_s=self._stall_s)
         except (OSError, TransferError) as error:
             self._broken(f"tcp connection lost: {error}")
@@ -121,14 +121,14 @@ class TcpStream(QueuedWriter):
             yield
 
     def _send_payload(self, frame: _Frame, parcels: Iterator[StreamPart]) -> None:
-        """All of it, or as much as was sent before the job was stopped."""
+        """Send the payload, or the part that precedes a stop of the job."""
         try:
             for parcel in parcels:
-                self._send_parcel(frame, parcel)
+                self._send_part(frame, parcel)
         except _Stopped:
             return
 
-    def _send_parcel(self, frame: _Frame, parcel: StreamPart) -> None:
+    def _send_part(self, frame: _Frame, parcel: StreamPart) -> None:
         left, progress = frame.left, StreamStep.PAUSED
         while progress is not StreamStep.DONE:
             if progress is StreamStep.BLOCKED:
@@ -140,9 +140,9 @@ class TcpStream(QueuedWriter):
                 frame.checksum = parcel.checksum
                 frame.left = left - parcel.num_moved
 
-    def _fill_up(self, frame: _Frame) -> None:
+    def _pad(self, frame: _Frame) -> None:
         while frame.left:
-            with self._queue.lock:  # or the answer may come before it is known that all has been sent
+            with self._queue.lock:  # otherwise the answer may be handled before `left` is updated
                 count = self._channel.send([_ZEROS[: frame.left]])
                 frame.left -= count
             if not count:
@@ -164,7 +164,7 @@ class TcpStream(QueuedWriter):
         if not self._unanswered or self._unanswered[0].write_id != write_id:
             raise TransferError("an answer without a write")
         frame = self._unanswered.popleft()
-        # The last call may have sent everything, and its bytes are being checksummed.
+        # The last call may have sent everything while its bytes are still being checksummed.
         with self._queue.lock:
             whole, checksum = not frame.left, frame.checksum
         if not whole:

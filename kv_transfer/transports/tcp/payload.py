@@ -1,4 +1,4 @@
-"""A payload as it leaves, in parcels: the pool's own bytes, or cells converted a little at a time. Of one stream."""
+"""The payload of one write, in parts: views of the pool itself, or cells converted a little at a time."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -22,11 +22,12 @@ from kv_transfer.transports.tcp.channel import ByteChannel
 class Outgoing:
     num_bytes: int
     parcels: Iterator[StreamPart]
-    """In order; each reads the pool either when it is taken or, if its bytes are the pool's own, when they are sent."""
+    """Parts in order. A part reads the pool when it is taken from here or, if it is a view of the pool, when it is
+    sent."""
 
 
 class PayloadMaker:
-    """Makes payloads of cells, which leave through `channel` under `lock`. One thread at a time."""
+    """Makes payloads of cells, to be sent through `channel` under `lock`. One thread at a time."""
 
     def __init__(
         self, region: KVRegion, pairing: Pairing, channel: ByteChannel, lock: BurstLock, mover: Mover | None
@@ -46,11 +47,12 @@ class PayloadMaker:
     def make(
         self, source: PlacedCells, cells: CellRange, reading: Callable[[], AbstractContextManager[None]]
     ) -> Outgoing:
-        """Of `cells`; `reading` is entered around each conversion. Raises TransferError for cells not held."""
+        """Make the payload of `cells`; `reading` is entered around each conversion. Raises TransferError for cells not
+        held."""
         if not self._departure.converts:
             parcel = self._as_they_lie(source, cells)
             return Outgoing(num_bytes=parcel.num_bytes, parcels=iter((parcel,)))
-        source.reads(cells)  # cells that are not there are refused here, before anything is sent
+        source.reads(cells)  # missing cells are refused here, before anything is sent
         payload = source.payload(cells)
         return Outgoing(
             num_bytes=payload.num_bytes(self._wire_dtype), parcels=self._converted(source, cells, payload, reading)

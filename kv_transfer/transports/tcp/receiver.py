@@ -1,7 +1,7 @@
-"""`tcp`, receiving end: listens, greets, and keeps account of who is connected.
+"""`tcp`, receiving end: accepts connections, authenticates them, and tracks who is connected.
 
-Each stream has its own thread (see tcp_inbound.py), on which its TLS handshake takes place too: a slow one delays
-nobody. Hostile bytes end their own connection only; the streams of one sender's connection end together.
+Each stream has its own thread (see inbound.py), which also performs its TLS handshake: a slow one delays no other.
+Malformed bytes end their own connection only; the streams of one sender's connection end together.
 """
 
 import hmac
@@ -29,9 +29,9 @@ from tandem.errors import TransferError
 from tandem.rpc.refusal_log import RefusalLog
 
 MAX_CONNECTIONS = 256
-"""Senders that have proven to know the secret, each with up to MAX_STREAMS streams."""
+"""Maximum number of authenticated senders, each with up to MAX_STREAMS streams."""
 MAX_GREETING = 32
-"""Strangers that have not; a newer one takes the place of the oldest."""
+"""Maximum number of connections that have not authenticated yet; a new one replaces the oldest."""
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +73,8 @@ class TcpReceiver:
         return self._grants.verify(key, cells, checksum)
 
     def revoke(self, key: TransferKey) -> bool:
-        """Proven for what comes in, see tcp_inbound.py; a device may still be putting what came into place."""
+        """End a grant: proven at once for received bytes (see inbound.py), unless a device is still settling some of
+        them."""
         grant = self._grants.revoke(key)
         if grant is not None:
             with self._lock:
@@ -147,7 +148,7 @@ class TcpReceiver:
                 del self._connections[channel]
                 self._greeting.pop(channel, None)
                 self._end(name, peer)
-                # Neither before nor after the lock: a concurrent hang_up must not reach a reused descriptor.
+                # Under the lock, so that a concurrent hang_up cannot reach a reused descriptor.
                 peer.channels.discard(channel)
                 channel.hang_up()
                 channel.close()
@@ -192,7 +193,7 @@ class TcpReceiver:
         return name, peer, tcp_frames.seed_of(name, header.payload_bytes)
 
     def _end(self, name: int, peer: Peer) -> None:
-        """With one stream all of its sender's end."""
+        """End all streams of a sender together."""
         peer.ended = True
         if self._peers.get(name) is peer:
             del self._peers[name]

@@ -1,4 +1,4 @@
-"""`tcp`, sending end: payload goes from the pool straight into the sockets of a few streams to each receiver."""
+"""`tcp`, sending end: payload goes from the pool directly into the sockets of a few streams to each receiver."""
 
 import hmac
 import json
@@ -25,11 +25,11 @@ from tandem.errors import TransferError
 from tandem.rpc.mutual_tls import tls_reason
 
 CONNECT_S = 5.0
-"""For all streams together, handshakes included."""
+"""Time for all streams to connect, handshakes included."""
 
 
 class TcpWriter:
-    """PeerWriter of the `tcp` transport. Each write takes one stream, that with the fewest under way."""
+    """PeerWriter of the `tcp` transport. Each write uses the stream with the fewest pending writes."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class TcpWriter:
         mover: Mover | None = None,
         stall_s: float = STALL_S,
     ) -> None:
-        """Payload goes by compiled code if there is a `mover`, else by Python."""
+        """Payload is sent by compiled code if there is a `mover`, otherwise by Python."""
         self._lock = threading.Lock()
         self._streams = [
             TcpStream(
@@ -84,7 +84,7 @@ class TcpWriter:
             self._under_way[chosen] -= 1
 
     def _break(self, reason: str) -> None:
-        """With one stream all end."""
+        """End all streams together."""
         for stream in self._streams:
             stream.fail(reason)
 
@@ -95,7 +95,7 @@ class _Advert:
     port: int
     secret: bytes
     fingerprint: bytes
-    """Of the receiver's certificate; empty when it speaks no TLS."""
+    """SHA-256 fingerprint of the receiver's certificate; empty when it does not use TLS."""
 
 
 class TcpSender:
@@ -148,7 +148,7 @@ class TcpSender:
         try:
             channel.shake_hands(deadline_s)
             if not hmac.compare_digest(channel.peer_fingerprint(), advert.fingerprint):
-                raise TransferError("the receiver shows another certificate than its advert names")
+                raise TransferError("the receiver's certificate is not the one that its advert names")
         except (OSError, TransferError):
             channel.close()
             raise
@@ -160,7 +160,7 @@ def _handshake(channel: ByteChannel, hello: FrameHeader, deadline_s: float) -> N
     try:
         send_exactly(channel, tcp_frames.pack_header(hello), stall_s=left_s)
     except OSError:
-        # A peer that refuses our certificate sends an alert after our half of the handshake: this raises it.
+        # A peer that refuses this certificate sends an alert after this half of the handshake; receiving raises it.
         channel.receive([memoryview(bytearray(1))])
         raise
     data = receive_exactly(channel, tcp_frames.ANSWER_BYTES, within_s=left_s)

@@ -1,4 +1,4 @@
-"""How a worker's `tcp` ends are opened."""
+"""Settings of a worker's `tcp` ends."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,24 +8,24 @@ from tandem.rpc.mutual_tls import TlsFiles
 
 NAME = "tcp"
 STALL_S = 5.0
-"""Most time for a whole HELLO or header, and most silence in the middle of a payload."""
+"""Longest time for a whole HELLO or header, and longest pause in the middle of a payload."""
 MAX_STREAMS = 16
-"""Of one sender to one receiver."""
+"""Maximum number of streams from one sender to one receiver."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TcpSettings:
-    """The same for every peer of one worker. Raises ValueError."""
+    """Settings for all peers of a worker. Raises ValueError."""
 
     streams: int = 2
     """Connections to each receiver, 1 to MAX_STREAMS."""
     tls: TlsIdentity | None = None
-    """None: in the clear, and nobody who speaks TLS is taken."""
+    """TLS identity; None: bytes travel in the clear, and peers that use TLS are refused."""
     stall_s: float = STALL_S
 
     def __post_init__(self) -> None:
         if not 1 <= self.streams <= MAX_STREAMS:
-            raise ValueError(f"{self.streams} streams to a peer; 1 to {MAX_STREAMS} are possible")
+            raise ValueError(f"streams must be 1 to {MAX_STREAMS}, got {self.streams}")
 
 
 PLAIN = TcpSettings()

@@ -1,8 +1,8 @@
-"""The `tcp` transport in TLS 1.3, both ends with certificates of one private authority.
+"""The `tcp` transport over TLS 1.3, with certificates of one private authority at both ends.
 
-Who a peer is does not depend on names or addresses, which change from pod to pod. The receiver's certificate must be
-the one whose SHA-256 fingerprint stands in its advert, and the advert came over the authenticated link; the sender's
-must come from the authority, and its HELLO holds the advert's secret. So the authority should sign for workers only.
+Peers are not identified by names or addresses, which change from pod to pod. The receiver's certificate must be the one
+whose SHA-256 fingerprint is in its advert, which came over the authenticated link; the sender's must be signed by the
+authority, and its HELLO holds the advert's secret. The authority should therefore sign for workers only.
 """
 
 import socket
@@ -47,10 +47,11 @@ class TlsIdentity:
 
 
 class TlsChannel:
-    """A TLS socket as a Channel. Owns it.
+    """ByteChannel of a TLS socket, which it owns.
 
-    OpenSSL forbids reading and writing at once, so both happen under one lock, without waiting there. A record that
-    found no room must be offered again unchanged: what is sent is copied once, and its sources are free at once.
+    OpenSSL forbids concurrent reading and writing, so both happen under one lock, which is never held while waiting. A
+    record that did not fit must be offered again unchanged; bytes are therefore copied once, and their memory is free
+    at once.
     """
 
     burst_bytes = 256 << 10
@@ -67,7 +68,8 @@ class TlsChannel:
         self._writing = {mask: waiter(sock, mask) for mask in (POLLIN, POLLOUT)}
 
     def shake_hands(self, deadline_s: float) -> None:
-        """Raises OSError (ssl.SSLError) when the peer is refused, TransferError when it is too slow."""
+        """Complete the handshake. Raises OSError (ssl.SSLError) when the peer is refused, TransferError when it is too
+        slow."""
         while True:
             left_s = max(0.0, deadline_s - time.monotonic())
             try:
@@ -96,7 +98,7 @@ class TlsChannel:
                 for view in burst:
                     filled = 0
                     while filled < len(view):
-                        # One record at most.
+                        # At most one record.
                         count = self._sock.recv_into(view[filled:])
                         if not count:
                             return received

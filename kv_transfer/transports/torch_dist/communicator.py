@@ -1,7 +1,7 @@
-"""Two processes and a torch process group between them: tensors go across, in order. Imports torch lazily.
+"""Passes tensors in order between two processes through a torch process group. Imports torch lazily.
 
-A call that waits has a limit, and a communicator that missed one is broken. Both sides make a new one; the old one's
-messages cannot reach it, since each has a number and by it a name of its own in the store.
+Every wait has a time limit, and a communicator that missed one is broken. Both sides then make a new one; messages of
+the old one cannot reach it, because each has a number and hence its own prefix in the store.
 """
 
 import datetime
@@ -18,17 +18,17 @@ from tandem.errors import TransferError
 
 Bytes = npt.NDArray[np.uint8]
 SLOTS = 2
-"""Pieces under way: one crosses while the other is filled or emptied."""
+"""Bursts in flight: one crosses while the other is filled or emptied."""
 RECEIVER, SENDER = 0, 1
-"""Ranks."""
+"""Ranks in the process group."""
 
 
 class CommunicatorBroken(TransferError):
-    """It missed a limit, or its other side has ended: a new one is needed."""
+    """The communicator missed a time limit, or its other side has ended: a new one is needed."""
 
 
 class Communicator:
-    """One side's end of a process group; used by one thread. Methods raise CommunicatorBroken."""
+    """One side of a process group; used by one thread. Methods raise CommunicatorBroken."""
 
     def __init__(self, group: Any, rank: int, limit: datetime.timedelta) -> None:
         self._group = group
@@ -36,7 +36,7 @@ class Communicator:
         self._limit = limit
 
     def start(self, tensor: Any, tag: int = 0) -> Any:
-        """Sender: let a tensor's bytes go; receiver: let them come. What `finish` takes."""
+        """Start to send a tensor or, on the receiver, to receive one; returns a handle for `finish`."""
         if self._group is None:
             raise CommunicatorBroken("the communicator is closed")
         move = self._group.send if self._peer == RECEIVER else self._group.recv
@@ -46,42 +46,42 @@ class Communicator:
             raise broken(error) from None
 
     def finish(self, work: Any) -> None:
-        """Until that has crossed."""
+        """Wait until the tensor of this handle has crossed."""
         try:
             work.wait(self._limit)
         except RuntimeError as error:
             raise broken(error) from None
 
     def close(self) -> None:
-        """Break it; the other side's calls fail. Nothing moves any more when this returns."""
+        """Break the communicator; the other side's calls fail. On return nothing moves any more."""
         self._group = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rendezvous:
-    """Where one side finds the other for one communicator."""
+    """Parameters by which the two sides of one communicator find each other."""
 
     store: Any
     meeting: RendezvousOffer
     number: int
     rank: int
     address: str
-    """Of this side, for what goes over sockets."""
+    """Address of this side, for communicators over sockets."""
     limit_s: float
 
     @property
     def limit(self) -> datetime.timedelta:
-        """Most time for one call that waits."""
+        """Time limit of one waiting call."""
         return datetime.timedelta(seconds=self.limit_s)
 
     def place(self) -> Any:
-        """The part of the store in which both sides make this communicator and no other."""
+        """The store under the prefix of this communicator, which no other uses."""
         distributed = importlib.import_module("torch.distributed")
         return distributed.PrefixStore(f"{self.meeting.prefix}/{self.number}", self.store)
 
 
 def over_gloo(at: Rendezvous) -> Communicator:
-    """One for host memory. Raises CommunicatorBroken when the other side does not come."""
+    """Create a communicator for host memory. Raises CommunicatorBroken when the other side does not join in time."""
     distributed = importlib.import_module("torch.distributed")
     options = distributed.ProcessGroupGloo._Options()
     options._timeout = at.limit
@@ -95,7 +95,7 @@ def over_gloo(at: Rendezvous) -> Communicator:
 
 
 class Slots:
-    """Pieces of host memory that cross in turn. Methods raise CommunicatorBroken."""
+    """Bursts of host memory that cross in rotation. Methods raise CommunicatorBroken."""
 
     def __init__(self, group: Communicator) -> None:
         torch = importlib.import_module("torch")
@@ -105,23 +105,23 @@ class Slots:
         self.bytes: list[Bytes] = [tensor.numpy() for tensor in self._tensors]
 
     def post(self, slot: int, num_bytes: int) -> None:
-        """Let the first bytes of a slot cross."""
+        """Start to send or receive the first `num_bytes` of a slot."""
         self._works[slot] = self._group.start(self._tensors[slot][:num_bytes], slot)
 
     def wait(self, slot: int) -> None:
-        """Until the slot's last `post` has crossed, if there was one."""
+        """Wait until the slot's last `post`, if there was one, has crossed."""
         work, self._works[slot] = self._works[slot], None
         if work is not None:
             self._group.finish(work)
 
 
 def broken(error: Exception) -> CommunicatorBroken:
-    """What torch said, in a line."""
+    """Convert an error of torch, shortened to its first line."""
     return CommunicatorBroken(f"communicator: {_first_line(error)}")
 
 
 def problem() -> str | None:
-    """Why gloo cannot be used here; None when it can."""
+    """Reason why gloo cannot be used here; None when it can."""
     try:
         distributed = importlib.import_module("torch.distributed")
     except ImportError as error:
@@ -132,7 +132,7 @@ def problem() -> str | None:
 
 
 def serve_store(host: str, limit_s: float) -> Any:
-    """A store on a free port of `host` and no other address. Raises OSError."""
+    """Create a store on a free port of `host` and on no other address. Raises OSError."""
     distributed = importlib.import_module("torch.distributed")
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     server = socket.create_server((host, 0), family=family)
@@ -143,7 +143,7 @@ def serve_store(host: str, limit_s: float) -> Any:
 
 
 def reach_store(host: str, port: int, limit_s: float) -> Any:
-    """The receiver's store. Raises TransferError."""
+    """Connect to the receiver's store. Raises TransferError."""
     distributed = importlib.import_module("torch.distributed")
     limit = datetime.timedelta(seconds=limit_s)
     try:

@@ -1,6 +1,6 @@
-"""`torch_dist` from device to device: when two pools can, and the communicator between them.
+"""`torch_dist` from device to device: whether two pools allow it, and the communicator between them.
 
-NCCL for GPUs. Pools of torch on a CPU take the same way over gloo; that is how the tests walk it without a GPU.
+GPUs use NCCL. torch pools on a CPU use the same code over gloo, so that tests cover it without a GPU.
 """
 
 from kv_transfer.layout.pairing import Pairing
@@ -15,9 +15,9 @@ _GPU = "cuda "
 
 
 def entrance(region: KVRegion, *, isolated_network: bool) -> str:
-    """What a receiver calls its device when payload may go directly into its pool; else empty.
+    """The identity of this worker's device if payload may go directly into its pool, otherwise "".
 
-    NCCL listens where it likes, encrypts nothing and knows no secret: GPUs need a network of their own for it.
+    NCCL chooses where it listens, encrypts nothing and authenticates nobody, so GPUs need an isolated network.
     """
     if region.device is None:
         return ""
@@ -28,18 +28,18 @@ def entrance(region: KVRegion, *, isolated_network: bool) -> str:
 
 
 def goes_direct(region: KVRegion, pairing: Pairing, meeting: RendezvousOffer, *, isolated_network: bool) -> bool:
-    """Whether this sender's payload may go directly to that receiver's device. What is converted goes through hosts."""
+    """Whether payload may go directly to that receiver's device; payload that is converted goes through host memory."""
     own = entrance(region, isolated_network=isolated_network)
     if not own or not meeting.device or pairing.at_departure() is not None or pairing.at_arrival() is not None:
         return False
     if _CPU in (own, meeting.device):
         return own == meeting.device
-    # NCCL joins no GPU to itself.
+    # NCCL cannot connect a GPU to itself.
     return own != meeting.device
 
 
 def between_devices(pool: DevicePool, at: Rendezvous) -> Communicator:
-    """A communicator whose tensors are on the pool's kind of device. Raises CommunicatorBroken."""
+    """Create a communicator for tensors on the pool's kind of device. Raises CommunicatorBroken."""
     if pool.identity == _CPU:
         return over_gloo(at)
     return nccl.over_nccl(at, pool.memory.device)

@@ -1,8 +1,8 @@
-"""`torch_dist`, receiving end: how one write's payload comes out of a communicator and into place.
+"""`torch_dist`, receiving end: receives one write's payload from a communicator and puts it into place.
 
-What has come into host memory is put into place under the lock of its grant, so a revocation is proven at once, though
-a receive may be posted; a device does it within `Grant.moving`. What nobody wants any more is received past the pool,
-so that both sides stay in step.
+Payload in host memory is put into place under its grant's lock, so a revocation is proven at once even while a receive
+is posted; a device does it within `WriteGrant.moving`. Payload whose grant has ended is received and discarded, so that
+both sides stay in step.
 """
 
 import logging
@@ -26,17 +26,17 @@ _Found = TypeVar("_Found")
 
 
 class PayloadIntake(Protocol):
-    """Of one communicator; used by one thread."""
+    """Receives the payloads of one communicator; used by one thread."""
 
     def receive(self, header: MessageHeader, grant: WriteGrant | None) -> bool:
-        """Receive a payload into its destinations, or past them: whether it landed.
+        """Receive a payload into its destinations, or discard it; returns whether it landed.
 
-        Raises CommunicatorBroken when it was not received, and TransferError for a sender that is not to be trusted.
+        Raises CommunicatorBroken when it was not received, and TransferError when the sender breaks the protocol.
         """
 
 
 class HostIntake:
-    """Payload that comes in bursts of host memory, checksummed while they are in the cache."""
+    """Receives payload in bursts of host memory, checksummed while they are in the cache."""
 
     def __init__(self, group: Communicator) -> None:
         self._slots = Slots(group)
@@ -52,7 +52,7 @@ class HostIntake:
             self._slots.wait(slot)
             burst = self._slots.bytes[slot][:size]
             checksum = crc32(burst.data, checksum)
-            if grant is not None and room is not None and not _land(grant, room, burst):
+            if grant is not None and room is not None and not _copy_burst(grant, room, burst):
                 room = None
             if i + SLOTS < len(sizes):
                 self._slots.post(slot, sizes[i + SLOTS])
@@ -63,9 +63,9 @@ class HostIntake:
 
 
 class DeviceIntake:
-    """Payload that stays on devices: it comes into memory beside the pool, and is put into place and summed there.
+    """Receives payload that stays on devices: into memory beside the pool, then put into place and summed there.
 
-    That memory grows to the largest payload and is kept, so that it is allocated once.
+    That memory grows to the largest payload and is kept, so that allocations are rare.
     """
 
     def __init__(self, pool: DevicePool, group: Communicator) -> None:
@@ -75,7 +75,7 @@ class DeviceIntake:
 
     def receive(self, header: MessageHeader, grant: WriteGrant | None) -> bool:
         if header.payload_bytes > MAX_DIRECT_BYTES:
-            raise TransferError(f"{header.payload_bytes} bytes between devices: at most {MAX_DIRECT_BYTES} are taken")
+            raise TransferError(f"{header.payload_bytes} bytes between devices, at most {MAX_DIRECT_BYTES} accepted")
         runs = _runs(header, grant)
         packed = self._room_for(header.payload_bytes)
         self._group.finish(self._group.start(packed))
@@ -97,28 +97,28 @@ class DeviceIntake:
             try:
                 self._room = self._pool.blank(num_bytes)
             except TransferError as error:
-                # The payload cannot be taken past the pool either.
+                # Without memory the payload cannot be discarded either.
                 raise CommunicatorBroken(error.message) from None
         return self._room[:num_bytes]
 
 
 def _room(header: MessageHeader, grant: WriteGrant | None) -> list[memoryview] | None:
     spare = None if grant is None else grant.landing.spare(header.cells)
-    room = _landing(grant, lambda landing: landing.room(header.cells, spare))
+    room = _find_landing(grant, lambda landing: landing.room(header.cells, spare))
     if room is not None:
         _check_size(header, sum(view.nbytes for view in room))
     return room
 
 
 def _runs(header: MessageHeader, grant: WriteGrant | None) -> Runs | None:
-    runs = _landing(grant, lambda landing: landing.on_device(header.cells))
+    runs = _find_landing(grant, lambda landing: landing.on_device(header.cells))
     if runs is not None:
         _check_size(header, runs.num_bytes)
     return runs
 
 
-def _landing(grant: WriteGrant | None, find: Callable[[Landing], _Found]) -> _Found | None:
-    """Where something lands; None where it may not any more."""
+def _find_landing(grant: WriteGrant | None, find: Callable[[Landing], _Found]) -> _Found | None:
+    """The result of `find` for an open grant's landing; None when the grant has ended or lacks the cells."""
     if grant is None:
         return None
     with grant.lock:
@@ -135,8 +135,8 @@ def _check_size(header: MessageHeader, num_bytes: int) -> None:
         raise TransferError(f"{header.payload_bytes} payload bytes do not fit their cells")
 
 
-def _land(grant: WriteGrant, room: list[memoryview], burst: Bytes) -> bool:
-    """Put a burst at the front of what room is left; False once the grant is revoked."""
+def _copy_burst(grant: WriteGrant, room: list[memoryview], burst: Bytes) -> bool:
+    """Copy a burst to the front of the remaining views; False once the grant is revoked."""
     at = 0
     with grant.lock:
         if grant.revoked:

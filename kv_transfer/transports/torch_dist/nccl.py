@@ -1,13 +1,13 @@
 """A communicator over NCCL, for pools on two GPUs. Imports torch lazily.
 
-torch's groups wait on the calling thread (TORCH_NCCL_BLOCKING_WAIT): then there is no watchdog, which ends
-the whole process when an operation fails, and what misses its limit aborts the communicator and raises here. They are
-made without blocking (ncclConfig_t.blocking = 0), because ncclCommInitRank otherwise waits for ever for a peer that
-died before it came. Both are words in the environment, set before the first transport of a process is opened: the
-ranks' groups, which keep their watchdog, are made before that.
+Its process groups wait on the calling thread (TORCH_NCCL_BLOCKING_WAIT): otherwise torch's watchdog would end the whole
+process when an operation fails, whereas here a missed limit aborts the communicator and raises. They are created
+without blocking (ncclConfig_t.blocking = 0), because ncclCommInitRank would otherwise wait for ever for a peer that
+died before it joined. Both are environment variables, set before a process opens its first transport; the groups of the
+ranks, which keep their watchdog, are created before that.
 
-Operations run on streams of high priority, of which torch has a set apart: what the engine has queued is not waited
-for. There are 32 of them for each GPU, so of more than 16 communicators some share one.
+Operations run on high-priority streams, which torch keeps apart, so they do not wait for the engine's queued work.
+There are 32 of them per GPU; with more than 16 communicators some share one.
 """
 
 import datetime
@@ -21,17 +21,17 @@ from typing import Any
 from kv_transfer.transports.torch_dist.communicator import SENDER, Communicator, CommunicatorBroken, Rendezvous, broken
 
 _POLL_S = 5e-5
-"""A chunk of 8 MiB crosses NVLink in 0.2 ms; torch itself would look once in a millisecond."""
+"""Polling period: a chunk of 8 MiB crosses NVLink in 0.2 ms, and torch itself would poll once per millisecond."""
 _OVERDUE = datetime.timedelta(milliseconds=1)
 _HIGH_PRIORITY = -1
 _HERE = "sender"
-"""In the store: the sender has come."""
+"""Key in the store that reports that the sender has joined."""
 
 log = logging.getLogger(__name__)
 
 
 class NcclCommunicator(Communicator):
-    """`device`: the GPU of this side's pool; the peer's must be another."""
+    """Communicator between two GPUs; `device` is that of this side's pool, and the peer's must be another."""
 
     def __init__(self, group: Any, at: Rendezvous, device: Any) -> None:
         super().__init__(group, at.rank, at.limit)
@@ -40,7 +40,7 @@ class NcclCommunicator(Communicator):
         self._stream = self._cuda.Stream(device, priority=_HIGH_PRIORITY)
 
     def start(self, tensor: Any, tag: int = 0) -> Any:
-        """NCCL knows no tags: it keeps order."""
+        """See Communicator; `tag` is ignored, because NCCL keeps the order."""
         with self._cuda.stream(self._stream):
             return super().start(tensor, tag)
 
@@ -50,16 +50,16 @@ class NcclCommunicator(Communicator):
             while not work.is_completed() and time.monotonic() < ends_s:
                 time.sleep(_POLL_S)
             with self._cuda.stream(self._stream):
-                # Raises what went wrong; what is not done by now is aborted.
+                # Raises the operation's error; an operation that is not done by now is aborted.
                 work.wait(_OVERDUE)
         except RuntimeError as error:
             raise broken(error) from None
 
     def meet(self) -> None:
-        """NCCL connects at the first operation: a byte shows whether the peer is there."""
+        """Exchange a byte: NCCL connects at the first operation, which fails when the peer is not there."""
         torch = importlib.import_module("torch")
         try:
-            # Of this stream's memory: that of the default one may still be in use by what the engine has queued.
+            # Allocated on this stream: memory of the default one may still be used by the engine's queued work.
             with self._cuda.stream(self._stream):
                 byte = torch.zeros(1, dtype=torch.uint8, device=self._device)
         except RuntimeError as error:
@@ -67,23 +67,24 @@ class NcclCommunicator(Communicator):
         self.finish(self.start(byte))
 
     def close(self) -> None:
-        """Where the device itself has failed nothing is known of what moves, and the log says so."""
+        """Abort the communicator. After an error of the device itself, which is logged, bytes may still be moving."""
         group, self._group = self._group, None
         if group is None:
             return
         try:
             group.abort()
-            # An aborted kernel may still be on its way out, and its tensor is about to be given back. `finish` has
-            # made this stream wait for it.
+            # An aborted kernel may still be ending while its tensor is about to be freed; `finish` has made this stream
+            # wait for it.
             self._stream.synchronize()
         except RuntimeError:
             log.exception("a NCCL communicator could not be aborted")
 
 
 def over_nccl(at: Rendezvous, device: Any) -> NcclCommunicator:
-    """One for the memory of GPUs. Raises CommunicatorBroken when the other side does not come.
+    """Create a communicator for the memory of GPUs. Raises CommunicatorBroken when the other side does not join in
+    time.
 
-    Each of the few steps of a join has the limit for itself; torch counts it in whole seconds.
+    Each step of a join has the limit for itself; torch rounds it to whole seconds.
     """
     nccl = importlib.import_module("torch").distributed.ProcessGroupNCCL
     options = nccl.Options(is_high_priority_stream=True)
@@ -94,7 +95,7 @@ def over_nccl(at: Rendezvous, device: Any) -> NcclCommunicator:
         if at.rank == SENDER:
             store.set(_HERE, b"")
         else:
-            # Creating an NCCL id for a sender that never comes would leave a thread behind.
+            # Creating an NCCL id for a sender that never joins would leave a thread behind.
             store.wait([_HERE], at.limit)
         group = NcclCommunicator(nccl(store, at.rank, 2, options), at, device)
     except (RuntimeError, ValueError) as error:
@@ -108,13 +109,13 @@ def over_nccl(at: Rendezvous, device: Any) -> NcclCommunicator:
 
 
 def prepare(limit_s: float) -> None:
-    """Before the first end of a process that may use NCCL. What somebody has set stays."""
+    """Set NCCL's environment variables, unless they are set already; called before the first end that may use NCCL."""
     os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
     os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(ceil(limit_s)))
 
 
 def problem() -> str | None:
-    """Why NCCL cannot be used here; None when it can."""
+    """Reason why NCCL cannot be used here; None when it can."""
     distributed = importlib.import_module("torch.distributed")
     if not (distributed.is_available() and distributed.is_nccl_available()):
         return "needs NCCL, which this build of torch lacks"

@@ -1,8 +1,8 @@
-"""`torch_dist`, sending end: one write's payload, and how it goes through a communicator.
+"""`torch_dist`, sending end: packs one write's payload and sends it through a communicator.
 
-Sources in host memory are read under the queue's lock only, so a cancel is proven at once; a device reads them before
-anything is announced, without the lock, and a cancel ends with that. What has been announced crosses whatever it holds,
-so that both sides stay in step.
+Sources in host memory are read only under the queue's lock, so a cancel is proven at once; a device reads them before
+anything is announced, without the lock, and a cancel takes effect when it is done. An announced payload is always sent,
+whatever it holds by then, so that both sides stay in step.
 """
 
 from typing import Any, Protocol
@@ -22,21 +22,21 @@ from tandem.errors import TransferError
 class PackedWrite(Protocol):
     num_bytes: int
     checksum: int
-    """Complete before the last byte crosses."""
+    """Checksum of the payload; complete before its last byte crosses, since the answer may come right after it."""
 
     def cross(self) -> None:
         """Send all of it. Raises CommunicatorBroken."""
 
 
 class Packer(Protocol):
-    """Of one communicator; used by one thread."""
+    """Packs the payloads of one communicator; used by one thread."""
 
     def pack(self, job: WriteJob, queue: WriteQueue) -> PackedWrite:
-        """What crosses next. Raises TransferError."""
+        """Pack the next payload. Raises TransferError."""
 
 
 class HostPacker:
-    """Payload that crosses in bursts of host memory, gathered one at a time."""
+    """Packs payload that is sent in bursts of host memory, gathered one at a time."""
 
     def __init__(self, departure: Departure, group: Communicator) -> None:
         self._departure = departure
@@ -62,7 +62,7 @@ class PackedHostWrite:
         self._lock = lock
 
     def cross(self) -> None:
-        """The checksum is of what was gathered, computed while it is in the cache."""
+        """Send the payload; its checksum covers the gathered bytes, computed while they are in the cache."""
         for i, at in enumerate(range(0, self.num_bytes, BURST_BYTES)):
             slot, size = i % SLOTS, min(BURST_BYTES, self.num_bytes - at)
             self._slots.wait(slot)
@@ -77,7 +77,7 @@ class PackedHostWrite:
 
 
 class DevicePacker:
-    """Payload that stays on devices: packed into one tensor beside the pool, summed there, sent as it is."""
+    """Packs payload that stays on devices: into one tensor beside the pool, where it is also summed."""
 
     def __init__(self, pool: DevicePool, group: Communicator) -> None:
         self._pool = pool
@@ -105,12 +105,12 @@ class PackedDeviceWrite:
 
 def _bounded(num_bytes: int, limit: int) -> int:
     if num_bytes > limit:
-        raise TransferError(f"a payload of {num_bytes} bytes: at most {limit} go at once")
+        raise TransferError(f"a payload of {num_bytes} bytes, at most {limit} can be sent")
     return num_bytes
 
 
 def _gather(views: list[memoryview], burst: Bytes) -> None:
-    """Fill `burst` from the front of the views, which become shorter."""
+    """Fill `burst` from the front of the views, and remove the copied bytes from them."""
     at = 0
     while at < burst.nbytes:
         view = views[0]

@@ -1,7 +1,7 @@
-"""`torch_dist`, receiving end: payload comes through a process group, two-sided, and lands beside the pool first.
+"""`torch_dist`, receiving end: payload comes through a process group and lands beside the pool first.
 
-Each peer has a connection for headers, a thread, and a communicator: gloo for host memory, NCCL where both pools are on
-GPUs (see device_to_device.py). intakes.py puts what has come into place.
+Each peer has a connection for headers, a thread, and a communicator: gloo for host memory, NCCL when both pools are on
+GPUs (see device_to_device.py). intakes.py puts received payload into place.
 """
 
 import hmac
@@ -40,7 +40,7 @@ from tandem.rpc.refusal_log import RefusalLog
 
 NAME = "torch_dist"
 STALL_S = 5.0
-"""Most time for one message of a communicator to cross, and for each step in which both sides meet."""
+"""Longest time for one message of a communicator to cross, and for each step of creating one."""
 
 log = logging.getLogger(__name__)
 
@@ -84,7 +84,8 @@ class TorchDistReceiver:
         return self._grants.verify(key, cells, checksum)
 
     def revoke(self, key: TransferKey) -> bool:
-        """Proven for what comes in, see torch_dist_intakes; a device may still be putting what came into place."""
+        """End a grant: proven at once for received bytes (see intakes.py), unless a device is still settling some of
+        them."""
         self._grants.revoke(key)
         return self._grants.is_quiet(key)
 
@@ -92,7 +93,7 @@ class TorchDistReceiver:
         self._grants.listen_quiet(listener)
 
     def close(self) -> None:
-        """Waits for a burst that a peer has announced, `stall_s` at most."""
+        """Close everything; waits up to `stall_s` for a burst that a peer has announced."""
         self._grants.revoke_all()
         with self._lock:
             self._closing.set()
@@ -130,7 +131,7 @@ class TorchDistReceiver:
                     continue
                 if header.payload_bytes > MAX_PAYLOAD_BYTES:
                     raise TransferError(
-                        f"{header.payload_bytes} bytes announced: at most {MAX_PAYLOAD_BYTES} are taken"
+                        f"{header.payload_bytes} bytes announced, at most {MAX_PAYLOAD_BYTES} are accepted"
                     )
                 landed = session.receive(header, self._grants.find(header.token))
                 self._answer(sock, MessageKind.DONE if landed else MessageKind.REFUSED, header.number)
@@ -173,7 +174,7 @@ class TorchDistReceiver:
 
 
 class _Session:
-    """One sender's communicators, one at a time; used by one thread."""
+    """The current communicator with one sender; used by one thread."""
 
     def __init__(self, region: KVRegion, store: Any, meeting: RendezvousOffer, address: str, stall_s: float) -> None:
         self._region = region
@@ -186,7 +187,7 @@ class _Session:
         self._writes, self._renewals = itertools.count(1), itertools.count()
 
     def check_turn(self, header: MessageHeader) -> None:
-        """Not before gloo: a receive of another size than what is sent to it ends the whole process.
+        """Check a header's number before calling gloo: a receive of a wrong size ends the whole process.
 
         Raises TransferError.
         """
@@ -195,14 +196,14 @@ class _Session:
             raise TransferError(f"{header.kind.name} {header.number} out of turn")
 
     def renew(self, header: MessageHeader) -> None:
-        """Make a communicator in place of what there was. A peer that did not come will say so by asking again.
+        """Replace the communicator. A peer that did not join in time will ask again.
 
-        Raises TransferError for a way that was not offered.
+        Raises TransferError when the peer requests a path from device to device that was not offered.
         """
         self.close()
         pool = self._region.device if header.kind is MessageKind.RENEW_DIRECT else None
         if header.kind is MessageKind.RENEW_DIRECT and (pool is None or not self._meeting.device):
-            raise TransferError("payload from device to device, which was not offered")
+            raise TransferError("payload from device to device was announced but not offered")
         at = Rendezvous(
             store=self._store,
             meeting=self._meeting,
@@ -222,7 +223,7 @@ class _Session:
             log.info("torch_dist sender is late: %s", error)
 
     def receive(self, header: MessageHeader, grant: WriteGrant | None) -> bool:
-        """Whether a write's payload has landed. Raises TransferError."""
+        """Receive a write's payload; returns whether it landed. Raises TransferError."""
         if self._intake is None:
             return False
         try:

@@ -1,8 +1,8 @@
-"""`torch_dist`, sending end: a write's payload goes through a process group with this one peer.
+"""`torch_dist`, sending end: a write's payload goes through a process group with one peer.
 
-Host memory goes over gloo, burst by burst; between pools on two GPUs it goes over NCCL and touches no host (see
-device_to_device.py). When the communicator breaks (the other side was frozen for too long, say), the write fails and
-the next one begins with a new communicator.
+Host memory goes over gloo, burst by burst; payload between pools on two GPUs goes over NCCL without touching host
+memory (see device_to_device.py). When the communicator breaks (for example because the other side was frozen too long),
+the write fails and the next one starts with a new communicator.
 """
 
 import itertools
@@ -42,14 +42,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Sent:
-    """A write whose answer is awaited."""
+    """A write that is not answered yet."""
 
     job: WriteJob
     parcel: PackedWrite
 
 
 class TorchDistWriter(QueuedWriter):
-    """PeerWriter of the `torch_dist` transport. `pool`: on a device, when payload goes from there to the peer's."""
+    """PeerWriter of the `torch_dist` transport. `pool`: this side's, when payload goes from device to device."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class TorchDistWriter(QueuedWriter):
         self._reader.start()
 
     def close(self) -> None:
-        """Waits for what is crossing, or for a communicator being made: for their limits at most."""
+        """Close everything; waits for a crossing payload or a communicator being made, up to their time limits."""
         self._break("connection closed")
         super().close()
         self._drop_group()
@@ -147,7 +147,7 @@ class TorchDistWriter(QueuedWriter):
         try:
             return self._renew()
         except TransferError as error:
-            # Nobody there to make one with: the connection is of no use.
+            # The peer does not join a new communicator: the connection is of no use.
             self._break(error.message)
             raise
 
@@ -187,7 +187,8 @@ class TorchDistSender:
         nccl.prepare(stall_s)
 
     def reaches(self, offer: TransportOffer) -> bool:
-        """Store and gloo know no secret, so what leaves this machine needs a network of its own."""
+        """Whether the offer is usable: store and gloo authenticate nobody, so other machines require an isolated
+        network."""
         return offer.name == NAME and (self._isolated_network or stays_here(offer.advert))
 
     def connect(self, offer: TransportOffer, pairing: Pairing) -> TorchDistWriter:

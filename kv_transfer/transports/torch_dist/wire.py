@@ -1,13 +1,13 @@
-"""What goes beside the payload of `torch_dist`, on a connection of its own.
+"""Messages beside the payload of `torch_dist`, on a connection of their own.
 
     sender -> receiver   HELLO            the secret of the receiver's advert, which came over the authenticated link
                          WRITE            cells of a grant, whose payload follows on the communicator
-                         RENEW            there is no communicator, or it is broken: both sides make this number's
+                         RENEW            create communicator `number`: there is none, or it is broken
                          RENEW_DIRECT     the same, for payload that goes from device to device
-    receiver -> sender   where to meet    (claim_wire.send_blob)
+    receiver -> sender   RendezvousOffer  (one_sided.wire.send_blob)
                          DONE | REFUSED   for each WRITE
 
-A header has a CRC-32 of its own: a flipped bit there would put good bytes in a wrong place.
+A header ends in a CRC-32: a flipped bit in it would put good bytes in a wrong place.
 """
 
 import json
@@ -20,11 +20,11 @@ from kv_transfer.layout.cell_range import CellRange
 from tandem.errors import TransferError
 
 BURST_BYTES = 1 << 20
-"""Of payload in host memory, in one message of the communicator; between devices all of it is one."""
+"""Maximum bytes of one message of the communicator, in host memory; between devices a payload is one message."""
 MAX_PAYLOAD_BYTES = 1 << 30
-"""Of one write."""
+"""Maximum payload of one write."""
 MAX_DIRECT_BYTES = 1 << 26
-"""Of one write from device to device: as much of the receiver's device is taken for each of its peers."""
+"""Maximum payload of one write from device to device: the receiver allocates as much on its device for each peer."""
 _MAGIC = b"TKD2"
 _HEADER = struct.Struct("!4sBQ16sIIIIIIQ")
 _CRC = struct.Struct("!I")
@@ -36,7 +36,7 @@ NO_CELLS = CellRange(first_layer=0, num_layers=0, first_unit=0, num_units=0, fir
 
 
 class MessageKind(IntEnum):
-    """What a message is."""
+    """Kind of a message."""
 
     WRITE = 1
     RENEW = 2
@@ -47,7 +47,7 @@ class MessageKind(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageHeader:
-    """From a sender; `number` counts its writes, or its communicators."""
+    """Header from a sender; `number` counts its writes or, in a renewal, its communicators."""
 
     kind: MessageKind
     number: int
@@ -58,16 +58,16 @@ class MessageHeader:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RendezvousOffer:
-    """Where the two sides of a communicator find each other, and what payload may go directly into."""
+    """How the two sides of a communicator find each other, and the device that payload may go directly into."""
 
     store_port: int
     prefix: str
     device: str = ""
-    """Of the receiver's pool, as DevicePool.identity; empty when payload has to come through host memory."""
+    """Device of the receiver's pool, as DevicePool.identity; "" when payload has to go through host memory."""
 
 
 def pack_header(header: MessageHeader) -> bytes:
-    """A header as bytes."""
+    """Encode a header."""
     c = header.cells
     counts = (c.first_layer, c.num_layers, c.first_unit, c.num_units, c.first_head, c.num_heads)
     data = _HEADER.pack(_MAGIC, header.kind, header.number, header.token, *counts, header.payload_bytes)
@@ -75,7 +75,7 @@ def pack_header(header: MessageHeader) -> bytes:
 
 
 def unpack_header(data: bytes) -> MessageHeader:
-    """A header from HEADER_BYTES bytes. Raises TransferError."""
+    """Decode HEADER_BYTES bytes. Raises TransferError."""
     fields, checksum = data[: _HEADER.size], data[_HEADER.size :]
     if _CRC.pack(crc32(fields)) != checksum:
         raise TransferError("a header of the torch_dist transport is damaged")
@@ -88,12 +88,12 @@ def unpack_header(data: bytes) -> MessageHeader:
 
 
 def pack_answer(kind: MessageKind, number: int) -> bytes:
-    """An answer as bytes."""
+    """Encode an answer."""
     return _ANSWER.pack(_MAGIC, kind, number)
 
 
 def unpack_answer(data: bytes) -> tuple[MessageKind, int]:
-    """An answer from ANSWER_BYTES bytes. Raises TransferError."""
+    """Decode ANSWER_BYTES bytes. Raises TransferError."""
     magic, kind, number = _ANSWER.unpack(data)
     if magic != _MAGIC or kind not in (MessageKind.DONE, MessageKind.REFUSED):
         raise TransferError("not an answer of the torch_dist transport")
@@ -105,11 +105,11 @@ def pack_rendezvous(meeting: RendezvousOffer) -> bytes:
 
 
 def unpack_rendezvous(data: bytes) -> RendezvousOffer:
-    """The offer in an advert. Raises TransferError for bytes that are none."""
+    """Decode an offer. Raises TransferError when it is malformed."""
     try:
         fields = json.loads(data)
         return RendezvousOffer(
             store_port=int(fields["store_port"]), prefix=str(fields["prefix"]), device=str(fields["device"])
         )
     except (ValueError, KeyError, TypeError):
-        raise TransferError("not a meeting of the torch_dist transport") from None
+        raise TransferError("not a rendezvous offer of the torch_dist transport") from None

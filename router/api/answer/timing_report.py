@@ -1,4 +1,4 @@
-"""Where a call's time went and what it cost, as both the HTTP and the gRPC server report it. Pure.
+"""The times by phase and the cost of a call, as both the HTTP and the gRPC server report them. Pure.
 
 Phases follow each other: together they are no longer than the call; the rest belongs to the network, to threads that
 were waited for, and to attempts that never reported back.

@@ -1,4 +1,4 @@
-"""What one client call used: tokens, cached tokens, time by phase, and cost. Both servers report it."""
+"""Usage of one client call: tokens, cached tokens, time by phase, and cost. Both servers report it."""
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields
@@ -66,7 +66,7 @@ class CallUsage:
         return CachedTokens(**{f.name: sum(getattr(one, f.name) for one in found) for f in fields(CachedTokens)})
 
     def _least_cached(self) -> Collection[ChoiceFinish]:
-        """For each prompt, the choice that found least in the cache."""
+        """The choice of each prompt that found least in the cache."""
         least: dict[int, ChoiceFinish] = {}
         for index, finish in self._finishes.items():
             other = least.setdefault(index // self._choices, finish)

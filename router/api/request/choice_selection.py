@@ -10,7 +10,7 @@ from tandem.values.outputs import SampledToken
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChoiceSelection:
-    """How many choices of each prompt to generate, and which of them to show."""
+    """Number of choices to generate for each prompt, and the choices to show."""
 
     candidates: int
     """Choices to generate: the request's `num_choices`."""

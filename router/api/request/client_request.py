@@ -38,7 +38,7 @@ class ClientRequest:
     """A client's request without its prompt, as received: nothing has been validated yet."""
 
     sampling: SamplingParams = field(default_factory=SamplingParams)
-    """Its `max_tokens` and `seed` are ignored in favour of the fields below, where absence differs from any value."""
+    """Sampling parameters. `max_tokens` and `seed` are ignored in favour of the fields below, which may be absent."""
     stated_sampling: frozenset[str] | None = None
     """Fields of `sampling` that the client stated; the model's defaults replace the others. None: all of them."""
     max_tokens: int | None = None
@@ -110,9 +110,9 @@ class PreparedRequest:
     """Positions in a continued stream up to which the client has each choice."""
 
     calling: ToolCallReading | None = None
-    """How tool calls are parsed from the answer's text; None: it is text alone."""
+    """Parser of tool calls in the answer's text; None: the answer is text alone."""
     reasoning: Reasoning | None = None
-    """How reasoning is separated from the answer; None: it is not."""
+    """Parser that separates reasoning from the answer; None: it is not separated."""
 
     @property
     def shown_ids(self) -> frozenset[int]:

@@ -16,7 +16,7 @@ NAME_PREFIX = "cachedContents/"
 DEFAULT_TTL_S = 3600.0
 MAX_DISPLAY_NAME_CHARS = 128
 _REMEMBERED_S = 60.0
-"""How long removals are remembered: a process that has not heard of one by then is gone."""
+"""Time for which removals are remembered: a process that has not read of one by then has ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from router.batches.files.private_files import open_private
 
 _T = TypeVar("_T")
 _BUSY_S = 10.0
-"""How long a write waits for that of another process."""
+"""Time limit of a write that waits for another process's."""
 _VERSION = 1
 _MAX_IDLE_WAL_BYTES = 4 << 20
 _SCHEMA = """

@@ -86,8 +86,7 @@ class ChoiceRun:
         self._worker = Incarnation(0)
         self._route: PrefillRoute | None = None
         self._adopting = self._proven = False
-        """For the running attempt: whether it adopts a stream that its worker still has; whether a token has
-        arrived."""
+        """State of the running attempt: it adopts a stream that its worker still has; a token has arrived."""
 
     def submit(self) -> None:
         """Start the next attempt on the best worker whose session accepts it.

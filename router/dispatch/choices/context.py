@@ -33,9 +33,9 @@ class DispatchSettings:
     stream_buffer_tokens: int = 4096
     """Per choice: tokens waiting for a slow reader before the request is cancelled."""
     rejoin_s: float = 60.0
-    """How long a stream whose worker died waits for one to join when none is left; see `router.rejoin_s`."""
+    """Time for which a stream whose worker died waits for one to join when none is left; see `router.rejoin_s`."""
     max_queue_s: float = 60.0
-    """How long a request that no worker has accepted waits for an expected one; see `router.max_queue_s`."""
+    """Time for which a request that no worker has accepted waits for an expected one; see `router.max_queue_s`."""
     retry_after_s: float = 1.0
     """Retry-After for clients when no worker gave one."""
     hedging: HedgingSettings | None = None
@@ -60,7 +60,7 @@ class DispatchContext:
 
 
 class Waiting(Enum):
-    """What a choice without a worker waits for."""
+    """Event that a choice without a worker waits for."""
 
     FOR_WORKER = "for_worker"
     """No worker is left or has joined yet: the choice continues when one joins, if that happens in time."""

@@ -36,7 +36,7 @@ _OF_GRAMMAR = "grammar: "
 
 
 class RetryReason(Enum):
-    """Why another attempt followed; a label of the retry metric."""
+    """Reason for another attempt; a label of the retry metric."""
 
     REFUSED = "refused"
     WORKER_LOST = "worker_lost"

@@ -38,7 +38,7 @@ class GoogleContent(StrictBody):
 
 
 class CacheExpiry(StrictBody):
-    """When a cache expires: the body of PATCH, and part of POST's."""
+    """Expiry of a cache: the body of PATCH, and part of POST's."""
 
     ttl: Annotated[str | None, Field(json_schema_extra={"pattern": f"^{_TTL.pattern}$"})] = None
     """Seconds followed by `s`."""

@@ -21,7 +21,7 @@ from router.http.openai.usage import usage_object
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamExtras:
-    """What a client wants in a stream besides the text."""
+    """Requested contents of a stream besides the text."""
 
     include_usage: bool
     """Whether usage comes in an event of its own at the end; it is null in those before."""

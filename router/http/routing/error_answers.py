@@ -39,7 +39,7 @@ class ErrorAnswers:
             await self._app(scope, receive, noted)
         except ServingError as error:
             if has_begun:
-                # Nothing can be said any more: the server ends the connection, by which the client knows.
+                # No error can be sent any more: the server ends the connection, which tells the client.
                 level = logging.DEBUG if isinstance(error, Cancelled) else logging.WARNING
                 _log.log(level, "an answer is cut off: %s", error.message)
                 return

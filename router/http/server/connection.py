@@ -37,7 +37,7 @@ _MAX_CHECK_S = 1.0
 _WARN_EVERY_S = 60.0
 _log = logging.getLogger(__name__)
 _protocol_log = logging.getLogger(f"{__name__}.protocol")
-"""uvicorn's logger, minus its warnings: any stranger's request can cause one. `ConnectionWatch.refused` counts them."""
+"""uvicorn's logger without its warnings, which any client can cause; `ConnectionWatch.refused` counts these."""
 _protocol_log.setLevel(logging.ERROR)
 
 
@@ -80,7 +80,7 @@ class ConnectionWatch:
         return gone is not connection
 
     def refused(self, error: ServingError) -> None:
-        """Log a malformed request, at a bounded rate: anybody could otherwise fill a disk with such lines."""
+        """Log a malformed request, at a bounded rate: any client could otherwise fill the disk with such lines."""
         if self.now_s() - self._logged_s < _WARN_EVERY_S:
             self._num_unlogged += 1
             return
@@ -119,7 +119,7 @@ class Connection(HttpToolsProtocol):
     _is_receiving = False
     """Whether a request's head or body has begun and not ended."""
     _refused: ServingError | None = None
-    """Why no more of this connection is read."""
+    """The error after which no more of this connection is read."""
     _most_behind: int | None = None
     """Bytes still read while it ends after an answer."""
     _links: "tuple[_DirectLink, ...]" = ()

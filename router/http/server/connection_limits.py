@@ -52,7 +52,7 @@ class ConnectionTable(Generic[ConnectionT]):
         self._idle: dict[ConnectionT, float] = {}
         self._asking: set[ConnectionT] = set()
         self._unread: dict[ConnectionT, tuple[float, int]] = {}
-        """For each client that has stopped reading, since when, and how many bytes were unread."""
+        """Clients that have stopped reading: the time since when, and the number of unread bytes."""
 
     def __len__(self) -> int:
         return len(self._heads) + len(self._idle) + len(self._asking)

@@ -15,7 +15,7 @@ _HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=%:\[\]-]*")
 
 
 class HeadTooLarge(InvalidRequest):
-    """There are more headers, or longer ones, than any real client sends."""
+    """The head has more headers, or longer ones, than any real client sends."""
 
     http_status = 431
 

@@ -1,4 +1,4 @@
-"""How families of models write tool calls; recognised by their chat templates or set in the configuration."""
+"""Formats in which families of models write tool calls, recognised by the chat template or set in the configuration."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

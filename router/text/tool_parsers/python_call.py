@@ -34,7 +34,7 @@ _ESCAPE = re.compile(r"\\(.)")
 _MEANT = {"n": "\n", "r": "\r", "t": "\t"}
 _LONG_CHARS = 256
 _RARE_VALUES = 8
-"""What a short text with other escapes counts for in addition."""
+"""Additional cost of a short text with other escapes."""
 _CONSTANTS = {"True": True, "False": False, "None": None}
 
 

@@ -1,4 +1,4 @@
-"""How one request's answers are parsed for tool calls."""
+"""Parses one request's answers for tool calls."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

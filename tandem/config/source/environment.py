@@ -1,7 +1,7 @@
 """Settings from the environment: `TANDEM_ROUTER__PORT=9000` is `router.port`.
 
-`TANDEM_SECRET__FILE=/run/secrets/one` is `secret` with the text of that file, without the white space around it: for
-what containers get as files, and what a process list should not show.
+`TANDEM_SECRET__FILE=/run/secrets/one` sets `secret` to the text of that file, without surrounding white space: for
+secrets that containers get as files, and that a process list should not show.
 """
 
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ _FROM_FILE = "file"
 
 
 def put_variables(data: dict[str, Any], variables: Mapping[str, str]) -> None:
-    """Set what the variables say. Raises ConfigError that names the one that makes no sense."""
+    """Apply the variables. Raises ConfigError that names an invalid one."""
     for name, value in sorted(variables.items()):
         if not name.startswith(ENV_PREFIX):
             continue

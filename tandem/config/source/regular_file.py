@@ -1,7 +1,7 @@
-"""Reads files that a user names: regular ones only, none beyond its bound, and without ever waiting for a writer.
+"""Reads files that a user names: only regular ones, within a bound, and without ever blocking.
 
-Opening a FIFO waits until somebody writes to it, a device may never end, and `stat` need not say how much there is to
-read. So whatever is no regular file is refused, opening does not block, and the bound is of the bytes that come.
+Opening a FIFO waits for a writer, a device may never end, and the size by `stat` may be wrong. Only regular files are
+therefore accepted, opening does not block, and the bound applies to the bytes that are read.
 """
 
 import os
@@ -12,19 +12,19 @@ from pathlib import Path
 from tandem.errors import ConfigError, UnreadableFile
 
 MAX_SMALL_BYTES = 1 << 20
-"""Of a configuration, a key, a certificate: more is a mistake."""
+"""Maximum size of a configuration, a key or a certificate."""
 _CHUNK_BYTES = 1 << 20
 _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 Check = Callable[[os.stat_result], None]
 
 
 def read_regular_file(path: Path, *, max_bytes: int = MAX_SMALL_BYTES, check: Check | None = None) -> bytes:
-    """All bytes of a regular file. `check` sees the status of the very file that is read, before it is.
+    """Read a regular file. `check` gets the status of the open file before it is read.
 
-    Raises UnreadableFile, which begins with the path; what `check` raises.
+    Raises UnreadableFile, which begins with the path, and whatever `check` raises.
     """
     try:
-        # Before it is opened, too: to open some devices does something.
+        # Also before opening: opening some devices has effects.
         _refuse_special(path, os.stat(path))
         fd = os.open(path, _FLAGS)
         try:
@@ -44,7 +44,7 @@ def read_regular_file(path: Path, *, max_bytes: int = MAX_SMALL_BYTES, check: Ch
 def read_regular_text(
     path: Path, *, max_bytes: int = MAX_SMALL_BYTES, encoding: str = "utf-8", check: Check | None = None
 ) -> str:
-    """The same as text. Raises ConfigError, which never shows what is in the file, for what is not of the encoding."""
+    """Read a regular file as text. Raises as `read_regular_file`, and ConfigError for a wrong encoding."""
     data = read_regular_file(path, max_bytes=max_bytes, check=check)
     try:
         return data.decode(encoding)

@@ -1,4 +1,4 @@
-"""YAML files of settings: plain values only, bounded, and nothing said twice."""
+"""Reads YAML files of settings: plain values only, bounded, without duplicate keys."""
 
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ class PlainLoader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Refuses a key that stands twice, or is none."""
+        """Construct a mapping. Raises ConfigError for a duplicate key, or one that is not a scalar."""
         keys: set[str] = set()
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode):
@@ -31,9 +31,10 @@ class PlainLoader(yaml.SafeLoader):
 
 
 def read_mapping(path: Path, check: Check | None = None) -> dict[str, Any]:
-    """What a file says, by section; nothing of an empty one. `check`: see `read_regular_file`.
+    """Read a file's sections; {} if it is empty. `check`: see `read_regular_file`.
 
-    Raises ConfigError that begins with the path, as UnreadableFile where nothing could be read; what `check` raises.
+    Raises ConfigError that begins with the path, UnreadableFile when the file cannot be read, and whatever `check`
+    raises.
     """
     text = read_regular_text(path, check=check)
     try:
@@ -42,13 +43,13 @@ def read_mapping(path: Path, check: Check | None = None) -> dict[str, Any]:
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     except yaml.MarkedYAMLError as error:
-        raise ConfigError(f"{path}: {_where_and_why(error)}") from None
+        raise ConfigError(f"{path}: {_position_and_problem(error)}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: {' '.join(str(error).split())}") from None
     except RecursionError:
         raise ConfigError(f"{path}: nested too deeply") from None
     except (ValueError, LookupError, AttributeError) as error:
-        # What looks like a date and is none, among others. The error's own text may quote a secret.
+        # For example text that looks like a date but is none. The error's own text may quote a secret.
         raise ConfigError(f"{path}: a value cannot be read ({type(error).__name__}); put it in quotes") from None
     if data is None:
         return {}
@@ -57,8 +58,8 @@ def read_mapping(path: Path, check: Check | None = None) -> dict[str, Any]:
     return data
 
 
-def _where_and_why(error: yaml.MarkedYAMLError) -> str:
-    """In one line; the parser's own words take six, with the text of the file among them."""
+def _position_and_problem(error: yaml.MarkedYAMLError) -> str:
+    """The position and problem in one line; the parser's own message has six, which quote the file."""
     why = ", ".join(part for part in (error.context, error.problem) if part)
     mark = error.problem_mark or error.context_mark
     return why if mark is None else f"line {mark.line + 1}, column {mark.column + 1}: {why}"

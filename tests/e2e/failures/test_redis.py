@@ -24,10 +24,10 @@ def server():
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def cluster(fork_servers, server):
-    board = {"redis__url": server.url, "redis__timeout_s": 0.3, "redis__lease_s": 1.0}
+    redis_options = {"redis__url": server.url, "redis__timeout_s": 0.3, "redis__lease_s": 1.0}
     # So that it exports every metric that dashboards use.
-    board |= {"engine__host_cache_bytes": 1 << 20, "router__quality__period_s": 3600.0}
-    async with running(command=fork_servers.command, **board) as made:
+    redis_options |= {"engine__host_cache_bytes": 1 << 20, "router__quality__period_s": 3600.0}
+    async with running(command=fork_servers.command, **redis_options) as made:
         yield made
 
 

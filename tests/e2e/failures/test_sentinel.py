@@ -32,13 +32,13 @@ def group():
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def cluster(fork_servers, group):
-    board = {
+    redis_options = {
         "redis__sentinels": group.addresses,
         "redis__sentinel_master": MASTER_NAME,
         "redis__password": "hush-hush",
         "redis__sentinel_password": "tell-nobody",
     }
-    async with running(command=fork_servers.command, prefill__replicas=2, decode__replicas=2, **board) as made:
+    async with running(command=fork_servers.command, prefill__replicas=2, decode__replicas=2, **redis_options) as made:
         yield made
 
 

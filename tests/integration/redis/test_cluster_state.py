@@ -21,7 +21,7 @@ from tandem.errors import Overloaded, ServingError
 from tandem.values.ids import BlockHash, Incarnation, WorkerId
 from tandem.values.roles import WorkerRole
 from tests.support.fake_worker import SECRET, expected_tokens
-from tests.support.redis_cluster import PublishingWorker, Router, board_at, names_of, router
+from tests.support.redis_cluster import PublishingWorker, Router, names_of, redis_settings_at, router
 from tests.support.redis_server import RedisServer, until
 
 KEYS = ClusterStateKeys("tandem")
@@ -42,7 +42,7 @@ def block(number: int) -> BlockHash:
 
 
 async def two_of_each(stack: AsyncExitStack, server: RedisServer) -> tuple[list[PublishingWorker], list[Router]]:
-    settings = board_at(server)
+    settings = redis_settings_at(server)
     workers = [await stack.enter_async_context(PublishingWorker(f"d{i}", settings)) for i in range(2)]
     routers = [await stack.enter_async_context(router(i, settings, live=2)) for i in range(2)]
     return workers, routers
@@ -70,7 +70,7 @@ async def test_routers_share_prefix_routed_by_one(server: RedisServer) -> None:
 
 
 async def test_late_router_learns_earlier_cache_events(server: RedisServer) -> None:
-    settings = board_at(server)
+    settings = redis_settings_at(server)
     async with PublishingWorker("d0", settings) as worker:
         for step in range(300):
             worker.store([block(i) for i in range(step * 20, step * 20 + 20)])
@@ -79,12 +79,12 @@ async def test_late_router_learns_earlier_cache_events(server: RedisServer) -> N
             await until(lambda: late.agrees_with(worker), "state and log")
             worker.store([block(7)])
             await until(lambda: late.agrees_with(worker), "the next change")
-            assert late.board.counts.reloads[Reload.GAP.value] == 0
-            assert late.board.links[0].connects == 1
+            assert late.redis.counts.reloads[Reload.GAP.value] == 0
+            assert late.redis.links[0].connects == 1
 
 
 async def test_worker_logs_are_bounded(server: RedisServer) -> None:
-    settings = board_at(server)
+    settings = redis_settings_at(server)
     async with PublishingWorker("d0", settings) as worker, router(0, settings, live=1) as reader:
         log = KEYS.log(worker.process)
         for step in range(12):
@@ -188,7 +188,7 @@ def notice(process: Process) -> Notice:
 async def test_redis_outage_fails_no_request_and_recovers(server: RedisServer, kind: str) -> None:
     async with AsyncExitStack() as stack:
         workers, routers = await two_of_each(stack, server)
-        await until(lambda: all(each.board.num_followed == 2 for each in routers), "all follow all")
+        await until(lambda: all(each.redis.num_followed == 2 for each in routers), "all follow all")
         num_requests = 0
 
         async def ask(count: int) -> None:
@@ -200,7 +200,7 @@ async def test_redis_outage_fails_no_request_and_recovers(server: RedisServer, k
                 await asyncio.sleep(0.005)
 
         await ask(20)
-        links = [link for each in routers for link in each.board.links] if kind in SILENT else []
+        links = [link for each in routers for link in each.redis.links] if kind in SILENT else []
         links += [each.publisher._link.health for each in workers] if kind in SILENT + READ_ONLY else []
         fate, before = Fate(server, kind), [link.failures for link in links]
         fate.begin(workers)
@@ -210,14 +210,14 @@ async def test_redis_outage_fails_no_request_and_recovers(server: RedisServer, k
         fate.end()
         await ask(10)
         await until_all_agree(workers, routers)
-        await until(lambda: all(link.is_up for each in routers for link in each.board.links), "links are up")
+        await until(lambda: all(link.is_up for each in routers for link in each.redis.links), "links are up")
         for each in routers:
             assert len(each.registry.snapshots()) == 2
-            assert {address.address for address in each.board.directory._addresses} == {w.address for w in workers}
+            assert {address.address for address in each.redis.directory._addresses} == {w.address for w in workers}
         if kind in ("replica", "no_replicas"):
             assert all(each.publisher.report().connects > 1 for each in workers), "another server may be there now"
         if kind == "lying":
-            await until(lambda: sum(routers[0].board.counts.bad.values()) > 5, "lies are counted")
+            await until(lambda: sum(routers[0].redis.counts.bad.values()) > 5, "lies are counted")
         await ask(4)
 
 
@@ -235,23 +235,23 @@ async def test_crashed_routers_load_expires(server: RedisServer) -> None:
         assert sum(s.backlog_tokens for s in second.registry.snapshots()) == 600
         await first.crash()
         await until(lambda: seen() == 0, "what its lease held")
-        assert second.board.num_peers == 0
+        assert second.redis.num_peers == 0
         for worker in workers:
             worker.holding = False
         await asyncio.gather(*requests)
 
 
 async def test_stopping_router_removes_its_load(server: RedisServer) -> None:
-    settings = board_at(server, lease_s=60.0)
+    settings = redis_settings_at(server, lease_s=60.0)
     async with PublishingWorker("d0", settings), router(0, settings, live=1) as stays:
         async with router(1, settings, live=1):
-            await until(lambda: stays.board.num_peers == 1, "two routers")
-        await until(lambda: stays.board.num_peers == 0, "one router")
+            await until(lambda: stays.redis.num_peers == 1, "two routers")
+        await until(lambda: stays.redis.num_peers == 0, "one router")
         assert server.do("ZCARD", KEYS.routers) == 1
 
 
 async def test_departed_worker_leaves_no_keys(server: RedisServer) -> None:
-    async with PublishingWorker("d0", board_at(server)) as worker:
+    async with PublishingWorker("d0", redis_settings_at(server)) as worker:
         await until(lambda: server.do("DBSIZE") == 4, "notice, head, state, registry")
         worker.store([block(1)])
         await until(lambda: server.do("DBSIZE") == 5, "and the log")
@@ -259,7 +259,7 @@ async def test_departed_worker_leaves_no_keys(server: RedisServer) -> None:
 
 
 async def test_restarted_worker_is_a_new_incarnation(server: RedisServer) -> None:
-    settings = board_at(server)
+    settings = redis_settings_at(server)
     async with router(0, settings, live=0) as reader:
         async with PublishingWorker("d0", settings) as former:
             former.store([block(1), block(2)])
@@ -274,10 +274,10 @@ async def test_restarted_worker_is_a_new_incarnation(server: RedisServer) -> Non
 async def test_redis_starting_last_is_used() -> None:
     with RedisServer() as server:
         server.kill()
-        settings = board_at(server)
+        settings = redis_settings_at(server)
         async with PublishingWorker("d0", settings) as worker, router(0, settings, live=0) as reader:
             worker.store([block(1)])
-            publishing, polling = worker.publisher._link.health, reader.board.links
+            publishing, polling = worker.publisher._link.health, reader.redis.links
             await until(lambda: publishing.failures and any(link.failures for link in polling), "both have tried")
             server.start()
             await until(lambda: reader.agrees_with(worker) and bool(reader.knows(worker)), "found and followed")
@@ -288,10 +288,10 @@ async def test_wrong_redis_password_fails_no_request_and_is_not_logged(
 ) -> None:
     caplog.set_level(logging.DEBUG)
     with RedisServer(password="hush-hush") as server:
-        good, bad = board_at(server, password="hush-hush"), board_at(server, password="tell-nobody")
+        good, bad = redis_settings_at(server, password="hush-hush"), redis_settings_at(server, password="tell-nobody")
         async with PublishingWorker("d0", good) as worker, router(0, good, live=1) as reader:
             async with PublishingWorker("d1", bad), router(1, bad, live=0) as shut_out:
-                await until(lambda: shut_out.board.links[1].failures > 2, "refused")
+                await until(lambda: shut_out.redis.links[1].failures > 2, "refused")
                 with pytest.raises(ServingError):
                     await shut_out.ask(prompt(1))
             assert await reader.ask(prompt(1)) == expected_tokens(prompt(1), count=8, seed=3)
@@ -303,13 +303,13 @@ async def test_wrong_redis_password_fails_no_request_and_is_not_logged(
 
 
 async def test_clusters_sharing_a_redis_are_isolated(server: RedisServer) -> None:
-    ours, theirs = board_at(server), board_at(server, cluster="other")
+    ours, theirs = redis_settings_at(server), redis_settings_at(server, cluster="other")
     async with PublishingWorker("d0", ours) as worker, PublishingWorker("d0", theirs) as foreign_worker:
         worker.store([block(1)])
         foreign_worker.store([block(2)])
         async with router(0, ours, live=1) as reader:
             await until(lambda: reader.agrees_with(worker), "its own")
-            assert {a.address for a in reader.board.directory._addresses} == {worker.address}
+            assert {a.address for a in reader.redis.directory._addresses} == {worker.address}
 
 
 async def test_worker_report_and_peer_load_add_up(server: RedisServer) -> None:
@@ -357,24 +357,24 @@ async def test_load_from_before_router_start_is_ignored(server: RedisServer) -> 
     limits = [make_limits(config, SECRET, lambda: 0.0) for _ in range(2)]
     former = Incarnation(1000)
     async with AsyncExitStack() as stack:
-        settings = board_at(server)
+        settings = redis_settings_at(server)
         await stack.enter_async_context(PublishingWorker("d0", settings))
         first = await stack.enter_async_context(router(0, settings, live=1, limits=limits[0]))
         sent = first.registry.assign(first.registry.snapshots()[0].info.key, 50)
         limits[0].limiter.admit("", 10.0)
-        sequence = first.board._exchange._sequence
-        await until(lambda: first.board._exchange._sequence > sequence, "both are told")
+        sequence = first.redis._exchange._sequence
+        await until(lambda: first.redis._exchange._sequence > sequence, "both are told")
         old = server.do("GET", KEYS.load(former))
         sent.end()
         await first.crash()
         second = await stack.enter_async_context(router(1, settings, live=1, limits=limits[1]))
         server.do("SET", KEYS.load(former), old)
         server.do("ZADD", KEYS.routers, 9e15, f"{former:x}")
-        exchange = second.board._exchange
+        exchange = second.redis._exchange
         await until(lambda: exchange._others == (former,), "it looks as if the other were here")
         sequence = exchange._sequence
         await until(lambda: exchange._sequence > sequence + 1, "its load is read")
-        assert (second.board.num_peers, limits[1].limiter.num_elsewhere("")) == (0, 0)
+        assert (second.redis.num_peers, limits[1].limiter.num_elsewhere("")) == (0, 0)
         assert [s.backlog_tokens for s in second.registry.snapshots()] == [0]
 
 
@@ -382,7 +382,7 @@ async def test_routers_share_a_tenants_limits(server: RedisServer) -> None:
     config = RouterConfig.model_validate({"limits": {"default": {"concurrent_requests": 2}}})
     limits = [make_limits(config, SECRET, lambda: 0.0) for _ in range(2)]
     async with AsyncExitStack() as stack:
-        settings = board_at(server)
+        settings = redis_settings_at(server)
         await stack.enter_async_context(PublishingWorker("d0", settings))
         first = await stack.enter_async_context(router(0, settings, live=1, limits=limits[0]))
         second = await stack.enter_async_context(router(1, settings, live=1, limits=limits[1]))
@@ -395,7 +395,7 @@ async def test_routers_share_a_tenants_limits(server: RedisServer) -> None:
         await first.crash()
         await until(lambda: limits[1].limiter.num_elsewhere("") == 0, "its lease has ended")
         server.do("SET", KEYS.load(Incarnation(1000)), old)
-        exchange = second.board._exchange
+        exchange = second.redis._exchange
         sequence = exchange._sequence
         await until(lambda: exchange._sequence > sequence + 1, "its load was put back, and read")
         assert limits[1].limiter.num_elsewhere("") == 0

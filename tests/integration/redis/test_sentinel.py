@@ -93,7 +93,7 @@ async def loaded(group: SentinelGroup) -> AsyncIterator[tuple[list[PublishingWor
 async def until_all_synchronized(workers: list[PublishingWorker], routers: list[Router]) -> None:
     """Wait until the routers know the workers' content, and all of them are connected."""
     await until(lambda: all(each.agrees_with(*workers) for each in routers), "all routers know what workers hold")
-    await until(lambda: all(link.is_up for each in routers for link in each.board.links), "routers are connected")
+    await until(lambda: all(link.is_up for each in routers for link in each.redis.links), "routers are connected")
     await until(lambda: all(each.publisher and each.publisher.report().up for each in workers), "workers are connected")
 
 
@@ -123,8 +123,8 @@ async def test_sentinel_failover_loses_no_request_and_restores_prefixes(
         assert group.second.do("DBSIZE") > 0
         assert "hush-hush" not in caplog.text
         assert "tell-nobody" not in caplog.text
-        await until(lambda: all(each.board.num_peers == 1 for each in routers), "routers see each other")
-        assert all(each.board.num_followed == 2 for each in routers)
+        await until(lambda: all(each.redis.num_peers == 1 for each in routers), "routers see each other")
+        assert all(each.redis.num_followed == 2 for each in routers)
         await load.goes_on(20)
 
 

@@ -13,7 +13,7 @@ import trustme
 from tandem.circuit_breaker import CircuitBreaker
 from tandem.cluster_state.redis_settings import RedisSettings
 from tandem.rpc.redis_link import REDIS_BREAKER, RedisDown, RedisLink
-from tests.support.redis_cluster import PublishingWorker, board_at, router
+from tests.support.redis_cluster import PublishingWorker, redis_settings_at, router
 from tests.support.redis_server import RedisServer, until
 from tests.support.router.cluster import PROMPT
 
@@ -57,14 +57,14 @@ async def test_redis_over_tls_works_and_refuses_foreign_certificate(tmp_path: Pa
     async with AsyncExitStack() as stack:
         server = stack.enter_context(RedisServer())
         port = await stack.enter_async_context(tls_proxy(server, ours))
-        good = board_at(server, port=port, tls=True, ca=str(tmp_path / "ours"), timeout_s=2.0)
-        bad = board_at(server, port=port, tls=True, ca=str(tmp_path / "theirs"), timeout_s=2.0)
+        good = redis_settings_at(server, port=port, tls=True, ca=str(tmp_path / "ours"), timeout_s=2.0)
+        bad = redis_settings_at(server, port=port, tls=True, ca=str(tmp_path / "theirs"), timeout_s=2.0)
         worker = await stack.enter_async_context(PublishingWorker("d0", good))
         reader = await stack.enter_async_context(router(0, good, live=1))
         await reader.ask(tuple(range(100)))
         await until(lambda: bool(worker.held) and reader.agrees_with(worker), "through TLS")
         refused = await stack.enter_async_context(router(1, bad, live=0))
-        poll = refused.board.links[1]
+        poll = refused.redis.links[1]
         await until(lambda: poll.failures > 0, "refused")
         assert not poll.is_up
         assert "certificate verify failed" in poll.reason

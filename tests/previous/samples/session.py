@@ -72,10 +72,12 @@ def _spoken(form: Any) -> Any:
     return form(**{name: value for name, value in versions.items() if value})
 
 
-def _load_facts(load: Any) -> dict[str, Any]:
-    """A load report under the names that the samples were recorded with."""
-    found: dict[str, Any] = facts(load)
-    return {"board" if name == "redis_publishing" else name: value for name, value in found.items()}
+_FIELDS_RECORDED_AS = {"reads_redis": "reads_board", "redis_publishing": "board"}
+"""The same for fields."""
+
+
+def _as_recorded(found: dict[str, Any]) -> dict[str, Any]:
+    return {_FIELDS_RECORDED_AS.get(name, name): value for name, value in found.items()}
 
 
 _READERS: dict[tuple[str, str], Callable[[Any], Any]] = {
@@ -83,7 +85,7 @@ _READERS: dict[tuple[str, str], Callable[[Any], Any]] = {
     ("worker", "refused"): session_wire.refused_from_pb,
     ("worker", "transfer_failed"): session_wire.transfer_failed_from_pb,
     ("worker", "kv_events"): session_wire.prefix_change_from_pb,
-    ("worker", "load"): lambda body: _load_facts(session_wire.load_from_pb(body)),
+    ("worker", "load"): lambda body: _as_recorded(facts(session_wire.load_from_pb(body))),
     ("worker", "cache_offer"): session_wire.cache_offer_from_pb,
     ("worker", "cache_fetched"): session_wire.migration_source_from_pb,
     ("worker", "prompt_scores"): session_wire.scores_part_from_pb,
@@ -100,7 +102,7 @@ def _read_session(message: Any, side: str) -> Any:
     read = _READERS.get((side, kind), lambda _body: None)
     if (side, kind) == ("worker", "hello"):
         return without_versions(facts(session_wire.hello_from_pb(message)))
-    fields = without_versions(MessageToDict(body, preserving_proto_field_name=True))
+    fields = _as_recorded(without_versions(MessageToDict(body, preserving_proto_field_name=True)))
     return {"said": fields, "read": facts(read(body))}
 
 

@@ -185,11 +185,11 @@ class FailingPublisher:
 class Router(StuckRouter):
     """A router that reads everything at once."""
 
-    def __init__(self, *, reads_board: bool) -> None:
+    def __init__(self, *, reads_redis: bool) -> None:
         self.written = []
         self._hello = [
             pb.RouterMessage(
-                hello=pb.RouterHello(protocol_version=SPOKEN.newest, incarnation=7, reads_board=reads_board)
+                hello=pb.RouterHello(protocol_version=SPOKEN.newest, incarnation=7, reads_redis=reads_redis)
             )
         ]
 
@@ -203,7 +203,7 @@ class Router(StuckRouter):
 async def test_session_router_that_reads_redis_gets_no_kv_events(
     publishes: bool, reads: bool, gets_events: bool
 ) -> None:
-    handler, router, publisher = Handler(), Router(reads_board=reads), FailingPublisher()
+    handler, router, publisher = Handler(), Router(reads_redis=reads), FailingPublisher()
     sessions = WorkerSessions(handler, publisher if publishes else None)
     session = asyncio.create_task(sessions.Session(None, router))
     port = await handler.port
@@ -215,7 +215,7 @@ async def test_session_router_that_reads_redis_gets_no_kv_events(
     telling.cancel()
     load = router.written[1].load
     assert load.report_number == 1
-    assert load.HasField("board") == publishes
-    assert load.board.entries == 3 * publishes
+    assert load.HasField("redis_publishing") == publishes
+    assert load.redis_publishing.entries == 3 * publishes
     port.close()
     await session

@@ -22,7 +22,7 @@ class ResponseItems:
         self._logprobs: list[dict[str, Any]] = []
         """Log probabilities of the last item's text."""
         self._num_sent = 0
-        """How many of these have been sent in its deltas."""
+        """Number of these that were sent in its deltas."""
 
     def add_pieces(self, pieces: Sequence[Piece], logprobs: Sequence[dict[str, Any]] = ()) -> Iterator[ResponseEvent]:
         """Return the events of the pieces; `logprobs`: of the tokens that came with them, for an answer without

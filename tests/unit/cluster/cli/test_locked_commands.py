@@ -55,7 +55,7 @@ def test_banner_warns_of_open_or_unencrypted_server() -> None:
     digest = "sha256:" + 64 * "0"
     assert warned() == warned(api_keys=[digest]) == []
     assert "contains plain-text keys" in warned(api_keys=["plain"])[0]
-    assert "everybody who can reach 0.0.0.0" in warned(host="0.0.0.0", allow_open=True)[0]
+    assert "everyone who can reach 0.0.0.0" in warned(host="0.0.0.0", allow_open=True)[0]
     assert "is not encrypted" in warned(host="10.0.0.1", api_keys=[digest])[0]
     assert warned(host="10.0.0.1", api_keys=[digest], tls={"cert": "c", "key": "k"}) == []
     assert warned(host="::1") == warned(host="localhost") == []

@@ -102,7 +102,7 @@ def test_ranks_on_other_nodes_find_leader() -> None:
     assert [rank_port(stated, 0), rank_port(stated, 1), rank_port(own, 5)] == [7100, 7101, 7100]
     config = ClusterConfig(prefill=own, decode=stated)
     assert worker_host(config, WorkerRole.DECODE, 1) == "10.0.0.2"
-    with pytest.raises(ConfigError, match="say with --leader where this one is"):
+    with pytest.raises(ConfigError, match="with --leader"):
         worker_host(config, WorkerRole.PREFILL, 0)
     assert num_ranks(config, own) == 2
     by_hand = ClusterConfig(prefill=PoolConfig(replicas=0), decode=stated)

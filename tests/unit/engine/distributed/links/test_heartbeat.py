@@ -102,10 +102,10 @@ def test_heartbeat_store_value_is_visible_to_other_ranks(ends) -> None:
 
 
 def test_heartbeat_store_closed_releases_waiters() -> None:
-    board = RendezvousStore()
+    store = RendezvousStore()
     with ThreadPoolExecutor(1) as threads:
-        waiting = threads.submit(board.get, "never", WAIT_S)
-        board.close()
+        waiting = threads.submit(store.get, "never", WAIT_S)
+        store.close()
         assert waiting.result(timeout=WAIT_S) is None
 
 

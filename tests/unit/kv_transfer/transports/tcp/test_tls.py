@@ -231,7 +231,7 @@ def test_tls_sender_without_tls_is_refused_with_reason(
     with pytest.raises(TransferError, match=r"tcp .*TLS only, and this worker has no certificates for KV"):
         sender.connect(forged(secured.offer(), "tls", ""), PAIRING)
     assert_serves(secured, files, source, target)
-    assert "the sender speaks no TLS" in caplog.text
+    assert "the sender does not use TLS" in caplog.text
 
 
 @pytest.mark.parametrize("setting", ["transfer.tls", "cluster.tls"])
