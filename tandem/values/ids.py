@@ -19,7 +19,7 @@ BlockHash = NewType("BlockHash", bytes)
 TransferId = NewType("TransferId", str)
 """Assigned by the router, one for each hand-off of a request."""
 
-_OF_REQUEST = re.compile(r"(?:score )?(?:\d+:)?([0-9a-f]{32}|[a-z]+-\d+)\b")
+_REQUEST_IN_NAME = re.compile(r"(?:score )?(?:\d+:)?([0-9a-f]{32}|[a-z]+-\d+)\b")
 
 
 def request_of(name: str) -> RequestId | None:

@@ -94,7 +94,7 @@ class SimAdmission:
     def _look(self) -> None:
         self._is_looking = False
         self.pump()
-        self._report_refusals(self.fair.hopeless())
+        self._report_refusals(self.fair.end_hopeless())
         if self.fair.num_waiting:
             self._look_later()
 
