@@ -138,7 +138,7 @@ class DeadlineExceeded(ServingError):
 
 
 class Cancelled(ServingError):
-    """The client disconnected."""
+    """The client disconnected before its answer was complete."""
 
     code = Code.CANCELLED
     http_status = 499

@@ -26,7 +26,7 @@ class SessionHandler(Protocol):
     """The worker behind the sessions; called on the event loop."""
 
     def hello(self) -> pb.WorkerHello:
-        """Describe this worker."""
+        """Describe this worker to a router."""
         ...
 
     def opened(self, port: SessionPort) -> None:

@@ -57,7 +57,7 @@ class StepTrace:
         self._recorder = _recorder()
 
     def begin(self) -> None:
-        """Start recording."""
+        """Start recording, on the engine's thread."""
         self._recorder.__enter__()
 
     def end(self) -> None:

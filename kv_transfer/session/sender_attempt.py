@@ -87,7 +87,7 @@ class SenderContext:
     spawn: Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
     closed: Callable[["SenderAttempt"], None]
     unwanted: Callable[[TransferId], None]
-    """Called with an attempt that was given up while the owner's `submit` was still running."""
+    """Called with the hand-off of an attempt that was given up while the owner's `submit` was still running."""
 
 
 class SenderAttempt(Attempt[Sender, SenderEvent]):

@@ -76,7 +76,7 @@ class SenderHub:
     ) -> None:
         self.stats = TransferStats()
         self.on_unwanted: Callable[[TransferId], None] = lambda _: None
-        """Called with each job that is given up before `owner.submit` has returned."""
+        """Called with each hand-off that is given up before `owner.submit` has returned."""
         self._tracer = tracer or NoTracer()
         self._local = local
         self._senders = senders

@@ -104,7 +104,7 @@ class Choice:
         return Turn(role="assistant", content=self.text, tool_calls=calls, reasoning_content=thought)
 
     def add(self, piece: Piece) -> None:
-        """Append a piece."""
+        """Append a piece to the choice so far."""
         self.text += piece.text
         self.reasoning_content += piece.reasoning_content
         self.token_ids += piece.token_ids

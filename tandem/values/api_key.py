@@ -17,7 +17,7 @@ _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 
 def new_key() -> str:
-    """Generate a key."""
+    """Generate a random key, in the clear."""
     return _KEY_PREFIX + secrets.token_urlsafe(_RANDOM_BYTES)
 
 

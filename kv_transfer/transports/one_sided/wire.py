@@ -42,7 +42,7 @@ class ClaimKind(IntEnum):
 
 
 def pack(kind: ClaimKind, token: bytes = bytes(TOKEN_BYTES)) -> bytes:
-    """Encode a message."""
+    """Encode a message as MESSAGE_BYTES bytes."""
     return sealed(_MESSAGE.pack(_MAGIC, kind, token))
 
 

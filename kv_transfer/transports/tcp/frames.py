@@ -72,7 +72,7 @@ def seed_of(name: int, index: int) -> int:
 
 
 def pack_header(header: FrameHeader, seed: int = 0) -> bytes:
-    """Encode a header."""
+    """Encode a header as HEADER_BYTES bytes."""
     c = header.cells
     counts = (c.first_layer, c.num_layers, c.first_unit, c.num_units, c.first_head, c.num_heads)
     return _sealed(
@@ -97,7 +97,7 @@ def unpack_header(data: bytes, seed: int = 0) -> FrameHeader:
 
 
 def pack_answer(kind: FrameKind, write_id: int) -> bytes:
-    """Encode an answer."""
+    """Encode an answer as ANSWER_BYTES bytes."""
     return _sealed(_ANSWER.pack(_MAGIC, VERSION, kind, write_id))
 
 

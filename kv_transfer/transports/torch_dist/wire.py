@@ -67,7 +67,7 @@ class RendezvousOffer:
 
 
 def pack_header(header: MessageHeader) -> bytes:
-    """Encode a header."""
+    """Encode a header as HEADER_BYTES bytes."""
     c = header.cells
     counts = (c.first_layer, c.num_layers, c.first_unit, c.num_units, c.first_head, c.num_heads)
     data = _HEADER.pack(_MAGIC, header.kind, header.number, header.token, *counts, header.payload_bytes)
@@ -88,7 +88,7 @@ def unpack_header(data: bytes) -> MessageHeader:
 
 
 def pack_answer(kind: MessageKind, number: int) -> bytes:
-    """Encode an answer."""
+    """Encode an answer as ANSWER_BYTES bytes."""
     return _ANSWER.pack(_MAGIC, kind, number)
 
 
