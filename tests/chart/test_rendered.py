@@ -12,19 +12,22 @@ from typing import Any
 import helm_python as helm
 import pytest
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 from typer.testing import CliRunner
 
 from cluster.autoscaler.kubernetes_scaler import ACCOUNT
 from cluster.chart.schema import CHART
 from cluster.cli.main import app
 from router.fleet.probes import CanarySettings
+from router.metrics.admission import AdmissionMetrics
+from router.metrics.router_metrics import RouterMetrics
+from router.types.worker_view import EngineStepTotals, EngineWorkReport
 from tandem.cluster_state.redis_settings import SentinelSettings
 from tandem.config.cluster import ClusterConfig
 from tandem.config.pools import health_port
 from tandem.config.worker import cluster_secret, listen_address, num_ranks
 from tandem.errors import ConfigError
 from tests.chart.edges import allowed, isolated, needed
-from tests.chart.metric_names import emitted, named_in
 from tests.chart.pods import (
     POD_IP,
     RACKS,
@@ -38,6 +41,8 @@ from tests.chart.pods import (
 from tests.chart.rendering import NAMESPACE, Rendered, render
 from tests.chart.schemas import KUBERNETES, mistakes
 from tests.chart.value_sets import GOOD, IN_CI
+from tests.support.router.admission_world import AdmissionBench
+from tests.support.router.overload_world import snapshot
 
 LEAST_SETS = 30
 SETS = [pytest.param(name, marks=() if name in IN_CI else pytest.mark.slow) for name in GOOD]
@@ -442,3 +447,24 @@ _SETTINGS = (
     "TANDEM_ENGINE__DEVICE",
     "TANDEM_TELEMETRY__OTLP_HEADERS",
 )
+
+
+_STEPS = EngineStepTotals(steps=1, seconds=0.1, tokens=1, requests=1)
+_WORK = EngineWorkReport(
+    prefill=_STEPS, decode=_STEPS, preemptions=0, resident_bytes=1, weights_bytes=1, kv_bytes=1, flops_per_token=1
+)
+_SERIES = re.compile(r"\b(?:tandem_|vllm:)[a-z0-9_:]+")
+
+
+@cache
+def emitted() -> frozenset[str]:
+    """With one worker in sight."""
+    metrics = RouterMetrics("m")
+    metrics.registry.register(AdmissionMetrics(AdmissionBench().admission, metrics.tenants))
+    metrics.worker_loads([snapshot(work=_WORK)])
+    families = text_string_to_metric_families(metrics.render().decode())
+    return frozenset(sample.name for family in families for sample in family.samples)
+
+
+def named_in(expression: str) -> set[str]:
+    return set(_SERIES.findall(expression))

@@ -21,6 +21,9 @@ from engine.kv_cache.eviction import POLICIES
 from engine.kv_cache.lower_tiers import HostTier
 from engine.kv_cache.tiers.cache import TierSpec
 from engine.kv_cache.tiers.costs import MeasuredRates
+from engine.kv_cache.tiers.disk import DiskSpec
+from engine.kv_storage.block_file import cache_identity
+from engine.kv_storage.disk_store import DiskStore
 from engine.kv_storage.paged_cache import PagedKVCache
 from engine.model.decoder import Decoder
 from engine.model.memory_budget import kv_layout
@@ -34,10 +37,10 @@ from engine.types.step_inputs import StepInputs
 from engine.types.step_output import StepOutput
 from tandem.values.block_hash import BlockHasher
 from tandem.values.ids import RequestId
+from tandem.values.kv_layout import KVLayout
 from tandem.values.sampling import SamplingParams
 from tests.support.engine import ledger
 from tests.support.engine.paged_harness import random_tokens
-from tests.support.engine.storm_below import NOTHING, Below
 
 LIMIT = 120
 EOS = 2
@@ -107,6 +110,37 @@ class Received:
 
     tokens: list[SampledToken] = field(default_factory=list)
     reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Below:
+    """What there is below the pool."""
+
+    num_places: int = 0
+    num_files: int = 0
+    folder: Path | None = None
+
+    def open(self, layout: KVLayout, runner: ModelRunner, landed: threading.Event) -> DiskStore | None:
+        if self.folder is None:
+            return None
+        identity = cache_identity(layout, secret=ledger.SECRET, computed_by=())
+        store = DiskStore(self.folder, identity=identity, place=runner.blocks.place)
+        store.listen(landed.set)
+        return store
+
+    def spec(self, slots: range, runner: ModelRunner, disk: DiskStore | None) -> TierSpec | None:
+        if not slots:
+            return None
+        found = None if disk is None else disk.find(self.num_files)
+        return TierSpec(
+            slots=slots,
+            block_bytes=1,
+            copier=runner.blocks,
+            disk=None if disk is None else DiskSpec(port=disk, capacity=self.num_files, names=found.names),
+        )
+
+
+NOTHING = Below()
 
 
 class Rig:
