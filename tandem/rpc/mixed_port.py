@@ -84,7 +84,8 @@ class MixedPort:
             return
         self._relays.add(relay)
         try:
-            with suppress(OSError, TimeoutError):
+            # Cancelled when the port closes, which asyncio would log as an error of this handler.
+            with suppress(OSError, TimeoutError, asyncio.CancelledError):
                 await self._relay(reader, writer)
         finally:
             self._relays.discard(relay)

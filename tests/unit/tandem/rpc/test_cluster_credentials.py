@@ -190,7 +190,7 @@ async def test_rotation_rejects_invalid_certificates(authority, issue: Make, cap
         assert await is_served(ClusterChannels(client), address)
     [told] = [record.message for record in caplog.records if record.levelno == logging.ERROR]
     assert told.startswith("cluster.tls.key: ")
-    assert told.endswith("the previous certificates stay in force")
+    assert told.endswith("the previous certificates stay in force for sessions and hand-offs")
 
 
 async def test_plain_sockets_use_rotated_certificates(authority, foreign, issue: Make) -> None:

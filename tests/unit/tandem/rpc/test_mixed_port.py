@@ -23,9 +23,14 @@ def permissive(tmp_path: Path) -> ClusterCredentials:
 async def test_connections_beyond_the_bound_are_refused_and_logged_a_few_times(monkeypatch, caplog) -> None:
     monkeypatch.setattr(mixed_port, "MAX_RELAYS", 2)
 
+    echoes: list[asyncio.Task[None] | None] = []
+
     async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        echoes.append(asyncio.current_task())
         while data := await reader.read(100):
             writer.write(data)
+        writer.close()
+        await writer.wait_closed()
 
     async with AsyncExitStack() as stack:
         port = await stack.enter_async_context(MixedPort("127.0.0.1", 0))
@@ -54,6 +59,7 @@ async def test_connections_beyond_the_bound_are_refused_and_logged_a_few_times(m
         assert await is_served(*await connect())
         for _, writer in served:
             writer.close()
+    await asyncio.gather(*filter(None, echoes))
     assert 1 <= len(caplog.records) <= 11
     assert caplog.messages[0] == "permissive port: a connection was refused: 2 are open"
 

@@ -215,7 +215,7 @@ def test_tls_sender_refuses_certificate_of_other_worker(
 ) -> None:
     other = TlsIdentity(authority.issue(tmp_path))
     offer = forged(secured.offer(), "tls", other.fingerprint.hex())
-    with pytest.raises(TransferError, match="another certificate"):
+    with pytest.raises(TransferError, match="certificate is not the one that its advert names"):
         TcpSender(source, settings=TcpSettings(tls=TlsIdentity(files))).connect(offer, PAIRING)
 
 
@@ -231,7 +231,7 @@ def test_tls_sender_without_tls_is_refused_with_reason(
     with pytest.raises(TransferError, match=r"tcp .*TLS only, and this worker has no certificates for KV"):
         sender.connect(forged(secured.offer(), "tls", ""), PAIRING)
     assert_serves(secured, files, source, target)
-    assert "the sender does not use TLS" in caplog.text
+    assert "the sender speaks no TLS" in caplog.text
 
 
 @pytest.mark.parametrize("setting", ["transfer.tls", "cluster.tls"])
@@ -277,7 +277,7 @@ def test_tls_renewed_files_are_advertised_and_used_for_new_connections(
     before = sender.connect(stale, PAIRING)
     other_authority.issue(tmp_path / "receiver")  # the CA, too
     other_authority.issue(tmp_path / "sender")
-    with pytest.raises(TransferError, match="another certificate"):
+    with pytest.raises(TransferError, match="certificate is not the one that its advert names"):
         sender.connect(stale, PAIRING)
     fresh = receiver.offer()
     assert json.loads(fresh.advert)["tls"] != json.loads(stale.advert)["tls"]
