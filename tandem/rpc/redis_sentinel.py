@@ -55,7 +55,8 @@ class MasterFinder:
         try:
             while unasked or asked:
                 if unasked:
-                    asked[asyncio.create_task(self._ask_one(unasked[0]))] = unasked.popleft()
+                    address = unasked.popleft()
+                    asked[asyncio.create_task(self._ask_one(address))] = address
                 await asyncio.wait(
                     asked, timeout=head_start_s if unasked else None, return_when=asyncio.FIRST_COMPLETED
                 )

@@ -193,14 +193,15 @@ def settle(results: Sequence[PhaseResult], root: Path) -> list[str]:
     return red
 
 
-def print_slowest(outcomes: Iterable[Outcome]) -> None:
-    """Print the files that took longest: where to look when the suite outgrows its time."""
-    seconds: collections.Counter[str] = collections.Counter()
-    for outcome in outcomes:
-        seconds[outcome.test.partition("::")[0]] += outcome.seconds
-    print(f"Slowest files, of {sum(seconds.values()):.0f} s in all:")
-    for file, taken in seconds.most_common(SLOWEST_FILES):
-        print(f"  {taken:7.1f} s  {file}")
+def print_slowest(results: Iterable[PhaseResult]) -> None:
+    """Print the files that took longest in each part: where to look when the suite outgrows its time."""
+    for result in results:
+        seconds: collections.Counter[str] = collections.Counter()
+        for outcome in result.outcomes:
+            seconds[outcome.test.partition("::")[0]] += outcome.seconds
+        print(f"Slowest files of the {result.phase.name} part, of {sum(seconds.values()):.0f} s in all:")
+        for file, taken in seconds.most_common(SLOWEST_FILES):
+            print(f"  {taken:7.1f} s  {file}")
 
 
 def main(args: Sequence[str], phases: Sequence[Phase] = PHASES, root: Path = ROOT) -> int:
@@ -209,7 +210,7 @@ def main(args: Sequence[str], phases: Sequence[Phase] = PHASES, root: Path = ROO
     if all(r.exit_code == _NO_TESTS for r in results):
         return _NO_TESTS
     outcomes = [o for r in results for o in r.outcomes]
-    print_slowest(outcomes)
+    print_slowest(results)
     red = settle(results, root)
     count = collections.Counter(o.outcome for o in outcomes)
     for line in red:

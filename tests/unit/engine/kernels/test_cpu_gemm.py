@@ -241,7 +241,7 @@ def test_cpu_gemm_mismatched_tensors_are_refused(library, x, out):
     ],
 )
 def test_cpu_gemm_unpackable_weights_are_refused(library, weight, options):
-    with pytest.raises(ValueError, match=r"packed|equally many|does not fit"):
+    with pytest.raises(ValueError, match=r"to pack|packed|equally many|does not fit"):
         PackedLinear(library, weight, **options)
 
 

@@ -233,7 +233,7 @@ def test_triton_attention_mismatched_scales_are_refused():
         (torch.float8_e4m3fn, {"token_scales": by_token}),
         (torch.float8_e4m3fn, {"token_scales": by_token, "head_scales": by_head}),
     ):
-        with pytest.raises(ConfigError, match=r"int8 by token, fp8_e4m3 by head"):
+        with pytest.raises(ConfigError, match=r"int8 has them by token, fp8_e4m3 by head"):
             LayerPages(pages=pages.to(dtype), **scales)
     with pytest.raises(ConfigError, match="one per token and head"):
         LayerPages(pages=pages.to(torch.int8), token_scales=torch.zeros(2, 2, 1))
