@@ -21,6 +21,7 @@ from cluster.supervisor.rollout import (
     sizes_of,
 )
 from cluster.supervisor.supervisor import ProcessState, Role
+from tandem.config.pools import mistaken_health_port, mistaken_health_ports
 
 Change = ScaleRequest | FlipRequest | RestartRequest
 _WORKERS = (Role.PREFILL, Role.DECODE)
@@ -93,7 +94,8 @@ async def carry_out(cluster: LocalCluster, request: Change, report: Callable[[st
     plan_now = partial(
         plan_change, request, routers_only=cluster.routers_only, workers_without_room=full, over_nodes=spread
     )
-    plan_now(cluster.members())  # an invalid request must not abort the change in progress
+    # An invalid request must not abort the change in progress.
+    _check_health_ports(cluster, plan_now(cluster.members()).sizes)
     yields = not isinstance(request, RestartRequest) and bool(request.yields)
     if cluster.under_way is not None and cluster.under_way.yields and not yields:
         report("aborting the planner's change in progress")
@@ -112,6 +114,21 @@ async def carry_out(cluster: LocalCluster, request: Change, report: Callable[[st
             with contextlib.suppress(ChangeFailed):  # the first failure is the one to report
                 cluster.shared.resize({role: sizes_of(cluster.members())[role] for role in _WORKERS})
         raise
+
+
+def _check_health_ports(cluster: LocalCluster, sizes: Mapping[Role, int]) -> None:
+    """Refuse sizes with which two workers here would serve their health at one port. Raises ChangeRefused."""
+    if cluster.routers_only or not cluster.runs_here:
+        return
+    pools = {
+        role.value: pool.model_copy(update={"addresses": (), "port": 0, "replicas": sizes[role]})
+        for role, pool in ((Role.PREFILL, cluster.config.prefill), (Role.DECODE, cluster.config.decode))
+    }
+    for name, pool in pools.items():
+        if reason := mistaken_health_port(pool):
+            raise ChangeRefused(f"{name}.{reason}")
+    if reason := mistaken_health_ports(pools):
+        raise ChangeRefused(reason)
 
 
 async def _workers_without_room(cluster: LocalCluster, request: Change) -> frozenset[str]:

@@ -18,6 +18,7 @@ from cluster.supervisor.supervisor import ProcessState, RestartPolicy
 from tandem.config.cluster import load
 from tandem.rpc.hosts import hold
 from tests.support.cluster.fake_cluster import fake_command, fake_config
+from tests.unit.cluster.processes.test_effective_config import first_of_two_free_ports
 from tests.unit.worker.test_gpus import FakeHost
 
 POLICY = RestartPolicy(stop_early_s=0.5, backoff_s=0.01, max_rapid_deaths=2, start_timeout_s=30)
@@ -251,6 +252,19 @@ async def give_up(cluster, name):
     cluster.kill(name)
     with pytest.raises(ClusterFailed):
         await cluster.wait_ready(name, after_pid=pid)
+
+
+async def test_pool_does_not_grow_into_the_health_ports_of_the_other(journal):
+    port, config = first_of_two_free_ports(), fake_config()
+    ports = {"prefill": port, "decode": port + 1}
+    pools = {name: getattr(config, name).model_copy(update={"health_port": at}) for name, at in ports.items()}
+    async with LocalCluster(config.model_copy(update=pools), command=fake_command(journal), policy=POLICY) as cluster:
+        before = cluster.config
+        with pytest.raises(ChangeRefused, match=f"decode.health_port: port {port + 1} of localhost is one of prefill"):
+            await carry_out(cluster, ScaleRequest(prefill=2), [].append)
+        assert cluster.config == before
+        await carry_out(cluster, ScaleRequest(decode=2), [].append)
+        assert names(cluster) == ["decode-0", "decode-1", "prefill-0", "router"]
 
 
 async def test_multi_node_workers_restart_in_place_and_never_flip(journal):
