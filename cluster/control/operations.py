@@ -118,7 +118,7 @@ async def carry_out(cluster: LocalCluster, request: Change, report: Callable[[st
 
 def _check_health_ports(cluster: LocalCluster, sizes: Mapping[Role, int]) -> None:
     """Refuse sizes with which two workers here would serve their health at one port. Raises ChangeRefused."""
-    if cluster.routers_only or not cluster.runs_here:
+    if not cluster.runs_here:
         return
     pools = {
         role.value: pool.model_copy(update={"addresses": (), "port": 0, "replicas": sizes[role]})
