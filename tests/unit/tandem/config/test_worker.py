@@ -132,5 +132,7 @@ def test_ranks_on_several_nodes_without_tls_are_refused(monkeypatch: pytest.Monk
     monkeypatch.setenv("GROUP_REVISION", "7d9f")
     group = node_group(config, WorkerRole.DECODE, 0, "[::1]", None)
     assert (group.host, group.revision) == ("::1", "7d9f")
-    with pytest.raises(ConfigError, match=r"decode.nodes is 2: beyond this machine .* needs cluster.tls or transfer.tls"):
+    with pytest.raises(
+        ConfigError, match=r"decode.nodes is 2: beyond this machine .* needs cluster.tls or transfer.tls"
+    ):
         node_group(config, WorkerRole.DECODE, 0, "10.0.0.2", None)

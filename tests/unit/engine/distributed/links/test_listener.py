@@ -364,7 +364,9 @@ def test_listener_names_missing_ranks(remote: RemoteRanks, given: NodeGroup, hea
 
 
 def test_listener_without_tls_refuses_remote_address(given: NodeGroup) -> None:
-    with pytest.raises(ConfigError, match=r"nodes is 2: beyond this machine \(at 10.0.0.1\) that needs cluster.tls or transfer.tls"):
+    with pytest.raises(
+        ConfigError, match=r"nodes is 2: beyond this machine \(at 10.0.0.1\) that needs cluster.tls or transfer.tls"
+    ):
         replace(given, host="10.0.0.1", tls=None)
     with pytest.raises(ConfigError, match=r"needs transfer.isolated_network: true"):
         replace(given, host="decode-0.decode")
