@@ -20,6 +20,7 @@ _COMPUTE = (
     *(_TESTS / f"unit/engine/{name}" for name in ("backends", "kernels", "model", "runner", "sampling", "scheduler")),
     *(_TESTS / f"unit/{name}" for name in ("kv_transfer/layout", "kv_transfer/protocol", "cluster/simulator")),
     *(_TESTS / f"integration/engine/test_{name}.py" for name in ("storms", "determinism")),
+    _TESTS / "unit/test_house_rules.py",
 )
 """Of those, tests that compute and wait for nothing: they run at the lowest priority, beside those of clusters."""
 
