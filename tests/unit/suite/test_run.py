@@ -1,7 +1,6 @@
 """How the suite handles failing tests: unsteady ones are recognised, listed and bounded."""
 
-import subprocess
-import time
+import os
 from pathlib import Path
 
 import pytest
@@ -136,17 +135,18 @@ def test_suite_phase_beside_another_has_the_lowest_priority(root: Path) -> None:
 
 
 def test_suite_run_that_is_left_early_ends_its_processes(root: Path) -> None:
-    marker = f"left-early-{time.time_ns()}"
+    """The pipe has its end once nobody holds it: neither pytest nor the process that the test started."""
+    os.mkfifo(root / "alive")
     (root / "test_it.py").write_text(
         "import subprocess, sys\nfrom pathlib import Path\n\n"
         "def test_it():\n"
-        f"    child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)', '{marker}'])\n"
-        "    Path(__file__).with_name('started').touch()\n"
-        "    child.wait()\n"
+        "    with Path(__file__).with_name('alive').open('w') as held:\n"
+        "        code = f'import os, signal; os.write({held.fileno()}, b\"1\"); signal.pause()'\n"
+        "        subprocess.run([sys.executable, '-c', code], pass_fds=[held.fileno()])\n"
     )
     phase = run.Phase(name="only", args=("-p", "no:cacheprovider"))
-    with run.PytestRun(phase, [], root, quietly=True):
-        while not (root / "started").exists():
-            time.sleep(0.01)
-    while marker in subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout:
-        time.sleep(0.01)
+    with run.PytestRun(phase, [], root, quietly=True), (root / "alive").open() as alive:
+        assert alive.read(1) == "1"
+        reader = os.dup(alive.fileno())
+    with open(reader) as rest:
+        assert rest.read() == ""

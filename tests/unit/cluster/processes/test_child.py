@@ -67,7 +67,7 @@ async def test_child_long_output_is_delivered_whole():
     "ready", ["b'[1]\\n'", "b'nonsense\\n'", "b'{\"loading\": 3}\\n'", 'b\'{"loading": {"share": 2, "left_s": 1}}\\n\'']
 )
 async def test_child_malformed_ready_line_is_fatal(ready):
-    recorded = await run(f"os.write(fd, {ready})\ntime.sleep(60)")
+    recorded = await run(f"os.write(fd, {ready})\nsignal.pause()")
     assert recorded.ready == []
     assert recorded.status == -signal.SIGKILL
     assert recorded.lines == ["the ready line is not a JSON object"]
@@ -128,7 +128,7 @@ async def test_child_closed_heartbeat_pipe_reports_exit_status():
 
 
 async def test_child_exit_is_not_delayed_by_grandchild_with_pipe():
-    code = "print('parent', flush=True)\npid = os.fork()\nif pid == 0:\n    time.sleep(60)\nprint(pid, flush=True)"
+    code = "print('parent', flush=True)\npid = os.fork()\nif pid == 0:\n    signal.pause()\nprint(pid, flush=True)"
     recorded = await run(code)
     assert recorded.lines[0] == "parent"
     os.kill(int(recorded.lines[1]), signal.SIGKILL)
@@ -136,7 +136,7 @@ async def test_child_exit_is_not_delayed_by_grandchild_with_pipe():
 
 async def test_child_signals_are_sent_only_while_it_runs():
     recorded = RecordedCallbacks()
-    child = spawn("os.write(fd, b'{}\\n')\ntime.sleep(60)", recorded)
+    child = spawn("os.write(fd, b'{}\\n')\nsignal.pause()", recorded)
     await recorded.serves.wait()
     child.send(signal.SIGTERM)
     await recorded.ended.wait()
