@@ -6,11 +6,11 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from functools import partial
 from random import SystemRandom
 
 import grpc.aio
+from msgspec.structs import replace
 from starlette.types import ASGIApp
 
 from router.access.access_files import AccessControl

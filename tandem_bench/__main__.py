@@ -130,6 +130,8 @@ def main() -> int:
     for file in (options.json, getattr(options, "plot", None)):
         if file is not None and not file.absolute().parent.is_dir():
             parsing.error(f"{file}: no such directory")
+    if (folder := getattr(options, "flames", None)) is not None and not folder.is_dir():
+        parsing.error(f"--flames {folder}: no such directory")
 
     err = Console(stderr=True, highlight=False)
     rows: list[Row] = []
@@ -235,8 +237,8 @@ WIDTH = 120
 """Width of a table in a file or a pipe."""
 PARTS = ("logits", "gates", "startup", "speed", "parity", "bf16")
 QUICK_PARTS = PARTS[:-1]
-TELEMETRY_PARTS = ("spans", "router", "cluster")
 """bf16 has no goal, and the fewer prompts, the less its rate says."""
+TELEMETRY_PARTS = ("spans", "router", "cluster")
 _SUBJECTS: Mapping[str, Callable[[argparse.Namespace, list[Row], Console], Coroutine[None, None, None]]] = {
     "spine": _spine,
     "engine": _engine,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 import numpy as np
+from msgspec import Struct
 
 from router.admission.local_prefill_capacity import LocalPrefillCapacity, local_prefill_capacity
 from router.placement.costs import CostModel
@@ -66,8 +67,7 @@ class InTransit:
     """Prompt tokens of requests that had their turn because a decode worker prefills them itself."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterCapacity:
+class ClusterCapacity(Struct, frozen=True, kw_only=True):
     """Room of the cluster at one moment."""
 
     usable: bool

@@ -6,14 +6,14 @@ request that can no longer meet its deadline, so every request here can still be
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
+
+from msgspec import Struct
 
 from router.admission.fair_share import VirtualCounters
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class Ticket:
+class Ticket(Struct, kw_only=True, eq=False):
     """A request that waits, or has waited."""
 
     tenant: str

@@ -4,9 +4,8 @@ Placement weighs a hand-off against what prefilling on the decode worker costs t
 prefill pool's queue, the longer the prompts that it places without it. What is cached is unknown here.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
+from msgspec import Struct
 
 from router.placement.costs import CostModel, link_ms, prefill_ms
 from router.workers.columns import Bools, ClusterView, Floats, Ints
@@ -14,8 +13,7 @@ from router.workers.columns import Bools, ClusterView, Floats, Ints
 _least, _most, _sum = np.minimum.reduce, np.maximum.reduce, np.add.reduce
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalPrefillCapacity:
+class LocalPrefillCapacity(Struct, frozen=True, kw_only=True):
     """Further prompt work that decode workers with a free slot can take."""
 
     most_tokens: float

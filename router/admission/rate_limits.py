@@ -6,8 +6,10 @@ on other hosts is counted as soon as it is reported (`router.admission.shared_ra
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple, Self
+
+from msgspec import Struct
 
 from tandem.config.admission import LimitsConfig, TenantLimits
 from tandem.errors import InvalidRequest, Overloaded
@@ -166,15 +168,14 @@ def _fitted(bucket: TokenBucket | None, per_minute: int, now_s: float) -> TokenB
     return bucket if bucket.per_minute == per_minute else bucket.resized(per_minute, now_s)
 
 
-@dataclass(slots=True, kw_only=True)
-class RateLimitGrant:
+class RateLimitGrant(Struct, kw_only=True):
     """One request's part of its tenant's limits, until it is returned."""
 
     tenant: str
     promised: bool
     estimated_tokens: float
     since_s: float
-    given_back: bool = field(default=False)
+    given_back: bool = False
 
 
 class RateLimiter:

@@ -1,7 +1,8 @@
 """Which requests may run now: what each lacks, and which may pass the first in the queue. Pure."""
 
 from collections.abc import Callable
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from router.admission.cluster_capacity import CapacityPolicy, ClusterCapacity, InTransit, Shortage, measure_capacity
 from router.admission.fair_queue import FairQueue, Ticket

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from msgspec import Struct
+
 from router.admission.cluster_capacity import CapacityPolicy
 from router.admission.fair_queue import Ticket
 from router.admission.rate_limits import RateLimitGrant
@@ -35,8 +37,7 @@ class AdmissionPolicy:
     room: CapacityPolicy = field(default_factory=CapacityPolicy)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdmissionRequest:
+class AdmissionRequest(Struct, frozen=True, kw_only=True):
     """The part of a request that admission decides by."""
 
     tenant: str
@@ -60,8 +61,7 @@ class QueuedTotals:
     num_tokens: int = 0
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class AdmissionEntry:
+class AdmissionEntry(Struct, kw_only=True, eq=False):
     ticket: Ticket
     grant: RateLimitGrant
     waiting: bool = False
@@ -71,7 +71,7 @@ class AdmissionEntry:
     """Whether it had its turn because a decode worker prefills its prompt itself."""
     ended: bool = False
     output_tokens: int = 0
-    cached_tokens: int | None = field(default=None)
+    cached_tokens: int | None = None
     """Set when a choice has ended."""
 
 

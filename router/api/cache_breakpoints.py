@@ -1,8 +1,9 @@
 """Cache breakpoints: how many prompt tokens each marked beginning of a conversation covers."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from router.api.frontend import Frontend
 from router.api.request.client_request import ClientRequest, PreparedRequest

@@ -7,7 +7,8 @@ the router.
 import math
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from router.api.answer.choice_text import TextCollector
 from router.api.answer.usage import CallUsage

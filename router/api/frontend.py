@@ -5,11 +5,13 @@ nothing is tokenized for a request that will be refused. The bounds of sampling 
 of stop strings in `router.text.stop_strings`.
 """
 
+import dataclasses
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import lru_cache
+
+from msgspec.structs import replace
 
 from router.admission.queue_limits import PreparationLimit
 from router.api.prompts import PromptReader
@@ -162,9 +164,9 @@ class Frontend:
             raise InvalidRequest(f"cache_salt must have 1 to {MAX_SALT_CHARS} characters", param="cache_salt")
         most = fields.max_tokens if fields.max_tokens is not None else _MOST_TOKENS
         BOUNDS["max_tokens"].check(fields.max_tokens_param, most)
-        sampling = replace(fields.sampling, max_tokens=most, seed=fields.seed or 0)
+        sampling = fields.sampling._replace(max_tokens=most, seed=fields.seed or 0)
         if fields.structure is not None:
-            sampling = replace(sampling, grammar=fields.structure.grammar())
+            sampling = sampling._replace(grammar=fields.structure.grammar())
         sampling.validate(vocab_size=self.model.vocab_size)
         StopStrings(fields.stop)
 
@@ -173,7 +175,7 @@ class Frontend:
         structure = fields.structure
         if structure is None or not self._config.grammars.disable_additional_properties:
             return fields
-        return replace(fields, structure=replace(structure, disables_additional_properties=True))
+        return replace(fields, structure=dataclasses.replace(structure, disables_additional_properties=True))
 
     def _with_defaults(self, fields: ClientRequest) -> ClientRequest:
         """Fill in the model's default sampling where the client stated none; a beam search does not sample."""
@@ -196,21 +198,21 @@ class Frontend:
         structure = fields.structure
         if fields.bad_words:
             banned = (*fields.sampling.bad_words, *self._bad_words(fields.bad_words))
-            fields = replace(fields, sampling=replace(fields.sampling, bad_words=banned))
+            fields = replace(fields, sampling=fields.sampling._replace(bad_words=banned))
             fields.sampling.validate(vocab_size=self.model.vocab_size)
         if structure is None:
             return fields
         if self.grammars is None:
             raise InvalidRequest(f"{structure.param}: not supported here", param=structure.param)
         grammar = await self.grammars.checked(structure.grammar(), structure.param)
-        return replace(fields, sampling=replace(fields.sampling, grammar=grammar))
+        return replace(fields, sampling=fields.sampling._replace(grammar=grammar))
 
     def _thinking_first(self, fields: ClientRequest, reasoning: Reasoning | None) -> ClientRequest:
         """Let a grammar apply only after the reasoning."""
         sampling = fields.sampling
         if sampling.grammar is None:
             return fields
-        return replace(fields, sampling=replace(sampling, grammar=self.thinking.before(sampling.grammar, reasoning)))
+        return replace(fields, sampling=sampling._replace(grammar=self.thinking.before(sampling.grammar, reasoning)))
 
     def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         if len(words) > MAX_BAD_WORDS:
@@ -246,7 +248,8 @@ class Frontend:
         wanted = fields.max_tokens if fields.max_tokens is not None else default_max_tokens
         fitting = room if wanted is None else max(1, min(wanted, room))
         most = self._max_tokens(fields, fitting, num_prompts, stated=fields.max_tokens is not None)
-        sampling = replace(fields.sampling, max_tokens=most, seed=self._seed(fields))
+        top_k = max(0, fields.sampling.top_k)  # -1 keeps every token, too
+        sampling = fields.sampling._replace(max_tokens=most, seed=self._seed(fields), top_k=top_k)
         if fields.max_tokens is None:
             # Otherwise `check_fields` has checked it: what became smaller is still within the bounds.
             sampling.validate(vocab_size=self.model.vocab_size)

@@ -3,7 +3,8 @@
 import asyncio
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from router.api.cache_breakpoints import common_length
 from router.api.frontend import Frontend

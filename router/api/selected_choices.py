@@ -1,8 +1,10 @@
 """Selects the choices of an unstreamed answer to show where more were generated: `best_of`, and `n` with `vote`."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
+
+from msgspec.structs import replace
 
 from router.api.answer.choice_text import TextDelta
 from router.api.request.choice_selection import ChoiceSelection, VoteResult, elect, likeliest

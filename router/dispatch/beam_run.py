@@ -6,7 +6,8 @@ one block each. If it is lost, another worker recomputes only the prefix.
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from router.dispatch.choices.beam_search import Beam, BeamSearch
 from router.dispatch.prompt_logprobs import PromptScorer
@@ -45,8 +46,7 @@ class BeamRun:
         finish = ChoiceFinish(
             reason=FinishReason.LENGTH,
             cached_tokens=first.times.cached.total,
-            times=replace(
-                first.times,
+            times=first.times._replace(
                 router_queue_s=max(0.0, started_s - arrived_s),
                 decode_s=max(0.0, self._clock() - started_s - first.times.total_s),
             ),

@@ -5,9 +5,11 @@
 
 import asyncio
 import contextlib
+import dataclasses
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import replace
 from random import Random
+
+from msgspec.structs import replace
 
 from router.dispatch.admission_queue import AdmissionQueue, AdmittedRequest, CountedSink
 from router.dispatch.beam_run import BeamRun
@@ -60,7 +62,7 @@ class Dispatcher:
             hedging=self.hedging,
         )
         # Canaries are not clients' requests, so they are not counted.
-        self._unseen = replace(self._context, observer=SilentObserver())
+        self._unseen = dataclasses.replace(self._context, observer=SilentObserver())
         self._scorer = PromptScorer(self._context)
         self._runs: dict[RequestId, RequestRun] = {}
         self.queue: AdmissionQueue | None = None

@@ -5,7 +5,8 @@ Scoring has no state worth keeping: a worker that refuses or dies is excluded, a
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from router.dispatch.choices.context import DispatchContext
 from router.placement.worker_selection import choose_scoring_worker
@@ -187,7 +188,7 @@ class ScoredPromptSink:
             finish = replace(
                 finish,
                 cached_tokens=0,
-                times=self._times.plus(replace(finish.times, router_queue_s=waited_s)),
+                times=self._times.plus(finish.times._replace(router_queue_s=waited_s)),
                 computed_tokens=finish.computed_tokens + num_computed,
                 needed_tokens=finish.needed_tokens + num_computed,
             )
@@ -199,7 +200,7 @@ def finish_scored_choices(request: RoutedRequest, scored: ScoredPrompt, sink: De
     """Finish all choices of a request that generates nothing; the first accounts for the computed tokens."""
     times = scored.times
     if request.arrived_s is not None:
-        times = replace(times, router_queue_s=max(0.0, now_s - request.arrived_s - times.total_s))
+        times = times._replace(router_queue_s=max(0.0, now_s - request.arrived_s - times.total_s))
     finish = ChoiceFinish(
         reason=FinishReason.LENGTH,
         cached_tokens=0,

@@ -16,6 +16,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
 import grpc.aio
+from msgspec import Struct
 
 from router.fleet.session_wire import (
     ProtocolError,
@@ -147,14 +148,12 @@ class PendingPinOrders(Generic[OrderT]):
         self._orders.clear()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Attempt:
+class _Attempt(Struct, frozen=True, kw_only=True):
     number: int
     deliver: Deliver
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Scoring:
+class _Scoring(Struct, frozen=True, kw_only=True):
     number: int
     deliver: DeliverScores
 

@@ -1,7 +1,6 @@
 """Parses gRPC requests for the frontend. Absent fields mean the same as over HTTP."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any, Literal, TypeAlias
 
 from google.protobuf.message import Message
@@ -49,7 +48,7 @@ def client_fields(
     max_tokens = sampling.max_tokens if sampling.HasField("max_tokens") else None
     scoring, beams, stated = _scoring(request, max_tokens), _beams(request), wire.sampling_from_pb(sampling)
     return ClientRequest(
-        sampling=replace(stated, num_logprobs=logprobs_needed(selection, stated.num_logprobs)),
+        sampling=stated._replace(num_logprobs=logprobs_needed(selection, stated.num_logprobs)),
         stated_sampling=frozenset(field.name for field, _ in sampling.ListFields()),
         max_tokens=1 if scoring is not None and scoring.only else max_tokens,
         seed=sampling.seed if sampling.HasField("seed") else None,

@@ -6,8 +6,8 @@ every token. The label values are our own: buckets of lengths, yes or no, and te
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from msgspec import Struct
 from prometheus_client.registry import CollectorRegistry
 
 from router.metrics.instruments import LabelledCounter, LabelledHistogram
@@ -25,8 +25,7 @@ _COMPUTED = "computed"
 _UNKNOWN = "unknown"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequestTraits:
+class RequestTraits(Struct, frozen=True, kw_only=True):
     """The labels of a request, as far as they are known before it runs."""
 
     prompt_tokens: int
@@ -51,8 +50,7 @@ class RequestTraits:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FirstTokens:
+class FirstTokens(Struct, frozen=True, kw_only=True):
     """The instants of a request's beginning, on the router's clock; None: it did not get that far."""
 
     arrived_s: float
@@ -90,7 +88,7 @@ class SliceMetrics:
         self._tenant = LabelledHistogram(
             "tandem_tenant_ttft_seconds", "Time to first token by tenant", _TENANT, ("tenant",)
         )
-        sources = (_COMPUTED, *CachedTokens.__dataclass_fields__)
+        sources = (_COMPUTED, *CachedTokens._fields)
         self._sources = LabelledCounter(
             "tandem_prompt_tokens_by_source",
             "Prompt tokens by the source of their KV: computed, or cached in one of several places",
@@ -143,7 +141,7 @@ class SliceMetrics:
 
     def _count_sources(self, finish: ChoiceFinish, prompt_tokens: int) -> None:
         cached = finish.times.cached
-        for source in CachedTokens.__dataclass_fields__:
+        for source in CachedTokens._fields:
             if count := getattr(cached, source):
                 self._sources.inc(source, amount=count)
         self._sources.inc(_COMPUTED, amount=max(0, prompt_tokens - cached.total))

@@ -4,14 +4,14 @@ from dataclasses import dataclass
 from math import inf
 
 import numpy as np
+from msgspec import Struct
 
 from router.types.worker_view import WorkerKey
 from router.workers.columns import Floats, PoolView
 from tandem.values.roles import WorkerRole
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CostModel:
+class CostModel(Struct, frozen=True, kw_only=True):
     """Bounds and priors of the cost model; a prior is used for a rate until a worker of the pool has measured it."""
 
     local_prefill_tokens: int = 64

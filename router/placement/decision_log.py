@@ -6,10 +6,12 @@ worker names and the request's id: never a prompt, a token or a block name.
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from itertools import islice
 from math import isfinite
 from typing import Any, Protocol
+
+from msgspec import Struct, field
 
 from router.placement.costs import CandidateCost
 from router.placement.worker_selection import Placement
@@ -31,8 +33,7 @@ class PlacementObserver(Protocol):
         ...
 
 
-@dataclass(slots=True, kw_only=True)
-class PlacementDecision:
+class PlacementDecision(Struct, kw_only=True):
     """One placement. The Placer that made it adds the outcome."""
 
     request_id: RequestId

@@ -1,14 +1,13 @@
 """The input of placement: one choice's needs, what the workers hold of its prompt, how they are linked. Pure."""
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from router.types.worker_view import WorkerKey
 from router.workers.columns import Bools, Ints, PoolView
 from router.workers.pair_links import PairLinks
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlacementDemand:
+class PlacementDemand(Struct, frozen=True, kw_only=True):
     """Requirements of one choice on its workers."""
 
     num_tokens: int

@@ -6,12 +6,12 @@ with the link between the two.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import copysign
 from random import Random
 from typing import Protocol
 
 import numpy as np
+from msgspec import Struct
 
 from router.placement.costs import CostModel
 from router.placement.pool_costs import Column, PoolCosts
@@ -26,8 +26,7 @@ fastest link. The others have an upper bound as their price."""
 _least = np.minimum.reduce
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Partner:
+class Partner(Struct, frozen=True, kw_only=True):
     """The prefill worker of a pair."""
 
     row: int

@@ -1,8 +1,9 @@
 """Places choices on workers, and accounts for it: the load that was sent, and which blocks will be cached where."""
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from random import Random
+
+from msgspec import Struct
 
 from router.placement.costs import CostModel
 from router.placement.decision_log import DecisionLog, PlacementDecision, PlacementObserver
@@ -29,8 +30,7 @@ from tandem.values.prefix_holder import PrefixHolder
 from tandem.values.roles import WorkerRole
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PendingHandoff:
+class PendingHandoff(Struct, frozen=True, kw_only=True):
     source: WorkerId
     """The worker that computes the prompt."""
     target: WorkerId
@@ -70,8 +70,7 @@ class PendingHandoffs:
         return found
 
 
-@dataclass(slots=True, kw_only=True)
-class Assignment:
+class Assignment(Struct, kw_only=True):
     """The workers of one attempt. Mutated only by the Placer that made it."""
 
     placement: Placement

@@ -6,6 +6,7 @@ from math import inf
 from typing import overload
 
 import numpy as np
+from msgspec import Struct
 
 from router.placement.costs import CandidateCost, local_threshold
 from router.workers.columns import Bools, Floats, PoolMembers
@@ -15,8 +16,7 @@ Column = Floats | list[float]
 Flags = Bools | list[bool]
 
 
-@dataclass(slots=True, kw_only=True)
-class PoolCosts:
+class PoolCosts(Struct, kw_only=True):
     """Costs that one decision compares. Columns are [num_workers], and belong to this decision alone."""
 
     held: Column

@@ -16,11 +16,11 @@ everyone's.
 """
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from random import Random
 
 import numpy as np
+from msgspec import Struct
 
 from router.placement.costs import CandidateCost, CostModel, link_ms
 from router.placement.demand import PlacementDemand
@@ -67,8 +67,7 @@ class NoDecodeWorker(Exception):
     """No decode worker is live, available and untried; the message gives their number."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
+class Placement(Struct, frozen=True, kw_only=True):
     """The decision, with everything that it was made from."""
 
     decode: WorkerSnapshot

@@ -7,9 +7,12 @@ the tools in the system message, calls and results in tags, as Hermes writes the
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Literal, TypeAlias
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from router.text.tools import AssistantToolCall, ToolDefinition, arguments_of, check_call_id, check_calls
 from tandem.errors import InvalidRequest
@@ -32,8 +35,7 @@ What it returns is then told to you in <tool_response> tags."""
 _NOTE, _ARGUMENT, _RESULT = "tandemsampletool", "tandemsampleargument", "tandemsampleresult"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
+class Message(Struct, frozen=True, kw_only=True):
     """One turn of a conversation."""
 
     role: str
@@ -63,8 +65,7 @@ class ToolForm:
     """Whether a turn of calls alone has content None; otherwise an empty text."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TemplateOptions:
+class TemplateOptions(Struct, frozen=True, kw_only=True):
     """A client's options for rendering its conversation."""
 
     variables: Mapping[str, Any] = field(default_factory=dict)

@@ -3,9 +3,10 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
+
+from msgspec import Struct
 
 from tandem.errors import InvalidRequest
 
@@ -25,8 +26,7 @@ _NO_PARAMETERS: dict[str, Any] = {"type": "object", "properties": {}}
 _NO_OTHERS = {"additionalProperties": False}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolDefinition:
+class ToolDefinition(Struct, frozen=True, kw_only=True):
     """A tool (function) that the model may call."""
 
     name: str
@@ -47,8 +47,7 @@ class ToolDefinition:
         return len(json.dumps([self.name, self.description, self.parameters], ensure_ascii=False))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AssistantToolCall:
+class AssistantToolCall(Struct, frozen=True, kw_only=True):
     """One call in an assistant's message."""
 
     id: str
@@ -57,8 +56,7 @@ class AssistantToolCall:
     """Arguments as JSON text, as the model wrote it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ToolUse:
+class ToolUse(Struct, frozen=True, kw_only=True):
     """The tools of one request, and how they may be used. A request whose tools must not be called has none."""
 
     tools: tuple[ToolDefinition, ...]

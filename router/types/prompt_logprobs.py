@@ -2,14 +2,14 @@
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from router.types.worker_view import WorkerKey
 from tandem.values.outputs import PhaseTimes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptScoringRequest:
+class PromptScoringRequest(Struct, frozen=True, kw_only=True):
     """A request to score the prompt before anything is generated."""
 
     num_top: int | None
@@ -20,8 +20,7 @@ class PromptScoringRequest:
     """Whether to return only the `num_top` most likely tokens after the prompt."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScoredPrompt:
+class ScoredPrompt(Struct, frozen=True, kw_only=True):
     """The scores of one prompt; log probabilities start at its second token."""
 
     num_top: int = 0

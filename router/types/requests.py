@@ -7,8 +7,9 @@ made for every token are named tuples: a frozen dataclass takes twice as long to
 
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
+
+from msgspec import Struct
 
 from router.types.prompt_logprobs import PromptScoringRequest, ScoredPrompt
 from router.types.worker_view import WorkerKey
@@ -24,8 +25,7 @@ _LEAST_CONTINUATIONS = 2
 """Continuations that a step of a beam search considers per beam; more where many tokens end one."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResumePoint:
+class ResumePoint(Struct, frozen=True, kw_only=True):
     """The position in one choice of a stream that another router, or an earlier reader of this one, began."""
 
     worker: Incarnation
@@ -34,8 +34,7 @@ class ResumePoint:
     """Tokens that the client has. The stream still begins at the first token: text needs those before it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PinRequest:
+class PinRequest(Struct, frozen=True, kw_only=True):
     """A request to pin a prompt's first tokens, for a TTL or until a time that a callback gives."""
 
     num_tokens: int
@@ -47,8 +46,7 @@ class PinRequest:
     then. None: the pin is no longer wanted."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BeamSearchParams:
+class BeamSearchParams(Struct, frozen=True, kw_only=True):
     """Parameters of a beam search."""
 
     num_beams: int
@@ -66,8 +64,7 @@ class BeamSearchParams:
         return max(_LEAST_CONTINUATIONS, 1 + len(self.end_ids)) * self.num_beams
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoutedRequest:
+class RoutedRequest(Struct, frozen=True, kw_only=True):
     """A client request that has passed validation."""
 
     request_id: RequestId
@@ -105,12 +102,11 @@ class RoutedRequest:
     """Scores requested for the prompt itself; returned before any token."""
     beams: BeamSearchParams | None = None
     """Parameters of a beam search, whose best beams are the choices; None: sampling."""
-    span: Span | None = field(default=None, compare=False)
+    span: Span | None = None
     """The span of the whole request, when it is traced; its server ends it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ChoiceFinish:
+class ChoiceFinish(Struct, frozen=True, kw_only=True):
     """The end of one choice."""
 
     reason: FinishReason

@@ -1,8 +1,9 @@
 """Messages between dispatch and one worker's session: orders to the worker, events of one attempt from it."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
+
+from msgspec import Struct
 
 from router.types.worker_view import WorkerKey
 from tandem.errors import ServingError
@@ -17,8 +18,7 @@ from tandem.values.sampling import SamplingParams
 CLOSED_HERE = "the router closed the session"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillRoute:
+class PrefillRoute(Struct, frozen=True, kw_only=True):
     """The prefill worker that computes the prompt for a decode worker."""
 
     worker: WorkerKey
@@ -30,8 +30,7 @@ class PrefillRoute:
     """A worker expected to hold more of the prompt's prefix."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SubmitOrder:
+class SubmitOrder(Struct, frozen=True, kw_only=True):
     """One attempt at one choice."""
 
     request_id: RequestId
@@ -54,16 +53,14 @@ class SubmitOrder:
     """Trace context of the parent of the worker's spans."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptStarted:
+class AttemptStarted(Struct, frozen=True, kw_only=True):
     """Facts about an attempt that arrive with its first token."""
 
     cached_tokens: int
     times: PhaseTimes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptFinished:
+class AttemptFinished(Struct, frozen=True, kw_only=True):
     """The end of an attempt as its worker reports it; `failure` is set with reason ERROR."""
 
     reason: FinishReason
@@ -86,15 +83,13 @@ class TokensArrived(NamedTuple):
         return None if self.started is None else self.started.cached_tokens
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttemptRefused:
+class AttemptRefused(Struct, frozen=True, kw_only=True):
     """A worker's refusal of an attempt, of which it keeps nothing."""
 
     error: ServingError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransferFailed:
+class TransferFailed(Struct, frozen=True, kw_only=True):
     """The prompt's KV did not arrive; the decode worker keeps what did and waits for a new route."""
 
     transfer_id: TransferId
@@ -104,8 +99,7 @@ class TransferFailed:
     """The prefill worker's error, when it refused."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommittedHandoff:
+class CommittedHandoff(Struct, frozen=True, kw_only=True):
     """A hand-off that a decode worker reports as complete."""
 
     prefill: WorkerKey
@@ -116,15 +110,13 @@ class CommittedHandoff:
     """How long it took after the prompt had been computed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerLost:
+class WorkerLost(Struct, frozen=True, kw_only=True):
     """The session ended, and with it all of its attempts."""
 
     reason: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptScoringOrder:
+class PromptScoringOrder(Struct, frozen=True, kw_only=True):
     """One attempt at scoring one prompt; see `router.types.prompt_logprobs.PromptScoringRequest`."""
 
     request_id: RequestId
@@ -150,16 +142,14 @@ class PromptScoresPart(NamedTuple):
     """Phase times, with the last part."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheOffer:
+class CacheOffer(Struct, frozen=True, kw_only=True):
     """The cached blocks of a draining worker, hottest first, and how long others may fetch them."""
 
     chains: tuple[CachedChain, ...]
     lends_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MigrationPlan:
+class MigrationPlan(Struct, frozen=True, kw_only=True):
     """Blocks that the target of a cache migration may fetch from a draining worker."""
 
     holder: PrefixHolder

@@ -1,7 +1,8 @@
 """A worker as the router sees it: its identity, its load, and what placement reads."""
 
-from dataclasses import dataclass
 from typing import NamedTuple
+
+from msgspec import Struct
 
 from tandem.protocol.session_versions import SPOKEN
 from tandem.values.ids import BlockHash, Incarnation, WorkerId
@@ -18,8 +19,7 @@ class WorkerKey(NamedTuple):
     incarnation: Incarnation
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerInfo:
+class WorkerInfo(Struct, frozen=True, kw_only=True):
     """A worker's HELLO, fixed for the life of its process."""
 
     key: WorkerKey
@@ -66,8 +66,7 @@ class WorkerInfo:
         return agree(self.layout, other.layout)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CacheTierLoad:
+class CacheTierLoad(Struct, frozen=True, kw_only=True):
     """One tier of a worker's cache below its pool: current gauges, and totals since the worker's start."""
 
     tier: str
@@ -86,8 +85,7 @@ class CacheTierLoad:
     late: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransferEnds:
+class TransferEnds(Struct, frozen=True, kw_only=True):
     """A worker's KV transfers that ended in one way: totals since its start."""
 
     kind: str
@@ -102,8 +100,7 @@ class TransferEnds:
     damaged_chunks: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransferSide:
+class TransferSide(Struct, frozen=True, kw_only=True):
     """One direction of a worker's transfers."""
 
     direction: str
@@ -114,8 +111,7 @@ class TransferSide:
     bytes_per_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MigratedBlocks:
+class MigratedBlocks(Struct, frozen=True, kw_only=True):
     """Blocks offered by workers that left, by outcome: totals since the worker's start."""
 
     outcome: str
@@ -123,8 +119,7 @@ class MigratedBlocks:
     num_bytes: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TransferReport:
+class TransferReport(Struct, frozen=True, kw_only=True):
     """A worker's counts of KV transfers: totals since its start, and current gauges."""
 
     sides: tuple[TransferSide, ...]
@@ -141,8 +136,7 @@ class TransferReport:
     inherited: tuple[MigratedBlocks, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RedisPublishingReport:
+class RedisPublishingReport(Struct, frozen=True, kw_only=True):
     """A worker's publishing of cache events through Redis: totals since its start, and current gauges."""
 
     is_up: bool
@@ -153,8 +147,7 @@ class RedisPublishingReport:
     """Age of the oldest change that is not published yet."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineStepTotals:
+class EngineStepTotals(Struct, frozen=True, kw_only=True):
     """Totals of one kind of steps since the worker's start."""
 
     steps: int
@@ -164,8 +157,7 @@ class EngineStepTotals:
     """Requests, summed over steps."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineWorkReport:
+class EngineWorkReport(Struct, frozen=True, kw_only=True):
     """The work that a worker's engine has done, and the memory that it holds."""
 
     prefill: EngineStepTotals
@@ -183,8 +175,7 @@ class EngineWorkReport:
     """Number of steps by size in tokens, in the buckets of STEP_SIZES; empty: not reported."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerLoad:
+class WorkerLoad(Struct, frozen=True, kw_only=True):
     """A worker's latest load report. A rate of 0 was not measured often enough yet."""
 
     num_running: int = 0
@@ -216,8 +207,7 @@ class WorkerLoad:
     """None for a worker that does not report it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerSnapshot:
+class WorkerSnapshot(Struct, frozen=True, kw_only=True):
     """The state of one worker at one moment, as placement sees it."""
 
     info: WorkerInfo
@@ -239,8 +229,7 @@ class WorkerSnapshot:
     """Time of its last token, or else when it joined; on the router's clock."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefixChange:
+class PrefixChange(Struct, frozen=True, kw_only=True):
     """Numbered changes of one worker's prefix cache."""
 
     first_sequence: int

@@ -10,7 +10,28 @@ from types import CodeType, FrameType
 from tandem.profiling.stacks import MAX_DEPTH, StackTally
 
 PERIOD_S = 0.01
+_SWITCH_S = 1e-5
+"""The interpreter's switch interval meanwhile. With Python's 5 ms the sampling thread would nearly always get its turn
+where another thread waits or makes a system call, and such places would seem to take all of the time."""
 _ROOT = Path(__file__).parents[2]
+
+
+class FrameNames:
+    """Names of frames: function and file, `Dispatcher.run (router/dispatch/dispatcher.py)`. Each is made once."""
+
+    def __init__(self) -> None:
+        self._names: dict[CodeType, str] = {}
+
+    def stack(self, frame: FrameType | None) -> list[str]:
+        """Return a frame and its callers, outermost first; of deeper stacks the innermost MAX_DEPTH + 1."""
+        frames: list[str] = []
+        while frame is not None and len(frames) <= MAX_DEPTH:
+            code = frame.f_code
+            if (name := self._names.get(code)) is None:
+                name = self._names[code] = f"{code.co_qualname} ({_shortened(code.co_filename)})"
+            frames.append(name)
+            frame = frame.f_back
+        return frames[::-1]
 
 
 class StackSampler:
@@ -20,23 +41,30 @@ class StackSampler:
         """Must be called on the loop's own thread."""
         self.tally = StackTally()
         self._loop, self._loop_thread, self._period_s = loop, threading.get_ident(), period_s
-        self._names: dict[CodeType, str] = {}
+        self._names = FrameNames()
         self._stopped = threading.Event()
 
     def run(self, seconds: float) -> StackTally:
         """Sample for this long; blocks, so it needs a thread of its own."""
-        now_s = time.monotonic()
-        ends_s, due_s = now_s + seconds, now_s
+        usual_s = sys.getswitchinterval()
+        sys.setswitchinterval(_SWITCH_S)
+        try:
+            self._sample_until(time.monotonic() + seconds)
+        finally:
+            sys.setswitchinterval(usual_s)
+        return self.tally
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def _sample_until(self, ends_s: float) -> None:
+        due_s = now_s = time.monotonic()
         while now_s < ends_s and not self._stopped.is_set():
             self._look()
             # A late sample does not bring the next ones closer together.
             due_s = max(due_s + self._period_s, time.monotonic())
             self._stopped.wait(min(due_s, ends_s) - time.monotonic())
             now_s = time.monotonic()
-        return self.tally
-
-    def stop(self) -> None:
-        self._stopped.set()
 
     def _look(self) -> None:
         names = {thread.ident: thread.name for thread in threading.enumerate()}
@@ -46,17 +74,7 @@ class StackSampler:
                 continue
             of_loop = ident == self._loop_thread
             begin = ["event loop", *([task] if task else [])] if of_loop else [_bare(names.get(ident, "thread"))]
-            self.tally.add([*begin, *self._stack(frame)])
-
-    def _stack(self, frame: FrameType | None) -> list[str]:
-        frames: list[str] = []
-        while frame is not None and len(frames) <= MAX_DEPTH:
-            code = frame.f_code
-            if (name := self._names.get(code)) is None:
-                name = self._names[code] = f"{code.co_qualname} ({_shortened(code.co_filename)})"
-            frames.append(name)
-            frame = frame.f_back
-        return frames[::-1]
+            self.tally.add([*begin, *self._names.stack(frame)])
 
     def _task_name(self) -> str | None:
         """The name of the running task's coroutine; tasks' own names may contain request ids."""

@@ -17,13 +17,13 @@ class StackTally:
         self._counts: Counter[tuple[str, ...]] = Counter()
         self.num_samples = 0
 
-    def add(self, stack: Sequence[str]) -> None:
-        """Count one sample of one thread."""
+    def add(self, stack: Sequence[str], count: int = 1) -> None:
+        """Count samples of one thread."""
         kept = tuple(stack) if len(stack) <= MAX_DEPTH else (*stack[: MAX_DEPTH - 1], CUT)
         if kept not in self._counts and len(self._counts) >= self._max_stacks:
             kept = (OTHER,)
-        self._counts[kept] += 1
-        self.num_samples += 1
+        self._counts[kept] += count
+        self.num_samples += count
 
     def __iter__(self) -> Iterator[tuple[tuple[str, ...], int]]:
         """Iterate over (stack, number of samples), sorted by names."""

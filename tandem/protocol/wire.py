@@ -72,16 +72,25 @@ _SENT_ERRORS = _ERRORS.keys() - {kind.__name__ for kind in NEW_ERRORS}
 
 def sampling_to_pb(params: SamplingParams) -> pb.SamplingParams:
     """Encode with all fields set, so that the receiver's defaults do not matter."""
-    message = pb.SamplingParams(
+    return pb.SamplingParams(
+        max_tokens=params.max_tokens,
+        min_tokens=params.min_tokens,
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        repetition_penalty=params.repetition_penalty,
+        ignore_eos=params.ignore_eos,
+        seed=params.seed,
+        num_logprobs=params.num_logprobs,
+        grammar=params.grammar,
         logit_bias=dict(params.logit_bias),
         stop_token_ids=params.stop_token_ids,
         allowed_token_ids=params.allowed_token_ids,
         bad_words=[pb.TokenSequence(token_ids=word) for word in params.bad_words],
     )
-    for name in _OPTIONAL_SAMPLING:
-        if (value := getattr(params, name)) is not None:
-            setattr(message, name, value)
-    return message
 
 
 def sampling_from_pb(message: pb.SamplingParams) -> SamplingParams:

@@ -1,6 +1,8 @@
-"""Results of generation, used by every layer: tokens, finish reasons, and times by phase."""
+"""Results of generation, used by every layer: tokens, finish reasons, and times by phase.
 
-from dataclasses import dataclass
+Named tuples, because they are made for every token or request: a frozen dataclass takes several times as long.
+"""
+
 from enum import Enum
 from typing import NamedTuple
 
@@ -16,8 +18,7 @@ class FinishReason(Enum):
     """The request timed out while it waited. Only within a worker: routers receive it as a failure."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TokenLogprob:
+class TokenLogprob(NamedTuple):
     """A token and the natural log of its probability under the unmodified distribution."""
 
     token_id: int
@@ -25,18 +26,14 @@ class TokenLogprob:
 
 
 class SampledToken(NamedTuple):
-    """One sampled token; `logprob` and `top_logprobs` only when the request wants them.
-
-    A named tuple, because it is made for every token: a frozen dataclass takes twice as long.
-    """
+    """One sampled token; `logprob` and `top_logprobs` only when the request wants them."""
 
     token_id: int
     logprob: float | None = None
     top_logprobs: tuple[TokenLogprob, ...] = ()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CachedTokens:
+class CachedTokens(NamedTuple):
     """Prompt tokens that were not computed for a request, by where their KV was."""
 
     prefill_pool: int = 0
@@ -54,8 +51,7 @@ class CachedTokens:
 NO_CACHED_TOKENS = CachedTokens()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PhaseTimes:
+class PhaseTimes(NamedTuple):
     """Seconds that one request spent in each phase, measured by the process of that phase, and the KV that it held."""
 
     prefill_queue_s: float = 0.0

@@ -5,7 +5,7 @@ The bounds stated here are the only ones: HTTP schemas, gRPC servicers and the e
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import NamedTuple
 
 from tandem.errors import InvalidRequest
@@ -50,22 +50,27 @@ BOUNDS: Mapping[str, Bound] = {
 """Bounds by field, stated only here."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SamplingParams:
-    """Sampling of one choice. Defaults are the neutral values: they change no logit and stop nothing."""
+_NO_BIAS: Mapping[int, float] = MappingProxyType({})
+
+
+class SamplingParams(NamedTuple):
+    """Sampling of one choice. Defaults are the neutral values: they change no logit and stop nothing.
+
+    A named tuple, because several are made for every request: a frozen dataclass takes several times as long.
+    """
 
     max_tokens: int = 16
     min_tokens: int = 0
     temperature: float = 1.0
     """0 means greedy."""
     top_k: int = 0
-    """0 keeps every token; -1, as some clients write it, becomes 0."""
+    """0 keeps every token; servers write it for the -1 of some clients."""
     top_p: float = 1.0
     min_p: float = 0.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    logit_bias: Mapping[int, float] = _NO_BIAS
     stop_token_ids: tuple[int, ...] = ()
     """Sampling one of these ends the choice; the model's own end tokens are added unless `ignore_eos`."""
     ignore_eos: bool = False
@@ -79,10 +84,6 @@ class SamplingParams:
     """Sequences of tokens that are never generated: the last token of each is not sampled after the others."""
     num_logprobs: int | None = None
     """None: no logprobs; 0: of the sampled token only; k: also of the k most likely."""
-
-    def __post_init__(self) -> None:
-        if self.top_k == -1:
-            object.__setattr__(self, "top_k", 0)
 
     @property
     def greedy(self) -> bool:

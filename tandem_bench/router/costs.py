@@ -125,9 +125,17 @@ def run_client(
 
 @contextmanager
 def cluster(
-    *, num_workers: int, step_ms: float = 10.0, more: Mapping[str, Any] | None = None, tls: bool = False
+    *,
+    num_workers: int,
+    step_ms: float = 10.0,
+    more: Mapping[str, Any] | None = None,
+    tls: bool = False,
+    module: Sequence[str] = ("router",),
 ) -> Iterator[tuple[str, psutil.Process]]:
-    """Run a router over mock workers; yields its URL and process. `more`: sections of its configuration."""
+    """Run a router over mock workers; yields its URL and process.
+
+    `more`: sections of its configuration; `module`: the module that is run, with its first arguments.
+    """
     pem = create_member_bundle() if tls else None
     secret, ports = secrets.token_hex(16), free_ports(num_workers + 2)
     tokenizer = Tokenizer.load(model_directory("builtin"))
@@ -154,7 +162,7 @@ def cluster(
         }
         file = folder / "cluster.yaml"
         file.write_text(yaml.safe_dump(config))
-        router = _start_router(stack, file)
+        router = _start_router(stack, file, module)
         url = f"http://127.0.0.1:{ports[0]}"
         yield url, psutil.Process(router.pid)
 
@@ -171,11 +179,11 @@ def start(stack: ExitStack, command: Sequence[str], **more: Any) -> "subprocess.
     return process
 
 
-def _start_router(stack: ExitStack, file: Path) -> "subprocess.Popen[bytes]":
+def _start_router(stack: ExitStack, file: Path, module: Sequence[str]) -> "subprocess.Popen[bytes]":
     """Start the router, and return when it reports that it serves."""
     ready, ready_fd = os.pipe()
     stack.callback(os.close, ready)
-    command = [sys.executable, "-m", "router", "--config", str(file), "--ready-fd", str(ready_fd)]
+    command = [sys.executable, "-m", *module, "--config", str(file), "--ready-fd", str(ready_fd)]
     log = stack.enter_context(file.with_name("router.log").open("w+", encoding="utf-8"))
     router = start(stack, command, pass_fds=(ready_fd,), stderr=log)
     os.close(ready_fd)  # the pipe then ends with the router, so its end is noticed

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-PARTS = ("doors", "placement", "prefix_map", "agentic", "redis", "overload")
+PARTS = ("doors", "budget", "placement", "prefix_map", "agentic", "redis", "overload")
 PEER_NAMES = ("nginx", "sglang-router")
 ROUNDS = 3
 REPEATS = 30
@@ -41,6 +41,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FILE",
         help="give the sessions of `agentic` the lengths of this trace (Mooncake's .jsonl); default: built-in ones",
+    )
+    parser.add_argument(
+        "--flames", type=Path, metavar="FOLDER", help="write the flame graphs of `budget` to this folder"
     )
     parser.add_argument("--tls", action="store_true", help="`doors` once more with cluster.tls, in alternation")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file as well")

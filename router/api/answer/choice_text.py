@@ -1,8 +1,9 @@
 """The text of one choice from its tokens: detokenized, cut at stop strings, joined unless it is streamed. Pure."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from router.api.request.client_request import PreparedRequest
 from router.text.stop_strings import StopMatcher

@@ -4,7 +4,6 @@ Phases follow each other: together they are no longer than the call; the rest be
 were waited for, and to attempts that never reported back.
 """
 
-from dataclasses import asdict
 from typing import Any
 
 from router.api.answer.usage import CallUsage
@@ -22,7 +21,7 @@ def timing_object(usage: CallUsage) -> dict[str, Any]:
     return {
         **{f"{name}_s": round(seconds, 6) for name, seconds in _phases(usage).items()},
         "cached_tokens": usage.cached_tokens,
-        "cached_by_source": asdict(usage.cached_by_source()),
+        "cached_by_source": usage.cached_by_source()._asdict(),
         "retry_amplification": round(spent.retry_amplification, 6),
         "cost": {
             "prefill_s": round(spent.prefill_s, 6),

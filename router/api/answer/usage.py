@@ -1,7 +1,6 @@
 """Usage of one client call: tokens, cached tokens, time by phase, and cost. Both servers report it."""
 
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import fields
 
 from router.api.answer.choice_text import TextDelta
 from router.api.request.client_request import PreparedRequest
@@ -63,7 +62,7 @@ class CallUsage:
         found = [finish.times.cached for finish in self._least_cached()]
         if len(found) == 1:
             return found[0]
-        return CachedTokens(**{f.name: sum(getattr(one, f.name) for one in found) for f in fields(CachedTokens)})
+        return CachedTokens(*(sum(counts) for counts in zip(*found, strict=True)))
 
     def _least_cached(self) -> Collection[ChoiceFinish]:
         """The choice of each prompt that found least in the cache."""

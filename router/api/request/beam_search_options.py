@@ -4,6 +4,8 @@ from dataclasses import fields as fields_of
 from dataclasses import replace
 from typing import Literal
 
+from msgspec.structs import replace
+
 from router.api.request.client_request import ClientRequest, PreparedRequest
 from router.types.requests import BeamSearchParams
 from tandem.errors import InvalidRequest

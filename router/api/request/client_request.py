@@ -1,6 +1,6 @@
 """A client's request before and after validation, and the model's properties that servers need."""
 
-from dataclasses import dataclass, field
+from msgspec import Struct, field
 
 from router.api.request.generation_defaults import GenerationDefaults
 from router.text.conversation import TemplateOptions
@@ -16,8 +16,7 @@ from tandem.telemetry.tracing import TraceContext
 from tandem.values.sampling import SamplingParams
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelInfo:
+class ModelInfo(Struct, frozen=True, kw_only=True):
     """The served model, as the HTTP and gRPC servers need to know it."""
 
     name: str
@@ -33,8 +32,7 @@ class ModelInfo:
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClientRequest:
+class ClientRequest(Struct, frozen=True, kw_only=True):
     """A client's request without its prompt, as received: nothing has been validated yet."""
 
     sampling: SamplingParams = field(default_factory=SamplingParams)
@@ -94,8 +92,7 @@ class ClientRequest:
         return 0 if self.scoring is not None and self.scoring.only else 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedRequest:
+class PreparedRequest(Struct, frozen=True, kw_only=True):
     """A request ready for dispatch, and what the server needs to show its answer."""
 
     request: RoutedRequest

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Never
 
@@ -27,7 +27,7 @@ class GenerationDefaults:
     def fill(self, sampling: SamplingParams, stated: frozenset[str]) -> SamplingParams:
         """Return `sampling` with the defaults of all fields that are not `stated`."""
         missing: dict[str, Any] = {name: value for name, value in self.sampling.items() if name not in stated}
-        return replace(sampling, **missing) if missing else sampling
+        return sampling._replace(**missing) if missing else sampling
 
     def shown(self) -> dict[str, float]:
         """Return all defaults by their names in requests."""

@@ -6,7 +6,6 @@ without a first token its time belongs to no phase.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from router.types.session_events import AttemptStarted
 from tandem.values.outputs import PhaseTimes
@@ -36,7 +35,7 @@ class AttemptLedger:
         """Start an attempt on a worker, given the `num_given` tokens of the answer that the client has."""
         now_s = self._clock()
         waited_s = self._spent.router_queue_s + now_s - self._since_s
-        self._spent = replace(self._spent, router_queue_s=waited_s)
+        self._spent = self._spent._replace(router_queue_s=waited_s)
         self._since_s, self._runs, self._heard = now_s, True, None
         self._num_given, self._kv_bytes_per_token = num_given, kv_bytes_per_token
 
@@ -68,7 +67,7 @@ class AttemptLedger:
         held = self._prompt_length + (self._num_given + num_tokens) / 2
         times, decode_s = started.times, now_s - since_s
         kv_byte_s = times.kv_byte_s + held * self._kv_bytes_per_token * decode_s
-        return replace(times, decode_s=decode_s, kv_byte_s=kv_byte_s)
+        return times._replace(decode_s=decode_s, kv_byte_s=kv_byte_s)
 
     def total(self) -> PhaseTimes:
-        return self._spent if self._first is None else replace(self._spent, cached=self._first.times.cached)
+        return self._spent if self._first is None else self._spent._replace(cached=self._first.times.cached)

@@ -1,8 +1,9 @@
 """Builds a choice's orders to workers and its trace spans from its state. Pure."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from random import Random
+
+from msgspec.structs import replace
 
 from router.placement.placer import Assignment
 from router.types.requests import RoutedRequest

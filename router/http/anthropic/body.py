@@ -1,9 +1,9 @@
 """The bodies of Anthropic's routes: types here, bounds in the frontend."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Annotated, Literal, NamedTuple
 
+from msgspec.structs import replace
 from pydantic import Field
 
 from router.api.cache_breakpoints import CacheBreakpoint, check_breakpoints

@@ -5,10 +5,10 @@ that the answer itself made. Events with anything else are built as a whole.
 """
 
 import secrets
-from dataclasses import dataclass
 from typing import Any
 
 import orjson
+from msgspec import Struct
 
 from router.api.answer.choice_text import TextDelta
 from router.api.answer.stream_cursor import StreamCursor
@@ -19,8 +19,7 @@ from router.http.openai.answers import AnswerFormat
 from router.http.openai.usage import usage_object
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamExtras:
+class StreamExtras(Struct, frozen=True, kw_only=True):
     """Requested contents of a stream besides the text."""
 
     include_usage: bool
@@ -90,8 +89,7 @@ class SseAnswerStream:
         return around
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _TextEvent:
+class _TextEvent(Struct, frozen=True, kw_only=True):
     """The bytes before and after the text of one choice's events."""
 
     before: bytes

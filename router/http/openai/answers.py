@@ -1,8 +1,9 @@
 """The two formats of an answer, chat and completions, streamed in chunks or whole."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
+
+from msgspec import Struct
 
 from router.api.answer.choice_text import TextDelta
 from router.api.request.client_request import PreparedRequest
@@ -11,8 +12,7 @@ from router.text.tokenizer import Tokenizer
 from tandem.errors import InvariantError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerHead:
+class AnswerHead(Struct, frozen=True, kw_only=True):
     """The fields that every chunk of one answer repeats, and what the client requested."""
 
     id: str

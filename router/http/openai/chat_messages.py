@@ -1,8 +1,9 @@
 """The messages of a chat in OpenAI's format, including calls in the older form, which has no ids."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Annotated, ClassVar
+
+from msgspec.structs import replace
 
 from router.http.body.strict_body import OnlyTypes, StrictBody, at_most
 from router.http.openai.tool_schemas import CalledFunction, ToolCallPart

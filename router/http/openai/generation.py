@@ -2,12 +2,12 @@
 
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
 import orjson
 from fastapi import APIRouter, Depends
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 

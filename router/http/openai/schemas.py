@@ -1,9 +1,9 @@
 """The bodies of OpenAI's routes: types here, bounds in the frontend."""
 
 import re
-from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeAlias
 
+from msgspec.structs import replace
 from pydantic import Field, model_validator
 
 from router.api.prompts import MAX_MESSAGES

@@ -10,7 +10,6 @@ import sys
 import time
 from array import array
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -129,7 +128,7 @@ def say_with_logprobs(parts: EngineParts) -> Iterator[SampledToken]:
         request_id=RequestId("logprobs"),
         token_ids=array("i", range(3, 40)),
         num_prompt_tokens=37,
-        params=replace(ODD, num_logprobs=3),
+        params=ODD._replace(num_logprobs=3),
         hash_root=BlockHash(b""),
         block_table=BlockTable([BlockId(i) for i in range(8)]),
     )

@@ -3,7 +3,8 @@
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from router.admission.cluster_capacity import CapacityPolicy
 from router.admission.continuations import Continuations

@@ -7,10 +7,11 @@ Nothing waits for a socket, so tens of thousands of requests take seconds.
 import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from enum import Enum
 from random import Random
 from typing import Any
+
+from msgspec.structs import replace
 
 from router.admission.rate_limits import RateLimiter
 from router.dispatch.choices.context import DispatchSettings, HedgingSettings

@@ -1,9 +1,9 @@
 """The body of POST /v1/responses. Nothing is stored: each request contains its whole conversation."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
+from msgspec.structs import replace
 from pydantic import Field
 
 from router.api.request.client_request import ClientRequest

@@ -1,8 +1,7 @@
 """Why requests wait for admission: the pool without room, or the router itself."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from router.admission.cluster_capacity import Shortage
 from router.types.worker_view import WorkerLoad

@@ -1,9 +1,9 @@
 """Continued streams: the first at a router is always admitted, later ones within limits, all counted."""
 
 import asyncio
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from router.admission import continuations
 from router.admission.continuations import Continuations

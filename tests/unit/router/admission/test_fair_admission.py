@@ -1,8 +1,7 @@
 """Admission decisions one at a time: requests that run, wait or are refused."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from router.admission.cluster_capacity import CapacityPolicy, DrainMeter, InTransit, measure_capacity
 from router.admission.counts import Rejection

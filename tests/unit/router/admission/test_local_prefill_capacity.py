@@ -1,10 +1,11 @@
 """Prompts prefilled by decode workers: admission recognises them as placement does, and lets them pass."""
 
-from dataclasses import replace
+import dataclasses
 from random import Random
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from router.admission.cluster_capacity import CapacityPolicy, Shortage
 from router.admission.local_prefill_capacity import LocalPrefillCapacity, local_prefill_capacity
@@ -154,7 +155,7 @@ def test_local_prefill_forecast_behind_blocked_first_equals_its_wait(lacks_decod
 
 
 def test_local_prefill_unpaired_decode_worker_does_not_raise_threshold() -> None:
-    alone = worker("d1", layout=replace(LAYOUT, dtype="bfloat16"), num_blocks=_MANY, load=writer().load)
+    alone = worker("d1", layout=dataclasses.replace(LAYOUT, dtype="bfloat16"), num_blocks=_MANY, load=writer().load)
     pair = [writer(), reader(5000)]
     found = local_prefill_capacity(
         view_of([*pair, alone]), EXACT, np.array([0, 1]), backlog_s=0.25, transit_tokens=0.0, now_s=0.0

@@ -1,9 +1,9 @@
 """The validator of both servers: bounds, defaults, names."""
 
 import asyncio
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from router.api.frontend import MAX_SALT_CHARS
 from router.api.prompts import MAX_CHARS_PER_TOKEN, MAX_MESSAGES
@@ -48,7 +48,7 @@ async def test_frontend_stated_fields_are_kept(parts: fakes.Servers) -> None:
         sampling=sampling, max_tokens=99, seed=-5, num_choices=3, priority=-2, time_left_s=2.0, stop=("x",)
     )
     (one,) = await parts.frontend.prepare_prompts([(5, 6)], fields)
-    assert one.request.sampling == replace(sampling, max_tokens=99, seed=-5)
+    assert one.request.sampling == sampling._replace(max_tokens=99, seed=-5)
     assert (one.request.num_choices, one.request.priority, one.request.deadline_s) == (3, -2, 1002.0)
     assert one.stop_token_ids == {9}
     assert one.prompt_text is None

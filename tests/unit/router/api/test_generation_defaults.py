@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +117,7 @@ async def test_beam_search_ignores_sampling_defaults(client: httpx.AsyncClient, 
 async def test_complete_sampling_params_ignore_model_defaults(parts: fakes.Servers) -> None:
     own = SamplingParams(temperature=0.5)
     (one,) = await parts.frontend.prepare_prompts(["x"], ClientRequest(sampling=own))
-    assert one.request.sampling == replace(own, seed=99)
+    assert one.request.sampling == own._replace(seed=99)
 
 
 @pytest.mark.parametrize(

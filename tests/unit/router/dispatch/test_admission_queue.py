@@ -1,9 +1,9 @@
 """Requests at admission, with real sessions and dispatch, and fake workers."""
 
 import asyncio
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 

@@ -3,10 +3,10 @@
 import asyncio
 import time
 from contextlib import aclosing
-from dataclasses import replace
 from functools import partial
 
 import pytest
+from msgspec.structs import replace
 
 from router.dispatch.choices.context import DispatchSettings
 from router.types.requests import ChoiceDelta, ResumePoint

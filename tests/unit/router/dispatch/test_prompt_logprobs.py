@@ -1,9 +1,9 @@
 """Which worker scores a prompt, and retries when it refuses, dies or is given up."""
 
 import asyncio
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from router.dispatch.choices.context import DispatchSettings
 from router.placement.worker_selection import choose_scoring_worker

@@ -2,9 +2,9 @@
 
 import asyncio
 from contextlib import aclosing
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from router.types.requests import ResumePoint, RoutedRequest
 from tandem.errors import RequestTooLarge, StreamTaken, Unavailable
@@ -128,7 +128,7 @@ async def test_two_continuations_have_distinct_handoffs() -> None:
 
 async def test_resumed_long_answer_is_complete() -> None:
     """More tokens than may be buffered for a slow reader."""
-    long = replace(continued(num_tokens=6000), sampling=replace(continued().sampling, max_tokens=6001))
+    long = replace(continued(num_tokens=6000), sampling=continued().sampling._replace(max_tokens=6001))
     worker = FakeWorker("d0")
     worker.keeps = {"r1-0": [7] * 6001}
     async with cluster(worker) as router:

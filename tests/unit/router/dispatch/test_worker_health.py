@@ -4,10 +4,10 @@ import asyncio
 import time
 from collections.abc import Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from functools import partial
 
 import pytest
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, generate_latest
 
 from router.dispatch.choices.choice_run import ChoiceRun
@@ -107,7 +107,7 @@ async def test_request_crashing_two_workers_is_refused() -> None:
         await router.registry.until_live(2)
         # Its client tries again, with another seed.
         with pytest.raises(Unavailable, match="like this one"):
-            await collect(router.generate(replace(poison, sampling=replace(poison.sampling, seed=99))))
+            await collect(router.generate(replace(poison, sampling=poison.sampling._replace(seed=99))))
         tokens = await collect(router.generate(routed((1, 2, 3), request_id="r3")))
         assert tokens[0] == expected_tokens((1, 2, 3), count=8, seed=3)
         text = generate_latest(_registry(router)).decode()

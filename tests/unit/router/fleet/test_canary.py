@@ -3,9 +3,9 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from router.fleet.probes import Canary, CanarySchedule, CanarySettings
 from router.fleet.readiness import ReadinessCheck

@@ -2,7 +2,8 @@
 
 import asyncio
 import logging
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from router.fleet import reachable_workers
 from router.fleet.configured_workers import ConfiguredWorkers

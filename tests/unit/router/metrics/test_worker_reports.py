@@ -1,6 +1,6 @@
 """Workers' own KV transfer counts, from their report to /metrics."""
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from router.fleet.session_wire import load_from_pb
 from router.metrics.router_metrics import RouterMetrics

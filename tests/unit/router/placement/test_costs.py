@@ -1,12 +1,13 @@
 """The cost columns against plain Python on random clusters, and properties of every choice."""
 
+import dataclasses
 from collections import Counter
 from contextlib import suppress
-from dataclasses import replace
 from math import inf, isfinite
 from random import Random
 
 import pytest
+from msgspec.structs import replace
 
 from router.placement import pricing
 from router.placement.costs import CostModel, local_threshold
@@ -36,7 +37,9 @@ def cluster_at_random(rng: Random) -> list[WorkerSnapshot]:
             # No less than it says itself: nobody knows of less.
             active=load.num_running + rng.randrange(3),
             num_blocks=rng.choice([40, 300, 1000]),
-            layout=rng.choice([LAYOUT, LAYOUT, replace(LAYOUT, block_size=32), replace(LAYOUT, head_dim=4)]),
+            layout=rng.choice(
+                [LAYOUT, LAYOUT, dataclasses.replace(LAYOUT, block_size=32), dataclasses.replace(LAYOUT, head_dim=4)]
+            ),
             transports=rng.choice([frozenset(), frozenset({"tcp"}), frozenset({"shm"})]),
             draining=rng.random() < 0.2,
             penalty_ms=rng.choice([0.0, 0.0, 500.0]),

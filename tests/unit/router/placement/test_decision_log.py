@@ -2,11 +2,11 @@
 
 import asyncio
 import json
-from dataclasses import replace
 from random import Random
 
 import httpx
 import pytest
+from msgspec.structs import replace
 from pydantic import SecretStr
 from starlette.requests import Request
 

@@ -1,11 +1,11 @@
 """The joint choice of a pair: links between two workers count."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from random import Random
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from router.placement import partners, pricing
 from router.placement.costs import CostModel

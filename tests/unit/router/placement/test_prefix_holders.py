@@ -1,12 +1,12 @@
 """Which worker is named as holder of a prompt's prefix."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from router.placement.prefix_holders import MIN_GAIN_TOKENS, best_holder
 from router.types.worker_view import PrefixChange, WorkerSnapshot

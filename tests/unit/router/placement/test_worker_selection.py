@@ -1,13 +1,14 @@
 """Placement: the chosen worker, the reason, and choices that must never occur."""
 
+import dataclasses
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from router.placement import worker_selection as placing
 from router.placement.costs import CostModel
@@ -132,7 +133,7 @@ def test_placement_penalty_repels_but_does_not_exclude() -> None:
 
 
 def test_placement_incompatible_layouts_are_never_paired() -> None:
-    other = worker("p0", layout=replace(LAYOUT, dtype="bfloat16"))
+    other = worker("p0", layout=dataclasses.replace(LAYOUT, dtype="bfloat16"))
     assert chosen(demand(500), worker("d0"), other) == ("d0", None)
     assert chosen(demand(500), worker("d0", active=50), other, worker("p1", backlog=10**4)) == ("d0", "p1")
 
@@ -235,7 +236,7 @@ def test_placement_cached_prompt_computes_last_token() -> None:
 
 
 def test_placement_match_is_rounded_to_worker_blocks() -> None:
-    coarse = worker("d0", layout=replace(LAYOUT, block_size=64))
+    coarse = worker("d0", layout=dataclasses.replace(LAYOUT, block_size=64))
     assert place(demand(500, d0=144), [coarse], MODEL, Random(0)).cached_tokens == 128
 
 

@@ -1,11 +1,11 @@
 """Tools in chat templates: each template's form and family, and clients' text stays text."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from router.text.chat_template import ChatTemplate, Message, check_template
 from router.text.conversation import ToolForm, in_plain_words

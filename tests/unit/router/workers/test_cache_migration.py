@@ -1,9 +1,10 @@
 """The target and extent of a leaving worker's cache migration, and losses on the way."""
 
-from dataclasses import replace
+import dataclasses
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from router.types.session_events import CacheOffer, MigrationPlan
 from router.types.worker_view import WorkerKey, WorkerLoad, WorkerSnapshot
@@ -15,7 +16,7 @@ from tests.support.router.worker_views import LAYOUT, worker
 
 def made(name: str, *, free: int = 100, block_size: int = 16, **more: Any) -> WorkerSnapshot:
     load = WorkerLoad(num_free_blocks=free, prefill_tokens_per_s=more.pop("rate", 0.0))
-    one = worker(name, load=load, layout=replace(LAYOUT, block_size=block_size), **more)
+    one = worker(name, load=load, layout=dataclasses.replace(LAYOUT, block_size=block_size), **more)
     return replace(one, info=replace(one.info, handoff_address=f"{name}:1"))
 
 
@@ -52,7 +53,7 @@ def test_migration_target_prefers_same_pool() -> None:
         made("d1", free=0),
         replace(made("d1"), draining=True),
         made("d1", transports=frozenset({"tcp"})),
-        worker("d1", layout=replace(LAYOUT, num_layers=3)),
+        worker("d1", layout=dataclasses.replace(LAYOUT, num_layers=3)),
         made("d1", block_size=8),
     ],
 )

@@ -1,9 +1,8 @@
 """Link speed between two workers: by pair, by class, and by priors."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, generate_latest
 
 from router.metrics.worker_health import LinkMetrics

@@ -1,9 +1,9 @@
 """The columns follow the registry, cell by cell, and equal its snapshots."""
 
-from dataclasses import replace
 from random import Random
 
 import pytest
+from msgspec.structs import replace
 
 from router.types.worker_view import WorkerKey, WorkerLoad, WorkerSnapshot
 from router.workers.booking import Booking

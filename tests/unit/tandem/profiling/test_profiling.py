@@ -1,6 +1,8 @@
 """Profiles of a running process: counts, output and duration."""
 
 import asyncio
+import os
+import sys
 import threading
 from xml.etree import ElementTree
 
@@ -104,3 +106,30 @@ async def test_stack_sampler_ends_at_timeout_or_stop():
     sampler.stop()
     before = sampler.tally.num_samples
     assert (await asyncio.to_thread(sampler.run, 600.0)).num_samples == before
+
+
+async def test_stack_sampler_samples_computing_between_system_calls():
+    """A system call lets other threads in, so a sampler that waits politely sees hardly anything else."""
+    usual_s = sys.getswitchinterval()
+    sampler = StackSampler(asyncio.get_running_loop(), period_s=0.001)
+    looking = asyncio.create_task(asyncio.to_thread(sampler.run, 60.0))
+    await asyncio.sleep(0)
+    sink = os.open(os.devnull, os.O_WRONLY)
+    while sampler.tally.num_samples < 1000:
+        compute_for_a_while()
+        os.write(sink, b"x")
+    os.close(sink)
+    sampler.stop()
+    counts = {True: 0, False: 0}
+    for stack, count in await looking:
+        if any("test_stack_sampler_samples_computing" in frame for frame in stack):
+            counts["compute_for_a_while" in stack[-1]] += count
+    assert counts[True] > counts[False], counts
+    assert sys.getswitchinterval() == usual_s
+
+
+def compute_for_a_while() -> int:
+    total = 0
+    for number in range(2_000):  # a tenth of a millisecond
+        total += number
+    return total

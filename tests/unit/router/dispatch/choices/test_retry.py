@@ -1,10 +1,10 @@
 """The retry ladder's decisions, and the ledger that placement uses, without I/O."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from random import Random
 
 import pytest
+from msgspec.structs import replace
 
 from router.dispatch.choices.retry import (
     ChoiceProgress,

@@ -2,10 +2,10 @@
 
 import asyncio
 import time
-from dataclasses import replace
 from random import Random
 
 import pytest
+from msgspec.structs import replace
 
 from router.dispatch.choices.context import DispatchSettings
 from router.dispatch.choices.retry import ChoiceProgress

@@ -1,0 +1,187 @@
+"""Where the router's processor time goes: microseconds of each stage of one chat request, and of one streamed token.
+
+A router samples its own processor time (`tandem_bench.router.sampled_router`) while it is loaded as by `doors`. A
+sample counts for the stage of its innermost frame that belongs to one, so helpers count for their callers. The stages
+of the event loop's thread share the time that the kernel counted for that thread, so that the table adds up.
+"""
+
+import signal
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from tandem.profiling.flame import flame_svg
+from tandem.profiling.stacks import StackTally
+from tandem_bench.errors import CannotMeasure
+from tandem_bench.report import Row, figure
+from tandem_bench.router.costs import NUM_CLIENTS, NUM_STREAMS, STREAM_TOKENS, chat_body, cluster, run_client
+
+REQUESTS = 6_000
+STREAMS = 16 * NUM_STREAMS
+ANSWER_TOKENS = 16
+_WRITE_S = 10.0
+_POLL_S = 0.02
+REST = "event loop: polling, reading, callbacks, tasks"
+OTHER_THREADS = "other threads (gRPC's, the tokenizer's)"
+
+STAGES: Mapping[str, tuple[str, ...]] = {
+    "HTTP: head, connection, ASGI": ("router/http/server/", "httptools_impl.py", "flow_control.py", "starlette/"),
+    "access and routing": ("router/access/", "router/http/routing/", "router/http/app.py", "fastapi/"),
+    "body: JSON and validation": (
+        "router/http/body/json_body.py",
+        "router/http/body/strict_body.py",
+        "router/api/request/strict_json.py",
+        "router/http/openai/schemas.py",
+        "router/http/openai/chat_messages.py",
+        "router/http/openai/response_format.py",
+        "router/http/openai/tool_schemas.py",
+        "pydantic/",
+    ),
+    "template and tokenizing": (
+        "router/text/chat_template.py",
+        "router/text/conversation.py",
+        "router/text/tokenizer.py",
+        "router/api/prompts.py",
+        "jinja2/",
+        "<template>",
+    ),
+    "request: checks, defaults, id": (
+        "router/api/frontend.py",
+        "router/api/request/",
+        "router/http/openai/generation.py",
+        "router/text/grammars/",
+        "router/text/reasoning.py",
+        "router/text/stop_strings.py",
+        "tandem/values/sampling.py",
+    ),
+    "block hashing": ("tandem/values/block_hash.py",),
+    "admission": ("router/admission/", "router/dispatch/admission_queue.py"),
+    "placement": ("router/placement/", "router/workers/"),
+    "dispatch": ("router/dispatch/",),
+    "session with workers": ("router/fleet/", "tandem/protocol/", "grpc/"),
+    "detokenizing": ("router/text/detokenizer.py", "router/text/decoder_steps.py", "router/api/"),
+    "metrics": ("router/metrics/", "router/api/request_meter.py", "router/tenants/", "prometheus_client/"),
+    "answer": ("router/http/",),
+    "logging and tracing": ("logging/", "tandem/telemetry/"),
+}
+"""Parts of the file names of each stage's frames; the longest that matches counts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """What one unit of work costs, in microseconds of processor time."""
+
+    name: str
+    by_stage: Mapping[str, float]
+    num_samples: int
+    tally: StackTally
+
+    @property
+    def total_us(self) -> float:
+        return sum(self.by_stage.values())
+
+
+def stage_of(stack: Iterable[str]) -> str:
+    """Return the stage of a stack, outermost frame first."""
+    for frame in reversed(tuple(stack)):
+        file = frame.rpartition(" (")[2]
+        matches = [
+            (len(part), stage) for stage, parts in STAGES.items() for part in parts if file.startswith(part)
+        ] or [(len(part), stage) for stage, parts in STAGES.items() for part in parts if f"/{part}" in f"/{file}"]
+        if matches:
+            return max(matches)[1]
+    return REST
+
+
+def divide(tally: StackTally, *, loop_us: float, other_us: float) -> dict[str, float]:
+    """Divide the event loop's microseconds among stages by samples, largest first."""
+    counts: Counter[str] = Counter()
+    for stack, count in tally:
+        counts[stage_of(stack)] += count
+    total = max(1, counts.total())
+    return {stage: loop_us * count / total for stage, count in counts.most_common()} | {OTHER_THREADS: other_us}
+
+
+def measure(*, num_workers: int = 2, requests: int = REQUESTS, streams: int = STREAMS) -> tuple[Budget, Budget]:
+    """Return what a chat request costs, and a streamed token. Raises CannotMeasure."""
+    with tempfile.TemporaryDirectory(prefix="bench-budget-") as folder:
+        stacks = Path(folder) / "stacks.txt"
+        module = ("tandem_bench.router.sampled_router", str(stacks))
+        with cluster(num_workers=num_workers, module=module) as (url, router):
+            sampled = _SampledRouter(router, stacks)
+            body = chat_body(max_tokens=ANSWER_TOKENS, stream=False)
+            run_client(url, body, connections=NUM_CLIENTS, requests=requests // 4)
+            with sampled:
+                _run(url, body, connections=NUM_CLIENTS, requests=requests)
+            request = sampled.budget("chat request", units=requests)
+            body = chat_body(max_tokens=STREAM_TOKENS, stream=True)
+            run_client(url, body, connections=NUM_STREAMS, requests=NUM_STREAMS)
+            with sampled:
+                _run(url, body, connections=NUM_STREAMS, requests=streams)
+            return request, sampled.budget("streamed token", units=streams * STREAM_TOKENS)
+
+
+def _run(url: str, body: Mapping[str, object], *, connections: int, requests: int) -> None:
+    done = run_client(url, body, connections=connections, requests=requests)
+    if done["bad"] or done["requests"] != requests:
+        raise CannotMeasure(f"the router did not answer everything: {done}")
+
+
+class _SampledRouter:
+    """Samples a router's processor time while inside; may be entered again."""
+
+    def __init__(self, process: psutil.Process, stacks: Path) -> None:
+        self._process = process
+        self._stacks = stacks
+        self._before = (0.0, 0.0)
+        self._spent_s = (0.0, 0.0)
+        self._tally = StackTally()
+
+    def __enter__(self) -> None:
+        self._stacks.unlink(missing_ok=True)
+        self._before = self._cpu_s()
+        self._process.send_signal(signal.SIGUSR1)
+
+    def __exit__(self, *_error: object) -> None:
+        after, before = self._cpu_s(), self._before
+        self._spent_s = (after[0] - before[0], after[1] - before[1])
+        self._process.send_signal(signal.SIGUSR2)
+        ends_s = time.monotonic() + _WRITE_S
+        while not self._stacks.exists():
+            if time.monotonic() > ends_s:
+                raise CannotMeasure("the router wrote no samples")
+            time.sleep(_POLL_S)
+        self._tally = StackTally()
+        for line in self._stacks.read_text(encoding="utf-8").splitlines():
+            stack, _, count = line.rpartition(" ")
+            self._tally.add(stack.split(";"), int(count))
+
+    def budget(self, name: str, *, units: int) -> Budget:
+        """Divide what was spent inside among `units` of work."""
+        loop_us, other_us = (1e6 * seconds / units for seconds in self._spent_s)
+        by_stage = divide(self._tally, loop_us=loop_us, other_us=other_us)
+        return Budget(name=name, by_stage=by_stage, num_samples=self._tally.num_samples, tally=self._tally)
+
+    def _cpu_s(self) -> tuple[float, float]:
+        """Processor time of the event loop's thread, and of all others, so far."""
+        threads = {one.id: one.user_time + one.system_time for one in self._process.threads()}
+        loop_s = threads.pop(self._process.pid)
+        return loop_s, sum(threads.values())
+
+
+def rows(flames: Path | None = None) -> list[Row]:
+    """Measure, and return every stage of both; `flames`: a folder for their flame graphs. Raises CannotMeasure."""
+    found: list[Row] = []
+    for budget in measure():
+        found += [figure(f"{budget.name}: {stage}", us, "us") for stage, us in budget.by_stage.items()]
+        found.append(figure(f"{budget.name}: all of it ({budget.num_samples} samples)", budget.total_us, "us"))
+        if flames is not None:
+            title = f"tandem router, {budget.name}, {budget.total_us:.0f} us of processor time"
+            file = flames / f"{budget.name.replace(' ', '-')}.svg"
+            file.write_text(flame_svg(budget.tally, title=title), encoding="utf-8")
+    return found

@@ -1,0 +1,59 @@
+"""The budget of the router's processor time: every sample has one stage, and the table adds up."""
+
+from pathlib import Path
+
+import pytest
+
+from tandem.profiling.stacks import StackTally
+from tandem_bench.router import budget
+from tandem_bench.router.budget import OTHER_THREADS, REST, STAGES, divide, measure, stage_of
+
+ROOT = Path(__file__).parents[4]
+
+
+@pytest.mark.parametrize(
+    ("stack", "stage"),
+    [
+        (["run (uvloop/__init__.py)"], REST),
+        (["run (uvloop/__init__.py)", "Connection.data_received (router/http/server/connection.py)"], "HTTP: head"),
+        (["chat (router/http/openai/generation.py)", "place (router/placement/worker_selection.py)"], "placement"),
+        (["place (router/placement/worker_selection.py)", "__init__ (<string>)"], "placement"),
+        (["JsonBody.read (router/http/body/json_body.py)", "parse (router/api/request/strict_json.py)"], "body"),
+        (["AdmissionQueue.turn (router/dispatch/admission_queue.py)"], "admission"),
+        (["RequestMeter.tokens (router/api/request_meter.py)"], "metrics"),
+        (["ChoiceText.feed (router/api/answer/choice_text.py)"], "detokenizing"),
+        (["EventStream.write (router/http/body/sse.py)"], "answer"),
+        (["RequestResponseCycle.send (http/httptools_impl.py)"], "HTTP: head"),
+    ],
+)
+def test_stage_is_that_of_the_innermost_known_frame(stack: list[str], stage: str) -> None:
+    assert stage_of(stack).startswith(stage)
+
+
+def test_stages_name_files_that_exist() -> None:
+    ours = [part for parts in STAGES.values() for part in parts if part.startswith(("router/", "tandem/"))]
+    assert ours
+    assert [part for part in ours if not (ROOT / part).exists()] == []
+
+
+def test_divided_time_adds_up() -> None:
+    tally = StackTally()
+    tally.add(["place (router/placement/worker_selection.py)"], 3)
+    tally.add(["run (uvloop/__init__.py)"], 1)
+    assert divide(tally, loop_us=100.0, other_us=7.0) == {"placement": 75.0, REST: 25.0, OTHER_THREADS: 7.0}
+    assert divide(StackTally(), loop_us=0.0, other_us=0.0) == {OTHER_THREADS: 0.0}
+
+
+@pytest.mark.turn(1)
+def test_budget_of_a_running_router_has_every_large_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    request, token = measure(requests=800, streams=64)
+    for one, stages in ((request, ("placement", "admission", "dispatch")), (token, ("dispatch", "answer"))):
+        assert one.num_samples > 50
+        assert all(one.by_stage[stage] > 0.0 for stage in stages), one.by_stage
+        # Anything that grows here has no stage yet.
+        assert one.by_stage.get(REST, 0.0) < 0.5 * one.total_us
+    monkeypatch.setattr(budget, "measure", lambda: (request, token))
+    found = budget.rows(tmp_path)
+    of_request = [row.value for row in found if row.name.startswith("chat request: ")]
+    assert sum(of_request) == pytest.approx(2 * request.total_us)
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["chat-request.svg", "streamed-token.svg"]
