@@ -71,7 +71,7 @@ class Lender:
                 raise Unavailable("it was cancelled")
             if loan.num_computed_tokens <= job.held_tokens:
                 raise Unavailable("no more of the prefix is cached here")
-            await self._host.bring(tuple(loan.block_table))
+            await self._host.gather_blocks(tuple(loan.block_table))
         except BaseException:
             del self._loans[job.transfer_id]
             self._host.post(partial(_give_back, loan))
@@ -147,4 +147,4 @@ def _stop_waiting(loan: Request, scheduler: Scheduler) -> None:
 
 def _give_back(loan: Request, scheduler: Scheduler) -> None:
     _stop_waiting(loan, scheduler)
-    scheduler.blocks.surrender(loan.request_id, loan.block_table.clear())
+    scheduler.blocks.release_after_use(loan.request_id, loan.block_table.clear())
