@@ -17,7 +17,7 @@ from kv_transfer.memory.departure import Departure
 from kv_transfer.memory.device_pool import DevicePool
 from kv_transfer.memory.region import KVRegion
 from kv_transfer.protocol.messages import TransportOffer
-from kv_transfer.transports.dial import dial, stays_here
+from kv_transfer.transports.dial import dial, is_loopback_advert
 from kv_transfer.transports.grants import TOKEN_BYTES
 from kv_transfer.transports.one_sided import wire as one_sided_wire
 from kv_transfer.transports.one_sided.receiver import hang_up
@@ -189,7 +189,7 @@ class TorchDistSender:
     def reaches(self, offer: TransportOffer) -> bool:
         """Whether the offer is usable: store and gloo authenticate nobody, so other machines require an isolated
         network."""
-        return offer.name == NAME and (self._isolated_network or stays_here(offer.advert))
+        return offer.name == NAME and (self._isolated_network or is_loopback_advert(offer.advert))
 
     def connect(self, offer: TransportOffer, pairing: Pairing) -> TorchDistWriter:
         try:
