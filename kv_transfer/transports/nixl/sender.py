@@ -52,7 +52,7 @@ class NixlWriter(ClaimingWriter):
         # Converted cells are sent from separate memory, others from the pool itself.
         self._memory = memoryview(bytearray(BOUNCE_BYTES)) if self._departure.converts else source.buffer
         self._agent = NixlAgent(f"kv-{secrets.token_hex(8)}", self._memory, loopback=loopback)
-        self._agent.meet(metadata, base, size_bytes)
+        self._agent.add_remote(metadata, base, size_bytes)
         sock.settimeout(None)
         super().__init__(sock, NAME)
 

@@ -30,7 +30,7 @@ from kv_transfer.transports.torch_dist.communicator import (
     Rendezvous,
     over_gloo,
 )
-from kv_transfer.transports.torch_dist.device_to_device import between_devices, goes_direct
+from kv_transfer.transports.torch_dist.device_to_device import between_devices, can_write_directly
 from kv_transfer.transports.torch_dist.parcels import DevicePacker, HostPacker, PackedWrite, Packer
 from kv_transfer.transports.torch_dist.receiver import NAME, STALL_S
 from kv_transfer.transports.torch_dist.wire import MessageHeader, MessageKind, RendezvousOffer
@@ -136,7 +136,7 @@ class TorchDistWriter(QueuedWriter):
         self._unanswered[number] = _Sent(job=job, parcel=parcel)
         try:
             self._sock.sendall(torch_dist_wire.pack_header(header))
-            parcel.cross()
+            parcel.send()
         except OSError as error:
             self._break(f"torch_dist connection lost: {error}")
         except CommunicatorBroken:
@@ -197,7 +197,7 @@ class TorchDistSender:
             try:
                 meeting = torch_dist_wire.unpack_rendezvous(one_sided_wire.receive_blob(sock))
                 sock.settimeout(None)
-                direct = goes_direct(self._region, pairing, meeting, isolated_network=self._isolated_network)
+                direct = can_write_directly(self._region, pairing, meeting, isolated_network=self._isolated_network)
                 pool = self._region.device if direct else None
                 departure = Departure(self._region, pairing)
                 return TorchDistWriter(departure, pool, sock, meeting, stall_s=self._stall_s)
