@@ -19,7 +19,7 @@ from kv_transfer.transports.catalogue import candidates, open_receivers, open_se
 from kv_transfer.transports.grants import TOKEN_BYTES
 from kv_transfer.transports.interface import KVReceiver
 from kv_transfer.transports.one_sided import receiver as one_sided_receiver
-from kv_transfer.transports.same_host_sockets import greet_on_this_host
+from kv_transfer.transports.same_host_sockets import dial_on_this_host
 from kv_transfer.transports.tcp import frames as tcp_frames
 from kv_transfer.transports.tcp.channel import PlainChannel
 from kv_transfer.transports.tcp.receiver import MAX_CONNECTIONS, TcpReceiver
@@ -315,4 +315,4 @@ def test_receiver_out_of_threads_listens_again(
 @pytest.mark.parametrize("name", ["shm", "cuda_ipc"])
 def test_claims_greeting_a_missing_socket_names_the_transport(name: str) -> None:
     with pytest.raises(TransferError, match=f"^{name}: "):
-        greet_on_this_host(bytes(TOKEN_BYTES) + b"\0tandem-kv-nobody", name)
+        dial_on_this_host(bytes(TOKEN_BYTES) + b"\0tandem-kv-nobody", name)
