@@ -196,7 +196,7 @@ class DecodeWorker:
         """Compute the prompt here, after fetching the part that a peer has."""
         if task.holder is not None and self.fabric is not None:
             begun_s = time.monotonic()
-            gained = await self.fabric.fetcher.bring(task.request, task.holder, task.trace)
+            gained = await self.fabric.fetcher.fetch(task.request, task.holder, task.trace)
             fetched(task, gained, time.monotonic() - begun_s)
             if task.is_over:
                 return

@@ -15,7 +15,7 @@ from engine.backends.select import select_backend
 from engine.distributed.ranks.leader import open_ranks
 from engine.distributed.ranks.messages import PoolMemory, RankFacts, RankSetup
 from engine.distributed.ranks.ranks import Ranks, SoloRanks
-from engine.kernels.cpu.threads import threads_of_one
+from engine.kernels.cpu.threads import threads_per_process
 from engine.kv_cache.lower_tiers import HostTier
 from engine.kv_cache.pins import PinBounds
 from engine.kv_storage.block_file import cache_identity
@@ -24,7 +24,7 @@ from engine.kv_storage.free_memory import HostRoom, free_memory_bytes, memory_ca
 from engine.kv_storage.paged_cache import PagedKVCache
 from engine.model.config import ModelArchitecture, load_model_config
 from engine.model.decoder import Decoder
-from engine.model.gpu_memory import GpuWish, gpu_limit_bytes
+from engine.model.gpu_memory import GpuMemoryRequest, gpu_limit_bytes
 from engine.model.loader import Progress, load_model
 from engine.model.memory_budget import (
     MemoryBudget,
@@ -121,7 +121,7 @@ def assemble(spec: EngineSpec, *, pool: Pool | None = None, progress: Progress |
     `pool` places a CPU pool in memory that peers can map. Raises ConfigError; RankLost when a rank dies meanwhile.
     """
     device = _device(spec.device, spec.ranks_here)
-    num_threads = threads_of_one(spec.num_threads, spec.num_workers_here)
+    num_threads = threads_per_process(spec.num_threads, spec.num_workers_here)
     if device.type == "cpu":
         torch.set_num_threads(num_threads)
     # Read before the weights are loaded: the budget counts them itself.
@@ -166,7 +166,7 @@ def _open_ranks(spec: EngineSpec, config: ModelArchitecture, options: BackendOpt
             num_sharers=spec.num_workers_here,
             gpus=spec.gpus,
             gpu_sharers=spec.gpu_sharers,
-            stated_bytes=_stated_bytes(spec),
+            configured_bytes=_configured_bytes(spec),
         ),
         spec.nodes,
     )
@@ -176,9 +176,9 @@ def _parts(
     spec: EngineSpec, config: ModelArchitecture, model: Decoder, ranks: Ranks, limit_bytes: int, pool: Pool | None
 ) -> EngineParts:
     size, device = spec.tensor_parallel_size, model.device
-    tightest = ranks.wait_loaded(RankFacts(weights_bytes=model.weights_bytes, fingerprint=model.fingerprint))
-    if tightest.limit_bytes is not None and spec.memory_bytes is None:
-        limit_bytes = min(limit_bytes, tightest.limit_bytes)
+    combined = ranks.wait_loaded(RankFacts(weights_bytes=model.weights_bytes, fingerprint=model.fingerprint))
+    if combined.limit_bytes is not None and spec.memory_bytes is None:
+        limit_bytes = min(limit_bytes, combined.limit_bytes)
     context = _context(spec.max_model_len, config.max_context)
     layout = kv_layout(
         config,
@@ -188,9 +188,9 @@ def _parts(
         tp_size=size,
         kv_dtype=spec.kv_dtype,
     )
-    rooms = [HostRoom(free_memory_bytes()), *([] if tightest.room is None else [tightest.room])]
+    rooms = [HostRoom(free_memory_bytes()), *([] if combined.room is None else [combined.room])]
     slots = host_slots(_tier_sizes(spec), layout, rooms, num_nodes=_num_nodes(spec))
-    budget = _budget(model, layout, spec, ranks, limit_bytes, tightest.weights_bytes, slots.num_slots)
+    budget = _budget(model, layout, spec, ranks, limit_bytes, combined.weights_bytes, slots.num_slots)
     if spec.memory_bytes is not None and device.type == "cpu":
         check_room(
             budget,
@@ -240,8 +240,8 @@ def _guides(spec: EngineSpec, config: ModelArchitecture, limit_bytes: int) -> Ll
 
 
 def _runner(model: Decoder, cache: PagedKVCache, ranks: Ranks, num_host_slots: int) -> ModelRunner:
-    after = None if ranks.mirror is None else ranks.mirror.after
-    return ModelRunner(model, cache, announce=ranks.announce, num_host_slots=num_host_slots, on_computed=after)
+    on_computed = None if ranks.mirror is None else ranks.mirror.fetch_prompt_blocks
+    return ModelRunner(model, cache, announce=ranks.announce, num_host_slots=num_host_slots, on_computed=on_computed)
 
 
 def _budget(
@@ -309,9 +309,9 @@ def _scheduler(
     )
     rates = mover.measure()
     if scheduler.offloading is not None:
-        scheduler.offloading.copies_at(rates)
+        scheduler.offloading.set_copy_rates(rates)
     if scheduler.tiers is not None:
-        scheduler.tiers.costs.copies_at(rates)
+        scheduler.tiers.costs.set_copy_rates(rates)
     return scheduler, None if disk is None else disk[0]
 
 
@@ -392,18 +392,19 @@ def _device(name: str, num_ranks: int) -> torch.device:
 
 def _limit_bytes(spec: EngineSpec, device: torch.device) -> int:
     """Memory limit of one rank, before anything is loaded. Raises ConfigError where the machine or a GPU has less."""
-    stated_bytes = _stated_bytes(spec)
+    configured_bytes = _configured_bytes(spec)
     if device.type == "cuda":
-        wish = GpuWish(index=spec.gpus[0] if spec.gpus else 0, sharers=spec.gpu_sharers, stated_bytes=stated_bytes)
-        return gpu_limit_bytes(wish, device)
-    if spec.memory_bytes is None or stated_bytes is None:
+        gpu = spec.gpus[0] if spec.gpus else 0
+        request = GpuMemoryRequest(index=gpu, sharers=spec.gpu_sharers, configured_bytes=configured_bytes)
+        return gpu_limit_bytes(request, device)
+    if spec.memory_bytes is None or configured_bytes is None:
         return default_limit_bytes(free_memory_bytes(), spec.num_workers_here)
-    here_bytes = max(stated_bytes * spec.ranks_here, spec.memory_here_bytes or 0)
+    here_bytes = max(configured_bytes * spec.ranks_here, spec.memory_here_bytes or 0)
     check_share_of_machine(spec.memory_bytes, here_bytes=here_bytes, capacity_bytes=memory_capacity_bytes())
-    return stated_bytes
+    return configured_bytes
 
 
-def _stated_bytes(spec: EngineSpec) -> int | None:
+def _configured_bytes(spec: EngineSpec) -> int | None:
     """`memory_bytes` divided by the number of ranks; None when it is not set."""
     return None if spec.memory_bytes is None else spec.memory_bytes // spec.tensor_parallel_size
 

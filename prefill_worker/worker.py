@@ -144,7 +144,7 @@ class PrefillWorker:
         task = PrefillTask(job=job, request=request)
         if job.holder is not None and self.fabric is not None:
             begun_s = time.monotonic()
-            task.fetched_tokens = await self.fabric.fetcher.bring(request, job.holder, job.trace)
+            task.fetched_tokens = await self.fabric.fetcher.fetch(request, job.holder, job.trace)
             task.fetch_s = time.monotonic() - begun_s
 
         def add(scheduler: Scheduler) -> None:

@@ -113,7 +113,7 @@ class EngineHost:
         """
         return asyncio.shield(asyncio.wrap_future(self._engine.call(fn)))
 
-    async def bring(self, blocks: Sequence[BlockId]) -> None:
+    async def gather_blocks(self, blocks: Sequence[BlockId]) -> None:
         """Copy all ranks' parts of these blocks into this worker's memory, for a peer to read; nothing may be writing
         them.
 
@@ -123,7 +123,7 @@ class EngineHost:
             return
         for begin in range(0, len(blocks), mirror.most_blocks):
             portion = tuple(blocks[begin : begin + mirror.most_blocks])
-            await self.call(partial(_bring, mirror, portion))
+            await self.call(partial(_fetch_stale, mirror, portion))
 
     def post(self, fn: Callable[[Scheduler], object]) -> None:
         """Run `fn` between two steps, in order with other calls; a ServingError that it raises is dropped."""
@@ -176,7 +176,7 @@ class EngineHost:
         guides = self.parts.guides
         if guides is None:
             raise InvalidRequest("grammar: this worker does not support any", param="grammar")
-        guide = guides.kept(grammar)
+        guide = guides.cached_guide(grammar)
         if guide is None:
             guide = await self._loop.run_in_executor(self._grammars, guides.guide, grammar)
         return guide
@@ -250,8 +250,8 @@ class EngineHost:
                 self.send_snapshot(sink)
 
 
-def _bring(mirror: Mirror, blocks: Sequence[BlockId], _: Scheduler) -> None:
-    mirror.bring(blocks)
+def _fetch_stale(mirror: Mirror, blocks: Sequence[BlockId], _: Scheduler) -> None:
+    mirror.fetch_stale(blocks)
 
 
 def _ignore(_output: StepOutput) -> None:

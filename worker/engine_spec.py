@@ -45,6 +45,6 @@ def compute_dtype(config: ClusterConfig) -> str:
     Raises ConfigError when the model cannot be read, or when KV of that dtype cannot be sent as `transfer.wire_dtype`.
     """
     dtype = resolve_dtype(config.model.dtype, config.model.path)
-    if reason := config.mistaken_wire_dtype(dtype):
+    if reason := config.wire_dtype_problem(dtype):
         raise ConfigError(f"{reason} (model.dtype {config.model.dtype} is {dtype} here)")
     return dtype

@@ -17,7 +17,7 @@ from cluster.control.wire import (
 )
 from cluster.planner.orders import Order, OrderFailed
 from cluster.planner.values import FleetView, Sizes
-from tandem.process.runtime_folder import answers_as_us
+from tandem.process.runtime_folder import is_trusted_peer
 from tandem.values.roles import WorkerRole
 
 _ANSWER_S = 5.0
@@ -74,7 +74,7 @@ class ControlScaler:
         except OSError as error:
             raise OrderFailed(f"no cluster answers at {self._path}: {error.strerror or error}") from None
         try:
-            if not answers_as_us(writer.get_extra_info("socket")):
+            if not is_trusted_peer(writer.get_extra_info("socket")):
                 raise OrderFailed(f"another user answers at {self._path}")
             writer.write(encode_message(request))
             processes: tuple[ProcessStatus, ...] | None = None

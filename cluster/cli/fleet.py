@@ -13,7 +13,7 @@ import socket
 from pydantic import ValidationError
 
 from cluster.control.wire import ControlMessage, ControlReply, encode_message
-from tandem.process.runtime_folder import answers_as_us
+from tandem.process.runtime_folder import is_trusted_peer
 
 _CONNECT_S = 5.0
 
@@ -34,7 +34,7 @@ def ask(path: Path, request: ControlMessage) -> Iterator[ControlReply]:
                 "or give its HTTP port with --port"
             ) from None
         try:
-            if not answers_as_us(link):
+            if not is_trusted_peer(link):
                 raise NoCluster(f"another user answers at {path}")
             link.sendall(encode_message(request))
             link.settimeout(None)

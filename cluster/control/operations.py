@@ -21,7 +21,7 @@ from cluster.supervisor.rollout import (
     sizes_of,
 )
 from cluster.supervisor.supervisor import ProcessState, Role
-from tandem.config.pools import mistaken_health_port, mistaken_health_ports
+from tandem.config.pools import health_port_problem, health_ports_problem
 
 Change = ScaleRequest | FlipRequest | RestartRequest
 _WORKERS = (Role.PREFILL, Role.DECODE)
@@ -125,9 +125,9 @@ def _check_health_ports(cluster: LocalCluster, sizes: Mapping[Role, int]) -> Non
         for role, pool in ((Role.PREFILL, cluster.config.prefill), (Role.DECODE, cluster.config.decode))
     }
     for name, pool in pools.items():
-        if reason := mistaken_health_port(pool):
+        if reason := health_port_problem(pool):
             raise ChangeRefused(f"{name}.{reason}")
-    if reason := mistaken_health_ports(pools):
+    if reason := health_ports_problem(pools):
         raise ChangeRefused(reason)
 
 

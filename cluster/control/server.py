@@ -26,7 +26,7 @@ from cluster.supervisor.exceptions import ChangeFailed
 from cluster.supervisor.rollout import ChangeRefused
 from tandem.config.cluster import ClusterConfig
 from tandem.errors import ConfigError
-from tandem.process.runtime_folder import place_for_socket, remove_dead_sockets, runtime_folder, somebody_answers
+from tandem.process.runtime_folder import has_listener, place_for_socket, remove_dead_sockets, runtime_folder
 
 MAX_LINE_BYTES = 1 << 16
 _log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ def check_place(config: ClusterConfig) -> None:
 
 def _look_at(path: Path) -> None:
     place_for_socket(path, "control_socket")
-    if somebody_answers(path):
+    if has_listener(path):
         raise ConfigError(f"control_socket: another cluster answers at {path}")
 
 

@@ -34,7 +34,7 @@ from cluster.supervisor.supervisor import ProcessPlan, Role
 from tandem.config.cluster import ClusterConfig
 from tandem.errors import ConfigError
 from tandem.process.gpu_host import GpuHost, NvidiaHost
-from tandem.process.runtime_folder import enter_privately
+from tandem.process.runtime_folder import make_private_folder
 from tandem.rpc.hosts import join
 from tandem.values.roles import WorkerRole
 
@@ -136,7 +136,7 @@ class LocalLauncher:
     def configure(self, config: ClusterConfig) -> None:
         """Replace that file atomically. Raises OSError."""
         try:
-            enter_privately(self.config_path.parent, "configuration")
+            make_private_folder(self.config_path.parent, "configuration")
         except ConfigError as error:
             raise OSError(str(error)) from None
         rewrite(config, self.config_path)

@@ -5,7 +5,7 @@ from torch import Tensor
 from engine.model.backend import Projection
 
 
-class LaterAdded:
+class DeferredProjection:
     """A projection that leaves its product to be added by the norm that follows; see engine.model.backend.Closing."""
 
     __slots__ = ("projection",)

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from engine.backends.deferred_projection import LaterAdded
-from engine.backends.thread_priority import step_back
+from engine.backends.deferred_projection import DeferredProjection
+from engine.backends.thread_priority import lower_thread_priority
 from engine.kv_storage.paged_cache import PagedKVCache
 from engine.model.backend import ProjectionRole, RecordableModel
 from engine.model.layers.attention import AttentionBackend, AttentionSpec
@@ -26,8 +26,8 @@ class TorchBackend:
     def projection(self, weight: Tensor, bias: Tensor | None, role: ProjectionRole) -> Linear:
         return Linear(weight, bias)
 
-    def closing(self, weight: Tensor, bias: Tensor | None, role: ProjectionRole) -> LaterAdded:
-        return LaterAdded(self.projection(weight, bias, role))
+    def closing(self, weight: Tensor, bias: Tensor | None, role: ProjectionRole) -> DeferredProjection:
+        return DeferredProjection(self.projection(weight, bias, role))
 
     def gated(self, weight: Tensor, bias: Tensor | None) -> GatedLinear:
         return GatedLinear(weight, bias)
@@ -57,7 +57,7 @@ class TorchBackend:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         else:
-            step_back()
+            lower_thread_priority()
 
     def sampling(self, vocab_size: int) -> SamplingKernels:
         return TorchSampling()

@@ -24,7 +24,7 @@ _BETWEEN_TRIES_S = 0.11
 """Pause between tries: without root, one autogroup of the whole system may be set every tenth of a second."""
 
 
-def step_back() -> None:
+def lower_thread_priority() -> None:
     """Lower the priority of the calling thread and of threads that it starts. Does nothing where a priority belongs to
     a whole process (anywhere but on Linux), or may not be set.
     """

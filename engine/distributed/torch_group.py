@@ -90,7 +90,7 @@ class TorchGroup:
         self._backend = backend
         try:
             # NCCL connects at its first call: not during a request.
-            self.meet()
+            self.barrier()
         except RankLost:
             self._leave()
             raise
@@ -111,7 +111,7 @@ class TorchGroup:
         self._run(lambda backend: backend.group.gather([parts] if parts else [], [whole], options))
         return parts
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         self.all_reduce_(torch.zeros(1, device=self._device))
 
     def close(self) -> None:

@@ -233,7 +233,7 @@ class BlockManager:
             if not self.pool.release(block, keep=indexed) and indexed:
                 self.index.park(block)
 
-    def surrender(self, request_id: RequestId, blocks: Sequence[BlockId]) -> None:
+    def release_after_use(self, request_id: RequestId, blocks: Sequence[BlockId]) -> None:
         """Release blocks of a request, once no step can touch them, or set them aside while it is pinned."""
         pin = self._pins.get(request_id)
         if pin is not None:
@@ -241,11 +241,11 @@ class BlockManager:
         elif not self._holds.hold(blocks):
             self.release(blocks)
 
-    def surrender_loaded(self, blocks: Sequence[BlockId]) -> None:
+    def release_after_next_step(self, blocks: Sequence[BlockId]) -> None:
         """Release blocks that the step now being planned writes first."""
         self._holds.hold_for_next(blocks)
 
-    def condemn(self, request: Request) -> None:
+    def invalidate(self, request: Request) -> None:
         """Unindex the request's blocks, whose content may be invalid, except those that others share."""
         for i in range(request.num_computed_tokens // self.block_size - 1, -1, -1):
             block = request.block_table[i]

@@ -166,7 +166,7 @@ class PrefixPins:
             gave_way = True
         return gave_way
 
-    def distrust(self, request: Request) -> None:
+    def invalidate(self, request: Request) -> None:
         """Release pins of the request's blocks, whose content may be invalid."""
         own = set(request.block_table)
         for key in [key for key, pin in self._pins.items() if not own.isdisjoint(pin.blocks)]:

@@ -123,7 +123,7 @@ class Reservations:
         """Extend a prefix just taken with promised blocks loaded from host memory. Returns their number."""
         if self._tiers is None:
             return 0
-        count = self._tiers.reach(request, match.num_blocks, between_steps=True)
+        count = self._tiers.num_loadable_blocks(request, match.num_blocks, between_steps=True)
         promote_promised(self._blocks, self._tiers, request, count)
         return count
 

@@ -150,7 +150,7 @@ class Decoder:
             if index == last and wanted is not None:
                 if not len(wanted):
                     # No sum follows: without this, rank 0 could end the step before others have written their KV.
-                    self._group.meet()
+                    self._group.barrier()
                     return residual[:0], None
                 residual, attended = residual.index_select(0, wanted), attended.index_select(0, wanted)
             delta = layer.output(attended, residual)

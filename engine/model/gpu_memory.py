@@ -30,26 +30,26 @@ class GpuMemory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GpuWish:
+class GpuMemoryRequest:
     """Memory that one rank asks of its GPU."""
 
     index: int
     """Number of the GPU, by the numbering of the process that started the worker."""
     sharers: int = 1
     """Number of workers that share it."""
-    stated_bytes: int | None = None
+    configured_bytes: int | None = None
     """Memory limit of each worker's rank, if configured; None: its share."""
 
     def limit_bytes(self, memory: GpuMemory) -> int:
         """Memory limit of the rank. Raises ConfigError when the GPU is too small for all its workers' limits."""
-        if self.stated_bytes is None:
+        if self.configured_bytes is None:
             return default_limit_bytes(memory.total_bytes, self.sharers)
-        if self.stated_bytes * self.sharers > memory.total_bytes:
+        if self.configured_bytes * self.sharers > memory.total_bytes:
             raise ConfigError(
-                f"{self._label(memory)}: engine.memory_bytes wants {_gib(self.stated_bytes)} for each of "
+                f"{self._label(memory)}: engine.memory_bytes wants {_gib(self.configured_bytes)} for each of "
                 f"{self.sharers} workers there; it has {_gib(memory.total_bytes)}. {_REMEDY}"
             )
-        return self.stated_bytes
+        return self.configured_bytes
 
     def shortage(self, memory: GpuMemory) -> str | None:
         """Reason for which the rank's memory is not free now; None when it is."""
@@ -57,7 +57,7 @@ class GpuWish:
         if wanted <= memory.free_bytes:
             return None
         why = f"80 % of it, divided by {self.sharers}" if self.sharers > 1 else "80 % of it"
-        why = why if self.stated_bytes is None else "engine.memory_bytes"
+        why = why if self.configured_bytes is None else "engine.memory_bytes"
         return (
             f"{self._label(memory)}: this worker wants {_gib(wanted)} ({why}); {_gib(memory.free_bytes)} of "
             f"{_gib(memory.total_bytes)} are free. {_REMEDY}"
@@ -78,22 +78,26 @@ _REMEDY = "Free some, state a smaller engine.memory_bytes, or other GPUs: prefil
 
 
 def granted_bytes(
-    wish: GpuWish, read: Callable[[], GpuMemory], *, patience_s: float = PATIENCE_S, wait: Callable[[float], object]
+    request: GpuMemoryRequest,
+    read: Callable[[], GpuMemory],
+    *,
+    patience_s: float = PATIENCE_S,
+    wait: Callable[[float], object],
 ) -> int:
     """Wait until the rank's memory is free. Returns its limit in bytes. Raises ConfigError after `patience_s`."""
     left_s = patience_s
-    while (shortage := wish.shortage(read())) is not None:
+    while (shortage := request.shortage(read())) is not None:
         if left_s <= 0:
             raise ConfigError(shortage)
         wait(_POLL_S)
         left_s -= _POLL_S
-    return wish.limit_bytes(read())
+    return request.limit_bytes(read())
 
 
-def gpu_limit_bytes(wish: GpuWish, device: torch.device) -> int:
+def gpu_limit_bytes(request: GpuMemoryRequest, device: torch.device) -> int:
     """Do the same for a device of this process, and log the result."""
-    found = granted_bytes(wish, lambda: read_gpu(device), wait=time.sleep)
-    _log.info("%s", wish.summary(read_gpu(device)))
+    found = granted_bytes(request, lambda: read_gpu(device), wait=time.sleep)
+    _log.info("%s", request.summary(read_gpu(device)))
     return found
 
 

@@ -106,11 +106,11 @@ def plan_memory(
     return budget
 
 
-def check_share_of_rank(stated_bytes: int, *, free_bytes: int) -> None:
+def check_share_of_rank(rank_bytes: int, *, free_bytes: int) -> None:
     """Raise ConfigError when a rank's part of `engine.memory_bytes` exceeds its share of its machine's free memory."""
-    if stated_bytes > free_bytes:
+    if rank_bytes > free_bytes:
         raise ConfigError(
-            f"engine.memory_bytes: each rank may take {stated_bytes} bytes; one has {free_bytes} bytes of memory free"
+            f"engine.memory_bytes: each rank may take {rank_bytes} bytes; one has {free_bytes} bytes of memory free"
         )
 
 

@@ -26,7 +26,7 @@ class ParallelGroup(Protocol):
         """Gather the ranks' tensors, all of one shape, in order on rank 0; empty on the others. Raises RankLost."""
         ...
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Order device work: work that ranks launched before this call precedes work launched after it. Raises
         RankLost.
         """
@@ -46,5 +46,5 @@ class SoloGroup:
     def gather(self, tensor: Tensor) -> list[Tensor]:
         return [tensor]
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Do nothing: there are no other ranks."""

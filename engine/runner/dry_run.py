@@ -109,13 +109,13 @@ def measure_workspace_bytes(
         runner.record_graphs(max_rows=max_running_requests, max_length=max_context)
     growth_bytes = peak.growth_bytes()
     del runner
-    give_back(model)
+    release_unused_memory(model)
     if model.device.type == "cuda":
         return growth_bytes
     return growth_bytes + _HOST_BYTES + max_running_requests * _HOST_BYTES_EACH
 
 
-def give_back(model: Decoder) -> None:
+def release_unused_memory(model: Decoder) -> None:
     """Free memory left by dry runs, which the pool can use: steps as large as the largest may never come."""
     model.backend.trim()
     return_freed_memory()

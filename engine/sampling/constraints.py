@@ -13,7 +13,7 @@ class AllowedTokens:
     """Allows only the given tokens. Implements TokenGuide."""
 
     is_over = False
-    takes_too_much = False
+    is_too_costly = False
 
     def __init__(self, token_ids: Sequence[int], vocab_size: int) -> None:
         flags = np.zeros(32 * num_words(vocab_size), dtype=np.uint8)
@@ -36,7 +36,7 @@ class BannedSequences:
     """Bans the last token of a sequence whose other tokens have just come. Implements TokenGuide."""
 
     is_over = False
-    takes_too_much = False
+    is_too_costly = False
 
     def __init__(self, sequences: Sequence[Sequence[int]]) -> None:
         self._endings: dict[tuple[int, ...], set[int]] = {}
@@ -83,8 +83,8 @@ class AllOf:
         return any(guide.has_refused for guide in self._guides)
 
     @property
-    def takes_too_much(self) -> bool:
-        return any(guide.takes_too_much for guide in self._guides)
+    def is_too_costly(self) -> bool:
+        return any(guide.is_too_costly for guide in self._guides)
 
     def allow(self, bits: Bits) -> None:
         bits[:] = _ALL

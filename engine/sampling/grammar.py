@@ -19,8 +19,8 @@ from tandem.errors import ConfigError, InvalidRequest
 from tandem.values.grammar_bounds import (
     LIMITS,
     ParserTime,
-    fault_on_the_way,
     most_bytes,
+    random_walk_error,
     tokenizer_for_guides,
     unforced,
 )
@@ -75,7 +75,7 @@ class LlGuide:
         self._address = 0
         self.num_tokens = 0
         self.has_refused = False
-        self.takes_too_much = False
+        self.is_too_costly = False
 
     @property
     def is_over(self) -> bool:
@@ -100,9 +100,9 @@ class LlGuide:
         self._compiled.num_followed_tokens += accepted
         is_error = bool(self._matcher.is_error())
         hit_limit = is_error and _NOT_ALLOWED not in self._matcher.get_error()
-        self.takes_too_much = not self._time.end_token() or hit_limit
-        self.has_refused = not accepted or is_error or self.takes_too_much
-        if is_error or self.takes_too_much:
+        self.is_too_costly = not self._time.end_token() or hit_limit
+        self.has_refused = not accepted or is_error or self.is_too_costly
+        if is_error or self.is_too_costly:
             self._on_fault(self._compiled)
         return not self.has_refused
 
@@ -125,7 +125,7 @@ class LlGuides:
         self._kept: OrderedDict[bytes, _Compiled] = OrderedDict()
         self.kept_bytes = 0
 
-    def kept(self, grammar: str) -> LlGuide | None:
+    def cached_guide(self, grammar: str) -> LlGuide | None:
         key = _key(grammar)
         with self._lock:
             compiled = self._kept.get(key)
@@ -138,7 +138,7 @@ class LlGuides:
         return self._guide(compiled)
 
     def guide(self, grammar: str) -> LlGuide:
-        guide = self.kept(grammar)
+        guide = self.cached_guide(grammar)
         if guide is None:
             compiled = self._compile(grammar)
             self._keep(compiled)
@@ -183,7 +183,7 @@ class LlGuides:
         matcher = llguidance.LLMatcher(self._loaded(llguidance), text, log_level=_SILENT, limits=limits)
         if matcher.is_error():
             raise InvalidRequest("grammar: it cannot be compiled", param="grammar")
-        if fault_on_the_way(matcher, self._end_token_ids, num_paths=_NUM_PATHS, num_tokens=_NUM_TOKENS):
+        if random_walk_error(matcher, self._end_token_ids, num_paths=_NUM_PATHS, num_tokens=_NUM_TOKENS):
             raise InvalidRequest("grammar: it takes too much to follow", param="grammar")
         return _Compiled(_key(grammar), matcher, most_bytes(grammar))
 

@@ -115,7 +115,7 @@ def _take_steps(num_steps: int, token_id: int, table: RequestTable, blocks: Bloc
             _advance(request, starts[position] + step, token_id)
             displaced = blocks.index_computed(request, request.num_computed_tokens // size - 1)
             if displaced:
-                blocks.surrender(request.request_id, displaced)
+                blocks.release_after_use(request.request_id, displaced)
         else:
             blocks.grow(request, blocks.allocate(1))
     for request, start in zip(running, starts, strict=True):

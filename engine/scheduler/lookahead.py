@@ -59,7 +59,7 @@ class Lookahead:
                 raise InvariantError(f"request {request.request_id}: num_in_flight_tokens disagrees with the steps")
 
 
-def ends_the_plan(request: Request) -> bool:
+def ends_lookahead(request: Request) -> bool:
     """Whether nothing may be planned behind a token that is being sampled: it is certainly the request's last, or the
     choice of the next one depends on it.
     """

@@ -17,7 +17,7 @@ from engine.kv_cache.block_manager import BlockManager, PrefixMatch
 from engine.kv_cache.pins import PrefixPins
 from engine.kv_cache.tiers.cache import CacheTiers
 from engine.scheduler.chunk_size import ChunkSizer
-from engine.scheduler.lookahead import Lookahead, ends_the_plan
+from engine.scheduler.lookahead import Lookahead, ends_lookahead
 from engine.scheduler.preempted_kv import Offloading
 from engine.scheduler.queue_order import QueueOrder
 from engine.scheduler.request_queue import Rank
@@ -83,14 +83,14 @@ class StepPlanner:
         """Record that its reservation admitted the request: only the prefix found then counts as cached."""
         self._was_admitted.add(request.request_id)
 
-    def surrender(self, request: Request) -> None:
+    def release_blocks(self, request: Request) -> None:
         """Take the request's blocks away, and stop sharing its prefill."""
         self._in_flight.leave(request)
-        self._blocks.surrender(request.request_id, self._blocks.take_table(request))
+        self._blocks.release_after_use(request.request_id, self._blocks.take_table(request))
 
     def forget(self, request: Request) -> None:
         """Forget a request that is over, wherever it is recorded."""
-        self.surrender(request)
+        self.release_blocks(request)
         self._in_flight.forget(request)
         self._was_admitted.discard(request.request_id)
         self._order.forget(request.request_id)
@@ -99,13 +99,13 @@ class StepPlanner:
         if self._tiers is not None:
             self._tiers.drop(request.request_id)
 
-    def executed(self) -> None:
+    def on_step_done(self) -> None:
         """Account for the oldest batch, which is computed: its block moves are done."""
         self._blocks.end_step()
         if self._offloading is not None:
-            self._offloading.executed()
+            self._offloading.on_step_done()
         if self._tiers is not None:
-            self._tiers.executed()
+            self._tiers.on_step_done()
 
     def skip_steps(self, num_steps: int) -> None:
         """Account for steps that ran without a plan: no request entered or lost blocks in them."""
@@ -165,7 +165,7 @@ class StepPlanner:
             num_planned = request.num_computed_tokens + request.num_in_flight_tokens
             if len(request.token_ids) + request.num_awaited_tokens - num_planned > 1:
                 behind.append(request)
-            elif room <= 0 or (request.num_awaited_tokens and ends_the_plan(request)):
+            elif room <= 0 or (request.num_awaited_tokens and ends_lookahead(request)):
                 continue
             elif num_planned % size and request.state is running_state:
                 # The token before it has a block with room for this one.
@@ -204,7 +204,7 @@ class StepPlanner:
         self.head_is_blocked = True
         if self._offloading is not None:
             self._offloading.save(request)
-        self.surrender(request)
+        self.release_blocks(request)
         self._table.requeue(request)
         request.num_preemptions += 1
         self._collector.preemption(request)
@@ -233,7 +233,7 @@ class StepPlanner:
             if not self._start(best.request, best.match, plan, now):
                 return
             if best is not head:
-                self._order.left(choice)
+                self._order.record_overtakes(choice)
             if plan.has_preempted:
                 return
 
@@ -266,21 +266,21 @@ class StepPlanner:
         offloading, tiers, found = self._offloading, self._tiers, match.num_blocks
         num_saved = 0 if offloading is None else offloading.num_saved_tokens(request, found)
         is_scored = request.scoring is not None  # its rows are scored one by one, which cached blocks cannot provide
-        num_below = 0 if num_saved or is_scored or tiers is None else tiers.reach(request, found)
-        twin = None if num_saved or num_below or is_scored else self._in_flight.twin(request, found)
+        num_below = 0 if num_saved or is_scored or tiers is None else tiers.num_loadable_blocks(request, found)
+        tail = None if num_saved or num_below or is_scored else self._in_flight.matching_tail(request, found)
         num_cached = (found + num_below) * self._blocks.block_size
-        num_here = num_saved or (twin.num_tokens if twin is not None else num_cached)
+        num_here = num_saved or (tail.num_tokens if tail is not None else num_cached)
         if not plan.has_room(request.num_tokens - num_here):
             return False
         # Before anything is evicted: evicted content may overwrite these slots.
         places: list[int] = []
         if tiers is not None and not num_saved:
-            places = tiers.enter(request, found, num_below)
-            tiers.missed(request, found + num_below)
+            places = tiers.pin_for_load(request, found, num_below)
+            tiers.record_misses(request, found + num_below)
         self._blocks.take_prefix(request, match)
-        if twin is not None:
-            plan.move(request, loads=[], copies=[self._blocks.fork(request, twin.block)])
-            request.num_computed_tokens = twin.num_tokens
+        if tail is not None:
+            plan.move(request, loads=[], copies=[self._blocks.fork(request, tail.block)])
+            request.num_computed_tokens = tail.num_tokens
         missing = self._blocks.blocks_for(request.num_tokens) - len(request.block_table)
         self._blocks.grow(request, self._blocks.allocate(missing))
         loads = [BlockLoad(slot, request.block_table[found + i]) for i, slot in enumerate(places)]
@@ -290,7 +290,7 @@ class StepPlanner:
             loads = offloading.resume(request)
         if loads:
             plan.move(request, loads=loads, copies=[])
-            self._blocks.surrender_loaded(self._blocks.index_computed(request, found))
+            self._blocks.release_after_next_step(self._blocks.index_computed(request, found))
         if offloading is not None:
             offloading.drop(request.request_id)
         self._table.admit(request)

@@ -38,13 +38,13 @@ class Offloading:
         self._offloads: list[BlockOffload] = []
         self._loaded: list[OffloadHandle] = []
 
-    def copies_at(self, rates: CopyRates) -> None:
+    def set_copy_rates(self, rates: CopyRates) -> None:
         """Set the measured rates of copying blocks."""
         self.rates = replace(
             self.rates, offload_bytes_per_s=rates.offload_bytes_per_s, load_bytes_per_s=rates.load_bytes_per_s
         )
 
-    def computes_at(self, prefill_tokens_per_s: float) -> None:
+    def set_prefill_rate(self, prefill_tokens_per_s: float) -> None:
         """Set the measured prefill rate."""
         if prefill_tokens_per_s != self.rates.prefill_tokens_per_s:
             self.rates = replace(self.rates, prefill_tokens_per_s=prefill_tokens_per_s)
@@ -115,7 +115,7 @@ class Offloading:
         self._offloads.clear()
         return offloads
 
-    def executed(self) -> None:
+    def on_step_done(self) -> None:
         """Free the slots that the executed batch has loaded from."""
         for handle in self._loaded:
             self._tier.drop(handle)

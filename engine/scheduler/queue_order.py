@@ -85,12 +85,12 @@ class QueueOrder:
             return True
         if not may_wait or not self._in_flight.must_wait(request, num_found_blocks):
             return False
-        return self._tiers is None or not self._tiers.reach(request, num_found_blocks)
+        return self._tiers is None or not self._tiers.num_loadable_blocks(request, num_found_blocks)
 
     def _may_not_be_passed(self, request: Request) -> bool:
         return self._overtakes.get(request.request_id, 0) >= self._max_overtakes
 
-    def left(self, choice: QueueChoice) -> None:
+    def record_overtakes(self, choice: QueueChoice) -> None:
         """Count the overtakes of a choice whose best has left the queue."""
         for request in choice.overtaken:
             self._overtakes[request.request_id] = self._overtakes.get(request.request_id, 0) + 1

@@ -62,9 +62,9 @@ class Scheduler:
         clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
         """`tier` takes the KV of preempted requests where that costs less than computing it again; `block_bytes` is
-        then the size of a block over all layers; call `offloading.copies_at`. `cache` takes evicted blocks; call
-        `tiers.costs.copies_at`, and respect `patience_s` where there is a disk. With either, or with steps bounded by
-        time (`max_step_s`), call `observe` after every `commit`. Without `pins`, no prefix can be pinned.
+        then the size of a block over all layers; call `offloading.set_copy_rates`. `cache` takes evicted blocks; call
+        `tiers.costs.set_copy_rates`, and respect `patience_s` where there is a disk. With either, or with steps bounded
+        by time (`max_step_s`), call `observe` after every `commit`. Without `pins`, no prefix can be pinned.
         `clock`: see BlockManager.
         """
         self._config = config
@@ -223,7 +223,7 @@ class Scheduler:
         if len(sampled) != sum([item.samples for item in batch.items]):
             raise InvariantError(f"{len(sampled)} tokens sampled for {len(batch.items)} items")
         self._ahead.settle(batch)
-        self._planner.executed()
+        self._planner.on_step_done()
         self._report_deferred()
         self._had_decodes = has_decodes(batch.items)
         size, running = self._config.block_size, RequestState.RUNNING
@@ -260,8 +260,8 @@ class Scheduler:
         for request in failed:
             name = request.request_id
             _log.warning("%s: cannot sample a token from its logits", name, extra=about(name))
-            self.pins.distrust(request)
-            self.blocks.condemn(request)
+            self.pins.invalidate(request)
+            self.blocks.invalidate(request)
             self._end(request, FinishReason.ERROR)
         return self.drain()
 
@@ -269,7 +269,7 @@ class Scheduler:
         """Publish the request's full blocks from `first_block` on: cached and, for a hand-off, ready to send."""
         displaced = self.blocks.index_computed(request, first_block)
         if displaced:
-            self.blocks.surrender(request.request_id, displaced)
+            self.blocks.release_after_use(request.request_id, displaced)
         if request.prefill_only:
             self._report_progress(request)
 
@@ -312,9 +312,9 @@ class Scheduler:
         self._pace.observe(timings, beside_decodes=self._had_decodes)
         self._rates.observe(timings)
         if self.offloading is not None:
-            self.offloading.computes_at(self._rates.prefill_tokens_per_s)
+            self.offloading.set_prefill_rate(self._rates.prefill_tokens_per_s)
         if self.tiers is not None:
-            self.tiers.costs.computes_at(self._rates.prefill_tokens_per_s)
+            self.tiers.costs.set_prefill_rate(self._rates.prefill_tokens_per_s)
 
     def patience_s(self, now: float) -> float | None:
         """Seconds until `schedule`, having found nothing, may succeed without any other event; None: never."""

@@ -112,7 +112,7 @@ class SharedPrefills:
             return True
         return self._step - wait.since_step < MAX_STALLS
 
-    def twin(self, request: Request, num_found_blocks: int) -> MatchingTail | None:
+    def matching_tail(self, request: Request, num_found_blocks: int) -> MatchingTail | None:
         """The block to copy instead of computing the request's tail again; None when no request has it."""
         if num_found_blocks < (request.num_tokens - 1) // self._blocks.block_size:
             return None

@@ -33,7 +33,7 @@ class TokenGuide(Protocol):
         """Whether it refused the last token, or gave up because its grammar is too costly to follow."""
 
     @property
-    def takes_too_much(self) -> bool:
+    def is_too_costly(self) -> bool:
         """Whether it refused because its grammar is too costly to follow."""
 
     def allow(self, bits: Bits) -> None:
@@ -46,7 +46,7 @@ class TokenGuide(Protocol):
 class Guides(Protocol):
     """Makes guides; may be called from any thread."""
 
-    def kept(self, grammar: str) -> TokenGuide | None:
+    def cached_guide(self, grammar: str) -> TokenGuide | None:
         """A fresh guide, at once; None when the grammar has to be compiled first."""
 
     def guide(self, grammar: str) -> TokenGuide:
@@ -58,7 +58,7 @@ class Guides(Protocol):
 
 def unusable(guide: TokenGuide | None) -> ServingError:
     """The error of a request for which no token could be chosen."""
-    if guide is not None and guide.takes_too_much:
+    if guide is not None and guide.is_too_costly:
         return InvalidRequest("grammar: it takes too much to follow in this answer", param="grammar")
     if guide is not None and guide.has_refused:
         return InvalidRequest("the grammar allows no next token")

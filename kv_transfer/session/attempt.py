@@ -105,7 +105,7 @@ class Attempt(ABC, Generic[MachineT, EventT]):
 
     def _note(self, cause: Body | EventT | None) -> None:
         if self._trace is not None and cause is not None:
-            self._trace.saw(cause)
+            self._trace.record(cause)
         if self._live and self.machine.state not in LIVE:
             self._live = False
             self._on_given_up()

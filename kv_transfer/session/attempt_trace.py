@@ -28,7 +28,7 @@ class AttemptTrace:
         """Trace context for the spans that this attempt causes elsewhere."""
         return self._span.context
 
-    def saw(self, cause: Any) -> None:
+    def record(self, cause: Any) -> None:
         """Record a message or an event that the machine has processed."""
         span = self._span
         now = span.now()

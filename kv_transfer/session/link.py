@@ -61,15 +61,15 @@ async def carry(
     outbox: LinkOutbox,
     *,
     deliver: Callable[[HandoffEnvelope], None],
-    misbehaved: Callable[[TransferKey | None, str], None],
+    on_malformed: Callable[[TransferKey | None, str], None],
 ) -> None:
     """Carry messages both ways over a gRPC stream until one direction ends; always raises.
 
-    A message that is malformed goes to `misbehaved` and harms no other hand-off. Raises LinkBroken, or any error that
+    A message that is malformed goes to `on_malformed` and harms no other hand-off. Raises LinkBroken, or any error that
     `deliver` raised.
     """
     tasks = [
-        asyncio.create_task(_read(stream, deliver, misbehaved)),
+        asyncio.create_task(_read(stream, deliver, on_malformed)),
         asyncio.create_task(_write(stream, outbox)),
     ]
     try:
@@ -88,14 +88,14 @@ async def carry(
 
 
 async def _read(
-    stream: Any, deliver: Callable[[HandoffEnvelope], None], misbehaved: Callable[[TransferKey | None, str], None]
+    stream: Any, deliver: Callable[[HandoffEnvelope], None], on_malformed: Callable[[TransferKey | None, str], None]
 ) -> None:
     while True:
         message = await read_message(stream)
         try:
             envelope = wire.decode(message)
         except WireError as error:
-            misbehaved(error.key, str(error))
+            on_malformed(error.key, str(error))
             continue
         deliver(envelope)
 

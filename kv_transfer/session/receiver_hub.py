@@ -203,7 +203,7 @@ class ReceiverHub:
         self.stats.live = len(self._attempts)
         self._empty.clear()
         if attempt.link.peer is None:
-            attempt.link.poke()
+            attempt.link.dial_now()
         else:
             asyncio.get_running_loop().call_soon(self._start, attempt)
 
@@ -286,7 +286,7 @@ class ReceiverHub:
             elif isinstance(body, Offer | Chunk | Seal):
                 link.send(envelope.key, Abort(reason="no such hand-off here"))
 
-    def misbehaved(self, link: ReceiverLink, key: TransferKey | None, reason: str) -> None:
+    def on_malformed(self, link: ReceiverLink, key: TransferKey | None, reason: str) -> None:
         """Fail the hand-off that a malformed message belongs to, and no other."""
         self.stats.bad_messages += 1
         attempt = self._attempts.get(key) if key is not None else None

@@ -46,7 +46,7 @@ class LinkUser(Protocol):
 
     def deliver(self, link: "ReceiverLink", envelope: HandoffEnvelope) -> None: ...
 
-    def misbehaved(self, link: "ReceiverLink", key: TransferKey | None, reason: str) -> None:
+    def on_malformed(self, link: "ReceiverLink", key: TransferKey | None, reason: str) -> None:
         """Called with a malformed message; `key` is the attempt it names, if it could be read."""
 
 
@@ -76,7 +76,7 @@ class ReceiverLink:
         self._user = user
         self._settings = settings
         self._outbox = LinkOutbox()
-        self._poked = asyncio.Event()
+        self._wake = asyncio.Event()
         self._closing = False
 
     @property
@@ -93,15 +93,15 @@ class ReceiverLink:
                 HandoffEnvelope(incarnation=self._local.incarnation, addressee=self.peer, key=key, body=body)
             )
 
-    def poke(self) -> None:
+    def dial_now(self) -> None:
         """Dial now, cutting the backoff short."""
-        self._poked.set()
+        self._wake.set()
 
     def close(self) -> None:
         """Send what is queued and end."""
         self._closing = True
         self._outbox.close()
-        self._poked.set()
+        self._wake.set()
 
     async def run(self) -> None:
         """Dial until closed, or until unused and unreachable for `forget_s`."""
@@ -109,7 +109,7 @@ class ReceiverLink:
         backoff_s = _MIN_BACKOFF_S
         last_up = loop.time()
         while not self._closing:
-            self._poked.clear()
+            self._wake.clear()
             reason, was_up = await self._session()
             if was_up:
                 backoff_s, last_up = _MIN_BACKOFF_S, loop.time()
@@ -124,7 +124,7 @@ class ReceiverLink:
         await asyncio.sleep(_MIN_BACKOFF_S)
         try:
             async with asyncio.timeout(backoff_s):
-                await self._poked.wait()
+                await self._wake.wait()
         except TimeoutError:
             return
 
@@ -145,7 +145,7 @@ class ReceiverLink:
                     stream,
                     self._outbox,
                     deliver=lambda envelope: self._user.deliver(self, envelope),
-                    misbehaved=lambda key, reason: self._user.misbehaved(self, key, reason),
+                    on_malformed=lambda key, reason: self._user.on_malformed(self, key, reason),
                 )
         except (LinkBroken, ConfigError) as error:
             return f"link to {self.address}: {error}", was_up

@@ -86,7 +86,7 @@ class SenderContext:
     now: Callable[[], float]
     spawn: Callable[[Coroutine[Any, Any, None]], "asyncio.Task[None]"]
     closed: Callable[["SenderAttempt"], None]
-    unwanted: Callable[[TransferId], None]
+    on_unwanted: Callable[[TransferId], None]
     """Called with the hand-off of an attempt that was given up while the owner's `submit` was still running."""
 
 
@@ -116,7 +116,7 @@ class SenderAttempt(Attempt[Sender, SenderEvent]):
 
     def _on_given_up(self) -> None:
         if self._submission is not None and not self._submission.done():
-            self._context.unwanted(self.key.transfer_id)
+            self._context.on_unwanted(self.key.transfer_id)
 
     def _transport_name(self) -> str:
         return self.peer.transport

@@ -103,7 +103,7 @@ class SenderHub:
             now=self._reaper.now,
             spawn=self._spawn,
             closed=self._closed,
-            unwanted=lambda transfer_id: self.on_unwanted(transfer_id),  # noqa: PLW0108 - set later
+            on_unwanted=lambda transfer_id: self.on_unwanted(transfer_id),  # noqa: PLW0108 - set later
         )
 
     def register(self, server: Any) -> None:
@@ -179,7 +179,7 @@ class SenderHub:
         """Report that the prompt has left the queue; `tail_hash` names its last full hash block."""
         self._post_event(transfer_id, PrefillScheduled(queue_s=queue_s, tail_hash=tail_hash))
 
-    def lent(self, transfer_id: TransferId, names: Sequence[BlockHash], block_ids: Sequence[BlockId]) -> None:
+    def answer_fetch(self, transfer_id: TransferId, names: Sequence[BlockHash], block_ids: Sequence[BlockId]) -> None:
         """Answer a fetch with the prefix's full blocks that are held here, and the names of their hash blocks.
 
         The blocks stay until `owner.release`, as computed ones do.
@@ -260,7 +260,7 @@ class SenderHub:
         try:
             await link.run(
                 deliver=lambda envelope: self._deliver(link, envelope),
-                misbehaved=lambda key, reason: self._misbehaved(link, key, reason),
+                on_malformed=lambda key, reason: self._on_malformed(link, key, reason),
             )
         except InvariantError as error:
             # gRPC would only log it; the group ends the process.
@@ -296,7 +296,7 @@ class SenderHub:
                 # This process has no such attempt, so nothing of it is in flight from here.
                 link.send(key, Drained())
 
-    def _misbehaved(self, link: SenderLink, key: TransferKey | None, reason: str) -> None:
+    def _on_malformed(self, link: SenderLink, key: TransferKey | None, reason: str) -> None:
         self.stats.bad_messages += 1
         attempt = self._attempts.get(key.transfer_id) if key is not None else None
         if attempt is not None and attempt.key == key and attempt.peer is link:

@@ -72,14 +72,14 @@ class SenderLink:
         self,
         *,
         deliver: Callable[[HandoffEnvelope], None],
-        misbehaved: Callable[[TransferKey | None, str], None],
+        on_malformed: Callable[[TransferKey | None, str], None],
     ) -> None:
         """Run the link from start to end."""
         try:
             greeting = await self._handshake()
             await write_message(self._stream, greeting)
             if isinstance(greeting.body, Hello):
-                await carry(self._stream, self._outbox, deliver=deliver, misbehaved=misbehaved)
+                await carry(self._stream, self._outbox, deliver=deliver, on_malformed=on_malformed)
         except (LinkBroken, WireError) as error:
             log.info("link ended: %s", error)
         except TimeoutError:

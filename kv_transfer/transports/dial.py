@@ -27,7 +27,7 @@ def advert_of(server: socket.socket, secret: bytes) -> bytes:
     return json.dumps({"host": host, "port": port, "secret": secret.hex()}).encode()
 
 
-def stays_here(advert: bytes) -> bool:
+def is_loopback_advert(advert: bytes) -> bool:
     """Whether the advert's address is on this machine; False for a malformed advert."""
     try:
         return is_loopback(_parse(advert)[0])

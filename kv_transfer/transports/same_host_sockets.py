@@ -29,7 +29,7 @@ def refuses_user(sock: socket.socket) -> str | None:
     return None if uid == os.getuid() else f"the peer's uid is {uid}, not {os.getuid()}"
 
 
-def greet_on_this_host(advert: bytes, name: str) -> socket.socket:
+def dial_on_this_host(advert: bytes, name: str) -> socket.socket:
     """Connect to the Unix socket of an advert and send its secret. Raises TransferError that begins with `name`."""
     secret, address = advert[:TOKEN_BYTES], advert[TOKEN_BYTES:].decode(errors="replace")
     if not address.startswith("\0tandem-kv-"):

@@ -107,7 +107,7 @@ class AccessControl:
     def _keys_lapsed(self) -> str | None:
         if self._live is None or self._config.api_keys_file is None:
             return None
-        reason = self._live.distrust(_KEYS)
+        reason = self._live.distrust_reason(_KEYS)
         return None if reason is None else f"no API key is accepted: router.api_keys_file was {reason}"
 
     def _use_keys(self, found: Any) -> None:

@@ -53,7 +53,7 @@ class FileTrust:
         """Seconds for which the content in force could not be verified against the file; 0 while it can be."""
         return now - self._in_force_at if self._is_refused or self._problem is not None else 0.0
 
-    def distrust(self, now: float) -> str | None:
+    def distrust_reason(self, now: float) -> str | None:
         """Return why the content may no longer be relied on; None while it may."""
         silent_s = now - self._read_at
         if self._trust_s is None or silent_s < self._trust_s:

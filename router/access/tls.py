@@ -10,7 +10,7 @@ import grpc
 
 from tandem.config.access import RouterTls
 from tandem.errors import ConfigError
-from tandem.rpc.certificates import client_of, load_certificate, read_pem, shake_hands, trust
+from tandem.rpc.certificates import client_of, handshake_in_memory, load_certificate, read_pem, trust
 
 _SETTING = "router.tls"
 
@@ -51,7 +51,7 @@ def read_identity(config: RouterTls) -> ServerIdentity:
 
 def _try(server: ssl.SSLContext, cert: Path) -> None:
     try:
-        shake_hands(client_of(cert, f"{_SETTING}.cert"), server)
+        handshake_in_memory(client_of(cert, f"{_SETTING}.cert"), server)
     except ssl.SSLCertVerificationError as error:
         raise ConfigError(f"{_SETTING}.cert: {cert}: no client would accept it: {error.verify_message}") from None
     except ssl.SSLError as error:

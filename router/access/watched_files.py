@@ -37,8 +37,8 @@ class WatchedFile:
     apply: Callable[[Any], None]
     """Applies the loaded content, on the event loop."""
     trust_s: float | None = None
-    """Time for which the content stays in force while the files are unreadable (see `FileWatcher.distrust`); None:
-    unlimited."""
+    """Time for which the content stays in force while the files are unreadable; see `FileWatcher.distrust_reason`.
+    None: unlimited."""
 
     def seen(self) -> _Seen:
         """Return a fingerprint that differs whenever one of the files has changed."""
@@ -106,7 +106,7 @@ class _Watch:
 
     def log_distrust(self) -> None:
         """Log once that the content in force has lapsed."""
-        reason = self.trust.distrust(self._clock())
+        reason = self.trust.distrust_reason(self._clock())
         if reason is not None and not self._has_logged_distrust:
             _log.critical("%s: %s; what was read before is no longer in force", self.file.what, reason)
         self._has_logged_distrust = reason is not None
@@ -144,13 +144,13 @@ class FileWatcher:
         for watch in self._watches.values():
             watch.wake.set()
 
-    def distrust(self, what: str) -> str | None:
+    def distrust_reason(self, what: str) -> str | None:
         """Return why the content of these files may no longer be relied on, None while it may: they were unreadable too
         long.
 
         Decided by the clock rather than by the watching task, so that it holds even if that task ends.
         """
-        return self._watches[what].trust.distrust(self._clock())
+        return self._watches[what].trust.distrust_reason(self._clock())
 
     async def __aenter__(self) -> Self:
         """Read all files. Raises ConfigError when one is invalid from the start."""

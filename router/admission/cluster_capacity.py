@@ -107,41 +107,41 @@ class ClusterCapacity(Struct, frozen=True, kw_only=True):
             return not self.awaited
         return self.slots > 0 and self.slack_tokens > 0.0 and num_tokens < self.free_tokens
 
-    def lack(self, num_tokens: int) -> Shortage | None:
+    def shortage(self, num_tokens: int) -> Shortage | None:
         """Return what a request with such a prompt would wait for; None: it would run now."""
         if not self.usable:
             return Shortage.DECODE if self.awaited else None
-        reading = self._reading_lack(num_tokens)
+        prefill = self._prefill_shortage(num_tokens)
         if self.slots > 0 and num_tokens < self.free_tokens:
-            return reading
-        return Shortage.DECODE if reading is None else reading.and_decode()
+            return prefill
+        return Shortage.DECODE if prefill is None else prefill.and_decode()
 
-    def reads_itself(self, num_tokens: int) -> LocalPrefillCapacity | None:
+    def local_prefill(self, num_tokens: int) -> LocalPrefillCapacity | None:
         """Return the local prefill capacity if a decode worker would compute such a prompt because the prefill pool is
         busy."""
         local = self.local
         return local if local is not None and local.reads(num_tokens) else None
 
-    def awaits_reading(self, num_tokens: int) -> LocalPrefillCapacity | None:
-        """Like `reads_itself`, but only if such a prompt lacks nothing else of the decode pool."""
-        return self.reads_itself(num_tokens) if self.slots > 1 and num_tokens < self.free_tokens else None
+    def unblocked_local_prefill(self, num_tokens: int) -> LocalPrefillCapacity | None:
+        """Like `local_prefill`, but only if such a prompt lacks nothing else of the decode pool."""
+        return self.local_prefill(num_tokens) if self.slots > 1 and num_tokens < self.free_tokens else None
 
-    def most_passing(self, num_tokens: int) -> float:
-        """Return the longest prompt that may run before one of `num_tokens` that waits for the prefill pool alone.
+    def max_overtaking_tokens(self, num_tokens: int) -> float:
+        """Return the longest prompt that may overtake one of `num_tokens` that waits for the prefill pool alone.
 
-        What it takes from the decode pool must leave enough for the waiting one; below 0: none may pass.
+        What it takes from the decode pool must leave enough for the waiting one; below 0: none may overtake it.
         """
         local = self.local
         if local is None or local.slack_tokens <= 0.0 or self.slots <= 1:
             return -1.0
         return min(local.most_tokens, self.free_tokens - num_tokens - 1)
 
-    def _reading_lack(self, num_tokens: int) -> Shortage | None:
+    def _prefill_shortage(self, num_tokens: int) -> Shortage | None:
         if self.slack_tokens > 0.0:
             return None
         if self.decode_reads:
             return Shortage.DECODE
-        local = self.reads_itself(num_tokens)
+        local = self.local_prefill(num_tokens)
         if local is not None and local.slack_tokens > 0.0:
             return None
         # Decode workers compute longer prompts only because the prefill pool is too small.

@@ -135,7 +135,7 @@ class FairAdmission:
                 self._forecast.meter.served(ticket.cost)
             self._queue.remove(ticket)
             entry = self._entries.pop(ticket)
-            entry.is_local = room.reads_itself(ticket.num_tokens) is not None
+            entry.is_local = room.local_prefill(ticket.num_tokens) is not None
             self._give_turn(entry)
             turns.append(entry)
         return turns
@@ -228,7 +228,7 @@ class FairAdmission:
         ticket, room, forecast = entry.ticket, self._watch.measure(), self._forecast
         # A request that fits no pool would wait in vain, and so would every request behind it.
         too_large = not room.ever_holds(ticket.num_tokens)
-        at_once = too_large or (self._rule.lack(ticket, room) is None and self._rule.passes(ticket, room))
+        at_once = too_large or (self._rule.shortage(ticket, room) is None and self._rule.passes(ticket, room))
         if at_once and not len(self._queue):
             rate = forecast.rate(room)
             spare = rate * forecast.meter.since(ticket.arrived_s)
@@ -240,7 +240,7 @@ class FairAdmission:
         if at_once:
             if ticket.tenant not in (waiting := self._queue.tenants):
                 self._counters.activate(ticket.tenant, waiting, credit=forecast.credit(ticket, room))
-            entry.is_local = room.reads_itself(ticket.num_tokens) is not None
+            entry.is_local = room.local_prefill(ticket.num_tokens) is not None
             return []
         evicted = [self._displace(victim, room) for victim in self._limits.evict_for(ticket, room)]
         self._queue.push(ticket, credit=forecast.credit(ticket, room))

@@ -1,4 +1,4 @@
-"""Which requests may run now: what each lacks, and which may pass the first in the queue. Pure."""
+"""Which requests may run now: what each lacks, and which may overtake the first in the queue. Pure."""
 
 from collections.abc import Callable
 
@@ -70,56 +70,57 @@ class TurnRule:
         self._watch = watch
         self._places = places
         self._num_refused = num_refused
-        self._lacked = Shortage.ROUTER
+        self._last_shortage = Shortage.ROUTER
         """The shortage of the request that last had to wait."""
 
-    def lack(self, ticket: Ticket, room: ClusterCapacity) -> Shortage | None:
+    def shortage(self, ticket: Ticket, room: ClusterCapacity) -> Shortage | None:
         """Return why it cannot run now; None: it can, or never will."""
         if not room.ever_holds(ticket.num_tokens):
             return None
-        lack = room.lack(ticket.num_tokens)
+        shortage = room.shortage(ticket.num_tokens)
         if self._num_refused():
-            return Shortage.DECODE if lack is None else lack.and_decode()
-        if lack is None and self._places(ticket.priority) <= self._watch.num_in_transit:
+            return Shortage.DECODE if shortage is None else shortage.and_decode()
+        if shortage is None and self._places(ticket.priority) <= self._watch.num_in_transit:
             return Shortage.ROUTER
-        return lack
+        return shortage
 
     def next_turn(self, first: Ticket, room: ClusterCapacity) -> Ticket | None:
-        """Return the request that runs next: the first in line, or one that may pass it; None: all wait."""
-        if (lack := self.lack(first, room)) is None:
+        """Return the request that runs next: the first in line, or one that may overtake it; None: all wait."""
+        if (shortage := self.shortage(first, room)) is None:
             return first
-        self._lacked = lack
-        return self._queue.first_within(self._most_passing(first, room))
+        self._last_shortage = shortage
+        return self._queue.first_within(self._max_overtaking_tokens(first, room))
 
     def passes(self, ticket: Ticket, room: ClusterCapacity) -> bool:
         """Whether it may run at once, ahead of the queue: no waiting request could run before it."""
         if (first := self._queue.first()) is None:
             return True
-        most = self._most_passing(first, room)
+        most = self._max_overtaking_tokens(first, room)
         return ticket.num_tokens <= most and self._queue.first_within(most) is None
 
-    def may_be_passed(self, first: Ticket, room: ClusterCapacity) -> bool:
-        """Whether the first in line waits for the prefill pool alone, with a slot left for it if another passes."""
+    def can_be_overtaken(self, first: Ticket, room: ClusterCapacity) -> bool:
+        """Whether the first in line waits for the prefill pool alone, with a slot left for it if another overtakes."""
         return (
-            self.lack(first, room) is Shortage.PREFILL and self._places(first.priority) > self._watch.num_in_transit + 1
+            self.shortage(first, room) is Shortage.PREFILL
+            and self._places(first.priority) > self._watch.num_in_transit + 1
         )
 
     def held(self, room: ClusterCapacity) -> dict[Shortage, QueuedTotals]:
         """Sum the queue by what requests wait for: what they lack themselves, or what the request ahead of them
         lacks."""
-        held = {lack: QueuedTotals() for lack in Shortage}
+        held = {shortage: QueuedTotals() for shortage in Shortage}
         if (first := self._queue.first()) is not None:
-            ahead = self.lack(first, room) or self._lacked
+            ahead = self.shortage(first, room) or self._last_shortage
             for ticket in self._queue:
-                sums = held[self.lack(ticket, room) or ahead]
+                sums = held[self.shortage(ticket, room) or ahead]
                 sums.num_requests += 1
                 sums.num_tokens += ticket.num_tokens
         return held
 
-    def _most_passing(self, first: Ticket, room: ClusterCapacity) -> float:
+    def _max_overtaking_tokens(self, first: Ticket, room: ClusterCapacity) -> float:
         """Return the longest prompt that need not wait behind the first in line, which waits for prefill; below 0:
         none.
 
         A decode worker computes it at once, and leaves what else the first request needs.
         """
-        return room.most_passing(first.num_tokens) if self.may_be_passed(first, room) else -1.0
+        return room.max_overtaking_tokens(first.num_tokens) if self.can_be_overtaken(first, room) else -1.0

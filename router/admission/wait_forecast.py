@@ -76,15 +76,19 @@ class WaitForecast:
 
     def wait_s(self, ticket: Ticket, room: ClusterCapacity) -> float:
         """Seconds until a worker begins its prompt."""
-        local, first = room.awaits_reading(ticket.num_tokens), self._queue.first()
-        # A request that cannot pass the first one waits as long as that one.
+        local, first = room.unblocked_local_prefill(ticket.num_tokens), self._queue.first()
+        # A request that cannot overtake the first one waits as long as that one.
         if (
             local
             and not self._num_refused()
-            and (first is None or room.awaits_reading(first.num_tokens) or self._rule.may_be_passed(first, room))
+            and (
+                first is None
+                or room.unblocked_local_prefill(first.num_tokens)
+                or self._rule.can_be_overtaken(first, room)
+            )
         ):
             return self._queue.within(local.most_tokens) / local.tokens_per_s + local.wait_s
-        if first is None and self._rule.lack(ticket, room) is None:
+        if first is None and self._rule.shortage(ticket, room) is None:
             return room.least_wait_s
         ahead = self._queue.ahead_of(ticket, credit=self.credit(ticket, room))
         return (ahead.cost + ticket.cost) / self.rate(room) + room.least_wait_s

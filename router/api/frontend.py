@@ -14,6 +14,7 @@ from functools import lru_cache
 from msgspec.structs import replace
 
 from router.admission.queue_limits import PreparationLimit
+from router.api.answer.stream_ids import StreamIds
 from router.api.prompts import PromptReader
 from router.api.request.beam_search_options import with_beams
 from router.api.request.client_request import ClientRequest, ModelInfo, PreparedRequest
@@ -29,7 +30,6 @@ from router.text.stop_strings import StopStrings
 from router.text.tokenizer import Tokenizer
 from router.text.tool_parsers.request_calls import ToolCallReading
 from router.types.requests import MAX_PRIORITY, ResumePoint, RoutedRequest
-from router.types.stream_ids import StreamIds
 from tandem.config.cluster import RouterConfig
 from tandem.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from tandem.telemetry.tracing import NoTracer, Tracer

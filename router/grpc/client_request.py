@@ -17,7 +17,7 @@ from router.grpc.conversation import check_input_kind, template_options, tool_us
 from router.text.grammars.structured_output import Shape, StructuredOutput
 from router.types.prompt_logprobs import PromptScoringRequest
 from router.types.requests import BeamSearchParams
-from router.types.stream_ids import StreamPosition
+from router.types.stream_position import StreamPosition
 from tandem.errors import InvalidRequest
 from tandem.protocol import wire
 from tandem.telemetry.tracing import TraceContext, context_from_headers

@@ -36,7 +36,7 @@ from router.metrics.router_metrics import RouterMetrics
 from router.sandbox.pattern_search import PatternSearch
 from router.text.tools import use_of
 from router.types.requests import Generator
-from router.types.stream_ids import StreamPosition
+from router.types.stream_position import StreamPosition
 from tandem.errors import InvalidRequest
 from tandem.v1 import inference_pb2 as pb
 from tandem.v1.inference_pb2_grpc import InferenceServicer

@@ -101,7 +101,7 @@ class AccountFile:
                 os.utime(self._descriptor)
         return (found.st_dev, found.st_ino) != self._identity
 
-    def bring(self, former: "AccountFile") -> None:
+    def merge_from(self, former: "AccountFile") -> None:
         """Add the use recorded in a file that was removed, and what this process has in flight.
 
         Several processes do so, each when it notices: of two buckets the emptier one is kept. The caller holds the

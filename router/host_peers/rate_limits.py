@@ -86,7 +86,7 @@ class RateLimitFile:
         try:
             file = AccountFile(self._path, router=self._router)
             try:
-                file.bring(former)
+                file.merge_from(former)
             except OSError:
                 file.close()
                 raise

@@ -291,7 +291,7 @@ def prefers_local_prefill(
     `_prefer_local_prefill` decides the same for pools of more than `MAX_PRICED_SINGLY` workers.
 
     The cheaper of both, within the bounds on uncached tokens; local if the demand or the lack of a partner requires it.
-    The demand does where admission let it in as local, the prefill pool being full (`ClusterCapacity.reads_itself`).
+    The demand does where admission let it in as local, the prefill pool being full (`ClusterCapacity.local_prefill`).
     """
     if demand.is_local or uncached <= model.local_prefill_tokens:
         return True

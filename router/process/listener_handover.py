@@ -27,12 +27,12 @@ from tandem.config.cluster import RouterConfig
 from tandem.errors import ConfigError
 from tandem.process.lifetime import Lifetime
 from tandem.process.runtime_folder import (
-    answers_as_us,
-    others_could_have_made,
+    has_listener,
+    is_trusted_peer,
     place_for_socket,
     remove_dead_sockets,
     runtime_folder,
-    somebody_answers,
+    untrusted_socket_reason,
 )
 
 _SERVES = b"serves\n"
@@ -92,7 +92,7 @@ class RunningRouter:
         path = handover_path(config)
         if path is None or not path.exists():
             return None
-        if why := others_could_have_made(path):
+        if why := untrusted_socket_reason(path):
             raise ConfigError(f"router.handover_socket: {why}")
         try:
             link, addresses_json, http = _meet(path)
@@ -147,7 +147,7 @@ def _meet(path: Path) -> tuple[socket.socket, bytes, socket.socket]:
     try:
         link.settimeout(_ANSWER_S)
         link.connect(str(path))
-        if not answers_as_us(link):
+        if not is_trusted_peer(link):
             raise ConfigError(f"router.handover_socket: another user answers at {path}")
         addresses_json, descriptors, _, _ = socket.recv_fds(link, _MAX_BYTES, 1)
         if not addresses_json or not descriptors:
@@ -196,7 +196,7 @@ class ListenerHandover:
             place_for_socket(self._path, "router.handover_socket")
             if not self._is_stated:
                 await asyncio.to_thread(remove_dead_sockets, self._path.parent)
-            if not self._succeeds and somebody_answers(self._path):
+            if not self._succeeds and has_listener(self._path):
                 raise ConfigError(f"router.handover_socket: another router answers at {self._path}")
             self._listening = self._listen(self._path)
         except (ConfigError, OSError) as error:

@@ -23,7 +23,7 @@ from llguidance import gbnf_to_lark
 
 from router.sandbox.grammar_frames import FOLLOWED, LENGTH, REFUSED
 from tandem.config.source.regular_file import read_regular_text
-from tandem.values.grammar_bounds import LIMITS, fault_on_the_way, tokenizer_for_guides
+from tandem.values.grammar_bounds import LIMITS, random_walk_error, tokenizer_for_guides
 
 _MAX_FILE_BYTES = 256 << 20
 _SILENT = 0
@@ -89,7 +89,7 @@ def _fault(tokenizer: Any, grammar: str, end_ids: Sequence[int]) -> str:
     matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=_SILENT, limits=limits)
     if matcher.is_error():
         return _reason(matcher.get_error()) or "it cannot be compiled"
-    fault = fault_on_the_way(matcher, end_ids, num_paths=_NUM_PATHS, num_tokens=_NUM_TOKENS)
+    fault = random_walk_error(matcher, end_ids, num_paths=_NUM_PATHS, num_tokens=_NUM_TOKENS)
     return fault and f"it takes too much to follow: {_reason(fault)}"
 
 

@@ -4,8 +4,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import NoReturn
 
+from router.types.request_digest import request_digest
 from router.types.requests import RoutedRequest
-from router.types.stream_ids import request_digest
 from router.types.worker_view import WorkerKey
 from router.workers.poison_request import PoisonRequestTracker
 from tandem.circuit_breaker import BreakerPolicy, BreakerState, CircuitBreaker

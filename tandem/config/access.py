@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, PositiveInt, ValidationError, model_validator
 
-from tandem.config.admission import BearerKey, LimitsConfig, mistaken_keys
+from tandem.config.admission import BearerKey, LimitsConfig, keys_problem
 from tandem.config.section import Seconds, Section
 from tandem.config.source.yaml_file import read_mapping
 from tandem.errors import ConfigError, UnreadableFile
@@ -103,7 +103,7 @@ class RouterAccess(Section):
 
     @model_validator(mode="after")
     def _refuse_open_beyond_loopback(self) -> Self:
-        if not (self.is_local or self.allow_open or self.asks_who):
+        if not (self.is_local or self.allow_open or self.requires_authentication):
             raise ValueError(
                 f"host {self.host} is reachable from other machines and clients are not authenticated: set api_keys,"
                 " api_keys_file or tls.client_ca, or allow_open if that is intended"
@@ -111,7 +111,7 @@ class RouterAccess(Section):
         return self
 
     @property
-    def asks_who(self) -> bool:
+    def requires_authentication(self) -> bool:
         """Whether clients must authenticate."""
         return bool(self.api_keys or self.api_keys_file or (self.tls and self.tls.client_ca))
 
@@ -125,7 +125,7 @@ class RouterAccess(Section):
         """A warning about what this exposes; None when there is nothing to warn of."""
         if self.is_local:
             return None
-        if not self.asks_who:
+        if not self.requires_authentication:
             return f"everyone who can reach {self.host} may use this router (router.allow_open)"
         if self.tls is None:
             return f"traffic with {self.host} is not encrypted, keys included: set router.tls, or put TLS in front"
@@ -174,6 +174,6 @@ def read_keys(path: Path, limits: LimitsConfig) -> tuple[tuple[BearerKey, ...], 
         name = ".".join(map(str, first["loc"]))
         raise ConfigError(f"{what}: {name}: {first['msg'].removeprefix('Value error, ')}") from None
     applied = found.limits or limits
-    if reason := mistaken_keys(found.api_keys, applied):
+    if reason := keys_problem(found.api_keys, applied):
         raise ConfigError(f"{what}: {reason}")
     return found.api_keys, applied

@@ -77,7 +77,7 @@ class LimitsConfig(Section):
     """Limits by the `tenant` of API keys. What an entry leaves out is unlimited, whatever `default` says."""
 
 
-def mistaken_keys(keys: Sequence[ApiKey], limits: LimitsConfig) -> str | None:
+def keys_problem(keys: Sequence[ApiKey], limits: LimitsConfig) -> str | None:
     """The contradiction between keys and limits, beginning with the setting's name; None when there is none. Contains
     no key."""
     first: dict[bytes, int] = {}

@@ -15,17 +15,17 @@ from pydantic import BaseModel, Field, PositiveInt, SecretStr, ValidationError, 
 from pydantic_core import ErrorDetails
 
 from tandem.config.access import RouterAccess
-from tandem.config.admission import HedgingConfig, LimitsConfig, QueueConfig, mistaken_keys
+from tandem.config.admission import HedgingConfig, LimitsConfig, QueueConfig, keys_problem
 from tandem.config.batches import BatchesConfig
 from tandem.config.cluster_tls import ClusterSection
 from tandem.config.engine import EngineSection, ModelSection
 from tandem.config.pools import (
     PoolConfig,
     Port,
-    mistaken_context,
-    mistaken_health_port,
-    mistaken_health_ports,
-    mistaken_nodes,
+    context_problem,
+    health_port_problem,
+    health_ports_problem,
+    nodes_problem,
 )
 from tandem.config.prices import PriceConfig
 from tandem.config.ray import RayConfig
@@ -46,7 +46,7 @@ from tandem.errors import ConfigError
 from tandem.model_path import BUILTIN, BUILTIN_DTYPE
 from tandem.rpc.hosts import checked_address
 from tandem.rpc.mutual_tls import TlsFiles
-from tandem.values.block_hash import mistaken_secret
+from tandem.values.block_hash import secret_problem
 from tandem.values.disk_cache import contradiction
 from tandem.values.kv_agreement import cannot_travel_as
 from tandem.values.kv_layout import AUTO_DTYPE
@@ -206,7 +206,7 @@ class ClusterConfig(Section):
         own = {name: value for name in ("block_size", "kv_dtype") if (value := getattr(pool, name)) is not None}
         return self.engine.model_copy(update=own)
 
-    def mistaken_wire_dtype(self, dtype: str) -> str | None:
+    def wire_dtype_problem(self, dtype: str) -> str | None:
         """Reason why KV cannot be sent as `transfer.wire_dtype` when the model computes in `dtype`; None if it can."""
         if not self.prefill.replicas or self.transfer.wire_dtype == AUTO_DTYPE:
             return None
@@ -236,7 +236,7 @@ class ClusterConfig(Section):
     @model_validator(mode="after")
     def _nodes(self) -> Self:
         for name, pool in (("prefill", self.prefill), ("decode", self.decode)):
-            if reason := mistaken_nodes(pool) or mistaken_health_port(pool):
+            if reason := nodes_problem(pool) or health_port_problem(pool):
                 raise ValueError(f"{name}.{reason}")
             if pool.nodes > 1 and self.ray.address is not None:
                 raise ValueError(
@@ -246,7 +246,7 @@ class ClusterConfig(Section):
                 raise ValueError(f"{name}.gpus cannot be set on Ray, which assigns GPUs to workers")
         # On Ray workers of both pools may be on different nodes.
         if self.ray.address is None and (
-            reason := mistaken_health_ports({"prefill": self.prefill, "decode": self.decode})
+            reason := health_ports_problem({"prefill": self.prefill, "decode": self.decode})
         ):
             raise ValueError(reason)
         return self
@@ -255,10 +255,10 @@ class ClusterConfig(Section):
     def _consistent(self) -> Self:
         if self.decode.replicas < 1:
             raise ValueError("decode.replicas must be at least 1: only decode workers produce tokens")
-        if self.secret is not None and (reason := mistaken_secret(self.secret.get_secret_value())):
+        if self.secret is not None and (reason := secret_problem(self.secret.get_secret_value())):
             raise ValueError(f"secret {reason}")
         smallest = min(self.engine_of(pool).block_size for pool in (self.prefill, self.decode) if pool.replicas)
-        if reason := mistaken_context(self.model.max_model_len, self.engine.num_blocks, smallest):
+        if reason := context_problem(self.model.max_model_len, self.engine.num_blocks, smallest):
             raise ValueError(reason)
         if self.router.port == self.router.grpc_port != 0:
             raise ValueError(f"router.port and router.grpc_port are both {self.router.port}")
@@ -269,10 +269,10 @@ class ClusterConfig(Section):
             )
         dtype = BUILTIN_DTYPE if self.model.path == BUILTIN and self.model.dtype == AUTO_DTYPE else self.model.dtype
         # Only workers have the model and know what `auto` stands for: they check it at their start.
-        if dtype != AUTO_DTYPE and (reason := self.mistaken_wire_dtype(dtype)):
+        if dtype != AUTO_DTYPE and (reason := self.wire_dtype_problem(dtype)):
             raise ValueError(reason)
         keys_elsewhere = self.router.api_keys_file is not None
-        if not keys_elsewhere and (reason := mistaken_keys(self.router.api_keys, self.router.limits)):
+        if not keys_elsewhere and (reason := keys_problem(self.router.api_keys, self.router.limits)):
             raise ValueError(f"router.{reason}")
         if reason := self._no_disk_cache():
             raise ValueError(reason)

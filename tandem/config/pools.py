@@ -113,7 +113,7 @@ def listening_ports(pool: PoolConfig, name: str) -> Iterator[tuple[str, int, str
             yield machine, health, f"{name}.health_port"
 
 
-def mistaken_health_ports(pools: Mapping[str, PoolConfig]) -> str | None:
+def health_ports_problem(pools: Mapping[str, PoolConfig]) -> str | None:
     """Why workers, by pool, that may share a machine cannot serve their health as the pools say; None: they can."""
     taken: dict[tuple[str, int], str] = {}
     for name, pool in pools.items():
@@ -126,7 +126,7 @@ def mistaken_health_ports(pools: Mapping[str, PoolConfig]) -> str | None:
     return None
 
 
-def mistaken_health_port(pool: PoolConfig) -> str | None:
+def health_port_problem(pool: PoolConfig) -> str | None:
     """Reason why the pool's workers cannot serve health as configured, beginning with the field; None when they can."""
     if pool.health_port is None:
         return None
@@ -138,7 +138,7 @@ def mistaken_health_port(pool: PoolConfig) -> str | None:
     return None
 
 
-def mistaken_nodes(pool: PoolConfig) -> str | None:
+def nodes_problem(pool: PoolConfig) -> str | None:
     """Reason why the pool's workers cannot be spread over nodes as configured, beginning with the field, or None."""
     if pool.tensor_parallel_size % pool.nodes:
         return f"nodes must divide tensor_parallel_size ({pool.tensor_parallel_size}), got {pool.nodes}"
@@ -155,7 +155,7 @@ def mistaken_nodes(pool: PoolConfig) -> str | None:
     return None
 
 
-def mistaken_context(context: int | None, num_blocks: int | None, block_size: int) -> str | None:
+def context_problem(context: int | None, num_blocks: int | None, block_size: int) -> str | None:
     """Reason why a pool of `num_blocks` cannot hold the stated context; None when it can, or when either is unset."""
     if context is None or num_blocks is None or num_blocks * block_size >= context:
         return None

@@ -24,12 +24,12 @@ def runtime_folder() -> Path:
 
 def place_for_socket(path: Path, what: str) -> None:
     """Prepare a socket's private folder. Raises ConfigError, naming the setting `what`, where that fails."""
-    enter_privately(path.parent, what)
+    make_private_folder(path.parent, what)
     if path.exists() and not path.is_socket():
         raise ConfigError(f"{what}: {path} exists and is not a socket")
 
 
-def others_could_have_made(path: Path) -> str | None:
+def untrusted_socket_reason(path: Path) -> str | None:
     """Reason to distrust the process behind this socket; None if only this user can have created it."""
     try:
         found = path.parent.stat()
@@ -40,14 +40,14 @@ def others_could_have_made(path: Path) -> str | None:
     return None
 
 
-def answers_as_us(link: socket.socket) -> bool:
+def is_trusted_peer(link: socket.socket) -> bool:
     """Whether the other end of a connected Unix socket runs as this user, or as root."""
     size = struct.calcsize("3i")
     _, uid, _ = struct.unpack("3i", link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     return uid in (os.getuid(), 0)
 
 
-def somebody_answers(path: Path) -> bool:
+def has_listener(path: Path) -> bool:
     """Whether a process listens at this Unix socket; the file alone may be left over from an ended one."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(_ANSWER_S)
@@ -81,7 +81,7 @@ def _remove_if_dead(path: Path) -> None:
             path.unlink()
 
 
-def enter_privately(folder: Path, what: str) -> None:
+def make_private_folder(folder: Path, what: str) -> None:
     """Create the folder if needed. Raises ConfigError, naming the setting `what`, if others could enter it."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -69,7 +69,7 @@ def load_certificate(context: ssl.SSLContext, cert: Path, key: Path, setting: st
         raise ConfigError(f"{name}: {key}: no private key in PEM ({error.reason})") from None
 
 
-def shake_hands(client: ssl.SSLContext, server: ssl.SSLContext, name: str | None = None) -> dict[str, Any]:
+def handshake_in_memory(client: ssl.SSLContext, server: ssl.SSLContext, name: str | None = None) -> dict[str, Any]:
     """Do a TLS handshake in memory, in which the client asks for `name`. Returns the server's certificate, decoded.
 
     Raises ssl.SSLError when it fails.

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tandem.errors import ConfigError
-from tandem.rpc.certificates import first_certificate, load_certificate, read_pem, shake_hands, trust
+from tandem.rpc.certificates import first_certificate, handshake_in_memory, load_certificate, read_pem, trust
 
 MEMBER_NAME = "tandem-cluster"
 """DNS name in the certificate of every member of a cluster, whatever its role or address."""
@@ -51,7 +51,7 @@ class MutualTls:
         if alpn is not None:
             self.client.set_alpn_protocols([alpn])
         try:
-            shown = shake_hands(self.client, self.server, name)
+            shown = handshake_in_memory(self.client, self.server, name)
         except ssl.SSLCertVerificationError as error:
             reason = f"{files.cert} is not good for {files.ca}: {error.verify_message}"
             raise ConfigError(f"{setting}.cert: {reason}") from None

@@ -21,7 +21,7 @@ MAX_SECRET_BYTES = 64
 """Maximum size of a BLAKE2b key (RFC 7693)."""
 
 
-def mistaken_secret(secret: str) -> str | None:
+def secret_problem(secret: str) -> str | None:
     """The mistake in a secret, to follow its name in a sentence; None when there is none. Never shows the secret."""
     bounds = f"it must have at least {MIN_SECRET_CHARS} characters and at most {MAX_SECRET_BYTES} bytes"
     if (num_chars := len(secret.strip())) < MIN_SECRET_CHARS:

@@ -120,7 +120,7 @@ def tokenizer_for_guides(spec: str) -> str:
     return json.dumps(said | {"decoder": _FALLBACK_DECODER})
 
 
-def fault_on_the_way(matcher: Any, end_token_ids: Collection[int], *, num_paths: int, num_tokens: int) -> str:
+def random_walk_error(matcher: Any, end_token_ids: Collection[int], *, num_paths: int, num_tokens: int) -> str:
     """Have copies of an LLMatcher follow `num_paths` random answers that its grammar allows, of `num_tokens` tokens
     each.
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from engine.model.gpu_memory import GpuWish, gpu_limit_bytes
+from engine.model.gpu_memory import GpuMemoryRequest, gpu_limit_bytes
 from tandem.process.gpu_host import VISIBLE, NvidiaHost
 
 pytestmark = [
@@ -47,5 +47,5 @@ def test_cuda_put_first_gpu_is_device_zero_and_hides_none(which: str) -> None:
 
 def test_cuda_memory_share_is_of_whole_gpu() -> None:
     total = torch.cuda.get_device_properties(0).total_memory
-    limit = gpu_limit_bytes(GpuWish(index=0, sharers=4), torch.device("cuda", 0))
+    limit = gpu_limit_bytes(GpuMemoryRequest(index=0, sharers=4), torch.device("cuda", 0))
     assert limit == pytest.approx(total * 0.8 / 4, rel=0.02)

@@ -123,7 +123,7 @@ class ClusterStatePublisher:
                     self._behind_since_s = None
                 await self._sleep_until(due_s)
             except RedisDown:
-                self._journal.doubt()
+                self._journal.mark_in_doubt()
 
     async def _sleep_until(self, due_s: float) -> None:
         try:

@@ -124,7 +124,7 @@ class CacheJournal:
             self._log.popleft()
         self._known = write.after
 
-    def doubt(self) -> None:
+    def mark_in_doubt(self) -> None:
         """Record a failure after which it is unknown whether Redis has the last write."""
         self._is_in_doubt = True
 

@@ -71,7 +71,7 @@ def _future() -> "asyncio.Future[Any]":
 class PrefixFetch:
     """One fetch, from the request for room on; `ended` is set to the tokens gained."""
 
-    wanted: FetchOrder
+    order: FetchOrder
     stats: FetchStats
     num_held_tokens: int = 0
     """Tokens held here already; known once room is reserved."""
@@ -113,11 +113,11 @@ def probe_of(hash_root: BlockHash, names: Sequence[BlockHash], transfer_id: Tran
 
 def job_of(fetch: PrefixFetch) -> PrefillJob:
     """The job for the holder."""
-    wanted = fetch.wanted
-    probe = wanted.probe
+    order = fetch.order
+    probe = order.probe
     return PrefillJob(
-        transfer_id=wanted.transfer_id,
-        request_id=wanted.asker or probe.request_id,
+        transfer_id=order.transfer_id,
+        request_id=order.asker or probe.request_id,
         token_ids=(),
         num_prompt_tokens=0,
         held_tokens=fetch.num_held_tokens,
@@ -126,7 +126,7 @@ def job_of(fetch: PrefixFetch) -> PrefillJob:
         resume=True,
         fetch=True,
         names=tuple(probe.block_hashes),
-        trace=wanted.trace,
+        trace=order.trace,
     )
 
 

@@ -52,7 +52,7 @@ class Fetcher:
         """`name`: unique to this process; part of the ids of its fetches."""
         self.hub: ReceiverHub | None = None
         self.stats = FetchStats()
-        """Counts of prompts' fetches; those of `adopt` are counted by its caller."""
+        """Counts of prompts' fetches; those of `prefetch` are counted by its caller."""
         self._host = host
         self._name = name
         self._spawn = spawn
@@ -66,7 +66,7 @@ class Fetcher:
         """Whether this is the id of one of this worker's fetches, ended or not."""
         return transfer_id.startswith(f"fetch/{self._name}/")
 
-    async def bring(self, request: Request, holder: PrefixHolder, trace: TraceContext | None = None) -> int:
+    async def fetch(self, request: Request, holder: PrefixHolder, trace: TraceContext | None = None) -> int:
         """Fetch the part of the request's prefix that `holder` has and this worker lacks; returns the tokens gained.
 
         Never raises for a peer. The request is neither queued nor changed, except for the names of its blocks. `trace`:
@@ -75,7 +75,7 @@ class Fetcher:
         cancelled = self._waiting[request.request_id] = asyncio.get_running_loop().create_future()
         span = self._tracer.span("tandem.fetch", trace)
         try:
-            gained = await self._bring(request, holder, None if span is None else span.context, cancelled)
+            gained = await self._fetch(request, holder, None if span is None else span.context, cancelled)
             if span is not None:
                 span.set_attributes({"tandem.fetch.holder": holder.worker_id, "tandem.fetch.tokens": gained})
         finally:
@@ -85,12 +85,12 @@ class Fetcher:
         return gained
 
     def abandon(self, request_id: RequestId) -> None:
-        """Cancel a request's `bring`; its fetch ends too, if no other request waits for it."""
+        """Cancel a request's `fetch`; the transfer ends too, if no other request waits for it."""
         cancelled = self._waiting.get(request_id)
         if cancelled is not None and not cancelled.done():
             cancelled.set_result(None)
 
-    async def adopt(
+    async def prefetch(
         self,
         hash_root: BlockHash,
         names: Sequence[BlockHash],
@@ -106,12 +106,12 @@ class Fetcher:
         if self.hub is None or not names:
             return Declined.HELD
         rates = FetchRates(prefill_tokens_per_s=prefill_tokens_per_s, bytes_per_s=self._bytes_per_s(holder))
-        wanted = self._make_order(hash_root, names, holder, rates, spare_blocks=spare_blocks)
-        fetch = self._fetch_of_same_prefix(wanted.probe.block_hashes) or self._begin(wanted, FetchStats())
+        order = self._make_order(hash_root, names, holder, rates, spare_blocks=spare_blocks)
+        fetch = self._fetch_of_same_prefix(order.probe.block_hashes) or self._begin(order, FetchStats())
         num_tokens = await self._wait(fetch)
         return fetch.declined or num_tokens // self._host.parts.layout.block_size
 
-    async def _bring(
+    async def _fetch(
         self, request: Request, holder: PrefixHolder, trace: TraceContext | None, cancelled: "asyncio.Future[None]"
     ) -> int:
         num_tokens = min(holder.num_tokens, request.num_tokens - 1)
@@ -127,13 +127,13 @@ class Fetcher:
             if same.declined is None or cancelled.done():
                 return 0
             same = self._fetch_of_same_prefix(names)  # declined by another request's rates: judge it once by this one's
-        wanted = self._make_order(request.hash_root, names, holder, rates, trace=trace, asker=request.request_id)
-        fetch = same or self._begin(wanted, self.stats)
+        order = self._make_order(request.hash_root, names, holder, rates, trace=trace, asker=request.request_id)
+        fetch = same or self._begin(order, self.stats)
         gained = await self._wait(fetch, rates, cancelled)
         if fetch.declined is not None:
             self.stats.declined += 1
             details = request.request_id, holder.worker_id, fetch.declined.value
-            _log.debug("%s: not fetching from %s: %s", *details, extra=wanted.about)
+            _log.debug("%s: not fetching from %s: %s", *details, extra=order.about)
         return 0 if fetch is same else gained
 
     def _bytes_per_s(self, holder: PrefixHolder) -> float:
@@ -164,24 +164,24 @@ class Fetcher:
     def _fetch_of_same_prefix(self, names: Sequence[BlockHash]) -> PrefixFetch | None:
         """A running fetch of the same prefix, or one that waits for room."""
         tail = list(names[-1:])
-        return next((fetch for fetch in self._fetches.values() if fetch.wanted.probe.block_hashes[-1:] == tail), None)
+        return next((fetch for fetch in self._fetches.values() if fetch.order.probe.block_hashes[-1:] == tail), None)
 
-    def _begin(self, wanted: FetchOrder, stats: FetchStats) -> PrefixFetch:
+    def _begin(self, order: FetchOrder, stats: FetchStats) -> PrefixFetch:
         """Reserve room, then send the job to the holder. The caller must `_wait` in the same turn, or the fetch never
         ends."""
-        fetch = PrefixFetch(wanted=wanted, stats=stats)
+        fetch = PrefixFetch(order=order, stats=stats)
         if (hub := self.hub) is None or len(self._fetches) >= _MAX_FETCHES:
             fetch.decline(Declined.NO_ROOM)
             return fetch
         # Registered before the answer, which may take a whole step.
-        self._fetches[wanted.transfer_id] = fetch
-        answer = asyncio.ensure_future(self._host.call(lambda scheduler: self._reserve(scheduler, wanted)))
+        self._fetches[order.transfer_id] = fetch
+        answer = asyncio.ensure_future(self._host.call(lambda scheduler: self._reserve(scheduler, order)))
         answer.add_done_callback(partial(self._answered, fetch, hub))
         return fetch
 
     def _answered(self, fetch: PrefixFetch, hub: ReceiverHub, answer: "asyncio.Future[int | Declined]") -> None:
         """Handle the engine's answer: room was reserved, or not."""
-        wanted, transfer_id = fetch.wanted, fetch.wanted.transfer_id
+        order, transfer_id = fetch.order, fetch.order.transfer_id
         error = None if answer.cancelled() else answer.exception()
         if self._fetches.get(transfer_id) is not fetch:
             return
@@ -189,7 +189,7 @@ class Fetcher:
         if isinstance(held, Declined):
             del self._fetches[transfer_id]
             if isinstance(error, ServingError):
-                _log.info("%s: no room to fetch a peer's prefix: %s", transfer_id, error.message, extra=wanted.about)
+                _log.info("%s: no room to fetch a peer's prefix: %s", transfer_id, error.message, extra=order.about)
             elif error is not None:
                 fetch.reserved.set_exception(error)  # raised by the waiting caller
             fetch.decline(held)
@@ -199,17 +199,17 @@ class Fetcher:
         fetch.stats.started += 1
         fetch.ended.add_done_callback(partial(self._record_end, fetch, time.monotonic()))
         try:
-            hub.start(job_of(fetch), route_to(wanted.holder))
+            hub.start(job_of(fetch), route_to(order.holder))
         except ServingError as refusal:
             self._fail_unsent(fetch, refusal)
 
     def _record_end(self, fetch: PrefixFetch, started_s: float, ended: "asyncio.Future[int]") -> None:
-        wanted, gained = fetch.wanted, ended.result()
+        order, gained = fetch.order, ended.result()
         fetch.stats.num_tokens += gained
         _log.info(
             "%s: fetched %d of %d tokens from %s in %.1f ms",
-            wanted.transfer_id, gained, wanted.probe.num_tokens - 1 - fetch.num_held_tokens, wanted.holder.worker_id,
-            1e3 * (time.monotonic() - started_s), extra=wanted.about,
+            order.transfer_id, gained, order.probe.num_tokens - 1 - fetch.num_held_tokens, order.holder.worker_id,
+            1e3 * (time.monotonic() - started_s), extra=order.about,
         )  # fmt: skip
 
     async def _wait(
@@ -237,13 +237,13 @@ class Fetcher:
 
     def _patience_s(self, fetch: PrefixFetch, rates: FetchRates) -> float:
         """A multiple of the fetch's expected time, and no longer than computing would take."""
-        num_tokens = fetch.wanted.probe.num_tokens - 1 - fetch.num_held_tokens
+        num_tokens = fetch.order.probe.num_tokens - 1 - fetch.num_held_tokens
         expected_s = fetch_s(self._num_bytes(num_tokens), rates)
         return max(_SHORTEST_WAIT_S, min(_PATIENCE * expected_s, compute_s(num_tokens, rates)))
 
     def _stop(self, fetch: PrefixFetch, reason: str) -> None:
         """End the fetch if it is still running; what has landed is kept."""
-        transfer_id = fetch.wanted.transfer_id
+        transfer_id = fetch.order.transfer_id
         if self._fetches.get(transfer_id) is not fetch or self.hub is None:
             return
         if not fetch.reserved.done():
@@ -255,20 +255,20 @@ class Fetcher:
         if transfer_id in self._fetches:  # otherwise the hub has reported what landed, or that all did
             self._cancel(fetch)
 
-    def _reserve(self, scheduler: Scheduler, wanted: FetchOrder) -> int | Declined:
+    def _reserve(self, scheduler: Scheduler, order: FetchOrder) -> int | Declined:
         """Reserve room for the part not held, on the engine's thread; returns the tokens held, or why not."""
         block_size = self._host.parts.layout.block_size
-        transfer_id, probe = wanted.transfer_id, wanted.probe
+        transfer_id, probe = order.transfer_id, order.probe
         num_tokens = probe.num_tokens - 1
         match = scheduler.blocks.match(probe)
         if num_tokens - match.num_blocks * block_size < block_size:
             return Declined.HELD
-        if scheduler.blocks.num_available - match.cost < wanted.spare_blocks:
+        if scheduler.blocks.num_available - match.cost < order.spare_blocks:
             return Declined.NO_ROOM
         # The reservation loads blocks of lower tiers: only then is it known what is missing.
         held = scheduler.reservations.reserve(transfer_id, probe).num_held_tokens
         missing = num_tokens - held
-        if missing >= block_size and worth_fetching(missing, self._num_bytes(missing), wanted.rates):
+        if missing >= block_size and worth_fetching(missing, self._num_bytes(missing), order.rates):
             return held
         scheduler.reservations.cancel(transfer_id)
         return Declined.HELD if missing < block_size else Declined.COMPUTED
@@ -278,7 +278,7 @@ class Fetcher:
         return num_tokens * layout.worker_block_bytes // layout.block_size
 
     def _cancel(self, fetch: PrefixFetch) -> None:
-        transfer_id = fetch.wanted.transfer_id
+        transfer_id = fetch.order.transfer_id
         del self._fetches[transfer_id]
         fetch.end(0)
         fetch.stats.failed += 1
@@ -291,9 +291,9 @@ class Fetcher:
 
     def _fail_unsent(self, fetch: PrefixFetch, error: ServingError) -> None:
         """End a fetch that was not sent to the holder, so that no block can have been written."""
-        transfer_id = fetch.wanted.transfer_id
+        transfer_id = fetch.order.transfer_id
         del self._fetches[transfer_id]
-        _log.info("%s: the fetch was not started: %s", transfer_id, error.message, extra=fetch.wanted.about)
+        _log.info("%s: the fetch was not started: %s", transfer_id, error.message, extra=fetch.order.about)
         fetch.stats.failed += 1
         self._host.post(lambda scheduler: scheduler.reservations.cancel(transfer_id))
         fetch.end(0)
@@ -335,7 +335,7 @@ class Fetcher:
             self.released(transfer_id, landed)
             return
         details = transfer_id, len(landed), error.message
-        _log.info("%s failed with %d blocks landed: %s", *details, extra=fetch.wanted.about)
+        _log.info("%s failed with %d blocks landed: %s", *details, extra=fetch.order.about)
         fetch.stats.failed += 1
         self._destinations.settle(landed)
         quiet = len(landed) == fetch.num_destinations
@@ -357,9 +357,9 @@ class Fetcher:
         except ServingError as error:
             _log.info(
                 "%s: nothing that landed was kept: %s",
-                fetch.wanted.transfer_id,
+                fetch.order.transfer_id,
                 error.message,
-                extra=fetch.wanted.about,
+                extra=fetch.order.about,
             )
             gained = 0
         fetch.end(gained)

@@ -71,7 +71,7 @@ class Lender:
                 raise Unavailable("it was cancelled")
             if loan.num_computed_tokens <= job.held_tokens:
                 raise Unavailable("no more of the prefix is cached here")
-            await self._host.bring(tuple(loan.block_table))
+            await self._host.gather_blocks(tuple(loan.block_table))
         except BaseException:
             del self._loans[job.transfer_id]
             self._host.post(partial(_give_back, loan))
@@ -82,7 +82,7 @@ class Lender:
         # A turn later, so that the hub first sees that the job was accepted.
         asyncio.get_running_loop().call_soon(self._report_lent, job.transfer_id, loan)
 
-    def unwanted(self, transfer_id: TransferId) -> None:
+    def on_unwanted(self, transfer_id: TransferId) -> None:
         """Cancel a fetch that the peer has given up, so that nothing more is promoted for it."""
         if (cancelled := self._submitting.get(transfer_id)) is not None:
             cancelled.set()
@@ -107,7 +107,7 @@ class Lender:
 
     def _report_lent(self, transfer_id: TransferId, loan: Request) -> None:
         if self.hub is not None and self.owns(transfer_id):
-            self.hub.lent(transfer_id, loan.block_hashes, tuple(loan.block_table))
+            self.hub.answer_fetch(transfer_id, loan.block_hashes, tuple(loan.block_table))
 
     def release(self, transfer_id: TransferId) -> None:
         """Unpin the prefix, which nothing reads any more."""
@@ -147,4 +147,4 @@ def _stop_waiting(loan: Request, scheduler: Scheduler) -> None:
 
 def _give_back(loan: Request, scheduler: Scheduler) -> None:
     _stop_waiting(loan, scheduler)
-    scheduler.blocks.surrender(loan.request_id, loan.block_table.clear())
+    scheduler.blocks.release_after_use(loan.request_id, loan.block_table.clear())

@@ -194,7 +194,7 @@ class _Migration:
     async def _adopt(self, index: int, num_blocks: int) -> tuple[str, int]:
         """Fetch the first blocks of a chain; returns the outcome and the number of blocks gained."""
         root, names = self._plan.path(index, num_blocks)
-        result = await self._fetcher.adopt(
+        result = await self._fetcher.prefetch(
             root,
             names,
             self._plan.holder,

@@ -60,9 +60,9 @@ class OutgoingTransfers:
         else:
             raise InvalidRequest("this worker computes no prompts for others: it only serves fetches from its cache")
 
-    def unwanted(self, transfer_id: TransferId) -> None:
+    def on_unwanted(self, transfer_id: TransferId) -> None:
         """Cut short a `submit` that is still fetching or promoting a prefix, which is no longer wanted."""
-        self._lender.unwanted(transfer_id)
+        self._lender.on_unwanted(transfer_id)
         if self._fetcher is not None:
             self._fetcher.abandon(RequestId(transfer_id))
 

@@ -135,7 +135,7 @@ async def open_fabric(stack: AsyncExitStack, server: Any, plan: FabricPlan) -> F
     sender_hub = SenderHub(local, owner=departures, senders=senders, settings=plan.settings, tracer=plan.tracer)
     fetcher.hub = await stack.enter_async_context(receiver_hub)
     lender.hub = await stack.enter_async_context(sender_hub)
-    sender_hub.on_unwanted = departures.unwanted
+    sender_hub.on_unwanted = departures.on_unwanted
     sender_hub.register(server)
     return Fabric(
         sender_hub=sender_hub,

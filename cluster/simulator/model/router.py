@@ -177,7 +177,7 @@ class SimRouter:
         pause_s = FAILURE_PENALTY_S if error.retry_after_s is None else error.retry_after_s
         self._placer.registry.penalise(assignment.decode, pause_s)
         if is_full(error):
-            progress.was_full(assignment.decode, error)
+            progress.record_full_worker(assignment.decode, error)
             if self._budget.spend():
                 self.submit(request)
             else:

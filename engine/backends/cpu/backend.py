@@ -11,9 +11,9 @@ from engine.backends.buffers import Buffers
 from engine.backends.cpu.attention import CpuAttention
 from engine.backends.cpu.int8_attention import CpuInt8Attention
 from engine.backends.cpu.programs import CpuPrograms
-from engine.backends.deferred_projection import LaterAdded
+from engine.backends.deferred_projection import DeferredProjection
 from engine.backends.options import BackendOptions
-from engine.backends.thread_priority import step_back
+from engine.backends.thread_priority import lower_thread_priority
 from engine.kernels.cpu.build import KernelsUnavailable
 from engine.kernels.cpu.elementwise import CpuElementwise
 from engine.kernels.cpu.gemm import (
@@ -189,7 +189,7 @@ class CpuBackend:
 
     def closing(self, weight: Tensor, bias: Tensor | None, role: ProjectionRole) -> Closing:
         if not self._has_packing:
-            return LaterAdded(self.projection(weight, bias, role))
+            return DeferredProjection(self.projection(weight, bias, role))
         taken = self._input_tiles(weight, role)
         linear = PackedLinear(
             self._library,
@@ -245,7 +245,7 @@ class CpuBackend:
 
     def bind_thread(self) -> None:
         """See Backend. Threads that wait for each other at every product must not happen to share a processor."""
-        step_back()  # first, since the team's threads inherit this thread's priority
+        lower_thread_priority()  # first, since the team's threads inherit this thread's priority
         if self._binds_threads:
             bind_team(self._library, self._threads)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from engine.backends.cuda.attention import CudaAttention
-from engine.backends.deferred_projection import LaterAdded
+from engine.backends.deferred_projection import DeferredProjection
 from engine.backends.options import BackendOptions
 from engine.kernels.triton.activation import silu_mul
 from engine.kernels.triton.gemm_fixed import gemm_fixed
@@ -107,8 +107,8 @@ class CudaBackend:
     def projection(self, weight: Tensor, bias: Tensor | None, role: ProjectionRole) -> CudaProjection:
         return CudaProjection(weight, bias, self._gemm)
 
-    def closing(self, weight: Tensor, bias: Tensor | None, role: ProjectionRole) -> LaterAdded:
-        return LaterAdded(self.projection(weight, bias, role))
+    def closing(self, weight: Tensor, bias: Tensor | None, role: ProjectionRole) -> DeferredProjection:
+        return DeferredProjection(self.projection(weight, bias, role))
 
     def gated(self, weight: Tensor, bias: Tensor | None) -> CudaGated:
         return CudaGated(weight, bias, self._gemm)

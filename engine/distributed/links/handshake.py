@@ -49,10 +49,10 @@ class JoiningRank:
     revision: str = ""
     """See NodeGroup."""
     software: str = ""
-    """See `installed`."""
+    """See `installed_version`."""
 
 
-def installed() -> str:
+def installed_version() -> str:
     """Version of the installed Tandem package; empty when it is not installed, as in a checkout."""
     try:
         return importlib.metadata.version("tandem-serve")
@@ -60,7 +60,7 @@ def installed() -> str:
         return ""
 
 
-def greet(channel: RankChannel, caller: JoiningRank, secret: bytes, bond: bytes = b"") -> str:
+def handshake_as_follower(channel: RankChannel, caller: JoiningRank, secret: bytes, bond: bytes = b"") -> str:
     """Perform the follower's side of a handshake. Returns the leader's token.
 
     `bond`: fingerprints of the leader's and of the follower's certificate. Raises RankLost, also when the peer is not
@@ -76,13 +76,13 @@ def greet(channel: RankChannel, caller: JoiningRank, secret: bytes, bond: bytes 
     return bytes(channel.expect(ChannelKind.WELCOME)[0]).decode(errors="replace")
 
 
-def admit(
+def handshake_as_leader(
     channel: RankChannel, secret: bytes, refusal: Callable[[JoiningRank], str | None], bond: bytes = b""
 ) -> tuple[JoiningRank, str]:
-    """Perform the leader's side of a handshake, up to `welcome`. Returns the rank and the token to send it.
+    """Perform the leader's side of a handshake, all but `send_welcome`. Returns the rank and the token to send it.
 
     `refusal`: reason for which a rank that knows the secret is refused for good, or None; it raises RankLost for a rank
-    that may try again. `bond`: see `greet`. Raises RankLost.
+    that may try again. `bond`: see `handshake_as_follower`. Raises RankLost.
     """
     hello = bytes(_receive_unauthenticated(channel, ChannelKind.HELLO))
     caller = _parse_hello(hello)
@@ -99,12 +99,12 @@ def admit(
     return caller, caller.token or secrets.token_hex(_NONCE_BYTES)
 
 
-def welcome(channel: RankChannel, token: str) -> None:
+def send_welcome(channel: RankChannel, token: str) -> None:
     """Send the last message of a handshake. Raises RankLost."""
     channel.send(ChannelKind.WELCOME, token.encode())
 
 
-def too_early(caller: JoiningRank, *, revision: str, software: str) -> str | None:
+def temporary_refusal(caller: JoiningRank, *, revision: str, software: str) -> str | None:
     """Reason for which a caller cannot join now, though it or a successor may later; None when it can.
 
     Versions are compared only where both sides state them.
@@ -116,7 +116,7 @@ def too_early(caller: JoiningRank, *, revision: str, software: str) -> str | Non
     return None
 
 
-def unlike(caller: JoiningRank, *, size: int, num_nodes: int) -> str | None:
+def permanent_refusal(caller: JoiningRank, *, size: int, num_nodes: int) -> str | None:
     """Reason for which a caller does not belong to a group like this; None when it does."""
     if caller.version != _VERSION:
         return f"it speaks version {caller.version} of this link, rank 0 version {_VERSION}"

@@ -7,7 +7,13 @@ import threading
 from dataclasses import dataclass
 
 from engine.distributed.links.channel import MOST_PAYLOAD_BYTES, RankChannel
-from engine.distributed.links.handshake import MOST_BYTES, JoiningRank, Purpose, greet, installed
+from engine.distributed.links.handshake import (
+    MOST_BYTES,
+    JoiningRank,
+    Purpose,
+    handshake_as_follower,
+    installed_version,
+)
 from engine.distributed.links.lost import RankLost
 from engine.distributed.links.node_group import NodeGroup
 from tandem.rpc.hosts import join, keep_alive
@@ -33,14 +39,14 @@ class RankLink:
     """Address of this node, at which rank 0 and the others reach it."""
 
 
-def given_link(control_fd: int, pulse_fd: int | None, host: str | None) -> RankLink:
+def link_from_descriptors(control_fd: int, pulse_fd: int | None, host: str | None) -> RankLink:
     """Make the link of a rank on rank 0's own node from the descriptors of connected sockets."""
     steps = RankChannel(socket.socket(fileno=control_fd), "rank 0")
     pulse = None if pulse_fd is None else RankChannel(socket.socket(fileno=pulse_fd), "rank 0")
     return RankLink(steps=steps, pulse=pulse, host=host)
 
 
-def knock(group: NodeGroup, rank: int, source: str | None) -> RankLink:
+def connect_to_rank_0(group: NodeGroup, rank: int, source: str | None) -> RankLink:
     """Connect to rank 0, trying until it answers. `source`: this node's address to connect from; None: any.
 
     Raises ConfigError when rank 0 refuses this rank, or the files of certificates cannot be used.
@@ -49,7 +55,7 @@ def knock(group: NodeGroup, rank: int, source: str | None) -> RankLink:
     setting = "" if group.tls is None else group.tls.setting
     while True:
         try:
-            return _come(group, rank, source, tls)
+            return _open_link(group, rank, source, tls)
         except (OSError, RankLost) as error:
             why = tls_reason(error, setting) if isinstance(error, ssl.SSLError) else str(error)
             if why != said or tries % _LOG_EVERY == 0:
@@ -58,7 +64,7 @@ def knock(group: NodeGroup, rank: int, source: str | None) -> RankLink:
             never.wait(_AGAIN_S)
 
 
-def _come(group: NodeGroup, rank: int, source: str | None, tls: MutualTls | None) -> RankLink:
+def _open_link(group: NodeGroup, rank: int, source: str | None, tls: MutualTls | None) -> RankLink:
     steps, token, host = _connect(group, rank, source, tls, Purpose.STEPS, "")
     try:
         pulse, _, _ = _connect(group, rank, source, tls, Purpose.PULSE, token)
@@ -89,9 +95,9 @@ def _connect(
             purpose=purpose,
             token=token,
             revision=group.revision,
-            software=installed(),
+            software=installed_version(),
         )
-        given = greet(channel, caller, group.secret, bond)
+        given = handshake_as_follower(channel, caller, group.secret, bond)
         channel.most_bytes = MOST_PAYLOAD_BYTES
         return channel, given, str(sock.getsockname()[0])
     except BaseException:

@@ -19,11 +19,11 @@ from engine.distributed.links.handshake import (
     MOST_BYTES,
     JoiningRank,
     Purpose,
-    admit,
-    installed,
-    too_early,
-    unlike,
-    welcome,
+    handshake_as_leader,
+    installed_version,
+    permanent_refusal,
+    send_welcome,
+    temporary_refusal,
 )
 from engine.distributed.links.lost import RankLost
 from engine.distributed.links.node_group import NodeGroup
@@ -31,7 +31,7 @@ from tandem.rpc.hosts import join, keep_alive
 from tandem.rpc.mutual_tls import peer_fingerprint, tls_reason
 
 _log = logging.getLogger(__name__)
-_GREETING_S = 10.0
+_HANDSHAKE_S = 10.0
 _MAX_CALLERS = 128
 """Most connections being authenticated at once; a group has at most 64 ranks with two connections each."""
 _LOG_EVERY_S = 30.0
@@ -39,14 +39,14 @@ _ACCEPT_PAUSE_S = 0.1
 
 
 class _TimeLimit:
-    """Context that hangs up after `_GREETING_S`, however much was received; leaving it then raises RankLost."""
+    """Context that hangs up after `_HANDSHAKE_S`, however much was received; leaving it then raises RankLost."""
 
     def __init__(self, channel: RankChannel) -> None:
         self._channel = channel
         self._lock = threading.Lock()
         self._is_settled = False
         self._is_over = False
-        self._timer = threading.Timer(_GREETING_S, self._end)
+        self._timer = threading.Timer(_HANDSHAKE_S, self._end)
         self._timer.daemon = True
 
     def __enter__(self) -> None:
@@ -57,7 +57,7 @@ class _TimeLimit:
             self._is_settled = True
         self._timer.cancel()
         if self._is_over:
-            raise RankLost(f"not authenticated within {_GREETING_S:g} s")
+            raise RankLost(f"not authenticated within {_HANDSHAKE_S:g} s")
 
     def _end(self) -> None:
         with self._lock:
@@ -193,7 +193,7 @@ class NodeListener:
 
     def _authenticate(self, sock: socket.socket, name: str) -> None:
         keep_alive(sock)
-        sock.settimeout(_GREETING_S)
+        sock.settimeout(_HANDSHAKE_S)
         encrypted, bond = None, b""
         if self._tls is not None:
             sock = encrypted = self._tls.server.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
@@ -203,7 +203,7 @@ class NodeListener:
                 if self._tls is not None and encrypted is not None:
                     encrypted.do_handshake()
                     bond = self._tls.fingerprint + peer_fingerprint(encrypted)
-                caller, token = admit(channel, self._group.secret, self._refusal, bond)
+                caller, token = handshake_as_leader(channel, self._group.secret, self._refusal, bond)
             # The address shows an operator which node it is.
             known = RankChannel(sock, f"rank {caller.rank} at {name}", carries_descriptors=False)
             self._record(caller, token, known)
@@ -212,9 +212,10 @@ class NodeListener:
             raise
 
     def _refusal(self, caller: JoiningRank) -> str | None:
-        if (reason := too_early(caller, revision=self._group.revision, software=installed())) is not None:
+        reason = temporary_refusal(caller, revision=self._group.revision, software=installed_version())
+        if reason is not None:
             raise RankLost(reason)  # not a final refusal, whatever else differs
-        return unlike(caller, size=self._group.size, num_nodes=self._group.num_nodes)
+        return permanent_refusal(caller, size=self._group.size, num_nodes=self._group.num_nodes)
 
     def _record(self, caller: JoiningRank, token: str, channel: RankChannel) -> None:
         """Record an authenticated connection; with the second one, the rank has joined."""
@@ -225,7 +226,7 @@ class NodeListener:
                 before = self._joining.pop(caller.rank, None)
                 if before is not None:
                     before.steps.close()
-                welcome(channel, token)
+                send_welcome(channel, token)
                 self._joining[caller.rank] = _JoiningProcess(token=token, steps=channel)
                 return
             joining = self._joining.get(caller.rank)
@@ -233,7 +234,7 @@ class NodeListener:
                 raise RankLost(f"{channel.peer} is not the process that opened the other connection")
             if caller.rank in self._joined:
                 raise RankLost(f"{channel.peer} has joined already")
-            welcome(channel, token)
+            send_welcome(channel, token)
             del self._joining[caller.rank]
             self._joined[caller.rank] = joining.steps
             self._changed.notify_all()

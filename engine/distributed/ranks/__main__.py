@@ -35,12 +35,12 @@ def main() -> int:
     args = parser.parse_args()
     die_with_parent(args.parent_pid)
     # Imported late: torch takes seconds to load, during which the process must not outlive its parent.
-    from engine.distributed.links.joining import given_link
+    from engine.distributed.links.joining import link_from_descriptors
     from engine.distributed.ranks.follower import join_and_serve, serve_rank
 
     if args.join_fd is not None:
         return join_and_serve(args.join_fd, args.rank, source=args.host)
-    return serve_rank(given_link(args.control_fd, args.pulse_fd, args.host))
+    return serve_rank(link_from_descriptors(args.control_fd, args.pulse_fd, args.host))
 
 
 if __name__ == "__main__":

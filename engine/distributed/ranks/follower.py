@@ -11,21 +11,21 @@ import torch
 from engine.backends.select import select_backend
 from engine.distributed.links.channel import ChannelKind, RankChannel
 from engine.distributed.links.heartbeat import Pulse
-from engine.distributed.links.joining import REFUSED, RankLink, knock
+from engine.distributed.links.joining import REFUSED, RankLink, connect_to_rank_0
 from engine.distributed.links.lost import RankLost
 from engine.distributed.links.node_group import NodeGroup
 from engine.distributed.ranks.messages import PoolPlan, RankFacts, RankSetup
 from engine.distributed.torch_group import OverNodes, TorchGroup
 from engine.distributed.wire.mirrored_blocks import Planes, decode_blocks, read_blocks, write_blocks
 from engine.distributed.wire.steps import decode_step
-from engine.kernels.cpu.threads import threads_of_one
+from engine.kernels.cpu.threads import threads_per_process
 from engine.kv_storage.free_memory import HostRoom, free_memory_bytes
 from engine.kv_storage.paged_cache import PagedKVCache
 from engine.model.decoder import Decoder
 from engine.model.gpu_memory import gpu_limit_bytes
 from engine.model.loader import load_model
 from engine.model.memory_budget import check_share_of_rank, default_limit_bytes
-from engine.runner.dry_run import PeakMemory, give_back
+from engine.runner.dry_run import PeakMemory, release_unused_memory
 from engine.runner.model_runner import ModelRunner
 from tandem.errors import ConfigError
 from tandem.telemetry.logs import configure
@@ -36,13 +36,13 @@ _log = logging.getLogger(__name__)
 def join_and_serve(join_fd: int, rank: int, *, source: str | None) -> int:
     """Join rank 0 on another node and follow it to the end. Returns the exit code.
 
-    `join_fd`: descriptor of a file with the NodeGroup; closed here. `source`: see `knock`.
+    `join_fd`: descriptor of a file with the NodeGroup; closed here. `source`: see `connect_to_rank_0`.
     """
     with os.fdopen(join_fd, "rb") as file:
         group = NodeGroup.from_json(file.read())
     configure("info", f"rank-{rank}")
     try:
-        link = knock(group, rank, source)
+        link = connect_to_rank_0(group, rank, source)
     except ConfigError as refusal:
         _log.critical("%s", refusal)
         return REFUSED
@@ -71,7 +71,7 @@ def serve_rank(link: RankLink) -> int:
 def _follow(channel: RankChannel, setup: RankSetup, store_fd: int | None, over_nodes: OverNodes | None) -> int:
     if store_fd is None and over_nodes is None:
         raise RankLost("the setup has no descriptor of the group's store")
-    options = setup.on_own_machine(threads_of_one)
+    options = setup.on_own_machine(threads_per_process)
     device = options.device
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -105,14 +105,14 @@ def _follow(channel: RankChannel, setup: RankSetup, store_fd: int | None, over_n
 def _limit_bytes(setup: RankSetup, device: torch.device) -> int | None:
     """Memory limit of this rank, weights included; None where rank 0 knows it. Raises ConfigError."""
     if device.type == "cuda":
-        return gpu_limit_bytes(setup.gpu_wish, device)
+        return gpu_limit_bytes(setup.gpu_memory_request, device)
     if setup.is_beside_rank_0:
         return None
     free_bytes = free_memory_bytes() // setup.ranks_per_node
-    if setup.stated_bytes is None:
+    if setup.configured_bytes is None:
         return default_limit_bytes(free_bytes)
-    check_share_of_rank(setup.stated_bytes, free_bytes=free_bytes)
-    return setup.stated_bytes
+    check_share_of_rank(setup.configured_bytes, free_bytes=free_bytes)
+    return setup.configured_bytes
 
 
 class _Follower:
@@ -138,7 +138,7 @@ class _Follower:
                 case ChannelKind.MEASURE:
                     growth = self._peak.growth_bytes() if self._is_measured else None
                     self._runner = None
-                    give_back(self._model)
+                    release_unused_memory(self._model)
                     self._channel.send(ChannelKind.MEASURED, json.dumps(growth).encode())
                 case ChannelKind.POOL:
                     self._use_pool(PoolPlan.from_json(payload), fd)

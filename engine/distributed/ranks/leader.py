@@ -19,7 +19,7 @@ from engine.distributed.links.lost import RankLost
 from engine.distributed.links.node_group import NodeGroup
 from engine.distributed.ranks.channels import Channels, NodeRanks
 from engine.distributed.ranks.group_end import GroupEnd
-from engine.distributed.ranks.messages import PoolMemory, PoolPlan, RankFacts, RankSetup, tightest
+from engine.distributed.ranks.messages import PoolMemory, PoolPlan, RankFacts, RankSetup, combine_facts
 from engine.distributed.ranks.mirror import Mirror
 from engine.distributed.ranks.processes import RankProcesses
 from engine.distributed.ranks.ranks import Ranks, SoloRanks
@@ -81,7 +81,7 @@ class Leader:
         for rank, facts in enumerate(all_facts):
             if facts.fingerprint != own.fingerprint:
                 raise ConfigError(f"rank {rank} has loaded another model than rank 0 from the same directory")
-        return tightest(all_facts)
+        return combine_facts(all_facts)
 
     def begin_dry_run(self, layout: KVLayout) -> None:
         self._send_plans(ChannelKind.DRY_RUN, PoolPlan(layout=layout, num_blocks=1), None)
@@ -104,7 +104,7 @@ class Leader:
 
     def announce(self, inputs: StepInputs) -> None:
         if self._mirror is not None:
-            self._mirror.before(inputs)
+            self._mirror.send_missing(inputs)
         self._channels.send(ChannelKind.STEP, encode_step(inputs))
 
     def watch(self, listener: Callable[[RankLost], None]) -> None:

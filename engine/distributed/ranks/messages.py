@@ -10,7 +10,7 @@ import torch
 
 from engine.backends.options import BackendOptions
 from engine.kv_storage.free_memory import HostRoom
-from engine.model.gpu_memory import GpuWish
+from engine.model.gpu_memory import GpuMemoryRequest
 from tandem.values.kv_layout import KVLayout
 
 
@@ -36,7 +36,7 @@ class RankSetup:
     """GPUs of the ranks on rank 0's node, by the numbering of the process that started the worker; empty: by CUDA's."""
     gpu_sharers: int = 1
     """Number of workers that share a GPU."""
-    stated_bytes: int | None = None
+    configured_bytes: int | None = None
     """Memory limit of each rank, if configured."""
 
     @property
@@ -50,11 +50,11 @@ class RankSetup:
         return self.rank < self.ranks_per_node
 
     @property
-    def gpu_wish(self) -> GpuWish:
+    def gpu_memory_request(self) -> GpuMemoryRequest:
         """Memory that this rank asks of its GPU."""
         local = self.rank % self.ranks_per_node
         index = self.gpus[local] if self.is_beside_rank_0 and self.gpus else local
-        return GpuWish(index=index, sharers=self.gpu_sharers, stated_bytes=self.stated_bytes)
+        return GpuMemoryRequest(index=index, sharers=self.gpu_sharers, configured_bytes=self.configured_bytes)
 
     def of_rank(self, rank: int) -> "RankSetup":
         """This setup for another rank; on a machine with GPUs, with that rank's own."""
@@ -63,11 +63,11 @@ class RankSetup:
             options = replace(options, device=torch.device("cuda", rank % self.ranks_per_node))
         return replace(self, rank=rank, backend=options)
 
-    def on_own_machine(self, threads_of_one: Callable[[int | None, int], int]) -> BackendOptions:
+    def on_own_machine(self, threads_per_process: Callable[[int | None, int], int]) -> BackendOptions:
         """Backend options for this rank's machine, which may have more or fewer processors than rank 0's."""
         if self.is_beside_rank_0:
             return self.backend
-        num_threads = threads_of_one(self.num_threads, self.num_sharers)
+        num_threads = threads_per_process(self.num_threads, self.num_sharers)
         binds = num_threads > 1 and self.num_sharers == 1
         return replace(self.backend, num_threads=num_threads, binds_threads=binds)
 
@@ -107,7 +107,7 @@ class RankFacts:
         return cls(**values, room=None if room is None else HostRoom(**room))
 
 
-def tightest(ranks: Sequence[RankFacts]) -> RankFacts:
+def combine_facts(ranks: Sequence[RankFacts]) -> RankFacts:
     """Combine the facts of all ranks, rank 0 first: largest weights, lowest limit, machine with the least free
     memory.
     """

@@ -39,13 +39,13 @@ class Mirror:
         """Record that a peer writes these blocks from now on."""
         self._state.mark_received(blocks)
 
-    def before(self, inputs: StepInputs) -> None:
+    def send_missing(self, inputs: StepInputs) -> None:
         """Send to the other nodes the blocks that this step reads and they lack. Raises RankLost."""
         for blocks in self._portions(self._state.step(inputs)):
             for rank, channel in self._channels.items():
                 channel.send(ChannelKind.PLACE, encode_blocks(blocks) + read_blocks(self._planes[rank], blocks))
 
-    def after(self, batch: Batch) -> None:
+    def fetch_prompt_blocks(self, batch: Batch) -> None:
         """Fetch the prompts' blocks that this batch has computed, which peers may read next. Raises RankLost."""
         blocks = [
             block
@@ -54,9 +54,9 @@ class Mirror:
             for block in request.block_table.ids[: -(-(start + num_tokens) // self._block_size)]
         ]
         if blocks:
-            self.bring(blocks)
+            self.fetch_stale(blocks)
 
-    def bring(self, blocks: Sequence[int]) -> None:
+    def fetch_stale(self, blocks: Sequence[int]) -> None:
         """Fetch those of these blocks whose content is newer on other nodes. Raises RankLost."""
         for portion in self._portions(self._state.stale(blocks)):
             # Ask all before reading the first answer, so that they copy at the same time.

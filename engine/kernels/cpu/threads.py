@@ -26,7 +26,7 @@ def bind_team(library: KernelLibrary, num_threads: int) -> int:
     return bound
 
 
-def threads_of_one(wanted: int | None, num_sharers: int) -> int:
+def threads_per_process(wanted: int | None, num_sharers: int) -> int:
     """Compute threads of one process: `wanted`, or its share of the processors among `num_sharers` processes."""
     return wanted or max(1, num_processors() // max(1, num_sharers))
 

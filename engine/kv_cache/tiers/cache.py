@@ -126,7 +126,7 @@ class CacheTiers:
         self._offloads.clear()
         self._moves = _Moves([], [])
 
-    def executed(self) -> None:
+    def on_step_done(self) -> None:
         """Account for the oldest launched batch, which is done: its stores are readable, its loads unpinned."""
         moves = self._launched.popleft()
         self._filled(moves.stores)
@@ -220,7 +220,7 @@ class CacheTiers:
             return False
         if request.request_id not in self._waits:
             self._begin_wait(self._disk, request, num_found_blocks, now)
-        return request.request_id in self._waits and self._waits.goes_on(request.request_id, now)
+        return request.request_id in self._waits and self._waits.is_waiting(request.request_id, now)
 
     def _begin_wait(self, disk: DiskTier, request: Request, found: int, now: float) -> None:
         run: list[HostPlace] = []
@@ -256,7 +256,7 @@ class CacheTiers:
     def patience_s(self, now: float) -> float | None:
         return self._waits.patience_s(now)
 
-    def reach(self, request: Request, num_found_blocks: int, *, between_steps: bool = False) -> int:
+    def num_loadable_blocks(self, request: Request, num_found_blocks: int, *, between_steps: bool = False) -> int:
         """Count the blocks after the request's prefix in the pool, just matched, that are worth loading from host
         memory.
 
@@ -274,11 +274,10 @@ class CacheTiers:
             count += 1
         return count if count and self.costs.prefers_load() else 0
 
-    def enter(self, request: Request, num_found_blocks: int, count: int) -> list[int]:
-        """Pin the places of `count` blocks of `reach` for an admitted request until they are loaded. Returns their
-        slots.
+    def pin_for_load(self, request: Request, num_found_blocks: int, count: int) -> list[int]:
+        """Pin the places of `count` blocks for an admitted request until they are loaded. Returns their slots.
 
-        Call `missed` once no more will be loaded.
+        `count`: at most `num_loadable_blocks`. Call `record_misses` once no more will be loaded.
         """
         first = num_found_blocks
         places: list[HostPlace] = []
@@ -297,7 +296,7 @@ class CacheTiers:
         self.drop(request.request_id)
         return [place.slot for place in places]
 
-    def missed(self, request: Request, num_found_blocks: int) -> None:
+    def record_misses(self, request: Request, num_found_blocks: int) -> None:
         """Count the blocks that the request found nowhere. Call it once per request, when nothing more is loaded for
         it.
         """
@@ -307,7 +306,7 @@ class CacheTiers:
             self._disk.tally.misses += num_missed
 
     def load_now(self, loads: Sequence[BlockLoad]) -> None:
-        """Execute outside batches the loads for which `enter` pinned places."""
+        """Execute outside batches the loads for which `pin_for_load` pinned places."""
         self._copier.move_now((), loads)
         self._unpin(self._moves.loads)
         self._moves.loads.clear()

@@ -59,18 +59,18 @@ class TierCosts:
         self._read_s_per_byte: float | None = None
         self._refusals = 0
 
-    def copies_at(self, rates: CopyRates) -> None:
+    def set_copy_rates(self, rates: CopyRates) -> None:
         """Set the measured rates of copying blocks to and from host memory."""
         self.rates = replace(
             self.rates, offload_bytes_per_s=rates.offload_bytes_per_s, load_bytes_per_s=rates.load_bytes_per_s
         )
 
-    def computes_at(self, prefill_tokens_per_s: float) -> None:
+    def set_prefill_rate(self, prefill_tokens_per_s: float) -> None:
         """Set the measured prefill rate."""
         if prefill_tokens_per_s != self.rates.prefill_tokens_per_s:
             self.rates = replace(self.rates, prefill_tokens_per_s=prefill_tokens_per_s)
 
-    def read_took(self, num_bytes: int, seconds: float) -> None:
+    def record_read(self, num_bytes: int, seconds: float) -> None:
         """Record the time of reading one block from disk, checksum included."""
         each = seconds / max(1, num_bytes)
         mean = self._read_s_per_byte

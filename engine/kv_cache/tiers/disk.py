@@ -130,7 +130,7 @@ class DiskTier:
         if done.verdict is DiskVerdict.DONE:
             self.tally.loaded_bytes += done.num_bytes
             self.tally.load_s += done.seconds
-            self._costs.read_took(done.num_bytes, done.seconds)
+            self._costs.record_read(done.num_bytes, done.seconds)
             place.came_from_disk = True
             self._host.filled(place)
             return

@@ -36,7 +36,7 @@ class DiskWaits:
         """Begin a request's wait for these blocks, until `until_s` at most."""
         self._waits[request_id] = _Wait(until_s=until_s, outstanding=names)
 
-    def goes_on(self, request_id: RequestId, now: float) -> bool:
+    def is_waiting(self, request_id: RequestId, now: float) -> bool:
         """Whether a request that began to wait still waits. Once its time is over, it never waits again."""
         wait = self._waits[request_id]
         if wait.outstanding and now >= wait.until_s:

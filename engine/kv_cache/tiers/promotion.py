@@ -25,12 +25,12 @@ def promote_promised(blocks: BlockManager, tiers: CacheTiers, request: Request, 
     The rest of the request's blocks count as missed.
     """
     _promote_slice(blocks, tiers, request, count)
-    tiers.missed(request, len(request.block_table))
+    tiers.record_misses(request, len(request.block_table))
 
 
 def _promote_slice(blocks: BlockManager, tiers: CacheTiers, request: Request, count: int) -> None:
     found = len(request.block_table)
-    places = tiers.enter(request, found, count)
+    places = tiers.pin_for_load(request, found, count)
     if not count:
         return
     targets = blocks.allocate_promised(count)
@@ -52,12 +52,11 @@ def promote(
     found = len(request.block_table)
     if tiers.must_wait(request, found, now):
         return Promotion.WAIT
-    count = min(
-        tiers.reach(request, found, between_steps=True), max_blocks, max(0, blocks.num_available - spare_blocks)
-    )
+    num_loadable = tiers.num_loadable_blocks(request, found, between_steps=True)
+    count = min(num_loadable, max_blocks, max(0, blocks.num_available - spare_blocks))
     if not count:
         tiers.drop(request.request_id)
-        tiers.missed(request, found)
+        tiers.record_misses(request, found)
         return Promotion.DONE
     blocks.promise(count)
     _promote_slice(blocks, tiers, request, count)

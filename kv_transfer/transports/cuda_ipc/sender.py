@@ -19,7 +19,7 @@ from kv_transfer.transports.cuda_ipc.receiver import NAME, unpack_loan
 from kv_transfer.transports.one_sided import wire as one_sided_wire
 from kv_transfer.transports.one_sided.writer import ClaimingWriter
 from kv_transfer.transports.same_host import host_id
-from kv_transfer.transports.same_host_sockets import greet_on_this_host
+from kv_transfer.transports.same_host_sockets import dial_on_this_host
 from kv_transfer.transports.write_queue import WriteJob
 from tandem.errors import TransferError
 from tandem.values.ids import BlockId
@@ -77,7 +77,7 @@ class CudaIpcSender:
         device = self._region.device
         if device is None or pairing.at_departure() is not None or pairing.at_arrival() is not None:
             raise TransferError(f"{NAME}: copies between devices only, and converts nothing")
-        sock = greet_on_this_host(offer.advert, NAME)
+        sock = dial_on_this_host(offer.advert, NAME)
         try:
             num_blocks, loan = unpack_loan(one_sided_wire.receive_blob(sock))
             target = self._sharing.borrow(loan)

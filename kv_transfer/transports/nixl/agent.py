@@ -83,7 +83,7 @@ class NixlAgent:
         with self._translated():
             return bytes(self._agent.getLocalMD())
 
-    def meet(self, metadata: bytes, base: int, size_bytes: int) -> None:
+    def add_remote(self, metadata: bytes, base: int, size_bytes: int) -> None:
         """Load the peer's metadata and note where its memory is."""
         with self._translated():
             name = self._agent.loadRemoteMD(metadata)

@@ -18,7 +18,7 @@ from kv_transfer.memory.checksum import crc32
 from kv_transfer.memory.departure import Departure, split_for_conversion
 from kv_transfer.memory.region import KVRegion
 from kv_transfer.protocol.messages import TransportOffer
-from kv_transfer.transports.dial import dial, stays_here
+from kv_transfer.transports.dial import dial, is_loopback_advert
 from kv_transfer.transports.nixl.agent import NixlAgent
 from kv_transfer.transports.nixl.receiver import NAME, unpack_pool
 from kv_transfer.transports.one_sided import wire as one_sided_wire
@@ -52,7 +52,7 @@ class NixlWriter(ClaimingWriter):
         # Converted cells are sent from separate memory, others from the pool itself.
         self._memory = memoryview(bytearray(BOUNCE_BYTES)) if self._departure.converts else source.buffer
         self._agent = NixlAgent(f"kv-{secrets.token_hex(8)}", self._memory, loopback=loopback)
-        self._agent.meet(metadata, base, size_bytes)
+        self._agent.add_remote(metadata, base, size_bytes)
         sock.settimeout(None)
         super().__init__(sock, NAME)
 
@@ -146,13 +146,13 @@ class NixlSender:
 
     def reaches(self, offer: TransportOffer) -> bool:
         """Whether the offer is usable: nothing is encrypted, so other machines require an isolated network."""
-        return offer.name == NAME and (self._isolated_network or stays_here(offer.advert))
+        return offer.name == NAME and (self._isolated_network or is_loopback_advert(offer.advert))
 
     def connect(self, offer: TransportOffer, pairing: Pairing) -> NixlWriter:
         try:
             sock = dial(offer.advert)
             try:
-                return NixlWriter(self._region, sock, pairing, loopback=stays_here(offer.advert))
+                return NixlWriter(self._region, sock, pairing, loopback=is_loopback_advert(offer.advert))
             except (OSError, TransferError):
                 sock.close()
                 raise

@@ -16,7 +16,7 @@ from kv_transfer.transports.one_sided import wire as one_sided_wire
 from kv_transfer.transports.one_sided.writer import ClaimingWriter
 from kv_transfer.transports.region_copy import RegionCopier
 from kv_transfer.transports.same_host import host_id
-from kv_transfer.transports.same_host_sockets import greet_on_this_host
+from kv_transfer.transports.same_host_sockets import dial_on_this_host
 from kv_transfer.transports.shm import wire as shm_wire
 from kv_transfer.transports.shm.receiver import NAME
 from kv_transfer.transports.write_queue import WriteJob
@@ -82,7 +82,7 @@ class ShmSender:
         return offer.name == NAME and offer.host_id == host_id()
 
     def connect(self, offer: TransportOffer, pairing: Pairing) -> ShmWriter:
-        sock = greet_on_this_host(offer.advert, NAME)
+        sock = dial_on_this_host(offer.advert, NAME)
         try:
             num_blocks, fd = shm_wire.receive_region(sock)
             try:

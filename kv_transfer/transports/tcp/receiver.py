@@ -172,7 +172,7 @@ class TcpReceiver:
             channel.send_in_the_clear(tcp_frames.TLS_ALERT)
             raise TransferError(f"the sender speaks TLS, and {NO_CERTIFICATES}")
         if isinstance(channel, TlsChannel):
-            channel.shake_hands(deadline_s)
+            channel.do_handshake(deadline_s)
 
     def _handshake(self, channel: ByteChannel, deadline_s: float) -> tuple[int, Peer, int]:
         header = next_header(channel, within_s=_left_s(deadline_s))

@@ -146,7 +146,7 @@ class TcpSender:
             sock.close()
             raise
         try:
-            channel.shake_hands(deadline_s)
+            channel.do_handshake(deadline_s)
             if not hmac.compare_digest(channel.peer_fingerprint(), advert.fingerprint):
                 raise TransferError("the receiver's certificate is not the one that its advert names")
         except (OSError, TransferError):

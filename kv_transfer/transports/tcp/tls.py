@@ -67,7 +67,7 @@ class TlsChannel:
         self._reading = {mask: waiter(sock, mask) for mask in (POLLIN, POLLOUT)}
         self._writing = {mask: waiter(sock, mask) for mask in (POLLIN, POLLOUT)}
 
-    def shake_hands(self, deadline_s: float) -> None:
+    def do_handshake(self, deadline_s: float) -> None:
         """Complete the handshake. Raises OSError (ssl.SSLError) when the peer is refused, TransferError when it is too
         slow."""
         while True:

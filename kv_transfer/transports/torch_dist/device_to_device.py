@@ -14,7 +14,7 @@ _CPU = "cpu"
 _GPU = "cuda "
 
 
-def entrance(region: KVRegion, *, isolated_network: bool) -> str:
+def direct_device(region: KVRegion, *, isolated_network: bool) -> str:
     """The identity of this worker's device if payload may go directly into its pool, otherwise "".
 
     NCCL chooses where it listens, encrypts nothing and authenticates nobody, so GPUs need an isolated network.
@@ -27,9 +27,9 @@ def entrance(region: KVRegion, *, isolated_network: bool) -> str:
     return ""
 
 
-def goes_direct(region: KVRegion, pairing: Pairing, meeting: RendezvousOffer, *, isolated_network: bool) -> bool:
+def can_write_directly(region: KVRegion, pairing: Pairing, meeting: RendezvousOffer, *, isolated_network: bool) -> bool:
     """Whether payload may go directly to that receiver's device; payload that is converted goes through host memory."""
-    own = entrance(region, isolated_network=isolated_network)
+    own = direct_device(region, isolated_network=isolated_network)
     if not own or not meeting.device or pairing.at_departure() is not None or pairing.at_arrival() is not None:
         return False
     if _CPU in (own, meeting.device):

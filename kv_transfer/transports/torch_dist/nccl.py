@@ -55,7 +55,7 @@ class NcclCommunicator(Communicator):
         except RuntimeError as error:
             raise broken(error) from None
 
-    def meet(self) -> None:
+    def connect(self) -> None:
         """Exchange a byte: NCCL connects at the first operation, which fails when the peer is not there."""
         torch = importlib.import_module("torch")
         try:
@@ -101,7 +101,7 @@ def over_nccl(at: Rendezvous, device: Any) -> NcclCommunicator:
     except (RuntimeError, ValueError) as error:
         raise broken(error) from None
     try:
-        group.meet()
+        group.connect()
     except CommunicatorBroken:
         group.close()
         raise

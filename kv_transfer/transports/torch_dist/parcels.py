@@ -22,9 +22,9 @@ from tandem.errors import TransferError
 class PackedWrite(Protocol):
     num_bytes: int
     checksum: int
-    """Checksum of the payload; complete before its last byte crosses, since the answer may come right after it."""
+    """Checksum of the payload; complete before its last byte is sent, since the answer may come right after it."""
 
-    def cross(self) -> None:
+    def send(self) -> None:
         """Send all of it. Raises CommunicatorBroken."""
 
 
@@ -61,7 +61,7 @@ class PackedHostWrite:
         self._job = job
         self._lock = lock
 
-    def cross(self) -> None:
+    def send(self) -> None:
         """Send the payload; its checksum covers the gathered bytes, computed while they are in the cache."""
         for i, at in enumerate(range(0, self.num_bytes, BURST_BYTES)):
             slot, size = i % SLOTS, min(BURST_BYTES, self.num_bytes - at)
@@ -98,7 +98,7 @@ class PackedDeviceWrite:
         self._packed = packed
         self._group = group
 
-    def cross(self) -> None:
+    def send(self) -> None:
         packed, self._packed = self._packed, None
         self._group.finish(self._group.start(packed))
 

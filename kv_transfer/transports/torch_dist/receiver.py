@@ -31,7 +31,7 @@ from kv_transfer.transports.torch_dist.communicator import (
     Rendezvous,
     over_gloo,
 )
-from kv_transfer.transports.torch_dist.device_to_device import between_devices, entrance
+from kv_transfer.transports.torch_dist.device_to_device import between_devices, direct_device
 from kv_transfer.transports.torch_dist.intakes import DeviceIntake, HostIntake, PayloadIntake
 from kv_transfer.transports.torch_dist.wire import MAX_PAYLOAD_BYTES, MessageHeader, MessageKind, RendezvousOffer
 from tandem.errors import TransferError
@@ -157,7 +157,7 @@ class TorchDistReceiver:
             or not hmac.compare_digest(hello[1], self._secret)
         ):
             raise TransferError("no HELLO, or a wrong secret")
-        device = entrance(self._region, isolated_network=self._isolated_network)
+        device = direct_device(self._region, isolated_network=self._isolated_network)
         meeting = RendezvousOffer(store_port=self._store.port, prefix=secrets.token_hex(8), device=device)
         one_sided_wire.send_blob(sock, torch_dist_wire.pack_rendezvous(meeting))
         sock.settimeout(None)

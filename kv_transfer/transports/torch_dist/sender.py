@@ -17,7 +17,7 @@ from kv_transfer.memory.departure import Departure
 from kv_transfer.memory.device_pool import DevicePool
 from kv_transfer.memory.region import KVRegion
 from kv_transfer.protocol.messages import TransportOffer
-from kv_transfer.transports.dial import dial, stays_here
+from kv_transfer.transports.dial import dial, is_loopback_advert
 from kv_transfer.transports.grants import TOKEN_BYTES
 from kv_transfer.transports.one_sided import wire as one_sided_wire
 from kv_transfer.transports.one_sided.receiver import hang_up
@@ -30,7 +30,7 @@ from kv_transfer.transports.torch_dist.communicator import (
     Rendezvous,
     over_gloo,
 )
-from kv_transfer.transports.torch_dist.device_to_device import between_devices, goes_direct
+from kv_transfer.transports.torch_dist.device_to_device import between_devices, can_write_directly
 from kv_transfer.transports.torch_dist.parcels import DevicePacker, HostPacker, PackedWrite, Packer
 from kv_transfer.transports.torch_dist.receiver import NAME, STALL_S
 from kv_transfer.transports.torch_dist.wire import MessageHeader, MessageKind, RendezvousOffer
@@ -136,7 +136,7 @@ class TorchDistWriter(QueuedWriter):
         self._unanswered[number] = _Sent(job=job, parcel=parcel)
         try:
             self._sock.sendall(torch_dist_wire.pack_header(header))
-            parcel.cross()
+            parcel.send()
         except OSError as error:
             self._break(f"torch_dist connection lost: {error}")
         except CommunicatorBroken:
@@ -189,7 +189,7 @@ class TorchDistSender:
     def reaches(self, offer: TransportOffer) -> bool:
         """Whether the offer is usable: store and gloo authenticate nobody, so other machines require an isolated
         network."""
-        return offer.name == NAME and (self._isolated_network or stays_here(offer.advert))
+        return offer.name == NAME and (self._isolated_network or is_loopback_advert(offer.advert))
 
     def connect(self, offer: TransportOffer, pairing: Pairing) -> TorchDistWriter:
         try:
@@ -197,7 +197,7 @@ class TorchDistSender:
             try:
                 meeting = torch_dist_wire.unpack_rendezvous(one_sided_wire.receive_blob(sock))
                 sock.settimeout(None)
-                direct = goes_direct(self._region, pairing, meeting, isolated_network=self._isolated_network)
+                direct = can_write_directly(self._region, pairing, meeting, isolated_network=self._isolated_network)
                 pool = self._region.device if direct else None
                 departure = Departure(self._region, pairing)
                 return TorchDistWriter(departure, pool, sock, meeting, stall_s=self._stall_s)

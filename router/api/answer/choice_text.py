@@ -10,7 +10,7 @@ from router.text.stop_strings import StopMatcher
 from router.text.tokenizer import Tokenizer
 from router.types.prompt_logprobs import ScoredPrompt
 from router.types.requests import ChoiceDelta, ChoiceFinish
-from router.types.stream_ids import ChoicePosition
+from router.types.stream_position import ChoicePosition
 from tandem.errors import InternalError
 from tandem.values.ids import Incarnation
 from tandem.values.outputs import FinishReason, SampledToken

@@ -5,8 +5,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from router.api.answer.choice_text import TextDelta
+from router.api.answer.stream_ids import LAST_EVENT_ID, MAX_CHOICES, StreamIds
 from router.api.request.client_request import PreparedRequest
-from router.types.stream_ids import LAST_EVENT_ID, MAX_CHOICES, ChoicePosition, StreamHead, StreamIds, StreamPosition
+from router.types.stream_position import ChoicePosition, StreamHead, StreamPosition
 from tandem.errors import InvalidRequest
 
 _SEED_MASK = (1 << 64) - 1

@@ -10,8 +10,9 @@ from router.text.stop_strings import StopStrings
 from router.text.tool_parsers.request_calls import ToolCallReading
 from router.text.tools import ToolUse
 from router.types.prompt_logprobs import PromptScoringRequest
+from router.types.request_digest import request_digest
 from router.types.requests import BeamSearchParams, RoutedRequest
-from router.types.stream_ids import ChoicePosition, StreamPosition, request_digest
+from router.types.stream_position import ChoicePosition, StreamPosition
 from tandem.telemetry.tracing import TraceContext
 from tandem.values.sampling import SamplingParams
 

@@ -190,7 +190,7 @@ class ChoiceRun:
         try:
             assignment.port.adopt(self._request_id, number, num_shown=point.num_tokens, deliver=deliver)
         except Unavailable:
-            self._progress.was_refused()
+            self._progress.record_refusal()
             self._placer.release(assignment)
             return
         self._assignment = self._awaited = assignment
@@ -310,7 +310,7 @@ class ChoiceRun:
         """Handle the first event of the running attempt."""
         self._health.was_adopted |= self._adopting
         self._awaited, self._adopting = None, False
-        self._progress.was_read(self._placer.prompt_computed(assignment))
+        self._progress.record_prefill_pool(self._placer.prompt_computed(assignment))
         if arrived.started is not None:
             self._placer.found_cached(assignment, arrived.started.cached_tokens)
         self._worker = assignment.decode.incarnation
@@ -333,14 +333,14 @@ class ChoiceRun:
         if self._adopting:
             # The worker no longer has the stream, which is no failure: generate the answer again, from the same seed.
             self._adopting, self._assignment = False, None
-            self._progress.was_refused()
+            self._progress.record_refusal()
             self._placer.release(assignment)
             self.submit()
             return []
         if not is_full(error):
             return self._retry(assignment, RetryReason.REFUSED, error)
         self._note_failure(assignment, error)
-        self._progress.was_full(assignment.decode, error)
+        self._progress.record_full_worker(assignment.decode, error)
         self._context.observer.retried(RetryReason.REFUSED.value)
         if self._context.budget.spend():
             self.submit()

@@ -135,11 +135,11 @@ class ChoiceProgress:
         """Whether a worker accepted an attempt, or may have; one that refused has computed nothing for it."""
         return self._num_taken > 0
 
-    def was_read(self, by: WorkerRole | None) -> None:
+    def record_prefill_pool(self, by: WorkerRole | None) -> None:
         """Record the pool that computed the prompt; `by`: see `ChoiceFinish.read_by`."""
         self.read_by = self.read_by or by
 
-    def was_refused(self) -> None:
+    def record_refusal(self) -> None:
         """Count the attempt as not accepted."""
         self.ledger.refused()
         self._num_taken -= 1
@@ -172,16 +172,16 @@ class ChoiceProgress:
         """
         self.last_error = error
         if reason is RetryReason.REFUSED:
-            self.was_refused()
+            self.record_refusal()
         self.ledger.ended(len(self.token_ids))
         self._num_failures += 1
         if is_final(error) or self._num_failures >= self.max_attempts:
             return False
         return reason is RetryReason.WORKER_LOST or budget.spend()
 
-    def was_full(self, worker: WorkerKey, error: ServingError) -> None:
+    def record_full_worker(self, worker: WorkerKey, error: ServingError) -> None:
         """Record that the worker has no room now: that is no failure, so it costs no attempt."""
-        self.was_refused()
+        self.record_refusal()
         self.last_error = error
         self.full.add(worker)
 

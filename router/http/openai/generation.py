@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from router.api.answer.choice_text import TextCollector
 from router.api.answer.stream_cursor import StreamCursor
+from router.api.answer.stream_ids import LAST_EVENT_ID
 from router.api.answer.timing_report import SERVER_TIMING, server_timing, timing_object
 from router.api.answer.usage import CallUsage
 from router.api.frontend import Frontend
@@ -44,7 +45,7 @@ from router.http.routing.access import ClientAccess
 from router.metrics.router_metrics import RouterMetrics
 from router.sandbox.pattern_search import PatternSearch
 from router.types.requests import Generator
-from router.types.stream_ids import LAST_EVENT_ID, StreamPosition
+from router.types.stream_position import StreamPosition
 from tandem.errors import InvalidRequest
 from tandem.telemetry.tracing import TraceContext, context_from_headers
 

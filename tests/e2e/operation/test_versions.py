@@ -10,7 +10,7 @@ from itertools import count
 import pytest
 import pytest_asyncio
 
-from router.types.stream_ids import StreamIds
+from router.api.answer.stream_ids import StreamIds
 from tandem.cluster_state.entries import Process
 from tandem.cluster_state.redis_keys import ClusterStateKeys
 from tandem.protocol.session_versions import SPOKEN

@@ -68,7 +68,7 @@ def test_two_nodes_compute_and_store_the_same_as_one(size: int, tmp_path: Path) 
             assert alone.ranks.mirror is None
             expected = bytes(alone.kv_memory())
             assert bytes(together.kv_memory()) != expected, "what the other node has written is there alone"
-            mirror.bring(range(40))
+            mirror.fetch_stale(range(40))
             assert bytes(together.kv_memory()) == expected
             # The other way: what a peer has put here, in blocks that it was given, is there before a step reads it.
             tokens = go_on(alone, 0)

@@ -64,7 +64,7 @@ class Load:
             self.num_answered += 1
             await asyncio.sleep(0.005)
 
-    async def goes_on(self, count: int) -> None:
+    async def wait_for_answers(self, count: int) -> None:
         """Wait until so many more are answered."""
         enough = self.num_answered + count
         await until(lambda: self._task.done() or self.num_answered >= enough, "answers")
@@ -84,7 +84,7 @@ async def loaded(group: SentinelGroup) -> AsyncIterator[tuple[list[PublishingWor
         workers = [await stack.enter_async_context(PublishingWorker(f"d{i}", settings)) for i in range(2)]
         routers = [await stack.enter_async_context(router(i, settings, live=2)) for i in range(2)]
         load = Load(routers)
-        await load.goes_on(20)
+        await load.wait_for_answers(20)
         yield workers, routers, load
         await load.stop()
         await until_all_synchronized(workers, routers)
@@ -117,7 +117,7 @@ async def test_sentinel_failover_loses_no_request_and_restores_prefixes(
     async with loaded(group) as (workers, routers, load):
         group.sentinels[0].kill()  # the one that everybody asked first
         group.first.kill()
-        await load.goes_on(20)
+        await load.wait_for_answers(20)
         await learned(workers, routers, 1)
         assert group.role(group.second) == b"master"
         assert group.second.do("DBSIZE") > 0
@@ -125,7 +125,7 @@ async def test_sentinel_failover_loses_no_request_and_restores_prefixes(
         assert "tell-nobody" not in caplog.text
         await until(lambda: all(each.redis.num_peers == 1 for each in routers), "routers see each other")
         assert all(each.redis.num_followed == 2 for each in routers)
-        await load.goes_on(20)
+        await load.wait_for_answers(20)
 
 
 @pytest.mark.slow
@@ -135,9 +135,9 @@ async def test_sentinel_demoted_master_is_left_alone(group: SentinelGroup) -> No
         await learned(workers, routers, 2)
         assert group.role(group.second) == b"master"
         group.first.go_on()
-        await load.goes_on(20)
+        await load.wait_for_answers(20)
         await until(lambda: group.role(group.first) == b"slave", "the sentinels made it a replica")
-        await load.goes_on(20)
+        await load.wait_for_answers(20)
         await learned(workers, routers, 3)
         group.second.kill()
         await learned(workers, routers, 4)

@@ -3,7 +3,9 @@
 from collections.abc import Callable
 
 from router.admission.shared_rate_limits import tenant_tags
-from router.types.stream_ids import ChoicePosition, StreamHead, StreamIds, request_digest
+from router.api.answer.stream_ids import StreamIds
+from router.types.request_digest import request_digest
+from router.types.stream_position import ChoicePosition, StreamHead
 from tandem.cluster_state import entries
 from tandem.cluster_state.redis_keys import ClusterStateKeys
 from tandem.values.block_hash import BlockHasher, root_hash

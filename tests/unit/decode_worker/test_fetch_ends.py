@@ -25,7 +25,7 @@ class Fetcher:
         self.gone = asyncio.Event()
         self.abandoned: list[RequestId] = []
 
-    async def bring(self, _request: Request, _holder: PrefixHolder, _trace: object) -> int:
+    async def fetch(self, _request: Request, _holder: PrefixHolder, _trace: object) -> int:
         self.requested.set()
         await self.gone.wait()
         return 0

@@ -104,10 +104,10 @@ def test_assembly_remote_rank_without_memory_is_refused(monkeypatch: pytest.Monk
     )
     monkeypatch.setattr(follower, "free_memory_bytes", lambda: 200 << 20)
     assert follower._limit_bytes(setup, options.device) == int(0.8 * (200 << 20))
-    assert follower._limit_bytes(replace(setup, stated_bytes=128 << 20), options.device) == 128 << 20
+    assert follower._limit_bytes(replace(setup, configured_bytes=128 << 20), options.device) == 128 << 20
     message = rf"engine\.memory_bytes: each rank may take {256 << 20} bytes; one has {200 << 20} bytes of memory free"
     with pytest.raises(ConfigError, match=message):
-        follower._limit_bytes(replace(setup, stated_bytes=256 << 20), options.device)
+        follower._limit_bytes(replace(setup, configured_bytes=256 << 20), options.device)
 
 
 def test_assembly_without_limit_uses_share_of_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from starlette.responses import Response
 
 from router.api.answer.call_reader import new_answer_parser
 from router.api.answer.choice_text import TextCollector, TextDelta
+from router.api.answer.stream_ids import LAST_EVENT_ID
 from router.api.answer.timing_report import SERVER_TIMING, server_timing, timing_object
 from router.api.answer.usage import CallUsage
 from router.api.request.client_request import PreparedRequest
@@ -34,7 +35,6 @@ from router.http.openapi.event_streams import typed_events
 from router.http.routing.access import ClientAccess
 from router.http.routing.generation_calls import GenerationContext
 from router.text.tokenizer import Tokenizer
-from router.types.stream_ids import LAST_EVENT_ID
 from tandem.errors import InvalidRequest, ServingError
 from tandem.values.outputs import FinishReason, SampledToken
 

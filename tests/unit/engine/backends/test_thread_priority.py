@@ -8,7 +8,7 @@ import threading
 import pytest
 
 from engine.backends import thread_priority
-from engine.backends.thread_priority import NICENESS, session_niceness, step_back
+from engine.backends.thread_priority import NICENESS, lower_thread_priority, session_niceness
 from tests.unit.engine.kernels.test_cpu_threads import in_a_thread
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="priorities belong to processes there")
@@ -22,7 +22,7 @@ def test_thread_priority_covers_thread_and_children_only():
     before = niceness()
 
     def work():
-        step_back()
+        lower_thread_priority()
         return niceness(), in_a_thread(niceness)
 
     lowered = max(before, NICENESS)
@@ -35,15 +35,15 @@ def test_thread_priority_higher_niceness_is_kept():
 
     def work():
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nicer)
-        step_back()
+        lower_thread_priority()
         return niceness()
 
     assert in_a_thread(work) == nicer
 
 
 STEPS_BACK = """
-from engine.backends.thread_priority import session_niceness, step_back
-step_back()
+from engine.backends.thread_priority import lower_thread_priority, session_niceness
+lower_thread_priority()
 print(session_niceness())
 """
 

@@ -95,7 +95,7 @@ class CountingGroup:
     def __init__(self, group: TorchGroup) -> None:
         self.rank, self.size = group.rank, group.size
         self._group = group
-        self.counts = {"sums": 0, "gathers": 0, "meetings": 0, "rows": 0}
+        self.counts = {"sums": 0, "gathers": 0, "barriers": 0, "rows": 0}
 
     def all_reduce_(self, tensor: torch.Tensor) -> torch.Tensor:
         self.counts["sums"] += 1
@@ -106,9 +106,9 @@ class CountingGroup:
         self.counts["gathers"] += 1
         return self._group.gather(tensor)
 
-    def meet(self) -> None:
-        self.counts["meetings"] += 1
-        self._group.meet()
+    def barrier(self) -> None:
+        self.counts["barriers"] += 1
+        self._group.barrier()
 
     def spent(self) -> dict[str, int]:
         """Bytes since the last call."""
@@ -139,9 +139,9 @@ def test_sharded_step_has_expected_number_of_collectives(directory) -> None:
     for spent in run_ranks(2, work):
         # What samples nothing ends behind the last layer's keys and values; what samples drops the other rows there.
         assert spent == [
-            {"sums": sums - 2, "gathers": 0, "meetings": 1, "rows": 13 * (sums - 2)},
-            {"sums": sums, "gathers": 1, "meetings": 0, "rows": 27 * (sums - 2) + 2 * 2},
-            {"sums": sums, "gathers": 1, "meetings": 0, "rows": 2 * sums},
+            {"sums": sums - 2, "gathers": 0, "barriers": 1, "rows": 13 * (sums - 2)},
+            {"sums": sums, "gathers": 1, "barriers": 0, "rows": 27 * (sums - 2) + 2 * 2},
+            {"sums": sums, "gathers": 1, "barriers": 0, "rows": 2 * sums},
         ]
 
 
@@ -174,9 +174,9 @@ class RecordingGroup(CountingGroup):
         super().__init__(group)
         self._waits = waits
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         self._waits.set()
-        super().meet()
+        super().barrier()
 
 
 def test_sharded_step_without_sample_ends_after_last_keys(directory) -> None:

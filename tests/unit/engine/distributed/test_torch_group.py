@@ -89,4 +89,4 @@ def test_torch_group_of_one_is_identity() -> None:
     tensor = torch.ones(3)
     assert SoloGroup().all_reduce_(tensor) is tensor
     assert SoloGroup().gather(tensor) == [tensor]
-    SoloGroup().meet()
+    SoloGroup().barrier()

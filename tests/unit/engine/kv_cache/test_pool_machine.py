@@ -61,7 +61,7 @@ class PoolMachine(RuleBasedStateMachine):
             return
         first = request.num_computed_tokens // ledger.BLOCK
         request.num_computed_tokens = min(request.num_tokens, request.num_computed_tokens + num_tokens)
-        self.blocks.surrender(request.request_id, self.blocks.index_computed(request, first))
+        self.blocks.release_after_use(request.request_id, self.blocks.index_computed(request, first))
 
     @rule(target=tables, source=tables, data=st.data())
     def fork(self, source: Request, data: st.DataObject) -> object:
@@ -80,7 +80,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.live.append(twin)
         if data.draw(st.booleans()):
             self.live.remove(source)
-            self.blocks.surrender(source.request_id, source.block_table.clear())
+            self.blocks.release_after_use(source.request_id, source.block_table.clear())
         self.blocks.begin_step()
         self.blocks.end_step()
         return twin
@@ -101,7 +101,7 @@ class PoolMachine(RuleBasedStateMachine):
         if request not in self.live:
             return
         self.live.remove(request)
-        self.blocks.surrender(request.request_id, request.block_table.clear())
+        self.blocks.release_after_use(request.request_id, request.block_table.clear())
 
     @rule(n=st.integers(1, 6))
     def promise(self, n: int) -> None:

@@ -9,7 +9,7 @@ from engine import assembly
 from engine.distributed.ranks import follower
 from engine.distributed.ranks.messages import RankSetup
 from engine.model import gpu_memory
-from engine.model.gpu_memory import GpuMemory, GpuWish, granted_bytes
+from engine.model.gpu_memory import GpuMemory, GpuMemoryRequest, granted_bytes
 from tandem.errors import ConfigError
 from tests.unit.engine.distributed.ranks.test_messages import SETUP
 from tests.unit.engine.test_assembly import SPEC
@@ -39,10 +39,10 @@ def test_gpu_memory_sharers_split_80_percent_evenly(sharers: int, gib: int, gpu:
 
 
 def test_gpu_memory_share_is_independent_of_start_order() -> None:
-    wish = GpuWish(index=0, sharers=2)
+    own = GpuMemoryRequest(index=0, sharers=2)
     taken = replace(H200, free_bytes=60 * GIB)
-    assert wish.limit_bytes(H200) == wish.limit_bytes(taken) == 56 * GIB
-    assert wish.shortage(taken) is None
+    assert own.limit_bytes(H200) == own.limit_bytes(taken) == 56 * GIB
+    assert own.shortage(taken) is None
 
 
 def test_gpu_memory_stated_size_covers_all_ranks_and_must_fit(gpu: list[torch.device]) -> None:
@@ -53,46 +53,49 @@ def test_gpu_memory_stated_size_covers_all_ranks_and_must_fit(gpu: list[torch.de
 
 
 @pytest.mark.parametrize(
-    ("wish", "words"),
+    ("own", "words"),
     [
         (
-            GpuWish(index=3),
+            GpuMemoryRequest(index=3),
             r"GPU 3 \(NVIDIA H200\): this worker wants 112\.0 GiB \(80 % of it\); 20\.0 GiB of 140\.0 GiB",
         ),
         (
-            GpuWish(index=0, sharers=2),
+            GpuMemoryRequest(index=0, sharers=2),
             r"wants 56\.0 GiB \(80 % of it, divided by 2\); 20\.0 GiB of 140\.0 GiB are free",
         ),
-        (GpuWish(index=0, stated_bytes=21 * GIB), r"wants 21\.0 GiB \(engine\.memory_bytes\); 20\.0 GiB of"),
+        (
+            GpuMemoryRequest(index=0, configured_bytes=21 * GIB),
+            r"wants 21\.0 GiB \(engine\.memory_bytes\); 20\.0 GiB of",
+        ),
     ],
 )
-def test_gpu_memory_shortage_names_gpu_wanted_and_free(wish: GpuWish, words: str) -> None:
+def test_gpu_memory_shortage_names_gpu_wanted_and_free(own: GpuMemoryRequest, words: str) -> None:
     waited: list[float] = []
     short = replace(H200, free_bytes=20 * GIB)
     with pytest.raises(ConfigError, match=words):
-        granted_bytes(wish, lambda: short, patience_s=2.0, wait=waited.append)
+        granted_bytes(own, lambda: short, patience_s=2.0, wait=waited.append)
     assert sum(waited) == 2.0
 
 
 def test_gpu_memory_waits_for_memory_of_dead_process() -> None:
     seen = [replace(H200, free_bytes=20 * GIB)] * 3
-    found = granted_bytes(GpuWish(index=0), lambda: seen.pop() if seen else H200, wait=lambda _s: None)
+    found = granted_bytes(GpuMemoryRequest(index=0), lambda: seen.pop() if seen else H200, wait=lambda _s: None)
     assert (found, seen) == (112 * GIB, [])
 
 
 def test_gpu_memory_rank_uses_share_of_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    requested: list[tuple[GpuWish, torch.device]] = []
-    monkeypatch.setattr(follower, "gpu_limit_bytes", lambda wish, device: requested.append((wish, device)) or 7)
+    requested: list[tuple[GpuMemoryRequest, torch.device]] = []
+    monkeypatch.setattr(follower, "gpu_limit_bytes", lambda own, device: requested.append((own, device)) or 7)
     backend = replace(SETUP.backend, device=CUDA)
-    setup = replace(SETUP, backend=backend, gpus=(4, 5, 6, 7), gpu_sharers=2, stated_bytes=9)
+    setup = replace(SETUP, backend=backend, gpus=(4, 5, 6, 7), gpu_sharers=2, configured_bytes=9)
     there = RankSetup.from_json(memoryview(setup.of_rank(3).to_json()))
     assert follower._limit_bytes(there, there.backend.device) == 7
-    assert requested == [(GpuWish(index=7, sharers=2, stated_bytes=9), torch.device("cuda", 3))]
+    assert requested == [(GpuMemoryRequest(index=7, sharers=2, configured_bytes=9), torch.device("cuda", 3))]
     elsewhere = replace(setup, num_nodes=2, gpus=(0, 1)).of_rank(3)
-    assert elsewhere.gpu_wish.index == 1
+    assert elsewhere.gpu_memory_request.index == 1
 
 
 def test_gpu_memory_log_names_gpu_and_share(gpu: list[torch.device], caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
-        gpu_memory.gpu_limit_bytes(GpuWish(index=2, sharers=2), CUDA)
+        gpu_memory.gpu_limit_bytes(GpuMemoryRequest(index=2, sharers=2), CUDA)
     assert "GPU 2 (NVIDIA H200): takes up to 56.0 GiB of 140.0 GiB, as does each of 2 workers" in caplog.text

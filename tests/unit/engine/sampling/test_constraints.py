@@ -85,7 +85,7 @@ def test_unusable_logits_error_names_culprit():
     guide.accept(2)
     assert isinstance(unusable(guide), InvalidRequest)
     assert unusable(guide).param is None
-    guide.takes_too_much = True
+    guide.is_too_costly = True
     assert unusable(AllOf([guide])).param == "grammar"
 
 

@@ -98,8 +98,8 @@ def test_grammar_guide_of_ambiguous_grammar_stops_early(rules):
     guides, grammar = llguides(), json.dumps({"grammars": [{"lark_grammar": f"start: s\n{rules}"}]})
     guide = guides.guide(grammar)
     follow(guide, seed=0, num_tokens=600)
-    assert guides.kept(grammar) is None
-    assert guide.takes_too_much
+    assert guides.cached_guide(grammar) is None
+    assert guide.is_too_costly
     assert guide.has_refused
     assert guide.num_tokens < 400
     assert unusable(guide).param == "grammar"
@@ -109,10 +109,10 @@ def test_grammar_guide_beyond_parser_limits_is_too_expensive(monkeypatch):
     monkeypatch.setattr(guidance, "LIMITS", {"max_items_in_row": 300})
     guide = llguides().guide(json.dumps({"grammars": [{"lark_grammar": f"start: s\n{AMBIGUOUS[0]}"}]}))
     follow(guide, seed=0, num_tokens=100)
-    assert (guide.takes_too_much, guide.num_tokens) == (True, 59)
+    assert (guide.is_too_costly, guide.num_tokens) == (True, 59)
     other = llguides().guide(regex("ab"))
     assert not other.accept(1)
-    assert (other.takes_too_much, other.has_refused) == (False, True)
+    assert (other.is_too_costly, other.has_refused) == (False, True)
 
 
 STRING = {"type": "string"}
@@ -146,7 +146,7 @@ REALISTIC = {
 def test_grammar_guide_of_large_schema_follows_long_answers(schema):
     guide = llguides().guide(json.dumps({"grammars": [{"json_schema": schema}]}))
     follow(guide, seed=1, num_tokens=400)
-    assert not guide.takes_too_much
+    assert not guide.is_too_costly
     assert not guide.has_refused
 
 
@@ -177,7 +177,7 @@ def test_grammar_cache_growing_regexes_stay_within_bound():
     for index in range(64):
         follow(guides.guide(regex(SLOW_GROWING % (1000 + index))), seed=index, num_tokens=100)
         assert 0 < guides.kept_bytes <= 256 << 20
-        kept = [guides.kept(regex(SLOW_GROWING % (1000 + i))) is not None for i in range(index + 1)]
+        kept = [guides.cached_guide(regex(SLOW_GROWING % (1000 + i))) is not None for i in range(index + 1)]
         assert sum(kept) <= (256 << 20) // most_bytes("")
         assert kept[-1], "the newest is kept"
     assert resident_bytes() - before < 256 << 20
@@ -195,7 +195,7 @@ def test_grammar_cache_entry_stays_within_counted_bytes(pattern):
         follow(guide, seed, num_tokens=400)
         if guide.has_refused:
             break
-        guide = guides.kept(grammar)
+        guide = guides.cached_guide(grammar)
         if guide is None:
             break
     assert resident_bytes() - before <= most_bytes(grammar) <= counted
@@ -210,7 +210,7 @@ def test_grammar_cache_exhausted_lexer_is_dropped():
         if guide.has_refused:
             break
     assert guide.has_refused
-    assert (guides.kept(grammar), guides.kept_bytes) == (None, 0)
+    assert (guides.cached_guide(grammar), guides.kept_bytes) == (None, 0)
     fresh = guides.guide(grammar)
     follow(fresh, seed, num_tokens=20)
     assert fresh.num_tokens == 20
@@ -221,15 +221,15 @@ def test_grammar_cache_long_used_entry_is_recompiled(monkeypatch):
     guides = llguides()
     grammar = regex("[a-z]*")
     follow(guides.guide(grammar), seed=1, num_tokens=50)
-    assert guides.kept(grammar) is not None
-    follow(guides.kept(grammar), seed=2, num_tokens=1)
-    assert (guides.kept(grammar), guides.kept_bytes) == (None, 0)
+    assert guides.cached_guide(grammar) is not None
+    follow(guides.cached_guide(grammar), seed=2, num_tokens=1)
+    assert (guides.cached_guide(grammar), guides.kept_bytes) == (None, 0)
 
 
 def test_grammar_cache_oversized_grammar_is_used_and_not_kept():
     guides = llguides(cache_bytes=most_bytes("") - 1)
     follow(guides.guide(regex("[a-z]*")), seed=1, num_tokens=10)
-    assert (guides.kept(regex("[a-z]*")), guides.kept_bytes) == (None, 0)
+    assert (guides.cached_guide(regex("[a-z]*")), guides.kept_bytes) == (None, 0)
 
 
 def test_grammar_cache_size_is_share_of_memory():
@@ -248,8 +248,8 @@ class SlowGuides:
         self._guides = llguides()
         self._guides.guide(regex("[a-z]*"))
 
-    def kept(self, grammar):
-        return None if grammar.startswith("slow") else self._guides.kept(grammar)
+    def cached_guide(self, grammar):
+        return None if grammar.startswith("slow") else self._guides.cached_guide(grammar)
 
     def guide(self, grammar):
         self.threads.add(threading.current_thread().name)

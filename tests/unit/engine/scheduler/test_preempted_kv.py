@@ -160,7 +160,7 @@ def test_preempted_kv_unsaved_blocks_are_recomputed() -> None:
 def test_preempted_kv_prefill_rate_is_measured() -> None:
     sched = scheduler(HostTier(4), MeasuredRates())
     assert sched.offloading is not None
-    sched.offloading.copies_at(CopyRates(offload_bytes_per_s=3.0, load_bytes_per_s=4.0))
+    sched.offloading.set_copy_rates(CopyRates(offload_bytes_per_s=3.0, load_bytes_per_s=4.0))
     for num_tokens in (500, 1):
         sched.observe(StepTimings(schedule_s=0.1, execute_s=0.5, commit_s=0.1, num_tokens=num_tokens, num_requests=1))
     assert sched.offloading.rates == MeasuredRates(

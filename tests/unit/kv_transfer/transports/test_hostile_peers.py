@@ -19,7 +19,7 @@ from kv_transfer.transports.catalogue import candidates, open_receivers, open_se
 from kv_transfer.transports.grants import TOKEN_BYTES
 from kv_transfer.transports.interface import KVReceiver
 from kv_transfer.transports.one_sided import receiver as one_sided_receiver
-from kv_transfer.transports.same_host_sockets import greet_on_this_host
+from kv_transfer.transports.same_host_sockets import dial_on_this_host
 from kv_transfer.transports.tcp import frames as tcp_frames
 from kv_transfer.transports.tcp.channel import PlainChannel
 from kv_transfer.transports.tcp.receiver import MAX_CONNECTIONS, TcpReceiver
@@ -56,9 +56,9 @@ def tcp() -> Iterator[tuple[KVRegion, TcpReceiver]]:
     os.close(target.fd)
 
 
-def dial(receiver: TcpReceiver, *, greet: bool) -> socket.socket:
+def dial(receiver: TcpReceiver, *, send_hello: bool) -> socket.socket:
     sock = socket.create_connection(receiver._address, WAIT_S)
-    if greet:
+    if send_hello:
         sock.sendall(
             tcp_frames.pack_header(
                 tcp_frames.FrameHeader(
@@ -79,7 +79,7 @@ def test_hostile_peer_slow_hello_is_dropped(tcp) -> None:
     hello = tcp_frames.FrameHeader(
         kind=tcp_frames.FrameKind.HELLO, write_id=0, token=receiver._secret, cells=tcp_frames.NO_CELLS, payload_bytes=0
     )
-    with dial(receiver, greet=False) as sock:
+    with dial(receiver, send_hello=False) as sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for byte in tcp_frames.pack_header(hello):
             with suppress(ConnectionError):
@@ -93,7 +93,7 @@ def test_hostile_peer_slow_hello_is_dropped(tcp) -> None:
 def test_hostile_peers_in_numbers_do_not_block_known_sender() -> None:
     target, source = make_region(seed=0), make_region(seed=3)
     receiver = TcpReceiver(settings=TcpSettings(stall_s=WAIT_S))
-    connections = [dial(receiver, greet=False) for _ in range(MAX_CONNECTIONS)]
+    connections = [dial(receiver, send_hello=False) for _ in range(MAX_CONNECTIONS)]
     [(sender, offer)] = candidates([receiver.offer()], open_senders(source, choice="tcp"))
     writer = sender.connect(offer, PAIRING)
     grant = receiver.open_grant(KEY, landing(target, 1))
@@ -121,7 +121,7 @@ def frame(token: bytes, payload_bytes: int, num_units: int = 1, num_layers: int 
 
 
 @pytest.mark.parametrize(
-    ("greet", "data"),
+    ("send_hello", "data"),
     [
         (False, b""),
         (False, b"GET / HTTP/1.1\r\n\r\n" * 10),
@@ -135,12 +135,12 @@ def frame(token: bytes, payload_bytes: int, num_units: int = 1, num_layers: int 
         (True, frame(bytes(16), LAYOUT.layer_block_bytes) + b"half"),
     ],
 )
-def test_hostile_bytes_end_only_their_connection(tcp, greet: bool, data: bytes) -> None:
+def test_hostile_bytes_end_only_their_connection(tcp, send_hello: bool, data: bytes) -> None:
     target, receiver = tcp
     source = make_region(seed=3)
     [(sender, offer)] = candidates([receiver.offer()], open_senders(source, choice="tcp"))
     writer = sender.connect(offer, PAIRING)
-    with dial(receiver, greet=greet) as sock:
+    with dial(receiver, send_hello=send_hello) as sock:
         sock.sendall(data)
         with suppress(ConnectionResetError):
             assert sock.recv(1) == b"", "the receiver hangs up"
@@ -159,7 +159,7 @@ def test_connection_log_unauthenticated_peers_are_rate_limited(
     receiver = TcpReceiver(settings=TcpSettings(stall_s=WAIT_S))
     caplog.set_level(logging.INFO)
     for number in range(5 * refusal_log.BURST):
-        with dial(receiver, greet=False) as sock:
+        with dial(receiver, send_hello=False) as sock:
             sock.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10 if number % 2 else b"")
             with suppress(OSError):
                 sock.shutdown(socket.SHUT_WR)
@@ -174,7 +174,7 @@ def test_connection_log_known_sender_dropped_is_always_logged(tcp, caplog: pytes
     _target, receiver = tcp
     caplog.set_level(logging.INFO)
     for _ in range(2 * refusal_log.BURST):
-        with dial(receiver, greet=True) as sock:
+        with dial(receiver, send_hello=True) as sock:
             sock.sendall(b"x" * tcp_frames.HEADER_BYTES)
             with suppress(ConnectionResetError):
                 assert sock.recv(1) == b""
@@ -193,7 +193,7 @@ def test_receiver_frame_for_revoked_grant_is_skipped(tcp) -> None:
     target, receiver = tcp
     grant = receiver.open_grant(KEY, landing(target, 1))
     size = LAYOUT.layer_block_bytes
-    with dial(receiver, greet=True) as sock:
+    with dial(receiver, send_hello=True) as sock:
         sock.sendall(frame(grant, size) + b"x" * (size // 2))
         while not any(target.buffer):
             pass
@@ -249,10 +249,10 @@ def test_claims_peer_of_other_user_is_dropped_at_once(monkeypatch: pytest.Monkey
     os.close(target.fd)
 
 
-def knock(receiver: KVReceiver) -> socket.socket:
+def raw_connection(receiver: KVReceiver) -> socket.socket:
     """A connection without any message yet."""
     if isinstance(receiver, TcpReceiver):
-        return dial(receiver, greet=False)
+        return dial(receiver, send_hello=False)
     sock = socket.socket(socket.AF_UNIX)
     sock.settimeout(WAIT_S)
     sock.connect(receiver.offer().advert[16:].decode())
@@ -278,7 +278,7 @@ def test_receiver_out_of_descriptors_listens_again(
     monkeypatch.setattr(socket.socket, "accept", crowded)
     [receiver] = open_receivers(target, choice=choice)
     for _ in range(2):  # the first one is lost, the second one is heard
-        with knock(receiver) as sock, suppress(ConnectionResetError, BrokenPipeError):
+        with raw_connection(receiver) as sock, suppress(ConnectionResetError, BrokenPipeError):
             sock.sendall(bytes(200))
             assert sock.recv(64) == b"", "hung up on for what it said"
     assert refused.is_set()
@@ -304,7 +304,7 @@ def test_receiver_out_of_threads_listens_again(
     monkeypatch.setattr(threading.Thread, "start", crowded)
     [receiver] = open_receivers(target, choice=choice)
     for _ in range(2):  # the first one is hung up on, the second one is heard
-        with knock(receiver) as sock, suppress(ConnectionResetError, BrokenPipeError):
+        with raw_connection(receiver) as sock, suppress(ConnectionResetError, BrokenPipeError):
             sock.sendall(bytes(200))
             assert sock.recv(64) == b"", "hung up on"
     assert "can't start new thread" in caplog.text
@@ -315,4 +315,4 @@ def test_receiver_out_of_threads_listens_again(
 @pytest.mark.parametrize("name", ["shm", "cuda_ipc"])
 def test_claims_greeting_a_missing_socket_names_the_transport(name: str) -> None:
     with pytest.raises(TransferError, match=f"^{name}: "):
-        greet_on_this_host(bytes(TOKEN_BYTES) + b"\0tandem-kv-nobody", name)
+        dial_on_this_host(bytes(TOKEN_BYTES) + b"\0tandem-kv-nobody", name)

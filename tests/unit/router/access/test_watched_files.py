@@ -80,11 +80,11 @@ async def test_watched_file_unreadable_is_retried_without_change(
             await live.check()
         assert (applied, reloads(live)) == (["text"], {"taken": 0, "refused": 1})
         assert stale_s(live) == 300.0
-        assert live.distrust("keys") == "not read for 300 s"
+        assert live.distrust_reason("keys") == "not read for 300 s"
         is_broken = False
         await live.check()
         assert applied == ["text", "text"]
-        assert live.distrust("keys") is None
+        assert live.distrust_reason("keys") is None
         assert stale_s(live) == 0.0
     assert caplog.text.count("Input/output error; what was read before stays in force for 300 s") == 1
 
@@ -119,10 +119,10 @@ async def test_watched_file_hanging_is_reported_and_delays_no_other(
             clock.now += 290.0
             while "hung: not read for 300 s; what was" not in caplog.text:  # noqa: ASYNC110 - as above
                 await asyncio.sleep(0)
-            assert live.distrust("hung") == "not read for 300 s"
-            assert live.distrust("other") is None
+            assert live.distrust_reason("hung") == "not read for 300 s"
+            assert live.distrust_reason("other") is None
             released.set()
-            while live.distrust("hung") is not None:  # noqa: ASYNC110 - nor does the trust
+            while live.distrust_reason("hung") is not None:  # noqa: ASYNC110 - nor does the trust
                 await asyncio.sleep(0)
     finally:
         released.set()
@@ -138,11 +138,11 @@ async def test_watched_file_replaced_by_fifo_does_not_block(tmp_path: Path) -> N
         os.mkfifo(path)
         clock.now += 300.0
         await live.check()
-        assert live.distrust("keys") is not None
+        assert live.distrust_reason("keys") is not None
         path.unlink()
         path.write_text("first")
         await live.check()
-        assert live.distrust("keys") is None
+        assert live.distrust_reason("keys") is None
     assert applied == ["first", "first"]
 
 

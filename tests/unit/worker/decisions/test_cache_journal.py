@@ -153,7 +153,7 @@ def test_cache_journal_uncertain_write_is_resolved_by_reading() -> None:
         write = journal.next_write()
         if happened:
             published.write(write)
-        journal.doubt()
+        journal.mark_in_doubt()
         assert journal.is_in_doubt
         assert journal.next_write() is None
         assert journal.on_read(published.found())
@@ -234,7 +234,7 @@ class Life:
             self.change(self.rng.randrange(2))  # while it is on the way
             self.journal.written(write)
         else:
-            self.journal.doubt()
+            self.journal.mark_in_doubt()
 
     def settle(self) -> None:
         """Redis has recovered: two looks, a second apart."""

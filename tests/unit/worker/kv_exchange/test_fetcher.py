@@ -66,14 +66,14 @@ class Bench:
     def request(self, prompt: tuple[int, ...] = PROMPT) -> Request:
         return ledger.request(prompt)
 
-    def bring(self, holder: PrefixHolder = HOLDER, request: Request | None = None) -> "asyncio.Task[int]":
-        return asyncio.create_task(self.fetcher.bring(request or self.request(), holder))
+    def fetch(self, holder: PrefixHolder = HOLDER, request: Request | None = None) -> "asyncio.Task[int]":
+        return asyncio.create_task(self.fetcher.fetch(request or self.request(), holder))
 
-    async def adopt(self, spare_blocks: int = 0) -> int | Declined:
+    async def prefetch(self, spare_blocks: int = 0) -> int | Declined:
         request = self.request()
         self.host.parts.hasher.extend(request.hash_root, request.block_hashes, request.token_ids)
         names = request.block_hashes[:4]
-        return await self.fetcher.adopt(
+        return await self.fetcher.prefetch(
             request.hash_root, names, HOLDER, prefill_tokens_per_s=1.0, spare_blocks=spare_blocks
         )
 
@@ -105,7 +105,7 @@ async def bench() -> AsyncIterator[Bench]:
 
 
 async def test_fetcher_fetched_prefix_is_found_as_cache(bench: Bench) -> None:
-    bringing = bench.bring()
+    fetching = bench.fetch()
     job = await bench.next_job()
     assert (job.fetch, job.resume, job.held_tokens) == (True, True, 0)
     assert (job.token_ids, job.num_tokens) == ((), 64), "a prefix is requested by its names"
@@ -113,35 +113,35 @@ async def test_fetcher_fetched_prefix_is_found_as_cache(bench: Bench) -> None:
     blocks = await bench.fetcher.bind(job.transfer_id, 4)
     assert len(blocks) == 4
     await bench.fetcher.commit(job.transfer_id, commit(blocks))
-    assert await bringing == 64
+    assert await fetching == 64
     assert await bench.held() == 64
     assert (bench.fetcher.stats.completed, bench.fetcher.stats.num_tokens) == (1, 64)
     await bench.assert_empty()
 
 
 async def test_fetcher_requests_only_missing_blocks_and_accepts_fewer(bench: Bench) -> None:
-    bringing = bench.bring(replace(HOLDER, num_tokens=16))
+    fetching = bench.fetch(replace(HOLDER, num_tokens=16))
     first = await bench.next_job()
     await bench.fetcher.commit(first.transfer_id, commit(await bench.fetcher.bind(first.transfer_id, 1)))
-    assert await bringing == 16
-    bringing = bench.bring()
+    assert await fetching == 16
+    fetching = bench.fetch()
     job = await bench.next_job()
     assert job.held_tokens == 16
     blocks = await bench.fetcher.bind(job.transfer_id, 2)
     await bench.fetcher.commit(job.transfer_id, commit(blocks))
-    assert await bringing == 32
+    assert await fetching == 32
     assert await bench.held() == 48
     await bench.assert_empty()
 
 
 @pytest.mark.parametrize("num_landed", [0, 2, 4])
 async def test_fetcher_failure_keeps_landed_blocks_and_quarantines_rest(bench: Bench, num_landed: int) -> None:
-    bringing = bench.bring()
+    fetching = bench.fetch()
     job = await bench.next_job()
     blocks = await bench.fetcher.bind(job.transfer_id, 4)
     landed, loose = blocks[:num_landed], blocks[num_landed:]
     bench.fetcher.failed(job.transfer_id, landed, TransferError("gone"))
-    assert await bringing == num_landed * BLOCK
+    assert await fetching == num_landed * BLOCK
     assert await bench.held() == num_landed * BLOCK
     await asyncio.sleep(0)
     assert bench.hub.cancelled == [job.transfer_id]
@@ -154,11 +154,11 @@ async def test_fetcher_failure_keeps_landed_blocks_and_quarantines_rest(bench: B
 
 async def test_fetcher_overdue_fetch_is_given_up_and_landed_blocks_kept(bench: Bench) -> None:
     bench.host.rates.prefill_tokens_per_s = 1000.0
-    bringing = bench.bring()
+    fetching = bench.fetch()
     job = await bench.next_job()
     blocks = await bench.fetcher.bind(job.transfer_id, 4)
     bench.hub.on_give_up = lambda key: bench.fetcher.failed(key, blocks[:3], TransferError("too long"))
-    assert await bringing == 48
+    assert await fetching == 48
     await asyncio.sleep(0)
     assert bench.hub.cancelled == [job.transfer_id]
     assert await bench.held() == 48
@@ -169,10 +169,10 @@ async def test_fetcher_overdue_fetch_is_given_up_and_landed_blocks_kept(bench: B
 
 async def test_fetcher_slow_fetch_is_cancelled(bench: Bench) -> None:
     bench.host.rates.prefill_tokens_per_s = 1000.0
-    bringing = bench.bring()
+    fetching = bench.fetch()
     job = await bench.next_job()
     blocks = await bench.fetcher.bind(job.transfer_id, 4)
-    assert await bringing == 0
+    assert await fetching == 0
     await asyncio.sleep(0)
     assert bench.hub.cancelled == [job.transfer_id]
     assert await bench.held() == 0
@@ -181,9 +181,9 @@ async def test_fetcher_slow_fetch_is_cancelled(bench: Bench) -> None:
 
 
 async def test_fetcher_shared_prefix_is_fetched_once(bench: Bench) -> None:
-    first = bench.bring()
+    first = bench.fetch()
     job = await bench.next_job()
-    second, third = bench.bring(), bench.bring()
+    second, third = bench.fetch(), bench.fetch()
     blocks = await bench.fetcher.bind(job.transfer_id, 4)
     await bench.fetcher.commit(job.transfer_id, commit(blocks))
     assert [await first, await second, await third] == [64, 0, 0]
@@ -193,12 +193,12 @@ async def test_fetcher_shared_prefix_is_fetched_once(bench: Bench) -> None:
 
 
 async def test_fetcher_simultaneous_requests_fetch_prefix_once(bench: Bench) -> None:
-    bringing = [bench.bring() for _ in range(3)]
-    adopting = asyncio.create_task(bench.adopt())
+    fetching = [bench.fetch() for _ in range(3)]
+    prefetching = asyncio.create_task(bench.prefetch())
     job = await bench.next_job()
     await bench.fetcher.commit(job.transfer_id, commit(await bench.fetcher.bind(job.transfer_id, 4)))
-    assert [await each for each in bringing] == [64, 0, 0]
-    assert await adopting == 4
+    assert [await each for each in fetching] == [64, 0, 0]
+    assert await prefetching == 4
     assert bench.hub.jobs.empty()
     assert bench.fetcher.stats.started == 1
     await bench.assert_empty()
@@ -206,14 +206,14 @@ async def test_fetcher_simultaneous_requests_fetch_prefix_once(bench: Bench) -> 
 
 async def test_fetcher_simultaneous_fetches_are_limited_to_eight(bench: Bench) -> None:
     prompts = [tuple((7 * i + k) % 90 for i in range(17)) for k in range(1, 13)]
-    bringing = [bench.bring(request=bench.request(prompt)) for prompt in prompts]
+    fetching = [bench.fetch(request=bench.request(prompt)) for prompt in prompts]
     jobs = [await bench.next_job() for _ in range(8)]
     for job in jobs:
         await bench.fetcher.commit(job.transfer_id, commit(await bench.fetcher.bind(job.transfer_id, 1)))
-    assert sorted([await each for each in bringing]) == [0] * 4 + [16] * 8
+    assert sorted([await each for each in fetching]) == [0] * 4 + [16] * 8
     assert (bench.fetcher.stats.started, bench.fetcher.stats.declined) == (8, 4)
     assert bench.hub.jobs.empty()
-    another = bench.bring()
+    another = bench.fetch()
     job = await bench.next_job()
     await bench.fetcher.commit(job.transfer_id, commit(await bench.fetcher.bind(job.transfer_id, 4)))
     assert await another == 64, "a finished fetch makes room for others"
@@ -221,24 +221,24 @@ async def test_fetcher_simultaneous_fetches_are_limited_to_eight(bench: Bench) -
 
 
 async def test_fetcher_joined_request_of_declined_fetch_is_priced_itself(bench: Bench) -> None:
-    adopting = asyncio.create_task(bench.adopt(spare_blocks=10_000))
+    prefetching = asyncio.create_task(bench.prefetch(spare_blocks=10_000))
     await asyncio.sleep(0)
-    bringing = [bench.bring() for _ in range(2)]
+    fetching = [bench.fetch() for _ in range(2)]
     job = await bench.next_job()
-    assert await adopting is Declined.NO_ROOM
+    assert await prefetching is Declined.NO_ROOM
     await bench.fetcher.commit(job.transfer_id, commit(await bench.fetcher.bind(job.transfer_id, 4)))
-    assert sorted([await each for each in bringing]) == [0, 64]
+    assert sorted([await each for each in fetching]) == [0, 64]
     assert bench.hub.jobs.empty()
     bench.host.rates.prefill_tokens_per_s = 1e9
     other = tuple(reversed(PROMPT))
-    assert await asyncio.gather(*(bench.bring(request=bench.request(other)) for _ in range(3))) == [0, 0, 0]
+    assert await asyncio.gather(*(bench.fetch(request=bench.request(other)) for _ in range(3))) == [0, 0, 0]
     assert bench.fetcher.stats.declined == 3
     await bench.assert_empty()
 
 
 async def test_fetcher_joined_request_keeps_reservation_of_cancelled_first(bench: Bench) -> None:
     first = bench.request()
-    going, staying = bench.bring(request=first), bench.bring()
+    going, staying = bench.fetch(request=first), bench.fetch()
     await asyncio.sleep(0)
     bench.fetcher.abandon(first.request_id)
     assert await going == 0
@@ -251,21 +251,21 @@ async def test_fetcher_joined_request_keeps_reservation_of_cancelled_first(bench
 
 async def test_fetcher_late_commit_keeps_nothing(bench: Bench) -> None:
     bench.host.rates.prefill_tokens_per_s = 1000.0
-    bringing = bench.bring()
+    fetching = bench.fetch()
     job = await bench.next_job()
     blocks = await bench.fetcher.bind(job.transfer_id, 4)
-    assert await bringing == 0
+    assert await fetching == 0
     await bench.fetcher.commit(job.transfer_id, commit(blocks))
     assert await bench.held() == 0
     await bench.assert_empty()
 
 
 async def test_fetcher_last_waiter_gone_ends_fetch(bench: Bench) -> None:
-    bringing = bench.bring()
+    fetching = bench.fetch()
     job = await bench.next_job()
-    bringing.cancel()
+    fetching.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await bringing
+        await fetching
     with pytest.raises(TransferError):
         await bench.fetcher.bind(job.transfer_id, 4)
     await bench.assert_empty()
@@ -273,19 +273,19 @@ async def test_fetcher_last_waiter_gone_ends_fetch(bench: Bench) -> None:
 
 async def test_fetcher_hub_refusal_costs_nothing(bench: Bench) -> None:
     bench.hub.refusal = Overloaded("too many")
-    assert await bench.bring() == 0
+    assert await bench.fetch() == 0
     await bench.assert_empty()
 
 
 async def test_fetcher_cheaper_to_compute_or_no_room_is_not_fetched(bench: Bench) -> None:
     bench.host.rates.prefill_tokens_per_s = 1e9
-    assert await bench.bring() == 0
+    assert await bench.fetch() == 0
     bench.host.rates.prefill_tokens_per_s = 0.0
-    assert await bench.bring() == 0
+    assert await bench.fetch() == 0
     bench.host.rates.prefill_tokens_per_s = 1.0
-    assert await bench.bring(replace(HOLDER, num_tokens=15)) == 0
+    assert await bench.fetch(replace(HOLDER, num_tokens=15)) == 0
     await bench.host.call(lambda scheduler: scheduler.blocks.promise(scheduler.blocks.num_available))
-    assert await bench.bring() == 0
+    assert await bench.fetch() == 0
     await bench.host.call(lambda scheduler: scheduler.blocks.unpromise(scheduler.blocks.num_promised))
     assert bench.fetcher.stats.declined == 4
     assert bench.fetcher.stats.started == 0
@@ -295,25 +295,25 @@ async def test_fetcher_cheaper_to_compute_or_no_room_is_not_fetched(bench: Bench
 async def test_fetcher_decides_by_peers_own_rate(bench: Bench) -> None:
     bench.host.rates.prefill_tokens_per_s = 1000.0  # 64 tokens, of a KiB for 16, in 64 ms
     bench.hub.rate = 1e4
-    assert await bench.bring() == 0
+    assert await bench.fetch() == 0
     assert bench.fetcher.stats.declined == 1
     bench.hub.rate = 1e6
-    bringing = bench.bring()
+    fetching = bench.fetch()
     job = await bench.next_job()
     await bench.fetcher.commit(job.transfer_id, commit(await bench.fetcher.bind(job.transfer_id, 4)))
-    assert await bringing == 64
+    assert await fetching == 64
     await bench.assert_empty()
 
 
 async def test_fetcher_ends_fetch_with_last_prompt_and_keeps_landed_blocks(bench: Bench) -> None:
     first, second = bench.request(), bench.request()
-    bringing = bench.bring(request=first)
+    fetching = bench.fetch(request=first)
     job = await bench.next_job()
-    also = bench.bring(request=second)
+    also = bench.fetch(request=second)
     blocks = await bench.fetcher.bind(job.transfer_id, 4)
     bench.hub.on_give_up = lambda key: bench.fetcher.failed(key, blocks[:2], TransferError("unwanted"))
     bench.fetcher.abandon(first.request_id)
-    assert await bringing == 0
+    assert await fetching == 0
     assert bench.fetcher.stats.failed == 0, "another prompt waits for the same"
     bench.fetcher.abandon(second.request_id)
     assert await also == 0
@@ -326,15 +326,15 @@ async def test_fetcher_ends_fetch_with_last_prompt_and_keeps_landed_blocks(bench
 
 async def test_fetcher_cancel_before_reservation_leaves_nothing(bench: Bench) -> None:
     request = bench.request()
-    bringing = bench.bring(request=request)
+    fetching = bench.fetch(request=request)
     await asyncio.sleep(0)
     bench.fetcher.abandon(request.request_id)
-    assert await bringing == 0
-    bringing = bench.bring()
+    assert await fetching == 0
+    fetching = bench.fetch()
     await asyncio.sleep(0)
-    bringing.cancel()
+    fetching.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await bringing
+        await fetching
     await bench.assert_empty()
 
 

@@ -28,7 +28,7 @@ class FakeHub:
     def __init__(self) -> None:
         self.lending: asyncio.Queue[tuple[list[BlockHash], Sequence[BlockId]]] = asyncio.Queue()
 
-    def lent(self, _transfer_id: TransferId, names: Sequence[BlockHash], blocks: Sequence[BlockId]) -> None:
+    def answer_fetch(self, _transfer_id: TransferId, names: Sequence[BlockHash], blocks: Sequence[BlockId]) -> None:
         self.lending.put_nowait((list(names), blocks))
 
 

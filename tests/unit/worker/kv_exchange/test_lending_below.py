@@ -102,7 +102,7 @@ class Hub:
     def __init__(self, bench: Bench) -> None:
         self._bench = bench
 
-    def lent(self, _transfer_id: TransferId, names: list[BlockHash], blocks: Sequence[BlockId]) -> None:
+    def answer_fetch(self, _transfer_id: TransferId, names: list[BlockHash], blocks: Sequence[BlockId]) -> None:
         self._bench.lent.put_nowait((names, list(blocks)))
 
 
@@ -204,7 +204,7 @@ async def test_lending_unresponsive_disk_ends_in_time(sizes, tmp_path: Path, mon
                 await lifting.wait()
         if ends != "by itself":
             await asyncio.sleep(0)
-            bench.lender.unwanted(TRANSFER)
+            bench.lender.on_unwanted(TRANSFER)
         try:
             with pytest.raises(Unavailable):
                 async with asyncio.timeout(WAIT_S / 4):

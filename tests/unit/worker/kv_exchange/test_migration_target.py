@@ -235,12 +235,12 @@ async def test_migration_draining_target_fetches_nothing(bench: Bench) -> None:
 async def test_migration_prompt_joins_running_fetch(bench: Bench) -> None:
     bench.migrate([chain(TRUNK)])
     job = await bench.next_job()
-    adopting = asyncio.create_task(
-        bench.fetcher.adopt(ledger.ROOT, TRUNK, HOLDER, prefill_tokens_per_s=1.0, spare_blocks=0)
+    prefetching = asyncio.create_task(
+        bench.fetcher.prefetch(ledger.ROOT, TRUNK, HOLDER, prefill_tokens_per_s=1.0, spare_blocks=0)
     )
     await asyncio.sleep(0)
     await bench.give(job)
-    assert await adopting == 4
+    assert await prefetching == 4
     await bench.answered()
     assert bench.hub.jobs.empty()
     await bench.assert_empty()
@@ -315,13 +315,13 @@ async def test_migration_chain_beyond_context_is_cut(bench: Bench) -> None:
     names = line(10, 400)
     chains = [chain(names[:1]), *(chain([name], after=before) for before, name in pairwise(names))]
     judged: list[int] = []
-    adopt = bench.fetcher.adopt
+    prefetch = bench.fetcher.prefetch
 
     async def counting(root: BlockHash, names: Sequence[BlockHash], *args: Any, **kwargs: Any) -> int | Declined:
         judged.append(len(names))
-        return await adopt(root, names, *args, **kwargs)
+        return await prefetch(root, names, *args, **kwargs)
 
-    bench.fetcher.adopt = counting  # type: ignore[method-assign]
+    bench.fetcher.prefetch = counting  # type: ignore[method-assign]
     bench.migrate(chains)
     for _ in range(12):
         await bench.give(await bench.next_job())

@@ -14,9 +14,9 @@ import pytest
 from engine.distributed.links import joining
 from engine.distributed.links import listener as listener_module
 from engine.distributed.links.channel import ChannelKind, RankChannel
-from engine.distributed.links.handshake import JoiningRank, Purpose, too_early
+from engine.distributed.links.handshake import JoiningRank, Purpose, temporary_refusal
 from engine.distributed.links.heartbeat import HeartbeatServer
-from engine.distributed.links.joining import RankLink, knock
+from engine.distributed.links.joining import RankLink, connect_to_rank_0
 from engine.distributed.links.listener import NodeListener
 from engine.distributed.links.lost import RankLost
 from engine.distributed.links.node_group import NodeGroup
@@ -88,7 +88,7 @@ class RemoteRanks:
 
     def come(self, *ranks: int) -> list[RankLink]:
         with ThreadPoolExecutor(len(ranks)) as threads:
-            links = list(threads.map(lambda rank: knock(self.given, rank, OTHER_HOST), ranks))
+            links = list(threads.map(lambda rank: connect_to_rank_0(self.given, rank, OTHER_HOST), ranks))
         for link in links:
             self.channels += [link.steps, link.pulse]
         return links
@@ -144,9 +144,9 @@ def test_listener_connection_between_gather_and_close_is_refused(
 
 def test_listener_group_mismatch_is_refused(node_listener: NodeListener, given: NodeGroup) -> None:
     with pytest.raises(ConfigError, match="of 6 ranks over 2 nodes"):
-        knock(replace(given, size=6), 3, None)
+        connect_to_rank_0(replace(given, size=6), 3, None)
     with pytest.raises(ConfigError, match="rank 1 is of rank 0's own node"):
-        knock(given, 1, None)
+        connect_to_rank_0(given, 1, None)
 
 
 def test_ranks_of_other_revision_retry_until_their_group_listens(
@@ -156,7 +156,7 @@ def test_ranks_of_other_revision_retry_until_their_group_listens(
     old = replace(given, revision="old")
     for other in (old, replace(old, size=6)):  # the roll-out may be of another size
         with pytest.raises(RankLost):
-            joining._come(other, 2, None, other.open_tls())
+            joining._open_link(other, 2, None, other.open_tls())
         assert rejected.acquire(timeout=WAIT_S)
     for known in ("new", ""):  # nobody may have said it
         same = RemoteRanks(replace(given, revision=known))
@@ -172,15 +172,15 @@ def test_ranks_of_another_version_retry_until_versions_match(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     old = JoiningRank(rank=2, size=4, num_nodes=2, purpose=Purpose.STEPS, software="1.9")
-    assert "1.9, rank 0 2.0" in (too_early(old, revision="", software="2.0") or "")
-    monkeypatch.setattr(listener_module, "installed", lambda: "2.0")
-    monkeypatch.setattr(joining, "installed", lambda: "1.9")
+    assert "1.9, rank 0 2.0" in (temporary_refusal(old, revision="", software="2.0") or "")
+    monkeypatch.setattr(listener_module, "installed_version", lambda: "2.0")
+    monkeypatch.setattr(joining, "installed_version", lambda: "1.9")
     with pytest.raises(RankLost):
-        joining._come(given, 2, None, given.open_tls())
+        joining._open_link(given, 2, None, given.open_tls())
     assert rejected.acquire(timeout=WAIT_S)
     for known in ("2.0", ""):  # a checkout does not tell
-        monkeypatch.setattr(joining, "installed", lambda known=known: known)
-        link = joining._come(given, 2 if known else 3, None, given.open_tls())
+        monkeypatch.setattr(joining, "installed_version", lambda known=known: known)
+        link = joining._open_link(given, 2 if known else 3, None, given.open_tls())
         link.steps.close()
         link.pulse.close()
 
@@ -188,7 +188,7 @@ def test_ranks_of_another_version_retry_until_versions_match(
 def test_rank_with_wrong_secret_is_rejected_without_ending_group(node_listener: NodeListener, given: NodeGroup) -> None:
     other = replace(given, secret=b"another secret !")
     with pytest.raises(RankLost, match="does not know this cluster's secret"):
-        joining._come(other, 2, None, other.open_tls())
+        joining._open_link(other, 2, None, other.open_tls())
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_handshake_false_leader_is_refused_without_ending_ranks(
 ) -> None:
     with socket.create_server((given.host, 0)) as server, ThreadPoolExecutor(1) as threads:
         there = replace(given, port=server.getsockname()[1], tls=None)
-        coming = threads.submit(joining._come, there, 2, None, None)
+        coming = threads.submit(joining._open_link, there, 2, None, None)
         sock, _ = server.accept()
         channel = RankChannel(sock, "stranger", carries_descriptors=False)
         channel.expect(ChannelKind.HELLO)
@@ -269,7 +269,7 @@ def test_handshake_man_in_the_middle_without_secret_is_refused(
 def test_listener_slow_caller_is_closed_at_deadline(
     given: NodeGroup, heartbeats: HeartbeatServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listener_module, "_GREETING_S", 0.2)
+    monkeypatch.setattr(listener_module, "_HANDSHAKE_S", 0.2)
     node_listener = NodeListener(replace(given, tls=None), heartbeats.serve)
     with socket.create_connection((given.host, given.port)) as sock:
         sock.settimeout(0.05)
@@ -292,7 +292,7 @@ def test_listener_slow_caller_is_closed_at_deadline(
 def test_listener_one_address_cannot_take_all_slots(
     remote: RemoteRanks, node_listener: NodeListener, given: NodeGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listener_module, "_GREETING_S", 600.0)
+    monkeypatch.setattr(listener_module, "_HANDSHAKE_S", 600.0)
 
     def silent() -> socket.socket:
         return socket.create_connection((given.host, given.port), WAIT_S, source_address=("127.0.0.9", 0))
@@ -316,7 +316,7 @@ def test_listener_certificate_of_other_authority_is_refused(
     other.mkdir()
     tls = Authority().issue(other) if stranger == "another authority" else None
     with pytest.raises((OSError, RankLost)):
-        joining._come(replace(given, tls=tls), 2, None, replace(given, tls=tls).open_tls())
+        joining._open_link(replace(given, tls=tls), 2, None, replace(given, tls=tls).open_tls())
     assert rejected.acquire(timeout=WAIT_S)
     remote.come(2, 3)
     assert sorted(remote.gathered(node_listener)) == [2, 3], "who belongs here came in all the same"

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.backends.options import BackendOptions
-from engine.distributed.ranks.messages import PoolPlan, RankFacts, RankSetup, tightest
+from engine.distributed.ranks.messages import PoolPlan, RankFacts, RankSetup, combine_facts
 from engine.kv_storage.free_memory import HostRoom
 from engine.kv_storage.paged_cache import PagedKVCache
 from kv_transfer.layout.cell_range import CellRange
@@ -32,7 +32,7 @@ LAYOUT = KVLayout(
 def test_rank_messages_round_trip_json() -> None:
     facts = RankFacts(weights_bytes=2**40, fingerprint="f", room=HostRoom(7, "10.0.0.2"))
     plan = PoolPlan(layout=replace(LAYOUT, tp_rank=1), num_blocks=9, num_host_slots=3)
-    for value in (SETUP, replace(SETUP, gpus=(3, 1), gpu_sharers=2, stated_bytes=5), facts, plan):
+    for value in (SETUP, replace(SETUP, gpus=(3, 1), gpu_sharers=2, configured_bytes=5), facts, plan):
         assert type(value).from_json(memoryview(value.to_json())) == value
 
 
@@ -63,8 +63,8 @@ def test_memory_shortage_names_smallest_machine() -> None:
         RankFacts(weights_bytes=6, fingerprint="f", limit_bytes=limit, room=HostRoom(room, host))
         for limit, room, host in ((90, 40, "10.0.0.2"), (80, 30, "10.0.0.2"), (70, 50, "10.0.0.3"))
     ]
-    assert tightest([own, beside]) == replace(own, weights_bytes=7)
-    limits = tightest([own, beside, *there])
+    assert combine_facts([own, beside]) == replace(own, weights_bytes=7)
+    limits = combine_facts([own, beside, *there])
     assert limits == replace(own, weights_bytes=7, limit_bytes=70, room=HostRoom(30, "rank 3 (10.0.0.2)"))
 
 

@@ -38,30 +38,30 @@ DEAR_COPY = MeasuredRates(prefill_tokens_per_s=1e12, offload_bytes_per_s=1.0, lo
 def test_tier_costs_choose_store_load_and_fetch():
     costs = TierCosts(block_bytes=100, block_tokens=16)
     assert not costs.prefers_load()  # what copying takes is not known
-    costs.copies_at(MeasuredRates(offload_bytes_per_s=1000.0, load_bytes_per_s=500.0))
+    costs.set_copy_rates(MeasuredRates(offload_bytes_per_s=1000.0, load_bytes_per_s=500.0))
     assert costs.prefers_store()
     assert costs.prefers_load()
     assert costs.patience_s(1) == MAX_WAIT_S
-    costs.computes_at(60.0)  # a block in 0.267 s
+    costs.set_prefill_rate(60.0)  # a block in 0.267 s
     assert not costs.prefers_store()  # 0.3 s
     assert costs.prefers_load()  # 0.2 s
     assert costs.prefers_fetch()  # nobody has read yet
     assert costs.patience_s(2) == pytest.approx(32 / 60)
-    costs.read_took(100, 0.05)
+    costs.record_read(100, 0.05)
     assert costs.read_bytes_per_s == pytest.approx(2000.0)
     assert costs.prefers_fetch()
     for _ in range(50):
-        costs.read_took(100, 1.0)
+        costs.record_read(100, 1.0)
     tries = [costs.prefers_fetch() for _ in range(200)]
     assert 0 < sum(tries) < 5  # now and then, to see whether it is still so slow
-    costs.computes_at(1e9)
+    costs.set_prefill_rate(1e9)
     assert costs.patience_s(2) == MIN_WAIT_S
 
 
 class Given(TierCosts):
     """Rates that no step corrects."""
 
-    def computes_at(self, prefill_tokens_per_s: float) -> None:
+    def set_prefill_rate(self, prefill_tokens_per_s: float) -> None:
         pass
 
 

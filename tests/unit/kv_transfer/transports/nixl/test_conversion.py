@@ -40,7 +40,7 @@ class LateAgent:
         self.closed = False
         self.on_wait = lambda: None
 
-    def meet(self, *_: object) -> None:
+    def add_remote(self, *_: object) -> None:
         pass
 
     def post(self, copies: Sequence[RunPair], _grain: int) -> int:

@@ -166,13 +166,13 @@ def test_frame_answers_are_accepted_once_and_in_order(answers: list[tuple[FrameK
         advert = replace(advert, advert=advert.advert.replace(str(offer._address[1]).encode(), port))
         accepted: list[socket.socket] = []
 
-        def greet() -> None:
+        def send_hello() -> None:
             sock, _ = server.accept()
             header = tcp_frames.unpack_header(sock.recv(tcp_frames.HEADER_BYTES, socket.MSG_WAITALL))
             sock.sendall(tcp_frames.pack_answer(FrameKind.DONE, header.write_id))
             accepted.append(sock)
 
-        thread = threading.Thread(target=greet)
+        thread = threading.Thread(target=send_hello)
         thread.start()
         writer = TcpSender(source, settings=TcpSettings(streams=1)).connect(advert, PAIRING)
         thread.join()

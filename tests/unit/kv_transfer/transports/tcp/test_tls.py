@@ -294,7 +294,7 @@ def test_tls_renewed_files_are_advertised_and_used_for_new_connections(
 # The receiver's side, to which anyone may connect
 
 
-def knock(receiver: TcpReceiver) -> socket.socket:
+def raw_connection(receiver: TcpReceiver) -> socket.socket:
     sock = socket.create_connection(receiver._address, WAIT_S)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return sock
@@ -316,7 +316,7 @@ def answer_to_hello(receiver: TcpReceiver, context: ssl.SSLContext) -> bytes:
     """The answer to a client with the secret."""
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
-    with knock(receiver) as sock, context.wrap_socket(sock) as secure:
+    with raw_connection(receiver) as sock, context.wrap_socket(sock) as secure:
         # The client is done one flight before the server has looked at its certificate.
         with suppress(OSError):
             secure.sendall(hello(receiver))
@@ -377,7 +377,7 @@ def test_tls_handshake_cut_short_ends_its_connection_only(
     secured: TcpReceiver, files: TlsFiles, source: KVRegion, target: KVRegion, share: float
 ) -> None:
     hello = client_hello()
-    with knock(secured) as sock:
+    with raw_connection(secured) as sock:
         sock.sendall(hello[: max(1, int(share * len(hello)))])
         sock.shutdown(socket.SHUT_WR)
         while sock.recv(4096):
@@ -389,7 +389,7 @@ def test_tls_handshake_cut_short_ends_its_connection_only(
 def test_tls_slow_handshake_delays_no_other_and_ends_in_time(
     secured: TcpReceiver, files: TlsFiles, source: KVRegion, target: KVRegion
 ) -> None:
-    with knock(secured) as slow:
+    with raw_connection(secured) as slow:
         slow.sendall(client_hello()[:5])
         assert_serves(secured, files, source, target)
         assert slow.recv(1) == b"", "it has not finished in time"
@@ -397,7 +397,7 @@ def test_tls_slow_handshake_delays_no_other_and_ends_in_time(
 
 def test_tls_close_does_not_wait_for_handshake(files: TlsFiles) -> None:
     receiver = TcpReceiver(settings=TcpSettings(tls=TlsIdentity(files), stall_s=100 * WAIT_S))
-    with knock(receiver) as slow:
+    with raw_connection(receiver) as slow:
         slow.sendall(client_hello()[:5])
         while not receiver._greeting:
             pass

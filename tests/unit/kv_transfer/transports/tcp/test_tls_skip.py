@@ -27,9 +27,9 @@ def channels(tmp_path: Path) -> Iterator[tuple[TlsChannel, TlsChannel]]:
         dialled = socket.create_connection(server.getsockname())
         accepted, _ = server.accept()
     ends = identity.dial(dialled), identity.serve(accepted)
-    shaking = threading.Thread(target=ends[0].shake_hands, args=(time.monotonic() + STALL_S,))
+    shaking = threading.Thread(target=ends[0].do_handshake, args=(time.monotonic() + STALL_S,))
     shaking.start()
-    ends[1].shake_hands(time.monotonic() + STALL_S)
+    ends[1].do_handshake(time.monotonic() + STALL_S)
     shaking.join()
     yield ends
     for end in ends:

@@ -37,7 +37,7 @@ from kv_transfer.transports.torch_dist.communicator import (
     reach_store,
     serve_store,
 )
-from kv_transfer.transports.torch_dist.device_to_device import entrance, goes_direct
+from kv_transfer.transports.torch_dist.device_to_device import can_write_directly, direct_device
 from kv_transfer.transports.torch_dist.nccl import NcclCommunicator, over_nccl
 from kv_transfer.transports.torch_dist.receiver import TorchDistReceiver
 from kv_transfer.transports.torch_dist.sender import TorchDistSender
@@ -109,14 +109,14 @@ def test_torch_dist_direct_path_requires_matching_pools(
     own: str, theirs: str, isolated: tuple[bool, bool], pairing: Pairing, direct: bool
 ) -> None:
     ours, others = isolated
-    meeting = RendezvousOffer(store_port=1, prefix="p", device=entrance(pool_on(theirs), isolated_network=others))
-    assert goes_direct(pool_on(own), pairing, meeting, isolated_network=ours) is direct
+    meeting = RendezvousOffer(store_port=1, prefix="p", device=direct_device(pool_on(theirs), isolated_network=others))
+    assert can_write_directly(pool_on(own), pairing, meeting, isolated_network=ours) is direct
 
 
 def test_nccl_absent_offers_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(distributed, "is_nccl_available", lambda: False)
     assert nccl.problem()
-    assert entrance(pool_on("cuda a"), isolated_network=True) == ""
+    assert direct_device(pool_on("cuda a"), isolated_network=True) == ""
 
 
 class Stream:

@@ -80,7 +80,7 @@ def test_progress_refused_attempt_was_not_taken() -> None:
     progress.record_failure(RetryReason.REFUSED, Unavailable("x"), budget)
     assert not progress.was_taken
     progress.begin_attempt()
-    progress.was_full(WorkerKey(WorkerId("d0"), Incarnation(1)), Overloaded("x"))
+    progress.record_full_worker(WorkerKey(WorkerId("d0"), Incarnation(1)), Overloaded("x"))
     assert not progress.was_taken
     progress.begin_attempt()
     progress.record_failure(RetryReason.WORKER_LOST, Unavailable("x"), budget)

@@ -150,7 +150,7 @@ async def test_expected_worker_not_joining_ends_the_wait() -> None:
 
 def test_waiting_times_grow_and_respect_retry_after() -> None:
     progress = ChoiceProgress(prompt_length=1, max_tokens=1, max_attempts=1)
-    progress.was_full(worker("d0").info.key, Unavailable("full", retry_after_s=1.0))
+    progress.record_full_worker(worker("d0").info.key, Unavailable("full", retry_after_s=1.0))
     waits_s = [progress.wait_for_room_s(Random(0)) for _ in range(6)]
     assert waits_s[0] >= 1.0
     assert waits_s[1] == 2 * waits_s[0]

@@ -7,15 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.types.stream_ids import (
-    DIGEST_BYTES,
-    MAX_CHOICES,
-    ChoicePosition,
-    StreamHead,
-    StreamIds,
-    StreamPosition,
-    request_digest,
-)
+from router.api.answer.stream_ids import MAX_CHOICES, StreamIds
+from router.types.request_digest import DIGEST_BYTES
+from router.types.stream_position import ChoicePosition, StreamHead, StreamPosition
 from tandem.errors import InvalidRequest
 from tandem.values.ids import Incarnation
 
@@ -76,10 +70,3 @@ def test_stream_id_expired_is_refused(age_s: float) -> None:
     ids = StreamIds(SECRET, most_s=MOST_S, wall_clock=lambda: HEAD.created_s + age_s)
     with pytest.raises(InvalidRequest, match="began more than 600 s ago"):
         ids.read(ids.write(HEAD, [ChoicePosition()]).decode())
-
-
-def test_request_digest_differs_between_requests() -> None:
-    parts = ((1, 2), "a", None, True)
-    others = [((1,), 2, "a", None, True), ((1, 2), "a"), ((1, 2), 2, "a"), ((2, 1), *parts[1:]), ((1, 258), *parts[1:])]
-    assert request_digest(*parts) == request_digest([1, 2], *parts[1:])
-    assert len({request_digest(*parts), *(request_digest(*other) for other in others)}) == 6

@@ -13,61 +13,22 @@ import binascii
 import hmac
 import struct
 import time
-from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from hashlib import blake2b
 
+from router.types.request_digest import DIGEST_BYTES
+from router.types.stream_position import ChoicePosition, StreamHead, StreamPosition
 from tandem.errors import InvalidRequest
 from tandem.values.ids import Incarnation
 
 LAST_EVENT_ID = "Last-Event-ID"
 MAX_CHOICES = 16
 """Most choices of a stream for its events to have ids."""
-DIGEST_BYTES = 16
 _MAC_BYTES = 16
 _VERSION = 1
 # Version, request, seed, created (unix seconds), resumptions, whether usage was sent, digest of the request.
 _HEAD = struct.Struct(f"<B16sQIBB{DIGEST_BYTES}s")
 _CHOICE = struct.Struct("<QII?")
 _MAX_RESUMPTIONS = 255
-
-
-@dataclass(slots=True, kw_only=True)
-class ChoicePosition:
-    """The part of one choice that a client has."""
-
-    worker: Incarnation = Incarnation(0)  # noqa: RUF009  # an int
-    """Incarnation of the decode worker that computes it."""
-    num_tokens: int = 0
-    num_chars: int = 0
-    ended: bool = False
-    """Whether its finish was sent."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamHead:
-    """The part that all ids of one stream share."""
-
-    request_id: str
-    """Request id: 32 hex digits."""
-    seed: int
-    created_s: int
-    """Unix time of the first router's answer."""
-    digest: bytes
-    """Digest of the request, DIGEST_BYTES long; see `request_digest`."""
-    resumptions: int = 0
-    """Number of times that the stream has been continued."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamPosition:
-    head: StreamHead
-    choices: tuple[ChoicePosition, ...]
-    usage_sent: bool
-    """Whether only the end mark is missing."""
-    age_s: float = field(default=0.0, compare=False)
-    """Seconds since the stream began, when the id was read."""
 
 
 class StreamIds:
@@ -136,16 +97,6 @@ class StreamIds:
         mac = self._mac.copy()
         mac.update(data)
         return mac.digest()[:_MAC_BYTES]
-
-
-def request_digest(prompt_token_ids: Sequence[int], *parts: object) -> bytes:
-    """Return a digest of what identifies a request; the `repr` of each part must be complete.
-
-    It is computed on the event loop, for prompts that may be long: token ids are hashed from memory as they are.
-    """
-    digest = blake2b("\0".join(map(repr, (len(prompt_token_ids), *parts))).encode(), digest_size=DIGEST_BYTES)
-    digest.update(array("i", prompt_token_ids))
-    return digest.digest()
 
 
 def _foreign(param: str) -> InvalidRequest:
