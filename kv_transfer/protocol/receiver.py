@@ -5,7 +5,7 @@ order and feeds the answers back. Every block that it is given leaves exactly on
 `landed` in ReportFailed, or in ReleaseBlocks (perhaps after a Quarantine).
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from kv_transfer.protocol import guards
 from kv_transfer.protocol.actions import (
@@ -328,7 +328,7 @@ class Receiver:
             first_token=self._first_token,
             cached_tokens=self._seal.cached_tokens,
             # The transfers that the prefill worker reports are its own fetches.
-            times=replace(self._seal.times, transfer_s=self._seal.times.transfer_s + exposed_s),
+            times=self._seal.times._replace(transfer_s=self._seal.times.transfer_s + exposed_s),
             exposed_s=exposed_s,
         )
         return (Commit(info=info),)

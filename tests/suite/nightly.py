@@ -27,7 +27,12 @@ PARTS: dict[str, tuple[str, ...]] = {
     "engine": ("tests/unit/engine", "tests/unit/worker", "tests/unit/prefill_worker", "tests/unit/decode_worker"),
     "engine-whole": ("tests/integration/engine",),
     "kv": ("tests/unit/kv_transfer", "tests/integration/handoff"),
-    "proofs": ("tests/proofs",),
+    "proofs": (
+        *("tests/proofs/explore", "tests/proofs/kills", "tests/proofs/streams"),
+        *("tests/proofs/faults/test_faults.py", "tests/proofs/faults/test_taken_away.py"),
+    ),
+    "proofs-one-host": ("tests/proofs/faults/test_full_one_host.py",),
+    "proofs-network": ("tests/proofs/faults/test_full_network.py",),
     "router": ("tests/unit/router", "tests/integration/redis"),
     "cluster": (
         *("tests/unit/cluster", "tests/unit/tandem", "tests/unit/tandem_bench", "tests/unit/monitoring"),

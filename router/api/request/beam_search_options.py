@@ -1,7 +1,5 @@
 """Parses and checks beam search options: they exclude parameters that change the distribution."""
 
-from dataclasses import fields as fields_of
-from dataclasses import replace
 from typing import Literal
 
 from msgspec.structs import replace
@@ -51,8 +49,8 @@ def with_beams(one: PreparedRequest, fields: ClientRequest, *, most_beams: int) 
     if not fields.num_choices <= beams.num_beams <= most_beams:
         raise InvalidRequest(f"best_of: beams must be at least n and at most {most_beams}", param="best_of")
     sampling = one.request.sampling
-    changed = [field.name for field in fields_of(SamplingParams) if field.name not in _HARMLESS]
-    changed = [name for name in changed if getattr(sampling, name) != getattr(_NEUTRAL, name)]
+    compared = zip(SamplingParams._fields, sampling, _NEUTRAL, strict=True)
+    changed = [name for name, own, neutral in compared if name not in _HARMLESS and own != neutral]
     if sampling.temperature not in (0.0, 1.0):
         changed.append("temperature")
     changed += ["stop"] if fields.stop else []

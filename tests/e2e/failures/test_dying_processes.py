@@ -23,6 +23,9 @@ async def cluster(request):
         "engine__prefill_chunk_tokens": 16,
         "engine__max_batched_tokens": 64,
         "router__queue__worker_backlog_s": 60.0,
+        # What a drain may take is not what is tested: beside other work the answers take a slow machine half a minute.
+        "prefill__drain_s": 300.0,
+        "decode__drain_s": 300.0,
     }
     async with running(decode__replicas=2, transfer__transport=request.param, **slow) as made:
         yield made

@@ -6,6 +6,7 @@ data size doesn't match expected size") after a communicator broke, and no excep
 
 _PERCENT = {"memory": 25, "shm": 28, "tcp": 37, "tls": 10}
 COUNTED = tuple(_PERCENT)
+NIGHTLY_COUNT = 100_000
 
 
 def share(transport: str, count: int) -> int:

@@ -4,43 +4,21 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.proofs.faults.campaign import CampaignReport, campaign, replay
-from tests.proofs.faults.plan import Kind, plan_batch
-from tests.proofs.faults.shares import COUNTED, share
+from tests.proofs.faults.campaign import campaign, check_campaign, replay
+from tests.proofs.faults.plan import plan_batch
+from tests.proofs.faults.shares import COUNTED, NIGHTLY_COUNT, share
 
-_CI, _NIGHTLY = 2_000, 100_000
-
-
-def run(transport: str, count: int, seed: int) -> CampaignReport:
-    report = campaign(transport, count=count, seed=seed)
-    print(report.table())
-    return report
-
-
-def check(report: CampaignReport, count: int) -> None:
-    assert not report.violations, "replay with: python -m tests.proofs.faults --transport NAME --replay SEED"
-    assert report.count >= count
-    hurt = {kind for _transport, kind, _outcome in report.faults}
-    assert hurt == set(Kind)
-    assert sum(n for (_, outcome), n in report.transfers.items() if outcome.startswith("committed")) > count / 2
+_CI_COUNT = 2_000
 
 
 @pytest.mark.parametrize("transport", COUNTED)
 @pytest.mark.in_turns
 def test_fault_campaign_commits_no_wrong_byte_and_leaks_no_block(transport: str) -> None:
-    count = share(transport, _CI)
-    check(run(transport, count, seed=1), count)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("transport", COUNTED)
-def test_full_campaign_commits_no_wrong_byte_and_leaks_no_block(transport: str) -> None:
-    count = share(transport, _NIGHTLY)
-    check(run(transport, count, seed=1_000_000), count)
+    check_campaign(transport, count=share(transport, _CI_COUNT), seed=1)
 
 
 def test_campaign_shares_add_up_to_the_full_count() -> None:
-    for count in (_CI, _NIGHTLY):
+    for count in (_CI_COUNT, NIGHTLY_COUNT):
         assert sum(share(transport, count) for transport in COUNTED) >= count
 
 
