@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import msgspec
 import orjson
 
 from router.api.request.named_caches import NamedCache
@@ -151,7 +152,8 @@ async def _read(reader: asyncio.StreamReader) -> list[NamedCacheUpdate]:
 def _encoded(update: NamedCacheUpdate) -> bytes:
     pin = update.pin
     place = None if pin is None else [*pin.worker, pin.num_tokens, pin.last_block.hex()]
-    return orjson.dumps({"tenant": update.tenant, "name": update.name, "cache": update.cache, "pin": place})
+    shown = {"tenant": update.tenant, "name": update.name, "cache": update.cache, "pin": place}
+    return orjson.dumps(shown, default=msgspec.structs.asdict)  # a conversation's messages
 
 
 def _decoded(frame: bytes) -> NamedCacheUpdate:

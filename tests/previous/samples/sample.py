@@ -51,6 +51,8 @@ def facts(value: Any) -> Any:
             return {str(key): facts(one) for key, one in value.items()}
         case _ if hasattr(value, "_fields"):
             return {name: facts(getattr(value, name)) for name in value._fields}
+        case _ if hasattr(value, "__struct_fields__"):
+            return {name: facts(getattr(value, name)) for name in value.__struct_fields__}
         case frozenset() | set():
             return sorted(map(facts, value))
         case _:

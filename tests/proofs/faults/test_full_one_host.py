@@ -7,6 +7,6 @@ from tests.proofs.faults.shares import NIGHTLY_COUNT, share
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transport", ("memory", "shm"))
+@pytest.mark.parametrize("transport", ["memory", "shm"])
 def test_full_campaign_commits_no_wrong_byte_and_leaks_no_block(transport: str) -> None:
     check_campaign(transport, count=share(transport, NIGHTLY_COUNT), seed=1_000_000)

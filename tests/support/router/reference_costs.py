@@ -1,16 +1,16 @@
 """The cost of every pair in plain Python, worker by worker, as the columns must have it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from math import inf
+
+from msgspec import Struct
 
 from router.placement.costs import CostModel
 from router.types.worker_view import WorkerKey, WorkerSnapshot
 from tandem.values.roles import WorkerRole
 
 
-@dataclass(frozen=True)
-class PlacementRequest:
+class PlacementRequest(Struct, frozen=True):
     num_tokens: int
     matched: Mapping[str, int]
     excluded: frozenset[WorkerKey] = frozenset()

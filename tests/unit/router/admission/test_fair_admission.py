@@ -347,12 +347,10 @@ def test_full_bucket_admits_request_larger_than_itself() -> None:
 
 
 def test_measure_capacity_covers_penalties_pools_and_prior_rates() -> None:
-    prefill = snapshot("p0", backlog=500)
-    object.__setattr__(prefill, "info", info("p0", role=WorkerRole.PREFILL))
+    prefill = replace(snapshot("p0", backlog=500), info=info("p0", role=WorkerRole.PREFILL))
     room = measure_capacity(view_of([snapshot(), prefill]), CapacityPolicy(), InTransit(), 0.0)
     assert room.least_wait_s == 0.0  # a prefill worker without an address computes for nobody
-    hurt = snapshot("d1", backlog=0)
-    object.__setattr__(hurt, "penalty_ms", 50.0)
+    hurt = replace(snapshot("d1", backlog=0), penalty_ms=50.0)
     assert measure_capacity(
         view_of([snapshot(backlog=800), hurt]), CapacityPolicy(), InTransit(), 0.0
     ).least_wait_s == pytest.approx(0.8)

@@ -145,7 +145,7 @@ def test_placement_without_common_transport_is_never_paired() -> None:
 
 
 _KINDS = st.builds(
-    lambda tp, heads, dtype, block_size, fingerprint: replace(
+    lambda tp, heads, dtype, block_size, fingerprint: dataclasses.replace(
         LAYOUT, tp_size=tp, num_kv_heads=heads, dtype=dtype, block_size=block_size, model_fingerprint=fingerprint
     ),
     tp=st.sampled_from([1, 2, 4]),
