@@ -3,11 +3,12 @@
 import asyncio
 import gc
 import logging
+import secrets
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from functools import partial
-from random import SystemRandom
+from random import Random, SystemRandom
 
 import grpc.aio
 from msgspec.structs import replace
@@ -366,11 +367,11 @@ def make_dispatcher(
     decisions: DecisionLog,
 ) -> Dispatcher:
     """Build the dispatcher over the registry's live workers."""
-    settings = config.router
+    settings, rng = config.router, Random(secrets.randbits(256))
     placer = Placer(
         registry=registry,
         model=cost_model(settings),
-        rng=SystemRandom(),
+        rng=rng,
         clock=time.monotonic,
         decisions=decisions,
         observer=metrics.placement,
@@ -379,7 +380,7 @@ def make_dispatcher(
         placer=placer,
         hasher=BlockHasher(secret),
         clock=time.monotonic,
-        rng=SystemRandom(),
+        rng=rng,
         observer=metrics,
         settings=DispatchSettings(
             max_attempts=settings.max_attempts,

@@ -4,13 +4,13 @@
 and the meter the tokens, through however many layers they are called.
 """
 
-import secrets
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
 from router.access.api_keys import ApiCaller
+from tandem.values.random_pool import RANDOM
 
 
 @dataclass(slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class AuditEntry:
     caller: ApiCaller | None = None
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    own_id: str = field(default_factory=lambda: secrets.token_hex(16))
+    own_id: str = field(default_factory=lambda: RANDOM.token_hex(16))
     """The router's own id of the call's first request, as it appears in the logs of all processes."""
     request_id: str = ""
     """The answer's X-Request-Id: the client's, else `own_id`."""

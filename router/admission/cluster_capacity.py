@@ -16,7 +16,7 @@ from router.placement.costs import CostModel
 from router.workers.columns import Bools, ClusterView, Floats, PoolView
 
 # Methods of whole columns; the ndarray methods of the same names cost twice as much on short ones.
-_least, _most, _sum = np.minimum.reduce, np.maximum.reduce, np.add.reduce
+_least, _most, _sum, _or = np.minimum.reduce, np.maximum.reduce, np.add.reduce, np.logical_or.reduce
 _Rows = slice | Bools
 """A selection of a pool's workers."""
 _ALL = slice(None)
@@ -184,7 +184,7 @@ def measure_capacity(view: ClusterView, policy: CapacityPolicy, transit: InTrans
 
 
 def _any(pool: PoolView, rows: _Rows) -> bool:
-    return len(pool.members) > 0 if isinstance(rows, slice) else bool(rows.any())
+    return len(pool.members) > 0 if isinstance(rows, slice) else bool(_or(rows))
 
 
 def _open(pool: PoolView) -> _Rows:
@@ -205,7 +205,7 @@ def _willing(pool: PoolView, now_s: float) -> _Rows:
     willing = pool.penalised_until_s <= now_s
     if pool.open is not None:
         willing &= pool.open
-    return willing if willing.any() else _open(pool)
+    return willing if _or(willing) else _open(pool)
 
 
 def _rates(rates: Floats, pool: PoolView, prior: float) -> Floats:
@@ -213,7 +213,7 @@ def _rates(rates: Floats, pool: PoolView, prior: float) -> Floats:
     if "prefill_ms" not in pool.unmeasured:
         return rates
     known = rates > 0.0
-    return np.where(known, rates, rates[known].mean() if known.any() else prior)
+    return np.where(known, rates, rates[known].mean() if _or(known) else prior)
 
 
 def _slots(active: Floats, step_ms: Floats, policy: CapacityPolicy) -> Floats:

@@ -6,7 +6,6 @@ of stop strings in `router.text.stop_strings`.
 """
 
 import dataclasses
-import secrets
 import time
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -35,6 +34,7 @@ from tandem.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
 from tandem.telemetry.tracing import NoTracer, Tracer
 from tandem.values.block_hash import root_hash
 from tandem.values.ids import BlockHash
+from tandem.values.random_pool import RANDOM
 from tandem.values.sampling import BOUNDS, MAX_BAD_WORDS
 
 MAX_SALT_CHARS = 1024
@@ -56,7 +56,7 @@ class Frontend:
         config: RouterConfig,
         secret: bytes,
         clock: Callable[[], float] = time.monotonic,
-        mint_seed: Callable[[], int] = lambda: secrets.randbits(63),
+        mint_seed: Callable[[], int] = lambda: RANDOM.randbits(63),
         tracer: Tracer | None = None,
     ) -> None:
         """`secret` keys block names, so it must be the cluster's."""

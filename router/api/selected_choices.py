@@ -96,13 +96,13 @@ async def select(
             kept = likeliest([choice.tokens for choice in group], wanted.keep)
         for index in kept:
             choice = group[index] if wanted.shows_logprobs else _without_logprobs(group[index])
-            shown.append(choice._replace(choice_index=len(shown)))
+            shown.append(replace(choice, choice_index=len(shown)))
     fewer = [replace(one, request=replace(one.request, num_choices=wanted.keep)) for one in prepared]
     return SelectedChoices(prepared=fewer, choices=shown, votes=tuple(votes))
 
 
 def _without_logprobs(choice: TextDelta) -> TextDelta:
-    return choice._replace(tokens=tuple(token._replace(logprob=None, top_logprobs=()) for token in choice.tokens))
+    return replace(choice, tokens=tuple(token._replace(logprob=None, top_logprobs=()) for token in choice.tokens))
 
 
 def renumbered(wanted: ChoiceSelection | None, by_first_choice: Mapping[int, _R]) -> dict[int, _R]:

@@ -10,6 +10,8 @@ from contextlib import ExitStack
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
+from msgspec.structs import replace
+
 from router.api.answer.choice_text import ChoiceText, ResumeFilter, TextDelta
 from router.api.request.client_request import PreparedRequest
 from router.api.request_meter import RequestMeter
@@ -80,7 +82,7 @@ class RequestText:
         return is_enough
 
     def _hold(self, delta: ChoiceDelta, held: list[SampledToken]) -> bool:
-        whole = delta._replace(tokens=(*held, *delta.tokens)) if held else delta
+        whole = replace(delta, tokens=(*held, *delta.tokens)) if held else delta
         if delta.finish is None:
             self._meter.tokens(delta.choice_index, len(delta.tokens))
             if len(whole.tokens) < _HELD_TOKENS:

@@ -192,7 +192,7 @@ class ScoredPromptSink:
                 computed_tokens=finish.computed_tokens + num_computed,
                 needed_tokens=finish.needed_tokens + num_computed,
             )
-            delta = delta._replace(finish=finish)
+            delta = replace(delta, finish=finish)
         return self._on_delta(delta)
 
 

@@ -1,6 +1,7 @@
 """Converts between protobuf and dataclasses for the session with workers."""
 
 from collections import deque
+from functools import lru_cache
 
 from router.types.session_events import (
     AttemptFinished,
@@ -202,6 +203,10 @@ def _route_to_pb(route: PrefillRoute | None) -> pb.PrefillRoute | None:
     )
 
 
+_bare_token = lru_cache(maxsize=1 << 16)(SampledToken)
+"""Tokens without log probabilities, which are equal wherever their ids are: most are looked up, not made."""
+
+
 def tokens_from_pb(delta: pb.TokenDelta) -> TokensArrived:
     """Convert one attempt's share of a step. Raises ProtocolError when log probabilities and tokens do not match up."""
     token_ids, logprobs = delta.token_ids, delta.logprobs
@@ -210,7 +215,7 @@ def tokens_from_pb(delta: pb.TokenDelta) -> TokensArrived:
             raise ProtocolError(f"{len(token_ids)} tokens with {len(logprobs)} logprobs")
         tokens = tuple(token_from_pb(t, p) for t, p in zip(token_ids, logprobs, strict=True))
     else:
-        tokens = tuple(map(SampledToken, token_ids))
+        tokens = tuple(map(_bare_token, token_ids))
     started = None
     if delta.HasField("started"):
         started = AttemptStarted(cached_tokens=delta.started.cached_tokens, times=times_from_pb(delta.started.times))

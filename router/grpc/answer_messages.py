@@ -3,6 +3,8 @@
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
+from msgspec.structs import replace
+
 from router.api.answer.call_reader import CALLED, AnswerParser, CallPiece, Piece, ReasoningPiece, new_answer_parser
 from router.api.answer.choice_text import TextCollector, TextDelta
 from router.api.answer.stream_cursor import StreamCursor
@@ -157,7 +159,8 @@ def _parts(choice: TextDelta) -> Iterator[TextDelta]:
     step = max(1, _VALUES_PER_MESSAGE // (1 + len(tokens[0].top_logprobs))) if tokens else 1
     starts = range(0, max(1, len(tokens)), step)
     for start in starts:
-        yield choice._replace(
+        yield replace(
+            choice,
             text="" if start else choice.text,
             tokens=tokens[start : start + step],
             finish=choice.finish if start == starts[-1] else None,

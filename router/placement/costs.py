@@ -10,6 +10,8 @@ from router.types.worker_view import WorkerKey
 from router.workers.columns import Floats, PoolView
 from tandem.values.roles import WorkerRole
 
+_or = np.logical_or.reduce
+
 
 class CostModel(Struct, frozen=True, kw_only=True):
     """Bounds and priors of the cost model; a prior is used for a rate until a worker of the pool has measured it."""
@@ -110,7 +112,7 @@ def step_ms(pool: PoolView, model: CostModel) -> Floats:
 
 def link_ms(pool: PoolView, model: CostModel) -> Floats:
     """Return the transfer time per token whose KV must arrive, for every worker."""
-    if "link_ms" not in pool.unmeasured or (pool.link_ms > 0.0).any():
+    if "link_ms" not in pool.unmeasured or _or(pool.link_ms > 0.0):
         return _complete(pool, "link_ms", pool.link_ms, 0.0)
     return pool.members.kv_token_bytes * (1e3 / model.prior_kv_bytes_per_s)
 
@@ -120,4 +122,4 @@ def _complete(pool: PoolView, name: str, column: Floats, prior: float) -> Floats
     if name not in pool.unmeasured:
         return column
     known = column > 0.0
-    return np.where(known, column, column[known].mean() if known.any() else prior)
+    return np.where(known, column, column[known].mean() if _or(known) else prior)

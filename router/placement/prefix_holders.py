@@ -31,6 +31,8 @@ def best_holder(
     requests, then by name; a draining worker lends as long as it is connected.
     """
     own = _own(demand, computing, view)
+    if np.maximum.reduce(demand.matched, initial=0) < own + MIN_GAIN_TOKENS:
+        return None
     # Sorted by the upper bound of each: most are never checked for what is confirmed.
     best: tuple[_Order, WorkerInfo] | None = None
     for bound, info in _by_bound(demand, view, own + MIN_GAIN_TOKENS):

@@ -137,11 +137,17 @@ class _ByteLevelStream:
         self._skip = skip
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._decode = self._utf8.decode
+        self._is_between_characters = True
 
     def push(self, token_id: int) -> str:
         if token_id in self._skip:
             return ""
-        return self._decode(self._pieces.bytes_of(token_id))
+        piece = self._pieces.bytes_of(token_id)
+        if self._is_between_characters and piece.isascii():
+            return piece.decode()
+        text = self._decode(piece)
+        self._is_between_characters = not self._utf8.getstate()[0]
+        return text
 
     def flush(self) -> str:
         return self._utf8.decode(b"", final=True)

@@ -112,10 +112,10 @@ class Tokenizer:
             options=options,
         )
         alias_ids, lowest = self._alias_ids, self._lowest_alias_id
-        return [
-            alias_ids.get(i, i) if i >= lowest else i
-            for i in self._encode(self._guard.resolve(text), add_special_tokens=False)
-        ]
+        token_ids = self._encode(self._guard.resolve(text), add_special_tokens=False)
+        if max(token_ids, default=0) < lowest:
+            return token_ids
+        return [alias_ids.get(i, i) if i >= lowest else i for i in token_ids]
 
     def _hidden(self, text: str) -> str:
         check_text(text, "messages")

@@ -69,7 +69,7 @@ class AttemptFinished(Struct, frozen=True, kw_only=True):
     failure: ServingError | None = None
 
 
-class TokensArrived(NamedTuple):
+class TokensArrived(Struct, frozen=True):
     """Tokens `first_index`, `first_index + 1`, ... of the output; the end of the attempt, or both."""
 
     first_index: int

@@ -200,8 +200,8 @@ def view_of(members: PoolMembers, columns: PoolColumns) -> PoolView:
         free_tokens=_read_only(columns.free_tokens),
         relief=_read_only(columns.relief),
         attention=_read_only(columns.attention) if columns.num_grown else None,
-        penalised_until_s=_read_only(penalised) if penalised.any() else None,
-        open=None if columns.open.all() else _read_only(columns.open),
+        penalised_until_s=_read_only(penalised) if np.logical_or.reduce(penalised) else None,
+        open=None if np.logical_and.reduce(columns.open) else _read_only(columns.open),
         unmeasured=frozenset(name for name, count in columns.num_unmeasured.items() if count),
     )
 

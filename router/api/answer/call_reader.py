@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, TypeAlias
 
+from msgspec.structs import replace
+
 from router.api.answer.choice_text import TextDelta
 from router.api.request.client_request import PreparedRequest
 from router.text.reasoning import AnswerPart, Reasoning
@@ -117,7 +119,7 @@ class ReasoningAnswerParser:
         thought = "".join(part.text for part in parts if part.is_reasoning)
         text, passed_text = _answer_of(parts), _answer_of(passed)
         pieces: list[Piece] = [ReasoningPiece(thought)] if thought else []
-        return pieces + self._answer.read(delta._replace(text=text, passed_text=passed_text))
+        return pieces + self._answer.read(replace(delta, text=text, passed_text=passed_text))
 
     @property
     def has_open_call(self) -> bool:

@@ -1,8 +1,8 @@
 """The text of one choice from its tokens: detokenized, cut at stop strings, joined unless it is streamed. Pure."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from router.api.request.client_request import PreparedRequest
@@ -16,7 +16,7 @@ from tandem.values.ids import Incarnation
 from tandem.values.outputs import FinishReason, SampledToken
 
 
-class TextDelta(NamedTuple):
+class TextDelta(Struct, frozen=True):
     """New text of one choice, the tokens counted with it, its end, or all three."""
 
     choice_index: int
@@ -129,7 +129,8 @@ class ResumeFilter:
         chars = min(self._num_chars, len(delta.text))
         self._num_tokens -= tokens
         self._num_chars -= chars
-        return delta._replace(
+        return replace(
+            delta,
             tokens=delta.tokens[tokens:],
             text=delta.text[chars:],
             passed=delta.tokens[:tokens],
@@ -161,6 +162,8 @@ class TextCollector:
 
 
 def _joined(parts: Sequence[TextDelta]) -> TextDelta:
-    return parts[-1]._replace(
-        text="".join(part.text for part in parts), tokens=tuple(token for part in parts for token in part.tokens)
+    return replace(
+        parts[-1],
+        text="".join(part.text for part in parts),
+        tokens=tuple(token for part in parts for token in part.tokens),
     )

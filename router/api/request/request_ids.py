@@ -1,12 +1,12 @@
 """Ids of requests: this router's own, and clients', which are only echoed back to them."""
 
 import re
-import secrets
 
 from router.access.audit_log import current_entry
 from tandem.errors import InvalidRequest
 from tandem.telemetry.logs import REQUEST_ID
 from tandem.values.ids import RequestId
+from tandem.values.random_pool import RANDOM
 
 _NAME = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -28,7 +28,7 @@ def name_request(former: str | None) -> RequestId:
     if former is None and entry is not None and not entry.is_named:
         name = entry.own_id
     else:
-        name = former or secrets.token_hex(16)
+        name = former or RANDOM.token_hex(16)
     if entry is None or not entry.is_named:
         REQUEST_ID.set(name)
     if entry is not None:

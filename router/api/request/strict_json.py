@@ -23,7 +23,7 @@ def parse(body: bytes) -> Any:
         # orjson rejects what it should but accepts duplicate keys and rounds large integers; the second parser does
         # not.
         _parse_fast(body)
-        return json.loads(body, object_pairs_hook=_unique)
+        return _STRICT.decode(body.decode())
     except RecursionError:
         raise InvalidRequest("the body is not valid JSON: nested too deeply") from None
     except ValueError:
@@ -81,3 +81,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         raise InvalidRequest("the body is not valid JSON: an object has a duplicate key")
     return found
+
+
+_STRICT = json.JSONDecoder(object_pairs_hook=_unique)

@@ -4,6 +4,8 @@ import logging
 from collections.abc import Sequence
 from functools import partial
 
+from msgspec.structs import replace
+
 from router.dispatch.choices.context import DispatchContext, Post, Waiting
 from router.dispatch.choices.health_reports import ChoiceHealthReporter
 from router.dispatch.choices.orders import (
@@ -304,7 +306,7 @@ class ChoiceRun:
                 # These tokens are counted as sent, so the client must receive them before the error.
                 self.failure = final
                 return deltas
-        return (self._finish(self._progress.finish(finished))._replace(tokens=tokens, worker=self._worker),)
+        return (replace(self._finish(self._progress.finish(finished)), tokens=tokens, worker=self._worker),)
 
     def _begun(self, assignment: Assignment, arrived: TokensArrived) -> None:
         """Handle the first event of the running attempt."""

@@ -146,15 +146,15 @@ class ChoiceProgress:
 
     def accept(self, arrived: TokensArrived) -> tuple[SampledToken, ...]:
         """Accept arrived tokens and return those that are new to the client. Raises TokenGap."""
-        first, new, started, _ = arrived
+        first, new = arrived.first_index, arrived.tokens
         token_ids = self.token_ids
         num_due = len(token_ids)
         if first != num_due:
             if first > num_due:
                 raise TokenGap(f"token {first} arrived, expected {num_due}")
             new = new[num_due - first :]
-        if started is not None:
-            self.ledger.on_started(started)
+        if arrived.started is not None:
+            self.ledger.on_started(arrived.started)
         if new:
             for token in new:
                 token_ids.append(token.token_id)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import orjson
+from msgspec.structs import replace
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -33,11 +34,11 @@ def _slices(answer: AnswerFormat, choice: TextDelta, scores: PromptLogprobs | No
     if scores is not None and scores.echoes:
         yield answer.echoed_first(choice.choice_index)
         for echoed in scores.echoed(choice.choice_index):
-            yield answer.logprobs(choice._replace(tokens=echoed))
+            yield answer.logprobs(replace(choice, tokens=echoed))
     tokens = choice.tokens
     step = max(1, SLICE_VALUES // (1 + len(tokens[0].top_logprobs))) if tokens else 1
     for start in range(0, len(tokens), step):
-        yield answer.logprobs(choice._replace(tokens=tokens[start : start + step]))
+        yield answer.logprobs(replace(choice, tokens=tokens[start : start + step]))
 
 
 async def _logprobs(answer: AnswerFormat, choice: TextDelta, scores: PromptLogprobs | None) -> dict[str, Any] | None:

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import orjson
 from fastapi import APIRouter, Depends
+from msgspec.structs import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -169,7 +170,7 @@ class _Answer:
         found: list[dict[str, Any]] = []
         step = max(1, SLICE_VALUES // (1 + (self._prepared.request.sampling.num_logprobs or 0)))
         for start in range(0, len(delta.tokens) if self._logprobs.are_shown else 0, step):
-            found += self._logprobs.entries_for(delta._replace(tokens=delta.tokens[start : start + step]))
+            found += self._logprobs.entries_for(replace(delta, tokens=delta.tokens[start : start + step]))
             await asyncio.sleep(0)
         return found
 
