@@ -5,16 +5,16 @@ and the meter the tokens, through however many layers they are called.
 """
 
 from contextvars import ContextVar, Token
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Protocol
+
+from msgspec import Struct, field
 
 from router.access.api_keys import ApiCaller
 from tandem.values.random_pool import RANDOM
 
 
-@dataclass(slots=True, kw_only=True)
-class AuditEntry:
+class AuditEntry(Struct, kw_only=True):
     server: str
     """The server that took the request: `http` or `grpc`."""
     client: str

@@ -56,8 +56,7 @@ class CapacityPolicy:
     all prompts wait for the prefill pool where there is one."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InTransit:
+class InTransit(Struct, frozen=True, kw_only=True):
     """Requests that had their turn and are not placed yet."""
 
     num_requests: int = 0

@@ -1,9 +1,9 @@
 """Selects the choices of an unstreamed answer to show where more were generated: `best_of`, and `n` with `vote`."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TypeVar
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from router.api.answer.choice_text import TextDelta
@@ -16,8 +16,7 @@ _PATTERN = "vote_pattern"
 _R = TypeVar("_R")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SelectedChoices:
+class SelectedChoices(Struct, frozen=True, kw_only=True):
     """The choices to show, renumbered."""
 
     prepared: list[PreparedRequest]

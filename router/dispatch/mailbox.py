@@ -7,14 +7,14 @@ is then replaced by one `Overflowed`.
 import asyncio
 from collections import deque
 from collections.abc import Coroutine
-from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct
 
 from router.types.session_events import AttemptEvent, TokensArrived
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FromWorker:
+class FromWorker(Struct, frozen=True, kw_only=True):
     """An event of one attempt at one choice."""
 
     choice_index: int
@@ -25,54 +25,45 @@ class FromWorker:
     decides."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HedgeDue:
+class HedgeDue(Struct, frozen=True, kw_only=True):
     """A choice has waited for its first token for longer than is usual."""
 
     choice_index: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StopChoice:
+class StopChoice(Struct, frozen=True, kw_only=True):
     """The server found a stop string: the choice ends here."""
 
     choice_index: int
 
 
-@dataclass(frozen=True, slots=True)
-class DeadlinePassed:
+class DeadlinePassed(Struct, frozen=True):
     """The request's deadline has passed."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkersChanged:
+class WorkersChanged(Struct, frozen=True):
     """A worker joined or left."""
 
 
-@dataclass(frozen=True, slots=True)
-class RejoinOver:
+class RejoinOver(Struct, frozen=True):
     """The time within which a lost worker may be replaced is over."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RoomAvailable:
+class RoomAvailable(Struct, frozen=True, kw_only=True):
     """A choice that waits for room may try the workers again."""
 
     choice_index: int
 
 
-@dataclass(frozen=True, slots=True)
-class Recheck:
+class Recheck(Struct, frozen=True):
     """Tokens handled outside the mailbox ended the choice, failed it, or made it wait."""
 
 
-@dataclass(frozen=True, slots=True)
-class Overflowed:
+class Overflowed(Struct, frozen=True):
     """More tokens were waiting than the mailbox can hold."""
 
 
-@dataclass(frozen=True, slots=True)
-class Superseded:
+class Superseded(Struct, frozen=True):
     """The client has continued this stream on another connection."""
 
 

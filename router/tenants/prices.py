@@ -1,6 +1,6 @@
 """Usage of requests, and its cost by the configured price table. Pure."""
 
-from dataclasses import dataclass
+from msgspec import Struct
 
 from tandem.config.prices import PriceConfig
 from tandem.values.outputs import PhaseTimes
@@ -9,8 +9,7 @@ _MILLION = 1e6
 _GIB = float(1 << 30)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Spent:
+class Spent(Struct, frozen=True, kw_only=True):
     """Usage of one request, one client call, or all requests of a tenant."""
 
     requests: int = 0

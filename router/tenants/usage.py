@@ -1,10 +1,10 @@
 """Each tenant's usage since the router started: a bounded account, and the sum of several processes' accounts. Pure."""
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import asdict, fields
 from typing import Any
 
 import orjson
+from msgspec.structs import asdict
 
 from router.tenants.prices import PriceTable, Spent
 
@@ -87,7 +87,7 @@ def merge(texts: Iterable[bytes]) -> bytes:
 
 
 def _spent(values: Mapping[str, Any]) -> Spent:
-    names = {field.name for field in fields(Spent)}
+    names = set(Spent.__struct_fields__)
     if values.keys() != names:
         raise ValueError("another version's account")
     return Spent(**values)

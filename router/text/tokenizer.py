@@ -48,7 +48,6 @@ class Tokenizer:
         self._pieces = read_pieces(raw.get("decoder"), self.size, self._library.id_to_token)
         self._guard = _Guard([token.content for token in special.values()])
         self._alias_ids = self._add_aliases(special)
-        self._lowest_alias_id = min(self._alias_ids, default=0)
         self._prove_decoding()
 
     @classmethod
@@ -111,11 +110,8 @@ class Tokenizer:
             hide=self._hidden,
             options=options,
         )
-        alias_ids, lowest = self._alias_ids, self._lowest_alias_id
         token_ids = self._encode(self._guard.resolve(text), add_special_tokens=False)
-        if max(token_ids, default=0) < lowest:
-            return token_ids
-        return [alias_ids.get(i, i) if i >= lowest else i for i in token_ids]
+        return list(map(self._alias_ids.get, token_ids, token_ids))
 
     def _hidden(self, text: str) -> str:
         check_text(text, "messages")

@@ -16,7 +16,8 @@ until they are decided.
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+
+from msgspec import Struct, field
 
 from router.types.worker_view import WorkerKey
 from tandem.values.ids import RequestId
@@ -27,8 +28,7 @@ _ISOLATION_S = 2.0
 """Seconds for which a suspect waits for a worker of its own."""
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class _LostWorker:
+class _LostWorker(Struct, kw_only=True, eq=False):
     key: WorkerKey
     at_s: float
     unproven: frozenset[RequestId]
@@ -36,8 +36,7 @@ class _LostWorker:
     """The worker was only frozen: if it is lost again, that is a new loss."""
 
 
-@dataclass(slots=True, kw_only=True)
-class _TrackedChoice:
+class _TrackedChoice(Struct, kw_only=True):
     """A choice that is on a worker, or was on a lost one."""
 
     workers: tuple[WorkerKey, ...] = ()

@@ -5,10 +5,10 @@ Built slice by slice, as JSON, so that concurrent streams are not delayed.
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import orjson
+from msgspec import Struct
 
 from router.api.request.client_request import PreparedRequest
 from router.http.openai.logprobs import finite
@@ -20,8 +20,7 @@ SLICE_VALUES = 2048
 """Tokens and alternatives formatted in one turn of the loop: some milliseconds."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptLogprobOptions:
+class PromptLogprobOptions(Struct, frozen=True, kw_only=True):
     """The log probabilities of its prompts that a client requested."""
 
     prompt_logprobs: int | None = None

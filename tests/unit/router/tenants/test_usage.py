@@ -1,10 +1,9 @@
 """Request costs and tenants' usage: exact sums, bounded, merged, and visible to their owners."""
 
-from dataclasses import asdict
-
 import httpx
 import orjson
 import pytest
+from msgspec.structs import asdict
 
 from router.tenants.prices import PriceTable, Spent
 from router.tenants.usage import OTHERS, TenantUsage, merge
