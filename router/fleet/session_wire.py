@@ -1,4 +1,4 @@
-"""Converts between protobuf and dataclasses for the session with workers."""
+"""Converts between protobuf and values for the session with workers."""
 
 from collections import deque
 from functools import lru_cache

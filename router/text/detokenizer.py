@@ -133,7 +133,7 @@ class _ByteLevelStream:
     """Decodes byte-level BPE: an incremental UTF-8 decoder holds the bytes of an unfinished character."""
 
     def __init__(self, pieces: TokenBytes, skip: frozenset[int]) -> None:
-        self._pieces = pieces
+        self._bytes_of = pieces.bytes_of
         self._skip = skip
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._decode = self._utf8.decode
@@ -142,7 +142,7 @@ class _ByteLevelStream:
     def push(self, token_id: int) -> str:
         if token_id in self._skip:
             return ""
-        piece = self._pieces.bytes_of(token_id)
+        piece = self._bytes_of(token_id)
         if self._is_between_characters and piece.isascii():
             return piece.decode()
         text = self._decode(piece)

@@ -77,11 +77,6 @@ class TokensArrived(Struct, frozen=True):
     started: AttemptStarted | None = None
     finished: AttemptFinished | None = None
 
-    @property
-    def cached_tokens(self) -> int | None:
-        """Cached prompt tokens, known with the first tokens."""
-        return None if self.started is None else self.started.cached_tokens
-
 
 class AttemptRefused(Struct, frozen=True, kw_only=True):
     """A worker's refusal of an attempt, of which it keeps nothing."""

@@ -13,6 +13,8 @@ PERIOD_S = 0.01
 _SWITCH_S = 1e-5
 """The interpreter's switch interval meanwhile. With Python's 5 ms the sampling thread would nearly always get its turn
 where another thread waits or makes a system call, and such places would seem to take all of the time."""
+_sampling = threading.Lock()
+"""Held by the one that samples: a second one would take the short interval for the usual one."""
 _ROOT = Path(__file__).parents[2]
 
 
@@ -46,12 +48,13 @@ class StackSampler:
 
     def run(self, seconds: float) -> StackTally:
         """Sample for this long; blocks, so it needs a thread of its own."""
-        usual_s = sys.getswitchinterval()
-        sys.setswitchinterval(_SWITCH_S)
-        try:
-            self._sample_until(time.monotonic() + seconds)
-        finally:
-            sys.setswitchinterval(usual_s)
+        with _sampling:
+            usual_s = sys.getswitchinterval()
+            sys.setswitchinterval(_SWITCH_S)
+            try:
+                self._sample_until(time.monotonic() + seconds)
+            finally:
+                sys.setswitchinterval(usual_s)
         return self.tally
 
     def stop(self) -> None:

@@ -7,12 +7,11 @@ _DRAWN_BYTES = 4096
 
 
 class RandomPool:
-    """Bytes of `os.urandom`, each used once. For one thread; a forked child begins with a pool of its own."""
+    """Bytes of `os.urandom`, each used once. For one thread of one process: a forked child would draw the same."""
 
     def __init__(self) -> None:
         self._left = b""
         self._at = 0
-        os.register_at_fork(after_in_child=self._empty)
 
     def token_hex(self, num_bytes: int) -> str:
         """Return the hexadecimal form of so many random bytes, like `secrets.token_hex`."""
@@ -30,9 +29,6 @@ class RandomPool:
         found, self._at = self._left[self._at : end], end
         return found
 
-    def _empty(self) -> None:
-        self._left, self._at = b"", 0
-
 
 RANDOM = RandomPool()
-"""The pool of the event loop's thread."""
+"""The pool of the event loop's thread. Router processes are started, never forked."""

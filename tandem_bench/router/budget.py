@@ -2,7 +2,8 @@
 
 A router samples its own processor time (`tandem_bench.router.sampled_router`) while it is loaded as by `doors`. A
 sample counts for the stage of its innermost frame that belongs to one, so helpers count for their callers. The stages
-of the event loop's thread share the time that the kernel counted for that thread, so that the table adds up.
+of the event loop's thread share the time that the kernel counted for that thread, so that the table adds up. A token
+carries its share of its request's cost.
 """
 
 import signal
@@ -63,13 +64,15 @@ STAGES: Mapping[str, tuple[str, ...]] = {
     "admission": ("router/admission/", "router/dispatch/admission_queue.py"),
     "placement": ("router/placement/", "router/workers/"),
     "dispatch": ("router/dispatch/",),
-    "session with workers": ("router/fleet/", "tandem/protocol/", "grpc/"),
-    "detokenizing": ("router/text/detokenizer.py", "router/text/decoder_steps.py", "router/api/"),
+    "session with workers": ("router/fleet/", "tandem/protocol/", "grpc/", "aio/_call.py"),
+    "text of the answer": ("router/text/detokenizer.py", "router/text/decoder_steps.py", "router/api/"),
     "metrics": ("router/metrics/", "router/api/request_meter.py", "router/tenants/", "prometheus_client/"),
     "answer": ("router/http/",),
     "logging and tracing": ("logging/", "tandem/telemetry/"),
 }
-"""Parts of the file names of each stage's frames; the longest that matches counts."""
+"""Beginnings of the file names of each stage's frames, libraries' also after a folder; the longest counts."""
+_FOLDERS = frozenset(part for parts in STAGES.values() for part in parts if part.endswith("/"))
+"""Folders at the root, or of a package: not of the same name elsewhere, such as `router/grpc/`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +81,6 @@ class Budget:
 
     name: str
     by_stage: Mapping[str, float]
-    num_samples: int
     tally: StackTally
 
     @property
@@ -90,20 +92,23 @@ def stage_of(stack: Iterable[str]) -> str:
     """Return the stage of a stack, outermost frame first."""
     for frame in reversed(tuple(stack)):
         file = frame.rpartition(" (")[2]
-        matches = [
-            (len(part), stage) for stage, parts in STAGES.items() for part in parts if file.startswith(part)
-        ] or [(len(part), stage) for stage, parts in STAGES.items() for part in parts if f"/{part}" in f"/{file}"]
-        if matches:
+        if matches := [
+            (len(part), stage)
+            for stage, parts in STAGES.items()
+            for part in parts
+            if file.startswith(part) or (part not in _FOLDERS and f"/{part}" in file)
+        ]:
             return max(matches)[1]
     return REST
 
 
 def divide(tally: StackTally, *, loop_us: float, other_us: float) -> dict[str, float]:
-    """Divide the event loop's microseconds among stages by samples, largest first."""
+    """Divide the event loop's microseconds among stages by samples, largest first. Raises CannotMeasure."""
     counts: Counter[str] = Counter()
     for stack, count in tally:
         counts[stage_of(stack)] += count
-    total = max(1, counts.total())
+    if not (total := counts.total()):
+        raise CannotMeasure("the router has not been sampled: it was idle")
     return {stage: loop_us * count / total for stage, count in counts.most_common()} | {OTHER_THREADS: other_us}
 
 
@@ -122,13 +127,13 @@ def measure(*, num_workers: int = 2, requests: int = REQUESTS, streams: int = ST
             body = chat_body(max_tokens=STREAM_TOKENS, stream=True)
             run_client(url, body, connections=NUM_STREAMS, requests=NUM_STREAMS)
             with sampled:
-                _run(url, body, connections=NUM_STREAMS, requests=streams)
+                _run(url, body, connections=NUM_STREAMS, requests=streams, events=streams * STREAM_TOKENS)
             return request, sampled.budget("streamed token", units=streams * STREAM_TOKENS)
 
 
-def _run(url: str, body: Mapping[str, object], *, connections: int, requests: int) -> None:
+def _run(url: str, body: Mapping[str, object], *, connections: int, requests: int, events: int = 0) -> None:
     done = run_client(url, body, connections=connections, requests=requests)
-    if done["bad"] or done["requests"] != requests:
+    if done["bad"] or done["requests"] != requests or done["events"] < events:
         raise CannotMeasure(f"the router did not answer everything: {done}")
 
 
@@ -147,7 +152,9 @@ class _SampledRouter:
         self._before = self._cpu_s()
         self._process.send_signal(signal.SIGUSR1)
 
-    def __exit__(self, *_error: object) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_more: object) -> None:
+        if error is not None:
+            return
         after, before = self._cpu_s(), self._before
         self._spent_s = (after[0] - before[0], after[1] - before[1])
         self._process.send_signal(signal.SIGUSR2)
@@ -165,7 +172,7 @@ class _SampledRouter:
         """Divide what was spent inside among `units` of work."""
         loop_us, other_us = (1e6 * seconds / units for seconds in self._spent_s)
         by_stage = divide(self._tally, loop_us=loop_us, other_us=other_us)
-        return Budget(name=name, by_stage=by_stage, num_samples=self._tally.num_samples, tally=self._tally)
+        return Budget(name=name, by_stage=by_stage, tally=self._tally)
 
     def _cpu_s(self) -> tuple[float, float]:
         """Processor time of the event loop's thread, and of all others, so far."""
@@ -179,7 +186,7 @@ def rows(flames: Path | None = None) -> list[Row]:
     found: list[Row] = []
     for budget in measure():
         found += [figure(f"{budget.name}: {stage}", us, "us") for stage, us in budget.by_stage.items()]
-        found.append(figure(f"{budget.name}: all of it ({budget.num_samples} samples)", budget.total_us, "us"))
+        found.append(figure(f"{budget.name}: all of it", budget.total_us, "us"))
         if flames is not None:
             title = f"tandem router, {budget.name}, {budget.total_us:.0f} us of processor time"
             file = flames / f"{budget.name.replace(' ', '-')}.svg"

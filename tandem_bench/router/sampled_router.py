@@ -1,14 +1,15 @@
 """`python -m tandem_bench.router.sampled_router FILE ...`: a router whose processor time is sampled.
 
 SIGUSR1 begins to sample, SIGUSR2 ends it and writes the stacks to FILE, collapsed, outermost frame first. The kernel
-sends SIGPROF for every `PERIOD_S` of processor time, and Python handles it between two instructions of the event loop's
-thread: so waiting costs no samples, and time in compiled code counts for the Python code that called it. A sampling
-thread, such as that of `/debug/profile`, is mostly let in where the loop waits or makes system calls.
+sends SIGPROF for every `PERIOD_S` of the process's time, and Python handles it between two instructions of the event
+loop's thread: time in compiled code counts for the Python code that called it. A sample weighs as many microseconds as
+that thread has used since the one before, so that the time of other threads counts for nothing.
 """
 
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from types import FrameType
 
@@ -29,13 +30,18 @@ class ProcessorTimeSampler:
         self._file = file
         self._names = FrameNames()
         self._tally = StackTally()
+        self._counted_ns = 0
 
     def begin(self, _number: int, _frame: FrameType | None) -> None:
         self._tally = StackTally()
+        self._counted_ns = time.thread_time_ns()
         signal.setitimer(signal.ITIMER_PROF, PERIOD_S, PERIOD_S)
 
     def sample(self, _number: int, frame: FrameType | None) -> None:
-        self._tally.add(self._names.stack(frame))
+        now_ns = time.thread_time_ns()
+        if used_us := (now_ns - self._counted_ns) // 1_000:
+            self._counted_ns = now_ns
+            self._tally.add(self._names.stack(frame), used_us)
 
     def end(self, _number: int, _frame: FrameType | None) -> None:
         """Stop, and write what was counted; the file appears whole."""

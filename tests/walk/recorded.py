@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType, FunctionType
 from typing import Any
 
+import msgspec
 from google.protobuf.message import Message
 from pydantic import BaseModel
 
@@ -32,6 +33,15 @@ _PACKAGES = frozenset({"decode_worker", "engine", "kv_transfer", "prefill_worker
 _ROOT = f"{Path(__file__).resolve().parents[2]}/"
 _BEGINNINGS = {way.begins: way for way in WAYS}
 _following: contextvars.ContextVar["_Follower | None"] = contextvars.ContextVar("following", default=None)
+
+
+_MAKING = ("__init__", "__post_init__")
+
+
+class NotedStruct(msgspec.Struct):
+    """The base of all structs in a process that is followed: C code makes them, and calls this."""
+
+    def __post_init__(self) -> None: ...
 
 
 class _Follower:
@@ -55,9 +65,9 @@ class _Follower:
         if frame in self._calls or frame in self._before:
             return
         name = frame.f_code.co_name
-        if frame.f_code.co_filename.startswith("<"):
-            # What dataclasses make.
-            if name == "__init__" and (caller := self._caller(frame)) is not None:
+        if frame.f_code.co_filename.startswith("<") or frame.f_code is NotedStruct.__post_init__.__code__:
+            # What dataclasses make, and structs.
+            if name in _MAKING and (caller := self._caller(frame)) is not None:
                 self._note(frame.f_locals.get("self"), caller)
             return
         if (file := _file(frame)) is None:
@@ -66,11 +76,13 @@ class _Follower:
         call.bounds = (file, name) == self._way.begins
         caller = self._caller(frame)
         (self._first if caller is None else caller.calls).append(call)
-        if name == "__init__":
+        if name in _MAKING:
             self._note(frame.f_locals.get("self"), call)
 
     def on_return(self, frame: FrameType, value: object) -> None:
         """A frame ends, or waits."""
+        if isinstance(value, tuple) and hasattr(value, "_fields") and (caller := self._caller(frame)) is not None:
+            self._note(value, caller)
         if (call := self._calls.get(frame)) is None:
             return
         if isinstance(value, (BaseModel, Message)):
@@ -165,6 +177,7 @@ def _profile(folder: Path) -> Callable[[FrameType, str, Any], None]:
 def main() -> None:
     """Become the module named on the command line."""
     folder, module = Path(sys.argv[1]), sys.argv[2]
+    msgspec.Struct = NotedStruct  # before the product is imported
     sys.argv = [module, *sys.argv[3:]]
     signal.signal(signal.SIGUSR1, lambda *_: sys.setprofile(_profile(folder)))
     runpy.run_module(module, run_name="__main__", alter_sys=True)

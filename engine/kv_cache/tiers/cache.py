@@ -220,7 +220,7 @@ class CacheTiers:
             return False
         if request.request_id not in self._waits:
             self._begin_wait(self._disk, request, num_found_blocks, now)
-        return request.request_id in self._waits and self._waits.is_waiting(request.request_id, now)
+        return request.request_id in self._waits and self._waits.check_wait(request.request_id, now)
 
     def _begin_wait(self, disk: DiskTier, request: Request, found: int, now: float) -> None:
         run: list[HostPlace] = []

@@ -36,8 +36,8 @@ class DiskWaits:
         """Begin a request's wait for these blocks, until `until_s` at most."""
         self._waits[request_id] = _Wait(until_s=until_s, outstanding=names)
 
-    def is_waiting(self, request_id: RequestId, now: float) -> bool:
-        """Whether a request that began to wait still waits. Once its time is over, it never waits again."""
+    def check_wait(self, request_id: RequestId, now: float) -> bool:
+        """Return whether a request that began to wait still waits; end its wait when its time is over, for good."""
         wait = self._waits[request_id]
         if wait.outstanding and now >= wait.until_s:
             self.num_late += 1

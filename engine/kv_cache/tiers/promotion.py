@@ -20,9 +20,9 @@ class Promotion(Enum):
 
 
 def promote_promised(blocks: BlockManager, tiers: CacheTiers, request: Request, count: int) -> None:
-    """Lengthen the request's table by `count` promised blocks, loaded as counted by `CacheTiers.reach`, and index them.
+    """Lengthen the request's table by `count` promised blocks, and index them.
 
-    The rest of the request's blocks count as missed.
+    They are loaded as counted by `CacheTiers.num_loadable_blocks`. The rest of the request's blocks count as missed.
     """
     _promote_slice(blocks, tiers, request, count)
     tiers.record_misses(request, len(request.block_table))

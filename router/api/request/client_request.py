@@ -121,10 +121,10 @@ class PreparedRequest(Struct, frozen=True, kw_only=True):
     @property
     def digest(self) -> bytes:
         """Digest that is equal for the same request in the same words, on every router."""
-        request = self.request
+        request, sampling = self.request, self.request.sampling
         return request_digest(
             request.prompt_token_ids,
-            request.sampling,
+            sampling._replace(logit_bias=dict(sampling.logit_bias)),  # equal mappings may be shown differently
             request.hash_root,
             request.num_choices,
             self.stops.strings,

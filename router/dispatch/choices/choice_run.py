@@ -295,7 +295,10 @@ class ChoiceRun:
             self._proven = True
             self._health.answered(self)
         finished = arrived.finished
-        deltas = (ChoiceDelta(self._index, tokens, None, self._worker, None, arrived.cached_tokens),) if tokens else ()
+        deltas: tuple[ChoiceDelta, ...] = ()
+        if tokens:
+            cached = None if (started := arrived.started) is None else started.cached_tokens
+            deltas = (ChoiceDelta(self._index, tokens, None, self._worker, None, cached),)
         if finished is None:
             return deltas
         if finished.failure is not None or finished.reason in {FinishReason.ABORT, FinishReason.ERROR}:

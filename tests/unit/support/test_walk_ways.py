@@ -1,4 +1,8 @@
-"""The counts of `python -m tests.walk`."""
+"""What `python -m tests.walk` notes, and its counts."""
+
+import json
+import subprocess
+import sys
 
 from tests.walk.ways import Call, walk
 
@@ -40,3 +44,39 @@ def test_walk_parts_are_listed_and_make_no_stay():
     found = walk([call("a", call("b", made=("SamplingParams",)), bounds=True)])
     assert [stay.file for stay in found.stays] == ["a"]
     assert (found.num_objects, found.parts) == (0, {"SamplingParams": 1})
+
+
+_FOLLOWED = """
+import sys
+from pathlib import Path
+
+import msgspec
+from tests.walk import recorded
+from tests.walk.ways import Way
+
+msgspec.Struct = recorded.NotedStruct
+from router.api.request import beam_search_options
+from router.api.request.generation_defaults import GenerationDefaults
+from tandem.values.sampling import SamplingParams
+
+for kind, file, function in (
+    ("BeamSearchParams", "beam_search_options", "parse_beam_search"),
+    ("SamplingParams", "generation_defaults", "fill"),
+):
+    place = (f"router/api/request/{file}.py", function)
+    recorded._BEGINNINGS[place] = Way(name=kind, title="", begins=place, ends=place)
+options = dict(wanted=True, width=2, early_stopping=None, streams=False, votes=False)
+defaults = GenerationDefaults(sampling={"temperature": recorded.TEMPERATURE})
+sys.setprofile(recorded._profile(Path(sys.argv[1])))
+beam_search_options.parse_beam_search(length_penalty=recorded.TEMPERATURE, **options)
+defaults.fill(SamplingParams(), frozenset())
+sys.setprofile(None)
+"""
+
+
+def test_walk_notes_structs_and_named_tuples(tmp_path):
+    """Compiled code makes the former, code without a file the latter."""
+    subprocess.run([sys.executable, "-c", _FOLLOWED, str(tmp_path)], check=True)
+    for kind in ("BeamSearchParams", "SamplingParams"):
+        [first] = json.loads((tmp_path / f"{kind}.json").read_text())
+        assert first["made"] == [kind]

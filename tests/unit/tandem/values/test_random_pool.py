@@ -1,6 +1,4 @@
-"""Random numbers drawn many at a time: none comes twice, in this process or in a forked child."""
-
-import os
+"""Random numbers drawn many at a time: none comes twice."""
 
 from tandem.values import random_pool
 from tandem.values.random_pool import RandomPool
@@ -23,17 +21,3 @@ def test_random_pool_numbers_have_the_bits_asked_for():
         found = [pool.randbits(num_bits) for _ in range(500)]
         assert 0 <= min(found) <= max(found) < 1 << num_bits
         assert max(found) >= 1 << (num_bits - 1)
-
-
-def test_random_pool_of_forked_child_is_its_own():
-    pool = RandomPool()
-    pool.token_hex(1)
-    reading, writing = os.pipe()
-    child = os.fork()
-    if not child:
-        os.write(writing, pool.token_hex(16).encode())
-        os._exit(0)
-    os.waitpid(child, 0)
-    assert os.read(reading, 32).decode() != pool.token_hex(16)
-    os.close(reading)
-    os.close(writing)

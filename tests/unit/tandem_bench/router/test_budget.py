@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tandem.profiling.stacks import StackTally
+from tandem_bench.errors import CannotMeasure
 from tandem_bench.router import budget
 from tandem_bench.router.budget import OTHER_THREADS, REST, STAGES, divide, measure, stage_of
 
@@ -21,8 +22,10 @@ ROOT = Path(__file__).parents[4]
         (["JsonBody.read (router/http/body/json_body.py)", "parse (router/api/request/strict_json.py)"], "body"),
         (["AdmissionQueue.turn (router/dispatch/admission_queue.py)"], "admission"),
         (["RequestMeter.tokens (router/api/request_meter.py)"], "metrics"),
-        (["ChoiceText.feed (router/api/answer/choice_text.py)"], "detokenizing"),
+        (["ChoiceText.feed (router/api/answer/choice_text.py)"], "text of"),
         (["EventStream.write (router/http/body/sse.py)"], "answer"),
+        (["Server.start (router/grpc/server.py)"], REST),
+        (["_Call._read (aio/_call.py)"], "session"),
         (["RequestResponseCycle.send (http/httptools_impl.py)"], "HTTP: head"),
     ],
 )
@@ -41,14 +44,14 @@ def test_divided_time_adds_up() -> None:
     tally.add(["place (router/placement/worker_selection.py)"], 3)
     tally.add(["run (uvloop/__init__.py)"], 1)
     assert divide(tally, loop_us=100.0, other_us=7.0) == {"placement": 75.0, REST: 25.0, OTHER_THREADS: 7.0}
-    assert divide(StackTally(), loop_us=0.0, other_us=0.0) == {OTHER_THREADS: 0.0}
+    with pytest.raises(CannotMeasure, match="it was idle"):
+        divide(StackTally(), loop_us=1.0, other_us=0.0)
 
 
 @pytest.mark.turn(1)
 def test_budget_of_a_running_router_has_every_large_stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     request, token = measure(requests=800, streams=64)
     for one, stages in ((request, ("placement", "admission", "dispatch")), (token, ("dispatch", "answer"))):
-        assert one.num_samples > 50
         assert all(one.by_stage[stage] > 0.0 for stage in stages), one.by_stage
         # Anything that grows here has no stage yet.
         assert one.by_stage.get(REST, 0.0) < 0.5 * one.total_us
