@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from msgspec.structs import replace
 
@@ -137,11 +137,10 @@ async def read_text(
 
     Text is delivered token by token if the request `reads_along`, else each choice in large parts.
     """
-    firsts = accumulate((one.request.num_choices for one in prepared), initial=0)
-    streams = [_PromptStream(one, first, sink) for one, first in zip(prepared, firsts, strict=False)]
-    if len(streams) == 1:
-        await _read(generator, tokenizer, new_meter(prepared[0]), streams[0])
+    if len(prepared) == 1:
+        await _read(generator, tokenizer, new_meter(prepared[0]), prepared[0], sink)
         return
+    firsts = accumulate((one.request.num_choices for one in prepared), initial=0)
     with ExitStack() as stack:
         refusal: ServingError | None = None
         try:
@@ -149,8 +148,8 @@ async def read_text(
         except ServingError as error:
             refusal = error
         tasks = [
-            asyncio.create_task(_read(generator, tokenizer, new_meter(stream.prepared), stream, refusal))
-            for stream in streams
+            asyncio.create_task(_read(generator, tokenizer, new_meter(one), one, sink, first, refusal))
+            for one, first in zip(prepared, firsts, strict=False)
         ]
         try:
             await asyncio.gather(*tasks)
@@ -160,25 +159,19 @@ async def read_text(
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class _PromptStream(NamedTuple):
-    """One request of a call, with the sink of its text."""
-
-    prepared: PreparedRequest
-    first_index: int
-    sink: TextSink
-
-
 async def _read(
     generator: Generator,
     tokenizer: Tokenizer,
     meter: RequestMeter,
-    stream: _PromptStream,
+    prepared: PreparedRequest,
+    sink: TextSink,
+    first_index: int = 0,
     refusal: ServingError | None = None,
 ) -> None:
-    """`refusal`: the error of the whole call, counted for each of its requests."""
-    text = RequestText(generator, stream.prepared, tokenizer, meter, stream.sink, stream.first_index)
+    """Read one request of a call. `refusal`: the error of the whole call, counted for each of its requests."""
+    text = RequestText(generator, prepared, tokenizer, meter, sink, first_index)
     with meter:
         if refusal is not None:
             raise refusal
-        await generator.run(stream.prepared.request, text)
+        await generator.run(prepared.request, text)
         text.end()

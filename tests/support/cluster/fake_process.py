@@ -2,9 +2,9 @@
 
 A router tells that it reaches every worker that the configuration names, also when that is read again. Each writes
 `NAME started PID`, `NAME term` … to the journal. Modes: ok; fail (exits 3 with a message before it is ready); stubborn
-(ignores SIGTERM); slow (never ready); garbage (a bad ready line); once (fails on every start but the first); later
-(fails on its second start alone); gpu (computes on a GPU and keeps 100 bytes there);
-http:ADDRESS (a router that says it serves there).
+(ignores SIGTERM); slow (never ready); held (ready when somebody writes into the FIFO of its name beside the journal);
+garbage (a bad ready line); once (fails on every start but the first); later (fails on its second start alone); gpu
+(computes on a GPU and keeps 100 bytes there); http:ADDRESS (a router that says it serves there).
 """
 
 import contextlib
@@ -61,6 +61,8 @@ sys.stdout.flush()
 if mode == "fail" or (mode == "once" and starts) or (mode == "later" and starts == 1):
     sys.stderr.write("error: the model directory is empty\n")
     sys.exit(3)
+if mode == "held":
+    journal.with_name(name).read_bytes()
 reached = stated() if is_router else []  # before it says that it serves: then the file may go
 if mode == "garbage":
     os.write(ready_fd, b"not json\n")

@@ -131,13 +131,15 @@ def test_control_requests_omit_defaults_for_older_parent():
 
 
 async def test_control_socket_allows_one_change_which_outlives_its_client(folder):
-    async with make(folder) as cluster, ControlSocket(cluster, report=[].append) as control:
+    os.mkfifo(folder / "decode-1")
+    async with make(folder, {"decode-1": "held"}) as cluster, ControlSocket(cluster, report=[].append) as control:
         reader, writer = await asyncio.open_unix_connection(control.path)
         writer.write(encode_message(ScaleRequest(decode=2)))
         assert b"starting a decode" in await reader.readline()
         (answer,) = await asyncio.to_thread(lambda: list(ask(control.path, FlipRequest(to="decode"))))
         assert answer.reason == "another change is in progress: `tandem abort` aborts it"
         writer.close()
+        await asyncio.to_thread((folder / "decode-1").write_bytes, b"go")
         await cluster.wait_ready("decode-1")
         assert len(cluster.workers) == 3
 
