@@ -6,9 +6,10 @@ of the event loop's thread share the time that the kernel counted for that threa
 carries its share of its request's cost.
 """
 
+import os
+import select
 import signal
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -26,7 +27,6 @@ REQUESTS = 6_000
 STREAMS = 16 * NUM_STREAMS
 ANSWER_TOKENS = 16
 _WRITE_S = 10.0
-_POLL_S = 0.02
 REST = "event loop: polling, reading, callbacks, tasks"
 OTHER_THREADS = "other threads (gRPC's, the tokenizer's)"
 
@@ -115,7 +115,8 @@ def divide(tally: StackTally, *, loop_us: float, other_us: float) -> dict[str, f
 def measure(*, num_workers: int = 2, requests: int = REQUESTS, streams: int = STREAMS) -> tuple[Budget, Budget]:
     """Return what a chat request costs, and a streamed token. Raises CannotMeasure."""
     with tempfile.TemporaryDirectory(prefix="bench-budget-") as folder:
-        stacks = Path(folder) / "stacks.txt"
+        stacks = Path(folder) / "stacks"
+        os.mkfifo(stacks, 0o600)
         module = ("tandem_bench.router.sampled_router", str(stacks))
         with cluster(num_workers=num_workers, module=module) as (url, router):
             sampled = _SampledRouter(router, stacks)
@@ -148,7 +149,6 @@ class _SampledRouter:
         self._tally = StackTally()
 
     def __enter__(self) -> None:
-        self._stacks.unlink(missing_ok=True)
         self._before = self._cpu_s()
         self._process.send_signal(signal.SIGUSR1)
 
@@ -157,16 +157,23 @@ class _SampledRouter:
             return
         after, before = self._cpu_s(), self._before
         self._spent_s = (after[0] - before[0], after[1] - before[1])
-        self._process.send_signal(signal.SIGUSR2)
-        ends_s = time.monotonic() + _WRITE_S
-        while not self._stacks.exists():
-            if time.monotonic() > ends_s:
-                raise CannotMeasure("the router wrote no samples")
-            time.sleep(_POLL_S)
         self._tally = StackTally()
-        for line in self._stacks.read_text(encoding="utf-8").splitlines():
+        for line in self._written().splitlines():
             stack, _, count = line.rpartition(" ")
             self._tally.add(stack.split(";"), int(count))
+
+    def _written(self) -> str:
+        """End the sampling, and return what the router writes into the FIFO until it closes it."""
+        fifo, written = os.open(self._stacks, os.O_RDONLY | os.O_NONBLOCK), bytearray()
+        try:
+            self._process.send_signal(signal.SIGUSR2)
+            while select.select([fifo], [], [], _WRITE_S)[0]:
+                if not (part := os.read(fifo, 1 << 16)):
+                    return written.decode()
+                written += part
+        finally:
+            os.close(fifo)
+        raise CannotMeasure("the router wrote no samples")
 
     def budget(self, name: str, *, units: int) -> Budget:
         """Divide what was spent inside among `units` of work."""

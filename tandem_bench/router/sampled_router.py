@@ -1,12 +1,11 @@
 """`python -m tandem_bench.router.sampled_router FILE ...`: a router whose processor time is sampled.
 
-SIGUSR1 begins to sample, SIGUSR2 ends it and writes the stacks to FILE, collapsed, outermost frame first. The kernel
-sends SIGPROF for every `PERIOD_S` of the process's time, and Python handles it between two instructions of the event
-loop's thread: time in compiled code counts for the Python code that called it. A sample weighs as many microseconds as
+SIGUSR1 begins to sample, SIGUSR2 ends it and writes the stacks to FILE, a FIFO: collapsed, outermost frame first. The
+kernel sends SIGPROF for every `PERIOD_S` of the process's time, and Python handles it between two instructions of the
+event loop's thread: time in compiled code counts for the Python code that called it. A sample weighs as many microseconds as
 that thread has used since the one before, so that the time of other threads counts for nothing.
 """
 
-import os
 import signal
 import sys
 import time
@@ -26,7 +25,7 @@ class ProcessorTimeSampler:
     """Counts stacks by processor time. Its methods are signal handlers, which Python runs on the main thread."""
 
     def __init__(self, file: Path) -> None:
-        """`file`: where the stacks are written."""
+        """`file`: the FIFO that the stacks are written to."""
         self._file = file
         self._names = FrameNames()
         self._tally = StackTally()
@@ -44,11 +43,9 @@ class ProcessorTimeSampler:
             self._tally.add(self._names.stack(frame), used_us)
 
     def end(self, _number: int, _frame: FrameType | None) -> None:
-        """Stop, and write what was counted; the file appears whole."""
+        """Stop, and write what was counted, to whoever reads the FIFO."""
         signal.setitimer(signal.ITIMER_PROF, 0.0)
-        written = self._file.with_suffix(".part")
-        written.write_text(collapsed(self._tally), encoding="utf-8")
-        os.replace(written, self._file)
+        self._file.write_text(collapsed(self._tally), encoding="utf-8")
 
 
 if __name__ == "__main__":
