@@ -2,8 +2,8 @@
 
 SIGUSR1 begins to sample, SIGUSR2 ends it and writes the stacks to FILE, a FIFO: collapsed, outermost frame first. The
 kernel sends SIGPROF for every `PERIOD_S` of the process's time, and Python handles it between two instructions of the
-event loop's thread: time in compiled code counts for the Python code that called it. A sample weighs as many microseconds as
-that thread has used since the one before, so that the time of other threads counts for nothing.
+event loop's thread: time in compiled code counts for the Python code that called it. A sample weighs as many
+microseconds as that thread has used since the one before, so that the time of other threads counts for nothing.
 """
 
 import signal
