@@ -23,6 +23,11 @@ LIMIT_S = 6_000
 _LONG = "slow and not gpu"
 _TESTS_FAILED, _NO_TESTS = 1, 5  # pytest's exit codes
 
+
+def _modules(folder: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"{folder}/test_{name}.py" for name in names)
+
+
 PARTS: dict[str, tuple[str, ...]] = {
     "engine": ("tests/unit/engine", "tests/unit/worker", "tests/unit/prefill_worker", "tests/unit/decode_worker"),
     "engine-whole": ("tests/integration/engine",),
@@ -41,8 +46,18 @@ PARTS: dict[str, tuple[str, ...]] = {
     ),
     "images": ("tests/images", "tests/integration/test_hub_download.py"),
     "containers": ("tests/containers",),
-    "answers": ("tests/e2e/answers",),
-    "failures": ("tests/e2e/failures",),
+    "answers": _modules(
+        "tests/e2e/answers",
+        *("cache_tiers", "clients", "fetching", "generation_config", "parity", "pinned_prompts", "pipelined"),
+        *("prompt_scores", "quantised_kv", "structured", "tools", "walk"),
+    ),
+    "answers-ranks": _modules("tests/e2e/answers", "nodes", "tensor_parallel", "unequal_pools"),
+    "failures": _modules(
+        "tests/e2e/failures",
+        *("abort_storm", "aborts", "bad_input", "bad_input_page", "dead_engines", "dying_processes"),
+        *("hostile_sockets", "incidents", "redis"),
+    ),
+    "kills": _modules("tests/e2e/failures", "kills", "router_takeover", "sentinel", "stall", "standby", "streams"),
     "operation": ("tests/e2e/operation",),
 }
 """Every test belongs to one part (`tests/unit/suite/test_nightly.py`)."""
