@@ -5,6 +5,7 @@ message instead of many. The first and the last token are sent at once.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from decode_worker.phase_times import final
 from decode_worker.task import DecodeTask
@@ -17,14 +18,26 @@ from worker.session_port import SessionPort
 from worker.wire import token_delta
 
 
+@dataclass(slots=True)
+class _StepMessage:
+    """One session's share of a step."""
+
+    deltas: list[pb.TokenDelta] = field(default_factory=list)
+    handoffs: list[pb.CommittedHandoff] = field(default_factory=list)
+    handles: list[int] = field(default_factory=list)
+    indexes: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    in_deltas: set[DecodeTask] = field(default_factory=set)
+    """Tasks whose further tokens have to follow in `deltas`: a router reads the columns first."""
+
+
 class StepReports:
-    """Collects the deltas of one step by session."""
+    """Collects what one step has to tell each session."""
 
     def __init__(self, clock: Callable[[], float], *, block_bytes: int) -> None:
         self._clock = clock
         self._block_bytes = block_bytes
-        self._deltas: dict[SessionPort, list[pb.TokenDelta]] = {}
-        self._handoffs: dict[SessionPort, list[pb.CommittedHandoff]] = {}
+        self._messages: dict[SessionPort, _StepMessage] = {}
 
     def token(self, task: DecodeTask, index: int, token: SampledToken | None, reason: FinishReason | None) -> None:
         """Add a token, an end, or both: a last token and its end are sent together."""
@@ -32,8 +45,12 @@ class StepReports:
         if token is not None:
             task.sent.add(token)
             task.held.append(token)
-        if task.started and reason is None and len(task.held) < task.tokens_per_message:
-            return
+        if task.started and reason is None:
+            if len(task.held) < task.tokens_per_message:
+                return
+            if task.handle and len(task.held) == 1 and self._add_row(task, index, task.held[0]):
+                task.held.clear()
+                return
         delta = _held(task)
         if not task.started:
             task.started = True
@@ -41,15 +58,14 @@ class StepReports:
         if reason is not None:
             task.finish = self._finish(task, reason)
             delta.finish.CopyFrom(task.finish)
-        self._deltas.setdefault(task.port, []).append(delta)
+        self._add_delta(task, delta)
 
     def committed(self, task: DecodeTask, sender: Route, *, num_tokens: int, exposed_s: float) -> None:
         """The KV of so many tokens has come from `sender`; sent with the next step's tokens."""
         handoff = pb.CommittedHandoff(
             worker_id=sender.worker_id, incarnation=sender.incarnation, num_tokens=num_tokens, exposed_s=exposed_s
         )
-        self._handoffs.setdefault(task.port, []).append(handoff)
-        self._deltas.setdefault(task.port, [])
+        self._message(task).handoffs.append(handoff)
 
     def failure(self, task: DecodeTask, error: ServingError) -> None:
         """Add the end of a task that failed before its answer was complete."""
@@ -59,14 +75,40 @@ class StepReports:
         finish = self._finish(task, FinishReason.ERROR)
         finish.failure.CopyFrom(failure_to_pb(error))
         delta.finish.CopyFrom(finish)
-        self._deltas.setdefault(task.port, []).append(delta)
+        self._add_delta(task, delta)
 
     def send(self) -> None:
-        """Send the collected deltas, one message per session."""
-        for port, deltas in self._deltas.items():
-            handoffs = self._handoffs.pop(port, ())
-            port.send(pb.WorkerMessage(tokens=pb.StepTokens(deltas=deltas, handoffs=handoffs)))
-        self._deltas.clear()
+        """Send what was collected, one message per session."""
+        for port, one in self._messages.items():
+            step = pb.StepTokens(
+                deltas=one.deltas,
+                handoffs=one.handoffs,
+                handles=one.handles,
+                indexes=one.indexes,
+                token_ids=one.token_ids,
+            )
+            port.send(pb.WorkerMessage(tokens=step))
+        self._messages.clear()
+
+    def _message(self, task: DecodeTask) -> _StepMessage:
+        if (message := self._messages.get(task.port)) is None:
+            message = self._messages[task.port] = _StepMessage()
+        return message
+
+    def _add_delta(self, task: DecodeTask, delta: pb.TokenDelta) -> None:
+        message = self._message(task)
+        message.deltas.append(delta)
+        message.in_deltas.add(task)
+
+    def _add_row(self, task: DecodeTask, index: int, token: SampledToken) -> bool:
+        """Add a token to the columns; return False where it has to be a delta."""
+        message = self._message(task)
+        if token.logprob is not None or task in message.in_deltas:
+            return False
+        message.handles.append(task.handle)
+        message.indexes.append(index)
+        message.token_ids.append(token.token_id)
+        return True
 
     def _finish(self, task: DecodeTask, reason: FinishReason) -> pb.Finish:
         times = times_to_pb(final(task, self._clock(), block_bytes=self._block_bytes))

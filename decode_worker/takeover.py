@@ -134,7 +134,7 @@ class Takeovers:
         if task is None or not task.sent.can_send_from(order.num_shown, with_logprobs=with_logprobs):
             raise Unavailable("this stream is not on this worker")
         former = (task.port, order.request_id, task.attempt)
-        self._tasks.pass_on(task, port, order.attempt)
+        self._tasks.pass_on(task, port, order.attempt, handle=order.handle)
         return former
 
     def _end_lapsed(self) -> None:

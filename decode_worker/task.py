@@ -75,6 +75,8 @@ class DecodeTask:
     """A worker believed to hold more of the prompt than the worker that computes it."""
     arrived_s: float
     sent: SentTokens
+    handle: int = 0
+    """The attempt's name in the columns of `StepTokens`; 0: it has none."""
     tokens_per_message: int = 1
     """Maximum number of tokens in one message after the first token."""
     held: list[SampledToken] = field(default_factory=list)

@@ -62,14 +62,14 @@ class TaskIndex:
         """The latest attempt at a choice, of any router."""
         return next((t for t in reversed(self._by_engine_id.values()) if t.request_id == request_id), None)
 
-    def pass_on(self, task: DecodeTask, port: SessionPort, attempt: int) -> None:
+    def pass_on(self, task: DecodeTask, port: SessionPort, attempt: int, *, handle: int = 0) -> None:
         """Assign a task to another router, or another attempt of the same. Raises InvalidRequest if that exists."""
         order = (port, str(task.request_id), attempt)
         if order in self._by_order:
             raise InvalidRequest(f"attempt {attempt} of this request already exists", param="request_id")
         if self._by_order.pop((task.port, str(task.request_id), task.attempt), None) is not None:
             self._by_order[order] = task
-        task.port, task.attempt = port, attempt
+        task.port, task.attempt, task.handle = port, attempt, handle
 
     def of_port(self, port: SessionPort) -> list[DecodeTask]:
         """All tasks of one router's session."""

@@ -159,6 +159,7 @@ class DecodeWorker:
                 holder=holder_of(submit),
                 arrived_s=now_s,
                 sent=SentTokens(submit.generated_token_ids),
+                handle=submit.handle,
                 tokens_per_message=max(1, submit.tokens_per_message),
                 next_index=len(submit.generated_token_ids),
                 span=begin_span(self.tracer, submit, now_s),

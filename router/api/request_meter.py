@@ -107,6 +107,16 @@ class RequestMeter:
         self._counts[choice] += count
         self._metrics.generation_tokens.value += count
 
+    def token(self, choice: int) -> None:
+        """Count a token that arrived alone: `tokens`, for less."""
+        if (last := self._last[choice]) is None or self._second_s is None:
+            self.tokens(choice, 1)
+            return
+        self._last[choice] = now = self._clock()
+        self._metrics.itl.observe(now - last)
+        self._counts[choice] += 1
+        self._metrics.generation_tokens.value += 1
+
     def first_shown(self) -> None:
         """Record that the text of the first tokens was handed to the server that writes it."""
         self._shown_s = self._clock()

@@ -8,32 +8,19 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import accumulate
-from typing import Protocol
 
 from msgspec.structs import replace
 
-from router.api.answer.choice_text import ChoiceText, ResumeFilter, TextDelta
+from router.api.answer.choice_text import ChoiceText, ResumeFilter, TextDelta, TextSink
 from router.api.request.client_request import PreparedRequest
 from router.api.request_meter import RequestMeter
 from router.text.tokenizer import Tokenizer
 from router.types.requests import ChoiceDelta, Generator
 from tandem.errors import InternalError, ServingError
-from tandem.values.outputs import SampledToken
+from tandem.values.outputs import SampledToken, bare_token
 
 _HELD_TOKENS = 256
 """Tokens detokenized at a time when the answer is not streamed, which takes a millisecond or two."""
-
-
-class TextSink(Protocol):
-    """Receives a client call's text as it arrives; see `router.types.requests.DeltaSink`."""
-
-    def on_delta(self, delta: TextDelta) -> bool:
-        """Handle the next delta; return whether to await `ready` before another."""
-        ...
-
-    async def ready(self) -> None:
-        """Wait until there is room again. Raises the error that ends the call."""
-        ...
 
 
 class RequestText:
@@ -60,6 +47,7 @@ class RequestText:
         self._remainders = [ResumeFilter(has) for has in prepared.has]
         self._meter = meter
         self._show = sink.on_delta
+        self._show_text = sink.on_text
         self._is_shown = False
         self._held: list[list[SampledToken]] | None = None
         self.ready = sink.ready
@@ -80,6 +68,16 @@ class RequestText:
             self._is_shown = True
             self._meter.first_shown()
         return is_enough
+
+    def on_token(self, choice_index: int, token_id: int) -> bool:
+        """Handle a token that comes with nothing else, see DeltaSink. Raises InternalError."""
+        text = None
+        if self._held is None and not self._remainders:
+            text = self._choices[choice_index].push(token_id)
+        if text is None:
+            return self.on_delta(ChoiceDelta(choice_index, (bare_token(token_id),)))
+        self._meter.token(choice_index)
+        return self._show_text(self._first_index + choice_index, token_id, text)
 
     def _hold(self, delta: ChoiceDelta, held: list[SampledToken]) -> bool:
         whole = replace(delta, tokens=(*held, *delta.tokens)) if held else delta

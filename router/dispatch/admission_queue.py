@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from router.admission.continuations import Continuations
 from router.admission.fair_admission import FairAdmission
 from router.admission.types import AdmissionEntry, AdmissionRequest
-from router.types.requests import ChoiceDelta, DeltaSink, RoutedRequest
+from router.types.requests import ChoiceDelta, ChoiceFinish, DeltaSink, RoutedRequest
 from router.types.worker_view import WorkerSnapshot
 from router.workers.registry import WorkerRegistry
 from tandem.errors import ServingError, Unavailable
@@ -20,8 +20,8 @@ _RECHECK_S = 0.1
 """Period of checks for requests that can no longer be served in time."""
 _NO_TOKENS_RETRY_S = 5.0
 """Retry-After when no worker produces tokens: workers are probed every few seconds."""
-_DELTAS_TOGETHER = 16
-"""Deltas of one request that are charged to its tenant together."""
+_TOKENS_TOGETHER = 16
+"""Tokens of one request that are charged to its tenant together."""
 
 
 class AdmittedRequest:
@@ -30,7 +30,7 @@ class AdmittedRequest:
     __slots__ = (
         "_count",
         "_most",
-        "_uncounted",
+        "_num_uncounted",
         "adopted",
         "entry",
         "passed",
@@ -45,7 +45,7 @@ class AdmittedRequest:
         self,
         request: RoutedRequest,
         entry: AdmissionEntry,
-        count: "Callable[[AdmittedRequest, Sequence[ChoiceDelta]], None]",
+        count: "Callable[[AdmittedRequest, int, ChoiceFinish | None], None]",
         *,
         promised: bool,
     ) -> None:
@@ -60,7 +60,7 @@ class AdmittedRequest:
         self.was_taken = False
         self.adopted: frozenset[int] = frozenset()
         self._count = count
-        self._uncounted: list[ChoiceDelta] = []
+        self._num_uncounted = 0
         self._most = 1
 
     @property
@@ -73,29 +73,37 @@ class AdmittedRequest:
         self.was_taken, self.adopted = True, adopted
 
     def on_delta(self, delta: ChoiceDelta) -> None:
-        """Charge a delta to the tenant: the first one and each end at once, others in groups."""
-        self._uncounted.append(delta)
-        if delta.finish is not None or len(self._uncounted) >= self._most:
+        """Charge a delta to the tenant: the first one and each end at once, others in groups of tokens."""
+        self._num_uncounted += len(delta.tokens)
+        if delta.finish is not None or self._num_uncounted >= self._most:
+            self.flush(delta.finish)
+
+    def on_token(self) -> None:
+        """Charge a token that comes with nothing else."""
+        self._num_uncounted += 1
+        if self._num_uncounted >= self._most:
             self.flush()
 
-    def flush(self) -> None:
-        """Charge the deltas collected so far."""
-        uncounted, self._uncounted = self._uncounted, []
-        self._most = _DELTAS_TOGETHER
-        self._count(self, uncounted)
+    def flush(self, finish: ChoiceFinish | None = None) -> None:
+        """Charge what was collected so far; `finish`: the end of a choice that came with it."""
+        num_tokens, self._num_uncounted = self._num_uncounted, 0
+        self._most = _TOKENS_TOGETHER
+        self._count(self, num_tokens, finish)
 
 
-class CountedSink:
+class CountedSink(DeltaSink):
     """Counts deltas on their way to another sink, for sources other than `RequestRun`, which counts its own."""
 
     def __init__(self, sink: DeltaSink, count: Callable[[ChoiceDelta], None]) -> None:
-        self._on_delta = sink.on_delta
+        self._sink = sink
         self._count = count
-        self.ready = sink.ready
 
     def on_delta(self, delta: ChoiceDelta) -> bool:
         self._count(delta)
-        return self._on_delta(delta)
+        return self._sink.on_delta(delta)
+
+    async def ready(self) -> None:
+        await self._sink.ready()
 
 
 class AdmissionQueue:
@@ -218,20 +226,19 @@ class AdmissionQueue:
             finally:
                 self._turns.pop(entry, None)
 
-    def _note(self, visit: AdmittedRequest, deltas: Sequence[ChoiceDelta]) -> None:
+    def _note(self, visit: AdmittedRequest, num_tokens: int, finish: ChoiceFinish | None) -> None:
         entry = visit.entry
-        if count := sum(len(delta.tokens) for delta in deltas):
-            passed = min(visit.shown, count)
+        if num_tokens:
+            passed = min(visit.shown, num_tokens)
             visit.shown -= passed
             visit.passed += passed
             was_silent = not entry.output_tokens
-            self.admission.generated(entry, count - passed)
+            self.admission.generated(entry, num_tokens - passed)
             if was_silent:
                 # Its prompt is computed, so there may be room for another one.
                 self._pump()
-        for delta in deltas:
-            if delta.finish is not None:
-                self.admission.cached(entry, delta.finish.cached_tokens)
+        if finish is not None:
+            self.admission.cached(entry, finish.cached_tokens)
 
     def _placed(self, entry: AdmissionEntry) -> None:
         self.admission.placed(entry)

@@ -171,8 +171,7 @@ class Dispatcher:
             request = replace(request, resumptions=former.resumptions + 1)
         context = self._context if request.only_worker is None else self._unseen
         context.budget.earn()
-        on_delta = visit.on_delta if visit is not None and counts else None
-        run = self._runs[request.request_id] = RequestRun(request, context, on_delta)
+        run = self._runs[request.request_id] = RequestRun(request, context, visit if counts else None)
         try:
             self._start(run, former)
             yield run

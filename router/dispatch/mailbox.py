@@ -89,7 +89,8 @@ class Mailbox:
 
     def __init__(self, *, max_tokens: int) -> None:
         self._max_tokens = max_tokens
-        self._messages: deque[Message] = deque()
+        self.messages: deque[Message] = deque()
+        """Oldest first."""
         self._num_tokens = 0
         self._overflowed = False
         self._arrived = asyncio.Event()
@@ -102,16 +103,16 @@ class Mailbox:
         self._num_tokens += _count_tokens(message)
         if self._num_tokens > self._max_tokens:
             self._overflowed = True
-            self._messages.clear()
+            self.messages.clear()
             message = Overflowed()
-        self._messages.append(message)
+        self.messages.append(message)
         self._arrived.set()
         if isinstance(message, _URGENT) and self._urgent is not None:
             self._urgent.set()
 
     async def arrival(self) -> None:
         """Wait until there is a message."""
-        while not self._messages:
+        while not self.messages:
             self._arrived.clear()
             await self._arrived.wait()
 
@@ -121,7 +122,7 @@ class Mailbox:
         Raises what `waiting` raises.
         """
         self._urgent = urgent = asyncio.Event()
-        if any(isinstance(message, _URGENT) for message in self._messages):
+        if any(isinstance(message, _URGENT) for message in self.messages):
             urgent.set()
         tasks = (asyncio.ensure_future(waiting), asyncio.ensure_future(urgent.wait()))
         try:
@@ -129,7 +130,9 @@ class Mailbox:
             if tasks[0].done():
                 tasks[0].result()
             else:
-                self._messages = deque(sorted(self._messages, key=lambda message: not isinstance(message, _URGENT)))
+                ordered = sorted(self.messages, key=lambda message: not isinstance(message, _URGENT))
+                self.messages.clear()
+                self.messages.extend(ordered)
         finally:
             self._urgent = None
             for task in tasks:
@@ -138,14 +141,9 @@ class Mailbox:
 
     def next_message(self) -> Message:
         """Return the oldest message, which must exist."""
-        message = self._messages.popleft()
+        message = self.messages.popleft()
         self._num_tokens -= _count_tokens(message)
         return message
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is no message."""
-        return not self._messages
 
     @property
     def overflowed(self) -> bool:

@@ -167,17 +167,19 @@ class PromptScorer:
         return found
 
 
-class ScoredPromptSink:
+class ScoredPromptSink(DeltaSink):
     """A `DeltaSink` for what is generated after its prompt was scored: the scoring computed it for this very request.
 
     So it counts as no cache hit, but its time and tokens count.
     """
 
     def __init__(self, sink: DeltaSink, scored: ScoredPrompt) -> None:
-        self._on_delta = sink.on_delta
+        self._sink = sink
         self._times = scored.times
         self._num_computed = scored.num_computed
-        self.ready = sink.ready
+
+    async def ready(self) -> None:
+        await self._sink.ready()
 
     def on_delta(self, delta: ChoiceDelta) -> bool:
         if (finish := delta.finish) is not None:
@@ -193,7 +195,7 @@ class ScoredPromptSink:
                 needed_tokens=finish.needed_tokens + num_computed,
             )
             delta = replace(delta, finish=finish)
-        return self._on_delta(delta)
+        return self._sink.on_delta(delta)
 
 
 def finish_scored_choices(request: RoutedRequest, scored: ScoredPrompt, sink: DeltaSink, now_s: float) -> None:

@@ -8,7 +8,7 @@ room, the session delivers them directly, without waking the coroutine.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from router.dispatch.choices.choice_run import ChoiceRun
@@ -30,23 +30,21 @@ from router.dispatch.mailbox import (
     Superseded,
     WorkersChanged,
 )
-from router.types.requests import ChoiceDelta, DeltaSink, RoutedRequest
-from router.types.session_events import AttemptEvent, TokensArrived
+from router.types.requests import ChoiceDelta, DeltaSink, RoutedRequest, TokenAccount
+from router.types.session_events import AttemptEvent, AttemptReader, TokensArrived
 from tandem.errors import DeadlineExceeded, Overloaded, ServingError, StreamTaken, Unavailable
 from tandem.values.ids import BlockHash
-from tandem.values.outputs import FinishReason
+from tandem.values.outputs import FinishReason, bare_token
 
 
 class RequestRun:
     """Drives all choices of one request to their end."""
 
-    def __init__(
-        self, request: RoutedRequest, context: DispatchContext, on_delta: Callable[[ChoiceDelta], None] | None = None
-    ) -> None:
-        """`on_delta`: called with each delta before the client receives it, for accounting."""
+    def __init__(self, request: RoutedRequest, context: DispatchContext, account: TokenAccount | None = None) -> None:
+        """`account`: counts what the client is about to receive."""
         self._request = request
         self._context = context
-        self._count = on_delta or _uncounted
+        self._account = account or _UNCOUNTED
         # A continued stream begins with everything that its client has.
         shown = sum(point.num_tokens for point in request.resume)
         self._mailbox = Mailbox(max_tokens=context.settings.stream_buffer_tokens * request.num_choices + shown)
@@ -87,7 +85,7 @@ class RequestRun:
             remaining_s = self._request.deadline_s - self._context.clock()
             self._deadline = self._post_later(max(0.0, remaining_s), DeadlinePassed())
         for report in self._health_reports:
-            self._choices.append(ChoiceRun(self._request, report, self._names, self._context, self._post))
+            self._choices.append(ChoiceRun(self._request, report, self._names, self._context, self._reader))
         for choice in self._choices:
             choice.submit()
         hedging, once = self._context.hedging, self._request.only_worker is not None or bool(self._request.resume)
@@ -109,7 +107,7 @@ class RequestRun:
         self._watch_for_workers()
         self._queue_for_room()
         for delta in deltas:
-            self._count(delta)
+            self._account.on_delta(delta)
         return deltas
 
     async def follow(self, sink: DeltaSink) -> None:
@@ -170,7 +168,7 @@ class RequestRun:
     def _handle(self, message: Message) -> Sequence[ChoiceDelta]:
         match message:
             case FromWorker():
-                return self._on_event(message)
+                return self._on_message(message)
             case HedgeDue() if self._hedges is not None:
                 self._hedges.due(message.choice_index, self._twin)
             case StopChoice():
@@ -193,7 +191,7 @@ class RequestRun:
                 raise Overloaded("the client reads too slowly", retry_after_s=retry_after_s)
         return []
 
-    def _on_event(self, message: FromWorker) -> Sequence[ChoiceDelta]:
+    def _on_message(self, message: FromWorker) -> Sequence[ChoiceDelta]:
         if self._hedges is not None:
             return self._hedges.on_event(message)
         return self._choices[message.choice_index].on_event(message.attempt, message.event)
@@ -203,8 +201,8 @@ class RequestRun:
         return [] if choice.done else [choice.finish_early(FinishReason.STOP)]
 
     def _twin(self, index: int) -> ChoiceRun:
-        post = partial(self._post, is_twin=True)
-        return ChoiceRun(self._request, self._health_reports[index], self._names, self._context, post)
+        new_reader = partial(self._reader, is_twin=True)
+        return ChoiceRun(self._request, self._health_reports[index], self._names, self._context, new_reader)
 
     def _waiting(self, what: Waiting | None = None) -> list[ChoiceRun]:
         return [choice for choice in self._choices if choice.waiting is not None and what in (None, choice.waiting)]
@@ -263,30 +261,60 @@ class RequestRun:
         elif self._rejoin is None:
             self._rejoin = self._post_later(self._wait_for_worker_s(), RejoinOver())
 
-    def _post(self, choice_index: int, attempt: int, event: AttemptEvent, *, is_twin: bool = False) -> None:
-        sink = None if self._sink_is_full or not self._mailbox.is_empty else self._sink
-        if sink is not None and type(event) is TokensArrived and self._hedges is None:
+    def _reader(self, choice_index: int, attempt: int, *, is_twin: bool = False) -> AttemptReader:
+        return AttemptReader(
+            on_event=partial(self._on_event, choice_index, attempt, is_twin=is_twin),
+            on_token=partial(self._on_token, choice_index, attempt, is_twin=is_twin),
+        )
+
+    def _on_event(self, choice_index: int, attempt: int, event: AttemptEvent, *, is_twin: bool) -> None:
+        if (sink := self._open_sink()) is not None and type(event) is TokensArrived:
             self._hand_over(sink, self._choices[choice_index], attempt, event)
             return
         self._mailbox.post(FromWorker(choice_index=choice_index, attempt=attempt, event=event, is_twin=is_twin))
         if self._mailbox.overflowed:
             self._abandon_all()
 
+    def _on_token(self, choice_index: int, attempt: int, index: int, token_id: int, *, is_twin: bool) -> None:
+        """Handle one token as `_on_event` does, but without making objects unless something is in the way."""
+        sink = self._open_sink()
+        if sink is None or not self._choices[choice_index].accept_token(attempt, index, token_id):
+            arrived = TokensArrived(index, (bare_token(token_id),))
+            self._on_event(choice_index, attempt, arrived, is_twin=is_twin)
+            return
+        try:
+            self._account.on_token()
+            if not sink.on_token(choice_index, token_id):
+                return
+            self._sink_is_full = True
+        except Exception as error:  # noqa: BLE001  # as in `_hand_over`
+            self._sink_failed(error)
+        self._mailbox.post(Recheck())
+
+    def _open_sink(self) -> DeltaSink | None:
+        """Return the sink if tokens may go straight to it, past the mailbox."""
+        if self._sink_is_full or self._hedges is not None or self._mailbox.messages:
+            return None
+        return self._sink
+
     def _hand_over(self, sink: DeltaSink, choice: ChoiceRun, attempt: int, arrived: TokensArrived) -> None:
-        """Deliver tokens straight to the sink, past the mailbox; whatever follows from them is posted as a message."""
+        """Deliver tokens straight to the sink; whatever follows from them is posted as a message."""
         try:
             for delta in choice.on_tokens(attempt, arrived):
-                self._count(delta)
+                self._account.on_delta(delta)
                 if sink.on_delta(delta):
                     self._sink_is_full = True
         except Exception as error:  # noqa: BLE001  # re-raised by the request's own task: the caller here is a session
-            self._sink_error = error
-            self._abandon_all()
+            self._sink_failed(error)
         else:
             # A full sink has to write before it is given more.
             if not (self._sink_is_full or choice.done or choice.failure or choice.waiting):
                 return
         self._mailbox.post(Recheck())
+
+    def _sink_failed(self, error: Exception) -> None:
+        self._sink_error = error
+        self._abandon_all()
 
     def _abandon_all(self) -> None:
         if self._hedges is not None:
@@ -301,5 +329,14 @@ class RequestRun:
         return asyncio.get_running_loop().call_later(delay_s, self._mailbox.post, message)
 
 
-def _uncounted(_delta: ChoiceDelta) -> None:
-    """Count nothing: the request is a probe's."""
+class _Uncounted:
+    """The account of a request that nobody is charged for: a probe's."""
+
+    def on_delta(self, delta: ChoiceDelta) -> None:
+        """Count nothing."""
+
+    def on_token(self) -> None:
+        """Count nothing."""
+
+
+_UNCOUNTED = _Uncounted()

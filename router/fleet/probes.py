@@ -276,7 +276,7 @@ class QualityProbe(_Probe, Collector):
         )
 
 
-class _ScoresSink:
+class _ScoresSink(DeltaSink):
     """Keeps the scored prompt."""
 
     def __init__(self) -> None:

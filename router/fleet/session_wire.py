@@ -1,7 +1,6 @@
 """Converts between protobuf and values for the session with workers."""
 
 from collections import deque
-from functools import lru_cache
 
 from router.types.session_events import (
     AttemptFinished,
@@ -48,7 +47,7 @@ from tandem.v1 import pins_pb2 as pins_pb
 from tandem.v1 import session_pb2 as pb
 from tandem.values.ids import BlockHash, Incarnation, RequestId, TransferId, WorkerId
 from tandem.values.kv_layout import DTYPE_BYTES
-from tandem.values.outputs import FinishReason, SampledToken
+from tandem.values.outputs import FinishReason, bare_token
 from tandem.values.prefix_holder import holder_to_pb
 from tandem.values.prefix_pin import PinKey, PinOrder
 from tandem.values.roles import WorkerRole
@@ -85,9 +84,10 @@ def end_earlier_sessions_to_pb() -> pb.RouterMessage:
     return pb.RouterMessage(end_earlier_sessions=pb.EndEarlierSessions())
 
 
-def take_over_to_pb(request_id: RequestId, attempt: int, num_shown: int) -> pb.RouterMessage:
+def take_over_to_pb(request_id: RequestId, attempt: int, num_shown: int, handle: int) -> pb.RouterMessage:
     """Make the message that hands another router's stream to this one."""
-    return pb.RouterMessage(take_over=pb.TakeOver(request_id=request_id, attempt=attempt, num_shown=num_shown))
+    order = pb.TakeOver(request_id=request_id, attempt=attempt, num_shown=num_shown, handle=handle)
+    return pb.RouterMessage(take_over=order)
 
 
 def hello_from_pb(message: pb.WorkerMessage) -> WorkerInfo:
@@ -123,8 +123,8 @@ def hello_from_pb(message: pb.WorkerMessage) -> WorkerInfo:
     )
 
 
-def submit_to_pb(order: SubmitOrder) -> pb.RouterMessage:
-    """Convert one attempt at one choice."""
+def submit_to_pb(order: SubmitOrder, handle: int) -> pb.RouterMessage:
+    """Convert one attempt at one choice; `handle`: its name in the columns of `StepTokens`."""
     submit = pb.Submit(
         request_id=order.request_id,
         attempt=order.attempt,
@@ -139,6 +139,7 @@ def submit_to_pb(order: SubmitOrder) -> pb.RouterMessage:
         holder=holder_to_pb(order.holder),
         trace=order.trace.to_text() if order.trace is not None else None,
         tokens_per_message=order.tokens_per_message,
+        handle=handle,
     )
     return pb.RouterMessage(submit=submit)
 
@@ -203,10 +204,6 @@ def _route_to_pb(route: PrefillRoute | None) -> pb.PrefillRoute | None:
     )
 
 
-_bare_token = lru_cache(maxsize=1 << 16)(SampledToken)
-"""Tokens without log probabilities, which are equal wherever their ids are: most are looked up, not made."""
-
-
 def tokens_from_pb(delta: pb.TokenDelta) -> TokensArrived:
     """Convert one attempt's share of a step. Raises ProtocolError when log probabilities and tokens do not match up."""
     token_ids, logprobs = delta.token_ids, delta.logprobs
@@ -215,7 +212,7 @@ def tokens_from_pb(delta: pb.TokenDelta) -> TokensArrived:
             raise ProtocolError(f"{len(token_ids)} tokens with {len(logprobs)} logprobs")
         tokens = tuple(token_from_pb(t, p) for t, p in zip(token_ids, logprobs, strict=True))
     else:
-        tokens = tuple(map(_bare_token, token_ids))
+        tokens = tuple(map(bare_token, token_ids))
     started = None
     if delta.HasField("started"):
         started = AttemptStarted(cached_tokens=delta.started.cached_tokens, times=times_from_pb(delta.started.times))

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Generic, Protocol, TypeVar
@@ -46,9 +46,9 @@ from router.fleet.session_wire import (
 )
 from router.types.session_events import (
     CLOSED_HERE,
+    AttemptReader,
     CacheOffer,
     CommittedHandoff,
-    Deliver,
     DeliverScores,
     MigrationPlan,
     PrefillRoute,
@@ -150,7 +150,8 @@ class PendingPinOrders(Generic[OrderT]):
 
 class _Attempt(Struct, frozen=True, kw_only=True):
     number: int
-    deliver: Deliver
+    handle: int
+    reader: AttemptReader
 
 
 class _Scoring(Struct, frozen=True, kw_only=True):
@@ -166,6 +167,9 @@ class WorkerSession:
         self._call = call
         self._settings = settings
         self._attempts: dict[RequestId, _Attempt] = {}
+        self._token_readers: dict[int, Callable[[int, int], None]] = {}
+        """`on_token` of the readers of `_attempts`, by handle."""
+        self._num_handles = 0
         self._scorings: dict[RequestId, _Scoring] = {}
         # Bounded: submits by `max_queued_submits`, reroutes and cancels by the attempts that they concern. Migrations
         # and their ends by the workers that drain: each is handled once, and names this worker once. Resyncs by time.
@@ -212,20 +216,19 @@ class WorkerSession:
             self._end(listener, reason)
         return reason
 
-    def submit(self, order: SubmitOrder, deliver: Deliver) -> None:
+    def submit(self, order: SubmitOrder, reader: AttemptReader) -> None:
         self._require_room()
-        self._attempts[order.request_id] = _Attempt(number=order.attempt, deliver=deliver)
-        self._send(submit_to_pb(order))
+        self._send(submit_to_pb(order, self._begin(order.request_id, order.attempt, reader)))
 
     def score_prompt(self, order: PromptScoringOrder, deliver: DeliverScores) -> None:
         self._require_room()
         self._scorings[order.request_id] = _Scoring(number=order.attempt, deliver=deliver)
         self._send(score_prompt_to_pb(order))
 
-    def adopt(self, request_id: RequestId, attempt: int, *, num_shown: int, deliver: Deliver) -> None:
+    def adopt(self, request_id: RequestId, attempt: int, *, num_shown: int, reader: AttemptReader) -> None:
         self._require_room()
-        self._attempts[request_id] = _Attempt(number=attempt, deliver=deliver)
-        self._send(take_over_to_pb(request_id, attempt, num_shown))
+        handle = self._begin(request_id, attempt, reader)
+        self._send(take_over_to_pb(request_id, attempt, num_shown, handle))
 
     def reroute(self, request_id: RequestId, attempt: int, prefill: PrefillRoute | None) -> None:
         if self._attempt(request_id, attempt) is not None:
@@ -233,7 +236,7 @@ class WorkerSession:
 
     def cancel(self, request_id: RequestId, attempt: int) -> None:
         if self._attempt(request_id, attempt) is not None:
-            del self._attempts[request_id]
+            self._forget(request_id)
         elif self._scoring_of(request_id, attempt) is not None:
             del self._scorings[request_id]
         else:
@@ -260,6 +263,19 @@ class WorkerSession:
             raise Unavailable(f"worker {self.info.key.worker_id} has left")
         if len(self._outgoing) >= self._settings.max_queued_submits:
             raise Unavailable(f"the connection to worker {self.info.key.worker_id} is too slow")
+
+    def _begin(self, request_id: RequestId, number: int, reader: AttemptReader) -> int:
+        """Register an attempt, in place of an earlier one at the same choice; return its handle."""
+        self._forget(request_id)
+        self._num_handles += 1
+        handle = self._num_handles
+        self._attempts[request_id] = _Attempt(number=number, handle=handle, reader=reader)
+        self._token_readers[handle] = reader.on_token
+        return handle
+
+    def _forget(self, request_id: RequestId) -> None:
+        if (attempt := self._attempts.pop(request_id, None)) is not None:
+            del self._token_readers[attempt.handle]
 
     def _attempt(self, request_id: str, number: int) -> _Attempt | None:
         """Return the live attempt; None for one that has ended or been superseded."""
@@ -335,7 +351,7 @@ class WorkerSession:
             case "transfer_failed":
                 failed = message.transfer_failed
                 if (attempt := self._attempt(failed.request_id, failed.attempt)) is not None:
-                    attempt.deliver(transfer_failed_from_pb(failed))
+                    attempt.reader.on_event(transfer_failed_from_pb(failed))
             case "draining":
                 self._drain_reason = message.draining.reason
                 listener.draining(key, message.draining.reason)
@@ -349,13 +365,23 @@ class WorkerSession:
                 raise ProtocolError(f"unexpected {other or 'unknown message'}")
 
     def _on_step(self, step: pb.StepTokens, listener: SessionListener) -> None:
-        deltas = step.deltas
-        if any(delta.token_ids for delta in deltas):
+        deltas, handles = step.deltas, step.handles
+        if handles or any(delta.token_ids for delta in deltas):
             listener.answered(self.info.key)
+        if handles:
+            self._on_columns(handles, step.indexes, step.token_ids)
         for delta in deltas:
             self._on_tokens(delta)
         for handoff in step.handoffs:
             listener.handoff_committed(self.info.key, handoff_from_pb(handoff))
+
+    def _on_columns(self, handles: Sequence[int], indexes: Sequence[int], token_ids: Sequence[int]) -> None:
+        if not len(handles) == len(indexes) == len(token_ids):
+            raise ProtocolError(f"columns of {len(handles)} handles, {len(indexes)} indexes, {len(token_ids)} tokens")
+        reader_of = self._token_readers.get
+        for handle, index, token_id in zip(handles, indexes, token_ids, strict=True):
+            if (on_token := reader_of(handle)) is not None:
+                on_token(index, token_id)
 
     def _on_tokens(self, delta: pb.TokenDelta) -> None:
         attempt = self._attempts.get(RequestId(delta.request_id))
@@ -363,14 +389,14 @@ class WorkerSession:
             return
         arrived = tokens_from_pb(delta)
         if arrived.finished is not None:
-            del self._attempts[RequestId(delta.request_id)]
-        attempt.deliver(arrived)
+            self._forget(RequestId(delta.request_id))
+        attempt.reader.on_event(arrived)
 
     def _on_refusal(self, refused: pb.Refused) -> None:
         request_id = RequestId(refused.request_id)
         if (attempt := self._attempt(request_id, refused.attempt)) is not None:
-            del self._attempts[request_id]
-            attempt.deliver(refused_from_pb(refused))
+            self._forget(request_id)
+            attempt.reader.on_event(refused_from_pb(refused))
         elif (scoring := self._scoring_of(request_id, refused.attempt)) is not None:
             del self._scorings[request_id]
             scoring.deliver(refused_from_pb(refused))
@@ -391,8 +417,9 @@ class WorkerSession:
         # The registry first, so that attempts that learn of the loss do not choose the same worker again.
         listener.left(self.info.key, reason)
         attempts, self._attempts = self._attempts, {}
+        self._token_readers.clear()
         for attempt in attempts.values():
-            attempt.deliver(WorkerLost(reason=reason))
+            attempt.reader.on_event(WorkerLost(reason=reason))
         scorings, self._scorings = self._scorings, {}
         for scoring in scorings.values():
             scoring.deliver(WorkerLost(reason=reason))

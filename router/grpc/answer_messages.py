@@ -6,7 +6,7 @@ from functools import partial
 from msgspec.structs import replace
 
 from router.api.answer.call_reader import CALLED, AnswerParser, CallPiece, Piece, ReasoningPiece, new_answer_parser
-from router.api.answer.choice_text import TextCollector, TextDelta
+from router.api.answer.choice_text import TextCollector, TextDelta, TextSink
 from router.api.answer.stream_cursor import StreamCursor
 from router.api.answer.usage import CallUsage
 from router.api.request.choice_selection import ChoiceSelection, VoteResult
@@ -87,7 +87,7 @@ def usage_message(usage: CallUsage) -> pb.Usage:
     )
 
 
-class GrpcAnswerStream:
+class GrpcAnswerStream(TextSink):
     """A `TextSink` that writes responses as text arrives."""
 
     def __init__(self, messages: AnswerMessages, cursor: StreamCursor, writer: AnswerWriter, usage: CallUsage) -> None:
@@ -95,7 +95,9 @@ class GrpcAnswerStream:
         self._cursor = cursor
         self._usage = usage
         self._writer = writer
-        self.ready = writer.flush
+
+    async def ready(self) -> None:
+        await self._writer.flush()
 
     def on_delta(self, delta: TextDelta) -> bool:
         if delta.scored is not None:

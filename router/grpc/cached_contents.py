@@ -2,12 +2,11 @@
 
 from collections.abc import Awaitable, Callable
 
-from router.api.answer.choice_text import TextCollector
+from router.api.answer.choice_text import TextCollector, TextSink
 from router.api.frontend import Frontend
 from router.api.named_cache_prompts import NamedCacheService
 from router.api.request.client_request import PreparedRequest
 from router.api.request.named_caches import DEFAULT_TTL_S, MAX_DISPLAY_NAME_CHARS, NamedCache
-from router.api.text_stream import TextSink
 from router.grpc.client_request import model_of
 from router.grpc.conversation import check_no_breakpoints, messages_of
 from tandem.errors import InvalidRequest

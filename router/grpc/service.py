@@ -6,6 +6,7 @@ from typing import Any
 import orjson
 
 from router.access.api_keys import ApiCaller, ApiKeyStore
+from router.api.answer.choice_text import TextSink
 from router.api.answer.stream_cursor import StreamCursor
 from router.api.answer.timing_report import SERVER_TIMING, TIMING, server_timing, timing_object
 from router.api.answer.usage import CallUsage
@@ -17,7 +18,7 @@ from router.api.request.client_request import ClientRequest, PreparedRequest
 from router.api.request_meter import RequestMeter
 from router.api.selected_choices import check_selection
 from router.api.slow_client import WRITE_TIMEOUT_S
-from router.api.text_stream import TextSink, read_text
+from router.api.text_stream import read_text
 from router.grpc.answer_messages import AnswerMessages, CollectedAnswer, GrpcAnswerStream
 from router.grpc.answer_writer import AnswerWriter
 from router.grpc.cached_contents import CachedContentCalls

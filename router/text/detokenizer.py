@@ -37,6 +37,10 @@ class Detokenizer(Protocol):
         """Return the text that became certain with this token; often the whole token, sometimes nothing yet."""
         ...
 
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        """Return the text that became certain with these tokens."""
+        return "".join(map(self.push, token_ids))
+
     def flush(self) -> str:
         """Return the text still held back: no token follows."""
         ...
@@ -129,20 +133,30 @@ def _stripped_spaces(steps: Sequence[Mapping[str, Any]]) -> int | None:
     return start if isinstance(start, int) and steps[3] == known else None
 
 
-class _ByteLevelStream:
+class _ByteLevelStream(Detokenizer):
     """Decodes byte-level BPE: an incremental UTF-8 decoder holds the bytes of an unfinished character."""
 
     def __init__(self, pieces: TokenBytes, skip: frozenset[int]) -> None:
-        self._bytes_of = pieces.bytes_of
+        self._data = pieces.data
         self._skip = skip
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._decode = self._utf8.decode
         self._is_between_characters = True
 
     def push(self, token_id: int) -> str:
-        if token_id in self._skip:
+        if token_id in self._skip or not 0 <= token_id < len(self._data):
             return ""
-        piece = self._bytes_of(token_id)
+        piece = self._data[token_id]
+        if piece is not None and self._is_between_characters and piece.isascii():
+            return piece.decode()
+        return self._text_of(piece or b"")
+
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        data, skip = self._data, self._skip
+        known = range(len(data))
+        return self._text_of(b"".join([data[i] or b"" for i in token_ids if i in known and i not in skip]))
+
+    def _text_of(self, piece: bytes) -> str:
         if self._is_between_characters and piece.isascii():
             return piece.decode()
         text = self._decode(piece)
@@ -153,7 +167,7 @@ class _ByteLevelStream:
         return self._utf8.decode(b"", final=True)
 
 
-class _SentencePieceStream:
+class _SentencePieceStream(Detokenizer):
     """Decodes SentencePiece with byte fallback: a run of byte tokens is decoded when it ends."""
 
     def __init__(self, pieces: TokenBytes, skip: frozenset[int]) -> None:
@@ -188,7 +202,7 @@ class _SentencePieceStream:
         return text
 
 
-class _ChainedStream:
+class _ChainedStream(Detokenizer):
     """Decodes with any other decoder: each token goes through its steps."""
 
     def __init__(self, pieces: TokenTexts, chain: ChainStream, skip: frozenset[int]) -> None:

@@ -15,7 +15,7 @@ from router.types.prompt_logprobs import PromptScoringRequest, ScoredPrompt
 from router.types.worker_view import WorkerKey
 from tandem.telemetry.tracing import Span
 from tandem.values.ids import BlockHash, Incarnation, RequestId
-from tandem.values.outputs import FinishReason, PhaseTimes, SampledToken
+from tandem.values.outputs import FinishReason, PhaseTimes, SampledToken, bare_token
 from tandem.values.roles import WorkerRole
 from tandem.values.sampling import SamplingParams
 
@@ -146,8 +146,22 @@ class DeltaSink(Protocol):
         """
         ...
 
+    def on_token(self, choice_index: int, token_id: int) -> bool:
+        """Handle a token that comes with nothing else, from the worker of its choice's last delta; as `on_delta`."""
+        return self.on_delta(ChoiceDelta(choice_index, (bare_token(token_id),)))
+
     async def ready(self) -> None:
         """Wait until there is room again. Raises the error that ends the request."""
+        ...
+
+
+class TokenAccount(Protocol):
+    """Counts what a request's client receives, before it does."""
+
+    def on_delta(self, delta: ChoiceDelta) -> None: ...
+
+    def on_token(self) -> None:
+        """Count a token that comes with nothing else."""
         ...
 
 

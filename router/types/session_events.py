@@ -155,7 +155,16 @@ class MigrationPlan(Struct, frozen=True, kw_only=True):
 
 
 AttemptEvent = TokensArrived | AttemptRefused | TransferFailed | WorkerLost
-Deliver = Callable[[AttemptEvent], None]
+
+
+class AttemptReader(NamedTuple):
+    """Receives what a worker sends about one attempt, in order. Neither waits or raises."""
+
+    on_event: Callable[[AttemptEvent], None]
+    on_token: Callable[[int, int], None]
+    """Receives a token that comes with nothing else, as most do: its position in the output, and its id."""
+
+
 PromptScoringEvent = PromptScoresPart | AttemptRefused | WorkerLost
 DeliverScores = Callable[[PromptScoringEvent], None]
 
@@ -163,14 +172,14 @@ DeliverScores = Callable[[PromptScoringEvent], None]
 class WorkerPort(Protocol):
     """Sends orders to one live worker. No method waits: orders are queued for the session's writer."""
 
-    def submit(self, order: SubmitOrder, deliver: Deliver) -> None:
-        """Start an attempt; its events go to `deliver` until it ends or is cancelled.
+    def submit(self, order: SubmitOrder, reader: AttemptReader) -> None:
+        """Start an attempt; its events go to `reader` until it ends or is cancelled.
 
         Raises Unavailable when the session has ended or its queue is full.
         """
         ...
 
-    def adopt(self, request_id: RequestId, attempt: int, *, num_shown: int, deliver: Deliver) -> None:
+    def adopt(self, request_id: RequestId, attempt: int, *, num_shown: int, reader: AttemptReader) -> None:
         """Take over a choice that the worker runs for another router: its tokens from the first arrive, or a refusal.
 
         `num_shown`: tokens that the client has. Raises Unavailable when the session has ended.

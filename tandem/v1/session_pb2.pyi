@@ -83,7 +83,7 @@ class PrefillRoute(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., address: _Optional[str] = ..., transfer_id: _Optional[str] = ..., attempt: _Optional[int] = ..., holder: _Optional[_Union[_common_pb2.PrefixHolder, _Mapping]] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("request_id", "attempt", "prompt_token_ids", "generated_token_ids", "sampling", "choice_index", "hash_root", "priority", "timeout_s", "prefill", "holder", "trace", "tokens_per_message")
+    __slots__ = ("request_id", "attempt", "prompt_token_ids", "generated_token_ids", "sampling", "choice_index", "hash_root", "priority", "timeout_s", "prefill", "holder", "trace", "tokens_per_message", "handle")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -97,6 +97,7 @@ class Submit(_message.Message):
     HOLDER_FIELD_NUMBER: _ClassVar[int]
     TRACE_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -110,7 +111,8 @@ class Submit(_message.Message):
     holder: _common_pb2.PrefixHolder
     trace: str
     tokens_per_message: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., generated_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., choice_index: _Optional[int] = ..., hash_root: _Optional[bytes] = ..., priority: _Optional[int] = ..., timeout_s: _Optional[float] = ..., prefill: _Optional[_Union[PrefillRoute, _Mapping]] = ..., holder: _Optional[_Union[_common_pb2.PrefixHolder, _Mapping]] = ..., trace: _Optional[str] = ..., tokens_per_message: _Optional[int] = ...) -> None: ...
+    handle: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., generated_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., choice_index: _Optional[int] = ..., hash_root: _Optional[bytes] = ..., priority: _Optional[int] = ..., timeout_s: _Optional[float] = ..., prefill: _Optional[_Union[PrefillRoute, _Mapping]] = ..., holder: _Optional[_Union[_common_pb2.PrefixHolder, _Mapping]] = ..., trace: _Optional[str] = ..., tokens_per_message: _Optional[int] = ..., handle: _Optional[int] = ...) -> None: ...
 
 class ScorePrompt(_message.Message):
     __slots__ = ("request_id", "attempt", "prompt_token_ids", "hash_root", "priority", "timeout_s", "num_top", "num_next")
@@ -145,14 +147,16 @@ class Cancel(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ...) -> None: ...
 
 class TakeOver(_message.Message):
-    __slots__ = ("request_id", "attempt", "num_shown")
+    __slots__ = ("request_id", "attempt", "num_shown", "handle")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     NUM_SHOWN_FIELD_NUMBER: _ClassVar[int]
+    HANDLE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     attempt: int
     num_shown: int
-    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., num_shown: _Optional[int] = ...) -> None: ...
+    handle: int
+    def __init__(self, request_id: _Optional[str] = ..., attempt: _Optional[int] = ..., num_shown: _Optional[int] = ..., handle: _Optional[int] = ...) -> None: ...
 
 class Reroute(_message.Message):
     __slots__ = ("request_id", "attempt", "prefill")
@@ -225,12 +229,18 @@ class WorkerHello(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., model_name: _Optional[str] = ..., max_model_len: _Optional[int] = ..., num_blocks: _Optional[int] = ..., layout: _Optional[_Union[_common_pb2.KVLayout, _Mapping]] = ..., handoff_address: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., num_blocks_below: _Optional[int] = ..., newest_version: _Optional[int] = ..., rack: _Optional[str] = ...) -> None: ...
 
 class StepTokens(_message.Message):
-    __slots__ = ("deltas", "handoffs")
+    __slots__ = ("deltas", "handoffs", "handles", "indexes", "token_ids")
     DELTAS_FIELD_NUMBER: _ClassVar[int]
     HANDOFFS_FIELD_NUMBER: _ClassVar[int]
+    HANDLES_FIELD_NUMBER: _ClassVar[int]
+    INDEXES_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     deltas: _containers.RepeatedCompositeFieldContainer[TokenDelta]
     handoffs: _containers.RepeatedCompositeFieldContainer[CommittedHandoff]
-    def __init__(self, deltas: _Optional[_Iterable[_Union[TokenDelta, _Mapping]]] = ..., handoffs: _Optional[_Iterable[_Union[CommittedHandoff, _Mapping]]] = ...) -> None: ...
+    handles: _containers.RepeatedScalarFieldContainer[int]
+    indexes: _containers.RepeatedScalarFieldContainer[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, deltas: _Optional[_Iterable[_Union[TokenDelta, _Mapping]]] = ..., handoffs: _Optional[_Iterable[_Union[CommittedHandoff, _Mapping]]] = ..., handles: _Optional[_Iterable[int]] = ..., indexes: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class CommittedHandoff(_message.Message):
     __slots__ = ("worker_id", "incarnation", "num_tokens", "exposed_s")

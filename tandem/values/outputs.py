@@ -4,6 +4,7 @@ Named tuples, because they are made for every token or request: a frozen datacla
 """
 
 from enum import Enum
+from functools import lru_cache
 from typing import NamedTuple
 
 
@@ -31,6 +32,12 @@ class SampledToken(NamedTuple):
     token_id: int
     logprob: float | None = None
     top_logprobs: tuple[TokenLogprob, ...] = ()
+
+
+@lru_cache(maxsize=1 << 16)
+def bare_token(token_id: int) -> SampledToken:
+    """Return a token without log probabilities. Most are looked up, not made: they are equal wherever their ids are."""
+    return SampledToken(token_id)
 
 
 class CachedTokens(NamedTuple):

@@ -128,17 +128,27 @@ class MockWorker:
             self._num_events += len(fresh)
 
     def _step(self) -> None:
-        deltas: dict[SessionPort, list[pb.TokenDelta]] = {}
+        steps: dict[SessionPort, pb.StepTokens] = {}
         for key, one in list(self._running.items()):
             wanted = one.submit.sampling.max_tokens
             one.num_tokens = one.num_tokens + 1 if self._step_s else wanted
             is_over = one.num_tokens >= wanted
             if is_over:
                 del self._running[key]
-            if is_over or not one.num_told or one.num_tokens - one.num_told >= one.submit.tokens_per_message:
-                deltas.setdefault(one.port, []).append(self._delta(one, is_over=is_over))
-        for port, deltas_of_port in deltas.items():
-            port.send(pb.WorkerMessage(tokens=pb.StepTokens(deltas=deltas_of_port)))
+            if (step := steps.get(one.port)) is None:
+                step = steps[one.port] = pb.StepTokens()
+            if is_over or not one.num_told:
+                step.deltas.append(self._delta(one, is_over=is_over))
+            elif one.submit.tokens_per_message <= 1:
+                step.handles.append(one.submit.handle)
+                step.indexes.append(one.num_told)
+                step.token_ids.append(self._says[one.num_told % len(self._says)])
+                one.num_told = one.num_tokens
+            elif one.num_tokens - one.num_told >= one.submit.tokens_per_message:
+                step.deltas.append(self._delta(one, is_over=False))
+        for port, step in steps.items():
+            if step.deltas or step.handles:
+                port.send(pb.WorkerMessage(tokens=step))
 
     def _delta(self, one: _Running, *, is_over: bool) -> pb.TokenDelta:
         first, one.num_told = one.num_told, one.num_tokens

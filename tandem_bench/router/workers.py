@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from random import Random
 
 from router.types.session_events import (
-    Deliver,
+    AttemptReader,
     DeliverScores,
     MigrationPlan,
     PrefillRoute,
@@ -26,9 +26,9 @@ NUM_BLOCKS = 10_000
 class NoPort:
     """Accepts all calls of a WorkerPort and does nothing."""
 
-    def submit(self, order: SubmitOrder, deliver: Deliver) -> None: ...
+    def submit(self, order: SubmitOrder, reader: AttemptReader) -> None: ...
 
-    def adopt(self, request_id: RequestId, attempt: int, *, num_shown: int, deliver: Deliver) -> None: ...
+    def adopt(self, request_id: RequestId, attempt: int, *, num_shown: int, reader: AttemptReader) -> None: ...
 
     def reroute(self, request_id: RequestId, attempt: int, prefill: PrefillRoute | None) -> None: ...
 

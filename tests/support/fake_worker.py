@@ -62,11 +62,16 @@ class Submission:
         cached: int | None = None,
         attempt: int | None = None,
     ) -> None:
-        """Send tokens; by default from where the attempt began."""
+        """Send tokens, by default from where the attempt began; one that comes with nothing else goes in columns."""
+        begins_at = len(self.submit.generated_token_ids)
+        if len(tokens) == 1 and (first_index or 0) > begins_at and finish is cached is attempt is None:
+            step = pb.StepTokens(handles=[self.submit.handle], indexes=[first_index or 0], token_ids=tokens)
+            self._send(pb.WorkerMessage(tokens=step))
+            return
         delta = pb.TokenDelta(
             request_id=self.submit.request_id,
             attempt=self.submit.attempt if attempt is None else attempt,
-            first_index=len(self.submit.generated_token_ids) if first_index is None else first_index,
+            first_index=begins_at if first_index is None else first_index,
             token_ids=tokens,
         )
         if cached is not None:

@@ -1,6 +1,7 @@
 """The text of one choice from its tokens: detokenized, cut at stop strings, joined unless it is streamed. Pure."""
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -13,7 +14,7 @@ from router.types.requests import ChoiceDelta, ChoiceFinish
 from router.types.stream_position import ChoicePosition
 from tandem.errors import InternalError
 from tandem.values.ids import Incarnation
-from tandem.values.outputs import FinishReason, SampledToken
+from tandem.values.outputs import FinishReason, SampledToken, bare_token
 
 
 class TextDelta(Struct, frozen=True):
@@ -38,6 +39,22 @@ class TextDelta(Struct, frozen=True):
     """Prompt tokens whose KV was reused, see ChoiceDelta."""
 
 
+class TextSink(Protocol):
+    """Receives a client call's text as it arrives; see `router.types.requests.DeltaSink`."""
+
+    def on_delta(self, delta: TextDelta) -> bool:
+        """Handle the next delta; return whether to await `ready` before another."""
+        ...
+
+    def on_text(self, choice_index: int, token_id: int, text: str) -> bool:
+        """Handle a token that comes with nothing else, and the text that became certain with it; as `on_delta`."""
+        return self.on_delta(TextDelta(choice_index, text, (bare_token(token_id),)))
+
+    async def ready(self) -> None:
+        """Wait until there is room again. Raises the error that ends the call."""
+        ...
+
+
 class ChoiceText:
     """The text of one choice as its tokens arrive."""
 
@@ -59,6 +76,13 @@ class ChoiceText:
         """Whether a stop string was seen; tokens that still arrive are not part of the answer."""
         return self._matcher.match is not None
 
+    def push(self, token_id: int) -> str | None:
+        """Return the text of a token that comes with nothing else; None where it could be an end: then `feed` it."""
+        if self.has_stops or token_id in self._stop_token_ids:
+            return None
+        self._num_tokens += 1
+        return self._words.push(token_id)
+
     def feed(self, delta: ChoiceDelta) -> TextDelta | None:
         """Turn dispatch's delta into the client's; None when there is nothing to send."""
         tokens, finish = delta.tokens, delta.finish
@@ -66,8 +90,12 @@ class ChoiceText:
         if self.has_stops or self.finished:
             tokens = self._until_stop(tokens, text)
         else:
-            for token in tokens:
-                text.append(self._push(token.token_id))
+            token_ids = [token.token_id for token in tokens]
+            if self._stop_token_ids.isdisjoint(token_ids):
+                self._num_tokens += len(token_ids)
+                text.append(self._words.push_all(token_ids))
+            else:
+                text += map(self._push, token_ids)
             if finish is None and tokens:
                 shown, cached = "".join(text), delta.cached_tokens
                 return TextDelta(self._index, shown, tokens, None, None, delta.worker, cached_tokens=cached)
@@ -138,7 +166,7 @@ class ResumeFilter:
         )
 
 
-class TextCollector:
+class TextCollector(TextSink):
     """A `TextSink` that collects a call's whole answer."""
 
     def __init__(self) -> None:

@@ -80,10 +80,14 @@ class StreamCursor:
         """Whether events have ids."""
         return self._ids is not None
 
-    def text_id(self, delta: TextDelta) -> bytes | None:
-        """Advance past `delta`, and return the id of the event that carries its text and no end."""
-        self.moved(delta)
-        return None if self._ids is None else self._ids.write(self._head, self._choices)
+    def text_id(self, choice_index: int, text: str) -> bytes | None:
+        """Advance past a token with its text, from the worker of the tokens before, and return its event's id."""
+        if self._ids is None:
+            return None
+        at = self._choices[choice_index]
+        at.num_tokens += 1
+        at.num_chars += len(text)
+        return self._ids.write(self._head, self._choices)
 
     def id_of(self, *, ended: Collection[int] = (), usage_sent: bool = False) -> bytes | None:
         """Return the id of the event about to be sent, with the choices that end in it, or the usage."""

@@ -37,6 +37,12 @@ class CallUsage:
         """Whether every choice has ended."""
         return len(self._finishes) == self._expected
 
+    def add_token(self, choice_index: int, token_id: int) -> None:
+        """Count a token that comes with nothing else."""
+        self.completion_tokens += 1
+        if (thoughts := self._thoughts.get(choice_index)) is not None and not thoughts.has_ended:
+            thoughts.add([token_id])
+
     def add(self, delta: TextDelta) -> None:
         """Count a delta's tokens, and at its choice's end what the choice cost."""
         self.completion_tokens += len(delta.tokens)

@@ -2,11 +2,10 @@
 
 import logging
 from collections.abc import Sequence
-from functools import partial
 
 from msgspec.structs import replace
 
-from router.dispatch.choices.context import DispatchContext, Post, Waiting
+from router.dispatch.choices.context import DispatchContext, NewReader, Waiting
 from router.dispatch.choices.health_reports import ChoiceHealthReporter
 from router.dispatch.choices.orders import (
     UNREAD_TOKENS_PER_MESSAGE,
@@ -59,7 +58,7 @@ class ChoiceRun:
         health: ChoiceHealthReporter,
         names: list[BlockHash],
         context: DispatchContext,
-        post: Post,
+        new_reader: NewReader,
     ) -> None:
         """`names`: the hashes of the prompt's blocks."""
         self.done = False
@@ -72,7 +71,7 @@ class ChoiceRun:
         self._prompt_names = names
         self._context = context
         self._placer = context.placer
-        self._post = post
+        self._new_reader = new_reader
         self._progress = ChoiceProgress(
             prompt_length=len(request.prompt_token_ids),
             max_tokens=request.sampling.max_tokens,
@@ -113,7 +112,7 @@ class ChoiceRun:
             self._route = first_route(self._request_id, number, assignment, self._context.rng)
             self._trace(assignment, started_s)
             try:
-                assignment.port.submit(self._order(number, assignment), partial(self._post, self._index, number))
+                assignment.port.submit(self._order(number, assignment), self._new_reader(self._index, number))
             except Unavailable as error:
                 self._note_failure(assignment, error)
                 if not progress.record_failure(RetryReason.REFUSED, error, self._context.budget):
@@ -188,9 +187,9 @@ class ChoiceRun:
         if assignment is None:
             return
         number = self._progress.begin_attempt()
-        deliver = partial(self._post, self._index, number)
+        reader = self._new_reader(self._index, number)
         try:
-            assignment.port.adopt(self._request_id, number, num_shown=point.num_tokens, deliver=deliver)
+            assignment.port.adopt(self._request_id, number, num_shown=point.num_tokens, reader=reader)
         except Unavailable:
             self._progress.record_refusal()
             self._placer.release(assignment)
@@ -277,6 +276,17 @@ class ChoiceRun:
         """Return the error for the client when no attempt is left."""
         error = final_error(self._progress.last_error, retry_after_s=self._context.settings.retry_after_s)
         return in_clients_field(error, self._request.grammar_param)
+
+    def accept_token(self, attempt: int, index: int, token_id: int) -> bool:
+        """Accept a token that follows those of the running attempt and needs nothing else; return whether it does.
+
+        Where it does not, it has to go through `on_tokens`.
+        """
+        token_ids = self._progress.token_ids
+        if not self._proven or self._assignment is None or attempt != self._progress.attempt or index != len(token_ids):
+            return False
+        token_ids.append(token_id)
+        return True
 
     def on_tokens(self, attempt: int, arrived: TokensArrived) -> Sequence[ChoiceDelta]:
         """Handle the most frequent event, as `on_event` does."""

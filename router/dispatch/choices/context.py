@@ -10,12 +10,12 @@ from router.dispatch.choices.observer import DispatchObserver
 from router.dispatch.choices.retry import RetryBudget
 from router.dispatch.choices.waiting_choices import WaitingChoices
 from router.placement.placer import Placer
-from router.types.session_events import AttemptEvent
+from router.types.session_events import AttemptReader
 from router.workers.health import WorkerHealth
 from tandem.values.block_hash import BlockHasher
 
-Post = Callable[[int, int, AttemptEvent], None]
-"""Receives a choice's index, an attempt's number and an event of it."""
+NewReader = Callable[[int, int], AttemptReader]
+"""Makes the reader of an attempt, from its choice's index and its number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from typing import Any
 import orjson
 
 from router.api.answer.call_reader import CALLED, AnswerParser, CallPiece, Piece, TextPiece, new_answer_parser
-from router.api.answer.choice_text import TextDelta
+from router.api.answer.choice_text import TextDelta, TextSink
 from router.api.request.client_request import PreparedRequest
 from router.http.body.error_formats import anthropic_error
 from router.http.body.sse import EventStream, event
@@ -100,7 +100,7 @@ def whole_message(prepared: PreparedRequest, model: str, choice: TextDelta) -> d
     }
 
 
-class MessageStream:
+class MessageStream(TextSink):
     """A `TextSink` that writes Anthropic's events."""
 
     def __init__(self, events: EventStream, prepared: PreparedRequest, model: str) -> None:

@@ -45,13 +45,12 @@ class EventStream:
         self._timeout_s = write_timeout_s
         self._held: list[bytes] = []
         self._direct: Link | None = None
+        self.write: Callable[[bytes], bool] = self._hold
+        """Writes one or more events without waiting; returns whether to await `ready` before the next."""
         self._sending = asyncio.Lock()
         self.started = False
 
-    def write(self, events: bytes) -> bool:
-        """Write one or more events without waiting; return whether to await `ready` before the next."""
-        if self._direct is not None:
-            return self._direct.write(events)
+    def _hold(self, events: bytes) -> bool:
         self._held.append(events)
         return True
 
@@ -60,7 +59,8 @@ class EventStream:
         async with self._sending:
             if self._held:
                 await self._send_body(self._take_held(), more=True)
-                self._direct = self._link
+                if self._link is not None:
+                    self._direct, self.write = self._link, self._link.write
             if self._direct is not None and self._direct.is_paused:
                 await within_write_timeout(self._direct.drain(), self._timeout_s)
 

@@ -10,7 +10,7 @@ from typing import Any
 import orjson
 from msgspec import Struct
 
-from router.api.answer.choice_text import TextDelta
+from router.api.answer.choice_text import TextDelta, TextSink
 from router.api.answer.stream_cursor import StreamCursor
 from router.api.answer.timing_report import timing_object
 from router.api.answer.usage import CallUsage
@@ -28,7 +28,7 @@ class StreamExtras(Struct, frozen=True, kw_only=True):
     timing: bool
 
 
-class SseAnswerStream:
+class SseAnswerStream(TextSink):
     """A `TextSink` that writes events, with the usage after the last choice's end."""
 
     def __init__(
@@ -49,12 +49,18 @@ class SseAnswerStream:
     async def ready(self) -> None:
         await self._events.ready()
 
+    def on_text(self, choice_index: int, token_id: int, text: str) -> bool:
+        if not (self._text_only and self._opened):
+            return super().on_text(choice_index, token_id, text)
+        self._usage.add_token(choice_index, token_id)
+        event_id = self._cursor.text_id(choice_index, text) if self._has_ids else None
+        return bool(text) and self._write_text(choice_index, text, event_id)
+
     def on_delta(self, delta: TextDelta) -> bool:
         self._usage.add(delta)
         if self._text_only and self._opened and delta.finish is None:
-            around = self._text_events.get(delta.choice_index) or self._cut(delta.choice_index)
-            event_id = self._cursor.text_id(delta) if self._has_ids else None
-            return bool(delta.text) and self._events.write(around.render(delta.text, event_id))
+            self._cursor.moved(delta)
+            return bool(delta.text) and self._write_text(delta.choice_index, delta.text, self._cursor.id_of())
         chunks = [] if self._cursor.has_ended(delta.choice_index) else self._answer.chunks(delta)
         if self._extras.continuous_usage:
             self._fields["usage"] = usage_object(self._usage)
@@ -67,6 +73,11 @@ class SseAnswerStream:
         if self._extras.include_usage and self._usage.complete:
             events.append(self._usage_event())
         return bool(events) and self._events.write(b"".join(events))
+
+    def _write_text(self, choice_index: int, text: str, event_id: bytes | None) -> bool:
+        around = self._text_events.get(choice_index) or self._cut(choice_index)
+        whole = around.before + orjson.dumps(text) + around.after
+        return self._events.write(whole if event_id is None else b"id: " + event_id + b"\n" + whole)
 
     def _usage_event(self) -> bytes:
         timing = {"timing": timing_object(self._usage)} if self._extras.timing else {}
@@ -102,7 +113,3 @@ class _TextEvent(Struct, frozen=True, kw_only=True):
         (chunk,) = answer.chunks(TextDelta(choice_index=index, text=mark))
         before, after = event(chunk | fields).split(orjson.dumps(mark))
         return cls(before=before, after=after)
-
-    def render(self, text: str, event_id: bytes | None) -> bytes:
-        whole = self.before + orjson.dumps(text) + self.after
-        return whole if event_id is None else b"id: " + event_id + b"\n" + whole

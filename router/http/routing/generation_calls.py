@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from router.api.answer.choice_text import TextSink
 from router.api.frontend import Frontend
 from router.api.request.client_request import PreparedRequest
 from router.api.request_meter import RequestMeter
-from router.api.text_stream import TextSink, read_text
+from router.api.text_stream import read_text
 from router.metrics.router_metrics import RouterMetrics
 from router.types.requests import Generator
 

@@ -3,10 +3,10 @@
 import asyncio
 from collections.abc import AsyncGenerator
 
-from router.types.requests import ChoiceDelta, Generator, RoutedRequest
+from router.types.requests import ChoiceDelta, DeltaSink, Generator, RoutedRequest
 
 
-class SlowReader:
+class SlowReader(DeltaSink):
     """Has room for one delta at a time, and for the next when the test says so."""
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class SlowReader:
         await self.room.wait()
 
 
-class QuickReader:
+class QuickReader(DeltaSink):
     """A reader that accepts every delta at once."""
 
     def __init__(self) -> None:

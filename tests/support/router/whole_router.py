@@ -23,14 +23,14 @@ from router.placement.decision_log import DecisionLog
 from router.placement.placer import Placer
 from router.placement.prefix_replication import ReplicationPolicy
 from router.process.admission_setup import make_admission_queue
-from router.types.requests import ChoiceDelta, RoutedRequest
+from router.types.requests import ChoiceDelta, DeltaSink, RoutedRequest
 from router.types.session_events import (
     AttemptFinished,
+    AttemptReader,
     AttemptRefused,
     AttemptStarted,
     CacheOffer,
     CommittedHandoff,
-    Deliver,
     MigrationPlan,
     PrefillRoute,
     SubmitOrder,
@@ -78,7 +78,7 @@ class PortWorker:
     def __init__(self, name: str, whole: "WholeRouter") -> None:
         self.name = name
         self._whole = whole
-        self.live: dict[RequestId, tuple[SubmitOrder, Deliver]] = {}
+        self.live: dict[RequestId, tuple[SubmitOrder, AttemptReader]] = {}
         self._held: OrderedDict[BlockHash, None] = OrderedDict()
         self._sequence = 0
         self._life = 0
@@ -104,19 +104,19 @@ class PortWorker:
         registry.left(key, "gone")
         lost, self.live = self.live, {}
         self._held.clear()
-        for _, deliver in lost.values():
-            deliver(WorkerLost(reason="gone"))
+        for _, reader in lost.values():
+            reader.on_event(WorkerLost(reason="gone"))
 
     def report(self) -> None:
         """Say that there is room."""
         load = WorkerLoad(num_free_blocks=NUM_BLOCKS, prefill_tokens_per_s=1e4, num_running=len(self.live))
         self._whole.registry.load_changed(self.info.key, load)
 
-    def submit(self, order: SubmitOrder, deliver: Deliver) -> None:
-        self.live[order.request_id] = (order, deliver)
+    def submit(self, order: SubmitOrder, reader: AttemptReader) -> None:
+        self.live[order.request_id] = (order, reader)
         asyncio.get_running_loop().call_soon(self._act, order, self._whole.draw())
 
-    def adopt(self, request_id: RequestId, attempt: int, *, num_shown: int, deliver: Deliver) -> None:
+    def adopt(self, request_id: RequestId, attempt: int, *, num_shown: int, reader: AttemptReader) -> None:
         raise AssertionError("nobody continues a stream here")
 
     def reroute(self, request_id: RequestId, attempt: int, prefill: PrefillRoute | None) -> None:
@@ -146,33 +146,39 @@ class PortWorker:
         known = self.live.get(order.request_id)
         if known is None or known[0] is not order:
             return
-        deliver = known[1]
+        reader = known[1]
         match fate:
             case Fate.ANSWER | Fate.STOP_SHORT:
-                self._say(order, deliver, 0)
+                self._say(order, reader, 0)
                 if fate is Fate.ANSWER:
                     asyncio.get_running_loop().call_soon(self._end, order)
             case Fate.FULL:
-                self._refuse(order, deliver, Overloaded("full", retry_after_s=0.05))
+                self._refuse(order, reader, Overloaded("full", retry_after_s=0.05))
             case Fate.BROKEN:
-                self._refuse(order, deliver, InternalError("out of order"))
+                self._refuse(order, reader, InternalError("out of order"))
             case Fate.TRANSFER_FAILS:
                 if order.prefill is None:
-                    self._refuse(order, deliver, InternalError("out of order"))
+                    self._refuse(order, reader, InternalError("out of order"))
                 else:
                     transfer_id = order.prefill.transfer_id
-                    deliver(TransferFailed(transfer_id=transfer_id, landed_tokens=0, reason="the peer was lost"))
+                    reader.on_event(
+                        TransferFailed(transfer_id=transfer_id, landed_tokens=0, reason="the peer was lost")
+                    )
 
-    def _refuse(self, order: SubmitOrder, deliver: Deliver, error: ServingError) -> None:
+    def _refuse(self, order: SubmitOrder, reader: AttemptReader, error: ServingError) -> None:
         del self.live[order.request_id]
-        deliver(AttemptRefused(error=error))
+        reader.on_event(AttemptRefused(error=error))
 
-    def _say(self, order: SubmitOrder, deliver: Deliver, index: int, *, last: bool = False) -> None:
+    def _say(self, order: SubmitOrder, reader: AttemptReader, index: int, *, last: bool = False) -> None:
         started = AttemptStarted(cached_tokens=0, times=PhaseTimes())
         finished = AttemptFinished(reason=FinishReason.LENGTH, cached_tokens=0, times=PhaseTimes())
         token = SampledToken(token_id=index)
         first_index = len(order.generated_token_ids) + index
-        deliver(TokensArrived(first_index, (token,), None if last else started, finished if last else None))
+        # Most tokens come with nothing else, as from a real session.
+        if index and not last:
+            reader.on_token(first_index, token.token_id)
+        else:
+            reader.on_event(TokensArrived(first_index, (token,), None if last else started, finished if last else None))
 
     def _end(self, order: SubmitOrder) -> None:
         known = self.live.get(order.request_id)
@@ -200,7 +206,7 @@ class PortWorker:
         self._whole.registry.prefix_changed(self.info.key, change)
 
 
-class Listener:
+class Listener(DeltaSink):
     """A client that reads whatever comes."""
 
     def __init__(self) -> None:

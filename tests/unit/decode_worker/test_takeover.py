@@ -85,8 +85,8 @@ def leave(bench: Bench) -> SessionPort:
     return former
 
 
-def adopt(bench: Bench, *, attempt: int = 1 << 16, num_shown: int = 0, name: str = "r") -> None:
-    bench.order(take_over=pb.TakeOver(request_id=name, attempt=attempt, num_shown=num_shown))
+def adopt(bench: Bench, *, attempt: int = 1 << 16, num_shown: int = 0, name: str = "r", handle: int = 0) -> None:
+    bench.order(take_over=pb.TakeOver(request_id=name, attempt=attempt, num_shown=num_shown, handle=handle))
 
 
 async def until_finished(bench: Bench) -> None:

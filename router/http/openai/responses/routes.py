@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from router.api.answer.call_reader import new_answer_parser
-from router.api.answer.choice_text import TextCollector, TextDelta
+from router.api.answer.choice_text import TextCollector, TextDelta, TextSink
 from router.api.answer.stream_ids import LAST_EVENT_ID
 from router.api.answer.timing_report import SERVER_TIMING, server_timing, timing_object
 from router.api.answer.usage import CallUsage
@@ -246,7 +246,7 @@ class _Answer:
         return [default | tool | {"strict": strict.get(tool["name"], tool.get("strict") is not False)} for tool in body]
 
 
-class _ResponseStream:
+class _ResponseStream(TextSink):
     """A `TextSink` that writes numbered events."""
 
     def __init__(

@@ -14,7 +14,7 @@ from router.metrics.router_metrics import RouterMetrics
 from router.placement.costs import CostModel
 from router.placement.decision_log import DecisionLog
 from router.placement.placer import Placer
-from router.types.session_events import AttemptFinished, Deliver, SubmitOrder, TokensArrived, WorkerLost
+from router.types.session_events import AttemptFinished, AttemptReader, SubmitOrder, TokensArrived, WorkerLost
 from router.types.worker_view import WorkerInfo, WorkerKey
 from router.workers.prefix_map import PrefixMap
 from router.workers.registry import WorkerRegistry
@@ -58,7 +58,7 @@ class Worker:
     registry: WorkerRegistry
     incarnation: int
     role: WorkerRole = WorkerRole.DECODE
-    orders: list[tuple[SubmitOrder, Deliver]] = field(default_factory=list)
+    orders: list[tuple[SubmitOrder, AttemptReader]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         name = WorkerId(self.role.value)
@@ -68,27 +68,27 @@ class Worker:
         )
         self.registry.joined(info, self)  # type: ignore[arg-type]  # of a port, what these tests need
 
-    def submit(self, order: SubmitOrder, deliver: Deliver) -> None:
-        self.orders.append((order, deliver))
+    def submit(self, order: SubmitOrder, reader: AttemptReader) -> None:
+        self.orders.append((order, reader))
 
     def cancel(self, *_: object) -> None:
         """Do nothing: no attempt is running."""
 
     def give(self, count: int, *, index: int = 0) -> None:
         """The next tokens of an order, as many as are left of it at most."""
-        order, deliver = self.orders[index]
+        order, reader = self.orders[index]
         start = len(order.generated_token_ids)
         ids = expected_tokens(PROMPT, count=8, seed=3, choice=order.choice_index, start=start)[:count]
         tokens = tuple(SampledToken(token_id=token_id) for token_id in ids)
         times = PhaseTimes()
         finished = AttemptFinished(reason=FinishReason.LENGTH, cached_tokens=0, times=times) if count >= 8 else None
-        deliver(TokensArrived(start, tokens, None, finished))
+        reader.on_event(TokensArrived(start, tokens, None, finished))
 
     async def die(self) -> None:
         """Like the end of its session: first the registry, then the attempts on it."""
         self.registry.left(self.key, "gone")
-        for _, deliver in self.orders:
-            deliver(WorkerLost(reason="gone"))
+        for _, reader in self.orders:
+            reader.on_event(WorkerLost(reason="gone"))
         await pass_s(0.0)
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from router.fleet.session_wire import ProtocolError, batch_orders, hello_from_pb, submit_to_pb, tokens_from_pb
 from router.fleet.worker_session import SessionSettings, WorkerSession
-from router.types.session_events import PrefillRoute, SubmitOrder
+from router.types.session_events import AttemptReader, PrefillRoute, SubmitOrder
 from router.types.worker_view import WorkerKey
 from router.workers.prefix_map import PrefixMap
 from tandem.backoff import Backoff
@@ -39,6 +39,7 @@ from worker.session_port import orders_of
 
 _NAMES: list[BlockHash] = []
 BlockHasher(SECRET).extend(ROOT, _NAMES, range(64))
+_IGNORED = AttemptReader(on_event=lambda _event: None, on_token=lambda _index, _token_id: None)
 
 
 def _events(first: int, *changes: tuple[int, bool], cleared: bool = False) -> pb.WorkerMessage:
@@ -126,7 +127,7 @@ async def test_session_orders_are_batched_in_order() -> None:
         assert port is not None
         names = [RequestId(f"r{i}") for i in range(40)]
         for name in names:
-            port.submit(_order(name, attempt=1), lambda _event: None)
+            port.submit(_order(name, attempt=1), _IGNORED)
         port.cancel(names[0], 1)
         arrived = [(await worker.submissions.get()).submit.request_id for _ in names]
         assert arrived == names
@@ -134,8 +135,8 @@ async def test_session_orders_are_batched_in_order() -> None:
 
 
 def test_session_order_batches_stay_below_message_bound() -> None:
-    long = submit_to_pb(_order(prompt=tuple(range(1 << 17, 1 << 18))))
-    short = submit_to_pb(_order())
+    long = submit_to_pb(_order(prompt=tuple(range(1 << 17, 1 << 18))), 1)
+    short = submit_to_pb(_order(), 2)
     waiting = deque([short, short, long, long, long, short])
     sizes = []
     while waiting:
@@ -160,7 +161,7 @@ async def test_restarted_worker_is_new_with_empty_prefix_map() -> None:
             assert registry.port(WorkerKey(WorkerId("d0"), Incarnation(1))) is None
             assert old_port is not None
             with pytest.raises(Unavailable):
-                old_port.submit(_order(), lambda _: None)
+                old_port.submit(_order(), _IGNORED)
             assert await collect(router.generate(routed()))
 
 
@@ -321,6 +322,46 @@ def test_first_message_must_be_hello() -> None:
         hello_from_pb(pb.WorkerMessage(load=pb.LoadSnapshot()))
 
 
+async def test_columns_reach_live_attempts_only() -> None:
+    """Rows of an attempt that was cancelled or superseded, and of handles that never were, go nowhere."""
+    worker = FakeWorker("d0", script=hold)
+    async with cluster(worker) as router:
+        (port,) = [router.registry.port(w.info.key) for w in router.registry.snapshots()]
+        assert port is not None
+        received: dict[str, list[tuple[int, int]]] = {}
+        has_last = asyncio.Event()
+
+        def read_into(name: str) -> AttemptReader:
+            rows = received.setdefault(name, [])
+
+            def on_token(index: int, token_id: int) -> None:
+                rows.append((index, token_id))
+                if token_id == 15:
+                    has_last.set()
+
+            return AttemptReader(on_event=lambda _event: None, on_token=on_token)
+
+        for name, request_id, attempt in (("a", "r-0", 1), ("b", "r-1", 1), ("c", "r-2", 1), ("c2", "r-2", 2)):
+            port.submit(_order(request_id, attempt=attempt), read_into(name))
+        handles = [(await worker.submissions.get()).submit.handle for _ in range(4)]
+        assert len({0, *handles}) == 5
+        port.cancel(RequestId("r-1"), 1)
+        await worker.submission("r-1").cancelled.wait()
+        rows = [*handles, 999, handles[0]]
+        step = pb.StepTokens(handles=rows, indexes=range(6), token_ids=range(10, 16))
+        worker.send(pb.WorkerMessage(tokens=step))
+        async with asyncio.timeout(20.0):
+            await has_last.wait()
+        assert received == {"a": [(0, 10), (5, 15)], "b": [], "c": [], "c2": [(3, 13)]}
+
+
+async def test_columns_of_unequal_length_end_the_session() -> None:
+    worker = FakeWorker("d0", script=hold)
+    async with cluster(worker) as router:
+        worker.send(pb.WorkerMessage(tokens=pb.StepTokens(handles=[1], indexes=[0], token_ids=[])))
+        await router.registry.until_live(0)
+
+
 def _order(name: str = "r-0", *, attempt: int = 2, prompt: tuple[int, ...] = PROMPT) -> SubmitOrder:
     return SubmitOrder(
         request_id=RequestId(name),
@@ -342,7 +383,7 @@ def _order(name: str = "r-0", *, attempt: int = 2, prompt: tuple[int, ...] = PRO
 
 
 def test_submit_on_the_wire_keeps_every_field() -> None:
-    submit = submit_to_pb(_order()).submit
+    submit = submit_to_pb(_order(), 7).submit
     assert sampling_from_pb(submit.sampling) == _order().sampling
     assert list(submit.generated_token_ids) == [5, 6]
     assert not submit.HasField("timeout_s")

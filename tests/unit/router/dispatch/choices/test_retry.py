@@ -18,8 +18,8 @@ from router.placement.costs import CostModel
 from router.placement.placer import Placer
 from router.types.session_events import (
     AttemptFinished,
+    AttemptReader,
     AttemptStarted,
-    Deliver,
     PrefillRoute,
     SubmitOrder,
     TokensArrived,
@@ -189,10 +189,10 @@ def test_final_error_is_workers_own_or_generic() -> None:
 
 
 class _Port:
-    def submit(self, order: SubmitOrder, deliver: Deliver) -> None: ...
+    def submit(self, order: SubmitOrder, reader: AttemptReader) -> None: ...
     def reroute(self, request_id: RequestId, attempt: int, prefill: PrefillRoute | None) -> None: ...
     def cancel(self, request_id: RequestId, attempt: int) -> None: ...
-    def adopt(self, request_id: RequestId, attempt: int, *, num_shown: int, deliver: Deliver) -> None: ...
+    def adopt(self, request_id: RequestId, attempt: int, *, num_shown: int, reader: AttemptReader) -> None: ...
 
 
 class _Clock:
