@@ -6,7 +6,7 @@
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from random import Random
 
 from msgspec.structs import replace
@@ -21,7 +21,7 @@ from router.dispatch.choices.waiting_choices import WaitingChoices
 from router.dispatch.prompt_logprobs import PromptScorer, ScoredPromptSink, finish_scored_choices
 from router.dispatch.request_run import RequestRun
 from router.placement.placer import Placer
-from router.types.requests import ChoiceDelta, DeltaSink, RoutedRequest
+from router.types.requests import ChoiceDelta, DeltaSink, RoutedRequest, TokenAccount
 from router.workers.health import WorkerHealth
 from tandem.errors import InvariantError
 from tandem.values.block_hash import BlockHasher
@@ -99,23 +99,36 @@ class Dispatcher:
         """
         if request.scoring is not None or request.beams is not None:
             raise InvariantError(f"request {request.request_id}: only `run` can score prompts")
-        async with self._admitted(request) as (admitted, visit):
-            with self._under_way(admitted, visit) as run:
-                while not run.done:
-                    for delta in await run.step():
-                        yield delta
+        async with self._turn(request) as visit:
+            request = _as_admitted(request, visit)
+            self._count_in(request)
+            try:
+                run, former = self._register(request, visit)
+                try:
+                    self._start(run, former)
+                    while not run.done:
+                        for delta in await run.step():
+                            yield delta
+                finally:
+                    self._end(run, visit)
+            finally:
+                self._count_out()
 
     async def run(self, request: RoutedRequest, sink: DeltaSink) -> None:
         """Send all choices to `sink`, interleaved. Cancelling it cancels the request on every worker.
 
         Raises as `generate`, and what the sink raises.
         """
-        async with self._admitted(request) as (admitted, visit):
-            if admitted.scoring is None and admitted.beams is None:
-                with self._under_way(admitted, visit) as run:
-                    await run.follow(sink)
-            else:
-                await self._run_scored(admitted, sink, visit)
+        async with self._turn(request) as visit:
+            request = _as_admitted(request, visit)
+            self._count_in(request)
+            try:
+                if request.scoring is None and request.beams is None:
+                    await self._follow(request, sink, visit, visit)
+                else:
+                    await self._run_scored(request, sink, visit)
+            finally:
+                self._count_out()
 
     async def _run_scored(self, request: RoutedRequest, sink: DeltaSink, visit: AdmittedRequest | None) -> None:
         """Run a request whose prompt workers score, before the answer or instead of it."""
@@ -132,38 +145,40 @@ class Dispatcher:
         if request.beams is not None:
             await BeamRun(self._scorer, request, request.beams, self._context.clock).search(sink, on_sent)
             return
-        with self._under_way(request, visit, counts=False) as run:
+        await self._follow(request, sink, visit, None)
+
+    async def _follow(
+        self, request: RoutedRequest, sink: DeltaSink, visit: AdmittedRequest | None, account: TokenAccount | None
+    ) -> None:
+        """Run the request into the sink. `account`: None where the sink counts what its client gets."""
+        run, former = self._register(request, account)
+        try:
+            self._start(run, former)
             await run.follow(sink)
+        finally:
+            self._end(run, visit)
 
-    @contextlib.asynccontextmanager
-    async def _admitted(self, request: RoutedRequest) -> AsyncIterator[tuple[RoutedRequest, AdmittedRequest | None]]:
-        """Wait for the request's turn and count it in flight while inside. Probes skip the queue."""
+    def _turn(self, request: RoutedRequest) -> contextlib.AbstractAsyncContextManager[AdmittedRequest | None]:
+        """Return the context in which the request has its turn. Probes skip the queue."""
         if self.queue is None or request.only_worker is not None:
-            with self._counted(request):
-                yield request, None
-            return
-        async with self.queue.turn(request) as visit:
-            if visit.entry.is_local or visit.priority != request.priority:
-                request = replace(request, is_local=visit.entry.is_local, priority=visit.priority)
-            with self._counted(request):
-                yield request, visit
+            return contextlib.nullcontext()
+        return self.queue.turn(request)
 
-    @contextlib.contextmanager
-    def _counted(self, request: RoutedRequest) -> Iterator[None]:
-        """Count the request in flight while inside."""
+    def _count_in(self, request: RoutedRequest) -> None:
+        """Count the request in flight. Raises Unavailable when it has crashed workers before."""
         self.health.check(request)
         self.num_inflight += 1
-        try:
-            yield
-        finally:
-            self.num_inflight -= 1
+
+    def _count_out(self) -> None:
+        self.num_inflight -= 1
+        if not self.num_inflight:
             self._ended.set()
 
-    @contextlib.contextmanager
-    def _under_way(
-        self, request: RoutedRequest, visit: AdmittedRequest | None, *, counts: bool = True
-    ) -> Iterator[RequestRun]:
-        """Register the run while inside. `counts`: whether the run's deltas are the ones its client gets."""
+    def _workers_changed(self) -> None:
+        self.health.keep({worker.info.key for worker in self._registry.snapshots()})
+
+    def _register(self, request: RoutedRequest, account: TokenAccount | None) -> tuple[RequestRun, RequestRun | None]:
+        """Make the request's run; return it with the stream's former one, whose place it takes."""
         former = self._former(request)
         if former is not None and former.resumptions >= request.resumptions:
             # The same id again, from a client whose former connection is half open: attempt numbers continue from
@@ -171,19 +186,15 @@ class Dispatcher:
             request = replace(request, resumptions=former.resumptions + 1)
         context = self._context if request.only_worker is None else self._unseen
         context.budget.earn()
-        run = self._runs[request.request_id] = RequestRun(request, context, visit if counts else None)
-        try:
-            self._start(run, former)
-            yield run
-        finally:
-            if self._runs.get(request.request_id) is run:
-                del self._runs[request.request_id]
-            run.close()
-            if visit is not None and run.was_taken:
-                visit.on_taken(run.adopted)
+        run = self._runs[request.request_id] = RequestRun(request, context, account)
+        return run, former
 
-    def _workers_changed(self) -> None:
-        self.health.keep({worker.info.key for worker in self._registry.snapshots()})
+    def _end(self, run: RequestRun, visit: AdmittedRequest | None) -> None:
+        if self._runs.get(run.request_id) is run:
+            del self._runs[run.request_id]
+        run.close()
+        if visit is not None and run.was_taken:
+            visit.on_taken(run.adopted)
 
     def _former(self, request: RoutedRequest) -> RequestRun | None:
         """Return the stream's former run: a client may reconnect before this router has noticed that it
@@ -209,6 +220,13 @@ class Dispatcher:
         """Stop generating one choice early; its ChoiceFinish still follows. No-op once the request has ended."""
         if (run := self._runs.get(request_id)) is not None:
             run.stop_choice(choice_index)
+
+
+def _as_admitted(request: RoutedRequest, visit: AdmittedRequest | None) -> RoutedRequest:
+    """Return the request with the priority that its tenant may use, and where its prompt is computed."""
+    if visit is None or not (visit.entry.is_local or visit.priority != request.priority):
+        return request
+    return replace(request, is_local=visit.entry.is_local, priority=visit.priority)
 
 
 def _uncounted() -> None:

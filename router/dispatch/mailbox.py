@@ -100,11 +100,12 @@ class Mailbox:
         """Append a message; after an overflow it is dropped."""
         if self._overflowed:
             return
-        self._num_tokens += _count_tokens(message)
-        if self._num_tokens > self._max_tokens:
-            self._overflowed = True
-            self.messages.clear()
-            message = Overflowed()
+        if type(message) is FromWorker and type(message.event) is TokensArrived:
+            self._num_tokens += len(message.event.tokens)
+            if self._num_tokens > self._max_tokens:
+                self._overflowed = True
+                self.messages.clear()
+                message = Overflowed()
         self.messages.append(message)
         self._arrived.set()
         if isinstance(message, _URGENT) and self._urgent is not None:
@@ -142,16 +143,11 @@ class Mailbox:
     def next_message(self) -> Message:
         """Return the oldest message, which must exist."""
         message = self.messages.popleft()
-        self._num_tokens -= _count_tokens(message)
+        if type(message) is FromWorker and type(message.event) is TokensArrived:
+            self._num_tokens -= len(message.event.tokens)
         return message
 
     @property
     def overflowed(self) -> bool:
         """Whether messages were dropped because the client reads too slowly."""
         return self._overflowed
-
-
-def _count_tokens(message: Message) -> int:
-    if isinstance(message, FromWorker) and isinstance(message.event, TokensArrived):
-        return len(message.event.tokens)
-    return 0

@@ -42,17 +42,19 @@ class RequestRun:
 
     def __init__(self, request: RoutedRequest, context: DispatchContext, account: TokenAccount | None = None) -> None:
         """`account`: counts what the client is about to receive."""
+        self.request_id = request.request_id
         self._request = request
         self._context = context
         self._account = account or _UNCOUNTED
         # A continued stream begins with everything that its client has.
-        shown = sum(point.num_tokens for point in request.resume)
+        shown = sum(point.num_tokens for point in request.resume) if request.resume else 0
         self._mailbox = Mailbox(max_tokens=context.settings.stream_buffer_tokens * request.num_choices + shown)
         self._deadline: asyncio.TimerHandle | None = None
         self._rejoin: asyncio.TimerHandle | None = None
         self._sink: DeltaSink | None = None
         self._sink_is_full = False
         self._sink_error: Exception | None = None
+        self._has_waited = False
         self._queued: dict[int, WaitingPosition] = {}
         self._patience: dict[int, asyncio.TimerHandle] = {}
         self._names: list[BlockHash] = []
@@ -67,7 +69,10 @@ class RequestRun:
     @property
     def done(self) -> bool:
         """Whether every choice has ended."""
-        return all(choice.done for choice in self._choices)
+        for choice in self._choices:  # noqa: SIM110  # asked at each step: no generator
+            if not choice.done:
+                return False
+        return True
 
     @property
     def was_taken(self) -> bool:
@@ -92,8 +97,7 @@ class RequestRun:
         if hedging is not None and not once:
             self._hedges = HedgeRun(hedging, self._context, self._choices)
             self._hedges.start(self._mailbox)
-        self._watch_for_workers()
-        self._queue_for_room()
+        self._wait_where_due()
 
     async def step(self) -> Sequence[ChoiceDelta]:
         """Wait for the next event; return its deltas for the client, counted. Raises the errors of Generator."""
@@ -104,8 +108,7 @@ class RequestRun:
         if self._sink_is_full:
             await self._sink_ready()
         deltas = self._handle(self._mailbox.next_message())
-        self._watch_for_workers()
-        self._queue_for_room()
+        self._wait_where_due()
         for delta in deltas:
             self._account.on_delta(delta)
         return deltas
@@ -154,12 +157,13 @@ class RequestRun:
 
     def close(self) -> None:
         """Cancel whatever still runs on any worker, and forget the request."""
-        for index in range(len(self._choices)):
-            self._leave_queue(index)
         for timer in (self._deadline, self._rejoin):
             if timer is not None:
                 timer.cancel()
-        self._context.placer.registry.unwatch(self._workers_changed)
+        if self._has_waited:
+            for index in range(len(self._choices)):
+                self._leave_queue(index)
+            self._context.placer.registry.unwatch(self._workers_changed)
         self._abandon_all()
         # They refer back to this run. Breaking the cycle here spares a garbage collection, which stalls the event loop.
         self._sink = None
@@ -206,6 +210,14 @@ class RequestRun:
 
     def _waiting(self, what: Waiting | None = None) -> list[ChoiceRun]:
         return [choice for choice in self._choices if choice.waiting is not None and what in (None, choice.waiting)]
+
+    def _wait_where_due(self) -> None:
+        """Begin and end the waits of choices without a worker. Hardly any request has one, or ever had."""
+        for choice in self._choices:
+            self._has_waited |= choice.waiting is not None
+        if self._has_waited:
+            self._watch_for_workers()
+            self._queue_for_room()
 
     def _queue_for_room(self) -> None:
         """Wake waiting choices when a worker has room, or when its retry-after time is over."""

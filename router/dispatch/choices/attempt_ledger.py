@@ -8,7 +8,7 @@ without a first token its time belongs to no phase.
 from collections.abc import Callable
 
 from router.types.session_events import AttemptStarted
-from tandem.values.outputs import PhaseTimes
+from tandem.values.outputs import NO_CACHED_TOKENS, PhaseTimes
 
 
 class AttemptLedger:
@@ -17,25 +17,22 @@ class AttemptLedger:
         self._prompt_length = prompt_length
         self._clock = clock
         self._since_s = clock() if arrived_s is None else arrived_s
-        self._spent = PhaseTimes()
+        self._spent: PhaseTimes | None = None
+        """The attempts that have ended, without `_waited_s`."""
+        self._waited_s = 0.0
         self._runs = False
         self._kv_bytes_per_token = 0
         self._num_given = 0
         self._heard: tuple[AttemptStarted, float] | None = None
-        self._first: AttemptStarted | None = None
+        self.first: AttemptStarted | None = None
+        """The start of the first attempt, with the prompt's cache hits; later attempts also hit what it computed."""
         self.computed_tokens = 0
         """Tokens computed by all attempts: prompts and given output that were not cached, and new output."""
-
-    @property
-    def first(self) -> AttemptStarted | None:
-        """The start of the first attempt, with the prompt's cache hits; later attempts also hit what it computed."""
-        return self._first
 
     def begin(self, num_given: int, kv_bytes_per_token: int = 0) -> None:
         """Start an attempt on a worker, given the `num_given` tokens of the answer that the client has."""
         now_s = self._clock()
-        waited_s = self._spent.router_queue_s + now_s - self._since_s
-        self._spent = self._spent._replace(router_queue_s=waited_s)
+        self._waited_s += now_s - self._since_s
         self._since_s, self._runs, self._heard = now_s, True, None
         self._num_given, self._kv_bytes_per_token = num_given, kv_bytes_per_token
 
@@ -46,7 +43,7 @@ class AttemptLedger:
     def on_started(self, started: AttemptStarted) -> None:
         """Record the attempt's first token, or its progress so far."""
         self._heard = (started, self._clock())
-        self._first = self._first or started
+        self.first = self.first or started
         self.computed_tokens += max(0, self._prompt_length + self._num_given - started.cached_tokens)
 
     def ended(self, num_tokens: int, times: PhaseTimes | None = None) -> None:
@@ -57,7 +54,7 @@ class AttemptLedger:
         if times is None:
             times = self._seen(now_s, num_tokens)
         self.computed_tokens += num_tokens - self._num_given
-        self._spent = self._spent.plus(times)
+        self._spent = times if self._spent is None else self._spent.plus(times)
         self._since_s = now_s
 
     def _seen(self, now_s: float, num_tokens: int) -> PhaseTimes:
@@ -70,4 +67,6 @@ class AttemptLedger:
         return times._replace(decode_s=decode_s, kv_byte_s=kv_byte_s)
 
     def total(self) -> PhaseTimes:
-        return self._spent if self._first is None else self._spent._replace(cached=self._first.times.cached)
+        spent = self._spent or PhaseTimes()
+        cached = NO_CACHED_TOKENS if self.first is None else self.first.times.cached
+        return spent._replace(router_queue_s=spent.router_queue_s + self._waited_s, cached=cached)

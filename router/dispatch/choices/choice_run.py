@@ -467,6 +467,8 @@ class ChoiceRun:
         logger.log(level, f"request %s%s: {text}", self._request_id, trace, *values, extra=about(self._request_id))
 
     def _trace(self, assignment: Assignment, started_s: float) -> None:
+        if self._request.span is None:
+            return
         choice, between_s = (self._index, self._progress.attempt), (started_s, self._context.clock())
         trace_placement(self._request, choice, assignment, self._route, between_s)
 

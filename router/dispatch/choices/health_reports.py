@@ -97,4 +97,8 @@ class ChoiceHealthReporter:
             self._health.gone(self._name, taken_back)
 
     def _beside(self, run: Hashable) -> Workers:
-        return tuple(key for other, workers in self._workers.items() if other != run for key in workers)
+        beside: Workers = ()
+        for other, workers in self._workers.items():
+            if other != run:
+                beside += workers
+        return beside

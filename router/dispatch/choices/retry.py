@@ -201,6 +201,8 @@ class ChoiceProgress:
 
     def still_excluded(self, port_of: Callable[[WorkerKey], WorkerPort | None]) -> set[WorkerKey]:
         """Return the workers not to try: one that was lost and has come back in a new session may be tried."""
+        if not self.excluded:
+            return set()
         return {worker for worker, port in self.excluded.items() if port_of(worker) is port}
 
     def try_reroute(self, budget: RetryBudget) -> bool:
