@@ -1,12 +1,10 @@
 """Converts and validates orders of a router."""
 
-from array import array
-
 from engine.assembly import EngineParts
 from engine.types.request import Request
 from kv_transfer.session.peer import Route
 from tandem.errors import InvalidRequest
-from tandem.protocol.wire import sampling_from_pb
+from tandem.protocol.wire import prompt_from_pb, sampling_from_pb
 from tandem.v1 import session_pb2 as pb
 from tandem.values.block_hash import HASH_BYTES
 from tandem.values.ids import BlockHash, Incarnation, RequestId, TransferId, WorkerId
@@ -24,16 +22,16 @@ def request_from_pb(submit: pb.Submit, engine_id: RequestId, parts: EngineParts,
         raise InvalidRequest(f"hash_root must have {HASH_BYTES} bytes", param="hash_root")
     if not 0 < len(submit.request_id) <= MAX_ID_CHARS:
         raise InvalidRequest(f"request_id must have 1 to {MAX_ID_CHARS} characters", param="request_id")
-    for name, ids in (
-        ("prompt_token_ids", submit.prompt_token_ids),
-        ("generated_token_ids", submit.generated_token_ids),
-    ):
-        if ids and max(ids) >= vocab_size:
+    token_ids = prompt_from_pb(submit)
+    num_prompt_tokens = len(token_ids)
+    for name, ids in (("prompt_token_ids", token_ids), ("generated_token_ids", submit.generated_token_ids)):
+        if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
             raise InvalidRequest(f"{name} must be below the vocabulary's {vocab_size}", param=name)
+    token_ids.extend(submit.generated_token_ids)
     return Request(
         request_id=engine_id,
-        token_ids=array("i", [*submit.prompt_token_ids, *submit.generated_token_ids]),
-        num_prompt_tokens=len(submit.prompt_token_ids),
+        token_ids=token_ids,
+        num_prompt_tokens=num_prompt_tokens,
         params=params,
         hash_root=BlockHash(submit.hash_root),
         choice_index=submit.choice_index,

@@ -6,7 +6,7 @@ from tandem.telemetry.tracing import Span, Tracer, context_from_text
 from tandem.v1 import session_pb2 as pb
 
 
-def begin_span(tracer: Tracer, submit: pb.Submit, now_s: float) -> Span | None:
+def begin_span(tracer: Tracer, submit: pb.Submit, now_s: float, *, num_prompt_tokens: int) -> Span | None:
     """Begin the span of one order. A malformed context is ignored: it is never a reason to refuse work."""
     parent = context_from_text(submit.trace) if submit.HasField("trace") else None
     span = tracer.span("tandem.decode", parent, now_s)
@@ -16,7 +16,7 @@ def begin_span(tracer: Tracer, submit: pb.Submit, now_s: float) -> Span | None:
                 "tandem.request.id": submit.request_id,
                 "tandem.attempt": submit.attempt,
                 "tandem.choice": submit.choice_index,
-                "tandem.prompt_tokens": len(submit.prompt_token_ids),
+                "tandem.prompt_tokens": num_prompt_tokens,
                 "tandem.resumed_tokens": len(submit.generated_token_ids),
             }
         )

@@ -162,7 +162,7 @@ class DecodeWorker:
                 handle=submit.handle,
                 tokens_per_message=max(1, submit.tokens_per_message),
                 next_index=len(submit.generated_token_ids),
-                span=begin_span(self.tracer, submit, now_s),
+                span=begin_span(self.tracer, submit, now_s, num_prompt_tokens=request.num_prompt_tokens),
             )
             self._tasks.add(task)
         except ServingError as error:

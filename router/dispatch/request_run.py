@@ -8,11 +8,12 @@ room, the session delivers them directly, without waking the coroutine.
 """
 
 import asyncio
+from array import array
 from collections.abc import Sequence
 from functools import partial
 
 from router.dispatch.choices.choice_run import ChoiceRun
-from router.dispatch.choices.context import DispatchContext, Waiting
+from router.dispatch.choices.context import DispatchContext, NewReader, Waiting
 from router.dispatch.choices.health_reports import ChoiceHealthReporter
 from router.dispatch.choices.waiting_choices import WaitingPosition
 from router.dispatch.hedge_run import HedgeRun
@@ -58,7 +59,9 @@ class RequestRun:
         self._queued: dict[int, WaitingPosition] = {}
         self._patience: dict[int, asyncio.TimerHandle] = {}
         self._names: list[BlockHash] = []
-        context.hasher.extend(request.hash_root, self._names, request.prompt_token_ids)
+        # As the hasher and sessions need it: turned into numbers of four bytes once.
+        self._prompt = array("i", request.prompt_token_ids)
+        context.hasher.extend(request.hash_root, self._names, self._prompt)
         self._health_reports = [
             ChoiceHealthReporter(index, request, context.health, context.placer.registry)
             for index in range(request.num_choices)
@@ -90,7 +93,7 @@ class RequestRun:
             remaining_s = self._request.deadline_s - self._context.clock()
             self._deadline = self._post_later(max(0.0, remaining_s), DeadlinePassed())
         for report in self._health_reports:
-            self._choices.append(ChoiceRun(self._request, report, self._names, self._context, self._reader))
+            self._choices.append(self._new_choice(report, self._reader))
         for choice in self._choices:
             choice.submit()
         hedging, once = self._context.hedging, self._request.only_worker is not None or bool(self._request.resume)
@@ -206,7 +209,10 @@ class RequestRun:
 
     def _twin(self, index: int) -> ChoiceRun:
         new_reader = partial(self._reader, is_twin=True)
-        return ChoiceRun(self._request, self._health_reports[index], self._names, self._context, new_reader)
+        return self._new_choice(self._health_reports[index], new_reader)
+
+    def _new_choice(self, health: ChoiceHealthReporter, new_reader: NewReader) -> ChoiceRun:
+        return ChoiceRun(self._request, health, self._prompt, self._names, self._context, new_reader)
 
     def _waiting(self, what: Waiting | None = None) -> list[ChoiceRun]:
         return [choice for choice in self._choices if choice.waiting is not None and what in (None, choice.waiting)]

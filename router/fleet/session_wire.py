@@ -33,7 +33,7 @@ from router.types.worker_view import (
 from tandem.errors import InvalidRequest
 from tandem.protocol.chain_wire import chains_from_pb, chains_to_pb
 from tandem.protocol.pin_wire import order_to_pb, totals_from_pb
-from tandem.protocol.session_versions import SPOKEN
+from tandem.protocol.session_versions import PROMPT_BYTES_SINCE, SPOKEN
 from tandem.protocol.version_negotiation import NoCommonVersion, VersionRange
 from tandem.protocol.wire import (
     failure_from_pb,
@@ -42,6 +42,7 @@ from tandem.protocol.wire import (
     sampling_to_pb,
     times_from_pb,
     token_from_pb,
+    token_ids_to_bytes,
 )
 from tandem.v1 import pins_pb2 as pins_pb
 from tandem.v1 import session_pb2 as pb
@@ -123,12 +124,14 @@ def hello_from_pb(message: pb.WorkerMessage) -> WorkerInfo:
     )
 
 
-def submit_to_pb(order: SubmitOrder, handle: int) -> pb.RouterMessage:
-    """Convert one attempt at one choice; `handle`: its name in the columns of `StepTokens`."""
+def submit_to_pb(order: SubmitOrder, handle: int, version: int = SPOKEN.newest) -> pb.RouterMessage:
+    """Convert one attempt at one choice. `handle`: its name in `StepTokens`' columns; `version`: the session's."""
+    has_bytes = version >= PROMPT_BYTES_SINCE
     submit = pb.Submit(
         request_id=order.request_id,
         attempt=order.attempt,
-        prompt_token_ids=order.prompt_token_ids,
+        prompt_token_ids=() if has_bytes else order.prompt_token_ids,
+        prompt=token_ids_to_bytes(order.prompt_token_ids) if has_bytes else b"",
         generated_token_ids=order.generated_token_ids,
         sampling=sampling_to_pb(order.sampling),
         choice_index=order.choice_index,

@@ -218,7 +218,8 @@ class WorkerSession:
 
     def submit(self, order: SubmitOrder, reader: AttemptReader) -> None:
         self._require_room()
-        self._send(submit_to_pb(order, self._begin(order.request_id, order.attempt, reader)))
+        handle = self._begin(order.request_id, order.attempt, reader)
+        self._send(submit_to_pb(order, handle, self.info.protocol_version))
 
     def score_prompt(self, order: PromptScoringOrder, deliver: DeliverScores) -> None:
         self._require_room()

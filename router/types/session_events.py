@@ -1,5 +1,6 @@
 """Messages between dispatch and one worker's session: orders to the worker, events of one attempt from it."""
 
+from array import array
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -37,7 +38,7 @@ class SubmitOrder(Struct, frozen=True, kw_only=True):
     """Id of the choice, not of the client's request."""
     attempt: int
     choice_index: int
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: "array[int]"
     generated_token_ids: tuple[int, ...]
     """Output of earlier attempts, which is input now and is never sampled again."""
     sampling: SamplingParams

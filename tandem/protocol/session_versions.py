@@ -2,13 +2,16 @@
 
 A new kind of message, or a new value of an enumeration that the session carries, raises `SPOKEN.newest` and is listed
 here. 3: EndEarlierSessions, ScorePrompt, PromptScores, Pin, Unpin, PinResult. 4: HELLO has a range of versions.
+5: Submit has the prompt as bytes.
 """
 
 from collections.abc import Iterable, Mapping
 
 from tandem.protocol.version_negotiation import Dialect, VersionRange
 
-SPOKEN = VersionRange(oldest=3, newest=4)
+SPOKEN = VersionRange(oldest=3, newest=5)
+PROMPT_BYTES_SINCE = 5
+"""The first version whose Submit has `prompt` in place of `prompt_token_ids`."""
 
 
 def _since(kinds: Mapping[int, Iterable[str]]) -> dict[str, int]:

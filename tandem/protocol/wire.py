@@ -1,5 +1,8 @@
 """Converts values that several services share to and from protobuf."""
 
+import sys
+from array import array
+
 from tandem.errors import (
     Cancelled,
     ContextLengthExceeded,
@@ -18,6 +21,7 @@ from tandem.errors import (
     Unavailable,
 )
 from tandem.v1 import common_pb2 as pb
+from tandem.v1 import session_pb2
 from tandem.values.kv_layout import KVLayout
 from tandem.values.outputs import CachedTokens, FinishReason, PhaseTimes, SampledToken, TokenLogprob
 from tandem.values.sampling import SamplingParams
@@ -68,6 +72,30 @@ _ERRORS: dict[str, type[ServingError]] = {
 NEW_ERRORS: frozenset[type[ServingError]] = frozenset({NotAllowed})
 """Errors that the previous version does not know: they are sent as the base class that it knows (ADR 14)."""
 _SENT_ERRORS = _ERRORS.keys() - {kind.__name__ for kind in NEW_ERRORS}
+
+
+def token_ids_to_bytes(token_ids: "array[int]") -> bytes:
+    """Pack an array of type "i" as `Submit.prompt`: four bytes per token, least significant first."""
+    if sys.byteorder == "big":
+        token_ids = token_ids[:]
+        token_ids.byteswap()
+    return token_ids.tobytes()
+
+
+def prompt_from_pb(submit: session_pb2.Submit) -> "array[int]":
+    """The prompt of an order, as routers of any version send it. Raises InvalidRequest."""
+    if not submit.prompt:
+        try:
+            return array("i", submit.prompt_token_ids)
+        except OverflowError:
+            raise InvalidRequest("prompt_token_ids must be below 2^31", param="prompt_token_ids") from None
+    token_ids = array("i")
+    if len(submit.prompt) % token_ids.itemsize:
+        raise InvalidRequest(f"prompt has {len(submit.prompt)} bytes, not four for each token", param="prompt")
+    token_ids.frombytes(submit.prompt)
+    if sys.byteorder == "big":
+        token_ids.byteswap()
+    return token_ids
 
 
 def sampling_to_pb(params: SamplingParams) -> pb.SamplingParams:

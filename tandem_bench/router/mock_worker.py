@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tandem.config.cluster_tls import ClusterTls
 from tandem.protocol.session_versions import SPOKEN
-from tandem.protocol.wire import finish_reason_to_pb
+from tandem.protocol.wire import finish_reason_to_pb, prompt_from_pb
 from tandem.rpc.cluster_credentials import open_credentials
 from tandem.rpc.cluster_grpc import ClusterAuth, make_server, open_port
 from tandem.v1 import common_pb2 as common
@@ -120,7 +120,7 @@ class MockWorker:
     def _compute(self, port: SessionPort, submit: pb.Submit) -> None:
         """Compute a prompt in no time; new blocks are cached and reported."""
         names: list[BlockHash] = []
-        self._hasher.extend(BlockHash(submit.hash_root), names, submit.prompt_token_ids)
+        self._hasher.extend(BlockHash(submit.hash_root), names, prompt_from_pb(submit))
         fresh = [name for name in names if name not in self._cached]
         if fresh:
             port.send_events(self._num_events, [pb.KVEvent(block_hash=name, stored=True) for name in fresh])

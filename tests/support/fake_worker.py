@@ -13,7 +13,7 @@ import grpc
 import grpc.aio
 
 from tandem.protocol.session_versions import SPOKEN
-from tandem.protocol.wire import finish_reason_to_pb
+from tandem.protocol.wire import finish_reason_to_pb, prompt_from_pb
 from tandem.rpc.cluster_grpc import ClusterAuth, listen, make_server
 from tandem.v1 import common_pb2 as common
 from tandem.v1 import session_pb2 as pb
@@ -270,6 +270,8 @@ class FakeWorker(WorkerServicer):
     def _take(self, message: pb.RouterMessage, tasks: asyncio.TaskGroup) -> list[asyncio.Task[Any]]:
         match message.WhichOneof("kind"):
             case "submit":
+                if message.submit.prompt:
+                    message.submit.prompt_token_ids.extend(prompt_from_pb(message.submit))
                 submission = Submission(message.submit, self.send)
                 self._live[message.submit.request_id] = submission
                 self.submissions.put_nowait(submission)

@@ -1,6 +1,7 @@
 """Runs one choice of a request: feeds its worker's events to `ChoiceProgress` and sends orders to workers."""
 
 import logging
+from array import array
 from collections.abc import Sequence
 
 from msgspec.structs import replace
@@ -56,11 +57,12 @@ class ChoiceRun:
         self,
         request: RoutedRequest,
         health: ChoiceHealthReporter,
+        prompt: "array[int]",
         names: list[BlockHash],
         context: DispatchContext,
         new_reader: NewReader,
     ) -> None:
-        """`names`: the hashes of the prompt's blocks."""
+        """`prompt`: the request's token ids; `names`: the hashes of their blocks."""
         self.done = False
         self.waiting: Waiting | None = None
         self.failure: ServingError | None = None
@@ -68,6 +70,7 @@ class ChoiceRun:
         self._health = health
         self._index, self._request = health.index, request
         self._request_id = RequestId(f"{request.request_id}-{self._index}")
+        self._prompt = prompt
         self._prompt_names = names
         self._context = context
         self._placer = context.placer
@@ -407,7 +410,7 @@ class ChoiceRun:
             request_id=self._request_id,
             attempt=attempt,
             choice_index=self._index,
-            prompt_token_ids=request.prompt_token_ids,
+            prompt_token_ids=self._prompt,
             generated_token_ids=tuple(self._progress.token_ids),
             sampling=request.sampling,
             hash_root=request.hash_root,

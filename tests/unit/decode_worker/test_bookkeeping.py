@@ -1,12 +1,18 @@
+from array import array
+
 import pytest
 
 from decode_worker.orders import request_from_pb, route_from_pb
 from decode_worker.task import DecodeTask, SentTokens, TaskPhase
 from decode_worker.task_index import TaskIndex
+from router.fleet.session_wire import submit_to_pb
+from router.types.session_events import SubmitOrder
 from tandem.errors import InvalidRequest, InvariantError
+from tandem.protocol.session_versions import PROMPT_BYTES_SINCE
 from tandem.v1 import common_pb2 as common
 from tandem.v1 import session_pb2 as pb
 from tandem.values.ids import BlockId, Incarnation, RequestId, TransferId
+from tandem.values.sampling import SamplingParams
 from tests.support.engine import ledger
 from tests.support.engine.ledger_host import parts
 from worker.decisions.destinations import Destinations
@@ -122,11 +128,35 @@ def test_order_valid_becomes_request() -> None:
     assert request_from_pb(submit(timeout_s=2.5), RequestId("8:r"), parts(), 12.0).deadline_s == 14.5
 
 
+@pytest.mark.parametrize("version", [PROMPT_BYTES_SINCE - 1, PROMPT_BYTES_SINCE])
+def test_order_has_prompt_as_worker_of_that_version_reads_it(version: int) -> None:
+    tokens = [0, 1, ledger.VOCAB - 1]
+    order = SubmitOrder(
+        request_id=RequestId("r"),
+        attempt=1,
+        choice_index=0,
+        prompt_token_ids=array("i", tokens),
+        generated_token_ids=(5,),
+        sampling=SamplingParams(max_tokens=4),
+        hash_root=ledger.ROOT,
+        priority=0,
+        timeout_s=None,
+        prefill=None,
+    )
+    wire = submit_to_pb(order, 1, version).submit
+    assert (list(wire.prompt_token_ids), len(wire.prompt)) == (([], 12) if version == 5 else (tokens, 0))
+    request = request_from_pb(wire, RequestId("1:r"), parts(), 0.0)
+    assert (list(request.token_ids), request.num_prompt_tokens) == ([*tokens, 5], 3)
+
+
 @pytest.mark.parametrize(
     ("changes", "param"),
     [
         ({"prompt_token_ids": [ledger.VOCAB]}, "prompt_token_ids"),
         ({"prompt_token_ids": [2**32 - 1]}, "prompt_token_ids"),
+        ({"prompt": array("i", [1, ledger.VOCAB]).tobytes()}, "prompt_token_ids"),
+        ({"prompt": array("i", [-1, 2]).tobytes()}, "prompt_token_ids"),
+        ({"prompt": bytes(7)}, "prompt"),
         ({"generated_token_ids": [ledger.VOCAB]}, "generated_token_ids"),
         ({"hash_root": b"short"}, "hash_root"),
         ({"request_id": ""}, "request_id"),

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import sys
+from array import array
 from collections import deque
 from random import Random
 
@@ -135,7 +136,7 @@ async def test_session_orders_are_batched_in_order() -> None:
 
 
 def test_session_order_batches_stay_below_message_bound() -> None:
-    long = submit_to_pb(_order(prompt=tuple(range(1 << 17, 1 << 18))), 1)
+    long = submit_to_pb(_order(prompt=tuple(range(1 << 17, (1 << 17) + 100_000))), 1)
     short = submit_to_pb(_order(), 2)
     waiting = deque([short, short, long, long, long, short])
     sizes = []
@@ -367,7 +368,7 @@ def _order(name: str = "r-0", *, attempt: int = 2, prompt: tuple[int, ...] = PRO
         request_id=RequestId(name),
         attempt=attempt,
         choice_index=1,
-        prompt_token_ids=prompt,
+        prompt_token_ids=array("i", prompt),
         generated_token_ids=(5, 6),
         sampling=SamplingParams(temperature=0.0, num_logprobs=0, logit_bias={3: -1.0}, stop_token_ids=(9,)),
         hash_root=ROOT,
