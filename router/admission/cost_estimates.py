@@ -25,13 +25,13 @@ class TenantStats:
 
     def learn(self, tenant: str, *, output_tokens: float, computed_share: float) -> None:
         """Learn from a request that has ended well."""
-        seen = (output_tokens, computed_share)
-        self._of[tenant] = _blend(self._of.get(tenant, seen), seen)
-        self._all = _blend(self._all, seen)
-
-
-def _blend(old: tuple[float, float], new: tuple[float, float]) -> tuple[float, float]:
-    return (old[0] + _SMOOTHING * (new[0] - old[0]), old[1] + _SMOOTHING * (new[1] - old[1]))
+        output, share = self._of.get(tenant, (output_tokens, computed_share))
+        self._of[tenant] = (
+            output + _SMOOTHING * (output_tokens - output),
+            share + _SMOOTHING * (computed_share - share),
+        )
+        output, share = self._all
+        self._all = (output + _SMOOTHING * (output_tokens - output), share + _SMOOTHING * (computed_share - share))
 
 
 class TicketIssuer:

@@ -26,32 +26,34 @@ class CapacityWatch:
         self._policy = policy
         self._clock = clock
         self._is_due = is_due
-        self._transit: set[AdmissionEntry] = set()
+        self.in_transit: set[AdmissionEntry] = set()
+        """Requests that had their turn and are not placed yet."""
         self.awaited = False
         """Whether, at the last measurement, no worker served and one was expected to."""
 
     @property
     def num_in_transit(self) -> int:
-        """Requests that had their turn and are not placed yet."""
-        return len(self._transit)
+        return len(self.in_transit)
 
     def began(self, entry: AdmissionEntry) -> None:
         """Record that a request has its turn."""
         entry.in_transit = True
-        self._transit.add(entry)
+        self.in_transit.add(entry)
 
     def placed(self, entry: AdmissionEntry) -> None:
         """Record that a request was placed, or has ended."""
         entry.in_transit = False
-        self._transit.discard(entry)
+        self.in_transit.discard(entry)
 
     def measure(self) -> ClusterCapacity:
         """Measure the cluster's capacity at this moment."""
-        transit = InTransit(
-            num_requests=len(self._transit),
-            work_tokens=sum(entry.ticket.work_tokens for entry in self._transit if not entry.is_local),
-            local_tokens=sum(entry.ticket.work_tokens for entry in self._transit if entry.is_local),
-        )
+        work_tokens = local_tokens = 0.0
+        for entry in self.in_transit:
+            if entry.is_local:
+                local_tokens += entry.ticket.work_tokens
+            else:
+                work_tokens += entry.ticket.work_tokens
+        transit = InTransit(num_requests=len(self.in_transit), work_tokens=work_tokens, local_tokens=local_tokens)
         room = measure_capacity(self._view(), self._policy, transit, self._clock())
         self.awaited = not room.usable and self._is_due()
         return replace(room, awaited=True) if self.awaited else room
@@ -80,7 +82,7 @@ class TurnRule:
         shortage = room.shortage(ticket.num_tokens)
         if self._num_refused():
             return Shortage.DECODE if shortage is None else shortage.and_decode()
-        if shortage is None and self._places(ticket.priority) <= self._watch.num_in_transit:
+        if shortage is None and self._places(ticket.priority) <= len(self._watch.in_transit):
             return Shortage.ROUTER
         return shortage
 

@@ -1,7 +1,6 @@
 """Requests as admission sees them, its results, and its bounds."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from msgspec import Struct
 
@@ -75,7 +74,7 @@ class AdmissionEntry(Struct, kw_only=True, eq=False):
     """Set when a choice has ended."""
 
 
-class AdmissionResult(NamedTuple):
+class AdmissionResult(Struct, frozen=True):
     """The outcome of one client call."""
 
     entries: list[AdmissionEntry]
