@@ -224,7 +224,9 @@ def _filled_in(rates: Floats, prior: float) -> Floats:
 class DrainMeter:
     """Measures how much is served per second while requests wait, whatever the bottleneck is."""
 
-    def __init__(self, *, now_s: float) -> None:
+    def __init__(self, *, now_s: float, input_weight: float = 1.0) -> None:
+        """`input_weight`: cost of one computed prompt token."""
+        self._input_weight = input_weight
         self._now_s = now_s
         self._busy_s = 0.0
         self._cost = 0.0
@@ -248,6 +250,7 @@ class DrainMeter:
         """Count a waiting request that got its turn."""
         self._cost += cost
 
-    def rate(self, prior: float) -> float:
-        """Return the cost served per second; `prior`: the rate assumed where little was measured."""
+    def rate(self, prefill_tokens_per_s: float) -> float:
+        """Return the cost served per second; where little was measured, that of a cluster with this prefill rate."""
+        prior = prefill_tokens_per_s * self._input_weight
         return max(1e-6, (self._cost + prior * _BELIEVED_S) / (self._busy_s + _BELIEVED_S))

@@ -63,8 +63,6 @@ class FairAdmission:
         self.ended = False
         """No continued stream is admitted either."""
         self.num_inflight = 0
-        self.placed = self._watch.placed
-        """Counts a request as its workers' from now on."""
 
     @property
     def num_waiting(self) -> int:
@@ -164,6 +162,10 @@ class FairAdmission:
                 found.append((entry, error))
         return found
 
+    def placed(self, entry: AdmissionEntry) -> None:
+        """Count a request as its workers' from now on."""
+        self._watch.in_transit.discard(entry)
+
     def generated(self, entry: AdmissionEntry, num_tokens: int) -> None:
         """Charge tokens that the client did not have yet."""
         entry.output_tokens += num_tokens
@@ -187,8 +189,7 @@ class FairAdmission:
         ticket = entry.ticket
         self._forecast.last_seen_s[ticket.tenant] = self._clock()
         self.num_inflight -= 1
-        if entry.in_transit:
-            self.placed(entry)
+        self._watch.in_transit.discard(entry)
         if entry.waiting:
             self._pass_time()
             self._queue.remove(ticket)
@@ -239,7 +240,7 @@ class FairAdmission:
         at_once = self._rule.shortage(ticket, room) is None and (
             nobody_waits or self._rule.passes(ticket, room) or not room.ever_holds(num_tokens)
         )
-        rate = forecast.rate(room)
+        rate = forecast.meter.rate(room.prefill_tokens_per_s)
         passed_s = self._pass_time()
         if at_once and nobody_waits:
             self._counters.unclaimed(ticket.tenant, rate * passed_s, credit=self._policy.credit_s * rate)
@@ -253,7 +254,7 @@ class FairAdmission:
             waiting: Collection[str] = () if nobody_waits else self._queue.tenants
             if ticket.tenant not in waiting:
                 self._counters.activate(ticket.tenant, waiting, credit=forecast.credit(ticket, room))
-            entry.is_local = room.local is not None and room.local_prefill(num_tokens) is not None
+            entry.is_local = room.local is not None and room.local.reads(num_tokens)
             return []
         evicted = [self._displace(victim, room) for victim in self._limits.evict_for(ticket, room)]
         self._queue.push(ticket, credit=forecast.credit(ticket, room))
@@ -273,8 +274,8 @@ class FairAdmission:
         return self._forecast.meter.passed(self._clock(), busy=busy)
 
     def _give_turn(self, entry: AdmissionEntry) -> None:
-        entry.waiting, entry.had_turn = False, True
-        self._watch.began(entry)
+        entry.waiting = False
+        self._watch.in_transit.add(entry)
         self._counters.served(entry.ticket.tenant, input_tokens=entry.ticket.work_tokens)
         self.counts.num_turns += 1
         self.counts.waited_s += self._clock() - entry.ticket.arrived_s

@@ -105,7 +105,7 @@ class QueueLimits:
 
     def queue_full_error(self, ticket: Ticket, room: ClusterCapacity) -> Overloaded:
         """Make the refusal of a request that the queue has no room for."""
-        wait_s = ticket.cost / self._forecast.rate(room)
+        wait_s = ticket.cost / self._forecast.meter.rate(room.prefill_tokens_per_s)
         self._counts.rejected(Rejection.QUEUE_FULL, ticket.tenant)
         retry_s = self._forecast.retry_after_s(ticket, wait_s, room)
         return Overloaded(f"{self._queue.num_requests} requests are waiting", retry_after_s=retry_s)

@@ -31,20 +31,6 @@ class CapacityWatch:
         self.awaited = False
         """Whether, at the last measurement, no worker served and one was expected to."""
 
-    @property
-    def num_in_transit(self) -> int:
-        return len(self.in_transit)
-
-    def began(self, entry: AdmissionEntry) -> None:
-        """Record that a request has its turn."""
-        entry.in_transit = True
-        self.in_transit.add(entry)
-
-    def placed(self, entry: AdmissionEntry) -> None:
-        """Record that a request was placed, or has ended."""
-        entry.in_transit = False
-        self.in_transit.discard(entry)
-
     def measure(self) -> ClusterCapacity:
         """Measure the cluster's capacity at this moment."""
         work_tokens = local_tokens = 0.0
@@ -77,14 +63,12 @@ class TurnRule:
 
     def shortage(self, ticket: Ticket, room: ClusterCapacity) -> Shortage | None:
         """Return why it cannot run now; None: it can, or never will."""
-        if not room.ever_holds(ticket.num_tokens):
-            return None
         shortage = room.shortage(ticket.num_tokens)
         if self._num_refused():
-            return Shortage.DECODE if shortage is None else shortage.and_decode()
-        if shortage is None and self._places(ticket.priority) <= len(self._watch.in_transit):
-            return Shortage.ROUTER
-        return shortage
+            shortage = Shortage.DECODE if shortage is None else shortage.and_decode()
+        elif shortage is None and self._places(ticket.priority) <= len(self._watch.in_transit):
+            shortage = Shortage.ROUTER
+        return shortage if shortage is None or room.ever_holds(ticket.num_tokens) else None
 
     def next_turn(self, first: Ticket, room: ClusterCapacity) -> Ticket | None:
         """Return the request that runs next: the first in line, or one that may overtake it; None: all wait."""
@@ -104,7 +88,7 @@ class TurnRule:
         """Whether the first in line waits for the prefill pool alone, with a slot left for it if another overtakes."""
         return (
             self.shortage(first, room) is Shortage.PREFILL
-            and self._places(first.priority) > self._watch.num_in_transit + 1
+            and self._places(first.priority) > len(self._watch.in_transit) + 1
         )
 
     def held(self, room: ClusterCapacity) -> dict[Shortage, QueuedTotals]:

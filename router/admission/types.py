@@ -64,8 +64,6 @@ class AdmissionEntry(Struct, kw_only=True, eq=False):
     ticket: Ticket
     grant: RateLimitGrant
     waiting: bool = False
-    in_transit: bool = False
-    had_turn: bool = False
     is_local: bool = False
     """Whether it had its turn because a decode worker prefills its prompt itself."""
     ended: bool = False

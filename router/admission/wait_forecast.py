@@ -56,20 +56,22 @@ class WaitForecast:
         self._retry = RetryAfterEstimator(now_s=clock())
         self.last_seen_s: dict[str, float] = {}
         """Time of each tenant's latest request here: when it arrived or ended."""
-        self.meter = DrainMeter(now_s=clock())
+        self.meter = DrainMeter(now_s=clock(), input_weight=policy.input_weight)
 
     def credit(self, ticket: Ticket, room: ClusterCapacity) -> float:
         """Return, in cost, how far its tenant may stay behind the others, unless it has been away too long."""
         away_s = ticket.arrived_s - self.last_seen_s.get(ticket.tenant, ticket.arrived_s)
-        return self._policy.credit_s * self.rate(room) if away_s < self._policy.credit_lapses_s else 0.0
-
-    def rate(self, room: ClusterCapacity) -> float:
-        """Return the cost served per second."""
-        return self.meter.rate(room.prefill_tokens_per_s * self._policy.input_weight)
+        return (
+            self._policy.credit_s * self.meter.rate(room.prefill_tokens_per_s)
+            if away_s < self._policy.credit_lapses_s
+            else 0.0
+        )
 
     def whole_s(self, room: ClusterCapacity) -> float:
         """Seconds until everything queued has been served: no request waits longer."""
-        return sum(ticket.cost for ticket in self._queue) / self.rate(room) + room.least_wait_s
+        return (
+            sum(ticket.cost for ticket in self._queue) / self.meter.rate(room.prefill_tokens_per_s) + room.least_wait_s
+        )
 
     def wait_s(self, ticket: Ticket, room: ClusterCapacity) -> float:
         """Seconds until a worker begins its prompt."""
@@ -88,7 +90,7 @@ class WaitForecast:
         if first is None and self._rule.shortage(ticket, room) is None:
             return room.least_wait_s
         ahead = self._queue.ahead_of(ticket, credit=self.credit(ticket, room))
-        return (ahead.cost + ticket.cost) / self.rate(room) + room.least_wait_s
+        return (ahead.cost + ticket.cost) / self.meter.rate(room.prefill_tokens_per_s) + room.least_wait_s
 
     def lateness(
         self, ticket: Ticket, room: ClusterCapacity, wait_s: float, *, share: float, patience: float = 1.0
@@ -115,4 +117,6 @@ class WaitForecast:
 
     def retry_after_s(self, ticket: Ticket, over_s: float, room: ClusterCapacity) -> float:
         """Return the Retry-After of a request that arrives `over_s` too early."""
-        return self._retry.retry_after_s(ticket.cost, over_s, rate=self.rate(room), now_s=self._clock())
+        return self._retry.retry_after_s(
+            ticket.cost, over_s, rate=self.meter.rate(room.prefill_tokens_per_s), now_s=self._clock()
+        )

@@ -52,11 +52,17 @@ class AdmittedRequest(Struct, kw_only=True, eq=False):
 
     async def __aenter__(self) -> Self:
         """Wait for its turn. Raises the error that it was refused with."""
-        try:
-            await self.queue.wait_for_turn(self.entry)
-        except BaseException:
-            self.queue.end(self)
-            raise
+        turns = self.queue.turns
+        if (turn := turns.get(self.entry)) is not None:
+            try:
+                await turn
+            except BaseException:
+                turns.pop(self.entry, None)
+                self.queue.end(self)
+                raise
+            turns.pop(self.entry, None)
+        # The run counts itself at its workers before its first await.
+        asyncio.get_running_loop().call_soon(self.queue.placed, self.entry)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -98,8 +104,8 @@ class AdmissionQueue:
         self._continuations = continuations
         self._visits: dict[RequestId, AdmittedRequest] = {}
         """The latest request of each stream."""
-        self._turns: dict[AdmissionEntry, asyncio.Future[None]] = {}
-        """Of requests that had to wait and do not run yet: while it is empty, none waits."""
+        self.turns: dict[AdmissionEntry, asyncio.Future[None]] = {}
+        """The turns of requests that had to wait, until they run; while it is empty, none waits."""
         self._entered: dict[RequestId, AdmittedRequest] = {}
         """Requests of multi-request calls that have not run yet."""
         self._recheck_timer: asyncio.TimerHandle | None = None
@@ -123,8 +129,10 @@ class AdmissionQueue:
         self.admission.ended = True
 
     def turn(self, request: RoutedRequest) -> AdmittedRequest:
-        """Enter the queue, unless its call has: use the result as a context manager. Raises Overloaded or Unavailable
-        with a Retry-After, then or on entering that."""
+        """Enter the queue, unless `admitted` has; the result is a context manager, in which the request has its turn.
+
+        Raises Overloaded or Unavailable with a Retry-After, as entering the result does.
+        """
         return self._entered.pop(request.request_id, None) or self._enter([request])[0]
 
     @contextlib.contextmanager
@@ -138,18 +146,14 @@ class AdmissionQueue:
             for visit in visits:
                 if self._entered.get(visit.request_id) is visit:
                     del self._entered[visit.request_id]
-                    self._turns.pop(visit.entry, None)
+                    self.turns.pop(visit.entry, None)
                     self.end(visit)
 
-    async def wait_for_turn(self, entry: AdmissionEntry) -> None:
-        """Wait for the entry's turn. Raises the error that it was refused with."""
-        if (turn := self._turns.get(entry)) is not None:
-            try:
-                await turn
-            finally:
-                self._turns.pop(entry, None)
-        # The run counts itself at its workers before its first await.
-        asyncio.get_running_loop().call_soon(self._placed, entry)
+    def placed(self, entry: AdmissionEntry) -> None:
+        """Count a request as its workers' from now on, and give turns to others if that makes room."""
+        self.admission.placed(entry)
+        if self.turns:
+            self._pump()
 
     def charge(self, visit: AdmittedRequest) -> None:
         """Charge the deltas collected so far."""
@@ -162,7 +166,7 @@ class AdmissionQueue:
             visit.passed += passed
             was_silent = not entry.output_tokens
             self.admission.generated(entry, count - passed)
-            if was_silent and self._turns:
+            if was_silent and self.turns:
                 # Its prompt is computed, so there may be room for another one.
                 self._pump()
 
@@ -179,7 +183,7 @@ class AdmissionQueue:
         self.admission.end(visit.entry, taken=visit.was_taken)
         if self.admission.closed:
             self._ended.set()
-        if self._turns:
+        if self.turns:
             self._pump()
 
     def _enter(self, requests: Sequence[RoutedRequest]) -> list[AdmittedRequest]:
@@ -202,7 +206,7 @@ class AdmissionQueue:
             if wanted.promised:
                 self._continuations.begun(request.request_id)
             if entry.waiting:
-                self._turns[entry] = loop.create_future()
+                self.turns[entry] = loop.create_future()
             visit = AdmittedRequest(
                 queue=self,
                 request_id=request.request_id,
@@ -214,7 +218,7 @@ class AdmissionQueue:
             )
             self._visits[request.request_id] = visit
             visits.append(visit)
-        if self._turns and self._recheck_timer is None:
+        if self.turns and self._recheck_timer is None:
             self._recheck_timer = loop.call_later(_RECHECK_S, self._recheck)
         return visits
 
@@ -242,14 +246,9 @@ class AdmissionQueue:
         shown = sum(point.num_tokens for index, point in enumerate(points) if index not in visit.adopted)
         self.admission.generated(visit.entry, min(visit.passed, shown))
 
-    def _placed(self, entry: AdmissionEntry) -> None:
-        self.admission.placed(entry)
-        if self._turns:
-            self._pump()
-
     def _pump(self) -> None:
         for entry in self.admission.pump():
-            if (turn := self._turns.get(entry)) is not None and not turn.done():
+            if (turn := self.turns.get(entry)) is not None and not turn.done():
                 turn.set_result(None)
 
     def _recheck(self) -> None:
@@ -261,7 +260,7 @@ class AdmissionQueue:
 
     def _refuse(self, refused: list[tuple[AdmissionEntry, ServingError]]) -> None:
         for entry, error in refused:
-            if (turn := self._turns.get(entry)) is not None and not turn.done():
+            if (turn := self.turns.get(entry)) is not None and not turn.done():
                 turn.set_exception(error)
 
 
