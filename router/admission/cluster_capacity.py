@@ -110,7 +110,7 @@ class ClusterCapacity(Struct, frozen=True, kw_only=True):
         """Return what a request with such a prompt would wait for; None: it would run now."""
         if not self.usable:
             return Shortage.DECODE if self.awaited else None
-        prefill = self._prefill_shortage(num_tokens)
+        prefill = None if self.slack_tokens > 0.0 else self._prefill_shortage(num_tokens)
         if self.slots > 0 and num_tokens < self.free_tokens:
             return prefill
         return Shortage.DECODE if prefill is None else prefill.and_decode()
@@ -125,6 +125,11 @@ class ClusterCapacity(Struct, frozen=True, kw_only=True):
         """Like `local_prefill`, but only if such a prompt lacks nothing else of the decode pool."""
         return self.local_prefill(num_tokens) if self.slots > 1 and num_tokens < self.free_tokens else None
 
+    def least_wait_of(self, num_tokens: int) -> float:
+        """Seconds until a worker could begin such a prompt, if no request waited before it."""
+        local = None if self.local is None else self.unblocked_local_prefill(num_tokens)
+        return self.least_wait_s if local is None else local.wait_s
+
     def max_overtaking_tokens(self, num_tokens: int) -> float:
         """Return the longest prompt that may overtake one of `num_tokens` that waits for the prefill pool alone.
 
@@ -136,8 +141,7 @@ class ClusterCapacity(Struct, frozen=True, kw_only=True):
         return min(local.most_tokens, self.free_tokens - num_tokens - 1)
 
     def _prefill_shortage(self, num_tokens: int) -> Shortage | None:
-        if self.slack_tokens > 0.0:
-            return None
+        """Return what such a prompt lacks while the prefilling pool has enough work."""
         if self.decode_reads:
             return Shortage.DECODE
         local = self.local_prefill(num_tokens)
@@ -150,14 +154,18 @@ class ClusterCapacity(Struct, frozen=True, kw_only=True):
 def measure_capacity(view: ClusterView, policy: CapacityPolicy, transit: InTransit, now_s: float) -> ClusterCapacity:
     """Measure the room that is left beside `transit`, in a few operations per pool, however many workers it has."""
     decode, prefill = view.decode, view.prefill
-    willing = _willing(decode, now_s)
-    decode_reads = not _any(prefill, _lending(prefill))
-    computing, rows = (decode, willing) if decode_reads else (prefill, _lending(prefill))
-    measured = computing.tokens_per_s[rows]
-    rates = _rates(measured, computing, policy.prior_prefill_tokens_per_s)
+    willing, lending = _willing(decode, now_s), _lending(prefill)
+    computing, rows, measured = prefill, lending, prefill.tokens_per_s[lending]
+    if decode_reads := not len(measured):
+        computing, rows, measured = decode, willing, decode.tokens_per_s[willing]
+    rates = measured
+    if "prefill_ms" in computing.unmeasured:
+        rates = _filled_in(measured, policy.prior_prefill_tokens_per_s)
     backlogs, active = computing.backlog_now[rows], decode.active_now[willing]
     slack = float(_sum(np.maximum(policy.worker_backlog_s * rates - backlogs, 0.0))) - transit.work_tokens
-    slots = _slots(active, decode.step_ms[willing], policy)
+    slots: Floats = np.maximum(policy.max_running_per_worker - active, 0.0)
+    if policy.max_itl_s is not None:
+        slots = np.where((active > 0.0) & (decode.step_ms[willing] > 1e3 * policy.max_itl_s), 0.0, slots)
     local = None
     if slack <= 0.0 and not decode_reads and policy.costs is not None:
         local = local_prefill_capacity(
@@ -168,13 +176,18 @@ def measure_capacity(view: ClusterView, policy: CapacityPolicy, transit: InTrans
             transit_tokens=transit.local_tokens,
             now_s=now_s,
         )
+    # Without a willing worker none is open either.
+    usable, free_tokens, pool_tokens = len(active) > 0, 0.0, math.inf
+    if usable:
+        free_tokens = float(_most(decode.free_tokens[willing])) if _least(active) > 0.0 else math.inf
+        pool_tokens = float(_most(decode.members.pool_tokens[_ALL if decode.open is None else decode.open]))
     return ClusterCapacity(
-        usable=_any(decode, _open(decode)),
+        usable=usable,
         decode_reads=decode_reads,
         slots=int(_sum(slots)) - transit.num_requests,
         slack_tokens=slack,
-        free_tokens=_free_tokens(active, decode.free_tokens[willing]),
-        pool_tokens=_pool_tokens(decode),
+        free_tokens=free_tokens,
+        pool_tokens=pool_tokens,
         prefill_tokens_per_s=float(_sum(rates)) or policy.prior_prefill_tokens_per_s,
         measured_tokens_per_s=float(_most(measured)) if len(rates) else 0.0,
         least_wait_s=float(_least(backlogs / rates)) if len(rates) else 0.0,
@@ -182,87 +195,62 @@ def measure_capacity(view: ClusterView, policy: CapacityPolicy, transit: InTrans
     )
 
 
-def _any(pool: PoolView, rows: _Rows) -> bool:
-    return len(pool.members) > 0 if isinstance(rows, slice) else bool(_or(rows))
-
-
-def _open(pool: PoolView) -> _Rows:
-    return _ALL if pool.open is None else pool.open
-
-
-def _lending(pool: PoolView) -> _Rows:
-    lends = pool.members.lends
-    if lends is None:
-        return _open(pool)
-    return lends if pool.open is None else lends & pool.open
-
-
 def _willing(pool: PoolView, now_s: float) -> _Rows:
-    """Leave out workers that have just refused or failed, unless there are no others."""
+    """Select the workers that accept requests, without those that have just refused or failed unless there are no
+    others."""
+    rows = _ALL if pool.open is None else pool.open
     if pool.penalised_until_s is None:
-        return _open(pool)
+        return rows
     willing = pool.penalised_until_s <= now_s
     if pool.open is not None:
         willing &= pool.open
-    return willing if _or(willing) else _open(pool)
+    return willing if _or(willing) else rows
 
 
-def _rates(rates: Floats, pool: PoolView, prior: float) -> Floats:
+def _lending(pool: PoolView) -> _Rows:
+    """Select the workers that accept requests and can hand off what they compute."""
+    lends = pool.members.lends
+    if lends is None:
+        return _ALL if pool.open is None else pool.open
+    return lends if pool.open is None else lends & pool.open
+
+
+def _filled_in(rates: Floats, prior: float) -> Floats:
     """Fill in the mean rate for workers that have not measured theirs."""
-    if "prefill_ms" not in pool.unmeasured:
-        return rates
     known = rates > 0.0
     return np.where(known, rates, rates[known].mean() if _or(known) else prior)
-
-
-def _slots(active: Floats, step_ms: Floats, policy: CapacityPolicy) -> Floats:
-    free: Floats = np.maximum(policy.max_running_per_worker - active, 0.0)
-    if policy.max_itl_s is None:
-        return free
-    return np.where((active > 0.0) & (step_ms > 1e3 * policy.max_itl_s), 0.0, free)
-
-
-def _pool_tokens(pool: PoolView) -> float:
-    rows = _open(pool)
-    return float(_most(pool.members.pool_tokens[rows])) if _any(pool, rows) else math.inf
-
-
-def _free_tokens(active: Floats, free_tokens: Floats) -> float:
-    if not len(active):
-        return 0.0
-    return float(_most(free_tokens)) if _least(active) > 0.0 else math.inf
 
 
 class DrainMeter:
     """Measures how much is served per second while requests wait, whatever the bottleneck is."""
 
-    def __init__(self, *, now_s: float) -> None:
+    def __init__(self, *, now_s: float, input_weight: float = 1.0) -> None:
+        """`input_weight`: cost of one computed prompt token."""
+        self._input_weight = input_weight
         self._now_s = now_s
         self._busy_s = 0.0
         self._cost = 0.0
 
-    def passed(self, now_s: float, *, busy: bool) -> None:
-        """Advance the clock; `busy`: requests waited throughout.
+    def passed(self, now_s: float, *, busy: bool) -> float:
+        """Advance the clock, and return the seconds that have passed; `busy`: requests waited throughout.
 
         Measurements fade even while no request waits: otherwise, after a slow hour, every request that would have to
         wait would be refused, and nothing would ever be measured again.
         """
-        if now_s > self._now_s:
-            kept = math.exp((self._now_s - now_s) / _REMEMBERED_S)
+        passed_s, self._now_s = max(0.0, now_s - self._now_s), now_s
+        if passed_s > 0.0:
+            kept = math.exp(-passed_s / _REMEMBERED_S)
             self._busy_s *= kept
             self._cost *= kept
             if busy:
                 self._busy_s += _REMEMBERED_S * (1.0 - kept)
-        self._now_s = now_s
-
-    def since(self, now_s: float) -> float:
-        """Seconds since the last call of `passed`."""
-        return max(0.0, now_s - self._now_s)
+        return passed_s
 
     def served(self, cost: float) -> None:
         """Count a waiting request that got its turn."""
         self._cost += cost
 
-    def rate(self, prior: float) -> float:
-        """Return the cost served per second; `prior`: the rate assumed where little was measured."""
+    def rate(self, prefill_tokens_per_s: float) -> float:
+        """Return the cost served per second; where little was measured, that of a cluster with this prefill rate."""
+        prior = prefill_tokens_per_s * self._input_weight
         return max(1e-6, (self._cost + prior * _BELIEVED_S) / (self._busy_s + _BELIEVED_S))

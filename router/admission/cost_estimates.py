@@ -12,28 +12,6 @@ _USUAL_OUTPUT_TOKENS = 128.0
 """Assumed for a new tenant while no other tenant has been measured either."""
 
 
-class TenantStats:
-    """Running means per tenant; a new tenant is assumed to be like the mean of all requests."""
-
-    def __init__(self) -> None:
-        self._of: dict[str, tuple[float, float]] = {}
-        self._all = (_USUAL_OUTPUT_TOKENS, 1.0)
-
-    def expected(self, tenant: str) -> tuple[float, float]:
-        """Return the expected answer tokens over all choices, and the expected uncached share of the prompt."""
-        return self._of.get(tenant, self._all)
-
-    def learn(self, tenant: str, *, output_tokens: float, computed_share: float) -> None:
-        """Learn from a request that has ended well."""
-        seen = (output_tokens, computed_share)
-        self._of[tenant] = _blend(self._of.get(tenant, seen), seen)
-        self._all = _blend(self._all, seen)
-
-
-def _blend(old: tuple[float, float], new: tuple[float, float]) -> tuple[float, float]:
-    return (old[0] + _SMOOTHING * (new[0] - old[0]), old[1] + _SMOOTHING * (new[1] - old[1]))
-
-
 class TicketIssuer:
     """Makes the tickets of one router, and learns from requests that have ended."""
 
@@ -41,15 +19,18 @@ class TicketIssuer:
         self._counters = counters
         self._limiter = limiter
         self._clock = clock
-        self._stats = TenantStats()
         self._num_made = 0
+        self._means: dict[str, tuple[float, float]] = {}
+        """Running means per tenant: answer tokens over all choices, and the uncached share of the prompt."""
+        self._mean = (_USUAL_OUTPUT_TOKENS, 1.0)
+        """Those of all requests: a new tenant is assumed to be like them."""
 
     def make(self, wanted: AdmissionRequest) -> Ticket:
         """Make a ticket, numbered in order of arrival, which is now."""
         self._num_made += 1
-        tenant, most = wanted.tenant, wanted.max_output_tokens
-        output, share = self._stats.expected(tenant)
-        work, output = wanted.num_tokens * share, min(float(most), output)
+        tenant = wanted.tenant
+        output, share = self._means.get(tenant, self._mean)
+        work, output = wanted.num_tokens * share, min(float(wanted.max_output_tokens), output)
         return Ticket(
             tenant=tenant,
             priority=self._limiter.priority(tenant, wanted.priority),
@@ -63,10 +44,19 @@ class TicketIssuer:
         )
 
     def learn(self, entry: AdmissionEntry, cached_tokens: int) -> None:
-        """Charge the tenant what an ended request really cost; `cached_tokens` of its prompt were cached."""
+        """Charge the tenant what a request that ended well really cost; `cached_tokens` of its prompt were cached."""
         ticket = entry.ticket
         computed = max(0, ticket.num_tokens - cached_tokens)
         self._counters.charge(ticket.tenant, input_tokens=computed - ticket.work_tokens)
         if ticket.num_tokens:
-            share = computed / ticket.num_tokens
-            self._stats.learn(ticket.tenant, output_tokens=entry.output_tokens, computed_share=share)
+            output, share = float(entry.output_tokens), computed / ticket.num_tokens
+            mean_output, mean_share = self._means.get(ticket.tenant, (output, share))
+            self._means[ticket.tenant] = (
+                mean_output + _SMOOTHING * (output - mean_output),
+                mean_share + _SMOOTHING * (share - mean_share),
+            )
+            mean_output, mean_share = self._mean
+            self._mean = (
+                mean_output + _SMOOTHING * (output - mean_output),
+                mean_share + _SMOOTHING * (share - mean_share),
+            )

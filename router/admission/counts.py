@@ -1,6 +1,6 @@
 """Counts of admission since the router's start, for metrics and tests. Pure."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -34,7 +34,7 @@ class AdmissionCounts:
     """Counts over all tenants. Their number is bounded by the configured keys."""
 
     rejections: Counter[Rejection] = field(default_factory=Counter)
-    tenants: dict[str, TenantCounts] = field(default_factory=dict)
+    tenants: defaultdict[str, TenantCounts] = field(default_factory=lambda: defaultdict(TenantCounts))
     num_turns: int = 0
     waited_s: float = 0.0
     """Seconds waited by all requests that had their turn, summed."""
@@ -45,26 +45,16 @@ class AdmissionCounts:
         """Count refused requests: a call is refused with all its requests."""
         self._last = why, tenant
         self.rejections[why] += num_requests
-        self._of(tenant).rejected += num_requests
+        self.tenants[tenant].rejected += num_requests
 
     def rejected_with_it(self, num_requests: int) -> None:
         """Count further requests of the call whose request was refused last."""
         if self._last is not None:
             self.rejected(*self._last, num_requests)
 
-    def waited(self, seconds: float) -> None:
-        """Count a request that had its turn."""
-        self.num_turns += 1
-        self.waited_s += seconds
-
     def served(self, tenant: str, input_tokens: int, output_tokens: int) -> None:
         """Count a request that ran and has ended."""
-        counts = self._of(tenant)
+        counts = self.tenants[tenant]
         counts.requests += 1
         counts.input_tokens += input_tokens
         counts.output_tokens += output_tokens
-
-    def _of(self, tenant: str) -> TenantCounts:
-        if (counts := self.tenants.get(tenant)) is None:
-            counts = self.tenants[tenant] = TenantCounts()
-        return counts

@@ -9,7 +9,7 @@ reconsidered whenever something changes. No request waits while the cluster has 
 pool if a decode worker would compute its prompt itself.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from router.admission.cluster_capacity import ClusterCapacity, Shortage
 from router.admission.cost_estimates import TicketIssuer
@@ -66,7 +66,7 @@ class FairAdmission:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._queue)
+        return self._queue.num_requests
 
     @property
     def num_waiting_tokens(self) -> int:
@@ -84,7 +84,7 @@ class FairAdmission:
 
     def has_idle_room(self) -> bool:
         """Whether no request waits and the cluster would run another one at once."""
-        return not self.closed and not len(self._queue) and self._watch.measure().takes(0)
+        return not self.closed and not self._queue.num_requests and self._watch.measure().takes(0)
 
     def oldest_s(self) -> float:
         """Seconds that the longest-waiting request has waited."""
@@ -103,28 +103,29 @@ class FairAdmission:
         has its turn at once. Raises Overloaded, Unavailable, or InvalidRequest for more than the tenant may ever have.
         """
         entries = self._admit(call)
-        entered = AdmissionResult(entries, [])
+        evicted: list[tuple[AdmissionEntry, ServingError]] = []
         for number, (entry, wanted) in enumerate(zip(entries, call, strict=True)):
             try:
-                entered.evicted.extend([] if wanted.promised else self._line_up(entry))
+                if not wanted.promised:
+                    evicted += self._line_up(entry)
             except ServingError as error:
                 self.counts.rejected_with_it(len(call) - 1)
                 for former in entries[:number]:
                     self.end(former, taken=False)
                 for rest in entries[number:]:
                     self._limiter.cancel(rest.grant)
-                return entered._replace(refusal=error)
+                return AdmissionResult(entries, evicted, error)
             finally:
-                self._forecast.seen(wanted.tenant, entry.ticket.arrived_s)
+                self._forecast.last_seen_s[wanted.tenant] = entry.ticket.arrived_s
             self.num_inflight += 1
             if not entry.waiting:
                 self._give_turn(entry)
-        return entered
+        return AdmissionResult(entries, evicted)
 
     def pump(self) -> list[AdmissionEntry]:
         """Give turns to the requests that may run now, and return them."""
         turns: list[AdmissionEntry] = []
-        if not len(self._queue):
+        if not self._queue.num_requests:
             return turns
         self._pass_time()
         while (first := self._queue.first()) is not None:
@@ -142,7 +143,7 @@ class FairAdmission:
 
     def end_hopeless(self) -> list[tuple[AdmissionEntry, ServingError]]:
         """End waiting requests that can no longer be served in time; return each with its refusal."""
-        if not len(self._queue):
+        if not self._queue.num_requests:
             return []
         self._pass_time()
         room, forecast = self._watch.measure(), self._forecast
@@ -151,10 +152,10 @@ class FairAdmission:
         whole_s = forecast.whole_s(room)
         found = []
         for ticket in list(self._queue):
-            if (
-                forecast.left_s(ticket, room, patience) <= whole_s
-                and (late := forecast.lateness(ticket, room, share=1.0, patience=patience)) is not None
-            ):
+            if forecast.left_s(ticket, room, patience) > whole_s:
+                continue
+            wait_s = forecast.wait_s(ticket, room)
+            if (late := forecast.lateness(ticket, room, wait_s, share=1.0, patience=patience)) is not None:
                 entry = self._entries[ticket]
                 error = self._limits.too_late_error(ticket, *late, room, waited=True)
                 self.end(entry)
@@ -163,7 +164,7 @@ class FairAdmission:
 
     def placed(self, entry: AdmissionEntry) -> None:
         """Count a request as its workers' from now on."""
-        self._watch.placed(entry)
+        self._watch.in_transit.discard(entry)
 
     def generated(self, entry: AdmissionEntry, num_tokens: int) -> None:
         """Charge tokens that the client did not have yet."""
@@ -185,10 +186,10 @@ class FairAdmission:
         if entry.ended:
             return
         entry.ended = True
-        self._forecast.seen(entry.ticket.tenant, self._clock())
-        self.num_inflight -= 1
-        self.placed(entry)
         ticket = entry.ticket
+        self._forecast.last_seen_s[ticket.tenant] = self._clock()
+        self.num_inflight -= 1
+        self._watch.in_transit.discard(entry)
         if entry.waiting:
             self._pass_time()
             self._queue.remove(ticket)
@@ -210,37 +211,50 @@ class FairAdmission:
         return self._forecast.wait_s(ticket, room) + room.compute_s(ticket.work_tokens)
 
     def _admit(self, call: Sequence[AdmissionRequest]) -> list[AdmissionEntry]:
-        tenant, promised = call[0].tenant, all(wanted.promised for wanted in call)
+        tenant, promised, leaving = call[0].tenant, True, 0
+        tickets: list[Ticket] = []
+        estimates: list[float] = []
+        for wanted in call:
+            ticket = self._tickets.make(wanted)
+            tickets.append(ticket)
+            estimates.append(ticket.num_tokens + ticket.output_tokens)
+            promised = promised and wanted.promised
+            leaving += wanted.leaving
         if self.ended or (self.closed and not promised):
             raise self._limits.draining_error(tenant, len(call))
-        tickets = [self._tickets.make(wanted) for wanted in call]
         try:
-            estimates = [ticket.num_tokens + ticket.output_tokens for ticket in tickets]
-            leaving = sum(wanted.leaving for wanted in call)
             grants = self._limiter.admit_call(tenant, estimates, promised=promised, leaving=leaving)
         except Overloaded as error:
             self.counts.rejected(Rejection(error.param), tenant, len(call))
             raise
-        return [AdmissionEntry(ticket=ticket, grant=grant) for ticket, grant in zip(tickets, grants, strict=True)]
+        entries = []
+        for ticket, grant in zip(tickets, grants, strict=True):
+            entries.append(AdmissionEntry(ticket=ticket, grant=grant))
+        return entries
 
     def _line_up(self, entry: AdmissionEntry) -> list[tuple[AdmissionEntry, ServingError]]:
         """Queue the request, unless it may run at once. Raises what `enter` raises."""
         ticket, room, forecast = entry.ticket, self._watch.measure(), self._forecast
+        num_tokens, nobody_waits = ticket.num_tokens, not self._queue.num_requests
         # A request that fits no pool would wait in vain, and so would every request behind it.
-        too_large = not room.ever_holds(ticket.num_tokens)
-        at_once = too_large or (self._rule.shortage(ticket, room) is None and self._rule.passes(ticket, room))
-        if at_once and not len(self._queue):
-            rate = forecast.rate(room)
-            spare = rate * forecast.meter.since(ticket.arrived_s)
-            self._counters.unclaimed(ticket.tenant, spare, credit=self._policy.credit_s * rate)
-        self._pass_time()
-        late = forecast.lateness(ticket, room, share=1.0 if at_once else self._policy.entry_share)
-        if late is not None and not too_large:
+        at_once = self._rule.shortage(ticket, room) is None and (
+            nobody_waits or self._rule.passes(ticket, room) or not room.ever_holds(num_tokens)
+        )
+        rate = forecast.meter.rate(room.prefill_tokens_per_s)
+        passed_s = self._pass_time()
+        if at_once and nobody_waits:
+            self._counters.unclaimed(ticket.tenant, rate * passed_s, credit=self._policy.credit_s * rate)
+            wait_s, share = room.least_wait_of(num_tokens), 1.0
+        else:
+            wait_s, share = forecast.wait_s(ticket, room), 1.0 if at_once else self._policy.entry_share
+        late = forecast.lateness(ticket, room, wait_s, share=share)
+        if late is not None and room.ever_holds(num_tokens):
             raise self._limits.too_late_error(ticket, *late, room)
         if at_once:
-            if ticket.tenant not in (waiting := self._queue.tenants):
+            waiting: Collection[str] = () if nobody_waits else self._queue.tenants
+            if ticket.tenant not in waiting:
                 self._counters.activate(ticket.tenant, waiting, credit=forecast.credit(ticket, room))
-            entry.is_local = room.local_prefill(ticket.num_tokens) is not None
+            entry.is_local = room.local is not None and room.local.reads(num_tokens)
             return []
         evicted = [self._displace(victim, room) for victim in self._limits.evict_for(ticket, room)]
         self._queue.push(ticket, credit=forecast.credit(ticket, room))
@@ -253,12 +267,15 @@ class FairAdmission:
         self.end(entry)
         return entry, self._limits.queue_full_error(victim, room)
 
-    def _pass_time(self) -> None:
+    def _pass_time(self) -> float:
+        """Let the meter's time pass, and return the seconds."""
         # The drain rate is not learned while no worker drains the queue.
-        self._forecast.meter.passed(self._clock(), busy=len(self._queue) > 0 and not self._watch.awaited)
+        busy = self._queue.num_requests > 0 and not self._watch.awaited
+        return self._forecast.meter.passed(self._clock(), busy=busy)
 
     def _give_turn(self, entry: AdmissionEntry) -> None:
-        entry.waiting, entry.had_turn = False, True
-        self._watch.began(entry)
+        entry.waiting = False
+        self._watch.in_transit.add(entry)
         self._counters.served(entry.ticket.tenant, input_tokens=entry.ticket.work_tokens)
-        self.counts.waited(self._clock() - entry.ticket.arrived_s)
+        self.counts.num_turns += 1
+        self.counts.waited_s += self._clock() - entry.ticket.arrived_s

@@ -90,14 +90,11 @@ class FairQueue:
     def __init__(self, counters: VirtualCounters) -> None:
         self._counters = counters
         self._classes: dict[int, dict[str, _Line]] = {}
-        self._size = 0
+        self.num_requests = 0
         self.num_tokens = 0
         """Sum over all waiting prompts."""
         self._lengths: list[int] = []
         """Lengths of the waiting prompts, in order."""
-
-    def __len__(self) -> int:
-        return self._size
 
     def __iter__(self) -> Iterator[Ticket]:
         """Iterate by priority and tenant."""
@@ -116,7 +113,7 @@ class FairQueue:
         if ticket.tenant not in tenants:
             self._counters.activate(ticket.tenant, tenants, credit=credit)
         self._classes.setdefault(ticket.priority, {}).setdefault(ticket.tenant, _Line()).add(ticket)
-        self._size += 1
+        self.num_requests += 1
         self.num_tokens += ticket.num_tokens
         insort(self._lengths, ticket.num_tokens)
 
@@ -127,7 +124,7 @@ class FairQueue:
             del lines[ticket.tenant]
             if not lines:
                 del self._classes[ticket.priority]
-        self._size -= 1
+        self.num_requests -= 1
         self.num_tokens -= ticket.num_tokens
         del self._lengths[bisect_left(self._lengths, ticket.num_tokens)]
 

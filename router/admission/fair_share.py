@@ -13,7 +13,7 @@ their whole credit. Otherwise a tenant that had been idle, with its credit intac
 served meanwhile, and delay them. Pure.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 
 
 class VirtualCounters:
@@ -42,19 +42,15 @@ class VirtualCounters:
     def weight(self, tenant: str) -> float:
         return self._weight_of(tenant)
 
-    def activate(self, tenant: str, waiting: Iterable[str], *, credit: float = 0.0) -> None:
+    def activate(self, tenant: str, waiting: Collection[str], *, credit: float = 0.0) -> None:
         """Let a tenant begin to wait beside `waiting`; `credit`: how far it may stay behind them, in cost."""
-        waiting = list(waiting)
-        self._counters[tenant] = self.lifted(tenant, waiting, credit=credit)
-        self._level = self._level_among(tenant, waiting)
+        # Lifting it to the level, or to less, does not raise the level.
+        self._level = level = self._level_among(tenant, waiting)
+        self._counters[tenant] = self._lifted_to(level, tenant, credit)
 
-    def lifted(self, tenant: str, waiting: Iterable[str], *, credit: float = 0.0) -> float:
+    def lifted(self, tenant: str, waiting: Collection[str], *, credit: float = 0.0) -> float:
         """Return what its counter would be if it began to wait now."""
-        level = self._level_among(tenant, waiting)
-        if (own := self._counters.get(tenant)) is None:
-            # A new tenant brings no credit: credit is capacity that a tenant left unused.
-            return level
-        return max(own, level - credit / self._weight_of(tenant))
+        return self._lifted_to(self._level_among(tenant, waiting), tenant, credit)
 
     def unclaimed(self, tenant: str, cost: float, *, credit: float) -> None:
         """Record that there was room, and no request waited, for so long that `cost` could have been done.
@@ -74,11 +70,16 @@ class VirtualCounters:
 
     def charge(self, tenant: str, *, input_tokens: float = 0.0, output_tokens: float = 0.0) -> None:
         """Count tokens; negative numbers refund what was counted too much."""
-        cost = self.cost(input_tokens=input_tokens, output_tokens=output_tokens)
-        self._counters[tenant] = self.counter(tenant) + cost / self._weight_of(tenant)
+        cost = self._input_weight * input_tokens + self._output_weight * output_tokens
+        self._counters[tenant] = self._counters.get(tenant, 0.0) + cost / self._weight_of(tenant)
 
-    def _level_among(self, tenant: str, waiting: Iterable[str]) -> float:
-        others = [self.counter(other) for other in waiting if other != tenant]
-        if others:
+    def _lifted_to(self, level: float, tenant: str, credit: float) -> float:
+        if (own := self._counters.get(tenant)) is None:
+            # A new tenant brings no credit: credit is capacity that a tenant left unused.
+            return level
+        return max(own, level - credit / self._weight_of(tenant))
+
+    def _level_among(self, tenant: str, waiting: Collection[str]) -> float:
+        if waiting and (others := [self.counter(other) for other in waiting if other != tenant]):
             return max(self._level, min(others))
-        return self._level if self._last_served is None else max(self._level, self.counter(self._last_served))
+        return self._level if self._last_served is None else max(self._level, self._counters[self._last_served])

@@ -5,8 +5,8 @@ the router is draining. Each refusal says when to retry. A tenant's own limits a
 a worker's own queue limit in `engine.scheduler.scheduler`.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from typing import Self
 
 from router.admission.cluster_capacity import ClusterCapacity
 from router.admission.counts import AdmissionCounts, Rejection
@@ -22,23 +22,28 @@ _PREPARATION_RETRY_S = 1.0
 
 
 class PreparationLimit:
-    """Bounds the requests whose prompts wait for the tokenizer, before admission knows their length."""
+    """Bounds the requests whose prompts wait for the tokenizer, before admission knows their length.
+
+    A context manager, in which any number of requests may be at the same time.
+    """
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._num_preparing = 0
 
-    @contextmanager
-    def preparing(self) -> Iterator[None]:
-        """Count a request while inside. Raises Overloaded."""
+    def preparing(self) -> Self:
+        """Count a request while inside. Raises Overloaded on entering."""
+        return self
+
+    def __enter__(self) -> Self:
         if self._num_preparing >= self._most:
             message = f"{self._num_preparing} requests are waiting to be tokenized"
             raise Overloaded(message, retry_after_s=_PREPARATION_RETRY_S)
         self._num_preparing += 1
-        try:
-            yield
-        finally:
-            self._num_preparing -= 1
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._num_preparing -= 1
 
 
 class InflightLimit:
@@ -87,7 +92,7 @@ class QueueLimits:
 
         Raises Overloaded if evicting them would not make enough room, or they rank before `ticket`.
         """
-        num_waiting, num_tokens = len(self._queue), self._queue.num_tokens + ticket.num_tokens
+        num_waiting, num_tokens = self._queue.num_requests, self._queue.num_tokens + ticket.num_tokens
         found: list[Ticket] = []
         for victim, line_cost in self._queue.given_up():
             if num_waiting < self._policy.max_requests and num_tokens <= self._policy.max_tokens:
@@ -100,10 +105,10 @@ class QueueLimits:
 
     def queue_full_error(self, ticket: Ticket, room: ClusterCapacity) -> Overloaded:
         """Make the refusal of a request that the queue has no room for."""
-        wait_s = ticket.cost / self._forecast.rate(room)
+        wait_s = ticket.cost / self._forecast.meter.rate(room.prefill_tokens_per_s)
         self._counts.rejected(Rejection.QUEUE_FULL, ticket.tenant)
         retry_s = self._forecast.retry_after_s(ticket, wait_s, room)
-        return Overloaded(f"{len(self._queue)} requests are waiting", retry_after_s=retry_s)
+        return Overloaded(f"{self._queue.num_requests} requests are waiting", retry_after_s=retry_s)
 
     def too_late_error(
         self, ticket: Ticket, why: Rejection, over_s: float, room: ClusterCapacity, *, waited: bool = False

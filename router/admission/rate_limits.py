@@ -7,6 +7,7 @@ on other hosts is counted as soon as it is reported (`router.admission.shared_ra
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple, Self
 
 from msgspec import Struct
@@ -23,6 +24,8 @@ _USUAL_PRIORITY = 0
 """The best priority of a key for which none is configured."""
 RECENT_S = 2 * _MINUTE_S
 """After this long without use every account is full again, so that earlier usage no longer matters."""
+_MAX_WEIGHTS = 1 << 16
+"""Tenants whose weights are remembered: more than there are keys."""
 
 
 class TokenBucket:
@@ -117,6 +120,8 @@ class _Account:
     limits: TenantLimits
     usage: LimitUsage
     is_shared: bool
+    """Whether it is where `usage_of` says, as that of every tenant that has limits or had some. With another nothing
+    is to be checked, taken or locked."""
     num_promised: int = 0
     """Continued streams among its requests in flight here."""
     mean_s: float = _PER_REQUEST_S
@@ -194,12 +199,15 @@ class RateLimiter:
         self._clock = clock
         self._usage_of = usage_of
         self._accounts: dict[str, _Account] = {}
+        self.weight = lru_cache(maxsize=_MAX_WEIGHTS)(self._weight)
+        """Returns a tenant's share of a busy cluster. It is asked several times for each request."""
         self.num_elsewhere: Callable[[str], int] = _none_elsewhere
         """Returns how many requests of a tenant routers on other hosts have in flight."""
 
     def reconfigure(self, config: LimitsConfig) -> None:
         """Use other limits from now on. Earlier usage still counts, and running requests continue."""
         self._config = config
+        self.weight.cache_clear()
         for tenant, account in self._accounts.items():
             account.limits = limits = self.limits_for(tenant)
             if _is_limited(limits) and not account.is_shared:
@@ -209,13 +217,9 @@ class RateLimiter:
         """Return a tenant's own limits, or the default."""
         return self._config.tenants.get(tenant, self._config.default)
 
-    def weight(self, tenant: str) -> float:
-        """Return a tenant's share of a busy cluster."""
-        return self.limits_for(tenant).weight
-
     def priority(self, tenant: str, wanted: int) -> int:
         """Return the priority that a tenant's request gets: `wanted`, or the tenant's best where that is worse."""
-        best = self.limits_for(tenant).best_priority
+        best = self._config.tenants.get(tenant, self._config.default).best_priority
         if best is None:
             # Where no keys are configured, every caller is the unnamed tenant.
             best = _USUAL_PRIORITY if tenant else wanted
@@ -241,34 +245,39 @@ class RateLimiter:
         streams may continue at a time as requests may run. `leaving`: requests that end when these begin. Raises
         Overloaded that names the limit and when to retry, or InvalidRequest when retrying cannot help.
         """
-        account, now_s, count = self._account(tenant), self._clock(), len(estimates)
-        if not promised:
-            _check_size(account.limits, count)
-        elif (most := account.limits.concurrent_requests) is not None and account.num_promised + count > most:
-            raise _over("concurrent_requests", most, account.mean_s / most)
-        with account.usage as usage:
+        account = self._accounts.get(tenant) or self._account(tenant)
+        now_s, count, tokens = self._clock(), len(estimates), sum(estimates)
+        if account.is_shared:
             if not promised:
-                self._check(tenant, account, estimates, now_s, leaving)
-            account.note(count, sum(estimates), now_s)
-            account.consume(count, sum(estimates), now_s)
-            usage.num_inflight += count
+                _check_size(account.limits, count)
+            elif (most := account.limits.concurrent_requests) is not None and account.num_promised + count > most:
+                raise _over("concurrent_requests", most, account.mean_s / most)
+            with account.usage as usage:
+                if not promised:
+                    self._check(tenant, account, estimates, now_s, leaving)
+                account.note(count, tokens, now_s)
+                account.consume(count, tokens, now_s)
+                usage.num_inflight += count
+        else:
+            account.note(count, tokens, now_s)
+            account.usage.num_inflight += count
         account.num_promised += count if promised else 0
-        return [
-            RateLimitGrant(tenant=tenant, promised=promised, estimated_tokens=estimate, since_s=now_s)
-            for estimate in estimates
-        ]
+        grants = []
+        for estimate in estimates:
+            grants.append(RateLimitGrant(tenant=tenant, promised=promised, estimated_tokens=estimate, since_s=now_s))
+        return grants
 
     def settle(self, grant: RateLimitGrant, used_tokens: float) -> None:
         """End a request that used `used_tokens`."""
         if not grant.given_back:
-            account, now_s = self._account(grant.tenant), self._clock()
+            account, now_s = self._accounts[grant.tenant], self._clock()
             account.mean_s += _SMOOTHING * (now_s - grant.since_s - account.mean_s)
             self._give_back(account, grant, 0, used_tokens - grant.estimated_tokens, now_s)
 
     def cancel(self, grant: RateLimitGrant) -> None:
         """End a request that was refused through no fault of its tenant: it costs nothing."""
         if not grant.given_back:
-            self._give_back(self._account(grant.tenant), grant, -1, -grant.estimated_tokens, self._clock())
+            self._give_back(self._accounts[grant.tenant], grant, -1, -grant.estimated_tokens, self._clock())
 
     def usages(self) -> list[LimitedUsage]:
         """Return the usage of tenants with limits that have requests here, or had some recently; the latest first."""
@@ -312,6 +321,9 @@ class RateLimiter:
             with usage:
                 account.consume(requests, tokens, now_s)
         usage.release()
+
+    def _weight(self, tenant: str) -> float:
+        return self.limits_for(tenant).weight
 
     def _account(self, tenant: str) -> _Account:
         if (account := self._accounts.get(tenant)) is None:

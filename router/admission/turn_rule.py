@@ -26,32 +26,20 @@ class CapacityWatch:
         self._policy = policy
         self._clock = clock
         self._is_due = is_due
-        self._transit: set[AdmissionEntry] = set()
+        self.in_transit: set[AdmissionEntry] = set()
+        """Requests that had their turn and are not placed yet."""
         self.awaited = False
         """Whether, at the last measurement, no worker served and one was expected to."""
 
-    @property
-    def num_in_transit(self) -> int:
-        """Requests that had their turn and are not placed yet."""
-        return len(self._transit)
-
-    def began(self, entry: AdmissionEntry) -> None:
-        """Record that a request has its turn."""
-        entry.in_transit = True
-        self._transit.add(entry)
-
-    def placed(self, entry: AdmissionEntry) -> None:
-        """Record that a request was placed, or has ended."""
-        entry.in_transit = False
-        self._transit.discard(entry)
-
     def measure(self) -> ClusterCapacity:
         """Measure the cluster's capacity at this moment."""
-        transit = InTransit(
-            num_requests=len(self._transit),
-            work_tokens=sum(entry.ticket.work_tokens for entry in self._transit if not entry.is_local),
-            local_tokens=sum(entry.ticket.work_tokens for entry in self._transit if entry.is_local),
-        )
+        work_tokens = local_tokens = 0.0
+        for entry in self.in_transit:
+            if entry.is_local:
+                local_tokens += entry.ticket.work_tokens
+            else:
+                work_tokens += entry.ticket.work_tokens
+        transit = InTransit(num_requests=len(self.in_transit), work_tokens=work_tokens, local_tokens=local_tokens)
         room = measure_capacity(self._view(), self._policy, transit, self._clock())
         self.awaited = not room.usable and self._is_due()
         return replace(room, awaited=True) if self.awaited else room
@@ -75,14 +63,12 @@ class TurnRule:
 
     def shortage(self, ticket: Ticket, room: ClusterCapacity) -> Shortage | None:
         """Return why it cannot run now; None: it can, or never will."""
-        if not room.ever_holds(ticket.num_tokens):
-            return None
         shortage = room.shortage(ticket.num_tokens)
         if self._num_refused():
-            return Shortage.DECODE if shortage is None else shortage.and_decode()
-        if shortage is None and self._places(ticket.priority) <= self._watch.num_in_transit:
-            return Shortage.ROUTER
-        return shortage
+            shortage = Shortage.DECODE if shortage is None else shortage.and_decode()
+        elif shortage is None and self._places(ticket.priority) <= len(self._watch.in_transit):
+            shortage = Shortage.ROUTER
+        return shortage if shortage is None or room.ever_holds(ticket.num_tokens) else None
 
     def next_turn(self, first: Ticket, room: ClusterCapacity) -> Ticket | None:
         """Return the request that runs next: the first in line, or one that may overtake it; None: all wait."""
@@ -102,7 +88,7 @@ class TurnRule:
         """Whether the first in line waits for the prefill pool alone, with a slot left for it if another overtakes."""
         return (
             self.shortage(first, room) is Shortage.PREFILL
-            and self._places(first.priority) > self._watch.num_in_transit + 1
+            and self._places(first.priority) > len(self._watch.in_transit) + 1
         )
 
     def held(self, room: ClusterCapacity) -> dict[Shortage, QueuedTotals]:

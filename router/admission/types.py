@@ -1,7 +1,6 @@
 """Requests as admission sees them, its results, and its bounds."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from msgspec import Struct
 
@@ -65,8 +64,6 @@ class AdmissionEntry(Struct, kw_only=True, eq=False):
     ticket: Ticket
     grant: RateLimitGrant
     waiting: bool = False
-    in_transit: bool = False
-    had_turn: bool = False
     is_local: bool = False
     """Whether it had its turn because a decode worker prefills its prompt itself."""
     ended: bool = False
@@ -75,7 +72,7 @@ class AdmissionEntry(Struct, kw_only=True, eq=False):
     """Set when a choice has ended."""
 
 
-class AdmissionResult(NamedTuple):
+class AdmissionResult(Struct, frozen=True):
     """The outcome of one client call."""
 
     entries: list[AdmissionEntry]

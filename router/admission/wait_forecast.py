@@ -54,25 +54,24 @@ class WaitForecast:
         self._clock = clock
         self._num_refused = num_refused
         self._retry = RetryAfterEstimator(now_s=clock())
-        self._seen_s: dict[str, float] = {}
-        self.meter = DrainMeter(now_s=clock())
-
-    def seen(self, tenant: str, at_s: float) -> None:
-        """Record the time of a tenant's latest request here."""
-        self._seen_s[tenant] = at_s
+        self.last_seen_s: dict[str, float] = {}
+        """Time of each tenant's latest request here: when it arrived or ended."""
+        self.meter = DrainMeter(now_s=clock(), input_weight=policy.input_weight)
 
     def credit(self, ticket: Ticket, room: ClusterCapacity) -> float:
         """Return, in cost, how far its tenant may stay behind the others, unless it has been away too long."""
-        away_s = ticket.arrived_s - self._seen_s.get(ticket.tenant, ticket.arrived_s)
-        return self._policy.credit_s * self.rate(room) if away_s < self._policy.credit_lapses_s else 0.0
-
-    def rate(self, room: ClusterCapacity) -> float:
-        """Return the cost served per second."""
-        return self.meter.rate(room.prefill_tokens_per_s * self._policy.input_weight)
+        away_s = ticket.arrived_s - self.last_seen_s.get(ticket.tenant, ticket.arrived_s)
+        return (
+            self._policy.credit_s * self.meter.rate(room.prefill_tokens_per_s)
+            if away_s < self._policy.credit_lapses_s
+            else 0.0
+        )
 
     def whole_s(self, room: ClusterCapacity) -> float:
         """Seconds until everything queued has been served: no request waits longer."""
-        return sum(ticket.cost for ticket in self._queue) / self.rate(room) + room.least_wait_s
+        return (
+            sum(ticket.cost for ticket in self._queue) / self.meter.rate(room.prefill_tokens_per_s) + room.least_wait_s
+        )
 
     def wait_s(self, ticket: Ticket, room: ClusterCapacity) -> float:
         """Seconds until a worker begins its prompt."""
@@ -91,13 +90,16 @@ class WaitForecast:
         if first is None and self._rule.shortage(ticket, room) is None:
             return room.least_wait_s
         ahead = self._queue.ahead_of(ticket, credit=self.credit(ticket, room))
-        return (ahead.cost + ticket.cost) / self.rate(room) + room.least_wait_s
+        return (ahead.cost + ticket.cost) / self.meter.rate(room.prefill_tokens_per_s) + room.least_wait_s
 
     def lateness(
-        self, ticket: Ticket, room: ClusterCapacity, *, share: float, patience: float = 1.0
+        self, ticket: Ticket, room: ClusterCapacity, wait_s: float, *, share: float, patience: float = 1.0
     ) -> tuple[Rejection, float] | None:
-        """Return why it would come too late with that share of the time to its deadline, and by how many seconds."""
-        now_s, wait_s = self._clock(), self.wait_s(ticket, room)
+        """Return why it would come too late with that share of the time to its deadline, and by how many seconds.
+
+        `wait_s`: until a worker begins its prompt.
+        """
+        now_s = self._clock()
         if ticket.deadline_s is not None:
             over_s = wait_s + room.compute_s(ticket.work_tokens) - share * (ticket.deadline_s - now_s)
             if over_s > 0.0:
@@ -115,4 +117,6 @@ class WaitForecast:
 
     def retry_after_s(self, ticket: Ticket, over_s: float, room: ClusterCapacity) -> float:
         """Return the Retry-After of a request that arrives `over_s` too early."""
-        return self._retry.retry_after_s(ticket.cost, over_s, rate=self.rate(room), now_s=self._clock())
+        return self._retry.retry_after_s(
+            ticket.cost, over_s, rate=self.meter.rate(room.prefill_tokens_per_s), now_s=self._clock()
+        )

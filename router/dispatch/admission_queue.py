@@ -5,12 +5,15 @@ A continued stream skips the queue if its client was promised that (`router.admi
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Self
+
+from msgspec import Struct
 
 from router.admission.continuations import Continuations
 from router.admission.fair_admission import FairAdmission
 from router.admission.types import AdmissionEntry, AdmissionRequest
-from router.types.requests import ChoiceDelta, ChoiceFinish, DeltaSink, RoutedRequest
+from router.types.requests import ChoiceDelta, DeltaSink, ResumePoint, RoutedRequest
 from router.types.worker_view import WorkerSnapshot
 from router.workers.registry import WorkerRegistry
 from tandem.errors import ServingError, Unavailable
@@ -24,49 +27,44 @@ _TOKENS_TOGETHER = 16
 """Tokens of one request that are charged to its tenant together."""
 
 
-class AdmittedRequest:
-    """One admitted request, accounted from its turn to its end."""
+class AdmittedRequest(Struct, kw_only=True, eq=False):
+    """One admitted request, accounted until its end. An async context manager: inside, it has its turn."""
 
-    __slots__ = (
-        "_count",
-        "_most",
-        "_num_uncounted",
-        "adopted",
-        "entry",
-        "passed",
-        "promised",
-        "request_id",
-        "resume",
-        "shown",
-        "was_taken",
-    )
+    queue: "AdmissionQueue"
+    request_id: RequestId
+    resume: tuple[ResumePoint, ...]
+    entry: AdmissionEntry
+    priority: int
+    """The priority that its tenant may use, in this queue and in the workers' schedulers."""
+    promised: bool
+    shown: int
+    """Tokens that the client of a continued stream already has and that will be generated again."""
+    passed: int = 0
+    """Number of those that have been generated again."""
+    was_taken: bool = False
+    adopted: frozenset[int] = frozenset()
+    num_tokens: int = 0
+    """Tokens that are not charged yet."""
+    most_tokens: int = 1
+    """Number of tokens that are charged at once."""
 
-    def __init__(
-        self,
-        request: RoutedRequest,
-        entry: AdmissionEntry,
-        count: "Callable[[AdmittedRequest, int, ChoiceFinish | None], None]",
-        *,
-        promised: bool,
-    ) -> None:
-        self.request_id = request.request_id
-        self.resume = request.resume
-        self.entry = entry
-        self.promised = promised
-        self.shown = sum(point.num_tokens for point in request.resume)
-        """Tokens that the client of a continued stream already has and that will be generated again."""
-        self.passed = 0
-        """Number of those that have been generated again."""
-        self.was_taken = False
-        self.adopted: frozenset[int] = frozenset()
-        self._count = count
-        self._num_uncounted = 0
-        self._most = 1
+    async def __aenter__(self) -> Self:
+        """Wait for its turn. Raises the error that it was refused with."""
+        turns = self.queue.turns
+        if (turn := turns.get(self.entry)) is not None:
+            try:
+                await turn
+            except BaseException:
+                turns.pop(self.entry, None)
+                self.queue.end(self)
+                raise
+            turns.pop(self.entry, None)
+        # The run counts itself at its workers before its first await.
+        asyncio.get_running_loop().call_soon(self.queue.placed, self.entry)
+        return self
 
-    @property
-    def priority(self) -> int:
-        """The priority that its tenant may use, in this queue and in the workers' schedulers."""
-        return self.entry.ticket.priority
+    async def __aexit__(self, *_: object) -> None:
+        self.queue.end(self)
 
     def on_taken(self, adopted: frozenset[int] = frozenset()) -> None:
         """Record that a worker accepted it, or may have; `adopted`: the choices that a worker still had."""
@@ -74,21 +72,18 @@ class AdmittedRequest:
 
     def on_delta(self, delta: ChoiceDelta) -> None:
         """Charge a delta to the tenant: the first one and each end at once, others in groups of tokens."""
-        self._num_uncounted += len(delta.tokens)
-        if delta.finish is not None or self._num_uncounted >= self._most:
-            self.flush(delta.finish)
+        self.num_tokens += len(delta.tokens)
+        if delta.finish is not None:
+            self.queue.charge(self)
+            self.queue.admission.cached(self.entry, delta.finish.cached_tokens)
+        elif self.num_tokens >= self.most_tokens:
+            self.queue.charge(self)
 
     def on_token(self) -> None:
         """Charge a token that comes with nothing else."""
-        self._num_uncounted += 1
-        if self._num_uncounted >= self._most:
-            self.flush()
-
-    def flush(self, finish: ChoiceFinish | None = None) -> None:
-        """Charge what was collected so far; `finish`: the end of a choice that came with it."""
-        num_tokens, self._num_uncounted = self._num_uncounted, 0
-        self._most = _TOKENS_TOGETHER
-        self._count(self, num_tokens, finish)
+        self.num_tokens += 1
+        if self.num_tokens >= self.most_tokens:
+            self.queue.charge(self)
 
 
 class CountedSink(DeltaSink):
@@ -114,7 +109,8 @@ class AdmissionQueue:
         self._continuations = continuations
         self._visits: dict[RequestId, AdmittedRequest] = {}
         """The latest request of each stream."""
-        self._turns: dict[AdmissionEntry, asyncio.Future[None]] = {}
+        self.turns: dict[AdmissionEntry, asyncio.Future[None]] = {}
+        """The turns of requests that had to wait, until they run; while it is empty, none waits."""
         self._entered: dict[RequestId, AdmittedRequest] = {}
         """Requests of multi-request calls that have not run yet."""
         self._recheck_timer: asyncio.TimerHandle | None = None
@@ -137,18 +133,12 @@ class AdmissionQueue:
                     await self._ended.wait()
         self.admission.ended = True
 
-    @contextlib.asynccontextmanager
-    async def turn(self, request: RoutedRequest) -> AsyncIterator[AdmittedRequest]:
-        """Wait for the request's turn; end it on exit. Raises Overloaded or Unavailable with a Retry-After."""
-        visit = self._entered.pop(request.request_id, None) or self._enter([request])[0]
-        try:
-            await self._wait_for_turn(visit.entry)
-            # The run counts itself at its workers before its first await.
-            asyncio.get_running_loop().call_soon(self._placed, visit.entry)
-            yield visit
-        finally:
-            visit.flush()
-            self._end(visit)
+    def turn(self, request: RoutedRequest) -> AdmittedRequest:
+        """Enter the queue, unless `admitted` has; the result is a context manager, in which the request has its turn.
+
+        Raises Overloaded or Unavailable with a Retry-After, as entering the result does.
+        """
+        return self._entered.pop(request.request_id, None) or self._enter([request])[0]
 
     @contextlib.contextmanager
     def admitted(self, requests: Sequence[RoutedRequest]) -> Iterator[None]:
@@ -161,44 +151,34 @@ class AdmissionQueue:
             for visit in visits:
                 if self._entered.get(visit.request_id) is visit:
                     del self._entered[visit.request_id]
-                    self._turns.pop(visit.entry, None)
-                    self._end(visit)
+                    self.turns.pop(visit.entry, None)
+                    self.end(visit)
 
-    def _enter(self, requests: Sequence[RoutedRequest]) -> list[AdmittedRequest]:
-        promised = [bool(one.resume) and self._continuations.is_promised(one.request_id) for one in requests]
-        if not all(promised) and (reason := self._no_tokens_reason()) is not None:
-            raise Unavailable(reason, retry_after_s=_NO_TOKENS_RETRY_S)
-        entered = self.admission.enter_call([self._wanted(*each) for each in zip(requests, promised, strict=True)])
-        self._refuse(entered.evicted)
-        if entered.refusal is not None:
-            raise entered.refusal
-        loop = asyncio.get_running_loop()
-        visits = []
-        for request, entry, passes in zip(requests, entered.entries, promised, strict=True):
-            if passes:
-                self._continuations.begun(request.request_id)
-            if entry.waiting:
-                self._turns[entry] = loop.create_future()
-            visit = AdmittedRequest(request, entry, self._note, promised=passes)
-            self._visits[request.request_id] = visit
-            visits.append(visit)
-        if self._turns and self._recheck_timer is None:
-            self._recheck_timer = loop.call_later(_RECHECK_S, self._recheck)
-        return visits
+    def placed(self, entry: AdmissionEntry) -> None:
+        """Count a request as its workers' from now on, and give turns to others if that makes room."""
+        self.admission.placed(entry)
+        if self.turns:
+            self._pump()
 
-    def _wanted(self, request: RoutedRequest, promised: bool) -> AdmissionRequest:
-        return AdmissionRequest(
-            tenant=request.tenant,
-            priority=request.priority,
-            num_tokens=len(request.prompt_token_ids),
-            max_output_tokens=request.sampling.max_tokens * _num_beginnings(request),
-            deadline_s=request.deadline_s,
-            promised=promised,
-            # The stream's former reader is about to be superseded.
-            leaving=int(request.request_id in self._visits),
-        )
+    def charge(self, visit: AdmittedRequest) -> None:
+        """Charge the tokens collected so far."""
+        count, visit.num_tokens = visit.num_tokens, 0
+        visit.most_tokens = _TOKENS_TOGETHER
+        if count:
+            entry = visit.entry
+            passed = min(visit.shown, count)
+            visit.shown -= passed
+            visit.passed += passed
+            was_silent = not entry.output_tokens
+            self.admission.generated(entry, count - passed)
+            if was_silent and self.turns:
+                # Its prompt is computed, so there may be room for another one.
+                self._pump()
 
-    def _end(self, visit: AdmittedRequest) -> None:
+    def end(self, visit: AdmittedRequest) -> None:
+        """End a request, whether or not it had its turn."""
+        if visit.num_tokens:
+            self.charge(visit)
         if self._visits.get(visit.request_id) is visit:
             del self._visits[visit.request_id]
         if visit.promised:
@@ -206,8 +186,61 @@ class AdmissionQueue:
         if visit.resume and visit.was_taken:
             self._charge_again(visit)
         self.admission.end(visit.entry, taken=visit.was_taken)
-        self._ended.set()
-        self._pump()
+        if self.admission.closed:
+            self._ended.set()
+        if self.turns:
+            self._pump()
+
+    def _enter(self, requests: Sequence[RoutedRequest]) -> list[AdmittedRequest]:
+        call: list[AdmissionRequest] = []
+        all_promised = True
+        for request in requests:
+            wanted = self._wanted(request)
+            call.append(wanted)
+            all_promised = all_promised and wanted.promised
+        if not all_promised and (reason := self._no_tokens_reason()) is not None:
+            raise Unavailable(reason, retry_after_s=_NO_TOKENS_RETRY_S)
+        entered = self.admission.enter_call(call)
+        if entered.evicted:
+            self._refuse(entered.evicted)
+        if entered.refusal is not None:
+            raise entered.refusal
+        loop = asyncio.get_running_loop()
+        visits = []
+        for request, entry, wanted in zip(requests, entered.entries, call, strict=True):
+            if wanted.promised:
+                self._continuations.begun(request.request_id)
+            if entry.waiting:
+                self.turns[entry] = loop.create_future()
+            visit = AdmittedRequest(
+                queue=self,
+                request_id=request.request_id,
+                resume=request.resume,
+                entry=entry,
+                priority=entry.ticket.priority,
+                promised=wanted.promised,
+                shown=sum(point.num_tokens for point in request.resume) if request.resume else 0,
+            )
+            self._visits[request.request_id] = visit
+            visits.append(visit)
+        if self.turns and self._recheck_timer is None:
+            self._recheck_timer = loop.call_later(_RECHECK_S, self._recheck)
+        return visits
+
+    def _wanted(self, request: RoutedRequest) -> AdmissionRequest:
+        beams = request.beams
+        # Sequences that it generates at the same time.
+        num_beginnings = request.num_choices if beams is None else beams.num_beams
+        return AdmissionRequest(
+            tenant=request.tenant,
+            priority=request.priority,
+            num_tokens=len(request.prompt_token_ids),
+            max_output_tokens=request.sampling.max_tokens * num_beginnings,
+            deadline_s=request.deadline_s,
+            promised=bool(request.resume) and self._continuations.is_promised(request.request_id),
+            # The stream's former reader is about to be superseded.
+            leaving=1 if request.request_id in self._visits else 0,
+        )
 
     def _charge_again(self, visit: AdmittedRequest) -> None:
         """Charge again for tokens that have to be computed a second time."""
@@ -218,37 +251,9 @@ class AdmissionQueue:
         shown = sum(point.num_tokens for index, point in enumerate(points) if index not in visit.adopted)
         self.admission.generated(visit.entry, min(visit.passed, shown))
 
-    async def _wait_for_turn(self, entry: AdmissionEntry) -> None:
-        """Wait for the entry's turn. Raises the error that it was refused with."""
-        if (turn := self._turns.get(entry)) is not None:
-            try:
-                await turn
-            finally:
-                self._turns.pop(entry, None)
-
-    def _note(self, visit: AdmittedRequest, num_tokens: int, finish: ChoiceFinish | None) -> None:
-        entry = visit.entry
-        if num_tokens:
-            passed = min(visit.shown, num_tokens)
-            visit.shown -= passed
-            visit.passed += passed
-            was_silent = not entry.output_tokens
-            self.admission.generated(entry, num_tokens - passed)
-            if was_silent:
-                # Its prompt is computed, so there may be room for another one.
-                self._pump()
-        if finish is not None:
-            self.admission.cached(entry, finish.cached_tokens)
-
-    def _placed(self, entry: AdmissionEntry) -> None:
-        self.admission.placed(entry)
-        self._pump()
-
     def _pump(self) -> None:
-        if not self.admission.num_waiting:
-            return
         for entry in self.admission.pump():
-            if (turn := self._turns.get(entry)) is not None and not turn.done():
+            if (turn := self.turns.get(entry)) is not None and not turn.done():
                 turn.set_result(None)
 
     def _recheck(self) -> None:
@@ -260,13 +265,8 @@ class AdmissionQueue:
 
     def _refuse(self, refused: list[tuple[AdmissionEntry, ServingError]]) -> None:
         for entry, error in refused:
-            if (turn := self._turns.get(entry)) is not None and not turn.done():
+            if (turn := self.turns.get(entry)) is not None and not turn.done():
                 turn.set_exception(error)
-
-
-def _num_beginnings(request: RoutedRequest) -> int:
-    """Sequences that the request generates at the same time."""
-    return request.num_choices if request.beams is None else request.beams.num_beams
 
 
 def _after(first: Callable[[WorkerSnapshot], None], then: Callable[[], None]) -> Callable[[WorkerSnapshot], None]:

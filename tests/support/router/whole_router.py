@@ -302,7 +302,7 @@ class WholeRouter:
         """Of all requests that ever were: no place, no turn, no entry of any book, no timer, no attempt on a worker."""
         admission, dispatcher = self.gate.admission, self.dispatcher
         assert (admission.num_inflight, admission.num_waiting, admission.num_waiting_tokens) == (0, 0, 0)
-        assert (len(self.gate._turns), admission._watch.num_in_transit, len(admission._entries)) == (0, 0, 0)
+        assert (len(self.gate.turns), len(admission._watch.in_transit), len(admission._entries)) == (0, 0, 0)
         assert [self.limiter.num_inflight(tenant) for tenant in TENANTS] == [0] * len(TENANTS)
         assert (dispatcher.num_inflight, len(dispatcher._runs), dispatcher.num_waiting_for_room) == (0, 0, 0)
         assert dispatcher.health.poison.check([])

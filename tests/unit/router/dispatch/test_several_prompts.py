@@ -105,7 +105,7 @@ async def test_admitted_call_never_run_frees_slots() -> None:
             pytest.fail("was let in")
         with gate.admitted([of("a", 1)]), pytest.raises(Overloaded), gate.admitted([of("a", 2), of("a", 3)]):
             pytest.fail("was let in")
-        assert not gate.queue._turns
+        assert not gate.queue.turns
         assert not gate.queue._entered
         core.assert_idle()
 
