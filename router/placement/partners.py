@@ -76,26 +76,23 @@ def _masked(total: Sequence[float], able: Sequence[bool]) -> list[float]:
 
 def pick(total: Column, held: Column, load: Column, model: CostModel, rng: Random) -> int:
     """Pick, of the workers tied for the lowest cost, the one that holds most; then the least loaded; then at random."""
+    least_ms = float(_least(total)) if isinstance(total, np.ndarray) else min(total)
+    # The highest cost that ties with the lowest, which is below zero where a link saves more than its worker costs.
+    bound_ms = least_ms * (1.0 + copysign(model.tie_share, least_ms)) + model.tie_ms
+    rows: list[int] = []
     if isinstance(total, np.ndarray):
-        rows: list[int] = (total <= _tie_bound(float(_least(total)), model)).nonzero()[0].tolist()
+        rows = (total <= bound_ms).nonzero()[0].tolist()
     else:
-        rows, bound = [], _tie_bound(min(total), model)
         for row, cost in enumerate(total):
-            if cost <= bound:
+            if cost <= bound_ms:
                 rows.append(row)
     if len(rows) > 1:
-        most = max([held[row] for row in rows])
+        most = max(map(held.__getitem__, rows))
         rows = [row for row in rows if held[row] == most]
     if len(rows) > 1:
-        waiting = min([load[row] for row in rows]) + model.tie_ms
+        waiting = min(map(load.__getitem__, rows)) + model.tie_ms
         rows = [row for row in rows if load[row] <= waiting]
     return rows[0] if len(rows) == 1 else rows[rng.randrange(len(rows))]
-
-
-def _tie_bound(least_ms: float, model: CostModel) -> float:
-    """Return the highest cost that ties with the lowest, which is below zero where a link saves more than its worker
-    costs."""
-    return least_ms * (1.0 + copysign(model.tie_share, least_ms)) + model.tie_ms
 
 
 class LinkedPartners:

@@ -329,5 +329,5 @@ class Placer:
             is_local=is_local,
             replicate_tokens=self._hot.wanted_tokens(names, num_holders, now_s),
             now_s=now_s,
-            links=self.registry.links(view, now_s),
+            links=self.registry.links(view, now_s) if view.prefill.members.infos else None,
         )

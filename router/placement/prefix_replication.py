@@ -91,8 +91,9 @@ class HotPrefixes:
         `num_holders`: returns how many workers hold a number of leading tokens; called only for prefixes in high
         demand.
         """
-        most_share = self._policy.most_share
-        for depth in reversed(self.depths(len(names))):
+        least, most_share = self._policy.least_blocks, self._policy.most_share
+        for doublings in reversed(range((len(names) // least).bit_length())):
+            depth = least << doublings
             heat = self._heats.get(names[depth - 1])
             if heat is None or now_s < heat.settles_s:
                 continue
@@ -106,18 +107,14 @@ class HotPrefixes:
 
     def depths(self, num_blocks: int) -> list[int]:
         """Return the lengths of the prompt's prefixes that are followed: powers of two."""
-        found, depth = [], self._policy.least_blocks
-        while depth <= num_blocks:
-            found.append(depth)
-            depth *= 2
-        return found
+        least = self._policy.least_blocks
+        return [least << doublings for doublings in range((num_blocks // least).bit_length())]
 
     def on_placed(self, names: Sequence[BlockHash], *, work_ms: float, tokens: int, now_s: float) -> None:
         """Count a placed request for a prompt of these blocks: computing `tokens` takes its worker `work_ms`."""
-        policy, num_blocks = self._policy, len(names)
+        policy, depth = self._policy, self._policy.least_blocks
         self._budget = min(policy.burst_tokens, self._budget + tokens * policy.budget_share)
-        depth = policy.least_blocks
-        while depth <= num_blocks:
+        while depth <= len(names):
             name = names[depth - 1]
             heat = self._heats.get(name)
             if heat is None:

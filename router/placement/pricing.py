@@ -23,6 +23,10 @@ MAX_PRICED_SINGLY = 8
 _least, _most, _sum = np.minimum.reduce, np.maximum.reduce, np.add.reduce
 
 
+_NOTHING = ExplainedCosts(members=PoolMembers([], []), held=np.zeros(0), total=[], terms={})
+_NO_COSTS = PoolCosts(held=[], work=[], compute_ms=[], load=[], total=[], explain=lambda: _NOTHING)
+"""The costs of a pool without workers."""
+
 _Cells = list[list[float]]
 """A copy of `PoolView.cells`."""
 _Prices = Callable[[Floats, Floats, Floats, Floats], tuple[float | Floats, Floats | None]]
@@ -39,16 +43,6 @@ def price_prefill(demand: PlacementDemand, pool: PoolView, model: CostModel) -> 
     return _price_prefill_by_columns(demand, pool, closed, model)
 
 
-def _no_costs() -> PoolCosts:
-    none: list[float] = []
-    explained = ExplainedCosts(members=PoolMembers([], []), held=np.zeros(0), total=none, terms={})
-    return PoolCosts(held=none, work=none, compute_ms=none, load=none, total=none, explain=lambda: explained)
-
-
-_NO_COSTS = _no_costs()
-"""Those of a pool without workers."""
-
-
 def _price_prefill_by_columns(
     demand: PlacementDemand, pool: PoolView, closed: Bools | None, model: CostModel
 ) -> PoolCosts:
@@ -63,12 +57,11 @@ def _price_prefill_by_columns(
         uncharged = _uncharged(demand, held, work, pool)
         terms["copy_ms"], charged = uncharged * token_ms, work + uncharged
         total += terms["copy_ms"]
-    if len(total):
-        # What an available worker need not compute; every other one would compute it again.
-        least = _least(charged if closed is None else np.where(closed, _most(charged), charged))
-        crowd = model.recompute_weight * _sum(pool.active) / len(total)
-        terms["recompute_ms"] = (charged - least) * (token_ms * crowd)
-        total += terms["recompute_ms"]
+    # What an available worker need not compute; every other one would compute it again.
+    least = _least(charged if closed is None else np.where(closed, _most(charged), charged))
+    crowd = model.recompute_weight * _sum(pool.active) / len(total)
+    terms["recompute_ms"] = (charged - least) * (token_ms * crowd)
+    total += terms["recompute_ms"]
     _add_penalty(demand, pool, terms, total)
     if closed is not None:
         total[closed] = np.inf
@@ -203,7 +196,7 @@ def _price_decode_by_columns(
 def _prefer_local_prefill(
     demand: PlacementDemand, uncached: Floats, here: Floats, remote: Floats, model: CostModel
 ) -> Bools:
-    """Decide as `_price_decode_singly` does, for a whole pool of decode workers at once."""
+    """Decide as `prefers_local_prefill`, for a whole pool of decode workers at once."""
     local: Bools = here <= remote
     if model.max_local_prefill_tokens is not None:
         local &= (uncached <= model.max_local_prefill_tokens) | (remote == np.inf)
@@ -214,12 +207,6 @@ def _prefer_local_prefill(
 def _price_decode_singly(
     demand: PlacementDemand, pool: PoolView, closed: Bools | None, partners: Partners, model: CostModel, *, alone: bool
 ) -> PoolCosts:
-    """Price every decode worker, and decide whether it computes the prompt itself (local prefill), or a prefill worker
-    does (disaggregated).
-
-    The cheaper of both, within the bounds on uncached tokens; local if the demand or the lack of a partner requires it.
-    The demand does where admission let it in as local, the prefill pool being full (`ClusterCapacity.local_prefill`).
-    """
     num_tokens, most, members, matched = demand.num_tokens, demand.num_tokens - 1, pool.members, demand.matched
     cells = pool.cells.tolist()
     # In the order of `COLUMNS`, as far as they are needed here.
@@ -232,7 +219,6 @@ def _price_decode_singly(
         links = link_ms(pool, model).tolist()
     itl_steps = model.itl_share * model.itl_horizon_tokens
     copied = float(min(demand.replicate_tokens, most)) if alone else 0.0
-    least_local, most_local = model.local_prefill_tokens, model.max_local_prefill_tokens
     held: list[float] = []
     work: list[float] = []
     compute: list[float] = []
@@ -258,8 +244,7 @@ def _price_decode_singly(
         if own < copied:
             here += (_work_of_one(num_tokens, copied, growth[row]) - tokens) * token_ms[row]
         remote = transfer + (of_partner[0] + model.handoff_ms)
-        is_cheaper = here <= remote and (most_local is None or uncached <= most_local or remote == np.inf)
-        is_local = demand.is_local or uncached <= least_local or is_cheaper
+        is_local = alone or prefers_local_prefill(demand, uncached, local_ms=here, remote_ms=remote, model=model)
         held.append(own)
         work.append(tokens)
         compute.append(reading)
@@ -282,6 +267,22 @@ def _price_decode_singly(
         transfer_ms=transfers,
         local=local,
     )
+
+
+def prefers_local_prefill(
+    demand: PlacementDemand, uncached: float, *, local_ms: float, remote_ms: float, model: CostModel
+) -> bool:
+    """Whether a decode worker computes the prompt itself (local prefill), or a prefill worker does (disaggregated).
+
+    `_prefer_local_prefill` decides the same for pools of more than `MAX_PRICED_SINGLY` workers.
+
+    The cheaper of both, within the bounds on uncached tokens; local if the demand or the lack of a partner requires it.
+    The demand does where admission let it in as local, the prefill pool being full (`ClusterCapacity.local_prefill`).
+    """
+    if demand.is_local or uncached <= model.local_prefill_tokens:
+        return True
+    most = model.max_local_prefill_tokens
+    return local_ms <= remote_ms and (most is None or uncached <= most or remote_ms == np.inf)
 
 
 def _explain_decode(
