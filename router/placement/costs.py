@@ -102,24 +102,28 @@ def local_threshold(
 
 def prefill_ms(pool: PoolView, model: CostModel) -> Floats:
     """Return the prefill time per token of every worker."""
-    return _complete(pool, "prefill_ms", pool.prefill_ms, 1e3 / model.prior_prefill_tokens_per_s)
+    if "prefill_ms" not in pool.unmeasured:
+        return pool.prefill_ms
+    return _complete(pool.prefill_ms, 1e3 / model.prior_prefill_tokens_per_s)
 
 
 def step_ms(pool: PoolView, model: CostModel) -> Floats:
     """Return the decode step time of every worker."""
-    return _complete(pool, "step_ms", pool.step_ms, 1e3 * model.prior_decode_step_s)
+    if "step_ms" not in pool.unmeasured:
+        return pool.step_ms
+    return _complete(pool.step_ms, 1e3 * model.prior_decode_step_s)
 
 
 def link_ms(pool: PoolView, model: CostModel) -> Floats:
     """Return the transfer time per token whose KV must arrive, for every worker."""
-    if "link_ms" not in pool.unmeasured or _or(pool.link_ms > 0.0):
-        return _complete(pool, "link_ms", pool.link_ms, 0.0)
+    if "link_ms" not in pool.unmeasured:
+        return pool.link_ms
+    if _or(pool.link_ms > 0.0):
+        return _complete(pool.link_ms, 0.0)
     return pool.members.kv_token_bytes * (1e3 / model.prior_kv_bytes_per_s)
 
 
-def _complete(pool: PoolView, name: str, column: Floats, prior: float) -> Floats:
+def _complete(column: Floats, prior: float) -> Floats:
     """Fill in the mean of the pool's measured rates for workers without one."""
-    if name not in pool.unmeasured:
-        return column
     known = column > 0.0
     return np.where(known, column, column[known].mean() if _or(known) else prior)

@@ -60,13 +60,11 @@ class DecisionLog:
         self.most = most
         self._clock = clock
         self._decisions: deque[PlacementDecision] = deque(maxlen=most)
+        self.add = self._decisions.append
+        """Adds a decision, dropping the oldest if full."""
 
     def num_kept(self, tenant: str) -> int:
         return sum(decision.tenant == tenant for decision in self._decisions)
-
-    def add(self, decision: PlacementDecision) -> None:
-        """Add a decision, dropping the oldest if full."""
-        self._decisions.append(decision)
 
     def newest(self, most: int) -> Iterator[PlacementDecision]:
         """Yield decisions of all tenants, newest first."""

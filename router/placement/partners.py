@@ -8,7 +8,6 @@ with the link between the two.
 from collections.abc import Sequence
 from math import copysign
 from random import Random
-from typing import Protocol
 
 import numpy as np
 from msgspec import Struct
@@ -34,48 +33,29 @@ class Partner(Struct, frozen=True, kw_only=True):
     """Cost of the worker itself, without the hand-off's."""
 
 
-class Partners(Protocol):
-    def price(self, row: int, uncached: float, transfer_ms: float) -> tuple[float, float]:
-        """Return the cost of the best prefill worker for one decode worker, and how much of it is their link's.
-
-        `uncached`: tokens whose KV must get there, in `transfer_ms` over its usual link. Infinite: none can pair.
-        """
-        ...
-
-    def prices(
-        self, uncached: Floats, transfer_ms: Floats, load_ms: Floats, here_ms: Floats
-    ) -> tuple[float | Floats, Floats | None]:
-        """Return the same for all decode workers, or one number for all of them; None: links make no difference.
-
-        `load_ms`, `here_ms`: what the worker's load and local prefill would cost, to tell which could be cheapest.
-        """
-        ...
-
-    def find(self, row: int, uncached: float, transfer_ms: float) -> Partner | None:
-        """Choose the prefill worker of one decode worker; None: none can pair."""
-        ...
-
-
 class AlikePartners:
     """The cheapest prefill worker for each kind of decode worker: links make no difference."""
 
     def __init__(self, costs: PoolCosts, view: ClusterView, model: CostModel, rng: Random) -> None:
-        self._kinds = view.decode.members.kinds
-        self._kind_list = view.decode.members.kind_list
-        self._found = [best_partner(costs, able, model, rng) for able in view.partners]
-        self._cost_ms = [np.inf if partner is None else partner.cost_ms for partner in self._found]
-
-    def price(self, row: int, uncached: float, transfer_ms: float) -> tuple[float, float]:
-        return self._cost_ms[self._kind_list[row]], 0.0
+        self._members = view.decode.members
+        self._found: list[Partner | None] = []
+        self.cost_ms: list[float] = []
+        """The partner's cost, by kind of decode worker; infinite where none can pair."""
+        for able in view.partners:
+            partner = best_partner(costs, able, model, rng)
+            self._found.append(partner)
+            self.cost_ms.append(np.inf if partner is None else partner.cost_ms)
 
     def prices(
         self, uncached: Floats, transfer_ms: Floats, load_ms: Floats, here_ms: Floats
     ) -> tuple[float | Floats, Floats | None]:
-        cost_ms = self._cost_ms
-        return cost_ms[0] if len(cost_ms) == 1 else np.array(cost_ms)[self._kinds], None
+        """Return what the partner of every decode worker costs, or one number for all; see `LinkedPartners`."""
+        cost_ms = self.cost_ms
+        return cost_ms[0] if len(cost_ms) == 1 else np.array(cost_ms)[self._members.kinds], None
 
     def find(self, row: int, uncached: float, transfer_ms: float) -> Partner | None:
-        return self._found[self._kind_list[row]]
+        """Return the prefill worker of one decode worker; None: none can pair."""
+        return self._found[self._members.kind_list[row]]
 
 
 def best_partner(costs: PoolCosts, able: Bools | None, model: CostModel, rng: Random) -> Partner | None:
@@ -96,25 +76,23 @@ def _masked(total: Sequence[float], able: Sequence[bool]) -> list[float]:
 
 def pick(total: Column, held: Column, load: Column, model: CostModel, rng: Random) -> int:
     """Pick, of the workers tied for the lowest cost, the one that holds most; then the least loaded; then at random."""
+    least_ms = float(_least(total)) if isinstance(total, np.ndarray) else min(total)
+    # The highest cost that ties with the lowest, which is below zero where a link saves more than its worker costs.
+    bound_ms = least_ms * (1.0 + copysign(model.tie_share, least_ms)) + model.tie_ms
+    rows: list[int] = []
     if isinstance(total, np.ndarray):
-        bound = _tie_bound(float(_least(total)), model)
-        rows: list[int] = (total <= bound).nonzero()[0].tolist()
+        rows = (total <= bound_ms).nonzero()[0].tolist()
     else:
-        bound = _tie_bound(min(total), model)
-        rows = [row for row, cost in enumerate(total) if cost <= bound]
+        for row, cost in enumerate(total):
+            if cost <= bound_ms:
+                rows.append(row)
     if len(rows) > 1:
-        most = max([held[row] for row in rows])
+        most = max(map(held.__getitem__, rows))
         rows = [row for row in rows if held[row] == most]
     if len(rows) > 1:
-        waiting = min([load[row] for row in rows]) + model.tie_ms
+        waiting = min(map(load.__getitem__, rows)) + model.tie_ms
         rows = [row for row in rows if load[row] <= waiting]
     return rows[0] if len(rows) == 1 else rows[rng.randrange(len(rows))]
-
-
-def _tie_bound(least_ms: float, model: CostModel) -> float:
-    """Return the highest cost that ties with the lowest, which is below zero where a link saves more than its worker
-    costs."""
-    return least_ms * (1.0 + copysign(model.tie_share, least_ms)) + model.tie_ms
 
 
 class LinkedPartners:
@@ -129,6 +107,10 @@ class LinkedPartners:
         self._total = np.asarray(costs.total)
 
     def price(self, row: int, uncached: float, transfer_ms: float) -> tuple[float, float]:
+        """Return the cost of the best prefill worker for one decode worker, and how much of it is their link's.
+
+        `uncached`: tokens whose KV must get there, in `transfer_ms` over its usual link. Infinite: none can pair.
+        """
         pairs = self._pairs_ms(row, uncached, transfer_ms)
         costs = self._total + pairs
         best = int(costs.argmin())
@@ -137,8 +119,12 @@ class LinkedPartners:
     def prices(
         self, uncached: Floats, transfer_ms: Floats, load_ms: Floats, here_ms: Floats
     ) -> tuple[float | Floats, Floats | None]:
-        """See `Partners`. The decode workers that could be cheapest are priced with every partner, the others with the
-        cheapest one over the slowest of their links."""
+        """Return the same for all decode workers; None: links make no difference.
+
+        The decode workers that could be cheapest are priced with every partner, the others with the cheapest one over
+        the slowest of their links. `load_ms`, `here_ms`: what the worker's load and local prefill would cost, to tell
+        which could be cheapest.
+        """
         links, view = self._links, self._view
         able = [self._total if rows is None else np.where(rows, self._total, np.inf) for rows in view.partners]
         cheapest = np.array([_least(costs) for costs in able])[view.decode.members.kinds]
@@ -157,6 +143,7 @@ class LinkedPartners:
         return costs, np.where(costs < np.inf, pairs, 0.0)
 
     def find(self, row: int, uncached: float, transfer_ms: float) -> Partner | None:
+        """Choose the prefill worker of one decode worker; None: none can pair."""
         costs = self._total + self._pairs_ms(row, uncached, transfer_ms)
         found = pick(costs, self._costs.held, self._costs.load, self._model, self._rng)
         return None if costs[found] == np.inf else Partner(row=found, cost_ms=float(costs[found]))
@@ -167,9 +154,12 @@ class LinkedPartners:
         return pairs
 
 
+Partners = AlikePartners | LinkedPartners
+
+
 def partners_of(
     costs: PoolCosts, view: ClusterView, links: PairLinks | None, model: CostModel, rng: Random
-) -> AlikePartners | LinkedPartners:
+) -> Partners:
     """Return the partners for one decision, whose prefill workers have these costs."""
     if links is None or not len(costs.total):
         return AlikePartners(costs, view, model, rng)

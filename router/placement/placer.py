@@ -1,6 +1,7 @@
 """Places choices on workers, and accounts for it: the load that was sent, and which blocks will be cached where."""
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from random import Random
 
 from msgspec import Struct
@@ -8,7 +9,7 @@ from msgspec import Struct
 from router.placement.costs import CostModel
 from router.placement.decision_log import DecisionLog, PlacementDecision, PlacementObserver
 from router.placement.demand import PlacementDemand
-from router.placement.prefix_holders import Confirmed, best_holder
+from router.placement.prefix_holders import best_holder
 from router.placement.prefix_replication import HotPrefix, HotPrefixes, ReplicationPolicy
 from router.placement.worker_selection import (
     Affinity,
@@ -77,6 +78,8 @@ class Assignment(Struct, kw_only=True):
     port: WorkerPort
     names: Sequence[BlockHash]
     num_tokens: int
+    decode: WorkerKey
+    """The worker that decodes."""
     computing: WorkerKey
     """The worker that currently computes the prompt."""
     booked: Booking
@@ -92,11 +95,6 @@ class Assignment(Struct, kw_only=True):
     tenant: str = ""
     decision: PlacementDecision | None = None
     """Its entry in the decision log; None until it is recorded."""
-
-    @property
-    def decode(self) -> WorkerKey:
-        """The worker that decodes."""
-        return self.placement.decode.info.key
 
 
 class Placer:
@@ -141,30 +139,36 @@ class Placer:
         Raises NoDecodeWorker or RequestTooLarge.
         """
         registry, begun_s = self.registry, self._clock()
-        view = registry.view()
+        prefix_map, view = registry.prefix_map, registry.view()
         demand = self._demand(num_tokens, names, view, excluded, pool_tokens_above, is_local=is_local)
         placement = place(demand, view, self._model, self._rng)
-        decode, computing = placement.decode.info.key, placement.computing.info.key
-        port = registry.port(decode)
-        if port is None:
+        prefill, decode = placement.prefill, placement.decode.info.key
+        worker = registry.find(decode)
+        if worker is None:
             raise InvariantError(f"worker {decode.worker_id} was chosen but is not live")
-        booked = registry.assign(decode, 0 if placement.prefill else placement.work_tokens)
+        booked = prompt = Booking(worker, placement.work_tokens if prefill is None else 0)
+        computing = placement.decode.info
+        if prefill is not None:
+            computing, prompt = prefill.info, registry.assign(prefill.info.key, placement.work_tokens)
         assignment = Assignment(
             placement=placement,
-            port=port,
+            port=worker.port,
             names=names,
             num_tokens=num_tokens,
-            computing=computing,
+            decode=decode,
+            computing=computing.key,
             booked=booked,
-            prompt=registry.assign(computing, placement.work_tokens) if placement.prefill else booked,
-            holder=best_holder(demand, placement.computing.info, view, self._confirmed(names)),
+            prompt=prompt,
+            holder=best_holder(demand, computing, view, partial(self._num_confirmed, names)),
         )
-        self._count_heat(demand, placement, names)
+        self._hot.on_placed(names, work_ms=placement.compute_ms, tokens=placement.uncached_tokens, now_s=demand.now_s)
+        if placement.affinity is Affinity.REPLICA:
+            self._hot.copied(names, demand.replicate_tokens, placement.cached_tokens, now_s=demand.now_s)
         # Only where it is computed: the decode worker's copy exists once the hand-off has committed, not before.
-        registry.prefix_map.expect(computing.worker_id, names, now_s=begun_s)
-        if placement.prefill:
+        prefix_map.expect(computing.key.worker_id, names, now_s=begun_s)
+        if prefill is not None:
             self._handed_off(assignment, placement.work_tokens)
-            registry.prefix_map.use(decode.worker_id, names[: placement.held_by_decode // HASH_BLOCK_TOKENS])
+            prefix_map.use(decode.worker_id, names[: placement.held_by_decode // HASH_BLOCK_TOKENS])
         assignment.seconds = self._clock() - begun_s
         return assignment
 
@@ -189,6 +193,7 @@ class Placer:
             port=port,
             names=names,
             num_tokens=num_tokens,
+            decode=found.info.key,
             computing=found.info.key,
             booked=booked,
             prompt=booked,
@@ -215,9 +220,7 @@ class Placer:
         if self._decisions is not None:
             self._decisions.add(assignment.decision)
         if self._observer is not None:
-            self._observer.decided(
-                reason=placement.reason.value, affinity=placement.affinity.value, seconds=assignment.seconds
-            )
+            self._observer.decided(reason=placement.reason, affinity=placement.affinity, seconds=assignment.seconds)
 
     def reassign_prefill(self, assignment: Assignment, excluded: frozenset[WorkerKey]) -> WorkerSnapshot | None:
         """Choose another prefill worker after a failed hand-off; None: the decode worker computes the prompt itself."""
@@ -230,7 +233,7 @@ class Placer:
             self._compute_on(assignment, assignment.decode, assignment.num_tokens)
             return None
         prefill, work = found
-        assignment.holder = best_holder(demand, prefill.info, view, self._confirmed(assignment.names))
+        assignment.holder = best_holder(demand, prefill.info, view, partial(self._num_confirmed, assignment.names))
         self._compute_on(assignment, prefill.info.key, work)
         return prefill
 
@@ -271,7 +274,8 @@ class Placer:
 
     def release(self, assignment: Assignment) -> None:
         """Release the attempt's load: it has ended, successfully or not."""
-        self._stop_computing(assignment)
+        if assignment.prompt.tokens or assignment.prompt is not assignment.booked:
+            self._stop_computing(assignment)
         assignment.booked.end()
 
     def _stop_computing(self, assignment: Assignment) -> None:
@@ -294,19 +298,10 @@ class Placer:
         source, target = assignment.computing.worker_id, assignment.decode.worker_id
         self.handoffs.began(id(assignment), source=source, target=target, num_tokens=num_tokens)
 
-    def _count_heat(self, demand: PlacementDemand, placement: Placement, names: Sequence[BlockHash]) -> None:
-        compute_ms, uncached = placement.compute_ms, placement.uncached_tokens
-        self._hot.on_placed(names, work_ms=compute_ms, tokens=uncached, now_s=demand.now_s)
-        if placement.affinity is Affinity.REPLICA:
-            self._hot.copied(names, demand.replicate_tokens, placement.cached_tokens, now_s=demand.now_s)
-
-    def _confirmed(self, names: Sequence[BlockHash]) -> Confirmed:
-        prefix_map = self.registry.prefix_map
-
-        def confirmed(worker: WorkerId, num_tokens: int) -> int:
-            return prefix_map.num_confirmed(worker, names[: num_tokens // HASH_BLOCK_TOKENS]) * HASH_BLOCK_TOKENS
-
-        return confirmed
+    def _num_confirmed(self, names: Sequence[BlockHash], worker: WorkerId, num_tokens: int) -> int:
+        """See `Confirmed`."""
+        leading = names[: num_tokens // HASH_BLOCK_TOKENS]
+        return self.registry.prefix_map.num_confirmed(worker, leading) * HASH_BLOCK_TOKENS
 
     def _demand(
         self,
@@ -321,7 +316,7 @@ class Placer:
         prefix_map, now_s = self.registry.prefix_map, self._clock()
         prefix_map.expire(now_s)
         matched = prefix_map.match(names) * HASH_BLOCK_TOKENS
-        slots = (view.prefill if len(view.prefill.members) else view.decode).members.slots
+        slots = (view.prefill if view.prefill.members.infos else view.decode).members.slots
 
         def num_holders(tokens: int) -> int:
             return int((matched[slots] >= tokens).sum())
@@ -334,5 +329,5 @@ class Placer:
             is_local=is_local,
             replicate_tokens=self._hot.wanted_tokens(names, num_holders, now_s),
             now_s=now_s,
-            links=self.registry.links(view, now_s),
+            links=self.registry.links(view, now_s) if view.prefill.members.infos else None,
         )

@@ -1,6 +1,6 @@
 """The costs of one decision, worker by worker, and their explanation, which is built when it is read. Pure."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import inf
 from typing import overload
@@ -97,28 +97,26 @@ class ExplainedDecodeCosts(ExplainedCosts):
         )
 
 
-class CandidateCosts(Sequence[CandidateCost]):
-    """The candidates of a pool: the chosen one first, then cheapest first. Built when accessed."""
+class CandidateCosts(Struct, frozen=True, eq=False):
+    """The candidates of a pool: the chosen one first, then cheapest first. A sequence; built when accessed."""
 
-    __slots__ = ("_chosen", "_costs")
-
-    def __init__(self, costs: PoolCosts, chosen: int | None) -> None:
-        self._costs = costs
-        self._chosen = chosen
+    costs: PoolCosts
+    chosen: int | None
+    """The row of the chosen one; None: none of the pool was chosen."""
 
     def __len__(self) -> int:
-        return int((np.asarray(self._costs.total) < inf).sum())
+        return int((np.asarray(self.costs.total) < inf).sum())
 
     @overload
     def __getitem__(self, index: int) -> CandidateCost: ...
     @overload
     def __getitem__(self, index: slice) -> list[CandidateCost]: ...
     def __getitem__(self, index: int | slice) -> CandidateCost | list[CandidateCost]:
-        order: list[int] = np.argsort(self._costs.total, kind="stable")[: len(self)].tolist()
-        if self._chosen is not None:
-            order.remove(self._chosen)
-            order.insert(0, self._chosen)
-        found, explained = order[index], self._costs.explain()
+        order: list[int] = np.argsort(self.costs.total, kind="stable")[: len(self)].tolist()
+        if self.chosen is not None:
+            order.remove(self.chosen)
+            order.insert(0, self.chosen)
+        found, explained = order[index], self.costs.explain()
         return explained.candidate(found) if isinstance(found, int) else [explained.candidate(row) for row in found]
 
     def __iter__(self) -> Iterator[CandidateCost]:

@@ -30,7 +30,10 @@ def best_holder(
     A worker cannot lend what it is only about to compute. Among equals: one that stays, then the one with fewer
     requests, then by name; a draining worker lends as long as it is connected.
     """
-    own = _own(demand, computing, view)
+    own = 0
+    for pool in (view.prefill, view.decode):
+        if (row := pool.members.rows.get(computing.key)) is not None:
+            own = demand.matched.item(pool.members.slot_list[row])
     if np.maximum.reduce(demand.matched, initial=0) < own + MIN_GAIN_TOKENS:
         return None
     # Sorted by the upper bound of each: most are never checked for what is confirmed.
@@ -47,13 +50,6 @@ def best_holder(
         return None
     key, address = best[1].key, best[1].handoff_address
     return PrefixHolder(worker_id=key.worker_id, incarnation=key.incarnation, address=address, num_tokens=num_tokens)
-
-
-def _own(demand: PlacementDemand, computing: WorkerInfo, view: ClusterView) -> int:
-    for pool in (view.prefill, view.decode):
-        if (row := pool.members.rows.get(computing.key)) is not None:
-            return int(demand.matched[pool.members.slots[row]])
-    return 0
 
 
 def _by_bound(demand: PlacementDemand, view: ClusterView, least: int) -> Iterator[tuple[_Order, WorkerInfo]]:

@@ -91,28 +91,30 @@ class HotPrefixes:
         `num_holders`: returns how many workers hold a number of leading tokens; called only for prefixes in high
         demand.
         """
-        for depth in reversed(self.depths(len(names))):
+        least, most_share = self._policy.least_blocks, self._policy.most_share
+        for doublings in reversed(range((len(names) // least).bit_length())):
+            depth = least << doublings
             heat = self._heats.get(names[depth - 1])
-            if heat is None or now_s < heat.settles_s or (copies := self._copies(heat, now_s)) == 1:
+            if heat is None or now_s < heat.settles_s:
                 continue
-            tokens = depth * HASH_BLOCK_TOKENS
-            if tokens <= self._budget and 0 < num_holders(tokens) < copies:
+            # Demand only decays until it is next counted: nearly always it was too low for a second copy even then.
+            if heat.num_copies == 1 and heat.rate / 1e3 <= most_share:
+                continue
+            copies, tokens = self._copies(heat, now_s), depth * HASH_BLOCK_TOKENS
+            if copies > 1 and tokens <= self._budget and 0 < num_holders(tokens) < copies:
                 return tokens
         return 0
 
     def depths(self, num_blocks: int) -> list[int]:
         """Return the lengths of the prompt's prefixes that are followed: powers of two."""
-        found, depth = [], self._policy.least_blocks
-        while depth <= num_blocks:
-            found.append(depth)
-            depth *= 2
-        return found
+        least = self._policy.least_blocks
+        return [least << doublings for doublings in range((num_blocks // least).bit_length())]
 
     def on_placed(self, names: Sequence[BlockHash], *, work_ms: float, tokens: int, now_s: float) -> None:
         """Count a placed request for a prompt of these blocks: computing `tokens` takes its worker `work_ms`."""
-        policy = self._policy
+        policy, depth = self._policy, self._policy.least_blocks
         self._budget = min(policy.burst_tokens, self._budget + tokens * policy.budget_share)
-        for depth in self.depths(len(names)):
+        while depth <= len(names):
             name = names[depth - 1]
             heat = self._heats.get(name)
             if heat is None:
@@ -123,8 +125,9 @@ class HotPrefixes:
                 self._heats.move_to_end(name)
             heat.num_requests += 1
             # In the long run, work that arrives at a steady rate sums up to just that rate.
-            heat.rate = self._rate(heat, now_s) + work_ms * self._decay
+            heat.rate = heat.rate * exp((heat.at_s - now_s) * self._decay) + work_ms * self._decay
             heat.at_s = now_s
+            depth *= 2
 
     def copied(self, names: Sequence[BlockHash], num_tokens: int, held_tokens: int, now_s: float) -> None:
         """Charge the budget for a placement that makes a copy: of `num_tokens`, all but `held_tokens` are computed."""

@@ -6,17 +6,15 @@ again, when it is read. Pure.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 
 from router.placement.costs import CostModel, link_ms, prefill_ms, step_ms
 from router.placement.demand import PlacementDemand
-from router.placement.partners import Partners
+from router.placement.partners import AlikePartners, Partners
 from router.placement.pool_costs import ExplainedCosts, ExplainedDecodeCosts, PoolCosts
-from router.workers.columns import Bools, Floats, PoolView
+from router.workers.columns import Bools, Floats, PoolMembers, PoolView
 
 MAX_PRICED_SINGLY = 8
 """Most workers of a pool that are priced one by one; more are priced by columns."""
@@ -25,51 +23,23 @@ MAX_PRICED_SINGLY = 8
 _least, _most, _sum = np.minimum.reduce, np.maximum.reduce, np.add.reduce
 
 
+_NOTHING = ExplainedCosts(members=PoolMembers([], []), held=np.zeros(0), total=[], terms={})
+_NO_COSTS = PoolCosts(held=[], work=[], compute_ms=[], load=[], total=[], explain=lambda: _NOTHING)
+"""The costs of a pool without workers."""
+
+_Cells = list[list[float]]
+"""A copy of `PoolView.cells`."""
 _Prices = Callable[[Floats, Floats, Floats, Floats], tuple[float | Floats, Floats | None]]
-"""The type of `Partners.prices`."""
-
-
-class _Columns(NamedTuple):
-    """The columns that prices depend on, copied."""
-
-    backlog: list[float]
-    active: list[float]
-    token_ms: list[float]
-    attention: list[float]
-    penalised_until_s: list[float] | None
-    closed: list[bool] | None
-
-    @classmethod
-    def copied(cls, pool: PoolView, closed: Bools | None, model: CostModel) -> "_Columns":
-        until = pool.penalised_until_s
-        return cls(
-            pool.backlog.tolist(),
-            pool.active.tolist(),
-            prefill_ms(pool, model).tolist(),
-            [0.0] * len(pool.members) if pool.attention is None else pool.attention.tolist(),
-            None if until is None else until.tolist(),
-            None if closed is None else closed.tolist(),
-        )
-
-    def view(self, pool: PoolView) -> PoolView:
-        """Return a view of the pool as it was."""
-        until = self.penalised_until_s
-        return replace(
-            pool,
-            backlog=np.array(self.backlog),
-            active=np.array(self.active),
-            prefill_ms=np.array(self.token_ms),
-            attention=np.array(self.attention) if any(self.attention) else None,
-            penalised_until_s=None if until is None else np.array(until),
-            unmeasured=frozenset(),
-        )
+"""The type of `LinkedPartners.prices`."""
 
 
 def price_prefill(demand: PlacementDemand, pool: PoolView, model: CostModel) -> PoolCosts:
     """Compute the cost of every prefill worker for this prompt; infinite for those that may not be chosen."""
+    if not pool.members.infos:
+        return _NO_COSTS
     closed = demand.closed(pool, demand.num_tokens)
-    if len(pool.members) <= MAX_PRICED_SINGLY:
-        return _price_prefill_singly(demand, pool, _Columns.copied(pool, closed, model), model)
+    if len(pool.members.infos) <= MAX_PRICED_SINGLY:
+        return _price_prefill_singly(demand, pool, closed, model)
     return _price_prefill_by_columns(demand, pool, closed, model)
 
 
@@ -87,12 +57,11 @@ def _price_prefill_by_columns(
         uncharged = _uncharged(demand, held, work, pool)
         terms["copy_ms"], charged = uncharged * token_ms, work + uncharged
         total += terms["copy_ms"]
-    if len(total):
-        # What an available worker need not compute; every other one would compute it again.
-        least = _least(charged if closed is None else np.where(closed, _most(charged), charged))
-        crowd = model.recompute_weight * _sum(pool.active) / len(total)
-        terms["recompute_ms"] = (charged - least) * (token_ms * crowd)
-        total += terms["recompute_ms"]
+    # What an available worker need not compute; every other one would compute it again.
+    least = _least(charged if closed is None else np.where(closed, _most(charged), charged))
+    crowd = model.recompute_weight * _sum(pool.active) / len(total)
+    terms["recompute_ms"] = (charged - least) * (token_ms * crowd)
+    total += terms["recompute_ms"]
     _add_penalty(demand, pool, terms, total)
     if closed is not None:
         total[closed] = np.inf
@@ -100,40 +69,54 @@ def _price_prefill_by_columns(
     return PoolCosts(held=held, work=work, compute_ms=compute, load=queue, total=total, explain=lambda: explained)
 
 
-def _price_prefill_singly(demand: PlacementDemand, pool: PoolView, columns: _Columns, model: CostModel) -> PoolCosts:
-    num_tokens, held, closed = demand.num_tokens, _held_singly(demand, pool), columns.closed
-    copied = float(min(demand.replicate_tokens, num_tokens - 1))
+def _price_prefill_singly(demand: PlacementDemand, pool: PoolView, closed: Bools | None, model: CostModel) -> PoolCosts:
+    num_tokens, most, members, matched = demand.num_tokens, demand.num_tokens - 1, pool.members, demand.matched
+    cells = pool.cells.tolist()
+    # In the order of `COLUMNS`, as far as they are needed here.
+    backlog, active, token_ms, _, _, _, _, growth, penalised_until_s, *_ = cells
+    if "prefill_ms" in pool.unmeasured:
+        token_ms = prefill_ms(pool, model).tolist()
+    copied = float(min(demand.replicate_tokens, most))
+    held: list[float] = []
     work: list[float] = []
     compute: list[float] = []
     queue: list[float] = []
     charged: list[float] = []
     total: list[float] = []
-    for own, token_ms, growth, backlog in zip(held, columns.token_ms, columns.attention, columns.backlog, strict=True):
-        tokens = _work_of_one(num_tokens, own, growth)
-        waiting, here = backlog * token_ms, tokens * token_ms
+    for row, slot in enumerate(members.slot_list):
+        size = members.block_size_list[row]
+        own = float(min(matched.item(slot), most) // size * size)
+        uncached = num_tokens - own
+        tokens = uncached + growth[row] * uncached * (num_tokens + own)
+        waiting, here = backlog[row] * token_ms[row], tokens * token_ms[row]
+        held.append(own)
         work.append(tokens)
         queue.append(waiting)
         compute.append(here)
         cost = waiting + here
         if own < copied:
-            uncharged = _work_of_one(num_tokens, copied, growth) - tokens
-            cost += uncharged * token_ms
+            uncharged = _work_of_one(num_tokens, copied, growth[row]) - tokens
+            cost += uncharged * token_ms[row]
             tokens += uncharged
         charged.append(tokens)
         total.append(cost)
-    if total:
-        allowed = charged if closed is None else [c for c, shut in zip(charged, closed, strict=True) if not shut]
-        least, crowd = min(allowed, default=max(charged)), model.recompute_weight * sum(columns.active) / len(total)
-        for row, token_ms in enumerate(columns.token_ms):
-            total[row] += (charged[row] - least) * (token_ms * crowd)
-    _penalise_and_close(demand, columns, total)
-    explain = partial(_explain_prefill, demand, pool, columns, model)
+    is_closed = None if closed is None else closed.tolist()
+    allowed = charged if is_closed is None else [c for c, shut in zip(charged, is_closed, strict=True) if not shut]
+    least, crowd = min(allowed, default=max(charged)), model.recompute_weight * sum(active) / len(total)
+    for row, each_ms in enumerate(token_ms):
+        total[row] += (charged[row] - least) * (each_ms * crowd)
+    if pool.penalised_until_s is not None:
+        _penalise(penalised_until_s, demand.now_s, total)
+    if is_closed is not None:
+        _close(is_closed, total)
+    explain = partial(_explain_prefill, demand, pool, cells, closed, model)
     return PoolCosts(held=held, work=work, compute_ms=compute, load=queue, total=total, explain=explain)
 
 
-def _explain_prefill(demand: PlacementDemand, pool: PoolView, columns: _Columns, model: CostModel) -> ExplainedCosts:
-    closed = None if columns.closed is None else np.array(columns.closed, dtype=np.bool_)
-    return _price_prefill_by_columns(demand, columns.view(pool), closed, model).explain()
+def _explain_prefill(
+    demand: PlacementDemand, pool: PoolView, cells: _Cells, closed: Bools | None, model: CostModel
+) -> ExplainedCosts:
+    return _price_prefill_by_columns(demand, pool.over(cells), closed, model).explain()
 
 
 def price_decode(
@@ -143,8 +126,8 @@ def price_decode(
 
     `closed`: workers that may not be chosen. `alone`: there is no prefill pool, so copies of prefixes are made here.
     """
-    if len(pool.members) <= MAX_PRICED_SINGLY:
-        return _price_decode_singly(demand, pool, _Columns.copied(pool, closed, model), partners, model, alone=alone)
+    if len(pool.members.infos) <= MAX_PRICED_SINGLY:
+        return _price_decode_singly(demand, pool, closed, partners, model, alone=alone)
     return _price_decode_by_columns(demand, pool, closed, partners.prices, model, alone=alone)
 
 
@@ -222,13 +205,21 @@ def _prefer_local_prefill(
 
 
 def _price_decode_singly(
-    demand: PlacementDemand, pool: PoolView, columns: _Columns, partners: Partners, model: CostModel, *, alone: bool
+    demand: PlacementDemand, pool: PoolView, closed: Bools | None, partners: Partners, model: CostModel, *, alone: bool
 ) -> PoolCosts:
-    num_tokens, held = demand.num_tokens, _held_singly(demand, pool)
+    num_tokens, most, members, matched = demand.num_tokens, demand.num_tokens - 1, pool.members, demand.matched
+    cells = pool.cells.tolist()
+    # In the order of `COLUMNS`, as far as they are needed here.
+    backlog, active, token_ms, steps, links, free, relief, growth, penalised_until_s, *_ = cells
+    if "prefill_ms" in pool.unmeasured:
+        token_ms = prefill_ms(pool, model).tolist()
+    if "step_ms" in pool.unmeasured:
+        steps = step_ms(pool, model).tolist()
+    if "link_ms" in pool.unmeasured:
+        links = link_ms(pool, model).tolist()
     itl_steps = model.itl_share * model.itl_horizon_tokens
-    copied = float(min(demand.replicate_tokens, num_tokens - 1)) if alone else 0.0
-    steps, links = step_ms(pool, model).tolist(), link_ms(pool, model).tolist()
-    free, relief = pool.free_tokens.tolist(), pool.relief.tolist()
+    copied = float(min(demand.replicate_tokens, most)) if alone else 0.0
+    held: list[float] = []
     work: list[float] = []
     compute: list[float] = []
     load: list[float] = []
@@ -236,48 +227,43 @@ def _price_decode_singly(
     local: list[bool] = []
     transfers: list[float] = []
     priced: list[tuple[float, float]] = []
-    for row, own in enumerate(held):
-        token_ms, active, uncached = columns.token_ms[row], columns.active[row], num_tokens - own
-        tokens = _work_of_one(num_tokens, own, columns.attention[row])
-        reading, waiting = tokens * token_ms, steps[row] * active * itl_steps
+    for row, slot in enumerate(members.slot_list):
+        size = members.block_size_list[row]
+        own = float(min(matched.item(slot), most) // size * size)
+        uncached = num_tokens - own
+        tokens = uncached + growth[row] * uncached * (num_tokens + own)
+        reading, waiting = tokens * token_ms[row], steps[row] * active[row] * itl_steps
         if uncached > free[row]:
             waiting = (uncached - free[row]) * steps[row] * relief[row] + waiting
         transfer = uncached * links[row]
-        partner_ms, pair = partners.price(row, uncached, transfer)
-        here = columns.backlog[row] * token_ms + reading + reading * (max(active, 1.0) * model.stall_share)
+        if isinstance(partners, AlikePartners):
+            of_partner = partners.cost_ms[members.kind_list[row]], 0.0
+        else:
+            of_partner = partners.price(row, uncached, transfer)
+        here = backlog[row] * token_ms[row] + reading + reading * (max(active[row], 1.0) * model.stall_share)
         if own < copied:
-            here += (_work_of_one(num_tokens, copied, columns.attention[row]) - tokens) * token_ms
-        remote = transfer + (partner_ms + model.handoff_ms)
-        is_local = prefers_local_prefill(demand, uncached, local_ms=here, remote_ms=remote, model=model)
+            here += (_work_of_one(num_tokens, copied, growth[row]) - tokens) * token_ms[row]
+        remote = transfer + (of_partner[0] + model.handoff_ms)
+        is_local = alone or prefers_local_prefill(demand, uncached, local_ms=here, remote_ms=remote, model=model)
+        held.append(own)
         work.append(tokens)
         compute.append(reading)
         load.append(waiting)
         transfers.append(transfer)
-        priced.append((partner_ms, pair))
+        priced.append(of_partner)
         local.append(is_local)
         total.append(waiting + (here if is_local else remote))
-    _penalise_and_close(demand, columns, total)
-
-    def explain() -> ExplainedCosts:
-        then = replace(
-            columns.view(pool),
-            step_ms=np.array(steps),
-            link_ms=np.array(links),
-            free_tokens=np.array(free),
-            relief=np.array(relief),
-        )
-        closed = None if columns.closed is None else np.array(columns.closed, dtype=np.bool_)
-        partner_ms, pair = np.array(priced).T
-        again = _price_decode_by_columns(demand, then, closed, lambda *_: (partner_ms, pair), model, alone=alone)
-        return again.explain()
-
+    if pool.penalised_until_s is not None:
+        _penalise(penalised_until_s, demand.now_s, total)
+    if closed is not None:
+        _close(closed.tolist(), total)
     return PoolCosts(
         held=held,
         work=work,
         compute_ms=compute,
         load=load,
         total=total,
-        explain=explain,
+        explain=partial(_explain_decode, demand, pool, cells, closed, priced, model, alone=alone),
         transfer_ms=transfers,
         local=local,
     )
@@ -299,14 +285,30 @@ def prefers_local_prefill(
     return local_ms <= remote_ms and (most is None or uncached <= most or remote_ms == np.inf)
 
 
-def _penalise_and_close(demand: PlacementDemand, columns: _Columns, total: list[float]) -> None:
-    if columns.penalised_until_s is not None:
-        for row, until_s in enumerate(columns.penalised_until_s):
-            total[row] += max(until_s - demand.now_s, 0.0) * 1e3
-    if columns.closed is not None:
-        for row, is_closed in enumerate(columns.closed):
-            if is_closed:
-                total[row] = np.inf
+def _explain_decode(
+    demand: PlacementDemand,
+    pool: PoolView,
+    cells: _Cells,
+    closed: Bools | None,
+    priced: list[tuple[float, float]],
+    model: CostModel,
+    *,
+    alone: bool,
+) -> ExplainedCosts:
+    partner_ms, pair = np.array(priced).T
+    then = pool.over(cells)
+    return _price_decode_by_columns(demand, then, closed, lambda *_: (partner_ms, pair), model, alone=alone).explain()
+
+
+def _penalise(until_s: list[float], now_s: float, total: list[float]) -> None:
+    for row, one_s in enumerate(until_s):
+        total[row] += max(one_s - now_s, 0.0) * 1e3
+
+
+def _close(is_closed: list[bool], total: list[float]) -> None:
+    for row, shut in enumerate(is_closed):
+        if shut:
+            total[row] = np.inf
 
 
 def _add_penalty(demand: PlacementDemand, pool: PoolView, terms: dict[str, Floats], total: Floats) -> None:
@@ -323,14 +325,6 @@ def held_tokens(demand: PlacementDemand, pool: PoolView) -> Floats:
         np.minimum(demand.matched[members.slots], demand.num_tokens - 1) // members.block_sizes * members.tokens
     )
     return held
-
-
-def _held_singly(demand: PlacementDemand, pool: PoolView) -> list[float]:
-    most, matched = demand.num_tokens - 1, demand.matched
-    return [
-        float(min(matched.item(slot), most) // size * size)
-        for slot, size in zip(pool.members.slot_list, pool.members.block_size_list, strict=True)
-    ]
 
 
 def _work(num_tokens: int, held: Floats, pool: PoolView) -> Floats:

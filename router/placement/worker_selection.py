@@ -15,20 +15,20 @@ the queue, and it evicts blocks of theirs. A policy that minimised only each req
 everyone's.
 """
 
-from collections.abc import Collection, Iterable, Sequence
-from enum import Enum
+from collections.abc import Collection, Iterable
+from enum import StrEnum
 from random import Random
 
 import numpy as np
 from msgspec import Struct
 
-from router.placement.costs import CandidateCost, CostModel, link_ms
+from router.placement.costs import CostModel, link_ms
 from router.placement.demand import PlacementDemand
 from router.placement.partners import LinkedPartners, Partner, best_partner, partners_of, pick
 from router.placement.pool_costs import CandidateCosts, PoolCosts
 from router.placement.pricing import held_tokens, price_decode, price_prefill
 from router.types.worker_view import WorkerKey, WorkerSnapshot
-from router.workers.columns import Bools, ClusterView, PoolView
+from router.workers.columns import ClusterView, PoolView
 from tandem.errors import RequestTooLarge
 from tandem.values.roles import WorkerRole
 
@@ -36,7 +36,7 @@ from tandem.values.roles import WorkerRole
 _most = np.maximum.reduce
 
 
-class PlacementReason(Enum):
+class PlacementReason(StrEnum):
     """Reason why the prompt is computed where it is."""
 
     DISAGGREGATED = "disaggregated"
@@ -50,7 +50,7 @@ class PlacementReason(Enum):
     """Nowhere: the worker runs it already, for a router that is gone."""
 
 
-class Affinity(Enum):
+class Affinity(StrEnum):
     """Influence of the cached prefix on the placement."""
 
     PREFIX = "prefix"
@@ -87,9 +87,9 @@ class Placement(Struct, frozen=True, kw_only=True):
     """Tokens whose KV the decode worker already has."""
     replicate_tokens: int = 0
     """Leading tokens of which another worker was allowed a copy."""
-    decode_candidates: Sequence[CandidateCost] = ()
+    decode_candidates: CandidateCosts | tuple[()] = ()
     """Every decode worker that could be chosen, the chosen one first, then cheapest first; built when accessed."""
-    prefill_candidates: Sequence[CandidateCost] = ()
+    prefill_candidates: CandidateCosts | tuple[()] = ()
     """Every prefill worker that could be chosen, likewise."""
 
     @property
@@ -103,13 +103,17 @@ def place(demand: PlacementDemand, view: ClusterView, model: CostModel, rng: Ran
 
     Raises NoDecodeWorker, or RequestTooLarge when the only obstacle is that no pool can ever hold the request.
     """
-    closed = _closed_decoders(demand, view.decode)
+    num_decode, needed = len(view.decode.members.infos), max(demand.num_tokens, demand.pool_tokens_above)
+    closed = demand.closed(view.decode, needed)
+    if not num_decode or (closed is not None and closed.all()):
+        raise _no_decode_worker(demand, view.decode, needed)
     prefill = price_prefill(demand, view.prefill, model)
+    alone = not view.prefill.members.infos
     partners = partners_of(prefill, view, demand.links, model, rng)
-    decode = price_decode(demand, view.decode, closed, partners, model, alone=not len(view.prefill.members))
+    decode = price_decode(demand, view.decode, closed, partners, model, alone=alone)
     row = pick(decode.total, decode.held, decode.load, model, rng)
     transfer_ms = 0.0 if decode.transfer_ms is None else float(decode.transfer_ms[row])
-    partner = partners.find(row, demand.num_tokens - float(decode.held[row]), transfer_ms)
+    partner = None if alone else partners.find(row, demand.num_tokens - float(decode.held[row]), transfer_ms)
     is_local = decode.local is None or bool(decode.local[row])
     costs, at = (decode, row) if partner is None or is_local else (prefill, partner.row)
     held = int(costs.held[at])
@@ -148,18 +152,16 @@ def place_prefill(
     return view.prefill.snapshot(best.row, demand.now_s), round(float(costs.work[best.row]))
 
 
-def _closed_decoders(demand: PlacementDemand, pool: PoolView) -> Bools | None:
-    num_live, needed = len(pool.members), max(demand.num_tokens, demand.pool_tokens_above)
-    closed = demand.closed(pool, needed)
-    if num_live and (closed is None or not closed.all()):
-        return closed
+def _no_decode_worker(demand: PlacementDemand, pool: PoolView, needed: int) -> NoDecodeWorker | RequestTooLarge:
+    """Return why none can be chosen."""
+    num_live = len(pool.members.infos)
     if num_live and (pool.members.pool_tokens <= needed).all():
-        raise RequestTooLarge(
+        return RequestTooLarge(
             f"the request needs KV for more than {demand.num_tokens} tokens; "
             f"the largest pool holds {pool.members.pool_tokens.max()}"
         )
     draining = 0 if pool.open is None else int((~pool.open).sum())
-    raise NoDecodeWorker(f"none of {num_live} decode workers can accept the request ({draining} draining)")
+    return NoDecodeWorker(f"none of {num_live} decode workers can accept the request ({draining} draining)")
 
 
 def _reason(

@@ -34,7 +34,8 @@ class Booking:
 
     def end(self) -> None:
         """End the request at this worker."""
-        self.computed()
+        if self.tokens:
+            self.computed()
         record, self._record = self._record, None
         if record is not None:
             record.released()

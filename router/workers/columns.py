@@ -7,7 +7,7 @@ Pure.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -24,6 +24,21 @@ Bools = NDArray[np.bool_]
 
 RATES = ("prefill_ms", "step_ms", "link_ms")
 """Columns that are 0 where a worker has not measured them yet."""
+COLUMNS = (
+    "backlog",
+    "active",
+    "prefill_ms",
+    "step_ms",
+    "link_ms",
+    "free_tokens",
+    "relief",
+    "attention",
+    "penalised_until_s",
+    "backlog_now",
+    "active_now",
+    "tokens_per_s",
+)
+"""The columns of numbers, in the order of `cells`."""
 
 
 class PoolMembers:
@@ -89,6 +104,7 @@ class PoolColumns:
         "attention",
         "backlog",
         "backlog_now",
+        "cells",
         "free_tokens",
         "link_ms",
         "loads",
@@ -103,32 +119,34 @@ class PoolColumns:
         "tokens_per_s",
     )
 
-    def __init__(self, num_workers: int) -> None:
-        def zeros() -> Floats:
-            return np.zeros(num_workers)
+    backlog: Floats
+    """Uncomputed tokens that a new request queues behind."""
+    active: Floats
+    """Requests running, waiting or in transit."""
+    prefill_ms: Floats
+    """Prefill time per token."""
+    step_ms: Floats
+    """Time of one decode step."""
+    link_ms: Floats
+    """Transfer time per token whose KV arrives there."""
+    free_tokens: Floats
+    relief: Floats
+    """Steps until a token's worth of memory is freed: every running sequence advances by one token per step."""
+    attention: Floats
+    """Growth of a token's work per token of context, halved; 0 where it is not reported."""
+    penalised_until_s: Floats
+    backlog_now: Floats
+    """See `WorkerSnapshot.backlog_now`."""
+    active_now: Floats
+    """See `WorkerSnapshot.num_active_now`."""
+    tokens_per_s: Floats
+    """Prefill rate; 0 where it was not measured."""
 
-        self.backlog = zeros()
-        """Uncomputed tokens that a new request queues behind."""
-        self.active = zeros()
-        """Requests running, waiting or in transit."""
-        self.backlog_now = zeros()
-        """See `WorkerSnapshot.backlog_now`."""
-        self.active_now = zeros()
-        """See `WorkerSnapshot.num_active_now`."""
-        self.tokens_per_s = zeros()
-        """Prefill rate; 0 where it was not measured."""
-        self.prefill_ms = zeros()
-        """Prefill time per token."""
-        self.step_ms = zeros()
-        """Time of one decode step."""
-        self.link_ms = zeros()
-        """Transfer time per token whose KV arrives there."""
-        self.free_tokens = zeros()
-        self.relief = zeros()
-        """Steps until a token's worth of memory is freed: every running sequence advances by one token per step."""
-        self.attention = zeros()
-        """Growth of a token's work per token of context, halved; 0 where it is not reported."""
-        self.penalised_until_s = zeros()
+    def __init__(self, num_workers: int) -> None:
+        self.cells: Floats = np.zeros((len(COLUMNS), num_workers))
+        """[len(COLUMNS), num_workers]: one piece of memory, so that few workers' columns are read all at once."""
+        for name, column in zip(COLUMNS, self.cells, strict=True):
+            setattr(self, name, column)
         self.open: Bools = np.ones(num_workers, dtype=np.bool_)
         self.loads: list[WorkerLoad] = [_NO_LOAD] * num_workers
         self.num_unmeasured = dict.fromkeys(RATES, num_workers)
@@ -148,11 +166,10 @@ class PoolView:
 
     members: PoolMembers
     loads: Sequence[WorkerLoad]
+    cells: Floats
+    """[len(COLUMNS), num_workers]: the columns of numbers."""
     backlog: Floats
     active: Floats
-    backlog_now: Floats
-    active_now: Floats
-    tokens_per_s: Floats
     prefill_ms: Floats
     step_ms: Floats
     link_ms: Floats
@@ -162,10 +179,19 @@ class PoolView:
     """None: no worker's work grows with context."""
     penalised_until_s: Floats | None
     """None: no worker was ever penalised."""
+    backlog_now: Floats
+    active_now: Floats
+    tokens_per_s: Floats
     open: Bools | None
     """None: no worker is draining."""
     unmeasured: frozenset[str]
     """Names in RATES whose columns contain a 0."""
+
+    def over(self, cells: Sequence[Sequence[float]]) -> "PoolView":
+        """Return a view of a copy that was made of `cells` while this view was valid."""
+        is_penalised = self.penalised_until_s is not None
+        copied = _by_name(np.array(cells), attention=self.attention is not None, penalised_until_s=is_penalised)
+        return replace(self, **copied)
 
     def snapshot(self, row: int, now_s: float) -> WorkerSnapshot:
         """Return one worker as a value that outlives the view."""
@@ -185,25 +211,21 @@ class PoolView:
 def view_of(members: PoolMembers, columns: PoolColumns) -> PoolView:
     """Make a view of the columns, valid until one of them turns stale."""
     columns.stale = False
-    penalised = columns.penalised_until_s
+    cells = _read_only(columns.cells)
+    is_penalised = bool(np.logical_or.reduce(columns.penalised_until_s))
     return PoolView(
         members=members,
         loads=columns.loads,
-        backlog=_read_only(columns.backlog),
-        active=_read_only(columns.active),
-        backlog_now=_read_only(columns.backlog_now),
-        active_now=_read_only(columns.active_now),
-        tokens_per_s=_read_only(columns.tokens_per_s),
-        prefill_ms=_read_only(columns.prefill_ms),
-        step_ms=_read_only(columns.step_ms),
-        link_ms=_read_only(columns.link_ms),
-        free_tokens=_read_only(columns.free_tokens),
-        relief=_read_only(columns.relief),
-        attention=_read_only(columns.attention) if columns.num_grown else None,
-        penalised_until_s=_read_only(penalised) if np.logical_or.reduce(penalised) else None,
         open=None if np.logical_and.reduce(columns.open) else _read_only(columns.open),
         unmeasured=frozenset(name for name, count in columns.num_unmeasured.items() if count),
+        **_by_name(cells, attention=bool(columns.num_grown), penalised_until_s=is_penalised),
     )
+
+
+def _by_name(cells: Floats, **is_used: bool) -> dict[str, Any]:
+    """Return the fields of a view that are columns; None for those that are not used."""
+    found: dict[str, Any] = {"cells": cells, **dict(zip(COLUMNS, cells, strict=True))}
+    return found | {name: None for name, used in is_used.items() if not used}
 
 
 def _read_only(column: NDArray[Any]) -> NDArray[Any]:

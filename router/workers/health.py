@@ -27,39 +27,40 @@ class WorkerBreakers:
 
     def __init__(self, policy: BreakerPolicy | None = None) -> None:
         self._policy = policy or BreakerPolicy()
-        self._breakers: dict[WorkerKey, CircuitBreaker] = {}
+        self.by_worker: dict[WorkerKey, CircuitBreaker] = {}
+        """The breakers of workers that ever failed; mostly there are none, and nothing is to be recorded."""
 
     def closed_to(self, now_s: float) -> set[WorkerKey]:
         """Return the workers that get no requests now."""
-        return {key for key, breaker in self._breakers.items() if not breaker.allows(now_s)}
+        return {key for key, breaker in self.by_worker.items() if not breaker.allows(now_s)}
 
     def began(self, key: WorkerKey, now_s: float) -> None:
         """Record a request sent to a worker."""
-        if (breaker := self._breakers.get(key)) is not None:
+        if (breaker := self.by_worker.get(key)) is not None:
             breaker.began(now_s)
 
     def succeeded(self, key: WorkerKey, now_s: float) -> None:
         """Record a token from a worker."""
-        if (breaker := self._breakers.get(key)) is not None:
+        if (breaker := self.by_worker.get(key)) is not None:
             breaker.succeeded(now_s)
 
     def failed(self, key: WorkerKey, now_s: float) -> None:
         """Record that a worker failed on a request."""
-        self._breakers.setdefault(key, CircuitBreaker(self._policy)).failed(now_s)
+        self.by_worker.setdefault(key, CircuitBreaker(self._policy)).failed(now_s)
 
     def released(self, key: WorkerKey) -> None:
         """Record that a request was withdrawn from a worker."""
-        if (breaker := self._breakers.get(key)) is not None:
+        if (breaker := self.by_worker.get(key)) is not None:
             breaker.released()
 
     def keep(self, live: Collection[WorkerKey]) -> None:
         """Forget workers that are gone."""
-        for key in self._breakers.keys() - set(live):
-            del self._breakers[key]
+        for key in self.by_worker.keys() - set(live):
+            del self.by_worker[key]
 
     def states(self, now_s: float) -> Mapping[WorkerKey, BreakerState]:
         """Return the states of workers that ever failed."""
-        return {key: breaker.state(now_s) for key, breaker in self._breakers.items()}
+        return {key: breaker.state(now_s) for key, breaker in self.by_worker.items()}
 
 
 class WorkerHealth:
@@ -73,18 +74,25 @@ class WorkerHealth:
     def check(self, request: RoutedRequest) -> None:
         """Check a request against those judged to crash workers. Raises Unavailable for one that equals a recent
         one."""
-        if self.poison.is_condemned(len(request.prompt_token_ids), partial(_digest, request), self._clock()):
+        if self.poison.condemned and self.poison.is_condemned(
+            len(request.prompt_token_ids), partial(_digest, request), self._clock()
+        ):
             raise Unavailable(
                 "requests like this one have crashed workers; they are refused for a while", retry_after_s=PAUSE_S
             )
 
     def avoided(self, choice: RequestId) -> set[WorkerKey]:
         """Return workers that get no requests now, or should not get this one, as long as there are others."""
+        if not self.breakers.by_worker and not self.poison.trials:
+            return set()
         return self.breakers.closed_to(self._clock()) | self.poison.avoid(choice)
 
     def must_wait(self, choice: RequestId, live: Callable[[], Iterable[WorkerKey]], request: RoutedRequest) -> bool:
         """Whether it must wait for isolation, or for a loss to be judged. Raises as `lost` once judged to crash
         workers."""
+        # A choice that is accused is also in trial.
+        if not self.poison.trials:
+            return False
         now_s = self._clock()
         if self.poison.condemns(choice, now_s):
             self._condemn(request)
@@ -97,16 +105,18 @@ class WorkerHealth:
     def placed(self, choice: RequestId, workers: tuple[WorkerKey, ...], *, beside: tuple[WorkerKey, ...] = ()) -> None:
         """Record that an attempt was sent to decode and prefill `workers`; `beside` run another attempt of the
         choice."""
-        now_s = self._clock()
-        for key in workers:
-            self.breakers.began(key, now_s)
+        if self.breakers.by_worker:
+            now_s = self._clock()
+            for key in workers:
+                self.breakers.began(key, now_s)
         self.poison.placed(choice, (*workers, *beside))
 
     def answered(self, choice: RequestId, workers: tuple[WorkerKey, ...]) -> None:
         """Record the first token of an attempt."""
-        now_s = self._clock()
-        for key in workers:
-            self.breakers.succeeded(key, now_s)
+        if self.breakers.by_worker:
+            now_s = self._clock()
+            for key in workers:
+                self.breakers.succeeded(key, now_s)
         self.poison.proven(choice)
 
     def failed(self, choice: RequestId, key: WorkerKey, *, still: tuple[WorkerKey, ...] = ()) -> None:

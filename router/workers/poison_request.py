@@ -74,11 +74,11 @@ class PoisonRequestTracker:
         self._remembered_s = remembered_s
         self._return_s = return_s
         self._choices: dict[RequestId, _TrackedChoice] = {}
-        self._trials: set[RequestId] = set()
-        """Suspects that have, or wait for, a worker of their own."""
+        self.trials: set[RequestId] = set()
+        """Suspects that have, or wait for, a worker of their own; none nearly always. All accused choices are here."""
         self._fallen: deque[_LostWorker] = deque()
-        self._condemned: dict[tuple[int, bytes], float] = {}
-        """Time until which equal requests are refused, by prompt length and digest."""
+        self.condemned: dict[tuple[int, bytes], float] = {}
+        """Time until which equal requests are refused, by prompt length and digest; empty nearly always."""
         self.num_condemned = 0
         self.num_refused = 0
 
@@ -93,11 +93,11 @@ class PoisonRequestTracker:
         tracked = self._choices.get(choice)
         if tracked is not None and tracked.unproven:
             self._choices[choice] = _TrackedChoice(workers=tracked.workers, has_run=True)
-            self._trials.discard(choice)
+            self.trials.discard(choice)
 
     def gone(self, choice: RequestId) -> None:
         self._choices.pop(choice, None)
-        self._trials.discard(choice)
+        self.trials.discard(choice)
 
     def left(self, choice: RequestId, still: tuple[WorkerKey, ...] = (), *, failed: WorkerKey | None = None) -> None:
         """Record that a worker refused it or `failed` without dying, which proves nothing. It is `still` on these
@@ -114,7 +114,7 @@ class PoisonRequestTracker:
         tracked.met.append(fallen)
         self._judge(choice, tracked)
         if tracked.suspect:
-            self._trials.add(choice)
+            self.trials.add(choice)
         tracked.failed.discard(worker)
         tracked.remain(still)
         return self.condemns(choice, now_s)
@@ -142,18 +142,18 @@ class PoisonRequestTracker:
 
     def avoid(self, choice: RequestId) -> set[WorkerKey]:
         """Return workers to avoid for it if there are others."""
-        if not self._trials:
+        if not self.trials:
             return set()
-        if choice in self._trials:
+        if choice in self.trials:
             return self._unproven_elsewhere(choice)
-        return {key for one in self._trials if one in self._choices for key in self._choices[one].reserved}
+        return {key for one in self.trials if one in self._choices for key in self._choices[one].reserved}
 
     def must_wait(self, choice: RequestId, live: Callable[[], Iterable[WorkerKey]], now_s: float) -> bool:
         """Whether a suspect must wait for a worker of its own (one is kept free for it for a while), or is in doubt.
 
         Or whether it is in doubt.
         """
-        if choice not in self._trials or (tracked := self._choices.get(choice)) is None:
+        if choice not in self.trials or (tracked := self._choices.get(choice)) is None:
             return False
         if self.is_in_doubt(choice, now_s):
             return True
@@ -165,7 +165,7 @@ class PoisonRequestTracker:
         if tracked.waits_since_s is None:
             tracked.waits_since_s = now_s
         if not set(tracked.reserved) & set(workers):
-            others = {key for one in self._trials if one in self._choices for key in self._choices[one].reserved}
+            others = {key for one in self.trials if one in self._choices for key in self._choices[one].reserved}
             free = [key for key in workers if key not in others] or workers
             tracked.reserved = (min(free, key=self._num_unproven),)
         return now_s - tracked.waits_since_s < _ISOLATION_S
@@ -173,14 +173,12 @@ class PoisonRequestTracker:
     def condemn(self, num_tokens: int, digest: bytes, now_s: float) -> None:
         """Refuse requests equal to this one, by prompt length and digest, for a while."""
         self.num_condemned += 1
-        self._condemned[num_tokens, digest] = now_s + self._remembered_s
+        self.condemned[num_tokens, digest] = now_s + self._remembered_s
 
     def is_condemned(self, num_tokens: int, digest: Callable[[], bytes], now_s: float) -> bool:
         """Whether an equal request was condemned recently. `digest` is computed only if a prompt of this length was."""
-        if not self._condemned:
-            return False
-        self._condemned = {known: until_s for known, until_s in self._condemned.items() if until_s > now_s}
-        found = any(num_tokens == known for known, _ in self._condemned) and (num_tokens, digest()) in self._condemned
+        self.condemned = {known: until_s for known, until_s in self.condemned.items() if until_s > now_s}
+        found = any(num_tokens == known for known, _ in self.condemned) and (num_tokens, digest()) in self.condemned
         self.num_refused += found
         return found
 
@@ -205,7 +203,7 @@ class PoisonRequestTracker:
                 self._judge(choice, tracked)
                 if not tracked.suspect:
                     tracked.reserved = ()
-                    self._trials.discard(choice)
+                    self.trials.discard(choice)
 
     def _judge(self, choice: RequestId, tracked: _TrackedChoice) -> None:
         """Decide what follows from its losses."""
@@ -227,4 +225,4 @@ class PoisonRequestTracker:
 
     def check(self, known: Collection[RequestId]) -> bool:
         """Whether nothing is kept of choices that have ended; for tests."""
-        return self._choices.keys() <= set(known) and self._trials <= set(known)
+        return self._choices.keys() <= set(known) and self.trials <= set(known)

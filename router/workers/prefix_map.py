@@ -15,7 +15,7 @@ blocks that follow it.
 """
 
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush
 from itertools import groupby, repeat
 
@@ -158,7 +158,14 @@ class PrefixMap:
             return
         lapses_s = now_s + self._expectation_s
         self._lapses.append((lapses_s, held))
-        num_held = self._num_leading(own, held.bit)
+        # The leading blocks that it has; as in `_descend`, runs of blocks have the very same holders.
+        num_held, before = 0, 0
+        for holders in map(self._holders.get, own):
+            if holders is not before:
+                if holders is None or not holders & held.bit:
+                    break
+                before = holders
+            num_held += 1
         fresh = own[num_held:]
         fits = len(held.known) + len(held.expected) + len(fresh) <= held.capacity
         if not fits or not self._holders.keys().isdisjoint(fresh):
@@ -173,17 +180,6 @@ class PrefixMap:
         positions = range((num_held + 1) * held.names_per_block - 1, len(names), held.names_per_block)
         self._holders.update(dict.fromkeys(fresh, held.bit))
         held.expected.update(zip(fresh, zip(repeat(lapses_s), positions, repeat(1)), strict=False))
-
-    def _num_leading(self, names: Iterable[BlockHash], bit: int) -> int:
-        """Count the leading blocks that a worker holds."""
-        count, before = 0, 0
-        for held in map(self._holders.get, names):
-            if held is not before:
-                if held is None or not held & bit:
-                    break
-                before = held
-            count += 1
-        return count
 
     def _expect_each(self, held: _Holdings, own: Sequence[BlockHash], lapses_s: float) -> None:
         """Expect blocks of which some are expected already, or may not fit."""
@@ -266,18 +262,10 @@ class PrefixMap:
     def match(self, names: Sequence[BlockHash]) -> NDArray[np.int64]:
         """Count, by worker slot, the leading hash blocks of `names` that each worker holds without a gap:
         [num_slots]."""
-        num_slots = len(self._slots)
-        found = np.zeros(num_slots, dtype=np.int64)
-        for bits, depth in self._depths(names):
-            if bits.bit_count() > _FEW_BITS:
-                octets = np.frombuffer(bits.to_bytes((num_slots + 7) // 8, "little"), dtype=np.uint8)
-                found[np.unpackbits(octets, count=num_slots, bitorder="little").view(np.bool_)] = depth
-                continue
-            left = bits
-            while left:
-                slot = left.bit_length() - 1
-                found[slot] = depth
-                left ^= 1 << slot
+        found = np.zeros(len(self._slots), dtype=np.int64)
+        for per_block, members in self._groups.items():
+            if members:
+                self._descend(names[per_block - 1 :: per_block], members, per_block, found)
         return found
 
     def longest_prefix(self, names: Sequence[BlockHash]) -> dict[WorkerId, int]:
@@ -308,14 +296,8 @@ class PrefixMap:
             first = next((i for i in range(per_block - 1, length, per_block) if names[i] in held.expected), None)
         return length if first is None else first - (per_block - 1)
 
-    def _depths(self, names: Sequence[BlockHash]) -> Iterator[tuple[int, int]]:
-        """Yield bits of workers, and how many leading hash blocks those hold; each worker appears once."""
-        for per_block, members in self._groups.items():
-            if members:
-                yield from self._descend(names[per_block - 1 :: per_block], members, per_block)
-
-    def _descend(self, names: Sequence[BlockHash], members: int, per_block: int) -> Iterator[tuple[int, int]]:
-        """Yield the same for workers with blocks of one size, by the names of such blocks."""
+    def _descend(self, names: Sequence[BlockHash], members: int, per_block: int, found: NDArray[np.int64]) -> None:
+        """Write the same for workers with blocks of one size, by the names of such blocks."""
         find = self._holders.get
         alive = find(names[0], 0) & members if names else 0
         if not alive:
@@ -328,13 +310,13 @@ class PrefixMap:
                     break
                 kept = alive & held
                 if kept != alive:
-                    yield alive ^ kept, depth * per_block
+                    _write(depth * per_block, alive ^ kept, found)
                     if not kept:
                         return
                     alive = kept
                 before = held
             depth += 1
-        yield alive, depth * per_block
+        _write(depth * per_block, alive, found)
 
     def _touch(self, held: _Holdings, names: Sequence[BlockHash]) -> None:
         known = held.known
@@ -406,6 +388,18 @@ class PrefixMap:
         if len(self._sets) >= _MOST_SETS:
             self._sets.clear()
         return self._sets.setdefault(bits, bits)
+
+
+def _write(number: int, bits: int, found: NDArray[np.int64]) -> None:
+    """Write a number into the slots of these workers."""
+    if bits.bit_count() > _FEW_BITS:
+        octets = np.frombuffer(bits.to_bytes((len(found) + 7) // 8, "little"), dtype=np.uint8)
+        found[np.unpackbits(octets, count=len(found), bitorder="little").view(np.bool_)] = number
+        return
+    while bits:
+        slot = bits.bit_length() - 1
+        found[slot] = number
+        bits ^= 1 << slot
 
 
 def _is_stored(change: tuple[BlockHash, bool]) -> bool:

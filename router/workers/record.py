@@ -4,7 +4,7 @@ A worker's own load report is always a little old, so this router also counts wh
 written at once to the worker's own row, and to no other.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 from router.types.session_events import WorkerPort
 from router.types.worker_view import WorkerInfo, WorkerLoad, WorkerSnapshot
@@ -24,10 +24,14 @@ class WorkerRecord:
         "_row",
         "answered_s",
         "backlog_beside",
+        "backlog_now",
         "backlog_since_load",
+        "backlog_tokens",
         "draining",
         "info",
         "load",
+        "num_active",
+        "num_active_now",
         "num_assigned",
         "num_beside",
         "num_since_load",
@@ -59,31 +63,7 @@ class WorkerRecord:
         self.peers = NO_PEERS
         self._columns: PoolColumns | None = None
         self._row = 0
-
-    @property
-    def backlog_tokens(self) -> int:
-        """Uncomputed tokens that a new request queues behind.
-
-        Either count alone can be too low: the report is old, and includes requests that no router counts any more.
-        """
-        peers = self.peers
-        reported = self.load.backlog_tokens + self.backlog_since_load + peers.backlog_since
-        return max(self.own_backlog + peers.backlog_tokens, reported)
-
-    @property
-    def num_active(self) -> int:
-        """Requests running, waiting or in transit."""
-        peers = self.peers
-        reported = self.load.num_running + self.load.num_waiting + self.num_since_load + peers.num_since
-        return max(self.num_assigned + peers.num_requests, reported)
-
-    @property
-    def backlog_now(self) -> int:
-        return self.own_backlog + max(self.backlog_beside, self.peers.backlog_tokens)
-
-    @property
-    def num_active_now(self) -> int:
-        return self.num_assigned + max(self.num_beside, self.peers.num_requests)
+        self._recount()
 
     def snapshot(self, now_s: float) -> WorkerSnapshot:
         """Return the worker as an immutable value."""
@@ -105,7 +85,7 @@ class WorkerRecord:
         columns.penalised_until_s[row] = self.penalised_until_s
         columns.open[row] = not self.draining
         self._show_load()
-        self._show_count()
+        self._recount()
 
     def assigned(self, tokens_to_compute: int) -> None:
         """Record a request sent to the worker."""
@@ -113,23 +93,23 @@ class WorkerRecord:
         self.backlog_since_load += tokens_to_compute
         self.num_assigned += 1
         self.num_since_load += 1
-        self._show_count()
+        self._recount()
 
     def owes(self, tokens: int) -> None:
         """Add tokens of an assigned request to the backlog."""
         self.own_backlog += tokens
         self.backlog_since_load += tokens
-        self._show_count()
+        self._recount()
 
     def computed(self, tokens: int) -> None:
         """Take assigned tokens off the backlog: they have been computed, or never will be."""
         self.own_backlog -= tokens
-        self._show_count()
+        self._recount()
 
     def released(self) -> None:
         """Record the end of an assigned request."""
         self.num_assigned -= 1
-        self._show_count()
+        self._recount()
 
     def reported(self, load: WorkerLoad) -> None:
         """Apply the worker's load report."""
@@ -138,12 +118,12 @@ class WorkerRecord:
         self.backlog_beside = max(0, load.backlog_tokens - self.own_backlog)
         self.num_beside = max(0, load.num_running + load.num_waiting - self.num_assigned)
         self._show_load()
-        self._show_count()
+        self._recount()
 
     def loaded_elsewhere(self, share: PeerShare) -> None:
         """Set other routers' whole load on the worker."""
         self.peers = share
-        self._show_count()
+        self._recount()
 
     def share(self) -> Share:
         """This router's load on the worker, for other routers."""
@@ -170,12 +150,26 @@ class WorkerRecord:
             columns.open[self._row] = False
             columns.stale = True
 
-    def _show_count(self) -> None:
+    def _recount(self) -> None:
+        """Add up the load, a part of which has changed, and show it. `WorkerSnapshot` says what the sums count."""
+        load, peers = self.load, self.peers
+        # Either count alone can be too low: the report is old, and includes requests that no router counts any more.
+        self.backlog_tokens = max(
+            self.own_backlog + peers.backlog_tokens,
+            load.backlog_tokens + self.backlog_since_load + peers.backlog_since,
+        )
+        self.num_active = max(
+            self.num_assigned + peers.num_requests,
+            load.num_running + load.num_waiting + self.num_since_load + peers.num_since,
+        )
+        self.backlog_now = self.own_backlog + max(self.backlog_beside, peers.backlog_tokens)
+        self.num_active_now = self.num_assigned + max(self.num_beside, peers.num_requests)
         if (columns := self._columns) is not None:
-            columns.backlog[self._row] = self.backlog_tokens
-            columns.active[self._row] = self.num_active
-            columns.backlog_now[self._row] = self.backlog_now
-            columns.active_now[self._row] = self.num_active_now
+            row = self._row
+            columns.backlog[row] = self.backlog_tokens
+            columns.active[row] = self.num_active
+            columns.backlog_now[row] = self.backlog_now
+            columns.active_now[row] = self.num_active_now
 
     def _show_load(self) -> None:
         if (columns := self._columns) is None:
@@ -208,51 +202,55 @@ class WorkerRecord:
 class WorkerTable:
     """The columns of all live workers; rebuilt lazily after workers join or leave."""
 
-    def __init__(self) -> None:
+    def __init__(self, records: Collection[WorkerRecord]) -> None:
+        """`records`: of all live workers, as they are at any time; `changed` must be called after one was added or
+        removed."""
         self.pairs = PairTable()
         """Measurements of the links between the workers."""
-        self._columns: dict[WorkerRole, PoolColumns] = {}
+        self._records = records
+        self._decode = PoolColumns(0)
+        self._prefill = PoolColumns(0)
         self._view: ClusterView | None = None
         self._links: PairLinks | None = None
 
     def changed(self) -> None:
         """Rebuild the columns at the next view: a worker joined or left."""
-        self._columns.clear()
         self._view = self._links = None
 
     def links(self, view: ClusterView, now_s: float) -> PairLinks | None:
-        """Return the links between the workers of the present view; None: they make no difference to placement."""
+        """Return the links between the workers of the view just taken; None: they make no difference to placement."""
         if self._links is None:
             self._links = PairLinks(self.pairs, view.decode.members, view.prefill.members)
         return self._links if self._links.refreshed(now_s) else None
 
-    def view(self, records: Iterable[WorkerRecord]) -> ClusterView:
-        """Return both pools as they are now; `records` are all live workers. Valid until a record next changes."""
+    def view(self) -> ClusterView:
+        """Return all live workers as placement sees them; valid until one of them next changes."""
         view = self._view
         if view is None:
-            view = self._view = self._seat(list(records))
-        elif any(columns.stale for columns in self._columns.values()):
-            decode, prefill = self._columns[WorkerRole.DECODE], self._columns[WorkerRole.PREFILL]
+            view = self._view = self._seat()
+        elif self._decode.stale or self._prefill.stale:
             view = self._view = ClusterView(
-                decode=view_of(view.decode.members, decode),
-                prefill=view_of(view.prefill.members, prefill),
+                decode=view_of(view.decode.members, self._decode),
+                prefill=view_of(view.prefill.members, self._prefill),
                 partners=view.partners,
                 num_slots=view.num_slots,
             )
         return view
 
-    def _seat(self, records: list[WorkerRecord]) -> ClusterView:
-        pools: dict[WorkerRole, PoolMembers] = {}
+    def _seat(self) -> ClusterView:
+        records = list(self._records)
+        pools: dict[WorkerRole, tuple[PoolMembers, PoolColumns]] = {}
         for role, positions in split_by_role(record.info for record in records).items():
             members = [records[position] for position in positions]
-            pools[role] = PoolMembers([m.info for m in members], [m.slot for m in members])
-            columns = self._columns[role] = PoolColumns(len(members))
+            columns = PoolColumns(len(members))
+            pools[role] = PoolMembers([m.info for m in members], [m.slot for m in members]), columns
             for row, member in enumerate(members):
                 member.seat(columns, row)
-        decode, prefill = pools[WorkerRole.DECODE], pools[WorkerRole.PREFILL]
+        decode, self._decode = pools[WorkerRole.DECODE]
+        prefill, self._prefill = pools[WorkerRole.PREFILL]
         return ClusterView(
-            decode=view_of(decode, self._columns[WorkerRole.DECODE]),
-            prefill=view_of(prefill, self._columns[WorkerRole.PREFILL]),
+            decode=view_of(decode, self._decode),
+            prefill=view_of(prefill, self._prefill),
             partners=partners_of(decode, prefill),
             num_slots=max((record.slot for record in records), default=-1) + 1,
         )

@@ -13,9 +13,8 @@ from router.types.session_events import CLOSED_HERE, CacheOffer, CommittedHandof
 from router.types.worker_view import PrefixChange, WorkerInfo, WorkerKey, WorkerLoad, WorkerSnapshot
 from router.workers.booking import Booking
 from router.workers.cache_migration import CacheMigrations
-from router.workers.columns import ClusterView
 from router.workers.expected_workers import ExpectedWorkers
-from router.workers.pair_links import PairLinks, PairTable
+from router.workers.pair_links import PairTable
 from router.workers.peer_load import NO_PEERS, PeerShare
 from router.workers.prefix_map import PrefixMap
 from router.workers.prefix_pins import PinRegistry, PinSite
@@ -64,7 +63,12 @@ class WorkerRegistry:
         self.prefix_map = prefix_map
         self._clock = clock
         self._workers: dict[WorkerId, WorkerRecord] = {}
-        self._table = WorkerTable()
+        self._table = WorkerTable(self._workers.values())
+        # Placement calls these two for every request: not through a method here.
+        self.view = self._table.view
+        """Returns all live workers as placement sees them; valid until the registry next changes."""
+        self.links = self._table.links
+        """Returns the links between the workers of a view just taken; None: they make no difference to placement."""
         self._model: dict[str, str] = {}
         """The first worker's properties, fixed from then on: tokenizer, templates and block names depend on them."""
         self._watchers: set[Callable[[], None]] = set()
@@ -104,7 +108,7 @@ class WorkerRegistry:
 
     def left(self, key: WorkerKey, reason: str) -> None:
         """Remove a worker whose session has ended."""
-        if (worker := self._find(key)) is None:
+        if (worker := self.find(key)) is None:
             return
         if worker.draining:
             self._left_in_order.append(key)
@@ -137,12 +141,12 @@ class WorkerRegistry:
 
     def went_in_order(self, key: WorkerKey) -> bool:
         """Whether a worker that has left, or is leaving, had drained."""
-        worker = self._find(key)
+        worker = self.find(key)
         return key in self._left_in_order if worker is None else worker.draining
 
     def load_changed(self, key: WorkerKey, load: WorkerLoad) -> None:
         """Apply a worker's load report."""
-        if (worker := self._find(key)) is not None:
+        if (worker := self.find(key)) is not None:
             now_s = self._clock()
             worker.reported(load)
             worker.loaded_elsewhere(self.peer_loads(key, load.report_number))
@@ -164,18 +168,18 @@ class WorkerRegistry:
         return tuple(w.share() for w in self._workers.values() if w.num_assigned or w.num_since_load)
 
     def prefix_changed(self, key: WorkerKey, change: PrefixChange) -> None:
-        if self._find(key) is not None:
+        if self.find(key) is not None:
             self.prefix_map.apply(key.worker_id, change)
 
     def draining(self, key: WorkerKey, reason: str) -> None:
         """Mark a worker as draining: it accepts no more requests and leaves when it has finished the present ones."""
-        if (worker := self._find(key)) is not None:
+        if (worker := self.find(key)) is not None:
             worker.drains()
             logger.info("worker %s is draining: %s", key.worker_id, reason)
 
     def cache_offered(self, key: WorkerKey, offer: CacheOffer) -> None:
         """Handle a draining worker's offer of its cache."""
-        if self._find(key) is not None:
+        if self.find(key) is not None:
             self._migrations.cache_offered(key, offer)
 
     def migration_ended(self, key: WorkerKey, leaving: WorkerKey) -> None:
@@ -196,41 +200,40 @@ class WorkerRegistry:
         found = next((w for w in self._workers.values() if w.info.key.incarnation == incarnation), None)
         return None if found is None else found.snapshot(self._clock())
 
-    def view(self) -> ClusterView:
-        """Return all live workers as placement sees them; valid until the registry next changes."""
-        return self._table.view(self._workers.values())
-
-    def links(self, view: ClusterView, now_s: float) -> PairLinks | None:
-        """Return the links between the workers of a view just taken; None: they make no difference to placement."""
-        return self._table.links(view, now_s)
-
     @property
     def pairs(self) -> PairTable:
         """Measurements of the links between prefill and decode workers."""
         return self._table.pairs
 
+    def find(self, key: WorkerKey) -> WorkerRecord | None:
+        """Return a worker's record; None when that process is gone."""
+        worker = self._workers.get(key.worker_id)
+        return worker if worker is not None and worker.info.key == key else None
+
     def port(self, key: WorkerKey) -> WorkerPort | None:
         """Return the port to a worker; None when that process is gone."""
-        worker = self._find(key)
+        worker = self.find(key)
         return None if worker is None else worker.port
 
     def assign(self, key: WorkerKey, tokens_to_compute: int) -> Booking:
         """Record a request sent to a worker; the returned booking records its progress."""
-        return Booking(self._find(key), tokens_to_compute)
+        return Booking(self.find(key), tokens_to_compute)
 
     def loaded_elsewhere(self, key: WorkerKey, share: PeerShare) -> None:
         """Set other routers' load on a worker; valid until `peers_changed`, or the worker's next report."""
-        if (worker := self._find(key)) is not None:
+        if (worker := self.find(key)) is not None:
             worker.loaded_elsewhere(share)
 
     def answered(self, key: WorkerKey) -> None:
         """Record a new token from a worker: its engine is live."""
-        if (worker := self._find(key)) is not None:
+        # As `find`, without a call for each message of tokens.
+        worker = self._workers.get(key.worker_id)
+        if worker is not None and worker.info.key == key:
             worker.answered_s = self._clock()
 
     def handoff_committed(self, key: WorkerKey, handoff: CommittedHandoff) -> None:
         """Record how long a hand-off to a worker took; ignored when either of the two has left."""
-        receiver, sender = self._find(key), self._find(handoff.prefill)
+        receiver, sender = self.find(key), self.find(handoff.prefill)
         if receiver is not None and sender is not None:
             self.pairs.observe(
                 sender.info,
@@ -242,7 +245,7 @@ class WorkerRegistry:
 
     def penalise(self, key: WorkerKey, duration_s: float) -> None:
         """Penalise a worker after a refusal or failure: placement adds the remaining time to its cost."""
-        if (worker := self._find(key)) is not None:
+        if (worker := self.find(key)) is not None:
             worker.penalised(self._clock() + duration_s)
 
     def watch(self, callback: Callable[[], None]) -> None:
@@ -265,12 +268,8 @@ class WorkerRegistry:
             workers=workers,
         )
 
-    def _find(self, key: WorkerKey) -> WorkerRecord | None:
-        worker = self._workers.get(key.worker_id)
-        return worker if worker is not None and worker.info.key == key else None
-
     def _pin_site(self, key: WorkerKey) -> PinSite | None:
-        worker = self._find(key)
+        worker = self.find(key)
         if worker is None:
             return None
         return PinSite(port=worker.port, block_size=worker.info.layout.block_size, is_leaving=worker.draining)

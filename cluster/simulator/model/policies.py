@@ -303,6 +303,7 @@ class RulePlacer(Placer):
             port=port,
             names=names,
             num_tokens=num_tokens,
+            decode=key,
             computing=computing_key,
             booked=booked,
             prompt=booked if prefill is None else registry.assign(computing_key, num_uncached),

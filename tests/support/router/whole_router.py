@@ -306,7 +306,7 @@ class WholeRouter:
         assert [self.limiter.num_inflight(tenant) for tenant in TENANTS] == [0] * len(TENANTS)
         assert (dispatcher.num_inflight, len(dispatcher._runs), dispatcher.num_waiting_for_room) == (0, 0, 0)
         assert dispatcher.health.poison.check([])
-        breakers = dispatcher.health.breakers._breakers.values()
+        breakers = dispatcher.health.breakers.by_worker.values()
         assert {breaker._probed_s for breaker in breakers} <= {None}, (
             "a probe that was taken back makes way for another"
         )

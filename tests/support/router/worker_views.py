@@ -70,7 +70,7 @@ def record_of(snapshot: WorkerSnapshot, slot: int) -> WorkerRecord:
 
 def view_of(workers: Sequence[WorkerSnapshot]) -> ClusterView:
     """The cluster of just these."""
-    return WorkerTable().view([record_of(snapshot, slot) for slot, snapshot in enumerate(workers)])
+    return WorkerTable([record_of(snapshot, slot) for slot, snapshot in enumerate(workers)]).view()
 
 
 def demand_of(
