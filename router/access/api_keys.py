@@ -40,8 +40,9 @@ class ApiKeyStore:
     def __init__(self, keys: Iterable[ApiKey] = ()) -> None:
         self._known: dict[bytes, tuple[bytes, ApiCaller]] = {}
         self._nameless: frozenset[str] = frozenset()
-        self.lapsed: Callable[[], str | None] = lambda: None
-        """Returns why no key is accepted any more (revocations can no longer be read); None while keys are accepted."""
+        self.lapsed: Callable[[], str | None] | None = None
+        """Returns why no key is accepted any more (revocations can no longer be read); None while keys are accepted. Not
+        set where keys cannot lapse."""
         self.replace(keys)
 
     def replace(self, keys: Iterable[ApiKey]) -> None:
@@ -75,7 +76,7 @@ class ApiKeyStore:
 
         Raises Unauthenticated, or Unavailable while no key is accepted.
         """
-        if (reason := self.lapsed()) is not None:
+        if self.lapsed is not None and (reason := self.lapsed()) is not None:
             # The client's key may well be valid, so the answer must not claim otherwise.
             raise Unavailable(reason, retry_after_s=_LAPSED_RETRY_S)
         if not self._known:

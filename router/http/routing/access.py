@@ -54,7 +54,7 @@ class AccessGuard:
     def admit(self, request: Request, page: OperatorPage | None = None) -> None:
         """Put the caller's tenant into the request's state. Raises Unauthenticated, NotAllowed."""
         if self._browsers is not None:
-            self._browsers.check(request.method, request.scope["headers"])
+            self._browsers.check(request.scope["method"], request.scope["headers"])
         caller = ANONYMOUS
         if page is None or page not in self._open:
             entry = current_entry()
@@ -68,7 +68,9 @@ class AccessGuard:
                     f"{page.value}: for keys with `operator: true` (router.operator_access.{page.value});"
                     " GET /v1/usage has the figures of this key's own tenant"
                 )
-        request.state.tenant, request.state.sees_all = caller.tenant, caller.operator
+        # `request.state`, without starlette's objects around it.
+        state = request.scope.setdefault("state", {})
+        state["tenant"], state["sees_all"] = caller.tenant, caller.operator
 
 
 class ClientAccess(SecurityBase):

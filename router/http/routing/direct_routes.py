@@ -39,13 +39,14 @@ class DirectRoutes:
             if route.path in wanted and route.methods == {"POST"}
         }
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        """Return the answer of the route's own application, to be awaited."""
         raw: bytes | None = scope.get("raw_path")
         if raw is not None:
             # As the client spelled it, without decoding.
             scope["path"] = raw.decode("latin-1")
         direct = self._direct.get(scope["path"]) if scope["method"] == "POST" else None
-        await (direct or self._api)(scope, receive, send)
+        return (direct or self._api)(scope, receive, send)
 
 
 class _DirectRoute:

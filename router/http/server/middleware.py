@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from router.access.audit_log import AuditEntry, AuditLog, enter, leave
 from router.api.request.request_ids import check_request_id
 from router.http.body.errors import error_response
+from router.http.body.request_headers import first_headers
 from router.http.server.request_head import check_size
 from router.metrics.router_metrics import RouterMetrics
 from tandem.errors import InvalidRequest, Unavailable
@@ -37,7 +38,8 @@ class RequestMiddleware:
             await self._app(scope, receive, send)
             return
         status = _CLIENT_LEFT
-        entry = AuditEntry(server="http", client=_client(scope), began_s=time.monotonic())
+        client: tuple[str, int] | None = scope.get("client")
+        entry = AuditEntry(server="http", client=client[0] if client else "", began_s=time.monotonic())
 
         async def enveloped(message: Message) -> None:
             nonlocal status
@@ -56,8 +58,10 @@ class RequestMiddleware:
                 entry.is_kept = True
                 await error_response(error)(scope, receive, enveloped)
                 return
-            answer = _answer_head if scope["method"] == "HEAD" else _answer
-            await answer(self._app, scope, receive, enveloped)
+            if scope["method"] == "HEAD":
+                await _answer_head(self._app, scope, receive, enveloped)
+            else:
+                await self._app(scope, receive, enveloped)
         except asyncio.CancelledError:
             # Only the server cancels, when the time to drain is over; the task has nothing left to do.
             if status == _CLIENT_LEFT:
@@ -78,10 +82,6 @@ class RequestMiddleware:
             entry.route, entry.status = f"{method} {route}", str(status)
             if entry.is_kept:
                 self._audit.keep(entry)
-
-
-async def _answer(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-    await app(scope, receive, send)
 
 
 async def _answer_head(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
@@ -116,13 +116,7 @@ def _starred(path: str) -> str:
     return _PARAMETER.sub("*", path)
 
 
-def _client(scope: Scope) -> str:
-    client: tuple[str, int] | None = scope.get("client")
-    return "" if client is None else client[0]
-
-
 def _given_id(scope: Scope) -> str | None:
-    headers: list[tuple[bytes, bytes]] = scope["headers"]
-    check_size(headers)
-    given = [value for key, value in headers if key == b"x-request-id"]
-    return check_request_id(given[0].decode("latin-1"), "X-Request-Id") if given else None
+    check_size(scope["headers"])
+    given = first_headers(scope).get(b"x-request-id")
+    return None if given is None else check_request_id(given.decode("latin-1"), "X-Request-Id")
