@@ -88,7 +88,7 @@ class ChatAnswer:
                 choice["token_ids"] = [token.token_id for token in delta.tokens]
             chunks.append(self._chunk([choice]))
         if delta.finish is not None:
-            ending = _ending(delta) | {"finish_reason": self.reason(delta)}
+            ending = {"finish_reason": self.reason(delta), "stop_reason": delta.stopped_by}
             chunks.append(self._chunk([_chat_choice(delta.choice_index, {}) | ending]))
         return chunks
 
@@ -98,7 +98,7 @@ class ChatAnswer:
 
     def reason(self, delta: TextDelta) -> str | None:
         """Return why the choice ended, once the delta was shown."""
-        return delta.finish.reason.value if delta.finish else None
+        return None if delta.finish is None else delta.finish.reason.value
 
     def whole_message(self, delta: TextDelta) -> dict[str, Any]:
         """Return the message for a choice's whole text."""
@@ -126,8 +126,8 @@ class ChatAnswer:
             "index": delta.choice_index,
             "message": {"role": "assistant", **self.whole_message(delta), "refusal": None},
             "logprobs": logprobs,
-            **_ending(delta),
             "finish_reason": self.reason(delta),
+            "stop_reason": delta.stopped_by,
         }
         if self._head.return_token_ids:
             choice["token_ids"] = [token.token_id for token in delta.tokens]
