@@ -41,8 +41,8 @@ class ApiKeyStore:
         self._known: dict[bytes, tuple[bytes, ApiCaller]] = {}
         self._nameless: frozenset[str] = frozenset()
         self.lapsed: Callable[[], str | None] | None = None
-        """Returns why no key is accepted any more (revocations can no longer be read); None while keys are accepted. Not
-        set where keys cannot lapse."""
+        """Returns why no key is accepted any more (revocations can no longer be read); None while keys are accepted.
+        None itself where keys cannot lapse."""
         self.replace(keys)
 
     def replace(self, keys: Iterable[ApiKey]) -> None:

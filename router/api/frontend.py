@@ -165,7 +165,8 @@ class Frontend:
 
     def check_fields(self, fields: ClientRequest) -> None:
         """Check every bound that needs no tokenizing."""
-        self.check_model(fields.model)
+        if fields.model != self.model.name:
+            self.check_model(fields.model)
         if not 1 <= fields.num_choices <= self._config.max_choices:
             name, bound = fields.choices_param, f"an integer in [1, {self._config.max_choices}]"
             raise InvalidRequest(f"{name} must be {bound}, got {fields.num_choices}", param=name)
@@ -178,7 +179,9 @@ class Frontend:
         if fields.cache_salt is not None and not 1 <= len(fields.cache_salt) <= MAX_SALT_CHARS:
             raise InvalidRequest(f"cache_salt must have 1 to {MAX_SALT_CHARS} characters", param="cache_salt")
         most = fields.max_tokens if fields.max_tokens is not None else _MOST_TOKENS
-        BOUNDS["max_tokens"].check(fields.max_tokens_param, most)
+        limit = BOUNDS["max_tokens"]
+        if not limit.low <= most <= limit.high:
+            limit.check(fields.max_tokens_param, most)
         sampling = fields.sampling
         if fields.structure is not None:
             sampling = sampling._replace(grammar=fields.structure.grammar())

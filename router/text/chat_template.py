@@ -61,8 +61,7 @@ class _Refused(jinja2.TemplateError):
 class _Budget:
     """The loop steps left in one render."""
 
-    def __init__(self, steps: int) -> None:
-        self.left = steps
+    left = MAX_LOOP_STEPS
 
     def over(self, items: Iterable[Any]) -> Iterator[Any]:
         """Yield the items, counting each against the budget."""
@@ -184,11 +183,11 @@ class ChatTemplate:
             **self._template.globals,
             **self._special_tokens,
             **(self._given(options.variables, hide) if options.variables else {}),
-            **self._effort(options),
+            **({} if options.thinks and options.effort is None else self._effort(options)),
             "messages": turns,
             "tools": [hidden(tool_object(tool), hide) for tool in tools] if tools else None,
             "add_generation_prompt": add_generation_prompt,
-            _BUDGET: _Budget(MAX_LOOP_STEPS),
+            _BUDGET: _Budget(),
         }
         parts: list[str] = []
         size = 0
@@ -220,8 +219,6 @@ class ChatTemplate:
         """Return the variable for the reasoning effort. Raises InvalidRequest where the template has none."""
         if not options.thinks:
             return self._not_thinking()
-        if options.effort is None:
-            return {}
         if _EFFORT in self._variables:
             given: dict[str, Any] = {_EFFORT: options.effort}
         elif options.effort == "none" and _THINKING in self._variables:

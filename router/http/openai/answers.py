@@ -116,7 +116,9 @@ class ChatAnswer:
 
     def whole(self, choices: Sequence[TextDelta], logprobs: Sequence[dict[str, Any] | None]) -> dict[str, Any]:
         content: dict[str, Any] = _head(self._head, "chat.completion")
-        content["choices"] = [self._whole_choice(*each) for each in zip(choices, logprobs, strict=True)]
+        shown = content["choices"] = list[dict[str, Any]]()
+        for choice, scores in zip(choices, logprobs, strict=True):
+            shown.append(self._whole_choice(choice, scores))
         if self._prompt_ids is not None:
             content["prompt_token_ids"] = list(self._prompt_ids)
         return content

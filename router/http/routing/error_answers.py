@@ -1,7 +1,7 @@
 """Turns errors, raised by a route or for lack of one, into answers in the format of the requested API."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -30,10 +30,10 @@ class ErrorAnswers:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         has_begun = False
 
-        async def noted(message: Message) -> None:
+        def noted(message: Message) -> Awaitable[None]:
             nonlocal has_begun
             has_begun = True
-            await send(message)
+            return send(message)
 
         try:
             await self._app(scope, receive, noted)

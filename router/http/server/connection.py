@@ -12,6 +12,7 @@ from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any, NoReturn
 
+import httptools
 import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -169,7 +170,12 @@ class Connection(HttpToolsProtocol):
                 self.transport.close()
             return
         self._unreported_bytes += len(data)
-        super().data_received(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+        except httptools.HttpParserUpgrade:
+            pass  # no other protocol is spoken here: the request is answered as if it did not ask for one
         if self._unreported_bytes > _MAX_HEAD_BYTES and self._refused is None:
             self._refused = HeadTooLarge(f"a header or chunk extension has more than {_MAX_HEAD_BYTES} bytes")
             self.send_400_response("")

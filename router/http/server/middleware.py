@@ -5,6 +5,7 @@ import functools
 import logging
 import re
 import time
+from collections.abc import Awaitable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -41,12 +42,12 @@ class RequestMiddleware:
         client: tuple[str, int] | None = scope.get("client")
         entry = AuditEntry(server="http", client=client[0] if client else "", began_s=time.monotonic())
 
-        async def enveloped(message: Message) -> None:
+        def enveloped(message: Message) -> Awaitable[None]:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", entry.request_id.encode())]
-            await send(message)
+            return send(message)
 
         token = enter(entry)
         named, shown = REQUEST_ID.set(entry.own_id), X_REQUEST_ID.set(entry.request_id)
@@ -76,7 +77,9 @@ class RequestMiddleware:
             REQUEST_ID.reset(named)
             X_REQUEST_ID.reset(shown)
             leave(token)
-            route = _label(scope)
+            matched = scope.get("route")
+            # With a star for each parameter: never the client's text.
+            route = "unknown" if matched is None else _starred(matched.path_format)
             method = scope["method"] if scope["method"] in _METHODS else "other"
             self._metrics.http_answered(route, method, status)
             entry.route, entry.status = f"{method} {route}", str(status)
@@ -103,12 +106,6 @@ async def _answer_head(app: ASGIApp, scope: Scope, receive: Receive, send: Send)
         await app(as_get, receive, send_head)
     finally:
         scope.update({name: as_get[name] for name in ("path", "route") if name in as_get})
-
-
-def _label(scope: Scope) -> str:
-    """Return the matched route, with a star for each of its parameters: never the client's text."""
-    route = scope.get("route")
-    return "unknown" if route is None else _starred(route.path_format)
 
 
 @functools.cache
