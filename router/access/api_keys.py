@@ -13,6 +13,8 @@ _SCHEME = "bearer"
 _LAPSED_RETRY_S = 5.0
 _BARE_HEADERS = ("x-api-key", "x-goog-api-key")
 """Headers in which clients of other vendors' APIs send a key."""
+KEY_HEADERS = frozenset({"authorization", *_BARE_HEADERS})
+"""All headers in which a key may be sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -113,7 +113,8 @@ class PromptReader:
     ) -> list[int]:
         """Encode one conversation. Raises InvalidRequest or ContextLengthExceeded."""
         check_messages(messages)
-        options.check(messages)
+        if options.continue_final or options.variables:
+            options.check(messages)
         size = 0 if tools is None else tools.num_chars
         for message in messages:
             size += message.num_chars

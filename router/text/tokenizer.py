@@ -114,7 +114,8 @@ class Tokenizer:
         return list(map(self._alias_ids.get, token_ids, token_ids))
 
     def _hidden(self, text: str) -> str:
-        check_text(text, "messages")
+        if "\0" in text or not text.isascii():  # ASCII has no surrogates
+            check_text(text, "messages")
         return self._guard.hide(text)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:

@@ -13,13 +13,14 @@ from fastapi.routing import RouteContext, iter_route_contexts
 from fastapi.security.base import SecurityBase
 from starlette.requests import Request
 
-from router.access.api_keys import ANONYMOUS, ApiKeyStore
+from router.access.api_keys import ANONYMOUS, KEY_HEADERS, ApiKeyStore
 from router.access.audit_log import current_entry
 from router.access.browser_guard import BrowserGuard
 from tandem.config.access import RouterAccess
 from tandem.errors import NotAllowed
 
 SECURITY_SCHEME = "key"
+_KEY_HEADERS = frozenset(name.encode() for name in KEY_HEADERS)
 
 
 class OperatorPage(Enum):
@@ -60,7 +61,11 @@ class AccessGuard:
             entry = current_entry()
             if entry is not None:
                 entry.is_kept = True
-            caller = self._keys.authenticate(request.headers)
+            sent: dict[str, str] = {}
+            for name, value in request.scope["headers"]:
+                if name in _KEY_HEADERS:
+                    sent.setdefault(name.decode(), value.decode("latin-1"))
+            caller = self._keys.authenticate(sent)
             if entry is not None:
                 entry.caller = caller
             if page in self._for_operators and not caller.operator:

@@ -12,7 +12,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from router.access.audit_log import AuditEntry, AuditLog, enter, leave
 from router.api.request.request_ids import check_request_id
 from router.http.body.errors import error_response
-from router.http.body.request_headers import first_headers
 from router.http.server.request_head import check_size
 from router.metrics.router_metrics import RouterMetrics
 from tandem.errors import InvalidRequest, Unavailable
@@ -114,6 +113,9 @@ def _starred(path: str) -> str:
 
 
 def _given_id(scope: Scope) -> str | None:
-    check_size(scope["headers"])
-    given = first_headers(scope).get(b"x-request-id")
-    return None if given is None else check_request_id(given.decode("latin-1"), "X-Request-Id")
+    headers: list[tuple[bytes, bytes]] = scope["headers"]
+    check_size(headers)
+    for name, value in headers:
+        if name == b"x-request-id":
+            return check_request_id(value.decode("latin-1"), "X-Request-Id")
+    return None
