@@ -77,7 +77,7 @@ class AccessControl:
 
     def not_ready_reason(self) -> str | None:
         """Return why no key is accepted; None when keys are accepted."""
-        return self.keys.lapsed()
+        return None if self.keys.lapsed is None else self.keys.lapsed()
 
     def register_metrics(self, registry: CollectorRegistry) -> None:
         """Register the watchers' metrics."""

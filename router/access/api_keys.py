@@ -13,6 +13,8 @@ _SCHEME = "bearer"
 _LAPSED_RETRY_S = 5.0
 _BARE_HEADERS = ("x-api-key", "x-goog-api-key")
 """Headers in which clients of other vendors' APIs send a key."""
+KEY_HEADERS = frozenset({"authorization", *_BARE_HEADERS})
+"""All headers in which a key may be sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +42,9 @@ class ApiKeyStore:
     def __init__(self, keys: Iterable[ApiKey] = ()) -> None:
         self._known: dict[bytes, tuple[bytes, ApiCaller]] = {}
         self._nameless: frozenset[str] = frozenset()
-        self.lapsed: Callable[[], str | None] = lambda: None
-        """Returns why no key is accepted any more (revocations can no longer be read); None while keys are accepted."""
+        self.lapsed: Callable[[], str | None] | None = None
+        """Returns why no key is accepted any more (revocations can no longer be read); None while keys are accepted.
+        None itself where keys cannot lapse."""
         self.replace(keys)
 
     def replace(self, keys: Iterable[ApiKey]) -> None:
@@ -75,7 +78,7 @@ class ApiKeyStore:
 
         Raises Unauthenticated, or Unavailable while no key is accepted.
         """
-        if (reason := self.lapsed()) is not None:
+        if self.lapsed is not None and (reason := self.lapsed()) is not None:
             # The client's key may well be valid, so the answer must not claim otherwise.
             raise Unavailable(reason, retry_after_s=_LAPSED_RETRY_S)
         if not self._known:

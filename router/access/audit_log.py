@@ -4,8 +4,10 @@
 and the meter the tokens, through however many layers they are called.
 """
 
+from collections.abc import Callable
 from contextvars import ContextVar, Token
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, Protocol
 
 from msgspec import Struct, field
@@ -26,7 +28,7 @@ class AuditEntry(Struct, kw_only=True):
     caller: ApiCaller | None = None
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    own_id: str = field(default_factory=lambda: RANDOM.token_hex(16))
+    own_id: str = field(default_factory=partial(RANDOM.token_hex, 16))
     """The router's own id of the call's first request, as it appears in the logs of all processes."""
     request_id: str = ""
     """The answer's X-Request-Id: the client's, else `own_id`."""
@@ -72,16 +74,10 @@ NO_AUDIT: AuditLog = _NoAudit()
 _CURRENT: ContextVar[AuditEntry | None] = ContextVar("tandem_audit_entry", default=None)
 
 
-def current_entry() -> AuditEntry | None:
-    """Return the entry of the request that this task serves, if any."""
-    return _CURRENT.get()
-
-
-def enter(entry: AuditEntry) -> Token[AuditEntry | None]:
-    """Make it the running task's entry until `leave`."""
-    return _CURRENT.set(entry)
-
-
-def leave(token: Token[AuditEntry | None]) -> None:
-    """Restore the entry from before `enter`."""
-    _CURRENT.reset(token)
+# The variable's own methods, by the names that say what they are for here.
+current_entry: Callable[[], AuditEntry | None] = _CURRENT.get
+"""Returns the entry of the request that this task serves, if any."""
+enter: Callable[[AuditEntry], Token[AuditEntry | None]] = _CURRENT.set
+"""Makes it the running task's entry until `leave`."""
+leave: Callable[[Token[AuditEntry | None]], None] = _CURRENT.reset
+"""Restores the entry from before `enter`."""

@@ -8,7 +8,7 @@ of stop strings in `router.text.stop_strings`.
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from msgspec.structs import replace
 
@@ -22,12 +22,14 @@ from router.api.request.prompt_logprobs_options import check_prompt_scoring_size
 from router.api.request.request_ids import name_request
 from router.sandbox.grammar_check import GrammarChecker
 from router.text.chat_template import Message
+from router.text.grammars.structured_output import StructuredOutput
 from router.text.grammars.thinking import ThinkingSupport
 from router.text.grammars.tool_calling import ToolCallSupport
 from router.text.reasoning import Reasoning
 from router.text.stop_strings import StopStrings
 from router.text.tokenizer import Tokenizer
 from router.text.tool_parsers.request_calls import ToolCallReading
+from router.text.tools import ToolUse
 from router.types.requests import MAX_PRIORITY, ResumePoint, RoutedRequest
 from tandem.config.cluster import RouterConfig
 from tandem.errors import ContextLengthExceeded, InvalidRequest, ModelNotFound
@@ -43,6 +45,7 @@ DEFAULT_COMPLETION_TOKENS = 16
 """`max_tokens` of a plain prompt when absent (OpenAI); a conversation gets the rest of the context."""
 _MOST_TOKENS = 2**31 - 1
 _MAX_ROOTS = 1024
+_NO_STOPS = StopStrings(())
 
 
 class Frontend:
@@ -56,7 +59,7 @@ class Frontend:
         config: RouterConfig,
         secret: bytes,
         clock: Callable[[], float] = time.monotonic,
-        mint_seed: Callable[[], int] = lambda: RANDOM.randbits(63),
+        mint_seed: Callable[[], int] = partial(RANDOM.randbits, 63),  # noqa: B008  # the process's one pool
         tracer: Tracer | None = None,
     ) -> None:
         """`secret` keys block names, so it must be the cluster's."""
@@ -81,12 +84,16 @@ class Frontend:
 
     async def prepare_chat(self, messages: Sequence[Message], fields: ClientRequest) -> PreparedRequest:
         """Prepare a conversation. Raises InvalidRequest, ContextLengthExceeded or ModelNotFound."""
-        started_s = self.clock()
-        fields, calling = self._calling(self._closed(fields))
+        started_s, calling = self.clock(), None
+        if fields.structure is not None:
+            fields = self._closed(fields, fields.structure)
+        if fields.tools is not None:
+            fields, calling = self._calling(fields, fields.tools)
         fields = self._with_defaults(fields)
         self.check_fields(fields)
         with self._limit.preparing():
-            fields = await self._structured(fields)
+            if fields.structure is not None or fields.bad_words:
+                fields = await self._structured(fields)
             ids = await self.prompts.encode_chat(
                 messages,
                 add_generation_prompt=fields.add_generation_prompt,
@@ -94,9 +101,13 @@ class Frontend:
                 options=fields.template,
             )
         reasoning = self.thinking.reasoning(ids, begins_turn=fields.add_generation_prompt)
+        if (grammar := fields.sampling.grammar) is not None:
+            # It applies only after the reasoning.
+            grammar = self.thinking.before(grammar, reasoning)
+            fields = replace(fields, sampling=fields.sampling._replace(grammar=grammar))
         one = self._finish(
             ids,
-            self._thinking_first(fields, reasoning),
+            fields,
             default_max_tokens=self.model.defaults.max_tokens,
             param="messages",
             operation="chat",
@@ -104,15 +115,19 @@ class Frontend:
             calling=calling,
             reasoning=reasoning,
         )
-        one = with_beams(one, fields, most_beams=self._config.max_choices)
-        check_prompt_scoring_size([one], self._config.max_answer_values)
+        if fields.beams is not None:
+            one = with_beams(one, fields, most_beams=self._config.max_choices)
+        if fields.scoring is not None:
+            check_prompt_scoring_size([one], self._config.max_answer_values)
         return self._traced(one, fields)
 
     async def prepare_prompts(
         self, prompts: Sequence[str | tuple[int, ...]], fields: ClientRequest
     ) -> list[PreparedRequest]:
         """Prepare plain prompts, each text or token ids. Raises as `prepare_chat`."""
-        fields = self._with_defaults(self._closed(fields))
+        if fields.structure is not None:
+            fields = self._closed(fields, fields.structure)
+        fields = self._with_defaults(fields)
         self.check_fields(fields)
         prepared = []
         with self._limit.preparing():
@@ -150,7 +165,8 @@ class Frontend:
 
     def check_fields(self, fields: ClientRequest) -> None:
         """Check every bound that needs no tokenizing."""
-        self.check_model(fields.model)
+        if fields.model != self.model.name:
+            self.check_model(fields.model)
         if not 1 <= fields.num_choices <= self._config.max_choices:
             name, bound = fields.choices_param, f"an integer in [1, {self._config.max_choices}]"
             raise InvalidRequest(f"{name} must be {bound}, got {fields.num_choices}", param=name)
@@ -163,17 +179,19 @@ class Frontend:
         if fields.cache_salt is not None and not 1 <= len(fields.cache_salt) <= MAX_SALT_CHARS:
             raise InvalidRequest(f"cache_salt must have 1 to {MAX_SALT_CHARS} characters", param="cache_salt")
         most = fields.max_tokens if fields.max_tokens is not None else _MOST_TOKENS
-        BOUNDS["max_tokens"].check(fields.max_tokens_param, most)
-        sampling = fields.sampling._replace(max_tokens=most, seed=fields.seed or 0)
+        limit = BOUNDS["max_tokens"]
+        if not limit.low <= most <= limit.high:
+            limit.check(fields.max_tokens_param, most)
+        sampling = fields.sampling
         if fields.structure is not None:
             sampling = sampling._replace(grammar=fields.structure.grammar())
-        sampling.validate(vocab_size=self.model.vocab_size)
-        StopStrings(fields.stop)
+        sampling.validate(vocab_size=self.model.vocab_size, max_tokens=most, seed=fields.seed or 0)
+        if fields.stop:
+            StopStrings(fields.stop)
 
-    def _closed(self, fields: ClientRequest) -> ClientRequest:
+    def _closed(self, fields: ClientRequest, structure: StructuredOutput) -> ClientRequest:
         """Close JSON schemas that leave `additionalProperties` open, as the operator configured."""
-        structure = fields.structure
-        if structure is None or not self._config.grammars.disable_additional_properties:
+        if not self._config.grammars.disable_additional_properties:
             return fields
         return replace(fields, structure=dataclasses.replace(structure, disables_additional_properties=True))
 
@@ -184,13 +202,11 @@ class Frontend:
         sampling = self.model.defaults.fill(fields.sampling, fields.stated_sampling)
         return fields if sampling is fields.sampling else replace(fields, sampling=sampling)
 
-    def _calling(self, fields: ClientRequest) -> tuple[ClientRequest, ToolCallReading | None]:
+    def _calling(self, fields: ClientRequest, tools: ToolUse) -> tuple[ClientRequest, ToolCallReading | None]:
         """Add the structure that constrains tool calls as requested, and return how calls are parsed."""
-        if fields.tools is None:
-            return fields, None
-        fields.tools.check()
-        structure = self.tooling.structure(fields.tools, fields.structure)
-        calling = self.tooling.calling(fields.tools, is_forced=structure is not None)
+        tools.check()
+        structure = self.tooling.structure(tools, fields.structure)
+        calling = self.tooling.calling(tools, is_forced=structure is not None)
         return replace(fields, structure=structure), calling
 
     async def _structured(self, fields: ClientRequest) -> ClientRequest:
@@ -206,13 +222,6 @@ class Frontend:
             raise InvalidRequest(f"{structure.param}: not supported here", param=structure.param)
         grammar = await self.grammars.checked(structure.grammar(), structure.param)
         return replace(fields, sampling=fields.sampling._replace(grammar=grammar))
-
-    def _thinking_first(self, fields: ClientRequest, reasoning: Reasoning | None) -> ClientRequest:
-        """Let a grammar apply only after the reasoning."""
-        sampling = fields.sampling
-        if sampling.grammar is None:
-            return fields
-        return replace(fields, sampling=sampling._replace(grammar=self.thinking.before(sampling.grammar, reasoning)))
 
     def _bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
         if len(words) > MAX_BAD_WORDS:
@@ -259,7 +268,7 @@ class Frontend:
             prompt_token_ids=tuple(ids),
             sampling=sampling,
             grammar_param=None if fields.structure is None else fields.structure.param,
-            hash_root=self.hash_root(self._salt(fields)),
+            hash_root=self._hash_root(self._salt(fields)),
             tenant=fields.tenant,
             operation=operation,
             arrived_s=started_s,
@@ -275,7 +284,7 @@ class Frontend:
         ends = frozenset() if sampling.ignore_eos else self.model.eos_token_ids
         return PreparedRequest(
             request=request,
-            stops=StopStrings(fields.stop),
+            stops=StopStrings(fields.stop) if fields.stop else _NO_STOPS,
             stop_token_ids=ends | frozenset(sampling.stop_token_ids),
             include_stop=fields.include_stop,
             skip_special_tokens=fields.skip_special_tokens,
@@ -296,7 +305,7 @@ class Frontend:
         left."""
         context = self.model.max_model_len
         room = context - num_prompt_tokens
-        if room < fields.least_tokens:
+        if room < 1 and room < fields.least_tokens:
             raise self.prompts.too_long_error(num_prompt_tokens, param, fields.least_tokens)
         for name, wanted in (("min_tokens", fields.sampling.min_tokens), (fields.max_tokens_param, fields.max_tokens)):
             if wanted is not None and wanted > max(1, room):

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from router.api.request.client_request import ModelInfo
@@ -112,19 +113,20 @@ class PromptReader:
     ) -> list[int]:
         """Encode one conversation. Raises InvalidRequest or ContextLengthExceeded."""
         check_messages(messages)
-        options.check(messages)
-        size = sum(message.num_chars for message in messages) + (tools.num_chars if tools is not None else 0)
+        if options.continue_final or options.variables:
+            options.check(messages)
+        size = 0 if tools is None else tools.num_chars
+        for message in messages:
+            size += message.num_chars
         self._check_size(size, "messages")
-
-        def encode() -> list[int]:
-            return self._tokenizer.encode_chat(
-                messages,
-                tools=tools.tools if tools is not None else (),
-                add_generation_prompt=add_generation_prompt,
-                max_chars=4 * self._max_chars,
-                options=options,
-            )
-
+        encode = partial(
+            self._tokenizer.encode_chat,
+            messages,
+            tools=tools.tools if tools is not None else (),
+            add_generation_prompt=add_generation_prompt,
+            max_chars=4 * self._max_chars,
+            options=options,
+        )
         if size <= _INLINE_CHARS and len(messages) <= 64:
             return encode()
         return await asyncio.to_thread(encode)

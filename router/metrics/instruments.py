@@ -5,6 +5,7 @@ every token. Nothing here may be called from another thread.
 """
 
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -49,23 +50,24 @@ class LabelledCounter(Collector):
         self._name = name
         self._text = text
         self._labels = tuple(labels)
-        self._values: dict[tuple[str, ...], float] = dict.fromkeys(known, 0.0)
+        self.values = defaultdict[tuple[str, ...], float](float, dict.fromkeys(known, 0.0))
+        """The counts by the labels' values in order; what every request counts is added here directly."""
 
     def inc(self, *values: str, amount: float = 1.0) -> None:
         """Add `amount`, under the labels' values in order."""
-        self._values[values] = self._values.get(values, 0.0) + amount
+        self.values[values] += amount
 
     def set_total(self, *values: str, total: float) -> None:
         """Set a count that is kept elsewhere, under these labels' values."""
-        self._values[values] = total
+        self.values[values] = total
 
     def sum(self, *, without: str | None = None) -> float:
         """Return the sum over all labels; `without`: leaves out values whose first label is this one."""
-        return sum(value for labels, value in self._values.items() if labels[0] != without)
+        return sum(value for labels, value in self.values.items() if labels[0] != without)
 
     def collect(self) -> Iterable[Metric]:
         family = CounterMetricFamily(self._name, self._text, labels=self._labels)
-        for values, value in self._values.items():
+        for values, value in self.values.items():
             family.add_metric(values, value)
         yield family
 
@@ -111,16 +113,19 @@ class LabelledHistogram(Collector):
         self._bounds = tuple(bounds)
         self._shown = dict(enumerate(map(floatToGoString, bounds)))
         self._labels = tuple(labels)
-        self._counts: dict[tuple[str, ...], list[int]] = {}
-        self._sums: dict[tuple[str, ...], float] = {}
+        self._counts = defaultdict[tuple[str, ...], list[int]](lambda: [0] * (len(self._bounds) + 1))
+        self._sums = defaultdict[tuple[str, ...], float](float)
 
     def observe(self, value: float, *labels: str) -> None:
         """Record one observation, under the labels' values in order."""
-        if (counts := self._counts.get(labels)) is None:
-            counts = self._counts[labels] = [0] * (len(self._bounds) + 1)
-            self._sums[labels] = 0.0
-        counts[bisect_left(self._bounds, value)] += 1
+        self._counts[labels][bisect_left(self._bounds, value)] += 1
         self._sums[labels] += value
+
+    def observe_each(self, values: Mapping[tuple[str, ...], float]) -> None:
+        """Record several observations, each under the labels' values in order."""
+        for labels, value in values.items():
+            self._counts[labels][bisect_left(self._bounds, value)] += 1
+            self._sums[labels] += value
 
     def collect(self) -> Iterable[Metric]:
         family = HistogramMetricFamily(self._name, self._text, labels=self._labels)

@@ -116,7 +116,9 @@ class SliceMetrics:
         reader = finishes[0].read_by
         pool = _UNKNOWN if reader is None else reader.value
         prompt, guided = length_bucket(traits.prompt_tokens), "yes" if traits.guided else "no"
-        cached = min(finish.cached_tokens for finish in finishes)
+        cached = finishes[0].cached_tokens
+        for finish in finishes:
+            cached = min(cached, finish.cached_tokens)
         self._ttft.observe(ttft_s, pool, prompt, _cached(cached, traits.prompt_tokens), guided)
         if (each_s := times.per_token_s(num_tokens)) is not None:
             self._tpot.observe(each_s, pool, prompt, length_bucket(num_tokens), guided)
@@ -127,24 +129,26 @@ class SliceMetrics:
 
     def _split(self, times: FirstTokens, finishes: Sequence[ChoiceFinish]) -> None:
         preprocess_s = times.prepared_s - times.arrived_s
-        self._phases.observe(preprocess_s, "preprocess")
+        phases: dict[tuple[str, ...], float] = {("preprocess",): preprocess_s}
         if times.second_s is not None:
-            self._phases.observe(times.second_s - times.first_s, "first_decode")
+            phases[("first_decode",)] = times.second_s - times.first_s
         if times.shown_s is not None:
-            self._phases.observe(times.shown_s - times.first_s, "serialize")
+            phases[("serialize",)] = times.shown_s - times.first_s
         if finishes:
             spent = finishes[0].times
             # Queueing in the router is counted from the arrival.
-            waited_s = max(0.0, spent.router_queue_s - preprocess_s) + spent.prefill_queue_s
-            self._phases.observe(waited_s, "queue")
-            self._phases.observe(spent.prefill_s, "prefill")
+            phases[("queue",)] = max(0.0, spent.router_queue_s - preprocess_s) + spent.prefill_queue_s
+            phases[("prefill",)] = spent.prefill_s
+        self._phases.observe_each(phases)
 
     def _count_sources(self, finish: ChoiceFinish, prompt_tokens: int) -> None:
         cached = finish.times.cached
-        for source in CachedTokens._fields:
-            if count := getattr(cached, source):
-                self._sources.inc(source, amount=count)
-        self._sources.inc(_COMPUTED, amount=max(0, prompt_tokens - cached.total))
+        num_cached = 0
+        for source, count in zip(CachedTokens._fields, cached, strict=True):
+            if count:
+                self._sources.values[(source,)] += count
+                num_cached += count
+        self._sources.values[(_COMPUTED,)] += max(0, prompt_tokens - num_cached)
 
 
 def length_bucket(num_tokens: int) -> str:

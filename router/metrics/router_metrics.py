@@ -73,13 +73,13 @@ class PlacementMetrics:
 
     def decided(self, *, reason: str, affinity: str, seconds: float) -> None:
         """Count a placed choice; values of PlacementReason and Affinity."""
-        self._decisions.inc(reason, affinity)
+        self._decisions.values[reason, affinity] += 1.0
         self._seconds.observe(seconds)
 
     def compared(self, *, predicted_tokens: int, actual_tokens: int) -> None:
         """Compare predicted and actual cached tokens, known once the first token of a placed choice arrives."""
-        self._cached.inc("predicted", amount=predicted_tokens)
-        self._cached.inc("actual", amount=actual_tokens)
+        self._cached.values[("predicted",)] += predicted_tokens
+        self._cached.values[("actual",)] += actual_tokens
 
     def prefix_map(self, *, num_blocks: int, num_approximate: int) -> None:
         """Set the number of block names over all workers, and of workers whose blocks are not all known."""
@@ -240,7 +240,7 @@ class RouterMetrics:
 
     def http_answered(self, route: str, method: str, status: int) -> None:
         """Count an HTTP answer; `route` is the route's pattern, never the requested path."""
-        self._http.inc(route, method, str(status))
+        self._http.values[route, method, str(status)] += 1.0
 
     def rpc_answered(self, method: str, code: str) -> None:
         """Count a gRPC answer; `code` is a name of grpc.StatusCode."""
@@ -248,7 +248,7 @@ class RouterMetrics:
 
     def succeeded(self, reason: str) -> None:
         """Count a choice that ended with `reason`."""
-        self._success.inc(*self._model, reason)
+        self._success.values[*self._model, reason] += 1.0
 
     def failed(self, code: Code) -> None:
         """Count a request that ended with an error."""
@@ -257,7 +257,7 @@ class RouterMetrics:
     def judge(self, code: Code | None, *, ttft_s: float | None, per_token_s: float | None) -> None:
         """Count a request by its verdict; see `router.metrics.request_outcomes.judge_request`."""
         if (verdict := judge_request(self._objectives, code, ttft_s=ttft_s, per_token_s=per_token_s)) is not None:
-            self._judged.inc(verdict.value)
+            self._judged.values[(verdict.value,)] += 1.0
 
     @property
     def num_succeeded(self) -> float:
@@ -271,7 +271,7 @@ class RouterMetrics:
 
     def placed(self, mode: str) -> None:
         """Count an attempt that dispatch sent to workers; `mode` is a value of PlacementReason."""
-        self._placements.inc(mode)
+        self._placements.values[(mode,)] += 1.0
 
     def retried(self, reason: str) -> None:
         """Count a retry of dispatch; a value of RetryReason."""

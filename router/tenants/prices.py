@@ -1,6 +1,7 @@
 """Usage of requests, and its cost by the configured price table. Pure."""
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from tandem.config.prices import PriceConfig
 from tandem.values.outputs import PhaseTimes
@@ -38,14 +39,13 @@ class Spent(Struct, frozen=True, kw_only=True):
 
     def with_choice(self, times: PhaseTimes, *, computed_tokens: int, needed_tokens: int) -> "Spent":
         """Add the usage of one ended choice."""
-        return self.plus(
-            Spent(
-                computed_tokens=computed_tokens,
-                needed_tokens=needed_tokens,
-                prefill_s=times.prefill_s,
-                decode_s=times.decode_s,
-                kv_byte_s=times.kv_byte_s,
-            )
+        return replace(
+            self,
+            computed_tokens=self.computed_tokens + computed_tokens,
+            needed_tokens=self.needed_tokens + needed_tokens,
+            prefill_s=self.prefill_s + times.prefill_s,
+            decode_s=self.decode_s + times.decode_s,
+            kv_byte_s=self.kv_byte_s + times.kv_byte_s,
         )
 
     @property

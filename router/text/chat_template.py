@@ -61,8 +61,7 @@ class _Refused(jinja2.TemplateError):
 class _Budget:
     """The loop steps left in one render."""
 
-    def __init__(self, steps: int) -> None:
-        self.left = steps
+    left = MAX_LOOP_STEPS
 
     def over(self, items: Iterable[Any]) -> Iterator[Any]:
         """Yield the items, counting each against the budget."""
@@ -75,7 +74,7 @@ class _Budget:
 
 @jinja2.pass_context
 def _counted(context: jinja2.runtime.Context, items: Iterable[Any]) -> Iterator[Any]:
-    budget: _Budget = context[_BUDGET]
+    budget: _Budget = context.parent[_BUDGET]
     return budget.over(items)
 
 
@@ -153,9 +152,12 @@ class ChatTemplate:
         try:
             unassigned = meta.find_undeclared_variables(environment.parse(source))
             self._variables = unassigned - environment.globals.keys() - special_tokens.keys() - _OURS
-            self._template = environment.from_string(source)
+            template = environment.from_string(source)
         except (jinja2.TemplateError, RecursionError) as error:
             raise ConfigError(f"chat template: {error}") from None
+        # jinja2's own is a chain of mappings in Python, which every new context would walk through.
+        template.globals = dict(template.globals)
+        self._template = template
 
     def render(
         self,
@@ -178,18 +180,20 @@ class ChatTemplate:
         if end:
             turns[-1]["content"] += end
         context = {
+            **self._template.globals,
             **self._special_tokens,
-            **self._given(options.variables, hide),
-            **self._effort(options),
+            **(self._given(options.variables, hide) if options.variables else {}),
+            **({} if options.thinks and options.effort is None else self._effort(options)),
             "messages": turns,
-            "tools": [hidden(tool_object(tool), hide) for tool in tools] or None,
+            "tools": [hidden(tool_object(tool), hide) for tool in tools] if tools else None,
             "add_generation_prompt": add_generation_prompt,
-            _BUDGET: _Budget(MAX_LOOP_STEPS),
+            _BUDGET: _Budget(),
         }
         parts: list[str] = []
         size = 0
         try:
-            for part in self._template.generate(context):
+            # What `generate` does, without its generator around this one, which only edits tracebacks.
+            for part in self._template.root_render_func(self._template.new_context(context, shared=True)):
                 size += len(part)
                 if size > max_chars:
                     raise _Refused(f"the rendered conversation has more than {max_chars} characters")
@@ -215,8 +219,6 @@ class ChatTemplate:
         """Return the variable for the reasoning effort. Raises InvalidRequest where the template has none."""
         if not options.thinks:
             return self._not_thinking()
-        if options.effort is None:
-            return {}
         if _EFFORT in self._variables:
             given: dict[str, Any] = {_EFFORT: options.effort}
         elif options.effort == "none" and _THINKING in self._variables:

@@ -51,8 +51,10 @@ class Message(Struct, frozen=True, kw_only=True):
     @property
     def num_chars(self) -> int:
         """Characters of everything that a client wrote."""
-        calls = sum(len(call.id) + len(call.name) + len(call.arguments) for call in self.tool_calls)
-        return len(self.content) + len(self.name or "") + len(self.reasoning or "") + calls
+        found = len(self.content) + len(self.name or "") + len(self.reasoning or "")
+        for call in self.tool_calls:
+            found += len(call.id) + len(call.name) + len(call.arguments)
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +110,8 @@ def check_messages(messages: Sequence[Message]) -> None:
             raise InvalidRequest("messages: tool_call_id is allowed only in a message of role tool", param="messages")
         if message.tool_call_id is not None:
             check_call_id(message.tool_call_id, "messages")
-        check_calls(message.tool_calls, "messages")
+        if message.tool_calls:
+            check_calls(message.tool_calls, "messages")
 
 
 def tool_object(tool: ToolDefinition) -> dict[str, Any]:
@@ -159,13 +162,12 @@ def hidden(value: Any, hide: Callable[[str], str]) -> Any:
 
 def in_plain_words(messages: Sequence[Message], tools: Sequence[ToolDefinition]) -> list[Message]:
     """Rewrite a conversation for a template that does not support tools."""
-    plain: list[Message] = []
-    for are_results, turns in groupby(messages, lambda message: message.tool_call_id is not None):
-        if are_results:
-            results = (f"<tool_response>\n{message.content}\n</tool_response>" for message in turns)
-            plain.append(Message(role="user", content="\n".join(results)))
-        else:
-            plain += map(_call_turn, turns)
+    for message in messages:
+        if message.tool_calls or message.tool_call_id is not None:
+            plain = _without_calls(messages)
+            break
+    else:
+        plain = list(messages)
     if not tools:
         return plain
     lines = (json.dumps(tool_object(tool)["function"], ensure_ascii=False) for tool in tools)
@@ -173,6 +175,17 @@ def in_plain_words(messages: Sequence[Message], tools: Sequence[ToolDefinition])
     if plain[0].role in ("system", "developer"):
         return [replace(plain[0], content=f"{plain[0].content}\n\n{instructions}"), *plain[1:]]
     return [Message(role="system", content=instructions), *plain]
+
+
+def _without_calls(messages: Sequence[Message]) -> list[Message]:
+    plain: list[Message] = []
+    for are_results, turns in groupby(messages, lambda message: message.tool_call_id is not None):
+        if are_results:
+            results = (f"<tool_response>\n{message.content}\n</tool_response>" for message in turns)
+            plain.append(Message(role="user", content="\n".join(results)))
+        else:
+            plain += map(_call_turn, turns)
+    return plain
 
 
 def _call_turn(message: Message) -> Message:

@@ -114,7 +114,8 @@ class Tokenizer:
         return list(map(self._alias_ids.get, token_ids, token_ids))
 
     def _hidden(self, text: str) -> str:
-        check_text(text, "messages")
+        if "\0" in text or not text.isascii():  # ASCII has no surrogates
+            check_text(text, "messages")
         return self._guard.hide(text)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
@@ -172,7 +173,7 @@ class _Guard:
         self._mark = f"\ufdd0{nonce}:"
         self._aliases = {text: f"\ufdd1{nonce}:{number};" for number, text in enumerate(literals)}
         longest_first = sorted(literals, key=len, reverse=True)
-        self._literal = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._literal = re.compile(f"({'|'.join(map(re.escape, longest_first)) or '(?!)'})")
         self._starts = re.compile(_starts_pattern(longest_first))
         # A tail that begins a literal could be completed by the text that follows it.
         self._tails = frozenset(text[:n] for text in literals for n in range(1, len(text)))
@@ -185,16 +186,22 @@ class _Guard:
 
     def hide(self, text: str) -> str:
         """Return a client's text in which no literal stands and none begins."""
-        at = {found.start() for found in self._starts.finditer(text)}
-        at.update(i for i in range(max(0, len(text) - self._longest_tail), len(text)) if text[i:] in self._tails)
+        at = set[int]()
+        for found in self._starts.finditer(text):
+            at.add(found.start())
+        for i in range(max(0, len(text) - self._longest_tail), len(text)):
+            if text[i:] in self._tails:
+                at.add(i)
         if not at:
             return text
         return "".join(f"{self._mark}{ord(c):x};" if i in at else c for i, c in enumerate(text))
 
     def resolve(self, rendered: str) -> str:
         """Replace the literals left in the rendered text by aliases, and restore clients' text."""
-        aliased = self._literal.sub(lambda found: self._aliases[found[0]], rendered)
-        return self._hidden.sub(lambda found: chr(int(found[1], 16)), aliased)
+        parts = self._literal.split(rendered)
+        # Every second one is a literal; `sub` would call a function of ours for each.
+        parts[1::2] = map(self._aliases.__getitem__, parts[1::2])
+        return self._hidden.sub(lambda found: chr(int(found[1], 16)), "".join(parts))
 
 
 def _starts_pattern(literals: Sequence[str]) -> str:

@@ -90,15 +90,27 @@ class SamplingParams(NamedTuple):
         """Whether the most likely token is always taken."""
         return self.temperature == 0.0
 
-    def validate(self, *, vocab_size: int) -> None:
-        """Raise InvalidRequest naming the field and its bound."""
+    def validate(self, *, vocab_size: int, max_tokens: int | None = None, seed: int | None = None) -> None:
+        """Raise InvalidRequest naming the field and its bound. `max_tokens`, `seed`: checked instead of the fields."""
+        stated = {"max_tokens": max_tokens, "seed": seed}
         for name, bound in BOUNDS.items():
-            bound.check(name, getattr(self, name))
-        _integer("min_tokens", self.min_tokens, 0, self.max_tokens)
+            if (value := stated.get(name)) is None:
+                value = getattr(self, name)
+            # Nearly every value is plainly within its bound, which costs no call.
+            is_plain = type(value) is type(bound.low) and bound.low <= value <= bound.high
+            if not is_plain or (bound.open_low and value == bound.low):
+                bound.check(name, value)
+        most = self.max_tokens if max_tokens is None else max_tokens
+        if type(self.min_tokens) is not int or not 0 <= self.min_tokens <= most:
+            _integer("min_tokens", self.min_tokens, 0, most)
         if self.num_logprobs is not None:
             _integer("top_logprobs", self.num_logprobs, 0, MAX_TOP_LOGPROBS)
         if self.grammar is not None:
             self._validate_grammar(self.grammar)
+        if self.allowed_token_ids or self.bad_words or self.stop_token_ids or self.logit_bias:
+            self._validate_tokens(vocab_size)
+
+    def _validate_tokens(self, vocab_size: int) -> None:
         for token in self.allowed_token_ids:
             _integer("allowed_token_ids", token, 0, vocab_size - 1)
         self._validate_bad_words(vocab_size)

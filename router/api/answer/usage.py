@@ -5,6 +5,7 @@ from collections.abc import Callable, Collection, Sequence
 from router.api.answer.choice_text import TextDelta
 from router.api.request.client_request import PreparedRequest
 from router.tenants.prices import PriceTable, Spent
+from router.text.reasoning import ReasoningTokens
 from router.types.requests import ChoiceFinish
 from tandem.values.outputs import CachedTokens, PhaseTimes
 
@@ -24,13 +25,20 @@ class CallUsage:
         self._arrived_s = prepared[0].request.arrived_s
         self.elapsed_s = 0.0
         """Seconds from the call's arrival until every choice had ended."""
-        self.prompt_tokens = sum(len(one.request.prompt_token_ids) for one in prepared)
-        self.completion_tokens = sum(has.num_tokens for one in prepared for has in one.has)
+        self.prompt_tokens = self.completion_tokens = 0
         self._choices = prepared[0].request.num_choices
         self._expected = self._choices * len(prepared)
         self._finishes: dict[int, ChoiceFinish] = {}
-        readings = [one.reasoning for one in prepared for _ in range(one.request.num_choices)]
-        self._thoughts = {i: reading.new_counter() for i, reading in enumerate(readings) if reading is not None}
+        self._thoughts: dict[int, ReasoningTokens] = {}
+        index = 0
+        for one in prepared:
+            self.prompt_tokens += len(one.request.prompt_token_ids)
+            for has in one.has:
+                self.completion_tokens += has.num_tokens
+            if one.reasoning is not None:
+                for i in range(index, index + one.request.num_choices):
+                    self._thoughts[i] = one.reasoning.new_counter()
+            index += one.request.num_choices
 
     @property
     def complete(self) -> bool:
@@ -50,18 +58,24 @@ class CallUsage:
             thoughts.add([token.token_id for token in (*delta.passed, *delta.tokens)])
         if delta.finish is not None:
             self._finishes[delta.choice_index] = delta.finish
-            if self.complete and self._arrived_s is not None:
+            if len(self._finishes) == self._expected and self._arrived_s is not None:
                 self.elapsed_s = self._clock() - self._arrived_s
 
     @property
     def reasoning_tokens(self) -> int:
         """Answer tokens up to the end of reasoning."""
-        return sum(thoughts.count for thoughts in self._thoughts.values())
+        found = 0
+        for thoughts in self._thoughts.values():
+            found += thoughts.count
+        return found
 
     @property
     def cached_tokens(self) -> int:
         """Prompt tokens that no choice had to compute; a prompt counts once however many choices it has."""
-        return sum(finish.cached_tokens for finish in self._least_cached())
+        found = 0
+        for finish in self._least_cached():
+            found += finish.cached_tokens
+        return found
 
     def cached_by_source(self) -> CachedTokens:
         """The cached prompt tokens by where their KV was found."""

@@ -115,6 +115,8 @@ class PreparedRequest(Struct, frozen=True, kw_only=True):
     @property
     def shown_ids(self) -> frozenset[int]:
         """Special tokens that parsers of the text must see."""
+        if self.calling is None and self.reasoning is None:
+            return frozenset()
         readers = (reader for reader in (self.calling, self.reasoning) if reader is not None)
         return frozenset().union(*(reader.shown_ids for reader in readers))
 

@@ -26,7 +26,10 @@ class GenerationDefaults:
 
     def fill(self, sampling: SamplingParams, stated: frozenset[str]) -> SamplingParams:
         """Return `sampling` with the defaults of all fields that are not `stated`."""
-        missing: dict[str, Any] = {name: value for name, value in self.sampling.items() if name not in stated}
+        missing: dict[str, Any] = {}
+        for name, value in self.sampling.items():
+            if name not in stated:
+                missing[name] = value
         return sampling._replace(**missing) if missing else sampling
 
     def shown(self) -> dict[str, float]:

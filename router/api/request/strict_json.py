@@ -10,6 +10,7 @@ import orjson
 from tandem.errors import InvalidRequest, RequestTooLarge
 
 _ID_LIST = re.compile(rb"\[[0-9, \t\r\n]{64,}+\]")
+_WHITE_SPACE = " \t\r\n"
 _GREAT_INTEGER = re.compile(rb"[0-9]{19}")
 
 
@@ -23,7 +24,8 @@ def parse(body: bytes) -> Any:
         # orjson rejects what it should but accepts duplicate keys and rounds large integers; the second parser does
         # not.
         _parse_fast(body)
-        return _STRICT.decode(body.decode())
+        # Nothing but the document is left, so that its end need not be checked again.
+        return _STRICT.raw_decode(body.decode().lstrip(_WHITE_SPACE))[0]
     except RecursionError:
         raise InvalidRequest("the body is not valid JSON: nested too deeply") from None
     except ValueError:

@@ -6,7 +6,7 @@ Our own server offers both (`EXTENSION` in the scope). Under any other server `s
 import asyncio
 from collections.abc import Callable
 from types import TracebackType
-from typing import Protocol, Self, cast
+from typing import Protocol, Self
 
 from starlette.types import Receive, Scope
 
@@ -49,7 +49,8 @@ class Link(Protocol):
 
 def link_of(scope: Scope) -> Link | None:
     """Return the link that the server offers, if it is ours."""
-    return cast("Link | None", scope.get("extensions", {}).get(EXTENSION))
+    link: Link | None = scope.get("extensions", {}).get(EXTENSION)
+    return link
 
 
 class WhileConnected:

@@ -64,7 +64,9 @@ class JsonBody(Generic[_B]):
 
         The parsed JSON stays in `request.state.json_object`, as the client wrote it.
         """
-        request.state.json_object = data = await read_object(request, bounds)
+        data = await read_object(request, bounds)
+        # `request.state`, without starlette's objects around it.
+        request.scope.setdefault("state", {})["json_object"] = data
         return validate(self.model, data)
 
 
@@ -89,23 +91,26 @@ async def read_object(request: Request, bounds: BodyBounds) -> dict[str, Any]:
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:
-    too_large = RequestTooLarge(f"the body is larger than {max_bytes} bytes")
-    stated = request.headers.get("content-length", "")
-    if stated.isdecimal() and int(stated[:20]) > max_bytes:
-        raise too_large
     if (link := link_of(request.scope)) is not None and (whole := link.whole_body()) is not None:
         if len(whole) > max_bytes:
-            raise too_large
+            raise _too_large(max_bytes)
         return whole
+    stated = request.headers.get("content-length", "")
+    if stated.isdecimal() and int(stated[:20]) > max_bytes:
+        raise _too_large(max_bytes)
     body = bytearray()
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             async for chunk in request.stream():
                 if len(body) + len(chunk) > max_bytes:
-                    raise too_large
+                    raise _too_large(max_bytes)
                 body += chunk
     except TimeoutError:
         raise BodyTimeout(f"the body did not arrive within {BODY_TIMEOUT_S} s") from None
     except ClientDisconnect:
         raise Cancelled("the client disconnected") from None
     return bytes(body)
+
+
+def _too_large(max_bytes: int) -> RequestTooLarge:
+    return RequestTooLarge(f"the body is larger than {max_bytes} bytes")

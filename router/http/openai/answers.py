@@ -88,7 +88,7 @@ class ChatAnswer:
                 choice["token_ids"] = [token.token_id for token in delta.tokens]
             chunks.append(self._chunk([choice]))
         if delta.finish is not None:
-            ending = _ending(delta) | {"finish_reason": self.reason(delta)}
+            ending = {"finish_reason": self.reason(delta), "stop_reason": delta.stopped_by}
             chunks.append(self._chunk([_chat_choice(delta.choice_index, {}) | ending]))
         return chunks
 
@@ -98,7 +98,7 @@ class ChatAnswer:
 
     def reason(self, delta: TextDelta) -> str | None:
         """Return why the choice ended, once the delta was shown."""
-        return delta.finish.reason.value if delta.finish else None
+        return None if delta.finish is None else delta.finish.reason.value
 
     def whole_message(self, delta: TextDelta) -> dict[str, Any]:
         """Return the message for a choice's whole text."""
@@ -116,7 +116,9 @@ class ChatAnswer:
 
     def whole(self, choices: Sequence[TextDelta], logprobs: Sequence[dict[str, Any] | None]) -> dict[str, Any]:
         content: dict[str, Any] = _head(self._head, "chat.completion")
-        content["choices"] = [self._whole_choice(*each) for each in zip(choices, logprobs, strict=True)]
+        shown = content["choices"] = list[dict[str, Any]]()
+        for choice, scores in zip(choices, logprobs, strict=True):
+            shown.append(self._whole_choice(choice, scores))
         if self._prompt_ids is not None:
             content["prompt_token_ids"] = list(self._prompt_ids)
         return content
@@ -126,8 +128,8 @@ class ChatAnswer:
             "index": delta.choice_index,
             "message": {"role": "assistant", **self.whole_message(delta), "refusal": None},
             "logprobs": logprobs,
-            **_ending(delta),
             "finish_reason": self.reason(delta),
+            "stop_reason": delta.stopped_by,
         }
         if self._head.return_token_ids:
             choice["token_ids"] = [token.token_id for token in delta.tokens]

@@ -40,7 +40,7 @@ class ChatTurn(StrictBody):
             content = "\n".join(part.text for part in content)
         if content is None and self.role != "assistant":
             raise InvalidRequest("messages: content is missing", param="messages")
-        calls = tuple(part.call() for part in self.tool_calls or ())
+        calls = tuple([part.call() for part in self.tool_calls]) if self.tool_calls else ()
         return Message(
             role=self.role,
             content=content or "",

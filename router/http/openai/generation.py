@@ -25,6 +25,7 @@ from router.api.selected_choices import SelectedChoices, check_selection, renumb
 from router.api.text_stream import read_text
 from router.http.body.client_link import WhileConnected
 from router.http.body.json_body import JsonBody
+from router.http.body.request_headers import first_headers
 from router.http.body.sse import EventStream, SseResponse
 from router.http.openai.answer_stream import SseAnswerStream, StreamExtras
 from router.http.openai.answers import AnswerFormat, AnswerHead, ChatAnswer, CompletionAnswer
@@ -56,7 +57,7 @@ TIMING_HEADER = "X-Tandem-Timing"
 TIMEOUT_HEADER = "X-Tandem-Timeout"
 """Seconds that the client allows for the whole answer; if its first token cannot come by then, it is refused at
 once."""
-
+_TIMING, _TIMEOUT, _TRACE = TIMING_HEADER.lower().encode(), TIMEOUT_HEADER.lower().encode(), b"traceparent"
 
 CHAT_PATH, COMPLETIONS_PATH = "/v1/chat/completions", "/v1/completions"
 CHAT_BODY, COMPLETION_BODY = JsonBody(ChatBody), JsonBody(CompletionBody)
@@ -97,7 +98,9 @@ class GenerationRoutes:
     async def chat(self, request: Request, body: Annotated[ChatBody, Depends(CHAT_BODY)]) -> Response:
         """Answer a conversation, whole or as a stream of events."""
         seen = self._seen(request, body)
-        fields = _with_headers(body.chat_fields(request.state.tenant), request, seen)
+        fields = trace_and_time(body.chat_fields(request.scope["state"]["tenant"]), request)
+        if seen is not None:
+            fields = replace(fields, last_seen=seen)
         messages = conversation(body.messages)
 
         async def prepare() -> list[PreparedRequest]:
@@ -119,7 +122,9 @@ class GenerationRoutes:
     ) -> Response:
         """Continue one prompt or several, whole or as a stream of events."""
         seen = self._seen(request, body)
-        fields = _with_headers(body.completion_fields(request.state.tenant), request, seen)
+        fields = trace_and_time(body.completion_fields(request.scope["state"]["tenant"]), request)
+        if seen is not None:
+            fields = replace(fields, last_seen=seen)
         prompts = self._frontend.prompts.parse_prompts(body.prompt)
 
         async def prepare() -> list[PreparedRequest]:
@@ -134,8 +139,8 @@ class GenerationRoutes:
     def _seen(self, request: Request, body: GenerationBody) -> StreamPosition | None:
         if body.request_id is not None:
             check_request_id(body.request_id, "request_id")
-        text = request.headers.get(LAST_EVENT_ID, "")
-        return self._frontend.stream_ids.read(text) if body.stream and text else None
+        text = request.headers.get(LAST_EVENT_ID, "") if body.stream else ""
+        return self._frontend.stream_ids.read(text) if text else None
 
     async def _respond(
         self,
@@ -149,7 +154,7 @@ class GenerationRoutes:
         extras = StreamExtras(
             include_usage=options is not None and bool(options.include_usage),
             continuous_usage=options is not None and bool(options.continuous_usage_stats),
-            timing=request.headers.get(TIMING_HEADER) == "1",
+            timing=first_headers(request.scope).get(_TIMING) == b"1",
         )
         async with WhileConnected(request.scope, request.receive):
             prepared = await prepare()
@@ -177,24 +182,29 @@ class GenerationRoutes:
         extras: StreamExtras,
     ) -> Response:
         ask = body.selection()
-        await check_selection(ask, prepared, self._patterns)
+        if ask is not None:
+            await check_selection(ask, prepared, self._patterns)
         usage, text = self._usage(prepared), TextCollector()
         await read_text(self._generator, prepared, self._frontend.tokenizer, self._meter, text)
-        choices = text.choices()
+        choices, scored_prompts, selected = text.choices(), text.scored_prompts, None
         for choice in choices:
             usage.add(choice)
-        selected = await select(ask, prepared, choices, self._patterns)
-        scored_prompts = renumbered(ask, text.scored_prompts)
-        scores = PromptLogprobs(body.scores_shown(), selected.prepared, scored_prompts, self._frontend.tokenizer)
-        content = await whole_content(make_answer(selected.prepared), selected.choices, scores)
         if ask is not None:
+            selected = await select(ask, prepared, choices, self._patterns)
+            prepared, choices = selected.prepared, selected.choices
+            scored_prompts = renumbered(ask, scored_prompts)
+        scores = None
+        if prepared[0].request.scoring is not None:
+            scores = PromptLogprobs(body.scores_shown(), prepared, scored_prompts, self._frontend.tokenizer)
+        has_logprobs = prepared[0].request.sampling.num_logprobs is not None
+        content = await whole_content(make_answer(prepared), choices, scores, has_logprobs=has_logprobs)
+        if ask is not None and selected is not None:
             _add_votes(content, selected, ask.candidates)
         content["usage"] = usage_object(usage)
-        headers = {}
-        if extras.timing:
-            content["timing"] = timing_object(usage)
-            headers[SERVER_TIMING] = server_timing(usage)
-        return WholeResponse(orjson.dumps(content), headers=headers)
+        if not extras.timing:
+            return WholeResponse(orjson.dumps(content))
+        content["timing"] = timing_object(usage)
+        return WholeResponse(orjson.dumps(content), {SERVER_TIMING: server_timing(usage)})
 
 
 async def _write_nothing(_events: EventStream) -> None:
@@ -226,13 +236,11 @@ def _head(
     )
 
 
-def _with_headers(fields: ClientRequest, request: Request, seen: StreamPosition | None) -> ClientRequest:
-    fields = trace_and_time(fields, request)
-    return fields if seen is None else replace(fields, last_seen=seen)
-
-
 def trace_and_time(fields: ClientRequest, request: Request) -> ClientRequest:
     """Add the headers' trace context and timeout to the fields."""
+    sent = first_headers(request.scope)
+    if _TIMEOUT not in sent and _TRACE not in sent:
+        return fields
     trace, time_left_s = _trace(request), _time_left_s(request)
     if trace is None and time_left_s is None:
         return fields

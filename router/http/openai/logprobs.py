@@ -4,6 +4,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from msgspec import Struct
+
 from router.text.tokenizer import Tokenizer
 from tandem.errors import InternalError
 from tandem.values.outputs import SampledToken
@@ -12,13 +14,12 @@ LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot represent."""
 
 
-class Logprobs:
+class Logprobs(Struct, frozen=True):
     """Formats log probabilities for chat and completions."""
 
-    def __init__(self, tokenizer: Tokenizer, *, as_ids: bool = False) -> None:
-        """`as_ids`: tokens are named `token_id:123`, as in vLLM, since several tokens may have equal texts."""
-        self._tokenizer = tokenizer
-        self._as_ids = as_ids
+    tokenizer: Tokenizer
+    as_ids: bool = False
+    """Whether tokens are named `token_id:123`, as in vLLM, since several tokens may have equal texts."""
 
     def chat(self, tokens: Sequence[SampledToken]) -> dict[str, Any] | None:
         """Format for chat; None when the request did not ask for any."""
@@ -44,7 +45,7 @@ class Logprobs:
         for text in texts:
             offsets.append(offsets[-1] + len(text))
         logprobs = {
-            "tokens": [self.name(token.token_id) for token in known] if self._as_ids else texts,
+            "tokens": [self.name(token.token_id) for token in known] if self.as_ids else texts,
             "token_logprobs": [finite(token.logprob or 0.0) for token in known],
             "top_logprobs": [{self.name(t.token_id): finite(t.logprob) for t in token.top_logprobs} for token in known],
             "text_offset": offsets[:-1],
@@ -52,17 +53,17 @@ class Logprobs:
         return logprobs, offsets[-1]
 
     def _entry(self, token_id: int, logprob: float) -> dict[str, Any]:
-        data = self._tokenizer.bytes_of(token_id)
-        name = f"token_id:{token_id}" if self._as_ids else data.decode(errors="replace")
+        data = self.tokenizer.bytes_of(token_id)
+        name = f"token_id:{token_id}" if self.as_ids else data.decode(errors="replace")
         return {"token": name, "logprob": finite(logprob), "bytes": list(data)}
 
     def name(self, token_id: int) -> str:
         """Return the name of one token."""
-        return f"token_id:{token_id}" if self._as_ids else self.text(token_id)
+        return f"token_id:{token_id}" if self.as_ids else self.text(token_id)
 
     def text(self, token_id: int) -> str:
         """Return the text of one token."""
-        return self._tokenizer.bytes_of(token_id).decode(errors="replace")
+        return self.tokenizer.bytes_of(token_id).decode(errors="replace")
 
 
 def finite(logprob: float) -> float:

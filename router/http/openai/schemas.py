@@ -45,6 +45,15 @@ _SAMPLING = (
     "repetition_penalty",
     "ignore_eos",
 )
+# Groups of fields that few requests state: without any of them, there is nothing to convert or check.
+_STRUCTURE = frozenset(
+    {"response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"}
+)
+_BEAMS = frozenset({"use_beam_search", "length_penalty", "early_stopping"})
+_SELECTION = frozenset({"best_of", "vote", "vote_pattern"})
+_TOOLS = frozenset({"tools", "tool_choice", "functions", "function_call"})
+_TEMPLATE = frozenset({"chat_template_kwargs", "reasoning_effort", "continue_final_message"})
+_PLAIN_TEMPLATE = TemplateOptions()
 
 
 class StreamOptions(StrictBody):
@@ -130,21 +139,25 @@ class GenerationBody(StrictBody):
         template: TemplateOptions | None = None,
     ) -> ClientRequest:
         """Convert the fields for the frontend."""
-        ask = self.selection()
-        scoring = parse_prompt_scoring(
-            prompt_logprobs=self.prompt_logprobs,
-            echoed_logprobs=num_logprobs if echo else None,
-            streams=bool(self.stream),
-            max_tokens=max_tokens,
-            echo=echo,
-        )
-        given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        stated, ask, scoring = self.__pydantic_fields_set__, self.selection(), None
+        if echo or self.prompt_logprobs is not None:
+            scoring = parse_prompt_scoring(
+                prompt_logprobs=self.prompt_logprobs,
+                echoed_logprobs=num_logprobs if echo else None,
+                streams=bool(self.stream),
+                max_tokens=max_tokens,
+                echo=echo,
+            )
+        given: dict[str, Any] = {}
+        for name in _SAMPLING:
+            if (value := getattr(self, name)) is not None:
+                given[name] = value
         sampling = SamplingParams(
             **given,
-            logit_bias=_token_keys(self.logit_bias or {}),
+            logit_bias=_token_keys(self.logit_bias) if self.logit_bias else {},
             stop_token_ids=tuple(self.stop_token_ids or ()),
             allowed_token_ids=tuple(self.allowed_token_ids or ()),
-            num_logprobs=logprobs_needed(ask, num_logprobs),
+            num_logprobs=num_logprobs if ask is None else logprobs_needed(ask, num_logprobs),
         )
         return ClientRequest(
             sampling=sampling,
@@ -164,13 +177,13 @@ class GenerationBody(StrictBody):
             tenant=tenant,
             add_special_tokens=add_special_tokens,
             add_generation_prompt=add_generation_prompt,
-            structure=self._structure(),
+            structure=None if _STRUCTURE.isdisjoint(stated) else self._structure(),
             bad_words=tuple(self.bad_words or ()),
             scoring=scoring,
-            beams=self._beams(),
+            beams=None if _BEAMS.isdisjoint(stated) else self._beams(),
             truncate_prompt_tokens=self.truncate_prompt_tokens,
             tools=tools,
-            template=template or TemplateOptions(),
+            template=template or _PLAIN_TEMPLATE,
         )
 
     def _beams(self) -> BeamSearchParams | None:
@@ -190,7 +203,7 @@ class GenerationBody(StrictBody):
 
     def selection(self) -> ChoiceSelection | None:
         """Return the selection of choices to show, if more are generated. A beam search selects its own."""
-        if self.use_beam_search:
+        if self.use_beam_search or _SELECTION.isdisjoint(self.__pydantic_fields_set__):
             return None
         return parse_selection(
             n=self.n,
@@ -244,18 +257,19 @@ class ChatBody(GenerationBody):
         """Convert the fields for the frontend, resolving the aliases that chat has."""
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
-        limits = {limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None}
-        if len(limits) > 1:
+        limit, newer = self.max_tokens, self.max_completion_tokens
+        if limit is not None and newer is not None and limit != newer:
             raise InvalidRequest("max_tokens and max_completion_tokens differ", param="max_completion_tokens")
         num_logprobs = (self.top_logprobs or 0) if self.logprobs else None
+        stated = self.__pydantic_fields_set__
         return self.fields(
             tenant=tenant,
             num_logprobs=num_logprobs,
-            max_tokens=next(iter(limits), None),
-            max_tokens_param="max_tokens" if self.max_completion_tokens is None else "max_completion_tokens",
+            max_tokens=limit if newer is None else newer,
+            max_tokens_param="max_tokens" if newer is None else "max_completion_tokens",
             add_generation_prompt=self.add_generation_prompt is not False and not self.continue_final_message,
-            tools=self._use(),
-            template=self._template_options(),
+            tools=None if _TOOLS.isdisjoint(stated) else self._use(),
+            template=None if _TEMPLATE.isdisjoint(stated) else self._template_options(),
         )
 
     def _use(self) -> ToolUse | None:

@@ -3,7 +3,7 @@ streams are not delayed.
 """
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import orjson
@@ -19,10 +19,17 @@ _PIECE_BYTES = 256 << 10
 
 
 async def whole_content(
-    answer: AnswerFormat, choices: Sequence[TextDelta], scores: PromptLogprobs | None = None
+    answer: AnswerFormat,
+    choices: Sequence[TextDelta],
+    scores: PromptLogprobs | None = None,
+    *,
+    has_logprobs: bool = True,
 ) -> dict[str, Any]:
-    """Return the answer, for orjson, with the requested log probabilities of prompts."""
-    logprobs = [await _logprobs(answer, choice, scores) for choice in choices]
+    """Return the answer, for orjson, with the requested log probabilities of prompts. `has_logprobs`: False where the
+    choices' tokens are known to have none."""
+    logprobs: list[dict[str, Any] | None] = [None] * len(choices)
+    if has_logprobs or scores is not None:
+        logprobs = [await _logprobs(answer, choice, scores) for choice in choices]
     content = answer.whole(choices, logprobs)
     if scores is not None:
         await scores.add_to(content)
@@ -64,9 +71,20 @@ class WholeResponse(Response):
 
     media_type = "application/json"
 
+    def __init__(self, body: bytes, headers: Mapping[str, str] | None = None) -> None:
+        # Not starlette's own, which takes several calls to find out what is known here.
+        self.status_code, self.background, self.body = 200, None, body
+        self.raw_headers = []
+        for name, value in (headers or {}).items():
+            self.raw_headers.append((name.lower().encode("latin-1"), value.encode("latin-1")))
+        self.raw_headers += [(b"content-length", b"%d" % len(body)), (b"content-type", self.media_type.encode())]
+
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the headers, then the body piece by piece."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        if len(self.body) <= _PIECE_BYTES:
+            await send({"type": "http.response.body", "body": self.body, "more_body": False})
+            return
         body = memoryview(self.body)
         for start in range(0, len(body), _PIECE_BYTES):
             piece = bytes(body[start : start + _PIECE_BYTES])

@@ -13,13 +13,14 @@ from fastapi.routing import RouteContext, iter_route_contexts
 from fastapi.security.base import SecurityBase
 from starlette.requests import Request
 
-from router.access.api_keys import ANONYMOUS, ApiKeyStore
+from router.access.api_keys import ANONYMOUS, KEY_HEADERS, ApiKeyStore
 from router.access.audit_log import current_entry
 from router.access.browser_guard import BrowserGuard
 from tandem.config.access import RouterAccess
 from tandem.errors import NotAllowed
 
 SECURITY_SCHEME = "key"
+_KEY_HEADERS = frozenset(name.encode() for name in KEY_HEADERS)
 
 
 class OperatorPage(Enum):
@@ -54,13 +55,17 @@ class AccessGuard:
     def admit(self, request: Request, page: OperatorPage | None = None) -> None:
         """Put the caller's tenant into the request's state. Raises Unauthenticated, NotAllowed."""
         if self._browsers is not None:
-            self._browsers.check(request.method, request.scope["headers"])
+            self._browsers.check(request.scope["method"], request.scope["headers"])
         caller = ANONYMOUS
         if page is None or page not in self._open:
             entry = current_entry()
             if entry is not None:
                 entry.is_kept = True
-            caller = self._keys.authenticate(request.headers)
+            sent: dict[str, str] = {}
+            for name, value in request.scope["headers"]:
+                if name in _KEY_HEADERS:
+                    sent.setdefault(name.decode(), value.decode("latin-1"))
+            caller = self._keys.authenticate(sent)
             if entry is not None:
                 entry.caller = caller
             if page in self._for_operators and not caller.operator:
@@ -68,7 +73,9 @@ class AccessGuard:
                     f"{page.value}: for keys with `operator: true` (router.operator_access.{page.value});"
                     " GET /v1/usage has the figures of this key's own tenant"
                 )
-        request.state.tenant, request.state.sees_all = caller.tenant, caller.operator
+        # `request.state`, without starlette's objects around it.
+        state = request.scope.setdefault("state", {})
+        state["tenant"], state["sees_all"] = caller.tenant, caller.operator
 
 
 class ClientAccess(SecurityBase):

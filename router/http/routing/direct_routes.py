@@ -14,11 +14,11 @@ from fastapi import FastAPI
 from fastapi.routing import RouteContext, iter_route_contexts
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.http.body.json_body import BodyBounds, JsonBody
 from router.http.routing.access import AccessGuard, access_of
-from router.http.routing.error_answers import ErrorAnswers
+from router.http.routing.error_answers import answer_error
 
 Endpoint = Callable[[Request, Any], Awaitable[Response]]
 
@@ -34,18 +34,19 @@ class DirectRoutes:
         self._api = api
         wanted = frozenset(paths)
         self._direct: dict[str, ASGIApp] = {
-            route.path: ErrorAnswers(_DirectRoute(route, guard, bounds))
+            route.path: _DirectRoute(route, guard, bounds)
             for route in iter_route_contexts(api.routes)
             if route.path in wanted and route.methods == {"POST"}
         }
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        """Return the answer of the route's own application, to be awaited."""
         raw: bytes | None = scope.get("raw_path")
         if raw is not None:
             # As the client spelled it, without decoding.
             scope["path"] = raw.decode("latin-1")
         direct = self._direct.get(scope["path"]) if scope["method"] == "POST" else None
-        await (direct or self._api)(scope, receive, send)
+        return (direct or self._api)(scope, receive, send)
 
 
 class _DirectRoute:
@@ -65,8 +66,18 @@ class _DirectRoute:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope["route"] = self._route
-        request = Request(scope, receive, send)
-        self._guard.admit(request, self._page)
-        body = await self._body.read(request, self._bounds)
-        response = await self._endpoint(request, body)
-        await response(scope, receive, send)
+        has_begun = False
+
+        def noted(message: Message) -> Awaitable[None]:
+            nonlocal has_begun
+            has_begun = True
+            return send(message)
+
+        try:
+            request = Request(scope, receive, send)
+            self._guard.admit(request, self._page)
+            body = await self._body.read(request, self._bounds)
+            response = await self._endpoint(request, body)
+            await response(scope, receive, noted)
+        except Exception as error:  # noqa: BLE001  # also unexpected ones
+            await answer_error(error, scope, receive, send, has_begun=has_begun)

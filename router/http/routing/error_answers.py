@@ -1,7 +1,7 @@
 """Turns errors, raised by a route or for lack of one, into answers in the format of the requested API."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
@@ -30,26 +30,31 @@ class ErrorAnswers:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         has_begun = False
 
-        async def noted(message: Message) -> None:
+        def noted(message: Message) -> Awaitable[None]:
             nonlocal has_begun
             has_begun = True
-            await send(message)
+            return send(message)
 
         try:
             await self._app(scope, receive, noted)
-        except ServingError as error:
-            if has_begun:
-                # No error can be sent any more: the server ends the connection, which tells the client.
-                level = logging.DEBUG if isinstance(error, Cancelled) else logging.WARNING
-                _log.log(level, "an answer is cut off: %s", error.message)
-                return
-            if isinstance(error, InternalError):
-                _log.error("internal error shown to a client: %s", error.message)
-            await error_response(error, error_shape(scope))(scope, receive, send)
-        except Exception:  # noqa: BLE001  # the one handler for unexpected errors
-            _log.exception("a request failed%s", ", and its answer is cut off" if has_begun else "")
-            if not has_begun:
-                await error_response(InternalError("internal error"), error_shape(scope))(scope, receive, send)
+        except Exception as error:  # noqa: BLE001  # also unexpected ones
+            await answer_error(error, scope, receive, send, has_begun=has_begun)
+
+
+async def answer_error(error: Exception, scope: Scope, receive: Receive, send: Send, *, has_begun: bool) -> None:
+    """Answer with an error that was raised, unless an answer `has_begun`: then it is cut off, and only logged."""
+    if not isinstance(error, ServingError):
+        _log.error("a request failed%s", ", and its answer is cut off" if has_begun else "", exc_info=error)
+        if not has_begun:
+            await error_response(InternalError("internal error"), error_shape(scope))(scope, receive, send)
+    elif has_begun:
+        # No error can be sent any more: the server ends the connection, which tells the client.
+        level = logging.DEBUG if isinstance(error, Cancelled) else logging.WARNING
+        _log.log(level, "an answer is cut off: %s", error.message)
+    else:
+        if isinstance(error, InternalError):
+            _log.error("internal error shown to a client: %s", error.message)
+        await error_response(error, error_shape(scope))(scope, receive, send)
 
 
 class MissingRoutes:

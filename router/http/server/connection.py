@@ -10,8 +10,9 @@ import logging
 import select
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
+import httptools
 import orjson
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
@@ -169,7 +170,12 @@ class Connection(HttpToolsProtocol):
                 self.transport.close()
             return
         self._unreported_bytes += len(data)
-        super().data_received(data)
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
+        except httptools.HttpParserUpgrade:
+            pass  # no other protocol is spoken here: the request is answered as if it did not ask for one
         if self._unreported_bytes > _MAX_HEAD_BYTES and self._refused is None:
             self._refused = HeadTooLarge(f"a header or chunk extension has more than {_MAX_HEAD_BYTES} bytes")
             self.send_400_response("")
@@ -226,11 +232,11 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         self._head_bytes = self._unreported_bytes = 0
         self._is_in_head = self._is_receiving = True
-        self._table.head_begins(self, self._watch.now_s())
+        self._table.head_begins(self, self.loop.time())
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
-        super().on_url(url)
+        self.url += url  # all that uvicorn does with it
         self._unreported_bytes = 0
         self._head_bytes += len(url)
         if self._head_bytes > _MAX_URL_BYTES:
@@ -239,7 +245,11 @@ class Connection(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         """Handle a header, or a trailer of a chunked body, which is ignored."""
         if self._is_in_head:
-            super().on_header(name, value)
+            # All that uvicorn does with it.
+            name = name.lower()
+            if name == b"expect" and value.lower() == b"100-continue":
+                self.expect_100_continue = True
+            self.headers.append((name, value))
         self._unreported_bytes = 0
         self._head_bytes += len(name) + len(value)
         if self._head_bytes > _MAX_HEAD_BYTES:
@@ -255,14 +265,14 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
         self._is_in_head = False
         # An exchange that is over closes here, and not while its client is still sending.
-        self.cycle.transport = cast("Any", self._answers)
+        self.cycle.transport = self._answers  # type: ignore[assignment]
         self._table.head_complete(self)
         if len(self.pipeline) > _MOST_AHEAD:
             self._refuse(InvalidRequest(f"more than {_MOST_AHEAD} requests sent ahead"))
         # The application has not begun: its task runs later.
         link = _DirectLink(self)
         self._links = (*self._links, link)
-        cast("dict[str, Any]", self.scope)["extensions"] = {EXTENSION: link}
+        self.scope["extensions"] = {EXTENSION: link}  # type: ignore[dict-item]
 
     def on_body(self, body: bytes) -> None:
         self._unreported_bytes = 0
@@ -275,15 +285,26 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         """Handle the end of an answer: its last byte has been passed to the transport."""
-        self._links = tuple(link for link in self._links if not link.answered())
+        # Nearly always the only one.
+        left = []
+        for link in self._links:
+            if not link.answered():
+                left.append(link)
+        self._links = tuple(left)
         if self._most_behind is not None:
             # Requests after the last answer get none.
             self.pipeline.clear()
             self._lose_clients()
         goes_on = bool(self.pipeline)
         if self._most_behind is None:
-            super().on_response_complete()
-        now_s = self._watch.now_s()
+            # What uvicorn does, but without its own timer for idle connections: the table bounds their time.
+            self.server_state.total_requests += 1
+            if not self.transport.is_closing():
+                if self.flow.read_paused:
+                    self.flow.resume_reading()
+                if self.pipeline:
+                    self._start_asgi_task(*self.pipeline.pop())
+        now_s = self.loop.time()
         if not goes_on:
             self._table.answered(self, now_s, is_sending=self._is_receiving)
         if num_bytes := self.transport.get_write_buffer_size():
@@ -372,8 +393,9 @@ class _DirectLink:
         self._on_leave = callback
         if callback is None:
             return
-        # The end of a connection goes unnoticed behind a body that is too large to be read.
-        self._flow.resume_reading()
+        if self._flow.read_paused:
+            # The end of a connection goes unnoticed behind a body that is too large to be read.
+            self._flow.resume_reading()
         if self._cycle is None or self._cycle.disconnected:
             callback()
 

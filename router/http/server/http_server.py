@@ -7,7 +7,6 @@ its version: raise the cap only with `tests/unit/router/http/server` green.
 
 import asyncio
 import contextlib
-import math
 import socket
 from collections.abc import Iterator
 from types import TracebackType
@@ -85,7 +84,6 @@ class HttpServer:
                 log_config=None,
                 server_header=False,
                 proxy_headers=False,
-                timeout_keep_alive=math.ceil(limits.keep_alive_s),
             )
         )
         self._socket: socket.socket | None = None

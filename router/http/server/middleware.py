@@ -5,6 +5,7 @@ import functools
 import logging
 import re
 import time
+from collections.abc import Awaitable
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -37,14 +38,15 @@ class RequestMiddleware:
             await self._app(scope, receive, send)
             return
         status = _CLIENT_LEFT
-        entry = AuditEntry(server="http", client=_client(scope), began_s=time.monotonic())
+        client: tuple[str, int] | None = scope.get("client")
+        entry = AuditEntry(server="http", client=client[0] if client else "", began_s=time.monotonic())
 
-        async def enveloped(message: Message) -> None:
+        def enveloped(message: Message) -> Awaitable[None]:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", entry.request_id.encode())]
-            await send(message)
+            return send(message)
 
         token = enter(entry)
         named, shown = REQUEST_ID.set(entry.own_id), X_REQUEST_ID.set(entry.request_id)
@@ -56,8 +58,10 @@ class RequestMiddleware:
                 entry.is_kept = True
                 await error_response(error)(scope, receive, enveloped)
                 return
-            answer = _answer_head if scope["method"] == "HEAD" else _answer
-            await answer(self._app, scope, receive, enveloped)
+            if scope["method"] == "HEAD":
+                await _answer_head(self._app, scope, receive, enveloped)
+            else:
+                await self._app(scope, receive, enveloped)
         except asyncio.CancelledError:
             # Only the server cancels, when the time to drain is over; the task has nothing left to do.
             if status == _CLIENT_LEFT:
@@ -72,16 +76,14 @@ class RequestMiddleware:
             REQUEST_ID.reset(named)
             X_REQUEST_ID.reset(shown)
             leave(token)
-            route = _label(scope)
+            matched = scope.get("route")
+            # With a star for each parameter: never the client's text.
+            route = "unknown" if matched is None else _starred(matched.path_format)
             method = scope["method"] if scope["method"] in _METHODS else "other"
             self._metrics.http_answered(route, method, status)
             entry.route, entry.status = f"{method} {route}", str(status)
             if entry.is_kept:
                 self._audit.keep(entry)
-
-
-async def _answer(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-    await app(scope, receive, send)
 
 
 async def _answer_head(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
@@ -105,24 +107,15 @@ async def _answer_head(app: ASGIApp, scope: Scope, receive: Receive, send: Send)
         scope.update({name: as_get[name] for name in ("path", "route") if name in as_get})
 
 
-def _label(scope: Scope) -> str:
-    """Return the matched route, with a star for each of its parameters: never the client's text."""
-    route = scope.get("route")
-    return "unknown" if route is None else _starred(route.path_format)
-
-
 @functools.cache
 def _starred(path: str) -> str:
     return _PARAMETER.sub("*", path)
 
 
-def _client(scope: Scope) -> str:
-    client: tuple[str, int] | None = scope.get("client")
-    return "" if client is None else client[0]
-
-
 def _given_id(scope: Scope) -> str | None:
     headers: list[tuple[bytes, bytes]] = scope["headers"]
     check_size(headers)
-    given = [value for key, value in headers if key == b"x-request-id"]
-    return check_request_id(given[0].decode("latin-1"), "X-Request-Id") if given else None
+    for name, value in headers:
+        if name == b"x-request-id":
+            return check_request_id(value.decode("latin-1"), "X-Request-Id")
+    return None

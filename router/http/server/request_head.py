@@ -28,18 +28,25 @@ class TargetTooLong(InvalidRequest):
 
 def check_size(headers: Sequence[tuple[bytes, bytes]]) -> None:
     """Raise HeadTooLarge for more headers, or longer ones, than are accepted."""
-    if len(headers) > MAX_HEADERS or sum(len(name) + len(value) for name, value in headers) > MAX_HEADER_BYTES:
+    num_bytes = 0
+    for name, value in headers:
+        num_bytes += len(name) + len(value)
+    if len(headers) > MAX_HEADERS or num_bytes > MAX_HEADER_BYTES:
         raise HeadTooLarge(f"more than {MAX_HEADERS} headers, or {MAX_HEADER_BYTES} bytes of them")
 
 
 def check_framing(headers: Sequence[tuple[bytes, bytes]], version: str) -> None:
     """`headers`: with lowercase names. Raises InvalidRequest that names the header."""
-    hosts = [value for name, value in headers if name == b"host"]
+    hosts, codings = list[bytes](), list[bytes]()
+    for name, value in headers:
+        if name == b"host":
+            hosts.append(value)
+        elif name == b"transfer-encoding":
+            codings.append(value.strip().lower())
     if len(hosts) > 1 or (not hosts and version != "1.0"):
         raise InvalidRequest(f"Host: a request must have exactly one, got {len(hosts)}", param="Host")
     if hosts and not _HOST.fullmatch(hosts[0].strip()):
         raise InvalidRequest("Host: not a valid host name or address", param="Host")
-    codings = [value.strip().lower() for name, value in headers if name == b"transfer-encoding"]
     if not codings:
         return
     if codings != [b"chunked"]:
