@@ -115,8 +115,9 @@ class RequestText:
 
     def end(self) -> None:
         """Finish the measurements. Raises InternalError when a choice has not ended."""
-        if not all(choice.finished for choice in self._choices):
-            raise InternalError("the answer ended before its last choice did")
+        for choice in self._choices:
+            if not choice.finished:
+                raise InternalError("the answer ended before its last choice did")
         self._meter.succeeded()
 
 

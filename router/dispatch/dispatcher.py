@@ -178,8 +178,13 @@ class Dispatcher:
         self.health.keep({worker.info.key for worker in self._registry.snapshots()})
 
     def _register(self, request: RoutedRequest, account: TokenAccount | None) -> tuple[RequestRun, RequestRun | None]:
-        """Make the request's run; return it with the stream's former one, whose place it takes."""
-        former = self._former(request)
+        """Make the request's run; return it with the stream's former one, whose place it takes.
+
+        There is one where a client reconnects before this router has noticed that it disconnected.
+        """
+        former = self._runs.get(request.request_id)
+        if former is not None and not request.resume:
+            raise InvariantError(f"request id {request.request_id} is in use")
         if former is not None and former.resumptions >= request.resumptions:
             # The same id again, from a client whose former connection is half open: attempt numbers continue from
             # there.
@@ -195,14 +200,6 @@ class Dispatcher:
         run.close()
         if visit is not None and run.was_taken:
             visit.on_taken(run.adopted)
-
-    def _former(self, request: RoutedRequest) -> RequestRun | None:
-        """Return the stream's former run: a client may reconnect before this router has noticed that it
-        disconnected."""
-        former = self._runs.get(request.request_id)
-        if former is not None and not request.resume:
-            raise InvariantError(f"request id {request.request_id} is in use")
-        return former
 
     @staticmethod
     def _start(run: RequestRun, former: RequestRun | None) -> None:

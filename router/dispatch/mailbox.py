@@ -93,7 +93,8 @@ class Mailbox:
         """Oldest first."""
         self._num_tokens = 0
         self._overflowed = False
-        self._arrived = asyncio.Event()
+        self._arrived: asyncio.Future[None] | None = None
+        """What `arrival` waits for. A future, because an event takes several calls more for each request."""
         self._urgent: asyncio.Event | None = None
 
     def post(self, message: Message) -> None:
@@ -107,15 +108,16 @@ class Mailbox:
                 self.messages.clear()
                 message = Overflowed()
         self.messages.append(message)
-        self._arrived.set()
+        if self._arrived is not None and not self._arrived.done():
+            self._arrived.set_result(None)
         if isinstance(message, _URGENT) and self._urgent is not None:
             self._urgent.set()
 
     async def arrival(self) -> None:
         """Wait until there is a message."""
         while not self.messages:
-            self._arrived.clear()
-            await self._arrived.wait()
+            self._arrived = asyncio.get_running_loop().create_future()
+            await self._arrived
 
     async def urgent_or(self, waiting: Coroutine[Any, Any, None]) -> None:
         """Return when `waiting` does, or when there is a message that ends the request, which then comes first.

@@ -80,7 +80,10 @@ class RequestRun:
     @property
     def was_taken(self) -> bool:
         """Whether a worker accepted any choice, or may have; final once closed."""
-        return any(report.was_taken for report in self._health_reports)
+        for report in self._health_reports:  # noqa: SIM110  # asked for each request: no generator
+            if report.was_taken:
+                return True
+        return False
 
     @property
     def adopted(self) -> frozenset[int]:

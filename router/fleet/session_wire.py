@@ -138,8 +138,8 @@ def submit_to_pb(order: SubmitOrder, handle: int, version: int = SPOKEN.newest) 
         hash_root=order.hash_root,
         priority=order.priority,
         timeout_s=order.timeout_s,
-        prefill=_route_to_pb(order.prefill),
-        holder=holder_to_pb(order.holder),
+        prefill=None if order.prefill is None else _route_to_pb(order.prefill),
+        holder=None if order.holder is None else holder_to_pb(order.holder),
         trace=order.trace.to_text() if order.trace is not None else None,
         tokens_per_message=order.tokens_per_message,
         handle=handle,
@@ -190,13 +190,11 @@ def cancel_to_pb(request_id: RequestId, attempt: int) -> pb.RouterMessage:
 
 def reroute_to_pb(request_id: RequestId, attempt: int, prefill: PrefillRoute | None) -> pb.RouterMessage:
     """Make the answer to a TransferFailed."""
-    route = _route_to_pb(prefill)
+    route = None if prefill is None else _route_to_pb(prefill)
     return pb.RouterMessage(reroute=pb.Reroute(request_id=request_id, attempt=attempt, prefill=route))
 
 
-def _route_to_pb(route: PrefillRoute | None) -> pb.PrefillRoute | None:
-    if route is None:
-        return None
+def _route_to_pb(route: PrefillRoute) -> pb.PrefillRoute:
     return pb.PrefillRoute(
         worker_id=route.worker.worker_id,
         incarnation=route.worker.incarnation,

@@ -219,7 +219,7 @@ class WorkerSession:
     def submit(self, order: SubmitOrder, reader: AttemptReader) -> None:
         self._require_room()
         handle = self._begin(order.request_id, order.attempt, reader)
-        self._send(submit_to_pb(order, handle, self.info.protocol_version))
+        self._queue(submit_to_pb(order, handle, self.info.protocol_version))
 
     def score_prompt(self, order: PromptScoringOrder, deliver: DeliverScores) -> None:
         self._require_room()
@@ -242,7 +242,7 @@ class WorkerSession:
             del self._scorings[request_id]
         else:
             return
-        self._send(cancel_to_pb(request_id, attempt))
+        self._queue(cancel_to_pb(request_id, attempt))
 
     def migrate(self, share: MigrationPlan, *, within_s: float, prefill_tokens_per_s: float) -> None:
         self._send(fetch_cache_to_pb(share, within_s=within_s, prefill_tokens_per_s=prefill_tokens_per_s))
@@ -289,9 +289,13 @@ class WorkerSession:
         return scoring if scoring is not None and scoring.number == number else None
 
     def _send(self, message: pb.RouterMessage) -> None:
+        """Queue a message unless the worker is too old for it."""
         if self._dialect.has(message.WhichOneof("kind")):
-            self._outgoing.append(message)
-            self._has_outgoing.set()
+            self._queue(message)
+
+    def _queue(self, message: pb.RouterMessage) -> None:
+        self._outgoing.append(message)
+        self._has_outgoing.set()
 
     def _send_pin(self, key: PinKey, message: pb.RouterMessage) -> None:
         if not self._ended and self._dialect.has(message.WhichOneof("kind")):
@@ -367,7 +371,10 @@ class WorkerSession:
 
     def _on_step(self, step: pb.StepTokens, listener: SessionListener) -> None:
         deltas, handles = step.deltas, step.handles
-        if handles or any(delta.token_ids for delta in deltas):
+        has_tokens = bool(handles)
+        for delta in deltas:
+            has_tokens = has_tokens or bool(delta.token_ids)
+        if has_tokens:
             listener.answered(self.info.key)
         if handles:
             self._on_columns(handles, step.indexes, step.token_ids)

@@ -28,6 +28,7 @@ from router.text.decoder_steps import (
 )
 
 _SPACE_MARK = "\u2581"
+_new_utf8_decoder = codecs.getincrementaldecoder("utf-8")
 
 
 class Detokenizer(Protocol):
@@ -139,8 +140,8 @@ class _ByteLevelStream(Detokenizer):
     def __init__(self, pieces: TokenBytes, skip: frozenset[int]) -> None:
         self._data = pieces.data
         self._skip = skip
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._decode = self._utf8.decode
+        self._utf8: codecs.IncrementalDecoder | None = None
+        """Made for the first piece that is not ASCII."""
         self._is_between_characters = True
 
     def push(self, token_id: int) -> str:
@@ -159,12 +160,14 @@ class _ByteLevelStream(Detokenizer):
     def _text_of(self, piece: bytes) -> str:
         if self._is_between_characters and piece.isascii():
             return piece.decode()
-        text = self._decode(piece)
+        if self._utf8 is None:
+            self._utf8 = _new_utf8_decoder("replace")
+        text = self._utf8.decode(piece)
         self._is_between_characters = not self._utf8.getstate()[0]
         return text
 
     def flush(self) -> str:
-        return self._utf8.decode(b"", final=True)
+        return "" if self._utf8 is None else self._utf8.decode(b"", final=True)
 
 
 class _SentencePieceStream(Detokenizer):

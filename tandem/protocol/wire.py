@@ -23,7 +23,7 @@ from tandem.errors import (
 from tandem.v1 import common_pb2 as pb
 from tandem.v1 import session_pb2
 from tandem.values.kv_layout import KVLayout
-from tandem.values.outputs import CachedTokens, FinishReason, PhaseTimes, SampledToken, TokenLogprob
+from tandem.values.outputs import NO_CACHED_TOKENS, CachedTokens, FinishReason, PhaseTimes, SampledToken, TokenLogprob
 from tandem.values.sampling import SamplingParams
 
 _OPTIONAL_SAMPLING = (
@@ -114,10 +114,11 @@ def sampling_to_pb(params: SamplingParams) -> pb.SamplingParams:
         seed=params.seed,
         num_logprobs=params.num_logprobs,
         grammar=params.grammar,
-        logit_bias=dict(params.logit_bias),
-        stop_token_ids=params.stop_token_ids,
-        allowed_token_ids=params.allowed_token_ids,
-        bad_words=[pb.TokenSequence(token_ids=word) for word in params.bad_words],
+        # Hardly any request has these.
+        logit_bias=dict(params.logit_bias) if params.logit_bias else None,
+        stop_token_ids=params.stop_token_ids or None,
+        allowed_token_ids=params.allowed_token_ids or None,
+        bad_words=[pb.TokenSequence(token_ids=word) for word in params.bad_words] if params.bad_words else None,
     )
 
 
@@ -181,7 +182,7 @@ def times_to_pb(times: PhaseTimes) -> pb.PhaseTimes:
         decode_s=times.decode_s,
         router_queue_s=times.router_queue_s,
         kv_byte_s=times.kv_byte_s,
-        cached=cached_to_pb(times.cached),
+        cached=None if times.cached == NO_CACHED_TOKENS else cached_to_pb(times.cached),
     )
 
 
@@ -195,7 +196,7 @@ def times_from_pb(message: pb.PhaseTimes) -> PhaseTimes:
         decode_s=message.decode_s,
         router_queue_s=message.router_queue_s,
         kv_byte_s=message.kv_byte_s,
-        cached=cached_from_pb(message.cached),
+        cached=cached_from_pb(message.cached) if message.HasField("cached") else NO_CACHED_TOKENS,
     )
 
 

@@ -113,7 +113,8 @@ class ChoiceRun:
                 raise self.final_error() from none
             number = progress.begin_attempt(assignment.placement.decode.info.kv_bytes_per_token)
             self._route = first_route(self._request_id, number, assignment, self._context.rng)
-            self._trace(assignment, started_s)
+            if self._request.span is not None:
+                self._trace(assignment, started_s)
             try:
                 assignment.port.submit(self._order(number, assignment), self._new_reader(self._index, number))
             except Unavailable as error:
@@ -314,7 +315,8 @@ class ChoiceRun:
             deltas = (ChoiceDelta(self._index, tokens, None, self._worker, None, cached),)
         if finished is None:
             return deltas
-        if finished.failure is not None or finished.reason in {FinishReason.ABORT, FinishReason.ERROR}:
+        reason = finished.reason
+        if finished.failure is not None or reason is FinishReason.ABORT or reason is FinishReason.ERROR:
             error = finished.failure or Unavailable("the worker gave up on the request")
             try:
                 return (*deltas, *self._retry(assignment, RetryReason.WORKER_FAULT, error))
@@ -470,8 +472,6 @@ class ChoiceRun:
         logger.log(level, f"request %s%s: {text}", self._request_id, trace, *values, extra=about(self._request_id))
 
     def _trace(self, assignment: Assignment, started_s: float) -> None:
-        if self._request.span is None:
-            return
         choice, between_s = (self._index, self._progress.attempt), (started_s, self._context.clock())
         trace_placement(self._request, choice, assignment, self._route, between_s)
 
