@@ -79,7 +79,12 @@ class Frontend:
         self.thinking = ThinkingSupport(tokenizer, config.reasoning_parser)
         marks = self.thinking.marks
         self.tooling = ToolCallSupport(tokenizer, config.tool_parser, None if marks is None else marks.begin)
-        self.prompts = PromptReader(model=model, tokenizer=tokenizer, max_prompts=config.max_prompts)
+        self.prompts = PromptReader(
+            model=model,
+            tokenizer=tokenizer,
+            max_prompts=config.max_prompts,
+            cache_bytes=config.tokenizer_cache_bytes,
+        )
         self._hash_root = lru_cache(maxsize=_MAX_ROOTS)(self._new_hash_root)
 
     async def prepare_chat(self, messages: Sequence[Message], fields: ClientRequest) -> PreparedRequest:
@@ -99,6 +104,7 @@ class Frontend:
                 add_generation_prompt=fields.add_generation_prompt,
                 tools=fields.tools,
                 options=fields.template,
+                scope=self._salt(fields),
             )
         reasoning = self.thinking.reasoning(ids, begins_turn=fields.add_generation_prompt)
         if (grammar := fields.sampling.grammar) is not None:

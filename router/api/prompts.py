@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from router.api.request.client_request import ModelInfo
 from router.text.conversation import MAX_MESSAGES as MAX_MESSAGES
 from router.text.conversation import Message, TemplateOptions, check_messages
+from router.text.encoded_prefixes import EncodedPrefixes
 from router.text.tokenizer import Tokenizer
 from router.text.tools import ToolUse
 from tandem.errors import ContextLengthExceeded, InvalidRequest
@@ -49,10 +50,12 @@ def fill_marks(added_ids: Mapping[str, int]) -> FillMarks | None:
 class PromptReader:
     """Reads prompts for one model; all servers share it."""
 
-    def __init__(self, *, model: ModelInfo, tokenizer: Tokenizer, max_prompts: int) -> None:
+    def __init__(self, *, model: ModelInfo, tokenizer: Tokenizer, max_prompts: int, cache_bytes: int = 0) -> None:
+        """`cache_bytes`: bound on the token ids of conversations' beginnings that are kept; 0: none are."""
         self._model = model
         self._tokenizer = tokenizer
         self._max_prompts = max_prompts
+        self._known = EncodedPrefixes(max_bytes=cache_bytes) if cache_bytes else None
         self._max_chars = model.max_model_len * MAX_CHARS_PER_TOKEN
 
     def parse_prompts(self, value: Any, *, most: int | None = None) -> list[str | tuple[int, ...]]:
@@ -110,8 +113,12 @@ class PromptReader:
         add_generation_prompt: bool,
         tools: ToolUse | None = None,
         options: TemplateOptions = TemplateOptions(),  # noqa: B008  # frozen
+        scope: str | None = None,
     ) -> list[int]:
-        """Encode one conversation. Raises InvalidRequest or ContextLengthExceeded."""
+        """Encode one conversation. Raises InvalidRequest or ContextLengthExceeded.
+
+        `scope`: the salt under which what it begins with may be known, and will be from now on; None: it is not kept.
+        """
         check_messages(messages)
         if options.continue_final or options.variables:
             options.check(messages)
@@ -126,6 +133,8 @@ class PromptReader:
             add_generation_prompt=add_generation_prompt,
             max_chars=4 * self._max_chars,
             options=options,
+            known=None if scope is None else self._known,
+            scope=scope or "",
         )
         if size <= _INLINE_CHARS and len(messages) <= 64:
             return encode()

@@ -11,7 +11,9 @@ import json
 import random
 import re
 import secrets
+from array import array
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import tokenizers
 from router.text.chat_template import ChatTemplate, Message, check_template
 from router.text.conversation import TemplateOptions
 from router.text.detokenizer import Detokenizer, read_pieces
+from router.text.encoded_prefixes import EncodedPrefixes
 from router.text.tools import ToolDefinition
 from tandem.config.source.regular_file import read_regular_text
 from tandem.errors import ConfigError, InvalidRequest
@@ -27,6 +30,10 @@ from tandem.errors import ConfigError, InvalidRequest
 MAX_FILE_BYTES = 256 << 20
 _TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 _DECODE_SAMPLES = 64
+_LEAST_PIECE_CHARS = 512
+"""Shorter pieces of a conversation are encoded in less time than it would take to find them."""
+_CUT_SAMPLES = ("", " ", "word", "a 7 ", "\n\n", "'\u6587")
+"""Texts beside a control token that a tokenizer might read differently if they were cut there."""
 
 
 class Tokenizer:
@@ -48,6 +55,7 @@ class Tokenizer:
         self._pieces = read_pieces(raw.get("decoder"), self.size, self._library.id_to_token)
         self._guard = _Guard([token.content for token in special.values()])
         self._alias_ids = self._add_aliases(special)
+        self._cuts: dict[str, bool] = {}
         self._prove_decoding()
 
     @classmethod
@@ -95,9 +103,12 @@ class Tokenizer:
         max_chars: int,
         tools: Sequence[ToolDefinition] = (),
         options: TemplateOptions = TemplateOptions(),  # noqa: B008  # frozen
+        known: EncodedPrefixes | None = None,
+        scope: str = "",
     ) -> list[int]:
         """Encode a conversation, rendered by the model's template.
 
+        `known`: beginnings of conversations that need not be encoded again within `scope`, which gets this one's too.
         Raises InvalidRequest when there is no template, when it refuses the messages, or beyond `max_chars`.
         """
         if self._template is None:
@@ -110,8 +121,64 @@ class Tokenizer:
             hide=self._hidden,
             options=options,
         )
-        token_ids = self._encode(self._guard.resolve(text), add_special_tokens=False)
+        parts = self._guard.resolve(text)
+        if known is not None and len(text) >= 2 * _LEAST_PIECE_CHARS:
+            return self._encode_known(parts, known, scope)
+        token_ids = self._encode("".join(parts), add_special_tokens=False)
         return list(map(self._alias_ids.get, token_ids, token_ids))
+
+    def _encode_known(self, parts: Sequence[str], known: EncodedPrefixes, scope: str) -> list[int]:
+        """Encode what `_Guard.resolve` returned, from the end of the longest beginning that is known."""
+        pieces = self._cut(parts)
+        names = known.names(scope, [text for text, _ in pieces[:-1]])
+        found = known.find(names)
+        token_ids: list[int] = []
+        for ids in found:
+            token_ids.extend(ids)
+        rest = pieces[len(found) :]
+        read = self._encode("".join(text for text, _ in rest), add_special_tokens=False)
+        fresh = list(map(self._alias_ids.get, read, read))
+        if new := names[len(found) :]:
+            # A piece begins at an alias, and every alias is one token.
+            at = [i for i, token_id in enumerate(read) if token_id in self._alias_ids]
+            nth, ends = 0, []
+            for _, num_aliases in rest[:-1]:
+                nth += num_aliases
+                ends.append(nth)
+            if len(at) == nth + rest[-1][1]:
+                ends = [at[nth] for nth in ends]
+                known.add(new, [array("i", fresh[a:b]) for a, b in pairwise([0, *ends])])
+        return token_ids + fresh
+
+    def _cut(self, parts: Sequence[str]) -> list[tuple[str, int]]:
+        """Join parts to pieces that are worth keeping, each with the number of its aliases.
+
+        All pieces but the first begin with an alias at which texts may be cut.
+        """
+        pieces: list[tuple[str, int]] = []
+        texts, num_chars, num_aliases = [parts[0]], len(parts[0]), 0
+        for alias, text in zip(parts[1::2], parts[2::2], strict=True):
+            if num_chars >= _LEAST_PIECE_CHARS and self._may_cut(alias):
+                pieces.append(("".join(texts), num_aliases))
+                texts, num_chars, num_aliases = [], 0, 0
+            texts += (alias, text)
+            num_chars += len(text)
+            num_aliases += 1
+        pieces.append(("".join(texts), num_aliases))
+        return pieces
+
+    def _may_cut(self, alias: str) -> bool:
+        """Whether the library reads what precedes this alias, and what begins with it, independently; tried once."""
+        if (may_cut := self._cuts.get(alias)) is None:
+            may_cut = self._cuts[alias] = all(
+                self._read(before + alias + after) == self._read(before) + self._read(alias + after)
+                for before in _CUT_SAMPLES
+                for after in _CUT_SAMPLES
+            )
+        return may_cut
+
+    def _read(self, text: str) -> list[int]:
+        return self._encode(text, add_special_tokens=False)
 
     def _hidden(self, text: str) -> str:
         if "\0" in text or not text.isascii():  # ASCII has no surrogates
@@ -196,12 +263,17 @@ class _Guard:
             return text
         return "".join(f"{self._mark}{ord(c):x};" if i in at else c for i, c in enumerate(text))
 
-    def resolve(self, rendered: str) -> str:
-        """Replace the literals left in the rendered text by aliases, and restore clients' text."""
+    def resolve(self, rendered: str) -> list[str]:
+        """Replace the literals left in the rendered text by aliases, and restore clients' text.
+
+        Returns texts and aliases by turns, beginning and ending with a text, which may be empty.
+        """
         parts = self._literal.split(rendered)
         # Every second one is a literal; `sub` would call a function of ours for each.
         parts[1::2] = map(self._aliases.__getitem__, parts[1::2])
-        return self._hidden.sub(lambda found: chr(int(found[1], 16)), "".join(parts))
+        if self._mark in rendered:
+            parts[::2] = [self._hidden.sub(lambda found: chr(int(found[1], 16)), text) for text in parts[::2]]
+        return parts
 
 
 def _starts_pattern(literals: Sequence[str]) -> str:

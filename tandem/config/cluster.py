@@ -119,6 +119,9 @@ class RouterConfig(RouterAccess):
     """Maximum value of `n`."""
     max_prompts: PositiveInt = 64
     """Maximum number of prompts in one completions request."""
+    tokenizer_cache_bytes: int = Field(default=64 << 20, ge=0)
+    """Memory of each router process for the token ids of conversations' beginnings, so that a history is not tokenized
+    again with each turn. Tenants share it as they share `prompt_cache`. 0: none."""
     max_answer_values: PositiveInt = 1 << 20
     """Maximum number of tokens and alternatives in a response that is not streamed:
     prompts x n x max_tokens x (1 + logprobs)."""

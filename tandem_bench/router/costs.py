@@ -25,6 +25,7 @@ import yaml
 
 from cluster.authority import create_member_bundle
 from router.text.chat_template import Message
+from router.text.encoded_prefixes import EncodedPrefixes
 from router.text.tokenizer import Tokenizer
 from tandem.model_path import model_directory
 from tandem_bench.errors import CannotMeasure
@@ -34,6 +35,7 @@ ANSWER_TOKENS = 16
 STREAM_TOKENS = 256
 NUM_STREAMS = 64
 NUM_CLIENTS = 32
+NUM_TURNS = 33
 _LAST_WORDS = 500
 _START_S = 60.0
 _WORDS = "Once upon a time there was a little girl who had a red ball and a big dog. "
@@ -45,6 +47,8 @@ class ServerCosts:
     """Processor time of the router for one non-streaming chat request, tokenization excluded."""
     tokenize_ms: float
     bare_tokenize_ms: float
+    next_turn_ms: tuple[float, float]
+    """Processor time for tokenizing a long conversation's next turn: all of it, and with its history known."""
     requests_per_s: float
     stream_tokens_per_cpu_s: float
     stream_tokens_per_s: float
@@ -79,6 +83,7 @@ def measure(*, num_requests: int = 3000, num_workers: int = 2, tls: bool = False
         request_ms=1e3 * request_s - tokenize_ms,
         tokenize_ms=tokenize_ms,
         bare_tokenize_ms=bare_ms,
+        next_turn_ms=tokenizing_next_turn(directory),
         requests_per_s=plain["requests"] / plain["seconds"],
         stream_tokens_per_cpu_s=num_tokens / stream_s,
         stream_tokens_per_s=num_tokens / streamed["seconds"],
@@ -100,6 +105,21 @@ def tokenizing(directory: Path, rounds: int = 400) -> tuple[float, float]:
                 else:
                     ours.encode_chat(messages, add_generation_prompt=True, max_chars=1 << 20)
             best[index] = min(best[index], (time.thread_time() - started_s) / (rounds // 5))
+    return 1e3 * best[0], 1e3 * best[1]
+
+
+def tokenizing_next_turn(directory: Path) -> tuple[float, float]:
+    """Return milliseconds of processor time for the next turn of a conversation of NUM_TURNS: all of it, and its end."""
+    tokenizer = Tokenizer.load(directory)
+    turns = [Message(role=("user", "assistant")[n % 2], content=f"{n}: {_WORDS * 13}") for n in range(NUM_TURNS)]
+    best = [float("inf"), float("inf")]
+    for _ in range(5):
+        known = EncodedPrefixes(max_bytes=1 << 20)
+        tokenizer.encode_chat(turns[:-2], add_generation_prompt=True, max_chars=1 << 20, known=known)
+        for index, maybe in enumerate((None, known)):
+            started_s = time.thread_time()
+            tokenizer.encode_chat(turns, add_generation_prompt=True, max_chars=1 << 20, known=maybe)
+            best[index] = min(best[index], time.thread_time() - started_s)
     return 1e3 * best[0], 1e3 * best[1]
 
 
@@ -154,7 +174,13 @@ def cluster(
         config = {
             "secret": secret,
             "log_level": "warning",
-            "router": {"port": ports[0], "grpc_port": ports[1], "max_inflight_requests": 4096},
+            "router": {
+                "port": ports[0],
+                "grpc_port": ports[1],
+                "max_inflight_requests": 4096,
+                # All requests are alike here, and a real one has a text of its own.
+                "tokenizer_cache_bytes": 0,
+            },
             "prefill": {"replicas": 0},
             "decode": {"replicas": num_workers, "addresses": [f"127.0.0.1:{port}" for port in ports[2:]]},
             **({} if pem is None else {"cluster": {"tls": {"pem": pem}}}),

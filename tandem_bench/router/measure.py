@@ -48,6 +48,7 @@ def our_rows(rounds: Sequence[router_costs.ServerCosts]) -> list[Row]:
     """Return the best of each figure; a request's share of tokenizing is subtracted within its own round."""
     tokenize_ms = min(one.tokenize_ms for one in rounds)
     ratio = tokenize_ms / min(one.bare_tokenize_ms for one in rounds)
+    whole_ms, next_turn_ms = (min(one.next_turn_ms[i] for one in rounds) for i in (0, 1))
     streamed = max(one.stream_tokens_per_cpu_s for one in rounds)
     return [
         figure(
@@ -58,6 +59,8 @@ def our_rows(rounds: Sequence[router_costs.ServerCosts]) -> list[Row]:
         ),
         figure("tokenizing it", tokenize_ms, "ms"),
         figure("tokenizing against a bare call", ratio, "", at_most=MAX_TOKENIZE_RATIO),
+        figure(f"tokenizing a conversation of {router_costs.NUM_TURNS} turns", whole_ms, "ms"),
+        figure("tokenizing its last turn, with its history known", next_turn_ms, "ms"),
         figure("requests per second, one process", max(one.requests_per_s for one in rounds), "1/s"),
         figure("streamed tokens per CPU-second", streamed, "1/s", at_least=MIN_STREAM_TOKENS_PER_CPU_S),
         figure("streamed tokens per second, 64 clients", max(one.stream_tokens_per_s for one in rounds), "1/s"),
