@@ -109,7 +109,7 @@ def tokenizing(directory: Path, rounds: int = 400) -> tuple[float, float]:
 
 
 def tokenizing_next_turn(directory: Path) -> tuple[float, float]:
-    """Return milliseconds of processor time for the next turn of a conversation of NUM_TURNS: all of it, and its end."""
+    """Return milliseconds of processor time for a conversation of NUM_TURNS, and for its last turn alone."""
     tokenizer = Tokenizer.load(directory)
     turns = [Message(role=("user", "assistant")[n % 2], content=f"{n}: {_WORDS * 13}") for n in range(NUM_TURNS)]
     best = [float("inf"), float("inf")]
