@@ -240,6 +240,7 @@ class FairAdmission:
         at_once = self._rule.shortage(ticket, room) is None and (
             nobody_waits or self._rule.passes(ticket, room) or not room.ever_holds(num_tokens)
         )
+        # What could have been done in the time that passes now goes by the rate before it.
         rate = forecast.meter.rate(room.prefill_tokens_per_s)
         passed_s = self._pass_time()
         if at_once and nobody_waits:
