@@ -154,8 +154,12 @@ class ClusterCapacity(Struct, frozen=True, kw_only=True):
 def measure_capacity(view: ClusterView, policy: CapacityPolicy, transit: InTransit, now_s: float) -> ClusterCapacity:
     """Measure the room that is left beside `transit`, in a few operations per pool, however many workers it has."""
     decode, prefill = view.decode, view.prefill
-    willing, lending = _willing(decode, now_s), _lending(prefill)
-    computing, rows, measured = prefill, lending, prefill.tokens_per_s[lending]
+    willing = _willing(decode, now_s)
+    # Prefill workers that accept requests, and can hand off what they compute.
+    rows: _Rows = _ALL if prefill.open is None else prefill.open
+    if (lends := prefill.members.lends) is not None:
+        rows = lends if prefill.open is None else lends & prefill.open
+    computing, measured = prefill, prefill.tokens_per_s[rows]
     if decode_reads := not len(measured):
         computing, rows, measured = decode, willing, decode.tokens_per_s[willing]
     rates = measured
@@ -205,14 +209,6 @@ def _willing(pool: PoolView, now_s: float) -> _Rows:
     if pool.open is not None:
         willing &= pool.open
     return willing if _or(willing) else rows
-
-
-def _lending(pool: PoolView) -> _Rows:
-    """Select the workers that accept requests and can hand off what they compute."""
-    lends = pool.members.lends
-    if lends is None:
-        return _ALL if pool.open is None else pool.open
-    return lends if pool.open is None else lends & pool.open
 
 
 def _filled_in(rates: Floats, prior: float) -> Floats:

@@ -236,14 +236,16 @@ class FairAdmission:
         """Queue the request, unless it may run at once. Raises what `enter` raises."""
         ticket, room, forecast = entry.ticket, self._watch.measure(), self._forecast
         num_tokens, nobody_waits = ticket.num_tokens, not self._queue.num_requests
-        # A request that fits no pool would wait in vain, and so would every request behind it.
+        # A request that fits no pool, which lacks nothing, would wait in vain, and so would every request behind it.
         at_once = self._rule.shortage(ticket, room) is None and (
             nobody_waits or self._rule.passes(ticket, room) or not room.ever_holds(num_tokens)
         )
+        # What could have been done in the time that passes now goes by the rate before it.
         rate = forecast.meter.rate(room.prefill_tokens_per_s)
         passed_s = self._pass_time()
         if at_once and nobody_waits:
             self._counters.unclaimed(ticket.tenant, rate * passed_s, credit=self._policy.credit_s * rate)
+            # As `wait_s` says, which would ask all this again.
             wait_s, share = room.least_wait_of(num_tokens), 1.0
         else:
             wait_s, share = forecast.wait_s(ticket, room), 1.0 if at_once else self._policy.entry_share

@@ -120,8 +120,8 @@ class _Account:
     limits: TenantLimits
     usage: LimitUsage
     is_shared: bool
-    """Whether it is where `usage_of` says, as that of every tenant that has limits or had some. With another nothing
-    is to be checked, taken or locked."""
+    """Whether `usage_of` gave the usage, as for every tenant that has limits or had some. Otherwise there is nothing to
+    check, take or lock."""
     num_promised: int = 0
     """Continued streams among its requests in flight here."""
     mean_s: float = _PER_REQUEST_S

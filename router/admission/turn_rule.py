@@ -68,6 +68,7 @@ class TurnRule:
             shortage = Shortage.DECODE if shortage is None else shortage.and_decode()
         elif shortage is None and self._places(ticket.priority) <= len(self._watch.in_transit):
             shortage = Shortage.ROUTER
+        # Waiting makes no room for a prompt that no pool holds.
         return shortage if shortage is None or room.ever_holds(ticket.num_tokens) else None
 
     def next_turn(self, first: Ticket, room: ClusterCapacity) -> Ticket | None:

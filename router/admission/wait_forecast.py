@@ -61,21 +61,21 @@ class WaitForecast:
     def credit(self, ticket: Ticket, room: ClusterCapacity) -> float:
         """Return, in cost, how far its tenant may stay behind the others, unless it has been away too long."""
         away_s = ticket.arrived_s - self.last_seen_s.get(ticket.tenant, ticket.arrived_s)
-        return (
-            self._policy.credit_s * self.meter.rate(room.prefill_tokens_per_s)
-            if away_s < self._policy.credit_lapses_s
-            else 0.0
-        )
+        if away_s >= self._policy.credit_lapses_s:
+            return 0.0
+        return self._policy.credit_s * self.meter.rate(room.prefill_tokens_per_s)
 
     def whole_s(self, room: ClusterCapacity) -> float:
         """Seconds until everything queued has been served: no request waits longer."""
-        return (
-            sum(ticket.cost for ticket in self._queue) / self.meter.rate(room.prefill_tokens_per_s) + room.least_wait_s
-        )
+        cost = sum(ticket.cost for ticket in self._queue)
+        return cost / self.meter.rate(room.prefill_tokens_per_s) + room.least_wait_s
 
     def wait_s(self, ticket: Ticket, room: ClusterCapacity) -> float:
         """Seconds until a worker begins its prompt."""
-        local, first = room.unblocked_local_prefill(ticket.num_tokens), self._queue.first()
+        first = self._queue.first()
+        if first is None and self._rule.shortage(ticket, room) is None:
+            return room.least_wait_of(ticket.num_tokens)
+        local = room.unblocked_local_prefill(ticket.num_tokens)
         # A request that cannot overtake the first one waits as long as that one.
         if (
             local
@@ -87,8 +87,6 @@ class WaitForecast:
             )
         ):
             return self._queue.within(local.most_tokens) / local.tokens_per_s + local.wait_s
-        if first is None and self._rule.shortage(ticket, room) is None:
-            return room.least_wait_s
         ahead = self._queue.ahead_of(ticket, credit=self.credit(ticket, room))
         return (ahead.cost + ticket.cost) / self.meter.rate(room.prefill_tokens_per_s) + room.least_wait_s
 

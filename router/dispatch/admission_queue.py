@@ -116,7 +116,8 @@ class AdmissionQueue:
         self._recheck_timer: asyncio.TimerHandle | None = None
         self._ended = asyncio.Event()
         self._no_tokens_reason: Callable[[], str | None] = lambda: None
-        registry.on_load = _after(registry.on_load, self._pump)
+        self._on_load_before = registry.on_load
+        registry.on_load = self._on_load
         registry.watch(self._pump)
 
     def refuse_while(self, no_tokens_reason: Callable[[], str | None]) -> None:
@@ -251,6 +252,11 @@ class AdmissionQueue:
         shown = sum(point.num_tokens for index, point in enumerate(points) if index not in visit.adopted)
         self.admission.generated(visit.entry, min(visit.passed, shown))
 
+    def _on_load(self, worker: WorkerSnapshot) -> None:
+        self._on_load_before(worker)
+        if self.turns:
+            self._pump()
+
     def _pump(self) -> None:
         for entry in self.admission.pump():
             if (turn := self.turns.get(entry)) is not None and not turn.done():
@@ -267,11 +273,3 @@ class AdmissionQueue:
         for entry, error in refused:
             if (turn := self.turns.get(entry)) is not None and not turn.done():
                 turn.set_exception(error)
-
-
-def _after(first: Callable[[WorkerSnapshot], None], then: Callable[[], None]) -> Callable[[WorkerSnapshot], None]:
-    def both(worker: WorkerSnapshot) -> None:
-        first(worker)
-        then()
-
-    return both

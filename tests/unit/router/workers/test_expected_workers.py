@@ -129,7 +129,8 @@ def test_drain_rate_is_not_learnt_without_workers() -> None:
     desk = AdmissionBench()
     desk.workers, desk.is_due = [], True
     desk.ask()
-    rate = desk.admission._forecast.rate(desk.admission._watch.measure())
+    meter, watch = desk.admission._forecast.meter, desk.admission._watch
+    rate = meter.rate(watch.measure().prefill_tokens_per_s)
     desk.now_s += 9.0
     desk.admission.end_hopeless()
-    assert desk.admission._forecast.rate(desk.admission._watch.measure()) == pytest.approx(rate)
+    assert meter.rate(watch.measure().prefill_tokens_per_s) == pytest.approx(rate)
