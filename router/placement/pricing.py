@@ -83,8 +83,7 @@ def _price_prefill_singly(demand: PlacementDemand, pool: PoolView, closed: Bools
     queue: list[float] = []
     charged: list[float] = []
     total: list[float] = []
-    for row, slot in enumerate(members.slot_list):
-        size = members.block_size_list[row]
+    for row, (slot, size) in enumerate(zip(members.slot_list, members.block_size_list, strict=True)):
         own = float(min(matched.item(slot), most) // size * size)
         uncached = num_tokens - own
         tokens = uncached + growth[row] * uncached * (num_tokens + own)
@@ -100,15 +99,12 @@ def _price_prefill_singly(demand: PlacementDemand, pool: PoolView, closed: Bools
             tokens += uncharged
         charged.append(tokens)
         total.append(cost)
-    is_closed = None if closed is None else closed.tolist()
-    allowed = charged if is_closed is None else [c for c, shut in zip(charged, is_closed, strict=True) if not shut]
+    allowed = charged if closed is None else [c for c, shut in zip(charged, closed.tolist(), strict=True) if not shut]
     least, crowd = min(allowed, default=max(charged)), model.recompute_weight * sum(active) / len(total)
     for row, each_ms in enumerate(token_ms):
         total[row] += (charged[row] - least) * (each_ms * crowd)
-    if pool.penalised_until_s is not None:
-        _penalise(penalised_until_s, demand.now_s, total)
-    if is_closed is not None:
-        _close(is_closed, total)
+    if closed is not None or pool.penalised_until_s is not None:
+        _penalise_and_close(penalised_until_s, closed, demand.now_s, total)
     explain = partial(_explain_prefill, demand, pool, cells, closed, model)
     return PoolCosts(held=held, work=work, compute_ms=compute, load=queue, total=total, explain=explain)
 
@@ -227,8 +223,7 @@ def _price_decode_singly(
     local: list[bool] = []
     transfers: list[float] = []
     priced: list[tuple[float, float]] = []
-    for row, slot in enumerate(members.slot_list):
-        size = members.block_size_list[row]
+    for row, (slot, size) in enumerate(zip(members.slot_list, members.block_size_list, strict=True)):
         own = float(min(matched.item(slot), most) // size * size)
         uncached = num_tokens - own
         tokens = uncached + growth[row] * uncached * (num_tokens + own)
@@ -253,10 +248,8 @@ def _price_decode_singly(
         priced.append(of_partner)
         local.append(is_local)
         total.append(waiting + (here if is_local else remote))
-    if pool.penalised_until_s is not None:
-        _penalise(penalised_until_s, demand.now_s, total)
-    if closed is not None:
-        _close(closed.tolist(), total)
+    if closed is not None or pool.penalised_until_s is not None:
+        _penalise_and_close(penalised_until_s, closed, demand.now_s, total)
     return PoolCosts(
         held=held,
         work=work,
@@ -300,15 +293,11 @@ def _explain_decode(
     return _price_decode_by_columns(demand, then, closed, lambda *_: (partner_ms, pair), model, alone=alone).explain()
 
 
-def _penalise(until_s: list[float], now_s: float, total: list[float]) -> None:
+def _penalise_and_close(until_s: list[float], closed: Bools | None, now_s: float, total: list[float]) -> None:
     for row, one_s in enumerate(until_s):
         total[row] += max(one_s - now_s, 0.0) * 1e3
-
-
-def _close(is_closed: list[bool], total: list[float]) -> None:
-    for row, shut in enumerate(is_closed):
-        if shut:
-            total[row] = np.inf
+    for row in () if closed is None else closed.nonzero()[0].tolist():
+        total[row] = np.inf
 
 
 def _add_penalty(demand: PlacementDemand, pool: PoolView, terms: dict[str, Floats], total: Floats) -> None:

@@ -38,7 +38,7 @@ COLUMNS = (
     "active_now",
     "tokens_per_s",
 )
-"""The columns of numbers, in the order of `cells`."""
+"""The columns of numbers, in the order of `cells`; the first nine are all that prices depend on."""
 
 
 class PoolMembers:

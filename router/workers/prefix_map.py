@@ -177,6 +177,8 @@ class PrefixMap:
         self._touch(held, leading)
         if held.expected:
             self._expect_each(held, leading, lapses_s)
+        if not fresh:
+            return
         positions = range((num_held + 1) * held.names_per_block - 1, len(names), held.names_per_block)
         self._holders.update(dict.fromkeys(fresh, held.bit))
         held.expected.update(zip(fresh, zip(repeat(lapses_s), positions, repeat(1)), strict=False))
