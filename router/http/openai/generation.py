@@ -25,7 +25,6 @@ from router.api.selected_choices import SelectedChoices, check_selection, renumb
 from router.api.text_stream import read_text
 from router.http.body.client_link import WhileConnected
 from router.http.body.json_body import JsonBody
-from router.http.body.request_headers import first_headers
 from router.http.body.sse import EventStream, SseResponse
 from router.http.openai.answer_stream import SseAnswerStream, StreamExtras
 from router.http.openai.answers import AnswerFormat, AnswerHead, ChatAnswer, CompletionAnswer
@@ -151,10 +150,12 @@ class GenerationRoutes:
         seen: StreamPosition | None,
     ) -> Response:
         options = body.stream_options
+        # The first of each name, as in `request.headers`, which searches its list for each header.
+        sent = dict(reversed(request.scope["headers"]))
         extras = StreamExtras(
             include_usage=options is not None and bool(options.include_usage),
             continuous_usage=options is not None and bool(options.continuous_usage_stats),
-            timing=first_headers(request.scope).get(_TIMING) == b"1",
+            timing=sent.get(_TIMING) == b"1",
         )
         async with WhileConnected(request.scope, request.receive):
             prepared = await prepare()
@@ -238,7 +239,7 @@ def _head(
 
 def trace_and_time(fields: ClientRequest, request: Request) -> ClientRequest:
     """Add the headers' trace context and timeout to the fields."""
-    sent = first_headers(request.scope)
+    sent = dict(request.scope["headers"])
     if _TIMEOUT not in sent and _TRACE not in sent:
         return fields
     trace, time_left_s = _trace(request), _time_left_s(request)

@@ -4,7 +4,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from router.metrics.instruments import LabelledCounter, LocalHistogram, SingleValue
+from router.metrics.instruments import LabelledCounter, LabelledHistogram, LocalHistogram, SingleValue
 
 LABELS = {"model_name": "m", "engine": "router"}
 
@@ -62,3 +62,15 @@ def test_labelled_counter_sum_adds_all_labels() -> None:
     counts.inc("a", amount=2)
     counts.inc("b")
     assert (counts.sum(), counts.sum(without="a")) == (3, 1)
+
+
+def test_labelled_histogram_observes_several_like_one_by_one() -> None:
+    one_by_one, at_once = CollectorRegistry(), CollectorRegistry()
+    first, second = (LabelledHistogram("tandem_h", "some", (0.1, 1.0), ("a",)) for _ in range(2))
+    one_by_one.register(first)
+    at_once.register(second)
+    for value in (0.05, 0.1, 3.0):
+        first.observe(value, "x")
+        first.observe(2 * value, "y")
+        second.observe_each({("x",): value, ("y",): 2 * value})
+    assert samples(one_by_one) == samples(at_once)
