@@ -63,17 +63,18 @@ class RequestMeter:
 
     def __enter__(self) -> Self:
         self._metrics.opened(self)
-        self._metrics.waiting.inc()
-        self._metrics.prompt_tokens.inc(self._prompt_tokens)
-        self._metrics.prompt_size.observe(self._prompt_tokens)
-        self._metrics.max_tokens.observe(self._traits.max_tokens)
-        self._metrics.num_choices.observe(len(self._counts))
+        metrics = self._metrics
+        metrics.waiting.value += 1
+        metrics.prompt_tokens.value += self._prompt_tokens
+        metrics.prompt_size.observe(self._prompt_tokens)
+        metrics.max_tokens.observe(self._traits.max_tokens)
+        metrics.num_choices.observe(len(self._counts))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        (self._metrics.waiting if self._first_s is None else self._metrics.running).dec()
+        (self._metrics.waiting if self._first_s is None else self._metrics.running).value -= 1
         self._metrics.closed(self)
         if (entry := current_entry()) is not None:
             entry.prompt_tokens += self._prompt_tokens
@@ -94,13 +95,13 @@ class RequestMeter:
         now = self._clock()
         if self._first_s is None:
             self._first_s = now
-            self._metrics.waiting.dec()
-            self._metrics.running.inc()
+            self._metrics.waiting.value -= 1
+            self._metrics.running.value += 1
             self._metrics.ttft.observe(now - self._start)
             if self._span is not None:
                 self._span.event("first_token", now)
         if (last := self._last[choice]) is not None:
-            self._metrics.itl.observe((now - last) / count, count)
+            self._metrics.itl.observe_many((now - last) / count, count)
             if self._second_s is None:
                 self._second_s = now
         self._last[choice] = now
@@ -128,7 +129,7 @@ class RequestMeter:
             first_s=first_s,
             second_s=self._second_s,
             shown_s=self._shown_s,
-            last_s=max(last for last in self._last if last is not None),
+            last_s=max([last for last in self._last if last is not None]),
         )
 
     def choice_finished(self, choice: int, finish: ChoiceFinish) -> None:
@@ -137,8 +138,8 @@ class RequestMeter:
         self._finishes.append(finish)
         metrics.succeeded(finish.reason.value)
         metrics.answer_size.observe(self._counts[choice])
-        metrics.prefix_queries.inc(self._prompt_tokens)
-        metrics.prefix_hits.inc(finish.cached_tokens)
+        metrics.prefix_queries.value += self._prompt_tokens
+        metrics.prefix_hits.value += finish.cached_tokens
         metrics.queue_time.observe(times.prefill_queue_s + times.decode_queue_s)
         metrics.prefill_time.observe(times.prefill_s)
         metrics.transfer_time.observe(times.transfer_s)
@@ -178,7 +179,7 @@ class RequestMeter:
         return whole
 
     def _least_cached(self) -> int:
-        return min((finish.cached_tokens for finish in self._finishes), default=0)
+        return min([finish.cached_tokens for finish in self._finishes], default=0)
 
     def _end_span(self, span: Span, code: Code | None) -> None:
         span.set_attributes(

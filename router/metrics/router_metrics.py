@@ -44,6 +44,8 @@ _CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
 _TRANSFER = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
 _LABELS = ("model_name", "engine")
 _ENGINE = "router"
+_FOLDED_TOGETHER = 64
+"""Observations of a histogram that are sorted into its buckets together."""
 _DECIDING = (0.00002, 0.00005, 0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.05)
 
 
@@ -75,6 +77,8 @@ class PlacementMetrics:
         """Count a placed choice; values of PlacementReason and Affinity."""
         self._decisions.values[reason, affinity] += 1.0
         self._seconds.observe(seconds)
+        if len(self._seconds.pending) >= _FOLDED_TOGETHER:
+            self._seconds.fold()
 
     def compared(self, *, predicted_tokens: int, actual_tokens: int) -> None:
         """Compare predicted and actual cached tokens, known once the first token of a placed choice arrives."""
@@ -108,6 +112,7 @@ class RouterMetrics:
         self._objectives = objectives or ObjectivesConfig()
         self.registry = CollectorRegistry()
         self._model = (model_name, _ENGINE)
+        self._histograms: list[LocalHistogram] = []
         self._refresh: Callable[[], None] = _nothing
         self._collect: Callable[[], Awaitable[bytes]] = self._alone
         self.waiting = self._gauge("vllm:num_requests_waiting", "Requests without a first token yet")
@@ -343,6 +348,15 @@ class RouterMetrics:
 
     def closed(self, meter: _Aging) -> None:
         self._open.pop(meter, None)
+        # Every request has an observation there.
+        if len(self.num_choices.pending) >= _FOLDED_TOGETHER:
+            for histogram in self._histograms:
+                histogram.fold()
+
+    def on_load(self) -> None:
+        """Handle a load report, of which workers send several each second: keeps the pending observations few."""
+        if len(self.itl.pending) >= _FOLDED_TOGETHER:
+            self.itl.fold()
 
     def _gauge(self, name: str, text: str) -> SingleValue:
         return self._registered(
@@ -352,9 +366,10 @@ class RouterMetrics:
     def _histogram(
         self, name: str, text: str, buckets: tuple[float, ...], *, finer: Sequence[float] = ()
     ) -> LocalHistogram:
-        return self._registered(
-            LocalHistogram(name, text, buckets, dict(zip(_LABELS, self._model, strict=True)), finer=finer)
-        )
+        labels = dict(zip(_LABELS, self._model, strict=True))
+        histogram = self._registered(LocalHistogram(name, text, buckets, labels, finer=finer))
+        self._histograms.append(histogram)
+        return histogram
 
     def _latency(self, name: str, text: str, buckets: tuple[float, ...]) -> LocalHistogram:
         """Make a histogram whose quantiles the status shows."""

@@ -17,6 +17,7 @@ from router.metrics.admission import AdmissionMetrics
 from router.metrics.router_metrics import RouterMetrics
 from router.metrics.worker_health import HealthMetrics, LinkMetrics
 from router.placement.costs import CostModel
+from router.types.worker_view import WorkerSnapshot
 from router.workers.registry import WorkerRegistry
 from tandem.config.cluster import ClusterConfig, RouterConfig
 
@@ -90,4 +91,11 @@ def make_admission_queue(
         most=config.router.max_inflight_requests, remembered_s=config.router.request_timeout_s, clock=clock
     )
     dispatcher.queue = AdmissionQueue(fair, registry, continuations)
+    on_load = registry.on_load
+
+    def on_load_measured(worker: WorkerSnapshot) -> None:
+        on_load(worker)
+        metrics.on_load()
+
+    registry.on_load = on_load_measured
     return dispatcher.queue

@@ -1,10 +1,15 @@
 """Plain instruments render as prometheus_client's own would."""
 
+import contextlib
+
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
+from router.api.request_meter import RequestMeter
 from router.metrics.instruments import LabelledCounter, LabelledHistogram, LocalHistogram, SingleValue
+from router.metrics.router_metrics import RouterMetrics
+from tandem.errors import Unavailable
 
 LABELS = {"model_name": "m", "engine": "router"}
 
@@ -22,12 +27,28 @@ def test_local_histogram_renders_like_the_library(finer: tuple[float, ...]) -> N
     ours.register(plain)
     library = Histogram("tandem_x", "some", tuple(LABELS), buckets=bounds, registry=theirs).labels(*LABELS.values())
     for value in (0.0, 0.015625, 0.03125, 0.5, 3.0, 1e9):
-        for _ in range(3):
+        for _ in range(4):
             library.observe(value)
-        plain.observe(value, 3)
+        plain.observe(value)
+        plain.observe_many(value, 3)
     assert samples(ours) == samples(theirs)
-    assert sum(plain.counts) == 18
-    assert plain.counts[plain.bounds.index(0.5)] == (3 if finer else 6)
+    assert sum(plain.counts) == 24
+    assert plain.counts[plain.bounds.index(0.5)] == (4 if finer else 8)
+
+
+def test_pending_observations_stay_few_however_requests_end() -> None:
+    metrics = RouterMetrics("toy")
+    for _ in range(1000):
+        with contextlib.suppress(Unavailable), RequestMeter(metrics, lambda: 0.0, prompt_tokens=3, choices=1):
+            raise Unavailable("no worker")
+    assert max(len(one.pending) for one in metrics._histograms) < 100
+    with RequestMeter(metrics, lambda: 0.0, prompt_tokens=3, choices=1) as meter:
+        for _ in range(10_000):
+            meter.tokens(0, 1)
+            meter.token(0)
+            metrics.on_load()
+    assert max(len(one.pending) for one in metrics._histograms) < 100
+    assert sum(metrics.itl.counts) == 19_999
 
 
 def test_local_counter_renders_like_the_library() -> None:
