@@ -156,8 +156,7 @@ class ChoiceProgress:
         if arrived.started is not None:
             self.ledger.on_started(arrived.started)
         if new:
-            for token in new:
-                token_ids.append(token.token_id)
+            token_ids += [token.token_id for token in new]
             if self._num_failures or self.num_waits or self.excluded:
                 self._num_failures = self.num_waits = 0
                 self.excluded.clear()
