@@ -28,12 +28,15 @@ class FrameNames:
         """Return a frame and its callers, outermost first; of deeper stacks the innermost MAX_DEPTH + 1."""
         frames: list[str] = []
         while frame is not None and len(frames) <= MAX_DEPTH:
-            code = frame.f_code
-            if (name := self._names.get(code)) is None:
-                name = self._names[code] = f"{code.co_qualname} ({_shortened(code.co_filename)})"
-            frames.append(name)
+            frames.append(self.name(frame.f_code))
             frame = frame.f_back
         return frames[::-1]
+
+    def name(self, code: CodeType) -> str:
+        """Return the name of a function's frames."""
+        if (name := self._names.get(code)) is None:
+            name = self._names[code] = f"{code.co_qualname} ({_shortened(code.co_filename)})"
+        return name
 
 
 class StackSampler:

@@ -88,6 +88,18 @@ class Budget:
         return sum(self.by_stage.values())
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Calls:
+    """How many Python functions are called for one unit of work."""
+
+    name: str
+    by_stage: Mapping[str, float]
+
+    @property
+    def total(self) -> float:
+        return sum(self.by_stage.values())
+
+
 def stage_of(stack: Iterable[str]) -> str:
     """Return the stage of a stack, outermost frame first."""
     for frame in reversed(tuple(stack)):
@@ -114,22 +126,33 @@ def divide(tally: StackTally, *, loop_us: float, other_us: float) -> dict[str, f
 
 def measure(*, num_workers: int = 2, requests: int = REQUESTS, streams: int = STREAMS) -> tuple[Budget, Budget]:
     """Return what a chat request costs, and a streamed token. Raises CannotMeasure."""
+    request, token = _watch("sampled_router", num_workers=num_workers, requests=requests, streams=streams)
+    return request.budget("chat request", units=requests), token.budget("streamed token", units=streams * STREAM_TOKENS)
+
+
+def count_calls(*, num_workers: int = 2, requests: int = 400, streams: int = NUM_STREAMS) -> tuple[Calls, Calls]:
+    """Return how many Python functions are called for a chat request, and for a token. Raises CannotMeasure."""
+    request, token = _watch("counted_router", num_workers=num_workers, requests=requests, streams=streams)
+    return request.calls("chat request", units=requests), token.calls("streamed token", units=streams * STREAM_TOKENS)
+
+
+def _watch(kind: str, *, num_workers: int, requests: int, streams: int) -> tuple["_Watched", "_Watched"]:
+    """Load a router of this kind with chat requests, then with streams; return what was seen of each."""
     with tempfile.TemporaryDirectory(prefix="bench-budget-") as folder:
         stacks = Path(folder) / "stacks"
         os.mkfifo(stacks, 0o600)
-        module = ("tandem_bench.router.sampled_router", str(stacks))
+        module = (f"tandem_bench.router.{kind}", str(stacks))
         with cluster(num_workers=num_workers, module=module) as (url, router):
-            sampled = _SampledRouter(router, stacks)
+            by_request, by_token = _Watched(router, stacks), _Watched(router, stacks)
             body = chat_body(max_tokens=ANSWER_TOKENS, stream=False)
-            run_client(url, body, connections=NUM_CLIENTS, requests=requests // 4)
-            with sampled:
+            run_client(url, body, connections=NUM_CLIENTS, requests=max(NUM_CLIENTS, requests // 4))
+            with by_request:
                 _run(url, body, connections=NUM_CLIENTS, requests=requests)
-            request = sampled.budget("chat request", units=requests)
             body = chat_body(max_tokens=STREAM_TOKENS, stream=True)
             run_client(url, body, connections=NUM_STREAMS, requests=NUM_STREAMS)
-            with sampled:
+            with by_token:
                 _run(url, body, connections=NUM_STREAMS, requests=streams, events=streams * STREAM_TOKENS)
-            return request, sampled.budget("streamed token", units=streams * STREAM_TOKENS)
+    return by_request, by_token
 
 
 def _run(url: str, body: Mapping[str, object], *, connections: int, requests: int, events: int = 0) -> None:
@@ -138,8 +161,8 @@ def _run(url: str, body: Mapping[str, object], *, connections: int, requests: in
         raise CannotMeasure(f"the router did not answer everything: {done}")
 
 
-class _SampledRouter:
-    """Samples a router's processor time while inside; may be entered again."""
+class _Watched:
+    """What is seen of a router while inside: samples or calls, and processor time."""
 
     def __init__(self, process: psutil.Process, stacks: Path) -> None:
         self._process = process
@@ -181,6 +204,13 @@ class _SampledRouter:
         by_stage = divide(self._tally, loop_us=loop_us, other_us=other_us)
         return Budget(name=name, by_stage=by_stage, tally=self._tally)
 
+    def calls(self, name: str, *, units: int) -> Calls:
+        """Divide the calls that were counted inside among `units` of work."""
+        counts: Counter[str] = Counter()
+        for stack, count in self._tally:
+            counts[stage_of(stack)] += count
+        return Calls(name=name, by_stage={stage: count / units for stage, count in counts.most_common()})
+
     def _cpu_s(self) -> tuple[float, float]:
         """Processor time of the event loop's thread, and of all others, so far."""
         threads = {one.id: one.user_time + one.system_time for one in self._process.threads()}
@@ -198,4 +228,7 @@ def rows(flames: Path | None = None) -> list[Row]:
             title = f"tandem router, {budget.name}, {budget.total_us:.0f} us of processor time"
             file = flames / f"{budget.name.replace(' ', '-')}.svg"
             file.write_text(flame_svg(budget.tally, title=title), encoding="utf-8")
+    for calls in count_calls():
+        found += [figure(f"calls for a {calls.name}: {stage}", count, "") for stage, count in calls.by_stage.items()]
+        found.append(figure(f"calls for a {calls.name}: all of them", calls.total, ""))
     return found

@@ -7,7 +7,7 @@ import pytest
 from tandem.profiling.stacks import StackTally
 from tandem_bench.errors import CannotMeasure
 from tandem_bench.router import budget
-from tandem_bench.router.budget import OTHER_THREADS, REST, STAGES, divide, measure, stage_of
+from tandem_bench.router.budget import OTHER_THREADS, REST, STAGES, Calls, count_calls, divide, measure, stage_of
 
 ROOT = Path(__file__).parents[4]
 
@@ -55,8 +55,18 @@ def test_budget_of_a_running_router_has_every_large_stage(tmp_path: Path, monkey
         assert all(one.by_stage[stage] > 0.0 for stage in stages), one.by_stage
         # Anything that grows here has no stage yet.
         assert one.by_stage.get(REST, 0.0) < 0.5 * one.total_us
+    calls = (Calls(name="chat request", by_stage={REST: 3.0}), Calls(name="streamed token", by_stage={REST: 0.5}))
     monkeypatch.setattr(budget, "measure", lambda: (request, token))
+    monkeypatch.setattr(budget, "count_calls", lambda: calls)
     found = budget.rows(tmp_path)
     of_request = [row.value for row in found if row.name.startswith("chat request: ")]
     assert sum(of_request) == pytest.approx(2 * request.total_us)
     assert sorted(file.name for file in tmp_path.iterdir()) == ["chat-request.svg", "streamed-token.svg"]
+
+
+def test_calls_for_a_request_and_a_token_stay_few() -> None:
+    """On a processor whose cache holds little of the router, every call costs as much as a hundred in a loop."""
+    request, token = count_calls(requests=200, streams=64)
+    assert 300.0 < request.total < 600.0, request
+    assert 8.0 < token.total < 20.0, token
+    assert request.by_stage.get(REST, 0.0) < 100.0, "what grows here has no stage yet"
