@@ -29,6 +29,8 @@ SHAPE: dict[str, Any] = {
     "engine__num_blocks": 300,
     # Hand-offs are to wait at the workers that are killed.
     "router__queue__worker_backlog_s": 60.0,
+    # On a slow and busy machine they wait, and are not refused.
+    "router__max_queue_s": 600.0,
 }
 NUM_CLIENTS = 6
 FREE_WITHIN_S = 2.0

@@ -25,6 +25,8 @@ SHAPE: dict[str, Any] = {
     "engine__num_blocks": 1600,
     # Too short for a stream to end in: the streams of a draining worker must continue elsewhere.
     "decode__drain_s": 0.3,
+    # On a slow and busy machine they wait, and are not refused.
+    "router__max_queue_s": 600.0,
 }
 _TOKENS = (100, 350)
 _REST_S = 0.4
