@@ -107,6 +107,7 @@ async def serve(config: ClusterConfig, place: RouterPlace, lifetime: Lifetime) -
         dispatcher = make_dispatcher(config, registry, metrics, secret, decisions)
         gate = make_admission_queue(config, dispatcher, registry, time.monotonic, limits.limiter, metrics)
         frontend = Frontend(model=model, tokenizer=tokenizer, config=config.router, secret=secret, tracer=tracer)
+        metrics.registry.register(frontend.prompts)
         _complete(stack, frontend, config, await _kept_prompts(stack, config, registry, place))
         canary = Canary(registry, dispatcher, hash_root=frontend.hash_root(CANARY_SALT))
         readiness = ReadinessCheck(registry, metrics, canary.answering, access.not_ready_reason)

@@ -13,6 +13,7 @@ from prometheus_client.core import Metric
 from cluster.autoscaler.report import PlannerMetrics
 from router.access.audit_file import AuditFile
 from router.access.watched_files import FileWatcher
+from router.api.prompts import PromptReader
 from router.cluster_state.redis_metrics import ClusterStateMetrics
 from router.fleet.certificate_watch import CertificateWatch
 from router.fleet.probes import QualityProbe
@@ -101,7 +102,8 @@ def _router() -> Iterator[_Row]:
     ):
         yield from _collected(collector.collect())
     # These open files or follow workers, so they are built without either.
-    for show in (AuditFile.collect, FileWatcher.collect, CertificateWatch.collect, QualityProbe.collect):
+    parts = (AuditFile, FileWatcher, CertificateWatch, QualityProbe, PromptReader)
+    for show in (part.collect for part in parts):
         yield from _collected(show(idle))
 
 

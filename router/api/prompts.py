@@ -1,9 +1,12 @@
 """Turns prompts as clients send them into token ids: bounded before they are read, long ones off the event loop."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from router.api.request.client_request import ModelInfo
 from router.text.conversation import MAX_MESSAGES as MAX_MESSAGES
@@ -47,8 +50,8 @@ def fill_marks(added_ids: Mapping[str, int]) -> FillMarks | None:
     return None
 
 
-class PromptReader:
-    """Reads prompts for one model; all servers share it."""
+class PromptReader(Collector):
+    """Reads prompts for one model; all servers share it. Exports how much of conversations need not be encoded."""
 
     def __init__(self, *, model: ModelInfo, tokenizer: Tokenizer, max_prompts: int, cache_bytes: int = 0) -> None:
         """`cache_bytes`: bound on the token ids of conversations' beginnings that are kept; 0: none are."""
@@ -57,6 +60,20 @@ class PromptReader:
         self._max_prompts = max_prompts
         self._known = EncodedPrefixes(max_bytes=cache_bytes) if cache_bytes else None
         self._max_chars = model.max_model_len * MAX_CHARS_PER_TOKEN
+
+    def collect(self) -> Iterable[Metric]:
+        """Yield the metric families with their current figures."""
+        tokens = CounterMetricFamily(
+            "tandem_tokenizer_cache_tokens",
+            "Tokens of conversations of 4,096 characters or more: known from an earlier turn, or encoded",
+            labels=("source",),
+        )
+        held = GaugeMetricFamily("tandem_tokenizer_cache_bytes", "Memory in use for beginnings of conversations")
+        if (known := self._known) is not None:
+            tokens.add_metric(("known",), known.num_known_tokens)
+            tokens.add_metric(("encoded",), known.num_encoded_tokens)
+            held.add_metric((), known.num_bytes)
+        yield from (tokens, held)
 
     def parse_prompts(self, value: Any, *, most: int | None = None) -> list[str | tuple[int, ...]]:
         """Parse the prompts of a completions request: text, several texts, token ids, or several lists of them.

@@ -22,6 +22,7 @@ _ADDED_GAUGES = frozenset(
         "tandem_queue_tokens",
         "tandem_refused_choices",
         "tandem_link_handoffs",
+        "tandem_tokenizer_cache_bytes",
     }
 )
 _LEAST_GAUGES = frozenset({"tandem_redis_up", "tandem_member_certificate_not_after_seconds"})

@@ -29,6 +29,10 @@ class EncodedPrefixes:
         """Those used last come last."""
         self._lock = Lock()
         self.num_bytes = 0
+        self.num_known_tokens = 0
+        """Tokens that `find` has returned so far."""
+        self.num_encoded_tokens = 0
+        """Tokens that were encoded all the same; see `count_encoded`."""
 
     def names(self, scope: str, pieces: Sequence[str]) -> list[bytes]:
         """Return the names of a conversation's pieces, in order."""
@@ -51,7 +55,13 @@ class EncodedPrefixes:
             # The first piece last, so that no piece outlives one without which it cannot be found.
             for name in reversed(names[: len(found)]):
                 self._pieces.move_to_end(name)
+            self.num_known_tokens += sum(map(len, found))
         return found
+
+    def count_encoded(self, num_tokens: int) -> None:
+        """Count tokens of a conversation that had to be encoded."""
+        with self._lock:
+            self.num_encoded_tokens += num_tokens
 
     def add(self, names: Sequence[bytes], pieces: Sequence["array[int]"]) -> None:
         """Keep pieces under their names, in place of those that were not used for the longest time."""

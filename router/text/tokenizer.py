@@ -141,6 +141,7 @@ class Tokenizer:
         rest = pieces[len(found) :]
         read = self._encode("".join([piece.text for piece in rest]), add_special_tokens=False)
         fresh = list(map(self._alias_ids.get, read, read))
+        known.count_encoded(len(fresh))
         if (new := names[len(found) :]) and (starts := _starts_of(rest, read)) is not None:
             known.add(new, [array("i", fresh[a:b]) for a, b in pairwise(starts)])
         return token_ids + fresh

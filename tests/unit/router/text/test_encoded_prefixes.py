@@ -102,6 +102,8 @@ def test_only_the_end_of_a_known_conversation_is_encoded(monkeypatch: pytest.Mon
     assert len("".join(read)) < 200
     _encoded(tokenizer, [*history, "hello"], known, scope="another tenant's")
     assert len(read[-1]) > 300, "what one tenant has sent is not known to another"
+    assert known.num_known_tokens > 100
+    assert known.num_encoded_tokens > 2 * known.num_known_tokens
 
 
 def test_least_recently_used_pieces_go_first_and_ends_before_beginnings() -> None:
