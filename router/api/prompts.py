@@ -12,7 +12,7 @@ from router.api.request.client_request import ModelInfo
 from router.text.conversation import MAX_MESSAGES as MAX_MESSAGES
 from router.text.conversation import Message, TemplateOptions, check_messages
 from router.text.encoded_prefixes import EncodedPrefixes
-from router.text.tokenizer import Tokenizer
+from router.text.tokenizer import LEAST_KNOWN_CHARS, Tokenizer
 from router.text.tools import ToolUse
 from tandem.errors import ContextLengthExceeded, InvalidRequest
 
@@ -65,7 +65,7 @@ class PromptReader(Collector):
         """Yield the metric families with their current figures."""
         tokens = CounterMetricFamily(
             "tandem_tokenizer_cache_tokens",
-            "Tokens of conversations of 4,096 characters or more: known from an earlier turn, or encoded",
+            f"Tokens of conversations of at least {LEAST_KNOWN_CHARS} characters: known from a turn before, or encoded",
             labels=("source",),
         )
         held = GaugeMetricFamily("tandem_tokenizer_cache_bytes", "Memory in use for beginnings of conversations")

@@ -36,7 +36,8 @@ class EncodedPrefixes:
 
     def names(self, scope: str, pieces: Sequence[str]) -> list[bytes]:
         """Return the names of a conversation's pieces, in order."""
-        names, name = [], scope.encode()
+        # Hashed first, so that no end of a scope can spell the beginning of a piece.
+        names, name = [], blake2b(scope.encode(), key=self._key, digest_size=_NAME_BYTES).digest()
         for piece in pieces:
             digest = blake2b(name, key=self._key, digest_size=_NAME_BYTES)
             digest.update(piece.encode())

@@ -32,14 +32,14 @@ _TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
 _DECODE_SAMPLES = 64
 _LEAST_PIECE_CHARS = 1024
 """Length of the pieces of a conversation that are kept."""
-_LEAST_KNOWN_PIECES = 4
+LEAST_KNOWN_CHARS = 4096
 """Shorter conversations are encoded as a whole: to keep a piece takes some 7 % of the time in which it is encoded."""
 _CUT_SAMPLES = ("", " ", "word", "a 7 ", "\n\n", "'\u6587")
 """Texts beside a control token that a tokenizer might read differently if they were cut there."""
 
 
 class Tokenizer:
-    """One model's tokenizer, immutable after `load`; safe to use from several threads."""
+    """One model's tokenizer, safe to use from several threads."""
 
     def __init__(self, spec: str, template: ChatTemplate | None) -> None:
         """`spec` is the text of a tokenizer.json. Raises ConfigError when it cannot be served."""
@@ -59,6 +59,7 @@ class Tokenizer:
         self._ids_of_aliases: dict[str, int] = {}
         self._alias_ids = self._add_aliases(special)
         self._cuts: dict[str, bool] = {}
+        """What `_may_cut` has found out so far; it finds the same for an alias whenever it looks."""
         self._prove_decoding()
 
     @classmethod
@@ -125,7 +126,7 @@ class Tokenizer:
             options=options,
         )
         parts = self._guard.resolve(text)
-        if known is not None and len(text) >= _LEAST_KNOWN_PIECES * _LEAST_PIECE_CHARS:
+        if known is not None and len(text) >= LEAST_KNOWN_CHARS:
             return self._encode_known(parts, known, scope)
         token_ids = self._encode("".join(parts), add_special_tokens=False)
         return list(map(self._alias_ids.get, token_ids, token_ids))

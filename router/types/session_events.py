@@ -159,7 +159,7 @@ AttemptEvent = TokensArrived | AttemptRefused | TransferFailed | WorkerLost
 
 
 class AttemptReader(NamedTuple):
-    """Receives what a worker sends about one attempt, in order. Neither waits or raises."""
+    """Receives what a worker sends about one attempt, in order. Neither waits nor raises."""
 
     on_event: Callable[[AttemptEvent], None]
     on_token: Callable[[int, int], None]

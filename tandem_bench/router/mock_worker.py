@@ -139,7 +139,7 @@ class MockWorker:
                 step = steps[one.port] = pb.StepTokens()
             if is_over or not one.num_told:
                 step.deltas.append(self._delta(one, is_over=is_over))
-            elif one.submit.tokens_per_message <= 1:
+            elif one.submit.handle and one.submit.tokens_per_message <= 1:
                 step.handles.append(one.submit.handle)
                 step.indexes.append(one.num_told)
                 step.token_ids.append(self._says[one.num_told % len(self._says)])

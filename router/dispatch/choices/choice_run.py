@@ -286,8 +286,12 @@ class ChoiceRun:
 
         Where it does not, it has to go through `on_tokens`.
         """
-        token_ids = self._progress.token_ids
-        if not self._proven or self._assignment is None or attempt != self._progress.attempt or index != len(token_ids):
+        progress = self._progress
+        token_ids = progress.token_ids
+        if not self._proven or self._assignment is None or attempt != progress.attempt or index != len(token_ids):
+            return False
+        if progress.excluded:
+            # Progress, after which they may be tried again.
             return False
         token_ids.append(token_id)
         return True

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import orjson
@@ -45,14 +46,11 @@ class EventStream:
         self._timeout_s = write_timeout_s
         self._held: list[bytes] = []
         self._direct: Link | None = None
-        self.write: Callable[[bytes], bool] = self._hold
+        # No method of this stream, which would refer to itself and wait for a collection.
+        self.write: Callable[[bytes], bool] = partial(_hold, self._held)
         """Writes one or more events without waiting; returns whether to await `ready` before the next."""
         self._sending = asyncio.Lock()
         self.started = False
-
-    def _hold(self, events: bytes) -> bool:
-        self._held.append(events)
-        return True
 
     async def ready(self) -> None:
         """Return when the client has read what was written."""
@@ -69,7 +67,8 @@ class EventStream:
         await self._send_body(self._take_held() + closing, more=False)
 
     def _take_held(self) -> bytes:
-        held, self._held = b"".join(self._held), []
+        held = b"".join(self._held)
+        self._held.clear()
         return held
 
     async def _send_body(self, body: bytes, *, more: bool) -> None:
@@ -78,6 +77,11 @@ class EventStream:
             await self._send(self._start)
         sending = self._send({"type": "http.response.body", "body": body, "more_body": more})
         await within_write_timeout(sending, self._timeout_s)
+
+
+def _hold(held: list[bytes], events: bytes) -> bool:
+    held.append(events)
+    return True
 
 
 def _as_it_is(events: EventStream) -> Any:

@@ -1,5 +1,6 @@
 """Of the session between routers and workers."""
 
+from array import array
 from collections.abc import Callable
 from typing import Any
 
@@ -106,14 +107,30 @@ def _read_session(message: Any, side: str) -> Any:
     return {"said": fields, "read": facts(read(body))}
 
 
+def _rows(step: Any) -> list[list[int]]:
+    return [list(row) for row in zip(step.handles, step.indexes, step.token_ids, strict=True)]
+
+
 def report_samples() -> dict[str, Sample]:
-    """Parts of reports that only some workers send."""
+    """Parts of messages that only some workers send, or are sent."""
     report = session_pb2.TransferReport
     pins = session_pb2.LoadSnapshot.DESCRIPTOR.fields_by_name["pins"].message_type._concrete_class
     return {
         "report/transfers": Sample(
             write=lambda: filled(report()).SerializeToString(deterministic=True),
             read=lambda data: facts(transfers_from_pb(report.FromString(data))),
+        ),
+        "report/columns": Sample(
+            write=lambda: session_pb2.StepTokens(
+                handles=[1, 1 << 40], indexes=[7, 0], token_ids=[5, 1 << 20]
+            ).SerializeToString(deterministic=True),
+            read=lambda data: _rows(session_pb2.StepTokens.FromString(data)),
+        ),
+        "report/prompt": Sample(
+            write=lambda: session_pb2.Submit(
+                prompt=wire.token_ids_to_bytes(array("i", [1, 0, 1 << 20]))
+            ).SerializeToString(deterministic=True),
+            read=lambda data: list(wire.prompt_from_pb(session_pb2.Submit.FromString(data))),
         ),
         "report/pins": Sample(
             write=lambda: filled(pins()).SerializeToString(deterministic=True),

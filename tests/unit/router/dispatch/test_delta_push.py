@@ -11,8 +11,9 @@ from router.dispatch.choices.context import DispatchSettings
 from router.http.app import create_app
 from router.http.server.http_server import HttpServer
 from tandem.errors import Cancelled, DeadlineExceeded, InternalError, Overloaded
+from tandem.values.roles import WorkerRole
 from tests.support.fake_worker import FakeWorker, Submission, answer, expected_tokens, hold
-from tests.support.router.cluster import PROMPT, Cluster, cluster, routed
+from tests.support.router.cluster import LONG_PROMPT, PROMPT, Cluster, cluster, routed
 from tests.support.router.delta_readers import QuickReader, SlowReader, pushed
 from tests.support.router.servers import fakes
 from tests.unit.router.dispatch.test_resumed_streams import *  # noqa: F403
@@ -37,6 +38,30 @@ async def test_fast_sink_gets_each_token_once_in_order() -> None:
             assert reader.token_ids(choice) == expected_tokens(PROMPT, count=8, seed=3, choice=choice)
         assert sum(delta.finish is not None for delta in reader.taken) == 3
         router.assert_idle()
+
+
+async def test_tokens_alone_are_progress_after_a_failed_transfer() -> None:
+    """The prefill worker whose hand-off failed behind the first token may be tried again once more tokens have come."""
+
+    async def transfer_fails(submission: Submission) -> None:
+        submission.give(submission.tokens[:1], cached=0)
+        submission.fail_transfer()
+        await submission.reroutes.get()
+        for index in (1, 2, 3):
+            submission.give(submission.tokens[index : index + 1], first_index=index)
+
+    decode = FakeWorker("d0", script=transfer_fails)
+    async with cluster(decode, FakeWorker("p0", role=WorkerRole.PREFILL)) as router, asyncio.timeout(WAIT_S):
+        reader = QuickReader()
+        running = asyncio.create_task(router.dispatcher.run(routed(LONG_PROMPT), reader))
+        for _ in range(4):
+            await reader.arrived.get()
+        (run,) = router.dispatcher._runs.values()
+        (choice,) = run._choices
+        assert choice._progress.excluded == {}
+        assert reader.token_ids() == expected_tokens(LONG_PROMPT, count=8, seed=3)[:4]
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
 
 
 async def test_slow_sink_gets_everything_once_ready() -> None:

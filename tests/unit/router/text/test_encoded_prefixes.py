@@ -24,6 +24,7 @@ _TEMPLATE = "<|bos|>{% for m in messages %}<|user|>{{ m.content }}<|end|>{% endf
 def short_pieces() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_LEAST_PIECE_CHARS", 4)
+        patch.setattr(module, "LEAST_KNOWN_CHARS", 8)
         yield
 
 
@@ -125,4 +126,5 @@ def test_names_depend_on_scope_and_on_everything_before() -> None:
     names = known.names("s", ["a", "b"])
     assert known.names("s", ["a", "b", "c"])[:2] == names
     assert not set(names) & {*known.names("t", ["a", "b"]), *known.names("s", ["b", "a"]), *known.names("s", ["ab"])}
+    assert known.names("st", ["a"]) != known.names("s", ["ta"])
     assert not set(names) & set(EncodedPrefixes(max_bytes=PLENTY).names("s", ["a", "b"]))
