@@ -36,6 +36,9 @@ class Submission:
     """One attempt as the worker sees it, with the ways to answer it."""
 
     def __init__(self, submit: pb.Submit, send: Callable[[pb.WorkerMessage], None]) -> None:
+        if submit.prompt:
+            # Readers here need not care which version of the session it is.
+            submit.prompt_token_ids.extend(prompt_from_pb(submit))
         self.submit = submit
         self.cancelled = asyncio.Event()
         self.reroutes: asyncio.Queue[pb.Reroute] = asyncio.Queue()
@@ -270,8 +273,6 @@ class FakeWorker(WorkerServicer):
     def _take(self, message: pb.RouterMessage, tasks: asyncio.TaskGroup) -> list[asyncio.Task[Any]]:
         match message.WhichOneof("kind"):
             case "submit":
-                if message.submit.prompt:
-                    message.submit.prompt_token_ids.extend(prompt_from_pb(message.submit))
                 submission = Submission(message.submit, self.send)
                 self._live[message.submit.request_id] = submission
                 self.submissions.put_nowait(submission)
