@@ -311,7 +311,7 @@ class Frontend:
         left."""
         context = self.model.max_model_len
         room = context - num_prompt_tokens
-        if room < 1 and room < fields.least_tokens:
+        if room < fields.least_tokens:
             raise self.prompts.too_long_error(num_prompt_tokens, param, fields.least_tokens)
         for name, wanted in (("min_tokens", fields.sampling.min_tokens), (fields.max_tokens_param, fields.max_tokens)):
             if wanted is not None and wanted > max(1, room):
