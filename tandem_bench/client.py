@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -46,12 +46,25 @@ class Client:
     ) -> None:
         await self._http.aclose()
 
-    async def complete(self, prompt: Prompt, *, max_tokens: int, salt: str = "bench") -> Completion:
-        """Request a greedy completion of full length. Raises RequestFailed."""
+    async def complete(
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: int,
+        salt: str = "bench",
+        temperature: float = 0.0,
+        seed: int | None = None,
+        on_tokens: Callable[[int], None] | None = None,
+    ) -> Completion:
+        """Request a completion of full length, greedy by default. Raises RequestFailed.
+
+        `on_tokens` is called with the number of tokens of each message as it arrives.
+        """
         body = {
             "prompt": prompt.body,
             "max_tokens": max_tokens,
-            "temperature": 0.0,
+            "temperature": temperature,
+            "seed": seed,
             "ignore_eos": True,
             "return_token_ids": True,
             "cache_salt": salt,
@@ -59,12 +72,12 @@ class Client:
             "stream_options": {"include_usage": True},
         }
         try:
-            return await self._stream(body)
+            return await self._stream(body, on_tokens)
         except httpx.HTTPError as error:
             raise RequestFailed(f"{type(error).__name__}: {error}") from None
 
-    async def _stream(self, body: dict[str, Any]) -> Completion:
-        reader = _Reader(time.monotonic())
+    async def _stream(self, body: dict[str, Any], on_tokens: Callable[[int], None] | None) -> Completion:
+        reader = _Reader(time.monotonic(), on_tokens)
         headers = {"X-Tandem-Timing": "1"}
         async with self._http.stream("POST", "/v1/completions", json=body, headers=headers) as response:
             if response.status_code != httpx.codes.OK:
@@ -113,8 +126,9 @@ def _samples(samples: Iterable[Any], name: str) -> Iterable[Any]:
 class _Reader:
     """Accumulates the chunks of one stream."""
 
-    def __init__(self, sent_s: float) -> None:
+    def __init__(self, sent_s: float, on_tokens: Callable[[int], None] | None) -> None:
         self._sent_s = sent_s
+        self._on_tokens = on_tokens
         self._last_s: float | None = None
         self._first_s = 0.0
         self._tokens: list[int] = []
@@ -138,6 +152,8 @@ class _Reader:
         if not token_ids:
             return
         self._tokens += token_ids
+        if self._on_tokens is not None:
+            self._on_tokens(len(token_ids))
         if self._last_s is None:
             self._first_s = now_s - self._sent_s
         else:

@@ -20,23 +20,25 @@ from tempfile import TemporaryDirectory
 from typing import IO, Any
 
 import httpx
+import psutil
 import yaml
 
-from tandem_bench.errors import ClusterFailed
+from tandem_bench.errors import CannotMeasure, ClusterFailed
 
 COLOCATED = "colocated"
 MEMORY = "memory"
-_START_S = 120.0
+START_S = 120.0
 _STOP_S = 60.0
 _PERIOD_S = 0.02
-_LAST_WORDS = 2000
+_LAST_LINES = 80
+_LAST_CHARS = 10_000
 _PREFILL_IS_LIVE = re.compile(r'^tandem_workers\{role="prefill",state="live"\} [1-9]', re.MULTILINE)
 _PORTS = range(20_000, 32_000)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """Kind of cluster: one decode worker and, unless `colocated`, one prefill worker."""
+    """Kind of cluster: one decode worker and, unless `colocated`, one prefill worker; `more` can state more of them."""
 
     mode: str
     """`colocated`, or the name of a KV transport."""
@@ -76,7 +78,7 @@ class Setup:
         if self.is_colocated:
             return content | {"prefill": {"replicas": 0}}
         if self.mode != MEMORY:
-            content["transfer"] = {"transport": self.mode}
+            content["transfer"] = {**self.more.get("transfer", {}), "transport": self.mode}
         else:
             content |= {
                 "prefill": {"addresses": [f"127.0.0.1:{ports[2]}"]},
@@ -106,18 +108,46 @@ class RunningCluster:
     """Time from then until `/readyz` returned 200."""
     pids: tuple[int, ...]
     """Process ids of the started processes, which have children."""
+    log: Path
+    """Output of all its processes; deleted with the cluster."""
+
+    def pid_of(self, name: str) -> int:
+        """Return the process id of a process by its `process_name`. Raises CannotMeasure when there is none."""
+        for parent in self.pids:
+            for process in psutil.Process(parent).children(recursive=True):
+                with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
+                    if process_name(process.cmdline()) == name:
+                        return process.pid
+        raise CannotMeasure(f"there is no {name}")
+
+
+def process_name(command: Sequence[str]) -> str | None:
+    """Return module and index of a cluster's process, such as `decode_worker 0`, by its arguments; None for others."""
+    if command[1:2] != ["-m"] or len(command) < 3:
+        return None
+    module = command[2]
+    if module == "cluster.cli.main":
+        return "tandem up"
+    index = command[command.index("--index") + 1] if "--index" in command else "0"
+    return f"{module} {index}"
+
+
+def last_words(log: Path) -> str:
+    """Return the end of a log: enough to understand a failure from it alone."""
+    text = log.read_text(encoding="utf-8", errors="replace")[-_LAST_CHARS:]
+    return "\n".join(text.splitlines()[-_LAST_LINES:])
 
 
 @asynccontextmanager
-async def running(setup: Setup) -> AsyncIterator[RunningCluster]:
-    """Run a cluster within the context. Raises ClusterFailed."""
+async def running(setup: Setup, *, patience_s: float = START_S) -> AsyncIterator[RunningCluster]:
+    """Run a cluster within the context. Raises ClusterFailed, also when it does not serve within `patience_s`."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="tandem-bench-")))
         ports = free_ports(4)
         config = folder / "cluster.yaml"
         config.touch(mode=0o600)
         config.write_text(yaml.safe_dump(setup.config(ports)), encoding="utf-8")
-        log = stack.enter_context((folder / "log").open("w+", encoding="utf-8"))
+        log = stack.enter_context((folder / "log").open("w", encoding="utf-8"))
         started_s = time.monotonic()
         processes = []
         for command in setup.commands(config):
@@ -126,16 +156,19 @@ async def running(setup: Setup) -> AsyncIterator[RunningCluster]:
             processes.append(process)
         url = f"http://127.0.0.1:{ports[0]}"
         try:
-            await _until(url, _is_ready, processes)
+            await _until(url, _is_ready, processes, started_s + patience_s)
             ready_s = time.monotonic() - started_s
             if not setup.is_colocated:
                 # A router is ready once it has a decode worker; its session with the prefill worker may start later.
-                await _until(url, _has_prefill_worker, processes)
+                await _until(url, _has_prefill_worker, processes, started_s + patience_s)
         except ClusterFailed as error:
-            log.seek(0)
-            raise ClusterFailed(f"{error}\n{log.read()[-_LAST_WORDS:]}") from None
+            raise ClusterFailed(f"{error}\n{last_words(Path(log.name))}") from None
         yield RunningCluster(
-            url=url, started_s=started_s, ready_s=ready_s, pids=tuple(process.pid for process in processes)
+            url=url,
+            started_s=started_s,
+            ready_s=ready_s,
+            pids=tuple(process.pid for process in processes),
+            log=Path(log.name),
         )
 
 
@@ -182,9 +215,11 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
 
 
 async def _until(
-    url: str, holds: Callable[[httpx.AsyncClient], Awaitable[bool]], processes: Sequence[asyncio.subprocess.Process]
+    url: str,
+    holds: Callable[[httpx.AsyncClient], Awaitable[bool]],
+    processes: Sequence[asyncio.subprocess.Process],
+    deadline_s: float,
 ) -> None:
-    deadline_s = time.monotonic() + _START_S
     async with httpx.AsyncClient(base_url=url, trust_env=False) as http:
         while not await _holds(holds, http):
             dead = [process for process in processes if process.returncode is not None]

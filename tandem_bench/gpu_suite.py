@@ -5,6 +5,9 @@ peers; under eight minutes on an H200. Needs torch, triton, numpy and safetensor
 own speed; no model, no network, no installation of this package. Every part runs in a process of its own within a
 budget of its own (tandem_bench.gpu.isolation): a failure is reported and the rest continues.
 
+`--only cluster` is a run of its own, of up to four minutes: a whole cluster on one GPU, with workers killed. It needs
+this package's own dependencies as well.
+
 `--device cpu --shape tiny` runs all of it with small sizes and kernels in Triton's interpreter, to check that it works.
 
 Exit code: 0, or 1 when a goal was missed, or 2 when a part failed or had no time.
@@ -25,7 +28,7 @@ if not __package__:
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from tandem_bench import report
-from tandem_bench.gpu.parts import PARTS, Part
+from tandem_bench.gpu.parts import APART, PARTS, Part
 
 if TYPE_CHECKING:
     from tandem_bench.gpu.isolation import Result
@@ -76,7 +79,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     given = parser.parse_args(argv)
     given.shape = given.shape or ("8b" if given.device == "cuda" else "tiny")
     if given.list:
-        for part in PARTS:
+        for part in PARTS + APART:
             print(f"{part.name:<24}{part.budget_s:>6.0f} s")
         parser.exit()
     if given.only and not _chosen(given.only):
@@ -85,7 +88,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _chosen(only: Sequence[str] | None) -> tuple[Part, ...]:
-    return tuple(part for part in PARTS if not only or part.name.startswith(tuple(only)))
+    return tuple(part for part in PARTS + APART if part.name.startswith(tuple(only))) if only else PARTS
 
 
 def _prepare_environment(device: str) -> None:

@@ -56,8 +56,13 @@ def cached_model(
     return folder
 
 
-def write_model(folder: Path, shape: Shape, *, dtype: str = "bfloat16", seed: int = 0) -> None:
-    """Write configuration, tokenizer and weights into an existing folder. Raises OSError."""
+def write_model(
+    folder: Path, shape: Shape, *, dtype: str = "bfloat16", seed: int = 0, device: torch.device | str = "cpu"
+) -> None:
+    """Write configuration, tokenizer and weights into an existing folder. Raises OSError.
+
+    `device` makes the weights; different kinds of devices make different numbers.
+    """
     _write_json(folder / "config.json", shape.hf_config(dtype))
     _write_json(folder / "generation_config.json", {"bos_token_id": END_ID, "eos_token_id": END_ID})
     make_tokenizer(shape.vocab_size).save(str(folder / "tokenizer.json"))
@@ -76,7 +81,8 @@ def write_model(folder: Path, shape: Shape, *, dtype: str = "bfloat16", seed: in
         file = f"model-{i + 1:05}-of-{len(shards):05}.safetensors"
         sizes = shape.tensors()
         part: dict[str, Tensor] = {
-            name: random_tensor(shape, name, sizes[name], seed=seed, dtype=_DTYPES[dtype]) for name in names
+            name: random_tensor(shape, name, sizes[name], seed=seed, dtype=_DTYPES[dtype], device=device).cpu()
+            for name in names
         }
         save_file(part, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(names, file)

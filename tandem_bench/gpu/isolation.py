@@ -17,7 +17,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from tandem_bench.errors import CannotMeasure
+from tandem_bench.errors import CannotMeasure, ClusterFailed, RequestFailed
 from tandem_bench.gpu.parts import Part
 from tandem_bench.gpu.stage import Note, Stage
 from tandem_bench.report import Row
@@ -145,6 +145,9 @@ def _work(pipe: Connection, module: str, function: str, fields: dict[str, Any]) 
     try:
         for found in getattr(importlib.import_module(module), function)(Stage(**fields)):
             say({"note" if isinstance(found, Note) else "row": asdict(found)})
+    except (ClusterFailed, RequestFailed) as problem:
+        # Not something missing but something broken; the message has the cluster's last output, a traceback says less.
+        status, error = Status.FAILED, str(problem)
     except CannotMeasure as reason:
         status, error = Status.LEFT_OUT, str(reason)
     except BaseException as problem:  # noqa: BLE001 - the process's outermost frame, and the suite goes on

@@ -17,7 +17,7 @@ from random import Random
 import psutil
 from rich.console import Console
 
-from tandem_bench.clusters import RunningCluster, Setup, running
+from tandem_bench.clusters import RunningCluster, Setup, process_name, running
 from tandem_bench.errors import CannotMeasure
 from tandem_bench.report import Row, figure, print_table
 from tandem_bench.soak.growth import Life, Sample
@@ -118,7 +118,7 @@ class _Watch:
 
     def _sample_one(self, process: psutil.Process) -> None:
         with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):
-            name = _name(process.cmdline())
+            name = process_name(process.cmdline())
             if name is None:
                 return
             memory = process.memory_full_info()
@@ -150,14 +150,3 @@ class _Watch:
         if not rows:
             raise CannotMeasure("no process lived long enough to be judged")
         return [*rows, figure("workers killed", self._num_killed, "")]
-
-
-def _name(command: list[str]) -> str | None:
-    """Return module and index of a cluster's process; None for others."""
-    if command[1:2] != ["-m"] or len(command) < 3:
-        return None
-    module = command[2]
-    if module == "cluster.cli.main":
-        return "tandem up"
-    index = command[command.index("--index") + 1] if "--index" in command else "0"
-    return f"{module} {index}"
