@@ -4,7 +4,7 @@ import os
 import signal
 import threading
 
-from tandem_bench.errors import CannotMeasure
+from tandem_bench.errors import CannotMeasure, ClusterFailed
 from tandem_bench.gpu.stage import Findings, Note, Stage
 from tandem_bench.report import figure
 
@@ -23,6 +23,11 @@ def wrong(stage: Stage) -> Findings:
 def absent(stage: Stage) -> Findings:
     yield figure("before", stage.seed, "")
     raise CannotMeasure("there is no such library here")
+
+
+def broken(stage: Stage) -> Findings:
+    yield figure("before", stage.seed, "")
+    raise ClusterFailed("not ready\n" + "".join(f"line {number} of its log\n" for number in range(100)))
 
 
 def killed(stage: Stage) -> Findings:

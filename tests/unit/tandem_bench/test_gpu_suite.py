@@ -19,7 +19,7 @@ from engine.model.decoder import Decoder
 from engine.model.loader import build_model
 from tandem.errors import ConfigError
 from tandem_bench.gpu.isolation import Result, Status, Workshop
-from tandem_bench.gpu.parts import PARTS, Part
+from tandem_bench.gpu.parts import APART, PARTS, Part
 from tandem_bench.gpu.serving import Limits
 from tandem_bench.gpu.sources import RandomSource
 from tandem_bench.gpu.stage import Stage
@@ -59,7 +59,7 @@ def suite(folder: Path, *options: str) -> tuple[int, dict[str, Any], str]:
 
 
 def test_gpu_suite_parts_name_existing_modules() -> None:
-    assert [part.name for part in PARTS if find_spec(part.module) is None] == []
+    assert [part.name for part in PARTS + APART if find_spec(part.module) is None] == []
 
 
 @pytest.mark.slow  # half a minute
@@ -95,10 +95,19 @@ def test_gpu_suite_without_time_starts_nothing_and_is_incomplete(tmp_path: Path)
 
 def test_gpu_suite_budgets_fit_into_eight_minutes() -> None:
     assert LIMIT_S < 480
-    assert len({part.name for part in PARTS}) == len(PARTS)
+    assert len({part.name for part in PARTS + APART}) == len(PARTS + APART)
     # What hangs in one part must leave the others their time: even if every one did, each would have had its own.
     assert sum(part.budget_s for part in PARTS) <= LIMIT_S - 20
     assert LIMIT_S >= 450
+    assert all(part.budget_s <= LIMIT_S - 20 for part in APART), "each a run of its own"
+
+
+def test_gpu_suite_parts_of_their_own_run_only_when_named(tmp_path: Path) -> None:
+    code, found, _ = suite(tmp_path, "--only", "cluster")
+    assert code == 0
+    [part] = found["parts"]
+    assert (part["part"], part["status"]) == ("cluster", "left out")
+    assert "a cluster needs fastapi, prometheus_client, pydantic, rich, starlette, uvicorn, which" in part["error"]
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +138,7 @@ def test_gpu_suite_part_reports_from_own_process(workshop: Workshop) -> None:
     [
         ("wrong", Status.FAILED, "two and two"),
         ("absent", Status.LEFT_OUT, "no such library"),
+        ("broken", Status.FAILED, "line 0 of its log"),
         ("killed", Status.FAILED, "exit code -9"),
         ("not there", Status.FAILED, "has no attribute"),
     ],

@@ -41,7 +41,7 @@ def cluster(stage: Stage) -> Findings:
     """Compare answers and count hand-offs. Raises CannotMeasure for missing libraries, ClusterFailed with a log."""
     if missing := [name for name in NEEDS if not _is_there(name)]:
         raise CannotMeasure(f"a cluster needs {', '.join(missing)}, which cannot be imported here")
-    from tandem_bench.gpu.cluster_runs import run
+    from tandem_bench.gpu.cluster.runs import run
 
     yield from run(stage)
 

@@ -64,8 +64,8 @@ class Answers:
         return statistics.fmean([one.transfer_s for one in self._answered] or [0.0])
 
     @property
-    def longest_pause_s(self) -> float:
-        """Longest silence within a stream, divided by the tokens that ended it."""
+    def longest_gap_s(self) -> float:
+        """Longest time between two tokens of one answer."""
         return max((gap for one in self._answered for gap in one.gaps_s), default=0.0)
 
     @property
