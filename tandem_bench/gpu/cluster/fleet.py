@@ -35,7 +35,7 @@ class Fleet:
         """Start all at once; those that fail are `failures`, the others are kept."""
         self._stacks = [AsyncExitStack() for _ in setups]
         starts = [
-            stack.enter_async_context(running(setup, patience_s=min(START_S, self._left_s)))
+            stack.enter_async_context(running(setup, patience_s=min(START_S, self.left_s)))
             for stack, setup in zip(self._stacks, setups.values(), strict=True)
         ]
         outcomes = dict(zip(setups, await asyncio.gather(*starts, return_exceptions=True), strict=True))
@@ -47,7 +47,7 @@ class Fleet:
         """Take one step. Raises ClusterFailed, with the end of the cluster's log, for whatever goes wrong."""
         cluster = self.clusters[name]
         try:
-            async with asyncio.timeout(min(_STEP_S, self._left_s)), Client(cluster.url) as client:
+            async with asyncio.timeout(min(_STEP_S, self.left_s)), Client(cluster.url) as client:
                 found = await step(cluster, client)
         except Exception as problem:
             raise ClusterFailed(f"{name}: {problem!r:.2000}\n{last_words(cluster.log)}") from problem
@@ -67,5 +67,6 @@ class Fleet:
         await asyncio.gather(*(stack.aclose() for stack in self._stacks))
 
     @property
-    def _left_s(self) -> float:
+    def left_s(self) -> float:
+        """Time until the clusters must be stopped."""
         return self._stage.left_s - _STOP_S

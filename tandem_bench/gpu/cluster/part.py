@@ -10,19 +10,19 @@ from tandem_bench.errors import CannotMeasure
 from tandem_bench.gpu.stage import Findings, Stage
 
 NEEDS = (
-    "cryptography",
     "fastapi",
     "google.protobuf",
+    "google.rpc",
     "grpc",
+    "grpc_health",
+    "grpc_reflection",
     "httptools",
     "httpx",
     "isal",
     "jinja2",
-    "llguidance",
     "msgspec",
     "orjson",
     "prometheus_client",
-    "prompt_toolkit",
     "psutil",
     "pydantic",
     "python_multipart",

@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from collections.abc import Coroutine, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -18,11 +19,14 @@ from tandem_bench.errors import CannotMeasure, ClusterFailed
 from tandem_bench.gpu.cluster.fleet import Fleet, Found, Step
 from tandem_bench.gpu.cluster.load import Answers, Tokens, ask, num_different, questions
 from tandem_bench.gpu.cluster.plan import PAIRS, Plan, setups
-from tandem_bench.gpu.cluster.reports import reported, until_live
 from tandem_bench.gpu.stage import Findings, Note, Stage
 from tandem_bench.make_model import write_model
 from tandem_bench.report import Row, figure
 from tandem_bench.shapes import SHAPES
+
+_REPORTS_S = 5.0
+"""Time within which what workers have counted reaches the router; their heartbeats are 0.25 s apart."""
+_PERIOD_S = 0.05
 
 
 def run(stage: Stage) -> Findings:
@@ -52,6 +56,9 @@ def run(stage: Stage) -> Findings:
                 expected = Expected(plan, stage)
                 yield from attempt(fleet.use(COLOCATED, expected.learn))
                 for name, step in _steps(on_device, plan, expected) if expected.tokens else ():
+                    if fleet.left_s <= 0:
+                        problems.append("no time was left for the rest")
+                        break
                     if name in fleet.clusters:
                         yield from attempt(fleet.use(name, step))
             yield from fleet.complaints()
@@ -114,11 +121,11 @@ async def _streams(transport: str, client: Client, plan: Plan, expected: Expecte
     """Serve so many streams at once, after a round that compiles what is not compiled yet."""
     name = f"cluster.{transport}.{count}"
     asked = expected.asked[:count]
-    start = await reported(client, transport, at_least=0)
+    start = await _reported(client, transport, at_least=0)
     warm = await ask(client, asked, num_tokens=plan.num_tokens, concurrency=count, salt=f"{name} first")
-    before = await reported(client, transport, at_least=start.count + count)
+    before = await _reported(client, transport, at_least=start.count + count)
     answers = await ask(client, asked, num_tokens=plan.num_tokens, concurrency=count, salt=name)
-    after = await reported(client, transport, at_least=before.count + count)
+    after = await _reported(client, transport, at_least=before.count + count)
     moved = after.num_bytes - before.num_bytes
     return [
         *expected.judge(f"{name}.first", warm, plan.num_tokens),
@@ -144,7 +151,7 @@ async def _kill(
     is_decode = victim == "decode"
     num_tokens = plan.long_tokens if is_decode else plan.num_tokens
     asked = expected.asked[: plan.few] if is_decode else expected.asked
-    await until_live(client, victim, PAIRS)
+    await _until_live(client, victim, PAIRS)
     pid = cluster.pid_of(f"{victim}_worker 0")
     left = len(asked) * num_tokens // 3 if is_decode else 1
 
@@ -174,8 +181,50 @@ async def _restored(transport: str, client: Client, plan: Plan, expected: Expect
     name = f"cluster.{transport}.restored"
     started_s = time.monotonic()
     for role in ("prefill", "decode"):
-        await until_live(client, role, PAIRS)
+        await _until_live(client, role, PAIRS)
     waited = figure(f"{name}: waited for workers", time.monotonic() - started_s, "s")
     asked = expected.asked[: plan.few]
     answers = await ask(client, asked, num_tokens=plan.num_tokens, concurrency=plan.few, salt=name)
     return [waited, *expected.judge(name, answers, plan.num_tokens)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reported:
+    """Hand-offs of all workers since their start, as they have reported them to the router."""
+
+    count: float
+    """Those whose receivers committed them."""
+    num_bytes: float
+    seconds: float
+    """Time that senders spent writing."""
+
+
+async def _reported(client: Client, transport: str, *, at_least: float) -> _Reported:
+    """Read the hand-offs over one transport, after waiting a little for a count."""
+    deadline_s = time.monotonic() + _REPORTS_S
+    while True:
+        count = await _total(client, "tandem_worker_transfers_total", transport, "received")
+        if count >= at_least or time.monotonic() > deadline_s:
+            break
+        await asyncio.sleep(_PERIOD_S)
+    return _Reported(
+        count=count,
+        num_bytes=await _total(client, "tandem_worker_transfer_bytes_total", transport, "received"),
+        seconds=await _total(client, "tandem_worker_transfer_seconds_total", transport, "sent"),
+    )
+
+
+async def _total(client: Client, metric: str, transport: str, direction: str) -> float:
+    samples = await client.samples(
+        metric, transport=transport, direction=direction, kind="handoff", outcome="committed"
+    )
+    return sum(value for _, value in samples)
+
+
+async def _until_live(client: Client, role: str, count: int) -> None:
+    """Wait until so many workers of a pool serve; the caller bounds the time."""
+    while True:
+        live = await client.samples("tandem_workers", role=role, state="live")
+        if sum(value for _, value in live) >= count:
+            return
+        await asyncio.sleep(_PERIOD_S)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tandem_bench.client import Completion
-from tandem_bench.clusters import last_words, process_name
+from tandem_bench.clusters import last_words
 from tandem_bench.errors import CannotMeasure
 from tandem_bench.gpu.cluster import part
 from tandem_bench.gpu.cluster.load import Answers, num_different
@@ -77,13 +77,6 @@ def test_clusters_on_a_gpu_state_device_memory_and_transport(tmp_path: Path) -> 
     assert made["cuda_ipc"]["decode"] == made["cuda_ipc"]["prefill"] == {"replicas": PAIRS}
     # All run at once, and each has a CUDA context of about half a gibibyte besides.
     assert workers * (engine["memory_bytes"] + (1 << 29)) < 78 << 30
-
-
-def test_processes_are_known_by_module_and_index() -> None:
-    assert process_name(["python", "-m", "decode_worker", "--config", "x", "--index", "1"]) == "decode_worker 1"
-    assert process_name(["python", "-m", "router"]) == "router 0"
-    assert process_name(["python", "-m", "cluster.cli.main", "up"]) == "tandem up"
-    assert process_name(["python", "decode_worker.py"]) is None
 
 
 def test_last_words_of_a_log_are_its_last_lines(tmp_path: Path) -> None:

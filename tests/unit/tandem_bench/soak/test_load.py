@@ -7,8 +7,8 @@ from random import Random
 import pytest
 
 from tandem_bench.__main__ import parser
+from tandem_bench.clusters import process_name
 from tandem_bench.soak.load import SoakLoad
-from tandem_bench.soak.measure import _name
 from tests.support.redis_server import free_port, until
 
 
@@ -26,10 +26,10 @@ async def test_soak_load_counts_failures_and_continues_without_server() -> None:
 
 def test_soak_process_names_include_module_and_index() -> None:
     worker = ["python", "-m", "decode_worker", "--config", "x.yaml", "--index", "1"]
-    assert _name(worker) == "decode_worker 1"
-    assert _name(["python", "-m", "cluster.cli.main", "up"]) == "tandem up"
-    assert _name(["python", "-m", "router.sandbox.grammar_worker"]) == "router.sandbox.grammar_worker 0"
-    assert _name(["cat"]) is _name([]) is _name(["python", "-c", "1"]) is None
+    assert process_name(worker) == "decode_worker 1"
+    assert process_name(["python", "-m", "cluster.cli.main", "up"]) == "tandem up"
+    assert process_name(["python", "-m", "router.sandbox.grammar_worker"]) == "router.sandbox.grammar_worker 0"
+    assert process_name(["cat"]) is process_name([]) is process_name(["python", "-c", "1"]) is None
 
 
 @pytest.mark.parametrize(
