@@ -27,7 +27,7 @@ from tandem_bench.errors import CannotMeasure, ClusterFailed
 
 COLOCATED = "colocated"
 MEMORY = "memory"
-START_S = 120.0
+_START_S = 120.0
 _STOP_S = 60.0
 _PERIOD_S = 0.02
 _LAST_LINES = 80
@@ -139,7 +139,7 @@ def last_words(log: Path) -> str:
 
 
 @asynccontextmanager
-async def running(setup: Setup, *, patience_s: float = START_S) -> AsyncIterator[RunningCluster]:
+async def running(setup: Setup, *, patience_s: float = _START_S) -> AsyncIterator[RunningCluster]:
     """Run a cluster within the context. Raises ClusterFailed, also when it does not serve within `patience_s`."""
     async with AsyncExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="tandem-bench-")))

@@ -6,13 +6,15 @@ from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack
 
 from tandem_bench.client import Client
-from tandem_bench.clusters import START_S, RunningCluster, Setup, last_words, running
+from tandem_bench.clusters import RunningCluster, Setup, last_words, running
 from tandem_bench.errors import ClusterFailed
 from tandem_bench.gpu.stage import Note, Stage
 from tandem_bench.report import Row, figure
 
 _STOP_S = 12.0
 """Time left for stopping the clusters: whoever kills this process would leave them running."""
+_START_SHARE = 0.7
+"""Share of the time that the clusters may take to start, which on a GPU includes compiling its kernels."""
 _STEP_S = 60.0
 """Time for one step with a cluster, so that one that hangs leaves the others theirs."""
 _COMPLAINT = re.compile(r"WARNING|ERROR|CRITICAL|Traceback")
@@ -35,7 +37,7 @@ class Fleet:
         """Start all at once; those that fail are `failures`, the others are kept."""
         self._stacks = [AsyncExitStack() for _ in setups]
         starts = [
-            stack.enter_async_context(running(setup, patience_s=min(START_S, self.left_s)))
+            stack.enter_async_context(running(setup, patience_s=_START_SHARE * self.left_s))
             for stack, setup in zip(self._stacks, setups.values(), strict=True)
         ]
         outcomes = dict(zip(setups, await asyncio.gather(*starts, return_exceptions=True), strict=True))
