@@ -11,8 +11,8 @@ from tandem_bench.gpu.stage import Stage
 _SHAPE = "1b"
 """Shape on a GPU, unless another than the suite's default is chosen: seven workers hold a copy each."""
 _MEMORY_BYTES = 8 << 30
-"""Memory of each of the seven workers. They fit into 80 GB with the successors of two that were killed, whose memory the
-driver may keep for as long as a peer has it mapped."""
+"""Memory of each of the seven workers. They fit into 80 GB with the successors of two that were killed, whose
+memory the driver may keep for as long as a peer has it mapped."""
 PAIRS = 2
 """Workers of each pool in the cluster whose workers are killed."""
 
