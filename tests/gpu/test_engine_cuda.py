@@ -34,7 +34,7 @@ def model_path(tmp_path_factory):
 def test_cuda_logits_equal_cpu(model_path):
     tokens = random_tokens(random.Random(0), 45)
     rows = []
-    for device in ("cpu", "cuda"):
+    for device in ("cpu", "cuda:0"):
         session = Session(load_plain(model_path, device=device))
         request = session.request(tokens)
         rows.append(torch.cat([session.logits(request, n).cpu() for n in (20, 17, 7, 1)]))
@@ -45,7 +45,7 @@ def test_cuda_logits_equal_cpu(model_path):
 def test_tokens_equal_the_cpu(model_path, params):
     prompts = [random_tokens(random.Random(i), 3 + 7 * i) for i in range(5)]
     outputs = []
-    for device in ("cpu", "cuda"):
+    for device in ("cpu", "cuda:0"):
         session = Session(load_plain(model_path, device=device), num_blocks=160)
         requests = [session.request(p, SamplingParams(**params), capacity=64) for p in prompts]
         session.run(requests, num_output=12, chunk=16)
@@ -61,7 +61,7 @@ def test_noise_equals_the_cpu():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_cuda_half_precision_yields_finite_kv(model_path, dtype):
-    session = Session(load_plain(model_path, device="cuda", dtype=dtype), num_blocks=160)
+    session = Session(load_plain(model_path, device="cuda:0", dtype=dtype), num_blocks=160)
     requests = [session.request(random_tokens(random.Random(i), 5 + i), capacity=40) for i in range(4)]
     session.run(requests, num_output=8, chunk=4)
     assert all(r.num_output_tokens >= 8 for r in requests)
@@ -85,7 +85,7 @@ def test_cuda_nan_rows_have_no_token(model_path):
     model = load_model(
         model_path, backend=select_backend(BackendOptions(device=torch.device("cuda", 0), dtype="float32"))
     )
-    logits = torch.randn(4, 97, device="cuda")
+    logits = torch.randn(4, 97, device="cuda:0")
     logits[1, 5], logits[2] = float("nan"), float("-inf")
     params = SamplingParams(temperature=0.0)
     rows = [SampleRow(ledger.request([5, 6, 7], params=params), 3) for _ in range(4)]
