@@ -99,13 +99,22 @@ class CudaAttention:
     """Attention by Triton kernels on one GPU."""
 
     def __init__(
-        self, spec: AttentionSpec, cache: PagedKVCache, table: LaunchTable, *, deterministic: bool = False
+        self,
+        spec: AttentionSpec,
+        cache: PagedKVCache,
+        table: LaunchTable,
+        *,
+        deterministic: bool = False,
+        pdl: bool = False,
     ) -> None:
-        """Raises ConfigError when `table` has no launch for the geometry."""
+        """`pdl`: kernels start while the one before ends. Raises ConfigError when `table` has no launch for the
+        geometry.
+        """
         config = spec.config
         self.spec = spec
         self.device = cache.tensor.device
         self.dtype = spec.dtype
+        self.pdl = pdl
         shape = AttentionShape(
             head_dim=config.head_dim, wide=self.dtype is torch.float32, eight_bit=cache.layout.is_quantised
         )
@@ -165,7 +174,7 @@ class CudaAttentionPlan:
         backend, step, singles = self._backend, self._step, self._num_single
         config, pages = backend.spec.config, backend.layers[layer]
         norm = None if backend.spec.head_norms is None else backend.spec.head_norms[layer]
-        rope_kv(qkv, pages, cos=self._cos, sin=self._sin, slots=step.slots, norm=norm)
+        rope_kv(qkv, pages, cos=self._cos, sin=self._sin, slots=step.slots, norm=norm, pdl=backend.pdl)
         queries = qkv.view(len(qkv), -1, config.head_dim)[:, : config.num_heads]
         out = qkv.new_empty(len(qkv), config.num_heads, config.head_dim)
         window = config.layer_windows[layer]
@@ -178,6 +187,7 @@ class CudaAttentionPlan:
             window=window,
             workspace=self._workspace,
             launch=backend.decode_launch,
+            pdl=backend.pdl,
         )
         paged_prefill(
             queries[singles:],

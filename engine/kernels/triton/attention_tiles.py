@@ -19,8 +19,8 @@ def attend_keys(
 ):  # fmt: skip
     """Attend over keys `begin..end`, `begin` a multiple of BLOCK_N; unless MASKED, every row attends to all of them.
 
-    scales_ptr: scales of tokens. With one scale per head, `score_scale` includes the keys', and the caller must apply
-    the values' to the result.
+    score_scale: above zero. scales_ptr: scales of tokens. With one scale per head, `score_scale` includes the keys', and
+    the caller must apply the values' to the result.
     """
     largest, total, acc = state
     BLOCK_D: tl.constexpr = queries.shape[1]
@@ -34,7 +34,7 @@ def attend_keys(
         loaded = inside[:, None] & (dims < HEAD_DIM)[None, :]
         where = pages_ptr + (block * BLOCK_STRIDE + line * HEAD_DIM)[:, None] + dims[None, :]
         key = tl.load(where, mask=loaded, other=0.0).to(queries.dtype)
-        scores = tl.dot(queries, tl.trans(key), input_precision="ieee") * score_scale
+        scores = tl.dot(queries, tl.trans(key), input_precision="ieee")
         if scales_ptr is not None:
             scale_where = scales_ptr + block * SCALE_STRIDE + line
             scores *= tl.load(scale_where, mask=inside, other=0.0)[None, :]
@@ -43,9 +43,10 @@ def attend_keys(
             if WINDOW > 0:
                 visible = visible & (keys[None, :] > positions[:, None] - WINDOW)
             scores = tl.where(visible, scores, float("-inf"))
-        higher = tl.maximum(largest, tl.max(scores, 1))
+        # Scaled here and not before: multiplication and subtraction are one operation.
+        higher = tl.maximum(largest, tl.max(scores, 1) * score_scale)
         base = tl.where(higher == float("-inf"), 0.0, higher)  # a row without keys so far
-        weights = tl.exp2(scores - base[:, None])
+        weights = tl.exp2(scores * score_scale - base[:, None])
         shrink = tl.exp2(largest - base)
         total = total * shrink + tl.sum(weights, 1)
         value = tl.load(where + NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM, mask=loaded, other=0.0)

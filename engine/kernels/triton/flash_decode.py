@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engine.kernels.triton.attention_tiles import attend_keys, empty_state, first_key_of, merge_states
+from engine.kernels.triton.dependent_launch import wait_for_previous
 from engine.kernels.triton.paged_prefill import score_scale
 from engine.kernels.triton.pages import LayerPages, power_of_two
 from engine.kernels.triton.tuning import DecodeLaunch
@@ -67,9 +68,10 @@ def flash_decode_kernel(
     GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr,
     WINDOW: tl.constexpr, NUM_SPLITS: tl.constexpr, MIN_KEYS: tl.constexpr, FIXED_KEYS: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute one part of one sequence and key-value head; with a single split, directly into the result."""
+    wait_for_previous(PDL)
     sequence, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths_ptr + sequence)
     first, origin, span, num_parts = _span(length, NUM_SPLITS, MIN_KEYS, FIXED_KEYS, WINDOW, BLOCK_N)
@@ -106,9 +108,10 @@ def flash_decode_kernel(
 def merge_parts_kernel(
     out_ptr, head_scales_ptr, sums_ptr, stats_ptr, lengths_ptr, out_stride,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, WINDOW: tl.constexpr, NUM_SPLITS: tl.constexpr, MIN_KEYS: tl.constexpr,
-    FIXED_KEYS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+    FIXED_KEYS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Merge one query head of one sequence. Fixed runs are merged in order, as in prefill; others several at a time."""
+    wait_for_previous(PDL)
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     length = tl.load(lengths_ptr + sequence)
     _, _, _, num_parts = _span(length, NUM_SPLITS, MIN_KEYS, FIXED_KEYS, WINDOW, BLOCK_N)
@@ -153,6 +156,7 @@ def flash_decode(
     window: int | None,
     workspace: DecodeWorkspace | None,
     launch: DecodeLaunch,
+    pdl: bool = False,
 ) -> None:
     """Attend one row per sequence, whose own key is in the cache already; fills `out`.
 
@@ -161,6 +165,7 @@ def flash_decode(
     lengths: int32 `[num_seqs]`, the row included; 0 for padding, whose result is zeros.
     workspace: its number of splits is used, for at least `num_seqs` sequences; None for one split. With
     `launch.fixed_keys`, splits times `fixed_keys` must reach the longest sequence.
+    pdl: start while the kernel before ends.
     """
     num_seqs, num_heads, head_dim = queries.shape
     if not num_seqs:
@@ -178,15 +183,18 @@ def flash_decode(
         BLOCK_STRIDE=layer.block_stride,
         SCALE_STRIDE=layer.scale_stride,
         BLOCK_M=max(launch.block_m, power_of_two(group, 16)),
+        PDL=pdl,
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
+        launch_pdl=pdl,
         enable_fp_fusion=not launch.fixed_keys,
         **split,
     )  # fmt: skip
     if splits > 1:
         merge_parts_kernel[(num_seqs, num_heads)](
             out, layer.head_scales, sums, stats, lengths, out.stride(0),
-            BLOCK_S=min(_MERGED_AT_ONCE, power_of_two(splits)), enable_fp_fusion=not launch.fixed_keys, **split,
+            BLOCK_S=min(_MERGED_AT_ONCE, power_of_two(splits)), PDL=pdl, launch_pdl=pdl,
+            enable_fp_fusion=not launch.fixed_keys, **split,
         )  # fmt: skip
 
 

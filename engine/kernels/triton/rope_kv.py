@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from engine.kernels.triton.dependent_launch import wait_for_previous
 from engine.kernels.triton.pages import LayerPages, power_of_two
 from engine.kv_storage.kv_codes import LARGEST_CODE
 from engine.model.layers.norm import HeadNorm
@@ -64,9 +65,10 @@ def rope_kv_kernel(
     qkv_stride, angle_stride, eps,
     NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_STRIDE: tl.constexpr, SCALE_STRIDE: tl.constexpr, LARGEST: tl.constexpr,
-    BLOCK_HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+    BLOCK_HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute some heads of one row: the head's number tells whether it is a query, key or value."""
+    wait_for_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
     half = tl.arange(0, BLOCK_HALF)
@@ -105,12 +107,14 @@ def rope_kv(
     sin: Tensor,
     slots: Tensor,
     norm: HeadNorm | None,
+    pdl: bool = False,
 ) -> None:
     """Normalise and rotate queries in place; write keys and values to the cache (the keys in `qkv` do not change).
 
     qkv: `[num_rows, (num_heads + 2 * num_kv_heads) * head_dim]`, rows at any stride; head_dim is even.
     cos, sin: float32 `[num_rows, head_dim / 2]`, of equal strides; pairs are (i, i + head_dim / 2).
     slots: int64 `[num_rows]`, block times block size plus offset; negative for padding, which writes no KV.
+    pdl: start while the kernel before ends.
     """
     num_rows, heads = qkv.shape[0], qkv.shape[1] // layer.head_dim
     if not num_rows:
@@ -137,5 +141,7 @@ def rope_kv(
         LARGEST=LARGEST_CODE.get(layer.pages.dtype, 0.0),
         BLOCK_HALF=power_of_two(layer.head_dim // 2),
         BLOCK_HEADS=_HEADS_PER_PROGRAM,
+        PDL=pdl,
         num_warps=2,
+        launch_pdl=pdl,
     )

@@ -61,6 +61,20 @@ class GemmLaunch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FewRowsLaunch:
+    """Launch of the product for few rows."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    num_splits: int = 1
+    """Parts of the depth."""
+    prefetch_lines: int = 0
+    """Lines of memory of each feature's weights to fetch before waiting for the kernel before; a power of two."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
     """Properties on which a launch of attention depends."""
 
@@ -107,6 +121,19 @@ class LaunchTable:
             if bool(entry.get("wide")) == wide:
                 return _launch(GemmLaunch, entry)
         raise ConfigError(f"the launch table of {self.gpu!r:.60} has no gemm entry for wide={wide}")
+
+    def few_rows(self, features: int, depth: int, *, gated: bool = False) -> FewRowsLaunch | None:
+        """Launch of the product for few rows: of the first entry for so large a matrix whose tiles divide the depth.
+
+        None when there is none: a product left to the vendor's library is no error.
+        """
+        for entry in self._raw.get("few_rows", []):
+            fits = features <= int(entry["features"]) and depth <= int(entry.get("depth", depth))
+            if fits and bool(entry.get("gated")) == gated:
+                launch = _launch(FewRowsLaunch, entry)
+                if depth % launch.block_k == 0:
+                    return launch
+        return None
 
     def as_json(self) -> dict[str, Any]:
         """The table as read; not to be changed."""
