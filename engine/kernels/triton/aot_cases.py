@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from engine.kernels.triton.activation import silu_mul_kernel
 from engine.kernels.triton.flash_decode import flash_decode_kernel, merge_parts_kernel
+from engine.kernels.triton.gemm_few import MAX_ROWS, gemm_few_kernel
 from engine.kernels.triton.gemm_fixed import gemm_fixed_kernel
 from engine.kernels.triton.norm import add_rms_norm_kernel
 from engine.kernels.triton.paged_prefill import paged_prefill_kernel
@@ -48,6 +49,8 @@ class AotCase:
     num_stages: int = 3
     representative: bool = False
     """True when it is compiled in every test run; other cases nightly."""
+    timed: bool = False
+    """True when the launch was timed on a GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +95,8 @@ def all_cases(table: LaunchTable) -> Iterator[AotCase]:
         yield from _decode(variant, table)
     for dtype in _FLOATS:
         yield from _elementwise(dtype, table)
+        if dtype != "fp32":
+            yield from _few_rows(dtype, table)
         for cache in ("same", *_EIGHT_BIT):
             for head_dim in (64, 80, 128, 256):
                 yield _rope(dtype, cache, head_dim)
@@ -130,6 +135,7 @@ def _prefill(v: _Variant, table: LaunchTable) -> AotCase:
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
         representative=v.representative,
+        timed=launch.timed,
     )
 
 
@@ -143,7 +149,7 @@ def _decode(v: _Variant, table: LaunchTable) -> Iterator[AotCase]:
         name=f"flash_decode {v.name}",
         kernel=flash_decode_kernel,
         types=types,
-        constants=v.geometry | split | {"BLOCK_M": max(launch.block_m, power_of_two(v.group, 16))},
+        constants=v.geometry | split | {"BLOCK_M": max(launch.block_m, power_of_two(v.group, 16)), "PDL": True},
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
         representative=v.representative,
@@ -161,7 +167,9 @@ def _decode(v: _Variant, table: LaunchTable) -> Iterator[AotCase]:
             name=f"merge_parts {v.name}",
             kernel=merge_parts_kernel,
             types={name: types[name] for name in pointers if name in types},
-            constants={name: v.geometry[name] for name in names if name in v.geometry} | split | {"BLOCK_S": 16},
+            constants={name: v.geometry[name] for name in names if name in v.geometry}
+            | split
+            | {"BLOCK_S": 16, "PDL": True},
             representative=v.representative,
         )
 
@@ -171,7 +179,7 @@ def _rope(dtype: str, cache: str, head_dim: int) -> AotCase:
     types |= {"cos_ptr": "*fp32", "sin_ptr": "*fp32", "slots_ptr": "*i64"}
     types |= {"qkv_stride": "i32", "angle_stride": "i32", "eps": "fp32"}
     constants: dict[str, Any] = {"NUM_HEADS": 32, "NUM_KV_HEADS": 8, "HALF": head_dim // 2, "BLOCK_SIZE": 16}
-    constants |= {"LARGEST": 0.0, "BLOCK_HALF": power_of_two(head_dim // 2), "BLOCK_HEADS": 8}
+    constants |= {"LARGEST": 0.0, "BLOCK_HALF": power_of_two(head_dim // 2), "BLOCK_HEADS": 8, "PDL": True}
     constants |= _strides(cache, head_dim) | _absent(cache)
     if cache != "same":
         constants["LARGEST"] = _EIGHT_BIT[cache].largest
@@ -215,7 +223,7 @@ def _elementwise(dtype: str, table: LaunchTable) -> Iterator[AotCase]:
             name=f"add_rms_norm {dtype}-{size}",
             kernel=add_rms_norm_kernel,
             types=types | {"delta_stride": "i32", "eps": "fp32"},
-            constants={"SIZE": size, "BLOCK": size},
+            constants={"SIZE": size, "BLOCK": size, "PDL": True},
             num_warps=min(16, size // 512),
             representative=main and size == 4096,
         )
@@ -238,6 +246,38 @@ def _elementwise(dtype: str, table: LaunchTable) -> Iterator[AotCase]:
         num_stages=launch.num_stages,
         representative=main,
     )
+
+
+_MATRICES = {"qkv": (6144, 4096), "output": (4096, 4096), "gate_up": (14_336, 4096), "down": (4096, 14_336)}
+"""Output features and depth of an 8B model's products."""
+
+
+def _few_rows(dtype: str, table: LaunchTable) -> Iterator[AotCase]:
+    for name, (features, depth) in (_MATRICES | {"head": (128_256, 4096)}).items():
+        launch = table.few_rows(features, depth, gated=name == "gate_up")
+        if launch is None:
+            continue
+        types = {key: f"*{dtype}" for key in ("x_ptr", "weight_ptr", "out_ptr")} | {"num_rows": "i32", "x_stride": "i32"}
+        absent: dict[str, Any] = {"bias_ptr": None}
+        if name == "head":
+            types["out_ptr"] = "*fp32"
+        for key, kind, is_given in (
+            ("residual_ptr", f"*{dtype}", name in ("output", "down")),
+            ("parts_ptr", "*fp32", launch.num_splits > 1),
+            ("arrivals_ptr", "*i32", launch.num_splits > 1),
+        ):
+            (types if is_given else absent)[key] = kind if is_given else None
+        constants = {"OUT": features, "DEPTH": depth, "GATED": name == "gate_up", "NUM_SPLITS": launch.num_splits}
+        constants |= {"BLOCK_M": MAX_ROWS, "BLOCK_N": launch.block_n, "BLOCK_K": launch.block_k}
+        yield AotCase(
+            name=f"gemm_few {dtype}-{name}",
+            kernel=gemm_few_kernel,
+            types=types,
+            constants=constants | absent | {"LINES": launch.prefetch_lines, "PDL": True},
+            num_warps=launch.num_warps,
+            num_stages=launch.num_stages,
+            representative=dtype == "bf16",
+        )
 
 
 def _sampling() -> Iterator[AotCase]:

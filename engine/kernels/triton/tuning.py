@@ -1,13 +1,15 @@
 """Launch parameters by GPU and shape, from JSON tables beside this module.
 
-The shipped tables were chosen from resource counts of ahead-of-time compilation for sm_90 (registers, spills, shared
-memory; `python -m engine.kernels.triton.aot`) and from the shapes. They have not been measured on
-hardware. `python -m engine.kernels.triton.tune` times candidates on the GPU at hand and writes a table of its own.
+Of the shipped tables, entries that say "timed" were the fastest of several on an H200; others were chosen from the
+shapes and from resource counts of ahead-of-time compilation for sm_90 (registers, spills, shared memory; `python -m
+engine.kernels.triton.aot`). `python -m engine.kernels.triton.tune` times candidates on the GPU at hand and writes a
+table of its own.
 
 A table is `{"gpu": name or prefix, "source": how it was made, "prefill": [...], "decode": [...], "fixed": [...],
 "gemm": [...]}`, where "fixed" is used by both kinds of attention in deterministic mode; an entry holds a launch's
 fields and, for attention, the shape it serves: `head_dim`, the largest padded head size, `eight_bit` and `wide`
-(float32 queries). The first entry that fits is used, so their order matters.
+(float32 queries); in "few_rows", which a table may lack, `gated` and the output features of a matrix: at least
+`least_features`, at most `features`. The first entry that fits is used, so their order matters.
 """
 
 import json
@@ -33,6 +35,8 @@ class PrefillLaunch:
     num_stages: int
     fixed_keys: int = 0
     """Keys per run; above zero, results do not depend on chunking."""
+    timed: bool = False
+    """Whether it was the fastest of several on a GPU, so that what it spills is known to be worth it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,12 +127,12 @@ class LaunchTable:
         raise ConfigError(f"the launch table of {self.gpu!r:.60} has no gemm entry for wide={wide}")
 
     def few_rows(self, features: int, depth: int, *, gated: bool = False) -> FewRowsLaunch | None:
-        """Launch of the product for few rows: of the first entry for so large a matrix whose tiles divide the depth.
+        """Launch of the product for few rows: of the first entry for a matrix of this size whose tiles divide its depth.
 
         None when there is none: a product left to the vendor's library is no error.
         """
         for entry in self._raw.get("few_rows", []):
-            fits = features <= int(entry["features"]) and depth <= int(entry.get("depth", depth))
+            fits = int(entry["least_features"]) <= features <= int(entry["features"])
             if fits and bool(entry.get("gated")) == gated:
                 launch = _launch(FewRowsLaunch, entry)
                 if depth % launch.block_k == 0:

@@ -55,3 +55,19 @@ def test_triton_few_rows_product_is_gated(dtype):
     gemm_few(x, weight, None, out, launch(), is_gated=True)
     stacked = torch.nn.functional.linear(x.float(), weight.float()).to(dtype)
     torch.testing.assert_close(out.float(), reference.silu_mul(stacked).float(), **TOLERANCE[dtype])
+
+
+def test_launch_of_few_rows_is_chosen_by_size() -> None:
+    table = load_table("NVIDIA H200")
+    output, wide, head = table.few_rows(4096, 14_336), table.few_rows(6144, 4096), table.few_rows(128_256, 4096)
+    assert output is not None
+    assert wide is not None
+    assert head is not None
+    assert output.block_k == 512
+    assert (wide.num_splits, head.num_splits) == (4, 1)
+    gated = table.few_rows(14_336, 4096, gated=True)
+    assert gated is not None
+    assert gated.num_splits == 1, "a gate has no parts"
+    assert table.few_rows(4096, 14_300) is None, "tiles do not divide the depth"
+    assert table.few_rows(1024, 4096) is None, "too few features to occupy the GPU"
+    assert load_table(DEFAULT_TABLE).few_rows(4096, 4096) is None

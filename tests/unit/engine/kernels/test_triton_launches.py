@@ -50,12 +50,14 @@ def test_representative_kernels_compile_for_hopper(tmp_path):
         "paged_prefill",
         "flash_decode",
         "merge_parts",
+        "gemm_few",
         "rope_kv",
         "add_rms_norm",
         "silu_mul",
         "sampling",
     }
-    assert all(row["registers"] > 8 and row["spill_bytes"] <= 64 for row in rows)
+    assert all(row["registers"] > 8 for row in rows)
+    assert all(row["spill_bytes"] <= (288 if row["timed"] else 64) for row in rows)
 
 
 @pytest.mark.slow
