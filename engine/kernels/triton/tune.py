@@ -97,7 +97,7 @@ def _median_ms(run: Callable[[], None]) -> float:
 def prefill_candidates(launch: PrefillLaunch) -> Iterator[PrefillLaunch]:
     """The table's own launch first, then its neighbours."""
     yield launch
-    for block_m, block_n, num_warps, num_stages in itertools.product((64, 128), (32, 64, 128), (4, 8), (2, 3, 4)):
+    for block_m, block_n, num_warps, num_stages in itertools.product((64, 128, 256), (32, 64, 128), (4, 8), (2, 3, 4)):
         yield replace(launch, block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=num_stages)
 
 
@@ -140,8 +140,8 @@ def tuned_table(table: LaunchTable, gpu: str, bench: Callable[[AttentionShape], 
             else:
                 launch, taken_ms = fastest(decode_candidates(table.decode(shape)), timer.decode_ms)
             sys.stderr.write(f"{kernel} {shape}: {taken_ms:.4f} ms with {launch}\n")
-            made[kernel].append({**asdict(shape), **asdict(launch)})
-    return made | {"fixed": raw["fixed"], "gemm": raw["gemm"]}
+            made[kernel].append({**asdict(shape), **asdict(launch), "timed": True})
+    return made | {name: raw[name] for name in ("fixed", "gemm", "few_rows") if name in raw}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

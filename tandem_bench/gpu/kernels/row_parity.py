@@ -1,6 +1,7 @@
 """Kernels that work row by row, and the fixed product and sampling, against plain torch."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 
 import torch
@@ -8,11 +9,13 @@ from torch import Tensor
 
 from engine.kernels.triton import reference
 from engine.kernels.triton.activation import silu_mul
+from engine.kernels.triton.gemm_few import MAX_ROWS, FewRowsWorkspace, gemm_few
 from engine.kernels.triton.gemm_fixed import gemm_fixed
 from engine.kernels.triton.norm import add_rms_norm
 from engine.kernels.triton.pages import LayerPages
 from engine.kernels.triton.rope_kv import rope_kv
 from engine.kernels.triton.sampling import TritonSampling
+from engine.kernels.triton.tuning import FewRowsLaunch
 from engine.model.layers.norm import HeadNorm
 from engine.sampling.backend import DrawParams, TorchSampling
 from tandem_bench.gpu.kernels.cases import (
@@ -58,6 +61,11 @@ def rope_kv_parity(stage: Stage) -> Findings:
 def gemm_fixed_parity(stage: Stage) -> Findings:
     """Compare the batch-invariant product, and check bit for bit that a row's sums do not depend on the other rows."""
     yield from _over_dtypes(stage, "gemm_fixed", _product_case)
+
+
+def gemm_few_parity(stage: Stage) -> Findings:
+    """Compare the product for few rows: parts of the depth, residual, gate, one after another."""
+    yield from _over_dtypes(stage, "gemm_few", _few_rows_case)
 
 
 def sampling_parity(stage: Stage) -> Findings:
@@ -165,6 +173,39 @@ def _product_case(stage: Stage, rng: Random, dtype: torch.dtype, number: int) ->
     gemm_fixed(x[rows // 2 : rows // 2 + 1], weight, bias, alone, launch)
     same = torch.equal(alone[0], out[rows // 2])
     return error_share(out, reference.linear(x, weight, bias), _PRODUCT_TOLERANCE[dtype]) if same else HOPELESS
+
+
+def _few_rows_case(stage: Stage, rng: Random, dtype: torch.dtype, number: int) -> float:
+    """Products one after another, as in a step: each may begin while the one before ends, and shares its memory."""
+    place = stage.place
+    depth = 96 if stage.is_small else rng.choice([512, 4096, 14_336])
+    rows, splits = rng.choice([1, 2, 7, MAX_ROWS]), (1, 2, 4)[number % 3]
+    features = rng.choice([40, 64] if stage.is_small else [70, 1024, 4096])
+    block_k = 32 if stage.is_small else 128
+    launch = FewRowsLaunch(
+        block_n=(32, 64)[number % 2], block_k=block_k, num_warps=4, num_stages=3, num_splits=splits, prefetch_lines=2
+    )
+    pdl = place.type == "cuda" and torch.cuda.get_device_capability(place) >= (9, 0)
+    workspace = FewRowsWorkspace.allocate(splits * (features + launch.block_n) * MAX_ROWS, features, place)
+    x = randn(rng, rows, depth + 8, dtype=dtype, device=place)[:, :depth]
+    weight = randn(rng, features, depth, dtype=dtype, device=place) * depth**-0.5
+    gated = randn(rng, 2 * depth, features, dtype=dtype, device=place) * features**-0.5
+    bias = randn(rng, features, dtype=dtype, device=place) if number % 2 else None
+    residual = randn(rng, rows, features, dtype=dtype, device=place)
+    once, out = residual.clone(), torch.empty(rows, features, dtype=torch.float32, device=place)
+    for _ in range(3):
+        gemm_few(x, weight, bias, out, launch, workspace=workspace, pdl=pdl)
+        gemm_few(x, weight, bias, once, launch, residual=residual, workspace=workspace, pdl=pdl)
+    product = reference.linear(x, weight, bias)
+    share = error_share(out, product, _PRODUCT_TOLERANCE[dtype])
+    share = max(share, error_share(once, residual.float() + product, _TOLERANCE[dtype]))
+    if features % block_k:
+        return share
+    # Reads what the product before has just written.
+    activated = torch.empty(rows, depth, dtype=dtype, device=place)
+    gemm_few(once, gated, None, activated, replace(launch, num_splits=1), is_gated=True, pdl=pdl)
+    expected = reference.silu_mul(reference.linear(once, gated, None).to(dtype))
+    return max(share, error_share(activated, expected, _TOLERANCE[dtype]))
 
 
 def _draw_params(rng: Random, rows: int, place: torch.device) -> DrawParams:

@@ -139,7 +139,8 @@ def test_tuned_table_serves_every_shape():
     shipped = load_table("NVIDIA H200")
     made = tuned_table(shipped, "NVIDIA Fictional", lambda shape: FakeBench())
     table = LaunchTable(json.loads(json.dumps(made)))
-    assert table.prefill(SHAPES[0]) == PrefillLaunch(block_m=64, block_n=32, num_warps=4, num_stages=4)
+    assert table.prefill(SHAPES[0]) == PrefillLaunch(block_m=64, block_n=32, num_warps=4, num_stages=4, timed=True)
+    assert table.few_rows(6144, 4096) == shipped.few_rows(6144, 4096)
     assert table.decode(SHAPES[0]) == DecodeLaunch(block_n=32, num_warps=2, num_stages=5, min_keys=128)
     for shape in SHAPES:
         assert table.prefill(shape, deterministic=True) == shipped.prefill(shape, deterministic=True)
