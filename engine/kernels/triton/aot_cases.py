@@ -158,7 +158,8 @@ def _decode(v: _Variant, table: LaunchTable) -> Iterator[AotCase]:
     if v.representative:
         absent = {"sums_ptr": None, "stats_ptr": None}
         kept = {name: found for name, found in types.items() if name not in absent}
-        constants = case.constants | {"NUM_SPLITS": 1} | absent
+        block_n = launch.whole_block_n or launch.block_n
+        constants = case.constants | {"NUM_SPLITS": 1, "BLOCK_N": block_n} | absent
         yield replace(case, name=f"{case.name}-whole", types=kept, constants=constants)
     if v.cache != "int8":
         pointers = ("out_ptr", "head_scales_ptr", "sums_ptr", "stats_ptr", "lengths_ptr", "out_stride")

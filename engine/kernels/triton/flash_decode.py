@@ -172,8 +172,9 @@ def flash_decode(
         return
     group, splits = num_heads // layer.num_kv_heads, workspace.sums.shape[2] if workspace else 1
     block_d = power_of_two(head_dim, 16)
+    block_n = launch.whole_block_n if splits == 1 and launch.whole_block_n else launch.block_n
     split = {"WINDOW": window or 0, "NUM_SPLITS": splits, "FIXED_KEYS": launch.fixed_keys, "HEAD_DIM": head_dim}
-    split |= {"GROUP": group, "MIN_KEYS": launch.min_keys, "BLOCK_N": launch.block_n, "BLOCK_D": block_d}
+    split |= {"GROUP": group, "MIN_KEYS": launch.min_keys, "BLOCK_N": block_n, "BLOCK_D": block_d}
     sums, stats = (workspace.sums, workspace.stats) if workspace else (None, None)
     flash_decode_kernel[(num_seqs, layer.num_kv_heads, splits)](
         queries, layer.pages, layer.token_scales, layer.head_scales, out, sums, stats, tables, lengths,

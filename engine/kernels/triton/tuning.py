@@ -47,6 +47,8 @@ class DecodeLaunch:
     num_warps: int
     num_stages: int
     block_m: int = 16
+    whole_block_n: int = 0
+    """The same as `block_n` where no sequence is split, as with many of them; 0: no other."""
     min_keys: int = 128
     """Fewest keys for which a program of its own is worthwhile."""
     fixed_keys: int = 0
