@@ -5,6 +5,8 @@ so that a token's result does not depend on batch, chunks or step. Results are t
 allocator: in the steady state nothing is allocated on the device.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -14,9 +16,10 @@ from engine.backends.options import BackendOptions
 from engine.kernels.triton.activation import silu_mul
 from engine.kernels.triton.gemm_few import MAX_ROWS, FewRowsWorkspace, gemm_few
 from engine.kernels.triton.gemm_fixed import gemm_fixed
+from engine.kernels.triton.gemv import gemv
 from engine.kernels.triton.norm import add_rms_norm
 from engine.kernels.triton.sampling import TritonSampling, compile_for
-from engine.kernels.triton.tuning import FewRowsLaunch, GemmLaunch, LaunchTable, load_table
+from engine.kernels.triton.tuning import FewRowsLaunch, LaunchTable, OneRowLaunch, load_table
 from engine.kv_storage.paged_cache import TORCH_DTYPES, PagedKVCache
 from engine.model.backend import ProjectionRole, RecordableModel, StepGraphs
 from engine.model.layers.attention import AttentionBackend, AttentionSpec
@@ -30,48 +33,90 @@ _MAX_GRAPH_ROWS = 256
 """Largest batch to record: a larger step computes long enough to hide its launches."""
 
 
+class _Launches(NamedTuple):
+    """Launches of our kernels for one matrix; None where the library serves that many rows."""
+
+    one_row: OneRowLaunch | None
+    few_rows: FewRowsLaunch | None
+
+
 class _Products:
-    """How a backend multiplies: in one fixed order, or few rows by our kernel and many by the vendor's library."""
+    """How a backend multiplies: in one fixed order, or few rows by kernels of ours and many by the vendor's library."""
 
     def __init__(self, table: LaunchTable, *, dtype: torch.dtype, deterministic: bool, pdl: bool) -> None:
         self.fixed = table.gemm(wide=dtype is torch.float32) if deterministic else None
-        self.pdl = pdl
-        self.workspace: FewRowsWorkspace | None = None
-        """Of the largest product with splits; complete when all projections are made."""
+        self._pdl = pdl
         self._table = None if deterministic or dtype is torch.float32 else table
+        # Of the largest product with splits: complete when all projections are made.
+        self._workspace: FewRowsWorkspace | None = None
 
-    def few_rows(self, weight: Tensor, *, is_gated: bool = False) -> FewRowsLaunch | None:
-        """Launch of our kernel for a matrix, and memory for its parts; None where the library serves any rows."""
+    def launches(self, weight: Tensor, *, is_gated: bool = False) -> _Launches:
+        """Find the launches for a matrix, and keep memory for its parts."""
         if self._table is None:
-            return None
-        features = weight.shape[0] // (2 if is_gated else 1)
-        launch = self._table.few_rows(features, weight.shape[1], gated=is_gated)
-        if launch is not None and launch.num_splits > 1:
-            self._reserve(launch, -(-features // launch.block_n), weight.device)
-        return launch
+            return _Launches(None, None)
+        features, depth = weight.shape[0] // (2 if is_gated else 1), weight.shape[1]
+        few_rows = self._table.few_rows(features, depth, gated=is_gated)
+        if few_rows is not None and few_rows.num_splits > 1:
+            self._reserve(few_rows, -(-features // few_rows.block_n), weight.device)
+        return _Launches(self._table.one_row(features, depth, gated=is_gated), few_rows)
+
+    def multiply_few(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        out: Tensor,
+        launches: _Launches,
+        *,
+        residual: Tensor | None = None,
+        is_gated: bool = False,
+    ) -> bool:
+        """Fill `out` as `gemm_few` does. Returns False, and does nothing, when there are too many rows."""
+        if len(x) == 1 and launches.one_row is not None:
+            gemv(x, weight, bias, out, launches.one_row, residual=residual, is_gated=is_gated, pdl=self._pdl)
+            return True
+        if len(x) > MAX_ROWS or launches.few_rows is None:
+            return False
+        gemm_few(
+            x,
+            weight,
+            bias,
+            out,
+            launches.few_rows,
+            residual=residual,
+            workspace=self._workspace,
+            is_gated=is_gated,
+            pdl=self._pdl,
+        )
+        return True
 
     def _reserve(self, launch: FewRowsLaunch, num_tiles: int, device: torch.device) -> None:
         num_values = num_tiles * launch.num_splits * launch.block_n * MAX_ROWS
-        present = self.workspace
-        if present is None or present.parts.numel() < num_values or present.arrivals.numel() < num_tiles:
-            most_values = max(num_values, 0 if present is None else present.parts.numel())
-            most_tiles = max(num_tiles, 0 if present is None else present.arrivals.numel())
-            self.workspace = FewRowsWorkspace.allocate(most_values, most_tiles, device)
+        if (present := self._workspace) is not None:
+            num_values = max(num_values, present.parts.numel())
+            num_tiles = max(num_tiles, present.arrivals.numel())
+        self._workspace = FewRowsWorkspace.allocate(num_values, num_tiles, device)
 
 
 class CudaProjection:
     """A matrix of weights."""
 
-    __slots__ = ("_few", "_out_dtype", "_products", "bias", "weight")
+    __slots__ = ("_launches", "_out_dtype", "_products", "bias", "weight")
 
     def __init__(
-        self, weight: Tensor, bias: Tensor | None, products: _Products, out_dtype: torch.dtype | None = None
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        products: _Products,
+        out_dtype: torch.dtype | None = None,
+        *,
+        is_gated: bool = False,
     ) -> None:
         """`out_dtype`: None for the weights' own."""
         self.weight = weight  # [out_features, in_features]
         self.bias = bias  # [out_features]
         self._products = products
-        self._few = products.few_rows(weight)
+        self._launches = products.launches(weight, is_gated=is_gated)
         self._out_dtype = out_dtype or weight.dtype
 
     @property
@@ -80,15 +125,19 @@ class CudaProjection:
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
     def __call__(self, x: Tensor) -> Tensor:
-        fixed, few = self._products.fixed, self._few
-        if fixed is None and (few is None or len(x) > MAX_ROWS):
+        if len(x) > MAX_ROWS:
+            return self._of_any(x)
+        out = x.new_empty(x.shape[0], self.weight.shape[0], dtype=self._out_dtype)
+        if self._products.multiply_few(x, self.weight, self.bias, out, self._launches):
+            return out
+        return self._of_any(x)
+
+    def _of_any(self, x: Tensor) -> Tensor:
+        """Multiply any number of rows."""
+        if self._products.fixed is None:
             return F.linear(x, self.weight, self.bias).to(self._out_dtype)
         out = x.new_empty(x.shape[0], self.weight.shape[0], dtype=self._out_dtype)
-        if fixed is not None:
-            gemm_fixed(x, self.weight, self.bias, out, fixed)
-        elif few is not None:
-            products = self._products
-            gemm_few(x, self.weight, self.bias, out, few, workspace=products.workspace, pdl=products.pdl)
+        gemm_fixed(x, self.weight, self.bias, out, self._products.fixed)
         return out
 
 
@@ -98,32 +147,25 @@ class CudaClosing(CudaProjection):
     __slots__ = ()
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor | None:  # type: ignore[override]
-        few, products = self._few, self._products
-        if few is None or len(x) > MAX_ROWS:
-            return super().__call__(x)
-        gemm_few(
-            x, self.weight, self.bias, residual, few,
-            residual=residual, workspace=products.workspace, pdl=products.pdl,
-        )  # fmt: skip
-        return None
+        if self._products.multiply_few(x, self.weight, self.bias, residual, self._launches, residual=residual):
+            return None
+        return self._of_any(x)
 
 
 class CudaGated(CudaProjection):
     """A stacked projection followed by SwiGLU's gate."""
 
-    __slots__ = ("_few_gated",)
+    __slots__ = ()
 
     def __init__(self, weight: Tensor, bias: Tensor | None, products: _Products) -> None:
-        super().__init__(weight, bias, products)
-        self._few_gated = None if bias is not None else products.few_rows(weight, is_gated=True)
+        super().__init__(weight, bias, products, is_gated=True)
 
     def __call__(self, x: Tensor) -> Tensor:
         out = x.new_empty(x.shape[0], self.weight.shape[0] // 2)
-        few = self._few_gated
-        if few is not None and len(x) <= MAX_ROWS:
-            gemm_few(x, self.weight, None, out, few, is_gated=True, pdl=self._products.pdl)
+        # Our kernels gate without a bias.
+        if self.bias is None and self._products.multiply_few(x, self.weight, None, out, self._launches, is_gated=True):
             return out
-        silu_mul(super().__call__(x), out)
+        silu_mul(self._of_any(x), out)
         return out
 
 
@@ -165,9 +207,7 @@ class CudaBackend:
         self._deterministic = options.deterministic
         self._attention: CudaAttention | None = None
         self._block_size = 0
-        self._products = _Products(
-            self._table, dtype=self.dtype, deterministic=options.deterministic, pdl=self._pdl
-        )
+        self._products = _Products(self._table, dtype=self.dtype, deterministic=options.deterministic, pdl=self._pdl)
 
     def projection(self, weight: Tensor, bias: Tensor | None, role: ProjectionRole) -> CudaProjection:
         return CudaProjection(weight, bias, self._products)

@@ -27,8 +27,8 @@ _DIVISIBLE: list[list[object]] = [["tt.divisibility", 16]]
 MAX_SPILL_BYTES = 64
 """Most bytes spilled per thread. A few words spilled outside a loop cost less than a smaller tile."""
 MAX_TIMED_SPILL_BYTES = 288
-"""The same of a launch that was timed on a GPU: on an H200 prefill that spills 208 bytes makes 495 TFLOP/s, and 355 with
-twice the threads, which spill nothing."""
+"""The same of a launch that was timed on a GPU: on an H200 prefill that spills 208 bytes makes 495 TFLOP/s, and 355
+with twice the threads, which spill nothing."""
 MAX_SHARED_BYTES = 227 * 1024
 """Most shared memory of one program on sm_90."""
 

@@ -12,6 +12,7 @@ from engine.kernels.triton.activation import silu_mul_kernel
 from engine.kernels.triton.flash_decode import flash_decode_kernel, merge_parts_kernel
 from engine.kernels.triton.gemm_few import MAX_ROWS, gemm_few_kernel
 from engine.kernels.triton.gemm_fixed import gemm_fixed_kernel
+from engine.kernels.triton.gemv import gemv_kernel
 from engine.kernels.triton.norm import add_rms_norm_kernel
 from engine.kernels.triton.paged_prefill import paged_prefill_kernel
 from engine.kernels.triton.pages import power_of_two
@@ -255,28 +256,35 @@ _MATRICES = {"qkv": (6144, 4096), "output": (4096, 4096), "gate_up": (14_336, 40
 
 def _few_rows(dtype: str, table: LaunchTable) -> Iterator[AotCase]:
     for name, (features, depth) in (_MATRICES | {"head": (128_256, 4096)}).items():
-        launch = table.few_rows(features, depth, gated=name == "gate_up")
-        if launch is None:
+        types = {key: f"*{dtype}" for key in ("x_ptr", "weight_ptr")}
+        types["out_ptr"] = "*fp32" if name == "head" else f"*{dtype}"
+        constants: dict[str, Any] = {"OUT": features, "DEPTH": depth, "GATED": name == "gate_up", "PDL": True}
+        constants["bias_ptr"] = None
+        if name in ("output", "down"):
+            types["residual_ptr"] = f"*{dtype}"
+        else:
+            constants["residual_ptr"] = None
+        if (one := table.one_row(features, depth, gated=name == "gate_up")) is not None:
+            yield AotCase(
+                name=f"gemv {dtype}-{name}",
+                kernel=gemv_kernel,
+                types=types,
+                constants=constants | {"BLOCK_N": one.block_n, "BLOCK_K": one.block_k},
+                num_warps=one.num_warps,
+                representative=dtype == "bf16",
+            )
+        if (few := table.few_rows(features, depth, gated=name == "gate_up")) is None:
             continue
-        types = {key: f"*{dtype}" for key in ("x_ptr", "weight_ptr", "out_ptr")} | {"num_rows": "i32", "x_stride": "i32"}
-        absent: dict[str, Any] = {"bias_ptr": None}
-        if name == "head":
-            types["out_ptr"] = "*fp32"
-        for key, kind, is_given in (
-            ("residual_ptr", f"*{dtype}", name in ("output", "down")),
-            ("parts_ptr", "*fp32", launch.num_splits > 1),
-            ("arrivals_ptr", "*i32", launch.num_splits > 1),
-        ):
-            (types if is_given else absent)[key] = kind if is_given else None
-        constants = {"OUT": features, "DEPTH": depth, "GATED": name == "gate_up", "NUM_SPLITS": launch.num_splits}
-        constants |= {"BLOCK_M": MAX_ROWS, "BLOCK_N": launch.block_n, "BLOCK_K": launch.block_k}
+        parts: dict[str, Any] = {"parts_ptr": "*fp32", "arrivals_ptr": "*i32"} if few.num_splits > 1 else {}
+        absent = dict.fromkeys({"parts_ptr", "arrivals_ptr"} - set(parts))
+        tiles = {"BLOCK_M": MAX_ROWS, "BLOCK_N": few.block_n, "BLOCK_K": few.block_k, "NUM_SPLITS": few.num_splits}
         yield AotCase(
             name=f"gemm_few {dtype}-{name}",
             kernel=gemm_few_kernel,
-            types=types,
-            constants=constants | absent | {"LINES": launch.prefetch_lines, "PDL": True},
-            num_warps=launch.num_warps,
-            num_stages=launch.num_stages,
+            types=types | parts | {"num_rows": "i32", "x_stride": "i32"},
+            constants=constants | absent | tiles | {"LINES": few.prefetch_lines},
+            num_warps=few.num_warps,
+            num_stages=few.num_stages,
             representative=dtype == "bf16",
         )
 

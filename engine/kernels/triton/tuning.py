@@ -8,11 +8,12 @@ table of its own.
 A table is `{"gpu": name or prefix, "source": how it was made, "prefill": [...], "decode": [...], "fixed": [...],
 "gemm": [...]}`, where "fixed" is used by both kinds of attention in deterministic mode; an entry holds a launch's
 fields and, for attention, the shape it serves: `head_dim`, the largest padded head size, `eight_bit` and `wide`
-(float32 queries); in "few_rows", which a table may lack, `gated` and the output features of a matrix: at least
-`least_features`, at most `features`. The first entry that fits is used, so their order matters.
+(float32 queries). In "few_rows" and "one_row", which a table may lack, it holds `gated` and the output features of a
+matrix: at least `least_features`, at most `features`. The first entry that fits is used, so their order matters.
 """
 
 import json
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -81,6 +82,15 @@ class FewRowsLaunch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class OneRowLaunch:
+    """Launch of the product for one row."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
     """Properties on which a launch of attention depends."""
 
@@ -91,7 +101,8 @@ class AttentionShape:
     """True when queries are float32."""
 
 
-_Launch = TypeVar("_Launch", PrefillLaunch, DecodeLaunch, GemmLaunch)
+_Product = TypeVar("_Product", FewRowsLaunch, OneRowLaunch)
+_Launch = TypeVar("_Launch", PrefillLaunch, DecodeLaunch, GemmLaunch, FewRowsLaunch, OneRowLaunch)
 
 
 class LaunchTable:
@@ -129,17 +140,25 @@ class LaunchTable:
         raise ConfigError(f"the launch table of {self.gpu!r:.60} has no gemm entry for wide={wide}")
 
     def few_rows(self, features: int, depth: int, *, gated: bool = False) -> FewRowsLaunch | None:
-        """Launch of the product for few rows: of the first entry for a matrix of this size whose tiles divide its depth.
+        """Launch of the product for few rows: of the first entry for such a matrix whose tiles divide its depth.
 
         None when there is none: a product left to the vendor's library is no error.
         """
-        for entry in self._raw.get("few_rows", []):
+        return next(self._products(FewRowsLaunch, "few_rows", features, depth, gated=gated), None)
+
+    def one_row(self, features: int, depth: int, *, gated: bool = False) -> OneRowLaunch | None:
+        """The same of the product for one row."""
+        return next(self._products(OneRowLaunch, "one_row", features, depth, gated=gated), None)
+
+    def _products(
+        self, kind: type[_Product], name: str, features: int, depth: int, *, gated: bool
+    ) -> Iterator[_Product]:
+        for entry in self._raw.get(name, []):
             fits = int(entry["least_features"]) <= features <= int(entry["features"])
             if fits and bool(entry.get("gated")) == gated:
-                launch = _launch(FewRowsLaunch, entry)
+                launch = _launch(kind, entry)
                 if depth % launch.block_k == 0:
-                    return launch
-        return None
+                    yield launch
 
     def as_json(self) -> dict[str, Any]:
         """The table as read; not to be changed."""

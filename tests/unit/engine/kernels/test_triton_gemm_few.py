@@ -1,4 +1,4 @@
-"""The product for few rows against plain torch: ragged tiles, parts of the depth, gate and residual."""
+"""The products for few rows and for one against plain torch: ragged tiles, parts of the depth, gate and residual."""
 
 import random
 
@@ -8,7 +8,8 @@ import torch
 from tests.unit.engine.kernels.triton_interpreter import interpreted, randn  # isort: skip
 from engine.kernels.triton import reference
 from engine.kernels.triton.gemm_few import MAX_ROWS, FewRowsWorkspace, gemm_few
-from engine.kernels.triton.tuning import DEFAULT_TABLE, FewRowsLaunch, load_table
+from engine.kernels.triton.gemv import gemv
+from engine.kernels.triton.tuning import DEFAULT_TABLE, FewRowsLaunch, OneRowLaunch, load_table
 
 __all__ = ["interpreted"]
 
@@ -55,6 +56,29 @@ def test_triton_few_rows_product_is_gated(dtype):
     gemm_few(x, weight, None, out, launch(), is_gated=True)
     stacked = torch.nn.functional.linear(x.float(), weight.float()).to(dtype)
     torch.testing.assert_close(out.float(), reference.silu_mul(stacked).float(), **TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("seed", range(6))
+def test_triton_one_row_product_equals_reference(seed, dtype):
+    rng = random.Random(seed)
+    features, depth = rng.choice([32, 64, 70, 5]), 64 * rng.choice([1, 2, 5])
+    x, weight = randn(rng, 1, depth, dtype=dtype), randn(rng, features, depth, dtype=dtype)
+    bias = randn(rng, features, dtype=dtype) if seed % 2 else None
+    residual = randn(rng, 1, features, dtype=dtype)
+    expected = torch.nn.functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    one = OneRowLaunch(block_n=rng.choice([2, 8]), block_k=64, num_warps=4)
+    out = torch.full((1, features), float("nan"), dtype=dtype)
+    gemv(x, weight, bias, out, one)
+    torch.testing.assert_close(out.float(), expected, **TOLERANCE[dtype])
+    added = residual.float() + out.float()
+    gemv(x, weight, bias, residual, one, residual=residual)
+    torch.testing.assert_close(residual.float(), added, **TOLERANCE[dtype])
+    if features % 2 == 0:
+        gated = torch.empty(1, features // 2, dtype=dtype)
+        gemv(x, weight, None, gated, one, is_gated=True)
+        stacked = torch.nn.functional.linear(x.float(), weight.float()).to(dtype)
+        torch.testing.assert_close(gated.float(), reference.silu_mul(stacked).float(), **TOLERANCE[dtype])
 
 
 def test_launch_of_few_rows_is_chosen_by_size() -> None:

@@ -21,7 +21,27 @@ import pytest
 import torch
 
 SETTING = "TRITON_INTERPRET"
-KERNELS = ("activation", "flash_decode", "gemm_few", "gemm_fixed", "norm", "paged_prefill", "rope_kv", "sampling")
+KERNELS = (
+    "activation",
+    "flash_decode",
+    "gemm_few",
+    "gemm_fixed",
+    "gemv",
+    "norm",
+    "paged_prefill",
+    "rope_kv",
+    "sampling",
+)
+    "activation",
+    "flash_decode",
+    "gemm_few",
+    "gemm_fixed",
+    "gemv",
+    "norm",
+    "paged_prefill",
+    "rope_kv",
+    "sampling",
+)
 
 
 @contextmanager
