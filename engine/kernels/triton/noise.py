@@ -56,10 +56,9 @@ def gumbel_of(word):
 
 
 @triton.jit
-def gumbel_tile(first, position, choice, seed, BLOCK: tl.constexpr):
-    """Noise of tokens `first .. first + BLOCK`, `first` a multiple of four: token % 4 picks the word of a quad."""
+def gumbel_tile(quads, position, choice, seed):
+    """Noise of four tokens for each element of `quads`, token // 4, in order: token % 4 picks the word of a quad."""
     key_low = (seed & 0xFFFFFFFF).to(tl.uint32)
     key_high = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    quad = first // 4 + tl.arange(0, BLOCK // 4)
-    w0, w1, w2, w3 = philox_words(quad, position, choice, key_low, key_high)
+    w0, w1, w2, w3 = philox_words(quads, position, choice, key_low, key_high)
     return gumbel_of(tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3)))
