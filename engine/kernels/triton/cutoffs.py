@@ -17,7 +17,7 @@ leaves, on average, half of the rest; so one or two checks are usual.
 import triton
 import triton.language as tl
 
-from engine.kernels.triton.noise import gumbel_tile
+from engine.kernels.triton.noise import gumbel_of, uniform_tile
 
 LEAST = tl.constexpr(-2139095040)
 """Order of the lowest finite float."""
@@ -45,10 +45,30 @@ def first_of(found, tokens):
 
 @triton.jit
 def draw(x, tokens, quads, position, choice, seed):
-    """The largest of logits plus noise, and its token. `quads`: token // 4 of every fourth token."""
-    y = x + gumbel_tile(quads, position, choice, seed)
-    best = tl.max(y, 0)
-    return best, first_of(y == best, tokens)
+    """The largest of logits plus noise, and its token; minus infinity where every logit is. `quads`: token // 4 of
+    every fourth token.
+
+    Noise is dear, so few tokens get it: x - log(v), v the uniform variate, is cheap to compare, and no less than the
+    logit with noise, x - log(-log(1 - v)). So tokens are tried in the order of that bound until none can win.
+    """
+    variates = tl.where(x > float("-inf"), uniform_tile(quads, position, choice, seed), 1.0)
+    peak = tl.maximum(tl.max(x, 0), -3e38)
+    bounds = variates * tl.exp(tl.minimum(peak - x, 80.0))  # exp(peak - bound): the lowest is tried first
+    lowest = tl.min(bounds, 0)
+    limit = tl.full([], 1.0, tl.float32)  # the peak is below it, and minus infinity far above
+    best = tl.full([], float("-inf"), tl.float32)
+    winner = tl.full([], _NOWHERE, tl.int32)
+    while lowest < limit:
+        token = first_of(bounds == lowest, tokens)
+        here = tokens == token
+        noise = gumbel_of(tl.max(tl.where(here, variates, 0.0), 0))
+        y = tl.max(tl.where(here, x, float("-inf")), 0) + noise
+        winner = tl.where((y > best) | ((y == best) & (token < winner)), token, winner)
+        best = tl.maximum(best, y)
+        limit = tl.exp(tl.minimum(peak - best + (1e-3 + tl.abs(best) * 2.4e-7), 80.0))  # with room for rounding
+        bounds = tl.where(here, float("inf"), bounds)
+        lowest = tl.min(bounds, 0)
+    return best, winner
 
 
 @triton.jit

@@ -129,12 +129,13 @@ def _sampled_token(
         least = tl.full([], LEAST, tl.int32)
         if min_p > 0.0:
             least = tl.maximum(least, order_of(peak + accurate_log(min_p)))
-        if (top_k > 0) & (top_k < size):
-            k, most = top_k.to(tl.int32), order_of(peak) + 1
+        k, most = top_k.to(tl.int32), order_of(peak) + 1
+        cuts_k = (top_k > 0) & (top_k < size)
+        if cuts_k:
             least = tl.maximum(least, kth_bound(orders, num_sections * PER_SECTION, most, k, BLOCK_GROUPS))
-            listed = list_groups(orders, least, listed_ptr, BLOCK_GROUPS)
-            least = kth_listed(x_ptr, size, temperature, listed_ptr, listed, least, most, k, GROUP, BLOCK)
         listed = list_groups(orders, least, listed_ptr, BLOCK_GROUPS)
+        if cuts_k:
+            least = kth_listed(x_ptr, size, temperature, listed_ptr, listed, least, most, k, GROUP, BLOCK)
         token = draw_listed(x_ptr, size, temperature, position, choice, seed, listed_ptr, listed, least, GROUP, BLOCK)
         needed = tl.where(checking, listed, 0)
         mass = mass_listed(x_ptr, size, temperature, listed_ptr, needed, least, peak, GROUP, BLOCK)

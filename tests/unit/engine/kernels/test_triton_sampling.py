@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from engine.kernels.triton.cutoffs import LEAST, kth_bound, kth_listed, list_groups, order_of
-from engine.kernels.triton.noise import accurate_log, gumbel_tile, philox_words
+from engine.kernels.triton.noise import accurate_log, gumbel_of, philox_words, uniform_tile
 from engine.kernels.triton.sampling import TritonSampling
 from engine.sampling.backend import UNUSABLE, DrawParams, LogitEdits, TorchSampling, gumbel_noise, philox4x32
 from engine.sampling.sampler import Sampler, SampleRow
@@ -35,8 +35,9 @@ with interpreting():
 
     @triton.jit
     def noise_kernel(out_ptr, first, position, choice, seed_ptr, BLOCK: tl.constexpr):
-        tile = gumbel_tile(first // 4 + tl.arange(0, BLOCK // 4), position, choice, tl.load(seed_ptr))
-        tl.store(out_ptr + tl.arange(0, BLOCK), tile)
+        quads = first // 4 + tl.arange(0, BLOCK // 4)
+        tile = uniform_tile(quads, position, choice, tl.load(seed_ptr))
+        tl.store(out_ptr + tl.arange(0, BLOCK), gumbel_of(tile))
 
     @triton.jit
     def log_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):
