@@ -53,9 +53,9 @@ def draw(x, tokens, quads, position, choice, seed):
     """
     variates = tl.where(x > float("-inf"), uniform_tile(quads, position, choice, seed), 1.0)
     peak = tl.maximum(tl.max(x, 0), -3e38)
-    bounds = variates * tl.exp(tl.minimum(peak - x, 80.0))  # exp(peak - bound): the lowest is tried first
+    bounds = variates * tl.exp(tl.minimum(peak - x, 87.0))  # exp(peak - bound): the lowest is tried first
     lowest = tl.min(bounds, 0)
-    limit = tl.full([], 1.0, tl.float32)  # the peak is below it, and minus infinity far above
+    limit = tl.full([], 1.0, tl.float32)  # the peak's bound is less than this; without finite logits none is
     best = tl.full([], float("-inf"), tl.float32)
     winner = tl.full([], _NOWHERE, tl.int32)
     while lowest < limit:
@@ -65,7 +65,9 @@ def draw(x, tokens, quads, position, choice, seed):
         y = tl.max(tl.where(here, x, float("-inf")), 0) + noise
         winner = tl.where((y > best) | ((y == best) & (token < winner)), token, winner)
         best = tl.maximum(best, y)
-        limit = tl.exp(tl.minimum(peak - best + (1e-3 + tl.abs(best) * 2.4e-7), 80.0))  # with room for rounding
+        # With room for rounding. Noise is less than 23, and more than -3; exp(60) is less than the bound of any logit
+        # that is lower by 87 or more.
+        limit = tl.exp(tl.minimum(peak - best + (1e-3 + tl.abs(best) * 2.4e-7), 60.0))
         bounds = tl.where(here, float("inf"), bounds)
         lowest = tl.min(bounds, 0)
     return best, winner

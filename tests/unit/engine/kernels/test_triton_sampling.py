@@ -168,6 +168,44 @@ def test_triton_sampling_keeps_ties_at_cutoff(cut):
     assert sorted(set(drawn.tolist())) == list(range(0, 64, 8))
 
 
+HARD_ROWS = {
+    "equal": lambda x: torch.full_like(x, -2.5),
+    "ties": lambda x: (x * 2.0).round(),
+    "zeros of both signs": lambda x: torch.where(x > 1.0, 0.0, torch.where(x > 0.0, -0.0, -1.0)),
+    "few are allowed": lambda x: torch.where(torch.arange(len(x)) % 700 == 3, x, float("-inf")),
+    "one is allowed": lambda x: torch.where(torch.arange(len(x)) == len(x) - 2, x, float("-inf")),
+    "one dominates": lambda x: torch.where(torch.arange(len(x)) == 40, 90.0, x),
+    "noise is rounded off": lambda x: (x * 2.0).round() * 1e6,
+    "huge": lambda x: x * 1e30,
+    "tiny": lambda x: x * 1e-38,
+    "ascending": lambda x: x.sort().values,
+}
+
+
+@pytest.mark.parametrize("name", HARD_ROWS)
+def test_triton_sampling_draws_reference_token_from_hard_row(name):
+    """With every cut-off, at its extremes too; alone and in a batch."""
+    vocab_size = 2100  # a section and a part of one
+    row = HARD_ROWS[name](torch.randn(vocab_size, generator=torch.Generator().manual_seed(4)))
+    cuts = [(0.0, top_p, top_k) for top_p in (1.0, 0.6, 1e-30) for top_k in (0, 1, 70, vocab_size - 1)]
+    cuts += [(0.0, 1.0, vocab_size), (1.0, 1.0, 0), (1.0, 0.6, 70)]
+    min_p, top_p, top_k = (torch.tensor(column) for column in zip(*cuts, strict=True))
+    rows = len(cuts)
+    params = DrawParams(
+        temperature=torch.full((rows,), 0.9),
+        min_p=min_p,
+        top_p=top_p,
+        top_k=top_k,
+        seed=torch.arange(rows),
+        position=torch.arange(rows) * 3,
+        choice=torch.zeros(rows, dtype=torch.int64),
+    )
+    logits = row.repeat(rows, 1)
+    drawn = TritonSampling().choose(logits, params)
+    assert torch.equal(drawn, TorchSampling().choose(logits, params))
+    assert torch.equal(TritonSampling().choose(logits[7:8], params.rows(7, 8)), drawn[7:8])
+
+
 @pytest.mark.parametrize("vocab_size", [1, 15, 5000])
 def test_triton_argmax_picks_first_of_equals(vocab_size):
     logits = torch.randn(4, vocab_size, generator=torch.Generator().manual_seed(0)).round()
