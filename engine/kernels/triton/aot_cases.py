@@ -17,7 +17,7 @@ from engine.kernels.triton.norm import add_rms_norm_kernel
 from engine.kernels.triton.paged_prefill import paged_prefill_kernel
 from engine.kernels.triton.pages import power_of_two
 from engine.kernels.triton.rope_kv import rope_kv_kernel
-from engine.kernels.triton.sampling import edit_kernel, prepare_kernel, select_kernel
+from engine.kernels.triton.sampling import edit_kernel, select_kernel, survey_kernel
 from engine.kernels.triton.tuning import AttentionShape, LaunchTable
 from tandem.values.kv_layout import KVLayout
 
@@ -297,31 +297,41 @@ def _sampling() -> Iterator[AotCase]:
         types=edits | {"count": "i32", "vocab_size": "i32"},
         constants={"BLOCK": 128},
     )
-    floats = ("logits_ptr", "scaled_ptr", "noisy_ptr", "temperature_ptr")
-    counters = {name: "*i64" for name in ("seed_ptr", "position_ptr", "choice_ptr")}
+    floats = ("temperature_ptr", "min_p_ptr", "top_p_ptr")
+    draws = {name: "*fp32" for name in floats} | {
+        name: "*i64" for name in ("top_k_ptr", "seed_ptr", "position_ptr", "choice_ptr")
+    }
     marks = {"counts_ptr": "*i32", "slots_ptr": "*i32"}
     factors = {name: "*fp32" for name in ("repetition_ptr", "presence_ptr", "frequency_ptr")}
-    yield AotCase(
-        name="sampling prepare",
-        kernel=prepare_kernel,
-        types={name: "*fp32" for name in floats} | counters | marks | factors | {"vocab_size": "i32"},
-        constants={"BLOCK": 1024},
-        representative=True,
-    )
-    cuts = {name: "*fp32" for name in ("scaled_ptr", "noisy_ptr", "temperature_ptr", "min_p_ptr", "top_p_ptr")}
-    yield AotCase(
-        name="sampling select",
-        kernel=select_kernel,
-        types=cuts | {"out_ptr": "*i64", "top_k_ptr": "*i64", "vocab_size": "i32"} | marks,
-        constants={"BLOCK": 4096},
-        num_warps=16,
-        representative=True,
-    )
-    none = dict.fromkeys(("temperature_ptr", "min_p_ptr", "top_p_ptr", "top_k_ptr", "counts_ptr", "slots_ptr"))
-    yield AotCase(
-        name="sampling argmax",
-        kernel=select_kernel,
-        types={"scaled_ptr": "*fp32", "noisy_ptr": "*fp32", "out_ptr": "*i64", "vocab_size": "i32"},
-        constants={"BLOCK": 4096, **none},
-        num_warps=16,
+    survey = {name: "*fp32" for name in ("logits_ptr", "maxima_ptr")} | {"vocab_size": "i32"}
+    select = survey | {"out_ptr": "*i64"}
+    sections, listed = {"sections_ptr": "*fp32"}, {"listed_ptr": "*i32"}
+    read = {"GROUP": 32, "BLOCK": 2048}
+    chosen = read | {"PER_SECTION": 64, "BLOCK_GROUPS": 4096}
+    surveys = {
+        "penalised": survey | sections | draws | marks | factors | {"adjusted_ptr": "*fp32"},
+        "drawn": survey | sections | draws,
+        "greedy": survey,
+    }
+    selects = {
+        "penalised": select | sections | listed | draws | marks,
+        "drawn": select | sections | listed | draws,
+        "greedy": select,
+    }
+    for name, types in surveys.items():
+        yield _with_absent(f"sampling survey-{name}", survey_kernel, types, read, 4)
+    for name, types in selects.items():
+        yield _with_absent(f"sampling select-{name}", select_kernel, types, chosen, 8)
+
+
+def _with_absent(name: str, kernel: Any, types: dict[str, str], constants: dict[str, Any], num_warps: int) -> AotCase:
+    """A case whose other arguments are None."""
+    absent = dict.fromkeys(set(kernel.arg_names) - types.keys() - constants.keys())
+    return AotCase(
+        name=name,
+        kernel=kernel,
+        types=types,
+        constants=constants | absent,
+        num_warps=num_warps,
+        representative="penalised" in name,
     )

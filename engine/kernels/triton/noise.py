@@ -44,22 +44,23 @@ def accurate_log(x):
 
 
 @triton.jit
-def gumbel_of(word):
-    """Standard Gumbel noise of uint32 words: -log(-log(1 - v)), with v in (0, 1) finest near zero."""
-    v = tl.minimum((word.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)  # 2^-32; 1 - 2^-24
+def uniform_tile(quads, position, choice, seed):
+    """Uniform variates in (0, 1), finest near zero, of four tokens for each element of `quads`, token // 4, in order:
+    token % 4 picks the word of a quad.
+    """
+    key_low = (seed & 0xFFFFFFFF).to(tl.uint32)
+    key_high = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
+    w0, w1, w2, w3 = philox_words(quads, position, choice, key_low, key_high)
+    words = tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
+    return tl.minimum((words.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)  # 2^-32; 1 - 2^-24
+
+
+@triton.jit
+def gumbel_of(v):
+    """Standard Gumbel noise of uniform variates: -log(-log(1 - v))."""
     # log(1 - v) = -2 artanh(v / (2 - v)): exact for small v, where 1 - v would drop its digits.
     s = v / (2.0 - v)
     z = s * s
     near = 2.0 * s + 2.0 * s * z * (0.33333333 + z * (0.2 + z * (0.14285714 + z * 0.11111111)))
     exponential = tl.where(v < 0.25, near, -accurate_log(1.0 - v))
     return -accurate_log(exponential)
-
-
-@triton.jit
-def gumbel_tile(first, position, choice, seed, BLOCK: tl.constexpr):
-    """Noise of tokens `first .. first + BLOCK`, `first` a multiple of four: token % 4 picks the word of a quad."""
-    key_low = (seed & 0xFFFFFFFF).to(tl.uint32)
-    key_high = ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32)
-    quad = first // 4 + tl.arange(0, BLOCK // 4)
-    w0, w1, w2, w3 = philox_words(quad, position, choice, key_low, key_high)
-    return gumbel_of(tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3)))

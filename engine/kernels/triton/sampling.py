@@ -1,10 +1,11 @@
 """Samples tokens on the device, without a host round trip: the steps and the order of `engine.sampling.sampler`.
 
-Biases and bans are added first, as a list of edits. A first kernel, parallel over sections of the vocabulary, applies
-penalties and temperature and adds the noise; a second, one program a row, finds the cut-offs and the winner
-(`engine.kernels.triton.cutoffs`) and counts the token it chose. A row of temperature 0 is greedy: no noise, no
-cut-offs. The share of top-p is taken of everything that min-p and top-k keep, ties included. A row that holds NaN or
-infinity, or nothing finite, is detected while it is read, and gets no token.
+Biases and bans are added first, as a list of edits. A first kernel, parallel over sections of the vocabulary, reads
+every logit once: it applies penalties and temperature, and notes the largest of each group of tokens. It draws, too,
+in rows where every token may win. A second, one program a row, finds the cut-offs from those notes, reads again the few
+groups that matter (`engine.kernels.triton.cutoffs`), draws from them, and counts the token it chose. A row of
+temperature 0 is greedy: no noise, no cut-offs. The share of top-p is taken of everything that min-p and top-k keep,
+ties included. A row that holds NaN or infinity, or nothing finite, is detected while it is read, and gets no token.
 """
 
 import torch
@@ -12,15 +13,31 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.kernels.triton.cutoffs import best_above, kth_largest, largest_of
-from engine.kernels.triton.noise import accurate_log, gumbel_tile
+from engine.kernels.triton.cutoffs import (
+    LEAST,
+    draw,
+    draw_listed,
+    first_of,
+    kth_bound,
+    kth_listed,
+    list_groups,
+    mass_listed,
+    order_of,
+    scaled,
+)
+from engine.kernels.triton.noise import accurate_log
+from engine.kernels.triton.pages import power_of_two
 from engine.sampling.backend import UNUSABLE, DrawParams, LogitEdits, forbid_by_torch_
 from engine.sampling.token_counts import Penalties, TokenCounts
 from tandem.errors import ConfigError
 
-_PREPARE_BLOCK = 1024
-_SELECT_BLOCK = 4096
-_SELECT_WARPS = 16
+_BLOCK = 2048
+"""Tokens read at a time; in the first kernel, a section."""
+_SMALLEST_GROUP = 32
+"""Tokens whose logits fill a cache line, so that reading fewer of them together would save nothing."""
+_MOST_GROUPS = 8192
+"""Groups of one row: their largest logits are held in registers."""
+_SELECT_WARPS = 8
 _UNUSABLE = tl.constexpr(UNUSABLE)
 
 # The sampling parameters of all rows lie in one array, one kind after the other, so a kind's alignment depends on the
@@ -50,77 +67,146 @@ def _penalised(x, tokens, inside, row, vocab_size, counts_ptr, slots_ptr, repeti
     return tl.where(output > 0.0, x - tl.load(presence_ptr + row), x)
 
 
+@triton.jit
+def _is_limited(min_p, top_k, vocab_size):
+    """Whether min-p or top-k leaves only a row's largest logits: then the draw can wait until those are known."""
+    return (min_p > 0.0) | ((top_k > 0) & (top_k < vocab_size))
+
+
 @triton.jit(
     do_not_specialize_on_alignment=[
-        "temperature_ptr", "seed_ptr", "position_ptr", "choice_ptr", "slots_ptr", "repetition_ptr", "presence_ptr",
-        "frequency_ptr",
+        "temperature_ptr", "min_p_ptr", "top_p_ptr", "top_k_ptr", "seed_ptr", "position_ptr", "choice_ptr", "slots_ptr",
+        "repetition_ptr", "presence_ptr", "frequency_ptr",
     ]
 )  # fmt: skip
-def prepare_kernel(
-    logits_ptr, scaled_ptr, noisy_ptr, temperature_ptr, seed_ptr, position_ptr, choice_ptr,
-    counts_ptr, slots_ptr, repetition_ptr, presence_ptr, frequency_ptr, vocab_size, BLOCK: tl.constexpr,
+def survey_kernel(
+    logits_ptr, adjusted_ptr, maxima_ptr, sections_ptr, temperature_ptr, min_p_ptr, top_p_ptr, top_k_ptr, seed_ptr,
+    position_ptr, choice_ptr, counts_ptr, slots_ptr, repetition_ptr, presence_ptr, frequency_ptr, vocab_size,
+    GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute one section of one row: the scaled logits, and those plus noise."""
+    """Read one section of one row and note the largest scaled logit of each group; in rows without min-p and top-k,
+    also four numbers of the section: the winner of its draw, with noise; its token; the peak and sum of exp(x - peak).
+    """
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * BLOCK
     tokens = first + tl.arange(0, BLOCK)
     inside = tokens < vocab_size
-    where = row * vocab_size + tokens
-    x = tl.load(logits_ptr + where, mask=inside, other=0.0)
+    x = tl.load(logits_ptr + row * vocab_size + tokens, mask=inside, other=float("-inf"))
     if counts_ptr is not None:
         x = _penalised(x, tokens, inside, row, vocab_size, counts_ptr, slots_ptr, repetition_ptr, presence_ptr,
                        frequency_ptr)  # fmt: skip
-    temperature = tl.load(temperature_ptr + row)
-    if temperature > 0.0:
-        x = tl.div_rn(x, tl.zeros([BLOCK], tl.float32) + temperature)
-        position, choice = tl.load(position_ptr + row), tl.load(choice_ptr + row)
-        noise = gumbel_tile(first, position, choice, tl.load(seed_ptr + row), BLOCK)
-        tl.store(noisy_ptr + where, x + noise, mask=inside)
+        tl.store(adjusted_ptr + row * vocab_size + tokens, x, mask=inside)
+    if temperature_ptr is not None:
+        temperature = tl.load(temperature_ptr + row)
+        if temperature > 0.0:
+            x = scaled(x, temperature)
+    marked = tl.where(x == x, x, float("inf"))  # noqa: PLR0124 - NaN alone
+    place = row * tl.num_programs(1) + tl.program_id(1)
+    groups = tl.arange(0, BLOCK // GROUP)
+    tl.store(maxima_ptr + place * (BLOCK // GROUP) + groups, tl.max(tl.reshape(marked, [BLOCK // GROUP, GROUP]), 1))
+    if temperature_ptr is not None:  # noqa: SIM102 - the outer condition is evaluated when compiling
+        if (temperature > 0.0) & ~_is_limited(tl.load(min_p_ptr + row), tl.load(top_k_ptr + row), vocab_size):
+            position, choice = tl.load(position_ptr + row), tl.load(choice_ptr + row)
+            quads = first // 4 + tl.arange(0, BLOCK // 4)
+            best, token = draw(x, tokens, quads, position, choice, tl.load(seed_ptr + row))
+            sections_ptr += place * 4
+            tl.store(sections_ptr, best)
+            tl.store(sections_ptr + 1, token.to(tl.float32, bitcast=True))
+            if tl.load(top_p_ptr + row) < 1.0:
+                peak = tl.maximum(tl.max(marked, 0), -3e38)  # finite, in sections without candidates too
+                tl.store(sections_ptr + 2, peak)
+                tl.store(sections_ptr + 3, tl.sum(tl.exp(x - peak), 0))
+
+
+@triton.jit
+def _sampled_token(
+    x_ptr, size, temperature, position, choice, seed, min_p, top_p, top_k, orders, peak, listed_ptr, sections_ptr,
+    num_sections, GROUP: tl.constexpr, PER_SECTION: tl.constexpr, BLOCK_GROUPS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The token of one row above temperature zero; `orders`: of the largest logit of each group."""
+    checking = top_p < 1.0  # else the mass is not needed
+    if _is_limited(min_p, top_k, size):
+        least = tl.full([], LEAST, tl.int32)
+        if min_p > 0.0:
+            least = tl.maximum(least, order_of(peak + accurate_log(min_p)))
+        k, most = top_k.to(tl.int32), order_of(peak) + 1
+        cuts_k = (top_k > 0) & (top_k < size)
+        if cuts_k:
+            least = tl.maximum(least, kth_bound(orders, num_sections * PER_SECTION, most, k, BLOCK_GROUPS))
+        listed = list_groups(orders, least, listed_ptr, BLOCK_GROUPS)
+        if cuts_k:
+            least = kth_listed(x_ptr, size, temperature, listed_ptr, listed, least, most, k, GROUP, BLOCK)
+        token = draw_listed(x_ptr, size, temperature, position, choice, seed, listed_ptr, listed, least, GROUP, BLOCK)
+        needed = tl.where(checking, listed, 0)
+        mass = mass_listed(x_ptr, size, temperature, listed_ptr, needed, least, peak, GROUP, BLOCK)
     else:
-        tl.store(noisy_ptr + where, x, mask=inside)
-    tl.store(scaled_ptr + where, x, mask=inside)
+        needed = tl.where(checking, num_sections, 0)
+        token, mass = _drawn_of_sections(sections_ptr, num_sections, needed, peak, BLOCK_GROUPS // PER_SECTION)
+    while checking:
+        # Whether the tokens above this one leave it out; the largest is kept even when its share rounds to zero.
+        value = scaled(tl.load(x_ptr + token), temperature)
+        least = order_of(value) + 1
+        listed = list_groups(orders, least, listed_ptr, BLOCK_GROUPS)
+        above = mass_listed(x_ptr, size, temperature, listed_ptr, listed, least, peak, GROUP, BLOCK)
+        checking = (above >= top_p * mass) & (value < peak)
+        if checking:
+            token = draw_listed(
+                x_ptr, size, temperature, position, choice, seed, listed_ptr, listed, least, GROUP, BLOCK
+            )
+    return token
+
+
+@triton.jit
+def _drawn_of_sections(sections_ptr, num_sections, num_weighed, peak, BLOCK: tl.constexpr):
+    """The winner of a row's draw, from the notes on its sections, and the sum of exp(x - peak) over `num_weighed`."""
+    section = tl.arange(0, BLOCK)
+    here = section < num_sections
+    notes_ptr = sections_ptr + section * 4
+    best = tl.load(notes_ptr, mask=here, other=float("-inf"))
+    winners = tl.load(notes_ptr + 1, mask=here, other=0.0).to(tl.int32, bitcast=True)
+    peaks = tl.load(notes_ptr + 2, mask=section < num_weighed, other=float("-inf"))
+    sums = tl.load(notes_ptr + 3, mask=section < num_weighed, other=0.0)
+    return first_of(best == tl.max(best, 0), winners), tl.sum(sums * tl.exp(peaks - peak), 0)
 
 
 @triton.jit(
     do_not_specialize_on_alignment=[
-        "out_ptr", "temperature_ptr", "min_p_ptr", "top_p_ptr", "top_k_ptr", "slots_ptr",
+        "out_ptr", "temperature_ptr", "min_p_ptr", "top_p_ptr", "top_k_ptr", "seed_ptr", "position_ptr", "choice_ptr",
+        "slots_ptr",
     ]
 )  # fmt: skip
 def select_kernel(
-    scaled_ptr, noisy_ptr, out_ptr, temperature_ptr, min_p_ptr, top_p_ptr, top_k_ptr, counts_ptr, slots_ptr,
-    vocab_size, BLOCK: tl.constexpr,
+    logits_ptr, maxima_ptr, out_ptr, sections_ptr, listed_ptr, temperature_ptr, min_p_ptr, top_p_ptr, top_k_ptr,
+    seed_ptr, position_ptr, choice_ptr, counts_ptr, slots_ptr, vocab_size,
+    GROUP: tl.constexpr, PER_SECTION: tl.constexpr, BLOCK_GROUPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Choose one row's token: cut-offs and winner. For a plain argmax, scaled and noisy logits may be the same
-    tensor.
-    """
+    """Choose one row's token from what was noted of its sections, `PER_SECTION` groups each."""
     row = tl.program_id(0).to(tl.int64)
-    scaled_ptr += row * vocab_size
-    noisy_ptr += row * vocab_size
-    floor = tl.full([], float("-inf"), tl.float32)
-    peak = tl.full([], 0.0, tl.float32)
-    top_p = tl.full([], 1.0, tl.float32)
+    num_sections = tl.cdiv(vocab_size, PER_SECTION * GROUP)
+    num_groups = num_sections * PER_SECTION
+    logits_ptr += row * vocab_size
+    groups = tl.arange(0, BLOCK_GROUPS)
+    maxima = tl.load(maxima_ptr + row * num_groups + groups, mask=groups < num_groups, other=float("-inf"))
+    peak = tl.max(maxima, 0)
+    usable = (peak > float("-inf")) & (peak < float("inf"))
+    temperature = tl.full([], 0.0, tl.float32)
+    if temperature_ptr is not None:
+        temperature = tl.load(temperature_ptr + row)
+    token = tl.full([], _UNUSABLE, tl.int32)
+    if usable & (temperature == 0.0):
+        tokens = first_of(maxima == peak, groups) * GROUP + tl.arange(0, GROUP)
+        x = tl.load(logits_ptr + tokens, mask=tokens < vocab_size, other=float("-inf"))
+        token = first_of(x == peak, tokens)
     # Nested: the outer condition is evaluated when compiling.
     if temperature_ptr is not None:  # noqa: SIM102
-        if tl.load(temperature_ptr + row) > 0.0:
-            min_p, top_k = tl.load(min_p_ptr + row), tl.load(top_k_ptr + row)
-            top_p = tl.load(top_p_ptr + row)
-            if (min_p > 0.0) | (top_p < 1.0):
-                peak = largest_of(scaled_ptr, vocab_size, BLOCK)
-                if min_p > 0.0:
-                    floor = peak + accurate_log(min_p)
-            if (top_k > 0) & (top_k < vocab_size):
-                floor = tl.maximum(floor, kth_largest(scaled_ptr, vocab_size, top_k.to(tl.int32), BLOCK))
-    mass, token, usable = best_above(scaled_ptr, noisy_ptr, vocab_size, floor, peak, False, BLOCK)
-    if top_p < 1.0:
-        allowed = top_p * mass
-        checking = usable & (peak > float("-inf"))
-        while checking:
-            value = tl.load(scaled_ptr + token)
-            above, higher, _ = best_above(scaled_ptr, noisy_ptr, vocab_size, value, peak, True, BLOCK)
-            # The largest is kept even when `allowed` is rounded to zero.
-            checking = (above >= allowed) & (value < peak)
-            token = tl.where(checking, higher, token)
-    tl.store(out_ptr + row, tl.where(usable, token, _UNUSABLE).to(tl.int64))
+        if usable & (temperature > 0.0):
+            token = _sampled_token(
+                logits_ptr, vocab_size, temperature, tl.load(position_ptr + row), tl.load(choice_ptr + row),
+                tl.load(seed_ptr + row), tl.load(min_p_ptr + row), tl.load(top_p_ptr + row), tl.load(top_k_ptr + row),
+                order_of(maxima), peak, listed_ptr + row * num_groups, sections_ptr + row * num_sections * 4,
+                num_sections, GROUP, PER_SECTION, BLOCK_GROUPS, BLOCK,
+            )  # fmt: skip
+    tl.store(out_ptr + row, token.to(tl.int64))
     if counts_ptr is not None:
         slot = tl.load(slots_ptr + row).to(tl.int64)
         if usable & (slot >= 0):
@@ -145,25 +231,31 @@ class TritonSampling:
         out = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
         if not num_rows:
             return out
-        if params is None:
-            select_kernel[(num_rows,)](
-                logits, logits, out, None, None, None, None, None, None, vocab_size,
-                BLOCK=_SELECT_BLOCK, num_warps=_SELECT_WARPS,
-            )  # fmt: skip
-            return out
         if edits is not None and len(edits.rows):
             logits = _edited(logits, edits)
-        scaled, noisy = torch.empty_like(logits), torch.empty_like(logits)
-        p = penalties
-        marks = (None, None) if p is None else (p.counts.counts, p.slots)
-        factors = (None, None, None) if p is None else (p.repetition, p.presence, p.frequency)
-        prepare_kernel[(num_rows, -(-vocab_size // _PREPARE_BLOCK))](
-            logits, scaled, noisy, params.temperature, params.seed, params.position, params.choice,
-            *marks, *factors, vocab_size, BLOCK=_PREPARE_BLOCK,
-        )  # fmt: skip
+        group = power_of_two(-(-vocab_size // _MOST_GROUPS), _SMALLEST_GROUP)
+        num_sections, per_section = -(-vocab_size // _BLOCK), _BLOCK // group
+        num_groups = num_sections * per_section
+        maxima = logits.new_empty(num_rows, num_groups)
+        sections = listed = adjusted = None
+        draw: tuple[Tensor | None, ...] = (None,) * 7
+        marks, factors = (None, None), (None, None, None)
+        if params is not None:
+            sections = logits.new_empty(num_rows, num_sections, 4)
+            listed = torch.empty_like(maxima, dtype=torch.int32)
+            draw = (params.temperature, params.min_p, params.top_p, params.top_k,
+                    params.seed, params.position, params.choice)  # fmt: skip
+        if penalties is not None:
+            adjusted = torch.empty_like(logits)
+            marks = (penalties.counts.counts, penalties.slots)
+            factors = (penalties.repetition, penalties.presence, penalties.frequency)
+        survey_kernel[(num_rows, num_sections)](
+            logits, adjusted, maxima, sections, *draw, *marks, *factors, vocab_size, GROUP=group, BLOCK=_BLOCK
+        )
         select_kernel[(num_rows,)](
-            scaled, noisy, out, params.temperature, params.min_p, params.top_p, params.top_k, *marks, vocab_size,
-            BLOCK=_SELECT_BLOCK, num_warps=_SELECT_WARPS,
+            logits if adjusted is None else adjusted, maxima, out, sections, listed, *draw, *marks, vocab_size,
+            GROUP=group, PER_SECTION=per_section, BLOCK_GROUPS=power_of_two(num_groups), BLOCK=_BLOCK,
+            num_warps=_SELECT_WARPS,
         )  # fmt: skip
         return out
 

@@ -10,8 +10,8 @@ from tests.unit.engine.kernels.triton_interpreter import interpreted, interpreti
 import triton
 import triton.language as tl
 
-from engine.kernels.triton.cutoffs import kth_largest
-from engine.kernels.triton.noise import accurate_log, gumbel_tile, philox_words
+from engine.kernels.triton.cutoffs import LEAST, kth_bound, kth_listed, list_groups, order_of
+from engine.kernels.triton.noise import accurate_log, gumbel_of, philox_words, uniform_tile
 from engine.kernels.triton.sampling import TritonSampling
 from engine.sampling.backend import UNUSABLE, DrawParams, LogitEdits, TorchSampling, gumbel_noise, philox4x32
 from engine.sampling.sampler import Sampler, SampleRow
@@ -35,8 +35,9 @@ with interpreting():
 
     @triton.jit
     def noise_kernel(out_ptr, first, position, choice, seed_ptr, BLOCK: tl.constexpr):
-        tile = gumbel_tile(first, position, choice, tl.load(seed_ptr), BLOCK)
-        tl.store(out_ptr + tl.arange(0, BLOCK), tile)
+        quads = first // 4 + tl.arange(0, BLOCK // 4)
+        tile = uniform_tile(quads, position, choice, tl.load(seed_ptr))
+        tl.store(out_ptr + tl.arange(0, BLOCK), gumbel_of(tile))
 
     @triton.jit
     def log_kernel(x_ptr, out_ptr, BLOCK: tl.constexpr):
@@ -44,8 +45,16 @@ with interpreting():
         tl.store(out_ptr + index, accurate_log(tl.load(x_ptr + index)))
 
     @triton.jit
-    def kth_kernel(x_ptr, out_ptr, size, k, BLOCK: tl.constexpr):
-        tl.store(out_ptr, kth_largest(x_ptr, size, k, BLOCK))
+    def kth_kernel(x_ptr, listed_ptr, bounds_ptr, size, k, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+        """Order of the k-th largest, and the bound on it from the largest of each group."""
+        index = tl.arange(0, BLOCK)
+        orders = order_of(tl.load(x_ptr + index, mask=index < size, other=float("-inf")))
+        orders = tl.max(tl.reshape(orders, [BLOCK // GROUP, GROUP]), 1)
+        most = tl.max(orders, 0) + 1
+        bound = tl.maximum(kth_bound(orders, BLOCK // GROUP, most, k, BLOCK // GROUP), LEAST)
+        listed = list_groups(orders, bound, listed_ptr, BLOCK // GROUP)
+        tl.store(bounds_ptr, bound)
+        tl.store(bounds_ptr + 1, kth_listed(x_ptr, size, 1.0, listed_ptr, listed, bound, most, k, GROUP, 64))
 
 
 SEEDS = (0, 1, 2**31, 2**32 + 5, 2**63 - 1, -1, -(2**63), 0x123456789ABCDEF)
@@ -77,17 +86,27 @@ def test_triton_log_is_accurate_near_one():
         torch.testing.assert_close(out.double(), x.double().log(), atol=1e-12, rtol=3e-7)
 
 
+def orders_of(x):
+    bits = (x + 0.0).view(torch.int32)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
 def test_triton_kth_largest_handles_every_kind_of_float():
+    """The order found lies between the k-th largest and the next one below; the groups' bound is at most that."""
     rng = random.Random(0)
     x = torch.randn(700, generator=torch.Generator().manual_seed(1)) * 10.0 ** torch.arange(-30, 40, 0.1)[:700]
     x[::7] = x[3].clone()
     x[::11] = float("-inf")
     x[::13] = 0.0
-    ordered = x.sort(descending=True).values
+    x[::17] = -0.0
+    ordered = orders_of(x).sort(descending=True).values.tolist()
     for k in [1, 2, 699, 700, *(rng.randint(1, 700) for _ in range(12))]:
-        out = torch.empty(1)
-        kth_kernel[(1,)](x, out, 700, k, BLOCK=256)
-        assert out.item() == ordered[k - 1].item()
+        bounds, listed = torch.empty(2, dtype=torch.int32), torch.empty(128, dtype=torch.int32)
+        kth_kernel[(1,)](x, listed, bounds, 700, k, GROUP=8, BLOCK=1024)
+        bound, kth = bounds.tolist()
+        lower = [order for order in ordered if order < ordered[k - 1]]
+        assert bound <= kth
+        assert max(lower[:1], default=-(2**31)) < kth <= max(ordered[k - 1], LEAST.value), k
 
 
 def draw_params(rng, rows, greedy=0.0):
@@ -147,6 +166,44 @@ def test_triton_sampling_keeps_ties_at_cutoff(cut):
     drawn = TritonSampling().choose(logits, params)
     assert torch.equal(drawn, TorchSampling().draw(logits, params))
     assert sorted(set(drawn.tolist())) == list(range(0, 64, 8))
+
+
+HARD_ROWS = {
+    "equal": lambda x: torch.full_like(x, -2.5),
+    "ties": lambda x: (x * 2.0).round(),
+    "zeros of both signs": lambda x: torch.where(x > 1.0, 0.0, torch.where(x > 0.0, -0.0, -1.0)),
+    "few are allowed": lambda x: torch.where(torch.arange(len(x)) % 700 == 3, x, float("-inf")),
+    "one is allowed": lambda x: torch.where(torch.arange(len(x)) == len(x) - 2, x, float("-inf")),
+    "one dominates": lambda x: torch.where(torch.arange(len(x)) == 40, 90.0, x),
+    "noise is rounded off": lambda x: (x * 2.0).round() * 1e6,
+    "huge": lambda x: x * 1e30,
+    "tiny": lambda x: x * 1e-38,
+    "ascending": lambda x: x.sort().values,
+}
+
+
+@pytest.mark.parametrize("name", HARD_ROWS)
+def test_triton_sampling_draws_reference_token_from_hard_row(name):
+    """With every cut-off, at its extremes too; alone and in a batch."""
+    vocab_size = 2100  # a section and a part of one
+    row = HARD_ROWS[name](torch.randn(vocab_size, generator=torch.Generator().manual_seed(4)))
+    cuts = [(0.0, top_p, top_k) for top_p in (1.0, 0.6, 1e-30) for top_k in (0, 1, 70, vocab_size - 1)]
+    cuts += [(0.0, 1.0, vocab_size), (1.0, 1.0, 0), (1.0, 0.6, 70)]
+    min_p, top_p, top_k = (torch.tensor(column) for column in zip(*cuts, strict=True))
+    rows = len(cuts)
+    params = DrawParams(
+        temperature=torch.full((rows,), 0.9),
+        min_p=min_p,
+        top_p=top_p,
+        top_k=top_k,
+        seed=torch.arange(rows),
+        position=torch.arange(rows) * 3,
+        choice=torch.zeros(rows, dtype=torch.int64),
+    )
+    logits = row.repeat(rows, 1)
+    drawn = TritonSampling().choose(logits, params)
+    assert torch.equal(drawn, TorchSampling().choose(logits, params))
+    assert torch.equal(TritonSampling().choose(logits[7:8], params.rows(7, 8)), drawn[7:8])
 
 
 @pytest.mark.parametrize("vocab_size", [1, 15, 5000])
