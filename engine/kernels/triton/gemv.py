@@ -75,7 +75,7 @@ def gemv(
     is_gated: bool = False,
     pdl: bool = False,
 ) -> None:
-    """Do what `engine.kernels.triton.gemm_few.gemm_few` does, for one row whose depth is a multiple of `launch.block_k`.
+    """Do what `gemm_few` does, for one row whose depth is a multiple of `launch.block_k`.
 
     x: contiguous `[1, in_features]`.
     """

@@ -203,6 +203,7 @@ def _read(path: Path) -> dict[str, Any]:
 def _launch(kind: type[_Launch], entry: dict[str, Any]) -> _Launch:
     names = {field.name for field in fields(kind)}
     try:
-        return kind(**{name: int(value) for name, value in entry.items() if name in names})
+        values: dict[str, Any] = {name: int(value) for name, value in entry.items() if name in names}
+        return kind(**values)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"launch table entry {entry}: {error}") from error
