@@ -32,16 +32,6 @@ KERNELS = (
     "rope_kv",
     "sampling",
 )
-    "activation",
-    "flash_decode",
-    "gemm_few",
-    "gemm_fixed",
-    "gemv",
-    "norm",
-    "paged_prefill",
-    "rope_kv",
-    "sampling",
-)
 
 
 @contextmanager
