@@ -24,10 +24,10 @@ class MoveTable:
     """The runs of a layer, each with its source and target, and the planes that they are in. All numbers are bytes."""
 
     planes: Numbers
-    """`[plane, 2]`: the beginnings of the source's and the target's plane, layer by layer."""
+    """Two for each plane, layer by layer: where it begins in the source and in the target."""
     rows: list[int]
-    """For each run of a layer: the number of its plane in the layer, its offsets in the source's and in the target's
-    plane and among the layer's bytes on the wire, and its length."""
+    """Five for each run of a layer: the number of its plane in the layer, its offsets in the source's and in the
+    target's plane and among the layer's bytes on the wire, and its length."""
     num_layers: int
     layer_bytes: int
     """Bytes of a layer on the wire."""
@@ -50,33 +50,36 @@ class MoveTable:
         sources = whole if reads is None else reads.plane_runs
         targets = whole if writes is None else writes.plane_runs
         pairs = [pair_runs(source, target) for source, target in zip(sources, targets, strict=True)]
-        here = _begins(shape.planes, sizes) if reads is None else _begins(reads.planes, reads.plane_bytes)
-        there = _begins(shape.planes, sizes) if writes is None else _begins(writes.planes, writes.plane_bytes)
-        return cls._of(here, there, [index for _, index in shape.planes], shape.num_layers, pairs)
+        planes = _begins(
+            (shape.planes, sizes) if reads is None else (reads.planes, reads.plane_bytes),
+            (shape.planes, sizes) if writes is None else (writes.planes, writes.plane_bytes),
+        )
+        per_layer = len(shape.planes) // shape.num_layers
+        return cls._of(planes, [pairs[index] for _, index in shape.planes[:per_layer]], shape.num_layers)
 
     @classmethod
     def of_copies(cls, copies: RunPairs) -> "MoveTable | None":
         """Table of `copies`. Returns None when they are not aligned, or are none."""
         if not copies.planes:
             return None
-        here = _begins(tuple((plane, 0) for plane, _, _ in copies.planes), copies.source_plane_bytes)
-        there = _begins(tuple((plane, 0) for _, plane, _ in copies.planes), copies.destination_plane_bytes)
-        indices = [index for _, _, index in copies.planes]
-        return cls._of(here, there, indices, copies.num_layers, copies.plane_pairs)
+        planes = _begins(
+            (tuple((source, 0) for source, _, _ in copies.planes), copies.source_plane_bytes),
+            (tuple((target, 0) for _, target, _ in copies.planes), copies.destination_plane_bytes),
+        )
+        per_layer = len(copies.planes) // copies.num_layers
+        pairs = [copies.plane_pairs[index] for _, _, index in copies.planes[:per_layer]]
+        return cls._of(planes, pairs, copies.num_layers)
 
     @classmethod
     def _of(
-        cls,
-        here: "tuple[Numbers, int]",
-        there: "tuple[Numbers, int]",
-        indices: list[int],
-        num_layers: int,
-        pairs: Sequence[Sequence[RunPair]],
+        cls, planes: tuple[Numbers, int], layer: Sequence[Sequence[RunPair]], num_layers: int
     ) -> "MoveTable | None":
+        """`layer`: the copies in each plane of a layer."""
         rows: list[int] = []
-        bits, wire, longest = here[1] | there[1], 0, 0
-        for plane, index in enumerate(indices[: len(indices) // num_layers]):
-            for source, target, length in pairs[index]:
+        numbers, bits = planes
+        wire = longest = 0
+        for plane, pairs in enumerate(layer):
+            for source, target, length in pairs:
                 rows += (plane, source, target, wire, length)
                 bits |= source | target | length
                 wire += length
@@ -84,9 +87,8 @@ class MoveTable:
         alignment = next((bound for bound in ALIGNMENTS if not bits % bound), 0)
         if not alignment or wire >= _MAX_BYTES:
             return None
-        planes = np.stack((here[0], there[0]), axis=1)
         return cls(
-            planes=planes, rows=rows, num_layers=num_layers, layer_bytes=wire, longest=longest, alignment=alignment
+            planes=numbers, rows=rows, num_layers=num_layers, layer_bytes=wire, longest=longest, alignment=alignment
         )
 
     @property
@@ -101,19 +103,23 @@ class MoveTable:
     def write(self, numbers: Numbers) -> None:
         """Write the table as the kernel reads it: a header that begins with a zero to count in, rows, planes."""
         rows_end = HEADER + len(self.rows)
-        numbers[:rows_end] = [0, len(self.planes) // self.num_layers, self.layer_bytes, 0, *self.rows]
-        numbers[rows_end : rows_end + self.planes.size] = self.planes.reshape(-1)
+        planes_per_layer = self.planes.size // (PLANE * self.num_layers)
+        numbers[:rows_end] = [0, planes_per_layer, self.layer_bytes, 0, *self.rows]
+        numbers[rows_end : rows_end + self.planes.size] = self.planes
 
 
 @functools.lru_cache(maxsize=256)
-def _begins(planes: _Planes, sizes: int | tuple[int, ...]) -> tuple[Numbers, int]:
-    """The beginnings of planes, and all of their bits together; cached, because chunks have theirs in common.
+def _begins(*sides: tuple[_Planes, int | tuple[int, ...]]) -> tuple[Numbers, int]:
+    """`MoveTable.planes`, and the bits of all of them; cached, because the chunks of a hand-off have them in common.
 
-    `sizes`: the bytes of every plane of a pool; or those that each index has on the wire, where planes follow one
-    another.
+    sides: planes as in `Runs`, and the bytes of each in a pool; or those of each index on the wire, where the planes
+    follow one another.
     """
-    if isinstance(sizes, int):
-        begins = np.array([plane for plane, _ in planes], np.int64) * sizes
-    else:
-        begins = np.cumsum([0, *(sizes[index] for _, index in planes[:-1])], dtype=np.int64)
-    return begins, int(np.bitwise_or.reduce(begins))
+    begins = []
+    for planes, sizes in sides:
+        if isinstance(sizes, int):
+            begins.append(np.array([plane for plane, _ in planes], np.int64) * sizes)
+        else:
+            begins.append(np.cumsum([0, *(sizes[index] for _, index in planes[:-1])], dtype=np.int64))
+    numbers = np.stack(begins, axis=1).reshape(-1)
+    return numbers, int(np.bitwise_or.reduce(numbers))

@@ -9,6 +9,7 @@ triton is missing.
 
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -72,14 +73,22 @@ class RunKernel:
         """Compiles and loads the kernel's variants, so that no later call does."""
         self._device = device
         self._tables = deque(_Table(device, _TABLE_NUMBERS) for _ in range(_NUM_TABLES))
-        nothing = torch.empty(16, dtype=torch.uint8, device=device)
-        planes = np.zeros((1, PLANE), np.int64)
-        for alignment in ALIGNMENTS:
-            moves = MoveTable(
-                planes=planes, rows=[0] * ROW, num_layers=1, layer_bytes=0, longest=0, alignment=alignment
-            )
-            for target in (None, nothing):
-                self.launch(moves, nothing, target)
+        some = torch.empty(16, dtype=torch.uint8, device=device)
+        none: dict[str, Any] = {
+            "planes": np.zeros(PLANE, np.int64),
+            "rows": [0] * ROW,
+            "num_layers": 1,
+            "layer_bytes": 0,
+        }
+        totals = [
+            self.launch(MoveTable(**none, longest=0, alignment=alignment), some, target)
+            for alignment in ALIGNMENTS
+            for target in (None, some)
+        ]
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        for total in totals:
+            total()
 
     def launch(self, moves: MoveTable, source: Tensor, target: Tensor | None) -> Callable[[], int]:
         """Copy and sum `moves`, or sum only where `target` is None.

@@ -219,9 +219,9 @@ class TorchPool:
     def _launch(self, moves: MoveTable | None, source: Any, target: Any) -> Callable[[], int] | None:
         if moves is None or self._kernel is None:
             return None
-        ends = [source] if target is None else [source, target]
-        if any(end.device != self._memory.device or end.data_ptr() % ALIGNMENTS[0] for end in ends):
-            return None
+        for end in (source, target):
+            if end is not None and (end.data_ptr() % ALIGNMENTS[0] or end.device != self._memory.device):
+                return None
         launched: Callable[[], int] = self._kernel.launch(moves, source, target)
         return launched
 

@@ -1,15 +1,17 @@
 """`cuda_ipc`, sending end: copies from this GPU's pool into the receiver's, on a CUDA stream of its own.
 
-A chunk is packed and summed on this side's device and unpacked into the peer's pool; it counts as written once the
-stream has finished. No lock that a cancel or the next order needs is held meanwhile: the claim is marked busy, a
+A chunk is copied into the peer's pool and summed by this side's device; it counts as written once the stream has
+finished. No lock that a cancel or the next order needs is held meanwhile: the claim is marked busy, a
 cancelled write ends with its chunk, and QUIET is sent then.
 """
 
+import functools
 import socket
 import threading
 from typing import Any
 
 from kv_transfer.layout.pairing import Pairing
+from kv_transfer.layout.placed_cells import PlacedCells
 from kv_transfer.memory.device_pool import DevicePool
 from kv_transfer.memory.region import KVRegion
 from kv_transfer.memory.torch_pool import TorchPool
@@ -24,6 +26,8 @@ from kv_transfer.transports.write_queue import WriteJob
 from tandem.errors import TransferError
 from tandem.values.ids import BlockId
 
+MAX_KNOWN_GRANTS = 32
+
 
 class CudaIpcWriter(ClaimingWriter):
     """PeerWriter of the `cuda_ipc` transport; `target` is the receiver's memory, opened in this process."""
@@ -33,6 +37,8 @@ class CudaIpcWriter(ClaimingWriter):
         self._target: TorchPool | None = TorchPool(target, pairing.destination)
         self._pairing = pairing
         self._moving = threading.Lock()
+        # A hand-off has one grant for all of its chunks.
+        self._destination = functools.lru_cache(MAX_KNOWN_GRANTS)(self._unpack_grant)
         super().__init__(sock, NAME)
 
     def close(self) -> None:
@@ -44,15 +50,18 @@ class CudaIpcWriter(ClaimingWriter):
         pool, order = self._target, job.order
         if pool is None:
             raise TransferError("connection closed")
-        token, slots = one_sided_wire.unpack_grant(order.grant)
-        blocks = tuple(BlockId(slot) for slot in slots)
-        target = self._pairing.at_destination(order.source.at.held_tokens, blocks, pool.num_blocks)
+        token, target = self._destination(order.grant, order.source.at.held_tokens, pool.num_blocks)
         reads, writes = order.source.reads(order.cells), target.writes(order.cells)
         self._claim(job, token)
         with self._moving, self._under_way(job, token):
             checksum = self._source.send(reads, pool, writes)
             job.check()
         job.succeed(checksum, reads.num_bytes)
+
+    def _unpack_grant(self, grant: bytes, held_tokens: int, num_blocks: int) -> tuple[bytes, PlacedCells]:
+        """The token of a grant, and the cells that it opens."""
+        token, slots = one_sided_wire.unpack_grant(grant)
+        return token, self._pairing.at_destination(held_tokens, tuple(map(BlockId, slots)), num_blocks)
 
     def _stopped(self) -> None:
         # Every job is stopped by now; once this lock is free, the one that was running has ended.
