@@ -19,7 +19,7 @@ Numbers = npt.NDArray[np.int64]
 _Planes = tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False)
 class MoveTable:
     """The runs of a layer, each with its source and target, and the planes that they are in. All numbers are bytes."""
 
@@ -75,20 +75,25 @@ class MoveTable:
         cls, planes: tuple[Numbers, int], layer: Sequence[Sequence[RunPair]], num_layers: int
     ) -> "MoveTable | None":
         """`layer`: the copies in each plane of a layer."""
-        rows: list[int] = []
         numbers, bits = planes
-        wire = longest = 0
+        rows: list[int] = []
+        lengths: list[int] = []
+        wire = 0
         for plane, pairs in enumerate(layer):
             for source, target, length in pairs:
                 rows += (plane, source, target, wire, length)
                 bits |= source | target | length
                 wire += length
-                longest = max(longest, length)
-        alignment = next((bound for bound in ALIGNMENTS if not bits % bound), 0)
-        if not alignment or wire >= _MAX_BYTES:
+                lengths.append(length)
+        if bits % ALIGNMENTS[-1] or wire >= _MAX_BYTES:
             return None
         return cls(
-            planes=numbers, rows=rows, num_layers=num_layers, layer_bytes=wire, longest=longest, alignment=alignment
+            planes=numbers,
+            rows=rows,
+            num_layers=num_layers,
+            layer_bytes=wire,
+            longest=max(lengths),
+            alignment=next(bound for bound in ALIGNMENTS if not bits % bound),
         )
 
     @property

@@ -35,7 +35,7 @@ import functools
 import importlib
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from kv_transfer.layout.runs import RunPairs, Runs
@@ -68,19 +68,8 @@ class SideStreams:
         self._num_unmade = max_streams
         self._changed = threading.Condition()
 
-    @contextmanager
-    def one(self) -> Iterator[Any]:
-        """Context in which a stream is the thread's current one; waits for a free one when all are in use."""
-        stream = self._take()
-        try:
-            with self._cuda.stream(stream):
-                yield stream
-        finally:
-            with self._changed:
-                self._free.append(stream)
-                self._changed.notify()
-
-    def _take(self) -> Any:
+    def acquire(self) -> Any:
+        """A stream that nobody uses; waits for one when all are in use."""
         with self._changed:
             while not (self._free or self._num_unmade):
                 self._changed.wait()
@@ -90,6 +79,17 @@ class SideStreams:
                 return stream
             # The one used last: torch's allocator keeps separate memory for each stream.
             return self._free.pop()
+
+    def release(self, stream: Any) -> None:
+        """Let others use a stream."""
+        with self._changed:
+            self._free.append(stream)
+            self._changed.notify()
+
+    def current(self, stream: Any) -> AbstractContextManager[Any]:
+        """Context in which a stream is the thread's current one."""
+        context: AbstractContextManager[Any] = self._cuda.stream(stream)
+        return context
 
 
 class TorchPool:
@@ -179,7 +179,7 @@ class TorchPool:
         return moved()
 
     def blank(self, num_bytes: int) -> Any:
-        with self._on_stream():
+        with self._on_stream(waits=False):
             return self._blank(num_bytes)
 
     def pack_summed(self, runs: Runs) -> tuple[Any, int]:
@@ -262,32 +262,30 @@ class TorchPool:
         """The value of a `sum_of` tensor. Within `working`, so that no other stream is waited for."""
         return int(total.item()) & _MASK
 
-    @contextmanager
-    def working(self) -> Iterator[None]:
+    def working(self) -> AbstractContextManager[None]:
         """Context of work on the device that waits for no other work, and is done at exit. Threads may run it
         concurrently.
 
         Raises TransferError when the device has no memory left.
         """
-        with self._on_stream() as stream:
-            if stream is None:
-                yield
-                return
-            try:
-                yield
-            finally:
-                # Even after an error: memory that is still being read must not be freed.
-                stream.synchronize()
+        return self._on_stream(waits=True)
 
     @contextmanager
-    def _on_stream(self) -> Iterator[Any]:
-        """Context on a stream of this pool; yields None where there are no streams."""
+    def _on_stream(self, *, waits: bool) -> Iterator[None]:
+        """Context on a stream of this pool, if it has any; `waits`: for the stream, at the end."""
         try:
             if self._streams is None:
-                yield None
+                yield
                 return
-            with self._streams.one() as stream:
-                yield stream
+            stream = self._streams.acquire()
+            try:
+                with self._streams.current(stream):
+                    yield
+            finally:
+                # Even after an error: memory that is still being read must not be freed.
+                if waits:
+                    stream.synchronize()
+                self._streams.release(stream)
         except self._torch.OutOfMemoryError:
             raise TransferError("the device has no memory left besides the pool") from None
 

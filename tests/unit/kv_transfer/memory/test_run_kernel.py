@@ -192,16 +192,13 @@ import json
 from engine.kernels.triton.aot import compile_case
 from engine.kernels.triton.aot_cases import AotCase
 from kv_transfer.memory.move_table import ALIGNMENTS
-from kv_transfer.memory.run_kernel import BLOCK_WORDS, NUM_WARPS, move_runs_kernel
+from kv_transfer.memory.run_kernel import BLOCK_WORDS, move_runs_kernel
 types = {"source_ptr": "*u8", "target_ptr": "*u8", "table_ptr": "*i64", "out_ptr": "*i64"}
 for alignment in ALIGNMENTS:
     for copies in (True, False):
         constants = {"COPIES": copies, "ALIGNMENT": alignment, "BLOCK": BLOCK_WORDS}
-        case = AotCase(
-            name=f"move_runs {alignment} {copies}", kernel=move_runs_kernel, types=types, constants=constants,
-            num_warps=NUM_WARPS,
-        )
-        found = compile_case(case)
+        name = f"move_runs {alignment} {copies}"
+        found = compile_case(AotCase(name=name, kernel=move_runs_kernel, types=types, constants=constants))
         print(json.dumps([found.name, found.registers, found.spill_bytes]))
 """
 
