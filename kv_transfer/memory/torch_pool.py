@@ -33,7 +33,6 @@ single word, and any other with a probability of 1 - 2**-32; a CRC would have to
 
 import functools
 import importlib
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -42,54 +41,15 @@ from kv_transfer.layout.runs import RunPairs, Runs
 from kv_transfer.memory.device_pool import Bytes
 from kv_transfer.memory.move_table import ALIGNMENTS, MoveTable
 from kv_transfer.memory.numpy_copy import rows_of
+from kv_transfer.memory.side_streams import SideStreams, StreamLane
 from tandem.errors import TransferError
 from tandem.values.kv_layout import KVLayout
 
-MAX_STREAMS = 8
-"""Maximum number of streams of one pool. torch has 32 of high priority per GPU, which NCCL's links use as well."""
-_HIGH_PRIORITY = -1
 _WEIGHT_STEP = 0x9E3779B2
 """Even, so that weights 1, 1 + step, 1 + 2 step, ... are odd."""
 _WORD_BYTES = 4
 _MASK = 0xFFFFFFFF
-
-
-class SideStreams:
-    """Streams of one device besides the engine's, which they do not wait for; each is used by one thread at a time.
-
-    They have high priority: a copy of a few megabytes starts as soon as the step's current kernels leave it room.
-    """
-
-    def __init__(self, cuda: Any, device: Any, *, max_streams: int = MAX_STREAMS) -> None:
-        """`cuda`: the module torch.cuda."""
-        self._cuda = cuda
-        self._device = device
-        self._free: list[Any] = []
-        self._num_unmade = max_streams
-        self._changed = threading.Condition()
-
-    def acquire(self) -> Any:
-        """A stream that nobody uses; waits for one when all are in use."""
-        with self._changed:
-            while not (self._free or self._num_unmade):
-                self._changed.wait()
-            if not self._free:
-                stream = self._cuda.Stream(self._device, priority=_HIGH_PRIORITY)
-                self._num_unmade -= 1
-                return stream
-            # The one used last: torch's allocator keeps separate memory for each stream.
-            return self._free.pop()
-
-    def release(self, stream: Any) -> None:
-        """Let others use a stream."""
-        with self._changed:
-            self._free.append(stream)
-            self._changed.notify()
-
-    def current(self, stream: Any) -> AbstractContextManager[Any]:
-        """Context in which a stream is the thread's current one."""
-        context: AbstractContextManager[Any] = self._cuda.stream(stream)
-        return context
+_NO_MEMORY = "the device has no memory left besides the pool"
 
 
 class TorchPool:
@@ -177,6 +137,20 @@ class TorchPool:
                 target.unpack(writes, packed)
                 return self._number(total)
         return moved()
+
+    def lane_to(self, target: "TorchPool") -> StreamLane:
+        return StreamLane(
+            None if self._kernel is None else self._streams,
+            start=lambda reads, writes: self._start_send(reads, target, writes),
+            send=lambda reads, writes: self.send(reads, target, writes),
+        )
+
+    def _start_send(self, reads: Runs, target: "TorchPool", writes: Runs) -> Callable[[], int] | None:
+        """Have the kernel do on the current stream what `send` does. None when it cannot; raises TransferError."""
+        try:
+            return self._start(reads, self._memory, writes, target.memory)
+        except self._torch.OutOfMemoryError:
+            raise TransferError(_NO_MEMORY) from None
 
     def blank(self, num_bytes: int) -> Any:
         with self._on_stream(waits=False):
@@ -287,7 +261,7 @@ class TorchPool:
                     stream.synchronize()
                 self._streams.release(stream)
         except self._torch.OutOfMemoryError:
-            raise TransferError("the device has no memory left besides the pool") from None
+            raise TransferError(_NO_MEMORY) from None
 
 
 def _check_size(runs: Runs, num_bytes: int) -> None:
