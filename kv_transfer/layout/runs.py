@@ -27,8 +27,10 @@ class Runs:
     @property
     def num_bytes(self) -> int:
         """Bytes of all runs."""
-        sizes = [sum(length for _, length in runs) for runs in self.plane_runs]
-        return sum(sizes[index] for _, index in self.planes)
+        sizes = [sum([length for _, length in runs]) for runs in self.plane_runs]
+        if len(sizes) == 1:
+            return len(self.planes) * sizes[0]
+        return sum([sizes[index] for _, index in self.planes])
 
     def __len__(self) -> int:
         return sum(len(self.plane_runs[index]) for _, index in self.planes)

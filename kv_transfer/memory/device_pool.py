@@ -15,6 +15,24 @@ from tandem.values.kv_layout import KVLayout
 Bytes = npt.NDArray[np.uint8]
 
 
+class SendUnderWay(Protocol):
+    """One copy from pool to pool that may still run on the device."""
+
+    def done(self) -> bool:
+        """Whether `result` will not wait."""
+
+    def result(self) -> int:
+        """Wait for its end, once; returns the `sum32` of the bytes."""
+
+
+class SendLane(Protocol):
+    """Copies into another pool, several of which may be under way; used by one thread."""
+
+    def start(self, reads: Runs, writes: Runs) -> SendUnderWay:
+        """Start a copy. Results are asked for in the order of the starts, each soon, since a lane that is in use keeps
+        others from the device. Raises TransferError as DevicePool does."""
+
+
 class DevicePool(Protocol):
     """One worker's blocks on a device. Every call returns when its work is done; calls may be concurrent, on any
     thread.
@@ -53,6 +71,9 @@ class DevicePool(Protocol):
 
     def send(self, reads: Runs, target: Any, writes: Runs) -> int:
         """Copy into another pool that this process has opened, device to device; returns the `sum32` of the bytes."""
+
+    def lane_to(self, target: Any) -> SendLane:
+        """A way to `send` to that pool without waiting for each chunk."""
 
     def blank(self, num_bytes: int) -> Any:
         """A tensor on the device, outside the pool, allocated without waiting for anything."""

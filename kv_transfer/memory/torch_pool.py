@@ -21,71 +21,35 @@ the following holds before any call here:
 
 Tensors made here are used and freed within one such stream, so the allocator needs no events either.
 
-The runs of a layer are the same in every layer, so each is one strided copy over all layers, into or from a payload
-that is contiguous on the device; host memory is copied as a whole.
+On a GPU one kernel copies and sums the runs of a chunk, whatever they are (`run_kernel`). Plain torch does the same
+where triton is missing, for runs that are no multiples of four bytes, from one GPU to another, and in the memory of the
+host, where it is what the kernel is compared with: the runs of a layer are the same in every layer, so each is one
+strided copy over all layers, into or from a payload that is contiguous. Host memory is copied as a whole.
 
 `sum32` is the checksum of payload that never leaves devices: its little-endian 32-bit words, the last one padded with
 zeros, each multiplied by an odd number that depends on its position, added modulo 2**32. It detects any change of a
 single word, and any other with a probability of 1 - 2**-32; a CRC would have to be computed byte by byte.
 """
 
+import functools
 import importlib
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from kv_transfer.layout.runs import RunPairs, Runs
 from kv_transfer.memory.device_pool import Bytes
+from kv_transfer.memory.move_table import ALIGNMENTS, MoveTable
 from kv_transfer.memory.numpy_copy import rows_of
+from kv_transfer.memory.side_streams import SideStreams, StreamLane
 from tandem.errors import TransferError
 from tandem.values.kv_layout import KVLayout
 
-MAX_STREAMS = 8
-"""Maximum number of streams of one pool. torch has 32 of high priority per GPU, which NCCL's links use as well."""
-_HIGH_PRIORITY = -1
 _WEIGHT_STEP = 0x9E3779B2
 """Even, so that weights 1, 1 + step, 1 + 2 step, ... are odd."""
 _WORD_BYTES = 4
 _MASK = 0xFFFFFFFF
-
-
-class SideStreams:
-    """Streams of one device besides the engine's, which they do not wait for; each is used by one thread at a time.
-
-    They have high priority: a copy of a few megabytes starts as soon as the step's current kernels leave it room.
-    """
-
-    def __init__(self, cuda: Any, device: Any, *, max_streams: int = MAX_STREAMS) -> None:
-        """`cuda`: the module torch.cuda."""
-        self._cuda = cuda
-        self._device = device
-        self._free: list[Any] = []
-        self._num_unmade = max_streams
-        self._changed = threading.Condition()
-
-    @contextmanager
-    def one(self) -> Iterator[Any]:
-        """Context in which a stream is the thread's current one; waits for a free one when all are in use."""
-        stream = self._take()
-        try:
-            with self._cuda.stream(stream):
-                yield stream
-        finally:
-            with self._changed:
-                self._free.append(stream)
-                self._changed.notify()
-
-    def _take(self) -> Any:
-        with self._changed:
-            while not (self._free or self._num_unmade):
-                self._changed.wait()
-            if not self._free:
-                stream = self._cuda.Stream(self._device, priority=_HIGH_PRIORITY)
-                self._num_unmade -= 1
-                return stream
-            # The one used last: torch's allocator keeps separate memory for each stream.
-            return self._free.pop()
+_NO_MEMORY = "the device has no memory left besides the pool"
 
 
 class TorchPool:
@@ -105,6 +69,11 @@ class TorchPool:
         if streams is None and self._on_cuda:
             streams = SideStreams(self._torch.cuda, self._memory.device)
         self._streams = streams
+        self._kernel: Any = None
+        """A RunKernel, or None where plain torch does its work."""
+        if self._on_cuda:
+            with self.working():
+                self._kernel = _kernel_on(self._memory.device)
 
     @property
     def memory(self) -> Any:
@@ -124,63 +93,129 @@ class TorchPool:
         return payload
 
     def gather(self, runs: Runs, payload: Bytes) -> None:
-        if payload.nbytes != runs.num_bytes:
-            raise TransferError(f"payload of {payload.nbytes} bytes for cells of {runs.num_bytes}")
+        _check_size(runs, payload.nbytes)
         with self.working():
-            self._torch.from_numpy(payload).copy_(self.pack(runs), non_blocking=True)
+            packed = self._blank(runs.num_bytes)
+            moved = self._start(runs, self._memory, None, packed)
+            if moved is None:
+                self.pack(runs, packed)
+            self._torch.from_numpy(payload).copy_(packed, non_blocking=True)
+        if moved is not None:
+            moved()
 
     def scatter(self, runs: Runs, payload: Bytes) -> None:
+        _check_size(runs, payload.nbytes)
         with self.working():
-            self.unpack(runs, self._torch.from_numpy(payload).to(self._memory.device, non_blocking=True))
+            packed = self._torch.from_numpy(payload).to(self._memory.device, non_blocking=True)
+            moved = self._start(None, packed, runs, self._memory)
+            if moved is None:
+                self.unpack(runs, packed)
+        if moved is not None:
+            moved()
 
     def copy(self, copies: RunPairs) -> None:
         if not copies.planes:
             return
         with self.working():
-            for source, target, index in copies.planes:
-                for begin, end, length in copies.plane_pairs[index]:
-                    run = self._planes[source, begin : begin + length]
-                    self._planes[target, end : end + length].copy_(run)
+            moved = self._launch(MoveTable.of_copies(copies), self._memory, self._memory)
+            if moved is None:
+                for source, target, index in copies.planes:
+                    for begin, end, length in copies.plane_pairs[index]:
+                        run = self._planes[source, begin : begin + length]
+                        self._planes[target, end : end + length].copy_(run)
+        if moved is not None:
+            moved()
 
     def send(self, reads: Runs, target: "TorchPool", writes: Runs) -> int:
         """See DevicePool; all of it runs on one of this pool's streams."""
+        _check_size(writes, reads.num_bytes)
         with self.working():
-            packed = self.pack(reads)
-            total = self.sum_of(packed)
-            target.unpack(writes, packed)
-            return self._number(total)
+            moved = self._start(reads, self._memory, writes, target.memory)
+            if moved is None:
+                packed = self.pack(reads)
+                total = self.sum_of(packed)
+                target.unpack(writes, packed)
+                return self._number(total)
+        return moved()
+
+    def lane_to(self, target: "TorchPool") -> StreamLane:
+        return StreamLane(
+            None if self._kernel is None else self._streams,
+            start=lambda reads, writes: self._start_send(reads, target, writes),
+            send=lambda reads, writes: self.send(reads, target, writes),
+        )
+
+    def _start_send(self, reads: Runs, target: "TorchPool", writes: Runs) -> Callable[[], int] | None:
+        """Have the kernel do on the current stream what `send` does. None when it cannot; raises TransferError."""
+        try:
+            return self._start(reads, self._memory, writes, target.memory)
+        except self._torch.OutOfMemoryError:
+            raise TransferError(_NO_MEMORY) from None
 
     def blank(self, num_bytes: int) -> Any:
-        with self._on_stream():
-            return self._torch.empty(num_bytes, dtype=self._torch.uint8, device=self._memory.device)
+        with self._on_stream(waits=False):
+            return self._blank(num_bytes)
 
     def pack_summed(self, runs: Runs) -> tuple[Any, int]:
         with self.working():
-            packed = self.pack(runs)
-            return packed, self._number(self.sum_of(packed))
+            packed = self._blank(runs.num_bytes)
+            moved = self._start(runs, self._memory, None, packed)
+            if moved is None:
+                return packed, self._number(self.sum_of(self.pack(runs, packed)))
+        return packed, moved()
 
     def unpack_summed(self, runs: Runs, packed: Any) -> int:
         with self.working():
-            total = self.sum_of(packed)
-            self.unpack(runs, packed)
-            return self._number(total)
+            _check_size(runs, packed.numel())
+            moved = self._start(None, packed, runs, self._memory)
+            if moved is None:
+                total = self.sum_of(packed)
+                self.unpack(runs, packed)
+                return self._number(total)
+        return moved()
 
     def checksum(self, runs: Runs) -> int:
         with self.working():
-            return self._number(self.sum_of(self.pack(runs)))
+            moved = self._start(runs, self._memory, None, None)
+            if moved is None:
+                return self._number(self.sum_of(self.pack(runs)))
+        return moved()
 
-    def pack(self, runs: Runs) -> Any:
-        """Copy the bytes that `runs` name into one uint8 tensor on the device. Within `working`."""
-        packed = self._torch.empty(runs.num_bytes, dtype=self._torch.uint8, device=self._memory.device)
+    def _start(self, reads: Runs | None, source: Any, writes: Runs | None, target: Any) -> Callable[[], int] | None:
+        """Have the kernel copy and sum; None when it cannot. Within `working`.
+
+        Without `reads` or `writes`, bytes are in the order of the wire there; without `target`, they are only summed.
+        """
+        if self._kernel is None:
+            return None
+        return self._launch(MoveTable.between(reads, writes), source, target)
+
+    def _launch(self, moves: MoveTable | None, source: Any, target: Any) -> Callable[[], int] | None:
+        if moves is None or self._kernel is None:
+            return None
+        for end in (source, target):
+            if end is not None and (end.data_ptr() % ALIGNMENTS[0] or end.device != self._memory.device):
+                return None
+        launched: Callable[[], int] = self._kernel.launch(moves, source, target)
+        return launched
+
+    def _blank(self, num_bytes: int) -> Any:
+        return self._torch.empty(num_bytes, dtype=self._torch.uint8, device=self._memory.device)
+
+    def pack(self, runs: Runs, packed: Any = None) -> Any:
+        """Copy the bytes that `runs` name into `packed`, by default a new uint8 tensor on the device, and return it.
+
+        Within `working`.
+        """
+        if packed is None:
+            packed = self._blank(runs.num_bytes)
         layers = packed.view(runs.num_layers, -1)
         for (planes, columns), part in rows_of(runs):
             layers[:, part].copy_(self._planes[planes, columns])
         return packed
 
     def unpack(self, runs: Runs, packed: Any) -> None:
-        """Copy `packed` into the bytes that `runs` name. Within `working`. Raises TransferError when sizes disagree."""
-        if packed.numel() != runs.num_bytes:
-            raise TransferError(f"payload of {packed.numel()} bytes for cells of {runs.num_bytes}")
+        """Copy `packed` into the bytes that `runs` name. Within `working`."""
         layers = packed.view(runs.num_layers, -1)
         for (planes, columns), part in rows_of(runs):
             self._planes[planes, columns] = layers[:, part]
@@ -201,31 +236,44 @@ class TorchPool:
         """The value of a `sum_of` tensor. Within `working`, so that no other stream is waited for."""
         return int(total.item()) & _MASK
 
-    @contextmanager
-    def working(self) -> Iterator[None]:
+    def working(self) -> AbstractContextManager[None]:
         """Context of work on the device that waits for no other work, and is done at exit. Threads may run it
         concurrently.
 
         Raises TransferError when the device has no memory left.
         """
-        with self._on_stream() as stream:
-            if stream is None:
-                yield
-                return
-            try:
-                yield
-            finally:
-                # Even after an error: memory that is still being read must not be freed.
-                stream.synchronize()
+        return self._on_stream(waits=True)
 
     @contextmanager
-    def _on_stream(self) -> Iterator[Any]:
-        """Context on a stream of this pool; yields None where there are no streams."""
+    def _on_stream(self, *, waits: bool) -> Iterator[None]:
+        """Context on a stream of this pool, if it has any; `waits`: for the stream, at the end."""
         try:
             if self._streams is None:
-                yield None
+                yield
                 return
-            with self._streams.one() as stream:
-                yield stream
+            stream = self._streams.acquire()
+            try:
+                with self._streams.current(stream):
+                    yield
+            finally:
+                # Even after an error: memory that is still being read must not be freed.
+                if waits:
+                    stream.synchronize()
+                self._streams.release(stream)
         except self._torch.OutOfMemoryError:
-            raise TransferError("the device has no memory left besides the pool") from None
+            raise TransferError(_NO_MEMORY) from None
+
+
+def _check_size(runs: Runs, num_bytes: int) -> None:
+    if num_bytes != runs.num_bytes:
+        raise TransferError(f"payload of {num_bytes} bytes for cells of {runs.num_bytes}")
+
+
+@functools.cache
+def _kernel_on(device: Any) -> Any:
+    """The RunKernel of a GPU, for all pools on it; None without triton. Loads the kernel, on the current stream."""
+    try:
+        run_kernel = importlib.import_module("kv_transfer.memory.run_kernel")
+    except ImportError:
+        return None
+    return run_kernel.RunKernel(device)

@@ -54,14 +54,16 @@ class WriteJob:
 
 
 class WriteQueue:
-    """Runs `perform(job)` for each job on its own thread.
+    """Runs `perform(job)` for each job on its own thread; `idle()` whenever none is left, and before the thread ends.
 
-    `perform` may raise TransferError to fail that job; any other exception fails the whole queue for good.
+    `perform` may raise TransferError to fail that job; any other exception fails the whole queue for good. It may leave
+    a job to be ended by a later call, of `idle` at the latest.
     """
 
-    def __init__(self, name: str, perform: Callable[[WriteJob], None]) -> None:
+    def __init__(self, name: str, perform: Callable[[WriteJob], None], idle: Callable[[], None] = lambda: None) -> None:
         self.lock = BurstLock()
         self._perform = perform
+        self._idle = idle
         self._queue: queue.SimpleQueue[WriteJob | None] = queue.SimpleQueue()
         self._jobs: dict[TransferKey, set[WriteJob]] = {}
         self._failure: str | None = None
@@ -138,7 +140,7 @@ class WriteQueue:
         self._thread.join()
 
     def _run(self) -> None:
-        while (job := self._queue.get()) is not None:
+        while (job := self._next()) is not None:
             if job.stopped:
                 continue
             job.started_s = time.monotonic()
@@ -152,6 +154,19 @@ class WriteQueue:
                 name = job.order.key.transfer_id
                 log.exception("%s: a KV write ended in a bug: %s", name, type(error).__name__, extra=about(name))
                 self.fail_all(f"internal error: {type(error).__name__}")
+        self._finish()
+
+    def _next(self) -> WriteJob | None:
+        if self._queue.empty():
+            self._finish()
+        return self._queue.get()
+
+    def _finish(self) -> None:
+        try:
+            self._idle()
+        except Exception as error:
+            log.exception("KV writes ended in a bug: %s", type(error).__name__)
+            self.fail_all(f"internal error: {type(error).__name__}")
 
     def _forget(self, job: WriteJob) -> None:
         with self.lock:
@@ -166,7 +181,7 @@ class QueuedWriter(ABC):
     """Base of the PeerWriters, which all have a queue."""
 
     def __init__(self, thread_name: str) -> None:
-        self._queue = WriteQueue(thread_name, self._perform)
+        self._queue = WriteQueue(thread_name, self._perform, self._idle)
 
     @property
     def closed(self) -> bool:
@@ -184,3 +199,6 @@ class QueuedWriter(ABC):
     @abstractmethod
     def _perform(self, job: WriteJob) -> None:
         """Perform one write, on the queue's thread; see WriteQueue."""
+
+    def _idle(self) -> None:  # noqa: B027 - most leave nothing under way
+        """End what `_perform` has left under way; see WriteQueue."""

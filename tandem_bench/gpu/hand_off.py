@@ -203,8 +203,9 @@ class _Peer:
         return answer.strip()
 
     def _order(self, first: int, grant: bytes) -> WriteOrder:
-        blocks = tuple(BlockId(block) for block in range(self._num_blocks))
-        source = _PAIRING.at_source(0, 0, blocks, self._num_blocks)
+        # As a worker does: the blocks of this chunk alone.
+        blocks = tuple(BlockId(block) for block in range(first, first + CHUNK_BLOCKS))
+        source = _PAIRING.at_source(0, first, blocks, self._num_blocks)
         return WriteOrder(key=_key(self._attempt), grant=grant, cells=_cells(first, CHUNK_BLOCKS), source=source)
 
 

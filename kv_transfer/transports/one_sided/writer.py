@@ -18,11 +18,13 @@ CLAIM_S = 5.0
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Claim:
+class GrantClaim:
+    """A grant that this writer has claimed; changed under the queue's lock."""
+
     key: TransferKey
     granted: "Future[bool]" = field(default_factory=Future)
-    busy: WriteJob | None = None
-    """Job whose bytes are in flight, which no lock can stop."""
+    busy: set[WriteJob] = field(default_factory=set)
+    """Jobs whose bytes are in flight, which no lock can stop."""
     ending: bool = False
     """Whether to give the claim up once it is no longer busy."""
 
@@ -36,7 +38,7 @@ class ClaimingWriter(QueuedWriter):
 
     def __init__(self, sock: socket.socket, name: str) -> None:
         self._sock = sock
-        self._claims: dict[bytes, _Claim] = {}
+        self._claims: dict[bytes, GrantClaim] = {}
         self._tokens: dict[TransferKey, bytes] = {}
         super().__init__(f"kv-{name}-write")
         self._reader = threading.Thread(target=self._read, name=f"kv-{name}-read", daemon=True)
@@ -66,7 +68,7 @@ class ClaimingWriter(QueuedWriter):
             job.check()
             claim = self._claims.get(token)
             if claim is None:
-                claim = self._claims[token] = _Claim(key=job.order.key)
+                claim = self._claims[token] = GrantClaim(key=job.order.key)
                 self._tokens[job.order.key] = token
                 if not one_sided_wire.send(self._sock, ClaimKind.CLAIM, token):
                     claim.settle(False)
@@ -81,22 +83,32 @@ class ClaimingWriter(QueuedWriter):
     def _under_way(self, job: WriteJob, token: bytes) -> Iterator[None]:
         """Context of writes that no lock can stop; ends once none of them is in flight, or shortly after the job was
         stopped."""
-        with self._queue.lock:
-            claim = self._check(job, token)
-            claim.busy, job.reading = job, True
+        claim = self._enter(job, token)
         try:
             yield
         finally:
-            said = True
-            with self._queue.lock:
-                claim.busy, job.reading = None, False
-                # After an error some bytes may still be in flight: then only the end of the connection is a proof.
-                if claim.ending and not self._queue.failed:
-                    said = self._give_up(token)
-            if not said:
-                self._break("the receiver does not read")
+            self._leave(job, token, claim)
 
-    def _check(self, job: WriteJob, token: bytes) -> _Claim:
+    def _enter(self, job: WriteJob, token: bytes) -> GrantClaim:
+        """Begin what `_under_way` describes; `_leave` ends it."""
+        with self._queue.lock:
+            claim = self._check(job, token)
+            claim.busy.add(job)
+            job.reading = True
+        return claim
+
+    def _leave(self, job: WriteJob, token: bytes, claim: GrantClaim) -> None:
+        said = True
+        with self._queue.lock:
+            claim.busy.discard(job)
+            job.reading = False
+            # After an error some bytes may still be in flight: then only the end of the connection is a proof.
+            if claim.ending and not claim.busy and not self._queue.failed:
+                said = self._give_up(token)
+        if not said:
+            self._break("the receiver does not read")
+
+    def _check(self, job: WriteJob, token: bytes) -> GrantClaim:
         job.check()
         claim = self._claims.get(token)
         if claim is None or claim.ending:
@@ -140,8 +152,10 @@ class ClaimingWriter(QueuedWriter):
         if claim is None:
             return True
         claim.settle(False)
-        if claim.busy is not None:
-            claim.ending = claim.busy.stopped = True
+        if claim.busy:
+            claim.ending = True
+            for job in claim.busy:
+                job.stopped = True
             return True
         self._forget(token)
         return one_sided_wire.send(self._sock, ClaimKind.QUIET, token)

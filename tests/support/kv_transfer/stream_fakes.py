@@ -21,6 +21,7 @@ class FakeStream:
         self.priority = priority
         self.is_asleep = False
         self.log: list[str] = []
+        self.events: list[FakeEvent] = []
         self._behind: list[FakeStream] = []
 
     def wait_stream(self, other: "FakeStream") -> None:
@@ -31,8 +32,24 @@ class FakeStream:
         if self.is_held_up():
             raise EngineAsleep
 
+    def record_event(self) -> "FakeEvent":
+        self.events.append(FakeEvent())
+        return self.events[-1]
+
     def is_held_up(self) -> bool:
         return self.is_asleep or any(stream.is_held_up() for stream in self._behind)
+
+
+class FakeEvent:
+    """Has happened once `happen` was called."""
+
+    def __init__(self) -> None:
+        self._happened = threading.Event()
+        self.happen = self._happened.set
+        self.query = self._happened.is_set
+
+    def synchronize(self) -> None:
+        self._happened.wait()
 
 
 class FakeCuda:

@@ -11,7 +11,8 @@ import torch
 from kv_transfer.layout.cell_range import CellRange
 from kv_transfer.layout.pairing import Pairing
 from kv_transfer.layout.runs import Runs
-from kv_transfer.memory.torch_pool import SideStreams, TorchPool
+from kv_transfer.memory.side_streams import SideStreams
+from kv_transfer.memory.torch_pool import TorchPool
 from tandem.errors import TransferError
 from tests.support.kv_transfer.plain_worker import layout
 from tests.support.kv_transfer.stream_fakes import EngineAsleep, FakeCuda, FakeStream
@@ -128,3 +129,29 @@ def test_side_stream_failure_is_awaited_before_memory_is_freed(cuda: FakeCuda) -
     assert [stream.log for stream in cuda.made] == [["synchronized"] * 2]
     pool.checksum(READS)
     assert len(cuda.made) == 1, "and the stream is free again"
+
+
+def test_side_streams_serve_lanes_without_kernel_as_sends(cuda: FakeCuda) -> None:
+    pool = a_pool(cuda)
+    sent = pool.lane_to(pool).start(READS, WRITES)
+    assert sent.done()
+    assert sent.result() == pool.checksum(READS)
+    assert [stream.log for stream in cuda.made] == [["synchronized"] * 2]
+
+
+@pytest.mark.parametrize("what", ["no memory", "cannot"])
+def test_side_stream_is_free_after_kernel_has_not_started(cuda: FakeCuda, what: str) -> None:
+    class Kernel:
+        def launch(self, *_given: object) -> None:
+            if what == "no memory":
+                raise torch.OutOfMemoryError
+
+    pool = a_pool(cuda)
+    pool._kernel = Kernel()
+    lane = pool.lane_to(pool)
+    if what == "no memory":
+        with pytest.raises(TransferError, match="no memory left"):
+            lane.start(READS, WRITES)
+    else:
+        assert lane.start(READS, WRITES).result() == pool.checksum(READS)
+    assert pool._streams._free == cuda.made
