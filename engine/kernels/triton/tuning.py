@@ -9,7 +9,7 @@ A table is `{"gpu": name or prefix, "source": how it was made, "prefill": [...],
 "gemm": [...]}`, where "fixed" is used by both kinds of attention in deterministic mode; an entry holds a launch's
 fields and, for attention, the shape it serves: `head_dim`, the largest padded head size, `eight_bit` and `wide`
 (float32 queries). In "few_rows" and "one_row", which a table may lack, it holds `gated` and the output features of a
-matrix: at least `least_features`, at most `features`. The first entry that fits is used, so their order matters.
+matrix: at least `least_features`, at most `features`, and at most `depth` deep. The first entry that fits is used, so their order matters.
 """
 
 import json
@@ -155,6 +155,7 @@ class LaunchTable:
     ) -> Iterator[_Product]:
         for entry in self._raw.get(name, []):
             fits = int(entry["least_features"]) <= features <= int(entry["features"])
+            fits = fits and depth <= int(entry.get("depth", depth))
             if fits and bool(entry.get("gated")) == gated:
                 launch = _launch(kind, entry)
                 if depth % launch.block_k == 0:

@@ -95,3 +95,6 @@ def test_launch_of_few_rows_is_chosen_by_size() -> None:
     assert table.few_rows(4096, 14_300) is None, "tiles do not divide the depth"
     assert table.few_rows(1024, 4096) is None, "too few features to occupy the GPU"
     assert load_table(DEFAULT_TABLE).few_rows(4096, 4096) is None
+    assert table.one_row(4096, 4096) != table.one_row(6144, 4096)
+    assert table.one_row(4096, 14_336) is None, "so deep that tensor cores keep up"
+    assert table.one_row(14_336, 4096, gated=True) is None
