@@ -8,8 +8,9 @@ table of its own.
 A table is `{"gpu": name or prefix, "source": how it was made, "prefill": [...], "decode": [...], "fixed": [...],
 "gemm": [...]}`, where "fixed" is used by both kinds of attention in deterministic mode; an entry holds a launch's
 fields and, for attention, the shape it serves: `head_dim`, the largest padded head size, `eight_bit` and `wide`
-(float32 queries). In "few_rows" and "one_row", which a table may lack, it holds `gated` and the output features of a
-matrix: at least `least_features`, at most `features`, and at most `depth` deep. The first entry that fits is used, so their order matters.
+(float32 queries). In "few_rows" and "one_row", which a table may lack, it holds `gated` and the sizes of a matrix: at
+least `least_features` and at most `features` of output, at most `depth`. The first entry that fits is used, so their
+order matters.
 """
 
 import json
