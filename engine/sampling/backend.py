@@ -256,6 +256,11 @@ def _truncate_(logits: Tensor, params: DrawParams) -> None:
     ordered = logits.topk(widest, dim=-1).values if widest < vocab_size else _descending(logits)
     cutoff = ordered.gather(-1, keep[:, None] - 1)
     if nucleus:
+        # Logits that equal the k-th are kept too, and top-p's share is of all that are kept: else a row's share would
+        # depend on how many the others keep.
+        tied = int(((logits >= cutoff) & (logits > _BANNED)).sum(dim=-1).max()) if widest < vocab_size else widest
+        if tied > widest:
+            ordered = logits.topk(tied, dim=-1).values
         ordered = ordered.masked_fill(ordered < cutoff, _BANNED)
         probabilities = ordered.softmax(dim=-1)
         before = probabilities.cumsum(dim=-1) - probabilities

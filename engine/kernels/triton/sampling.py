@@ -239,7 +239,8 @@ class TritonSampling:
         maxima = logits.new_empty(num_rows, num_groups)
         sections = listed = adjusted = None
         draw: tuple[Tensor | None, ...] = (None,) * 7
-        marks, factors = (None, None), (None, None, None)
+        marks: tuple[Tensor | None, ...] = (None,) * 2
+        factors: tuple[Tensor | None, ...] = (None,) * 3
         if params is not None:
             sections = logits.new_empty(num_rows, num_sections, 4)
             listed = torch.empty_like(maxima, dtype=torch.int32)

@@ -47,6 +47,28 @@ def test_cpu_sampling_draws_reference_token(library, vocab_size, threads):
         assert torch.equal(ours.draw(logits, params), reference.draw(logits, params))
 
 
+@pytest.mark.parametrize("kernels", ["compiled", "torch"])
+def test_sampling_with_ties_does_not_depend_on_batch(library, kernels):
+    """Logits equal to the k-th are kept, and top-p's share is of all that are kept, whatever other rows keep."""
+    sampling = CpuSampling(library, 1) if kernels == "compiled" else TorchSampling()
+    tied, other = torch.tensor([[2.0] + [1.0] * 30 + [0.0] * 33]), torch.randn(1, 64)
+    chosen = set()
+    for seed in range(50):
+        both = DrawParams(
+            temperature=torch.ones(2),
+            min_p=torch.zeros(2),
+            top_p=torch.tensor([0.45, 0.45]),
+            top_k=torch.tensor([2, 0]),
+            seed=torch.tensor([seed, seed]),
+            position=torch.tensor([3, 3]),
+            choice=torch.tensor([0, 0]),
+        )
+        token = sampling.draw(tied.clone(), both.rows(0, 1))
+        assert token == sampling.draw(torch.cat([tied, other]), both)[0]
+        chosen.add(int(token))
+    assert len(chosen) > 10
+
+
 @pytest.mark.parametrize("vocab_size", [1, 15, 16, 17, 1000, 4099])
 def test_cpu_argmax_equals_numpy(library, vocab_size):
     rng = np.random.default_rng(vocab_size)
