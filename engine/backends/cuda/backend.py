@@ -39,6 +39,10 @@ class _Launches(NamedTuple):
     one_row: OneRowLaunch | None
     few_rows: FewRowsLaunch | None
 
+    def serve(self, num_rows: int) -> bool:
+        """Whether a kernel of ours multiplies so many rows."""
+        return (num_rows <= MAX_ROWS and self.few_rows is not None) or (num_rows == 1 and self.one_row is not None)
+
 
 class _Products:
     """How a backend multiplies: in one fixed order, or few rows by kernels of ours and many by the vendor's library."""
@@ -70,25 +74,22 @@ class _Products:
         *,
         residual: Tensor | None = None,
         is_gated: bool = False,
-    ) -> bool:
-        """Fill `out` as `gemm_few` does. Returns False, and does nothing, when there are too many rows."""
+    ) -> None:
+        """Fill `out` as `gemm_few` does, for rows that `launches` serve."""
         if len(x) == 1 and launches.one_row is not None:
             gemv(x, weight, bias, out, launches.one_row, residual=residual, is_gated=is_gated, pdl=self._pdl)
-            return True
-        if len(x) > MAX_ROWS or launches.few_rows is None:
-            return False
-        gemm_few(
-            x,
-            weight,
-            bias,
-            out,
-            launches.few_rows,
-            residual=residual,
-            workspace=self._workspace,
-            is_gated=is_gated,
-            pdl=self._pdl,
-        )
-        return True
+        elif launches.few_rows is not None:
+            gemm_few(
+                x,
+                weight,
+                bias,
+                out,
+                launches.few_rows,
+                residual=residual,
+                workspace=self._workspace,
+                is_gated=is_gated,
+                pdl=self._pdl,
+            )
 
     def _reserve(self, launch: FewRowsLaunch, num_tiles: int, device: torch.device) -> None:
         num_values = num_tiles * launch.num_splits * launch.block_n * MAX_ROWS
@@ -125,12 +126,11 @@ class CudaProjection:
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if len(x) > MAX_ROWS:
+        if not self._launches.serve(len(x)):
             return self._of_any(x)
         out = x.new_empty(x.shape[0], self.weight.shape[0], dtype=self._out_dtype)
-        if self._products.multiply_few(x, self.weight, self.bias, out, self._launches):
-            return out
-        return self._of_any(x)
+        self._products.multiply_few(x, self.weight, self.bias, out, self._launches)
+        return out
 
     def _of_any(self, x: Tensor) -> Tensor:
         """Multiply any number of rows."""
@@ -147,9 +147,10 @@ class CudaClosing(CudaProjection):
     __slots__ = ()
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor | None:  # type: ignore[override]
-        if self._products.multiply_few(x, self.weight, self.bias, residual, self._launches, residual=residual):
-            return None
-        return self._of_any(x)
+        if not self._launches.serve(len(x)):
+            return self._of_any(x)
+        self._products.multiply_few(x, self.weight, self.bias, residual, self._launches, residual=residual)
+        return None
 
 
 class CudaGated(CudaProjection):
@@ -163,9 +164,10 @@ class CudaGated(CudaProjection):
     def __call__(self, x: Tensor) -> Tensor:
         out = x.new_empty(x.shape[0], self.weight.shape[0] // 2)
         # Our kernels gate without a bias.
-        if self.bias is None and self._products.multiply_few(x, self.weight, None, out, self._launches, is_gated=True):
-            return out
-        silu_mul(self._of_any(x), out)
+        if self.bias is None and self._launches.serve(len(x)):
+            self._products.multiply_few(x, self.weight, None, out, self._launches, is_gated=True)
+        else:
+            silu_mul(self._of_any(x), out)
         return out
 
 

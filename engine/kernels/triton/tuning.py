@@ -143,9 +143,13 @@ class LaunchTable:
     def few_rows(self, features: int, depth: int, *, gated: bool = False) -> FewRowsLaunch | None:
         """Launch of the product for few rows: of the first entry for such a matrix whose tiles divide its depth.
 
-        None when there is none: a product left to the vendor's library is no error.
+        None when there is none: a product left to the vendor's library is no error. Raises ConfigError for a gate with
+        splits, whose parts cannot be added.
         """
-        return next(self._products(FewRowsLaunch, "few_rows", features, depth, gated=gated), None)
+        launch = next(self._products(FewRowsLaunch, "few_rows", features, depth, gated=gated), None)
+        if launch is not None and gated and launch.num_splits > 1:
+            raise ConfigError(f"the launch table of {self.gpu!r:.60} splits a gated product: num_splits must be 1")
+        return launch
 
     def one_row(self, features: int, depth: int, *, gated: bool = False) -> OneRowLaunch | None:
         """The same of the product for one row."""

@@ -5,12 +5,15 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from tests.unit.engine.kernels.triton_interpreter import interpreted  # isort: skip
 from engine.backends.cuda.attention import CudaAttention, StepLayout, upload
 from engine.backends.cuda.backend import CudaBackend
 from engine.backends.cuda.graphs import DecodeGraphs, graph_batch_sizes
 from engine.backends.options import BackendOptions
+from engine.kernels.triton.tuning import LaunchTable, load_table
+from engine.model.backend import ProjectionRole
 from engine.model.loader import load_model
 from engine.runner.step_input_builder import build_step_inputs
 from engine.types.request import Batch, BatchItem
@@ -167,6 +170,38 @@ def test_graph_batch_sizes_bound_padding():
     sizes = graph_batch_sizes(256)
     assert sizes[-1] == 256
     assert all(later - earlier <= max(8, later // 3) for earlier, later in pairwise(sizes[3:]))
+
+
+@pytest.mark.parametrize("rows", [1, 5, 17])
+@pytest.mark.parametrize("with_one_row", [False, True])
+def test_cuda_products_of_few_rows_equal_library(rows, with_one_row, monkeypatch):
+    """Our kernels for few rows, which the closing projection adds to the residual, and the library for more."""
+    tiles = {"least_features": 1, "features": 4096, "block_n": 32, "block_k": 32, "num_warps": 4}
+    few = {**tiles, "num_stages": 2}
+    own = {"few_rows": [{**few, "num_splits": 2}, {**few, "gated": True}]}
+    if with_one_row:
+        own["one_row"] = [tiles, {**tiles, "gated": True}]
+    table = LaunchTable(load_table("").as_json() | own)
+    monkeypatch.setattr("engine.backends.cuda.backend.load_table", lambda gpu: table)
+    ours = backend(dtype="float16")
+    torch.manual_seed(rows)
+    x, weight, bias = torch.randn(rows, 64).half(), torch.randn(96, 64).half() / 8, torch.randn(96).half()
+    expected = F.linear(x.float(), weight.float(), bias.float())
+    close = {"atol": 1e-2, "rtol": 1e-2}
+    # The second projection needs more memory for its parts than the first.
+    first, head = ours.projection(weight[:32], bias[:32], ProjectionRole.QKV), ours.head(weight)
+    torch.testing.assert_close(first(x).float(), expected[:, :32], **close)
+    assert head(x).dtype == torch.float32
+    torch.testing.assert_close(head(x), expected - bias.float(), **close)
+    residual = torch.randn(rows, 96).half()
+    added = residual.float() + expected
+    delta = ours.closing(weight, bias, ProjectionRole.OUTPUT)(x, residual)
+    assert (delta is None) == (rows <= 16)
+    torch.testing.assert_close((residual if delta is None else residual + delta).float(), added, **close)
+    gate, up = F.linear(x.float(), weight.float()).chunk(2, 1)
+    torch.testing.assert_close(ours.gated(weight, None)(x).float(), F.silu(gate) * up, **close)
+    gate, up = expected.chunk(2, 1)
+    torch.testing.assert_close(ours.gated(weight, bias)(x).float(), F.silu(gate) * up, **close)
 
 
 def test_cuda_backend_unknown_quantization_is_refused():

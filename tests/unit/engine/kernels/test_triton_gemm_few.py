@@ -9,7 +9,8 @@ from tests.unit.engine.kernels.triton_interpreter import interpreted, randn  # i
 from engine.kernels.triton import reference
 from engine.kernels.triton.gemm_few import MAX_ROWS, FewRowsWorkspace, gemm_few
 from engine.kernels.triton.gemv import gemv
-from engine.kernels.triton.tuning import DEFAULT_TABLE, FewRowsLaunch, OneRowLaunch, load_table
+from engine.kernels.triton.tuning import DEFAULT_TABLE, FewRowsLaunch, LaunchTable, OneRowLaunch, load_table
+from tandem.errors import ConfigError
 
 __all__ = ["interpreted"]
 
@@ -79,6 +80,15 @@ def test_triton_one_row_product_equals_reference(seed, dtype):
         gemv(x, weight, None, gated, one, is_gated=True)
         stacked = torch.nn.functional.linear(x.float(), weight.float()).to(dtype)
         torch.testing.assert_close(gated.float(), reference.silu_mul(stacked).float(), **TOLERANCE[dtype])
+
+
+def test_gated_product_with_splits_is_refused() -> None:
+    launch = {"block_n": 64, "block_k": 128, "num_warps": 4, "num_stages": 3, "num_splits": 2}
+    entry = {"least_features": 1, "features": 9000, "gated": True, **launch}
+    table = LaunchTable({"gpu": "greedy", "few_rows": [entry]})
+    with pytest.raises(ConfigError, match="num_splits must be 1"):
+        table.few_rows(4096, 4096, gated=True)
+    assert table.few_rows(4096, 4096) is None
 
 
 def test_launch_of_few_rows_is_chosen_by_size() -> None:
