@@ -46,12 +46,12 @@ class DownloadPatience:
         if num_bytes > self._most_bytes:
             self._most_bytes, self._failures = num_bytes, 0
         self._failures += 1
-        if will_fail_again(error) or self._failures >= self.most_failures:
+        if is_permanent(error) or self._failures >= self.most_failures:
             return None
         return self.backoff.wait_s(self._failures, self.rng)
 
 
-def will_fail_again(error: BaseException | None) -> bool:
+def is_permanent(error: BaseException | None) -> bool:
     """Return whether a retry cannot succeed.
 
     The client's own error shows this by its type or by the server's response, possibly some causes down.

@@ -168,12 +168,12 @@ class PrefillWorker:
         self._tasks.pop(transfer_id, None)
         request_id = RequestId(transfer_id)
 
-        def let_go(scheduler: Scheduler) -> None:
+        def release_blocks(scheduler: Scheduler) -> None:
             if not scheduler.release_held(request_id):
                 scheduler.abort(request_id)
             scheduler.unpin_blocks(request_id)
 
-        self._host.post(let_go)
+        self._host.post(release_blocks)
 
     # Engine output
 

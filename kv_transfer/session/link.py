@@ -56,14 +56,14 @@ class LinkOutbox:
         return self._queue.popleft()
 
 
-async def carry(
+async def exchange_messages(
     stream: Any,
     outbox: LinkOutbox,
     *,
     deliver: Callable[[HandoffEnvelope], None],
     on_malformed: Callable[[TransferKey | None, str], None],
 ) -> None:
-    """Carry messages both ways over a gRPC stream until one direction ends; always raises.
+    """Exchange messages over a gRPC stream until one direction ends; always raises.
 
     A message that is malformed goes to `on_malformed` and harms no other hand-off. Raises LinkBroken, or any error that
     `deliver` raised.

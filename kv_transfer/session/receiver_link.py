@@ -11,7 +11,7 @@ from kv_transfer.protocol.messages import Body, HandoffEnvelope, Hello, Reject, 
 from kv_transfer.protocol.settings import TransferSettings
 from kv_transfer.protocol.versions import SPOKEN, handoff_dialect
 from kv_transfer.protocol.wire import WireError
-from kv_transfer.session.link import LinkBroken, LinkOutbox, carry, read_message, write_message
+from kv_transfer.session.link import LinkBroken, LinkOutbox, exchange_messages, read_message, write_message
 from kv_transfer.session.peer import LocalWorker
 from tandem.errors import ConfigError, InvariantError, TransferError
 from tandem.protocol.version_negotiation import NoCommonVersion
@@ -141,7 +141,7 @@ class ReceiverLink:
                 await self._handshake(stream)
                 was_up = True
                 self._user.link_up(self)
-                await carry(
+                await exchange_messages(
                     stream,
                     self._outbox,
                     deliver=lambda envelope: self._user.deliver(self, envelope),

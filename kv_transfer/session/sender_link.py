@@ -12,7 +12,7 @@ from kv_transfer.protocol.messages import Body, Failure, HandoffEnvelope, Hello,
 from kv_transfer.protocol.settings import TransferSettings
 from kv_transfer.protocol.versions import SPOKEN, handoff_dialect
 from kv_transfer.protocol.wire import WireError
-from kv_transfer.session.link import LinkBroken, LinkOutbox, carry, read_message, write_message
+from kv_transfer.session.link import LinkBroken, LinkOutbox, exchange_messages, read_message, write_message
 from kv_transfer.session.peer import LocalWorker
 from kv_transfer.session.receiver_link import make_hello, refuses
 from kv_transfer.transports.catalogue import candidates
@@ -79,7 +79,7 @@ class SenderLink:
             greeting = await self._handshake()
             await write_message(self._stream, greeting)
             if isinstance(greeting.body, Hello):
-                await carry(self._stream, self._outbox, deliver=deliver, on_malformed=on_malformed)
+                await exchange_messages(self._stream, self._outbox, deliver=deliver, on_malformed=on_malformed)
         except (LinkBroken, WireError) as error:
             log.info("link ended: %s", error)
         except TimeoutError:

@@ -92,7 +92,7 @@ class ClusterCapacity(Struct, frozen=True, kw_only=True):
     local: LocalPrefillCapacity | None = None
     """Prompts that decode workers may prefill themselves while the prefill pool has enough work."""
 
-    def ever_holds(self, num_tokens: int) -> bool:
+    def can_ever_hold(self, num_tokens: int) -> bool:
         """Whether waiting can make room for such a prompt; if not, dispatch reports the reason."""
         return num_tokens < self.pool_tokens
 

@@ -238,7 +238,7 @@ class FairAdmission:
         num_tokens, nobody_waits = ticket.num_tokens, not self._queue.num_requests
         # A request that fits no pool, which lacks nothing, would wait in vain, and so would every request behind it.
         at_once = self._rule.shortage(ticket, room) is None and (
-            nobody_waits or self._rule.passes(ticket, room) or not room.ever_holds(num_tokens)
+            nobody_waits or self._rule.may_overtake(ticket, room) or not room.can_ever_hold(num_tokens)
         )
         # What could have been done in the time that passes now goes by the rate before it.
         rate = forecast.meter.rate(room.prefill_tokens_per_s)
@@ -250,7 +250,7 @@ class FairAdmission:
         else:
             wait_s, share = forecast.wait_s(ticket, room), 1.0 if at_once else self._policy.entry_share
         late = forecast.lateness(ticket, room, wait_s, share=share)
-        if late is not None and room.ever_holds(num_tokens):
+        if late is not None and room.can_ever_hold(num_tokens):
             raise self._limits.too_late_error(ticket, *late, room)
         if at_once:
             waiting: Collection[str] = () if nobody_waits else self._queue.tenants

@@ -181,7 +181,7 @@ class FairQueue:
                 work += share * line.work_tokens
         return Ahead(cost + own.cost, work + own.work_tokens)
 
-    def given_up(self) -> Iterator[EvictionCandidate]:
+    def eviction_order(self) -> Iterator[EvictionCandidate]:
         """Iterate over all tickets in the order in which to evict them: each is the last of the line that is then the
         longest (by cost over weight) of the worst priority. Removes nothing.
         """

@@ -94,7 +94,7 @@ class QueueLimits:
         """
         num_waiting, num_tokens = self._queue.num_requests, self._queue.num_tokens + ticket.num_tokens
         found: list[Ticket] = []
-        for victim, line_cost in self._queue.given_up():
+        for victim, line_cost in self._queue.eviction_order():
             if num_waiting < self._policy.max_requests and num_tokens <= self._policy.max_tokens:
                 break
             if not self._displaces(ticket, victim, line_cost):

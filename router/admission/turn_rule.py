@@ -69,7 +69,7 @@ class TurnRule:
         elif shortage is None and self._places(ticket.priority) <= len(self._watch.in_transit):
             shortage = Shortage.ROUTER
         # Waiting makes no room for a prompt that no pool holds.
-        return shortage if shortage is None or room.ever_holds(ticket.num_tokens) else None
+        return shortage if shortage is None or room.can_ever_hold(ticket.num_tokens) else None
 
     def next_turn(self, first: Ticket, room: ClusterCapacity) -> Ticket | None:
         """Return the request that runs next: the first in line, or one that may overtake it; None: all wait."""
@@ -78,7 +78,7 @@ class TurnRule:
         self._last_shortage = shortage
         return self._queue.first_within(self._max_overtaking_tokens(first, room))
 
-    def passes(self, ticket: Ticket, room: ClusterCapacity) -> bool:
+    def may_overtake(self, ticket: Ticket, room: ClusterCapacity) -> bool:
         """Whether it may run at once, ahead of the queue: no waiting request could run before it."""
         if (first := self._queue.first()) is None:
             return True

@@ -52,7 +52,7 @@ class BeamRun:
             ),
             computed_tokens=num_computed,
             needed_tokens=num_computed,
-            read_by=self._scorer.pool_of(first),
+            prefilled_by=self._scorer.pool_of(first),
         )
         for index, ended in enumerate(search.ended[: self._request.num_choices]):
             sink.on_delta(ChoiceDelta(index, tokens=ended.beam.tokens, finish=replace(finish, reason=ended.reason)))

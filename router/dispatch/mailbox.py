@@ -119,7 +119,7 @@ class Mailbox:
             self._arrived = asyncio.get_running_loop().create_future()
             await self._arrived
 
-    async def urgent_or(self, waiting: Coroutine[Any, Any, None]) -> None:
+    async def wait_unless_urgent(self, waiting: Coroutine[Any, Any, None]) -> None:
         """Return when `waiting` does, or when there is a message that ends the request, which then comes first.
 
         Raises what `waiting` raises.

@@ -133,7 +133,7 @@ class RequestRun:
     async def _sink_ready(self) -> None:
         """Return when the sink has room, or when there is an urgent message."""
         if self._sink is not None:
-            await self._mailbox.urgent_or(self._sink.ready())
+            await self._mailbox.wait_unless_urgent(self._sink.ready())
         self._sink_is_full = False
 
     def stop_choice(self, index: int) -> None:

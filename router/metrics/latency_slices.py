@@ -113,7 +113,7 @@ class SliceMetrics:
         self._split(times, finishes)
         if not finishes:
             return
-        reader = finishes[0].read_by
+        reader = finishes[0].prefilled_by
         pool = _UNKNOWN if reader is None else reader.value
         prompt, guided = length_bucket(traits.prompt_tokens), "yes" if traits.guided else "no"
         cached = finishes[0].cached_tokens

@@ -288,7 +288,7 @@ class Placer:
         if assignment.decision is not None:
             assignment.decision.rerouted.append(key.worker_id)
         if key == assignment.decode:
-            assignment.booked.owes(num_tokens)
+            assignment.booked.add_tokens(num_tokens)
         else:
             assignment.prompt = self.registry.assign(key, num_tokens)
             self._handed_off(assignment, num_tokens)

@@ -142,7 +142,7 @@ def place_prefill(
     costs = price_prefill(demand, view.prefill, model)
     row, links = view.decode.members.rows.get(decode.info.key), demand.links
     if links is None or row is None or not len(costs.total):
-        best = best_partner(costs, view.prefill.members.able(decode.info), model, rng)
+        best = best_partner(costs, view.prefill.members.compatible_with(decode.info), model, rng)
     else:
         uncached = float(demand.num_tokens - held_tokens(demand, view.decode)[row])
         transfer_ms = uncached * float(link_ms(view.decode, model)[row])

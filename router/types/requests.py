@@ -118,7 +118,7 @@ class ChoiceFinish(Struct, frozen=True, kw_only=True):
     """Tokens computed by all its attempts, as far as their workers reported."""
     needed_tokens: int = 0
     """Tokens that one undisturbed attempt computes: the prompt without its cached part, and the answer."""
-    read_by: WorkerRole | None = None
+    prefilled_by: WorkerRole | None = None
     """The pool whose worker computed the prompt, before the first token; None: unknown."""
 
 

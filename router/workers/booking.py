@@ -8,7 +8,7 @@ from router.workers.record import WorkerRecord
 
 
 class Booking:
-    """One request, and the tokens of it to compute. Every call but `owes` is idempotent."""
+    """One request, and the tokens of it to compute. Every call but `add_tokens` is idempotent."""
 
     __slots__ = ("_record", "tokens")
 
@@ -20,11 +20,11 @@ class Booking:
         if record is not None:
             record.assigned(tokens)
 
-    def owes(self, tokens: int) -> None:
+    def add_tokens(self, tokens: int) -> None:
         """Add tokens that the worker has to compute."""
         self.tokens += tokens
         if self._record is not None:
-            self._record.owes(tokens)
+            self._record.add_tokens(tokens)
 
     def computed(self) -> None:
         """Take the tokens off the backlog: they have been computed, or never will be."""

@@ -84,7 +84,7 @@ class PoolMembers:
         """Return flags of which none is set."""
         return np.zeros(len(self.infos), dtype=np.bool_)
 
-    def able(self, decode: WorkerInfo) -> Bools | None:
+    def compatible_with(self, decode: WorkerInfo) -> Bools | None:
         """Return which rows of a prefill pool can pair with a decode worker; None when all can."""
         kinds = [bool(one.handoff_address) and decode.cannot_pair(one) is None for one in self.examples]
         return None if all(kinds) else np.array(kinds, dtype=np.bool_)[self.kinds]
@@ -254,7 +254,7 @@ class ClusterView:
 
 
 def partners_of(decode: PoolMembers, prefill: PoolMembers) -> tuple[Bools | None, ...]:
-    return tuple(prefill.able(example) for example in decode.examples)
+    return tuple(prefill.compatible_with(example) for example in decode.examples)
 
 
 def split_by_role(infos: Iterable[WorkerInfo]) -> dict[WorkerRole, list[int]]:

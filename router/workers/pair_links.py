@@ -290,7 +290,7 @@ class PairLinks:
         is_rack = _are_equal([i.rack for i in decode.infos], [i.rack for i in prefill.infos]) & ~is_host
         near = {Locality.HOST: is_host, Locality.RACK: is_rack, Locality.BEYOND: ~(is_host | is_rack)}
         for number, example in enumerate(decode.examples):
-            able = prefill.able(example)
+            able = prefill.compatible_with(example)
             for other, sender in enumerate(prefill.examples):
                 alike = (decode.kinds == number)[:, None] & (prefill.kinds == other)[None, :]
                 if able is not None:

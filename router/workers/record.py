@@ -79,7 +79,7 @@ class WorkerRecord:
             answered_s=self.answered_s,
         )
 
-    def seat(self, columns: PoolColumns, row: int) -> None:
+    def assign_row(self, columns: PoolColumns, row: int) -> None:
         """Write to this row of the columns from now on."""
         self._columns, self._row = columns, row
         columns.penalised_until_s[row] = self.penalised_until_s
@@ -95,7 +95,7 @@ class WorkerRecord:
         self.num_since_load += 1
         self._recount()
 
-    def owes(self, tokens: int) -> None:
+    def add_tokens(self, tokens: int) -> None:
         """Add tokens of an assigned request to the backlog."""
         self.own_backlog += tokens
         self.backlog_since_load += tokens
@@ -245,7 +245,7 @@ class WorkerTable:
             columns = PoolColumns(len(members))
             pools[role] = PoolMembers([m.info for m in members], [m.slot for m in members]), columns
             for row, member in enumerate(members):
-                member.seat(columns, row)
+                member.assign_row(columns, row)
         decode, self._decode = pools[WorkerRole.DECODE]
         prefill, self._prefill = pools[WorkerRole.PREFILL]
         return ClusterView(

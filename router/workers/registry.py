@@ -74,7 +74,7 @@ class WorkerRegistry:
         self._watchers: set[Callable[[], None]] = set()
         self._migrations = CacheMigrations(snapshots=self.snapshots, port=self.port, clock=clock)
         self.pins = PinRegistry(find=self._pin_site, clock=clock, max_pins=max_pins)
-        self._left_in_order: deque[WorkerKey] = deque(maxlen=_REMEMBERED)
+        self._drained_before_leaving: deque[WorkerKey] = deque(maxlen=_REMEMBERED)
         self.lost: Counter[WorkerRole] = Counter()
         """Workers lost without a drain since the router started, by role."""
         self.on_load: Callable[[WorkerSnapshot], None] = _ignore_load
@@ -111,7 +111,7 @@ class WorkerRegistry:
         if (worker := self.find(key)) is None:
             return
         if worker.draining:
-            self._left_in_order.append(key)
+            self._drained_before_leaving.append(key)
         if worker.info.role is WorkerRole.DECODE:
             self.expected.left(key, in_order=worker.draining)
         is_expected = worker.draining or reason == CLOSED_HERE
@@ -139,10 +139,10 @@ class WorkerRegistry:
         leaving = sum(worker.draining for worker in decoders)
         return self.expected.due_s(num_serving=len(decoders) - leaving, num_leaving=leaving)
 
-    def went_in_order(self, key: WorkerKey) -> bool:
+    def had_drained(self, key: WorkerKey) -> bool:
         """Whether a worker that has left, or is leaving, had drained."""
         worker = self.find(key)
-        return key in self._left_in_order if worker is None else worker.draining
+        return key in self._drained_before_leaving if worker is None else worker.draining
 
     def load_changed(self, key: WorkerKey, load: WorkerLoad) -> None:
         """Apply a worker's load report."""

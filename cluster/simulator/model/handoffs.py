@@ -103,7 +103,7 @@ class Handoffs:
             if handoff.prefill == key:
                 self.call(handoff.decode, partial(_cancel, handoff.transfer_id))
             else:
-                self.call(handoff.prefill, partial(let_go, RequestId(handoff.transfer_id)))
+                self.call(handoff.prefill, partial(release_blocks, RequestId(handoff.transfer_id)))
 
     def call(self, worker: WorkerKey, action: WorkerCall) -> None:
         """Run a function on a worker, if it still exists."""
@@ -139,10 +139,10 @@ class Handoffs:
                 scheduler.reservations.commit(handoff.transfer_id, TOKEN, num_cached_tokens=request.cached_tokens)
 
         self.call(handoff.decode, commit)
-        self.call(handoff.prefill, partial(let_go, key))
+        self.call(handoff.prefill, partial(release_blocks, key))
 
 
-def let_go(key: RequestId, _worker: SimWorker, scheduler: Scheduler) -> None:
+def release_blocks(key: RequestId, _worker: SimWorker, scheduler: Scheduler) -> None:
     """Release a prompt's blocks, which nothing reads any more."""
     if not scheduler.release_held(key):
         scheduler.abort(key)

@@ -5,7 +5,7 @@ from functools import partial
 
 from cluster.simulator.model.event_queue import EventQueue
 from cluster.simulator.model.gap_histogram import GapHistogram
-from cluster.simulator.model.handoffs import Handoffs, let_go
+from cluster.simulator.model.handoffs import Handoffs, release_blocks
 from cluster.simulator.model.request import SimRequest
 from cluster.simulator.model.router import SimRouter
 from cluster.simulator.model.settings import Network
@@ -182,7 +182,7 @@ class SimWorkers:
             request.last_token_s = now
             if not self._has_decode:
                 self._notify_router(request, request.key, partial(self.router.finish, request))
-                worker.call(partial(let_go, event.request_id, worker))
+                worker.call(partial(release_blocks, event.request_id, worker))
             return
         if event.token is not None:
             if event.index:

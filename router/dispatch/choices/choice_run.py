@@ -334,7 +334,7 @@ class ChoiceRun:
         """Handle the first event of the running attempt."""
         self._health.was_adopted |= self._adopting
         self._awaited, self._adopting = None, False
-        self._progress.record_prefill_pool(self._placer.prompt_computed(assignment))
+        self._progress.record_prefilled_by(self._placer.prompt_computed(assignment))
         if arrived.started is not None:
             self._placer.found_cached(assignment, arrived.started.cached_tokens)
         self._worker = assignment.decode.incarnation

@@ -76,14 +76,14 @@ class ChoiceHealthReporter:
             self.refused(run, key)
             return
         self._workers.pop(run, None)
-        if not self._registry.went_in_order(key):
+        if not self._registry.had_drained(key):
             self._health.lost(self._name, key, request, still=self._beside(run))
 
     def recheck_failed_workers(self, run: Hashable, request: RoutedRequest) -> None:
         """Report failed workers that are gone by now as lost: peers may notice a crash first. Raises as `lost`."""
         for key in [key for key in self._failed if self._registry.port(key) is None]:
             self._failed.discard(key)
-            if not self._registry.went_in_order(key):
+            if not self._registry.had_drained(key):
                 still = (*self._workers.get(run, ()), *self._beside(run))
                 self._health.lost(self._name, key, request, still=still)
 

@@ -113,7 +113,7 @@ class ChoiceProgress:
     clock: Callable[[], float] = lambda: 0.0
     """Measures how long attempts take; by default they take no time."""
     arrived_s: float | None = None
-    read_by: WorkerRole | None = None
+    prefilled_by: WorkerRole | None = None
     """The pool whose worker computed the prompt for the first attempt that began."""
     ledger: AttemptLedger = field(init=False)
     _num_taken: int = 0
@@ -135,9 +135,9 @@ class ChoiceProgress:
         """Whether a worker accepted an attempt, or may have; one that refused has computed nothing for it."""
         return self._num_taken > 0
 
-    def record_prefill_pool(self, by: WorkerRole | None) -> None:
-        """Record the pool that computed the prompt; `by`: see `ChoiceFinish.read_by`."""
-        self.read_by = self.read_by or by
+    def record_prefilled_by(self, role: WorkerRole | None) -> None:
+        """Record the pool that computed the prompt; `role`: see `ChoiceFinish.prefilled_by`."""
+        self.prefilled_by = self.prefilled_by or role
 
     def record_refusal(self) -> None:
         """Count the attempt as not accepted."""
@@ -243,7 +243,7 @@ class ChoiceProgress:
             times=ledger.total(),
             computed_tokens=ledger.computed_tokens,
             needed_tokens=self.prompt_length - cached + len(self.token_ids),
-            read_by=self.read_by,
+            prefilled_by=self.prefilled_by,
         )
 
 

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from cluster.hub import DownloadPatience, Fetch, Listing, will_fail_again
+from cluster.hub import DownloadPatience, Fetch, Listing, is_permanent
 from cluster.processes.effective_config import PortDrawer
 from tandem.errors import ConfigError
 
@@ -130,7 +130,7 @@ def test_hub_download_permanent_error_is_not_retried(error: Exception, tmp_path:
     ids=repr,
 )  # fmt: skip
 def test_hub_transient_errors_are_retryable(error: Exception) -> None:
-    assert not will_fail_again(error)
+    assert not is_permanent(error)
 
 
 def test_hub_download_offline_cache_hit_is_not_complete(tmp_path: Path) -> None:

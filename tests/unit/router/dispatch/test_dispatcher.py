@@ -60,7 +60,7 @@ async def test_long_prompt_is_routed_over_a_prefill_worker() -> None:
     prefill = FakeWorker("p0", role=WorkerRole.PREFILL)
     async with cluster(decode, prefill) as router:
         deltas = [delta async for delta in router.generate(routed(LONG_PROMPT))]
-        assert [delta.finish.read_by for delta in deltas if delta.finish] == [WorkerRole.PREFILL]
+        assert [delta.finish.prefilled_by for delta in deltas if delta.finish] == [WorkerRole.PREFILL]
         route = (await decode.submissions.get()).submit.prefill
         assert (route.worker_id, route.incarnation, route.address) == ("p0", 1, "p0:1")
         assert (route.transfer_id.rpartition(".")[0], route.attempt) == ("r1-0.1", 1)

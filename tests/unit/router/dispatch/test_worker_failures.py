@@ -260,7 +260,7 @@ async def test_failed_transfer_is_rerouted_then_computed_locally() -> None:
         assert router.observed.retries == ["transfer_failed"] * 2
         # Who read it in the end, not who was to.
         assert (finish := deltas[-1].finish) is not None
-        assert finish.read_by is WorkerRole.DECODE
+        assert finish.prefilled_by is WorkerRole.DECODE
         assert decode.submissions.qsize() == 1
         router.assert_idle()
 

@@ -30,11 +30,11 @@ def shown(
     traits: RequestTraits | None = None,
     tenants: TenantLabels | None = None,
     reason: FinishReason = FinishReason.STOP,
-    read_by: WorkerRole | None = WorkerRole.PREFILL,
+    prefilled_by: WorkerRole | None = WorkerRole.PREFILL,
 ) -> Any:
     registry = CollectorRegistry()
     metrics = SliceMetrics(registry, tenants or TenantLabels())
-    finish = ChoiceFinish(reason=reason, cached_tokens=100, times=TIMES, read_by=read_by)
+    finish = ChoiceFinish(reason=reason, cached_tokens=100, times=TIMES, prefilled_by=prefilled_by)
     metrics.ended(
         traits or RequestTraits(prompt_tokens=600, guided=True, tenant="a"), INSTANTS, [finish] if finishes else [], 5
     )
@@ -64,10 +64,10 @@ def test_latency_slices_label_kind_of_request() -> None:
 
 
 @pytest.mark.parametrize(
-    ("read_by", "pool"), [(WorkerRole.PREFILL, "prefill"), (WorkerRole.DECODE, "decode"), (None, "unknown")]
+    ("prefilled_by", "pool"), [(WorkerRole.PREFILL, "prefill"), (WorkerRole.DECODE, "decode"), (None, "unknown")]
 )
-def test_latency_slices_pool_is_where_prompt_was_computed(read_by: WorkerRole | None, pool: str) -> None:
-    value = shown(read_by=read_by)  # a prefix was fetched first, which counts as transfer
+def test_latency_slices_pool_is_where_prompt_was_computed(prefilled_by: WorkerRole | None, pool: str) -> None:
+    value = shown(prefilled_by=prefilled_by)  # a prefix was fetched first, which counts as transfer
     kind = {"prompt": "2k", "guided": "yes"}
     found = {
         name: value("tandem_slice_ttft_seconds_count", kind | {"pool": name, "cached": "some"})

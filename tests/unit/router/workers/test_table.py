@@ -66,7 +66,7 @@ def test_cluster_view_equals_registry_after_any_events() -> None:
                 case 2 | 3:
                     sent.append(registry.assign(key, rng.randrange(300)))
                 case 4 if sent:
-                    rng.choice(sent).owes(rng.randrange(10))
+                    rng.choice(sent).add_tokens(rng.randrange(10))
                 case 5 if sent:
                     # Of any worker: live, gone or back.
                     sent.pop(rng.randrange(len(sent))).end()
