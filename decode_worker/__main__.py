@@ -22,6 +22,7 @@ from tandem.values.ids import WorkerId
 from tandem.values.roles import WorkerRole
 from tandem.values.worker_identity import WorkerIdentity, draw_incarnation
 from worker.cluster_state.redis_publisher import make_publisher, publish
+from worker.direct_port import open_direct_port
 from worker.drain import MigrationSource, leave
 from worker.engine_host import EngineHost
 from worker.engine_spec import engine_spec
@@ -54,6 +55,7 @@ async def serve(config: ClusterConfig, place: WorkerPlace, lifetime: Lifetime) -
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         server = make_server(auth)
         bound = await open_port(stack, server, host_name, port, credentials)
+        direct = await open_direct_port(stack, host_name, credentials)
         identity = WorkerIdentity(
             worker_id=WorkerId(f"decode-{place.index}"),
             incarnation=draw_incarnation(),
@@ -66,7 +68,7 @@ async def serve(config: ClusterConfig, place: WorkerPlace, lifetime: Lifetime) -
         tracer = open_tracer(stack, config.telemetry, service="tandem-decode", instance=identity.worker_id)
         worker = DecodeWorker(identity, host, tasks, tracer, takeover_s=config.router.takeover_s)
         publisher = make_publisher(config.redis, cluster_secret(config), identity)
-        sessions = WorkerSessions(worker, publisher)
+        sessions = WorkerSessions(worker, publisher, direct)
         worker.migration_source = MigrationSource(host, lambda: sessions.ports)
         host.start(on_output=worker.on_output, ports=lambda: sessions.event_sinks)
         stack.push_async_callback(host.stop)

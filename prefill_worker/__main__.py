@@ -23,6 +23,7 @@ from tandem.values.ids import WorkerId
 from tandem.values.roles import WorkerRole
 from tandem.values.worker_identity import WorkerIdentity, draw_incarnation
 from worker.cluster_state.redis_publisher import make_publisher, publish
+from worker.direct_port import open_direct_port
 from worker.drain import MigrationSource, leave
 from worker.engine_host import EngineHost
 from worker.engine_spec import engine_spec
@@ -52,11 +53,12 @@ async def serve(config: ClusterConfig, place: WorkerPlace, lifetime: Lifetime) -
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         server = make_server(auth)
         bound = await open_port(stack, server, host_name, port, credentials)
+        direct = await open_direct_port(stack, host_name, credentials)
         identity = _identity(config, place.index, f"{host_name}:{bound}")
         host = EngineHost(parts, on_fatal=lifetime.fail)
         worker = PrefillWorker(identity, host)
         publisher = make_publisher(config.redis, cluster_secret(config), identity)
-        sessions = WorkerSessions(worker, publisher)
+        sessions = WorkerSessions(worker, publisher, direct)
         worker.migration_source = MigrationSource(host, lambda: sessions.ports)
         host.start(on_output=worker.on_output, on_layers=worker.on_layers, ports=lambda: sessions.event_sinks)
         stack.push_async_callback(host.stop)

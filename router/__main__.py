@@ -262,6 +262,7 @@ async def _join_workers(
         directory=directory,
         listener=registry,
         open_channel=channels.open,
+        connect=channels.connect if channels.can_connect else None,
         rng=SystemRandom(),
         settings=SessionSettings(
             metadata=ClusterAuth(secret).client_metadata(),

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from tandem.protocol.session_versions import SPOKEN, worker_dialect
@@ -48,6 +48,7 @@ class SessionPort:
         self._finished = False
         self._queue: deque[pb.WorkerMessage] = deque()
         self._wake = asyncio.Event()
+        self._on_change: Callable[[], None] = self._wake.set
         self._closed = asyncio.Event()
         self._next_event: int | None = None
 
@@ -60,19 +61,32 @@ class SessionPort:
             self.close()
             return
         self._queue.append(message)
-        self._wake.set()
+        self._on_change()
 
     def finish(self) -> None:
         """End the session after the queued messages; later ones are dropped."""
         self._finished = True
-        self._wake.set()
+        self._on_change()
 
     def close(self) -> None:
         """Drop what is queued and end the session."""
         self.closed = True
         self._queue.clear()
         self._closed.set()
-        self._wake.set()
+        self._on_change()
+
+    def attach(self, on_change: Callable[[], None]) -> None:
+        """Have `on_change` called whenever there is something to `pop`, or the port ends, in place of `next`."""
+        self._on_change = on_change
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing more will be queued."""
+        return self._finished
+
+    def pop(self) -> pb.WorkerMessage | None:
+        """The next message to write, if there is one."""
+        return self._queue.popleft() if self._queue else None
 
     async def wait_closed(self) -> None:
         await self._closed.wait()

@@ -1,11 +1,14 @@
 """A worker's end of its sessions with routers.
 
-One long-lived stream per router. Messages to a router are queued on its `SessionPort` and written by one task, so the
-engine's events never wait for a slow reader: a port that overflows is closed, and its router's requests with it.
+One long-lived stream per router: a call over gRPC, or, for routers that can, a connection to the worker's `DirectPort`
+after the HELLOs. Messages to a router are queued on its `SessionPort`, so the engine's events never wait for a slow
+reader: a port that overflows is closed, and its router's requests with it.
 """
 
 import asyncio
 import logging
+from collections.abc import Callable
+from functools import partial
 from itertools import count
 from typing import Any, Protocol
 
@@ -13,10 +16,12 @@ import grpc
 
 from tandem.protocol.session_versions import SPOKEN, worker_dialect
 from tandem.protocol.version_negotiation import NoCommonVersion, VersionRange
+from tandem.rpc.framed_connection import FramedConnection
 from tandem.rpc.health import health_handler
 from tandem.v1 import session_pb2 as pb
 from tandem.v1.session_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 from tandem.values.ids import Incarnation
+from worker.direct_port import DirectPort
 from worker.session_port import LOAD_PERIOD_S, EventSink, SessionPort, orders_of
 
 _log = logging.getLogger(__name__)
@@ -52,13 +57,57 @@ class Publisher(EventSink, Protocol):
     def report(self) -> pb.RedisPublisherReport: ...
 
 
+class DirectSession:
+    """Handles the frames of one session at the direct port (FrameHandler)."""
+
+    def __init__(
+        self,
+        port: SessionPort,
+        connection: FramedConnection,
+        *,
+        on_orders: Callable[[SessionPort, pb.RouterMessage], None],
+        on_end: Callable[[SessionPort], None],
+    ) -> None:
+        self._port = port
+        self._connection = connection
+        self._on_orders = on_orders
+        self._on_end = on_end
+        port.attach(self._on_change)
+
+    def _on_change(self) -> None:
+        if self._port.closed:
+            # Not later: a peer that does not read would keep it open.
+            self._connection.abort()
+        elif self._port.finished:
+            self._connection.finish()
+        else:
+            self._connection.wake()
+
+    def next_frame(self) -> bytes | None:
+        message = self._port.pop()
+        return None if message is None else message.SerializeToString()
+
+    def on_frame(self, frame: bytes) -> None:
+        self._on_orders(self._port, pb.RouterMessage.FromString(frame))
+
+    def on_lost(self, error: Exception | None) -> None:
+        if error is not None and not isinstance(error, OSError):
+            _log.warning("the session with router %x failed", self._port.router, exc_info=error)
+        self._on_end(self._port)
+
+
 class WorkerSessions(WorkerServicer):
     """All sessions of one worker; the `Worker` service."""
 
-    def __init__(self, handler: SessionHandler, publisher: Publisher | None = None) -> None:
-        """`publisher`: routers that read its entries in Redis get no cache events in their sessions."""
+    def __init__(
+        self, handler: SessionHandler, publisher: Publisher | None = None, direct: DirectPort | None = None
+    ) -> None:
+        """`publisher`: routers that read its entries in Redis get no cache events in their sessions. `direct`: where
+        sessions go on; None: they stay with gRPC.
+        """
         self._handler = handler
         self._publisher = publisher
+        self._direct = direct
         self._report_numbers = count(1)
         self._ports: set[SessionPort] = set()
         self._draining: str | None = None
@@ -107,22 +156,50 @@ class WorkerSessions(WorkerServicer):
             await asyncio.sleep(LOAD_PERIOD_S)
 
     async def Session(self, _requests: Any, context: Any) -> None:
-        """Serve one router until it disconnects."""
+        """Serve one router until it disconnects, or goes on at the direct port."""
         first = await context.read()
         if not isinstance(first, pb.RouterMessage) or not first.HasField("hello"):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "the first message must be hello")
         port = await self._port_for(first.hello, context)
-        port.send(pb.WorkerMessage(hello=self._handler.hello()))
+        hello = self._handler.hello()
+        if self._direct is not None and first.hello.direct:
+            await self._move(self._direct, port, hello, context)
+            return
+        port.send(pb.WorkerMessage(hello=hello))
+        self._open(port)
+        try:
+            await self._converse(port, context)
+        finally:
+            self._close(port)
+
+    async def _move(self, direct: DirectPort, port: SessionPort, hello: pb.WorkerHello, context: Any) -> None:
+        """Keep the call open, and the ticket good, until the router has shown it; the end of the call says so."""
+        has_begun = asyncio.Event()
+        ticket = direct.offer(partial(self._start, port, has_begun))
+        try:
+            hello.direct_port, hello.direct_ticket = direct.port, ticket
+            await context.write(pb.WorkerMessage(hello=hello))
+            await has_begun.wait()
+        finally:
+            direct.withdraw(ticket)
+
+    def _start(self, port: SessionPort, has_begun: asyncio.Event, connection: FramedConnection) -> DirectSession:
+        """Begin a session on its direct connection."""
+        has_begun.set()
+        session = DirectSession(port, connection, on_orders=self._take_orders, on_end=self._close)
+        self._open(port)
+        return session
+
+    def _open(self, port: SessionPort) -> None:
         if self._draining is not None:
             port.send(pb.WorkerMessage(draining=pb.Draining(reason=self._draining)))
         self._ports.add(port)
         self._handler.opened(port)
-        try:
-            await self._converse(port, context)
-        finally:
-            port.close()
-            self._ports.discard(port)
-            self._handler.closed(port)
+
+    def _close(self, port: SessionPort) -> None:
+        port.close()
+        self._ports.discard(port)
+        self._handler.closed(port)
 
     async def _port_for(self, hello: pb.RouterHello, context: Any) -> SessionPort:
         try:
@@ -159,13 +236,16 @@ class WorkerSessions(WorkerServicer):
     async def _read(self, port: SessionPort, context: Any) -> None:
         try:
             while isinstance(message := await context.read(), pb.RouterMessage):
-                for order in orders_of(message):
-                    if order.HasField("end_earlier_sessions"):
-                        self._end_earlier(port)
-                    else:
-                        self._handler.order(port, order)
+                self._take_orders(port, message)
         finally:
             port.close()
+
+    def _take_orders(self, port: SessionPort, message: pb.RouterMessage) -> None:
+        for order in orders_of(message):
+            if order.HasField("end_earlier_sessions"):
+                self._end_earlier(port)
+            else:
+                self._handler.order(port, order)
 
     def _end_earlier(self, port: SessionPort) -> None:
         for other in self._ports - {port}:

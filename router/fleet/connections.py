@@ -12,6 +12,7 @@ from types import TracebackType
 import grpc
 import grpc.aio
 
+from router.fleet.session_carriers import Connect
 from router.fleet.session_wire import ProtocolError
 from router.fleet.worker_session import SessionListener, SessionSettings, WorkerSession
 from router.types.worker_view import WorkerKey
@@ -37,13 +38,17 @@ class WorkerFleet:
         open_channel: ChannelOpener,
         settings: SessionSettings,
         rng: Random,
+        connect: Connect | None = None,
         backoff: Backoff | None = None,
         expected: ExpectedWorkers | None = None,
     ) -> None:
-        """`expected` is informed of every worker that is found or lost."""
+        """`connect`: opens connections to workers' direct ports; None: sessions stay with gRPC. `expected` is informed
+        of every worker that is found or lost.
+        """
         self._directory = directory
         self._listener = listener
         self._open_channel = open_channel
+        self._connect = connect
         self._settings = settings
         self._rng = rng
         self._backoff = backoff or Backoff()
@@ -100,8 +105,9 @@ class WorkerFleet:
         """Run one session; return why it ended, and whether it was ever open."""
         try:
             async with self._open_channel(address.address) as channel:
-                session = await WorkerSession.open(channel, self._settings)
+                session = await WorkerSession.open(channel, self._settings, address.address, self._connect)
                 if session.info.role is not address.role:
+                    session.close()
                     return f"expected a {address.role.value} worker, found a {session.info.role.value} worker", False
                 self._in_session[address] = session.info.key
                 if self._expected is not None:

@@ -1,6 +1,6 @@
 """Converts between protobuf and values for the session with workers."""
 
-from collections import deque
+from collections.abc import Callable
 
 from router.types.session_events import (
     AttemptFinished,
@@ -69,13 +69,14 @@ class ProtocolError(Exception):
     """The peer sent something that the session's protocol does not allow; the text names it."""
 
 
-def hello_to_pb(incarnation: Incarnation, *, reads_redis: bool = False) -> pb.RouterMessage:
-    """Make the router's first message."""
+def hello_to_pb(incarnation: Incarnation, *, reads_redis: bool = False, direct: bool = False) -> pb.RouterMessage:
+    """Make the router's first message. `direct`: the session can go on at the worker's direct port."""
     hello = pb.RouterHello(
         protocol_version=SPOKEN.oldest,
         newest_version=SPOKEN.newest,
         incarnation=incarnation,
         reads_redis=reads_redis,
+        direct=direct,
     )
     return pb.RouterMessage(hello=hello)
 
@@ -174,13 +175,19 @@ def scores_part_from_pb(part: pb.PromptScores) -> PromptScoresPart:
     )
 
 
-def batch_orders(waiting: deque[pb.RouterMessage]) -> pb.RouterMessage:
-    """Pack waiting orders into as few messages as possible: each costs about as much as the decisions on a whole
-    request."""
-    batch, num_bytes = [waiting.popleft()], 0
-    while waiting and (num_bytes := num_bytes + batch[-1].ByteSize()) < _MOST_BYTES_TOGETHER:
-        batch.append(waiting.popleft())
-    return batch[0] if len(batch) == 1 else pb.RouterMessage(orders=pb.Orders(orders=batch))
+def batch_orders(next_order: Callable[[], pb.RouterMessage | None]) -> pb.RouterMessage | None:
+    """Pack waiting orders into one message, since each costs gRPC about as much as the decisions on a whole request.
+
+    None when there are none.
+    """
+    batch: list[pb.RouterMessage] = []
+    num_bytes = 0
+    while num_bytes < _MOST_BYTES_TOGETHER and (order := next_order()) is not None:
+        batch.append(order)
+        num_bytes += order.ByteSize()
+    if len(batch) > 1:
+        return pb.RouterMessage(orders=pb.Orders(orders=batch))
+    return batch[0] if batch else None
 
 
 def cancel_to_pb(request_id: RequestId, attempt: int) -> pb.RouterMessage:

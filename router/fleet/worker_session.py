@@ -1,26 +1,25 @@
 """One session with one worker, from HELLO to the end of the stream.
 
-The reader delivers every event to its recipient and never waits: what a slow client does not read accumulates in that
-request's own bounded mailbox. A worker that is silent longer than `silence_s` counts as dead, as does one whose stream
-ends; every attempt that it was running then gets a WorkerLost.
+Every event is delivered to its recipient at once and nothing waits: what a slow client does not read accumulates in
+that request's own bounded mailbox. A worker that is silent longer than `silence_s` counts as dead, as does one whose
+stream ends; every attempt that it was running then gets a WorkerLost.
 """
 
 import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import grpc
 import grpc.aio
 from msgspec import Struct
 
+from router.fleet.session_carriers import Connect, DirectCarrier, GrpcCarrier, SessionCarrier
 from router.fleet.session_wire import (
     ProtocolError,
-    batch_orders,
     cache_offer_from_pb,
     cancel_to_pb,
     end_earlier_sessions_to_pb,
@@ -58,10 +57,11 @@ from router.types.session_events import (
     WorkerPort,
 )
 from router.types.worker_view import PrefixChange, WorkerInfo, WorkerKey, WorkerLoad
-from tandem.errors import Unavailable
+from tandem.errors import ConfigError, Unavailable
 from tandem.process.silence import SilenceWatch
 from tandem.protocol.pin_wire import result_from_pb
 from tandem.protocol.session_versions import router_dialect
+from tandem.rpc.hosts import join, split
 from tandem.v1 import session_pb2 as pb
 from tandem.v1.session_pb2_grpc import WorkerStub
 from tandem.values.ids import Incarnation, RequestId
@@ -70,8 +70,6 @@ from tandem.values.prefix_pin import PinKey, PinOrder, PinResult
 logger = logging.getLogger(__name__)
 
 _LOOKS_PER_SILENCE = 8
-_PINS_TOGETHER = 64
-"""Pin orders per message: submits that arrive meanwhile go before the next ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,10 +136,9 @@ class PendingPinOrders(Generic[OrderT]):
             del self._orders[next(iter(self._orders))]
         self._orders[key] = order
 
-    def pop_first(self, most: int) -> Iterator[OrderT]:
-        """Remove and yield up to `most` of the oldest orders."""
-        for key in list(islice(self._orders, most)):
-            yield self._orders.pop(key)
+    def pop_first(self) -> OrderT:
+        """Remove and return the oldest order, which must exist."""
+        return self._orders.pop(next(iter(self._orders)))
 
     def clear(self) -> None:
         """Drop all orders: the session has ended."""
@@ -162,9 +159,9 @@ class _Scoring(Struct, frozen=True, kw_only=True):
 class WorkerSession:
     """The live stream with one worker; a WorkerPort for dispatch."""
 
-    def __init__(self, call: Any, info: WorkerInfo, settings: SessionSettings) -> None:
+    def __init__(self, carrier: SessionCarrier, info: WorkerInfo, settings: SessionSettings) -> None:
         self.info = info
-        self._call = call
+        self._carrier = carrier
         self._settings = settings
         self._attempts: dict[RequestId, _Attempt] = {}
         self._token_readers: dict[int, Callable[[int, int], None]] = {}
@@ -175,7 +172,6 @@ class WorkerSession:
         # and their ends by the workers that drain: each is handled once, and names this worker once. Resyncs by time.
         self._outgoing: deque[pb.RouterMessage] = deque()
         self._pins: PendingPinOrders[pb.RouterMessage] = PendingPinOrders(most=settings.max_queued_pins)
-        self._has_outgoing = asyncio.Event()
         self._ended = False
         self._drain_reason: str | None = None
         self._dialect = router_dialect(info.protocol_version)
@@ -186,15 +182,34 @@ class WorkerSession:
         return self._settings.silence_s / _LOOKS_PER_SILENCE
 
     @classmethod
-    async def open(cls, channel: grpc.aio.Channel, settings: SessionSettings) -> "WorkerSession":
-        """Exchange HELLOs. Raises ProtocolError, grpc.aio.AioRpcError or TimeoutError."""
+    async def open(
+        cls, channel: grpc.aio.Channel, settings: SessionSettings, address: str = "", connect: Connect | None = None
+    ) -> "WorkerSession":
+        """Exchange HELLOs. Raises ProtocolError, grpc.aio.AioRpcError or TimeoutError.
+
+        `address`, `connect`: the worker's, and how to open a connection to its direct port; None: stay with gRPC.
+        """
         call = WorkerStub(channel).Session(metadata=tuple(settings.metadata))  # type: ignore[no-untyped-call]  # generated
+        can_move = connect is not None
         async with asyncio.timeout(settings.hello_timeout_s):
-            await call.write(hello_to_pb(settings.incarnation, reads_redis=settings.reads_redis))
+            await call.write(hello_to_pb(settings.incarnation, reads_redis=settings.reads_redis, direct=can_move))
             first = await call.read()
         if first is grpc.aio.EOF:
             raise ProtocolError(f"the stream ended before hello: {await call.details()}")
-        return cls(call, hello_from_pb(first), settings)
+        info = hello_from_pb(first)
+        if connect is None or not first.hello.direct_port:
+            return cls(GrpcCarrier(call), info, settings)
+        target = join(split(address)[0], first.hello.direct_port)
+        try:
+            return cls(await DirectCarrier.open(connect, target, first.hello.direct_ticket, call), info, settings)
+        except (OSError, ConfigError, ProtocolError, grpc.aio.AioRpcError) as error:
+            call.cancel()
+            logger.warning("the session with %s stays with gRPC: no connection to %s: %s", address, target, error)
+            return await cls.open(channel, settings)
+
+    def close(self) -> None:
+        """End a session that no one conversed in."""
+        self._carrier.close()
 
     async def converse(self, listener: SessionListener) -> str:
         """Carry messages both ways until the stream ends; returns why it did.
@@ -202,15 +217,18 @@ class WorkerSession:
         Raises WorkerRejected at once when the listener rejects the worker.
         """
         reason = CLOSED_HERE
-        listener.joined(self.info, self)
+        try:
+            listener.joined(self.info, self)
+        except BaseException:
+            self.close()
+            raise
         self._send(end_earlier_sessions_to_pb())
         try:
             async with asyncio.TaskGroup() as tasks:
-                writer = tasks.create_task(self._write())
-                ends = (tasks.create_task(self._read(listener)), tasks.create_task(self._watch()))
+                ends = (tasks.create_task(self._carry(listener)), tasks.create_task(self._watch()))
                 done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
                 reason = done.pop().result()
-                for task in (writer, *ends):
+                for task in ends:
                     task.cancel()
         finally:
             self._end(listener, reason)
@@ -295,41 +313,26 @@ class WorkerSession:
 
     def _queue(self, message: pb.RouterMessage) -> None:
         self._outgoing.append(message)
-        self._has_outgoing.set()
+        self._carrier.wake()
 
     def _send_pin(self, key: PinKey, message: pb.RouterMessage) -> None:
         if not self._ended and self._dialect.has(message.WhichOneof("kind")):
             self._pins.add(key, message)
-            self._has_outgoing.set()
+            self._carrier.wake()
 
-    async def _write(self) -> None:
-        while True:
-            await self._has_outgoing.wait()
-            self._has_outgoing.clear()
-            while self._outgoing or self._pins:
-                if not self._outgoing:
-                    self._outgoing.extend(self._pins.pop_first(_PINS_TOGETHER))
-                try:
-                    await self._call.write(batch_orders(self._outgoing))
-                except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-                    return  # the reader sees the same end and reports it
+    def _next_order(self) -> pb.RouterMessage | None:
+        """Return the next message to send: submits that arrive meanwhile go before the pins that wait."""
+        if self._outgoing:
+            return self._outgoing.popleft()
+        return self._pins.pop_first() if self._pins else None
 
-    async def _read(self, listener: SessionListener) -> str:
-        while True:
-            try:
-                message = await self._call.read()
-                self._silence.on_message(time.monotonic())
-                if message is grpc.aio.EOF:
-                    return await self._why_closed()
-                self._on_message(message, listener)
-            except grpc.aio.AioRpcError as error:
-                return f"{error.code().name}: {error.details()}"
-            except ProtocolError as error:
-                return f"protocol error: {error}"
+    async def _carry(self, listener: SessionListener) -> str:
+        def on_message(message: pb.WorkerMessage) -> None:
+            self._silence.on_message(time.monotonic())
+            self._on_message(message, listener)
 
-    async def _why_closed(self) -> str:
-        if details := await self._call.details():
-            return f"the worker closed the session: {details}"
+        if reason := await self._carrier.run(self._next_order, on_message):
+            return reason
         if self._drain_reason is not None:
             return f"the worker has drained: {self._drain_reason}"
         return "the worker closed the session without announcing a drain"
@@ -421,7 +424,7 @@ class WorkerSession:
         self._ended = True
         self._outgoing.clear()
         self._pins.clear()
-        self._call.cancel()
+        self._carrier.close()
         # The registry first, so that attempts that learn of the loss do not choose the same worker again.
         listener.left(self.info.key, reason)
         attempts, self._attempts = self._attempts, {}

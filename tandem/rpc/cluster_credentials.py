@@ -50,6 +50,10 @@ class ClusterCredentials:
         """Return the context for one outgoing connection, to be used with `server_hostname=MEMBER_NAME`."""
         return self._tls.current().tls.client
 
+    def server_context(self) -> ssl.SSLContext:
+        """Return the context for one incoming connection."""
+        return self._tls.current().tls.server
+
     def grpc_channel(self) -> Any:
         """Create credentials for one gRPC channel, whose option `grpc.ssl_target_name_override` must be MEMBER_NAME."""
         now = self._tls.current()

@@ -1,4 +1,4 @@
-"""gRPC between processes of one cluster: authentication, TLS, keepalive, and shutdown of servers.
+"""gRPC between processes of one cluster, and the connections beside it: authentication, TLS, keepalive, shutdown.
 
 Peers prove that they belong to the cluster by a token derived from its secret; the secret itself never travels. With
 `cluster.tls` they also show certificates (`tandem.rpc.cluster_credentials`).
@@ -17,7 +17,7 @@ import grpc.aio
 from tandem.errors import ConfigError
 from tandem.rpc.cluster_credentials import ClusterCredentials
 from tandem.rpc.health import HEALTH_METHOD, health_handler
-from tandem.rpc.hosts import is_loopback
+from tandem.rpc.hosts import is_loopback, keep_alive, split
 from tandem.rpc.mixed_port import MixedPort
 from tandem.rpc.mutual_tls import MEMBER_NAME
 from tandem.rpc.tls_check import check_peer
@@ -115,6 +115,25 @@ class ClusterChannels:
                     self._check(address)
                 else:
                     self._logged.pop(address, None)
+
+    @property
+    def can_connect(self) -> bool:
+        """Whether this process opens plain connections: a permissive one does not know which kind its peer takes."""
+        return self._credentials is None or not self._credentials.is_permissive
+
+    async def connect(self, address: str, make_protocol: Callable[[], asyncio.Protocol]) -> None:
+        """Open a plain connection to another port of a peer, at host:port, in TLS where channels are.
+
+        Raises OSError, which includes what TLS finds wrong, and ConfigError as `open` does.
+        """
+        if self._credentials is None and not self._allows_plaintext:
+            self._check_loopback(address)
+        host, port = split(address)
+        context = None if self._credentials is None else self._credentials.client_context()
+        transport, _ = await asyncio.get_running_loop().create_connection(
+            make_protocol, host, port, ssl=context, server_hostname=None if context is None else MEMBER_NAME
+        )
+        keep_alive(transport.get_extra_info("socket"))
 
     def _check_loopback(self, address: str) -> None:
         host = address.rpartition(":")[0].strip("[]")

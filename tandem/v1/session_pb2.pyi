@@ -55,16 +55,18 @@ class Orders(_message.Message):
     def __init__(self, orders: _Optional[_Iterable[_Union[RouterMessage, _Mapping]]] = ...) -> None: ...
 
 class RouterHello(_message.Message):
-    __slots__ = ("protocol_version", "incarnation", "reads_redis", "newest_version")
+    __slots__ = ("protocol_version", "incarnation", "reads_redis", "newest_version", "direct")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     READS_REDIS_FIELD_NUMBER: _ClassVar[int]
     NEWEST_VERSION_FIELD_NUMBER: _ClassVar[int]
+    DIRECT_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     incarnation: int
     reads_redis: bool
     newest_version: int
-    def __init__(self, protocol_version: _Optional[int] = ..., incarnation: _Optional[int] = ..., reads_redis: bool = ..., newest_version: _Optional[int] = ...) -> None: ...
+    direct: bool
+    def __init__(self, protocol_version: _Optional[int] = ..., incarnation: _Optional[int] = ..., reads_redis: bool = ..., newest_version: _Optional[int] = ..., direct: bool = ...) -> None: ...
 
 class PrefillRoute(_message.Message):
     __slots__ = ("worker_id", "incarnation", "address", "transfer_id", "attempt", "holder")
@@ -197,7 +199,7 @@ class WorkerMessage(_message.Message):
     def __init__(self, hello: _Optional[_Union[WorkerHello, _Mapping]] = ..., tokens: _Optional[_Union[StepTokens, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ..., transfer_failed: _Optional[_Union[TransferFailed, _Mapping]] = ..., kv_events: _Optional[_Union[KVEvents, _Mapping]] = ..., load: _Optional[_Union[LoadSnapshot, _Mapping]] = ..., draining: _Optional[_Union[Draining, _Mapping]] = ..., cache_offer: _Optional[_Union[CacheOffer, _Mapping]] = ..., cache_fetched: _Optional[_Union[CacheFetched, _Mapping]] = ..., prompt_scores: _Optional[_Union[PromptScores, _Mapping]] = ..., pin_result: _Optional[_Union[_pins_pb2.PinResult, _Mapping]] = ...) -> None: ...
 
 class WorkerHello(_message.Message):
-    __slots__ = ("protocol_version", "worker_id", "incarnation", "role", "model_name", "max_model_len", "num_blocks", "layout", "handoff_address", "transports", "vocab_size", "eos_token_ids", "num_blocks_below", "newest_version", "rack")
+    __slots__ = ("protocol_version", "worker_id", "incarnation", "role", "model_name", "max_model_len", "num_blocks", "layout", "handoff_address", "transports", "vocab_size", "eos_token_ids", "num_blocks_below", "newest_version", "rack", "direct_port", "direct_ticket")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -213,6 +215,8 @@ class WorkerHello(_message.Message):
     NUM_BLOCKS_BELOW_FIELD_NUMBER: _ClassVar[int]
     NEWEST_VERSION_FIELD_NUMBER: _ClassVar[int]
     RACK_FIELD_NUMBER: _ClassVar[int]
+    DIRECT_PORT_FIELD_NUMBER: _ClassVar[int]
+    DIRECT_TICKET_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     worker_id: str
     incarnation: int
@@ -228,7 +232,9 @@ class WorkerHello(_message.Message):
     num_blocks_below: int
     newest_version: int
     rack: str
-    def __init__(self, protocol_version: _Optional[int] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., model_name: _Optional[str] = ..., max_model_len: _Optional[int] = ..., num_blocks: _Optional[int] = ..., layout: _Optional[_Union[_common_pb2.KVLayout, _Mapping]] = ..., handoff_address: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., num_blocks_below: _Optional[int] = ..., newest_version: _Optional[int] = ..., rack: _Optional[str] = ...) -> None: ...
+    direct_port: int
+    direct_ticket: bytes
+    def __init__(self, protocol_version: _Optional[int] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[int] = ..., role: _Optional[_Union[WorkerRole, str]] = ..., model_name: _Optional[str] = ..., max_model_len: _Optional[int] = ..., num_blocks: _Optional[int] = ..., layout: _Optional[_Union[_common_pb2.KVLayout, _Mapping]] = ..., handoff_address: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., num_blocks_below: _Optional[int] = ..., newest_version: _Optional[int] = ..., rack: _Optional[str] = ..., direct_port: _Optional[int] = ..., direct_ticket: _Optional[bytes] = ...) -> None: ...
 
 class StepTokens(_message.Message):
     __slots__ = ("deltas", "handoffs", "handles", "indexes", "token_ids")

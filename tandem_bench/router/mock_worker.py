@@ -24,6 +24,7 @@ from tandem.v1.session_pb2_grpc import add_WorkerServicer_to_server
 from tandem.values.block_hash import HASH_BLOCK_TOKENS, BlockHasher
 from tandem.values.ids import BlockHash, Incarnation
 from tandem.values.outputs import FinishReason
+from worker.direct_port import open_direct_port
 from worker.session_port import SessionPort
 from worker.sessions import WorkerSessions
 
@@ -174,12 +175,13 @@ async def _serve(options: argparse.Namespace) -> None:
         token_ids=options.says,
         secret=options.secret.encode(),
     )
-    sessions = WorkerSessions(worker)
     server = make_server(ClusterAuth(options.secret.encode()))
-    add_WorkerServicer_to_server(sessions, server)  # type: ignore[no-untyped-call]
     tls = ClusterTls(pem=None if options.pem is None else options.pem.read_text())
-    listening = AsyncExitStack()
-    await open_port(listening, server, "127.0.0.1", options.port, open_credentials(tls, ()))
+    credentials, listening = open_credentials(tls, ()), AsyncExitStack()
+    direct = None if options.grpc else await open_direct_port(listening, "127.0.0.1", credentials)
+    sessions = WorkerSessions(worker, direct=direct)
+    add_WorkerServicer_to_server(sessions, server)  # type: ignore[no-untyped-call]
+    await open_port(listening, server, "127.0.0.1", options.port, credentials)
     await server.start()
     sys.stdout.write("ready\n")
     sys.stdout.flush()
@@ -197,6 +199,7 @@ def main() -> None:
     parser.add_argument("--vocab-size", type=int, required=True)
     parser.add_argument("--step-ms", type=float, default=10.0)
     parser.add_argument("--pem", type=Path, help="a certificate of cluster.tls, as in cluster.tls.pem")
+    parser.add_argument("--grpc", action="store_true", help="sessions stay with gRPC")
     parser.add_argument("--says", type=int, nargs="+", default=[5, 6, 7])
     asyncio.run(_serve(parser.parse_args()))
 

@@ -83,7 +83,7 @@ def needed(release: Rendered, config: ClusterConfig) -> set[Edge]:
     workers = {name: pool.port for name, pool in pools.items() if pool.replicas}
     listening = [config.router.port, config.router.grpc_port]
     kv = (values["networkPolicy"]["kvPorts"]["first"], values["networkPolicy"]["kvPorts"]["last"])
-    edges = {Edge("router", worker, (port, port)) for worker, port in workers.items()}
+    edges = {Edge("router", worker, ports) for worker, port in workers.items() for ports in ((port, port), kv)}
     for one in workers:
         for other, port in workers.items():
             edges |= {Edge(one, other, (port, port)), Edge(one, other, kv)}

@@ -11,13 +11,16 @@ from typing import TextIO
 
 import pytest
 
+_MAX_DETAILS = 8_000
+"""Characters. A nightly's part may go on for an hour before pytest itself prints what failed."""
+
 
 class OutcomeLog:
     """Appends one line for each test that has ended, and for each file that could not be collected."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._failed: dict[str, str] = {}
+        self._failed: dict[str, tuple[str, str]] = {}
         self._seconds: dict[str, float] = {}
         self._skipped: set[str] = set()
 
@@ -25,7 +28,8 @@ class OutcomeLog:
         test = report.nodeid
         self._seconds[test] = self._seconds.get(test, 0.0) + report.duration
         if report.failed:
-            self._failed.setdefault(test, f"{report.when}: {_failure_summary(report)}")
+            summary, details = _failure(report)
+            self._failed.setdefault(test, (f"{report.when}: {summary}", details))
         elif report.skipped:
             self._skipped.add(test)
         if report.when == "teardown" or report.when not in ("setup", "call"):  # xdist says "???" of a crash
@@ -33,25 +37,24 @@ class OutcomeLog:
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
-            self._line(report.nodeid, "uncollected", _failure_summary(report), 0.0)
+            self._line(report.nodeid, "uncollected", 0.0, *_failure(report))
 
     def _write(self, test: str) -> None:
-        reason = self._failed.pop(test, None)
-        outcome = "failed" if reason is not None else "skipped" if test in self._skipped else "passed"
-        self._line(test, outcome, reason or "", self._seconds.pop(test, 0.0))
+        failure = self._failed.pop(test, None)
+        outcome = "failed" if failure is not None else "skipped" if test in self._skipped else "passed"
+        self._line(test, outcome, self._seconds.pop(test, 0.0), *(failure or ()))
 
-    def _line(self, test: str, outcome: str, reason: str, seconds: float) -> None:
-        line = {"test": test, "outcome": outcome, "reason": reason, "seconds": round(seconds, 3)}
+    def _line(self, test: str, outcome: str, seconds: float, reason: str = "", details: str = "") -> None:
+        line = {"test": test, "outcome": outcome, "reason": reason, "seconds": round(seconds, 3), "details": details}
         self._stream.write(json.dumps(line) + "\n")
         self._stream.flush()
 
 
-def _failure_summary(report: pytest.TestReport | pytest.CollectReport) -> str:
-    """The line that says what was wrong, of a report of many."""
-    lines = [
-        line for line in report.longreprtext.splitlines() if line.startswith("E ")
-    ] or report.longreprtext.splitlines()
-    return lines[0].removeprefix("E").strip()[:300] if lines else "no reason given"
+def _failure(report: pytest.TestReport | pytest.CollectReport) -> tuple[str, str]:
+    """The line that says what was wrong, of a report of many, and what stands below it."""
+    every = report.longreprtext.splitlines()
+    lines = [line.removeprefix("E").strip() for line in every if line.startswith("E ")] or every
+    return (lines[0].strip()[:300] if lines else "no reason given"), "\n".join(lines)[:_MAX_DETAILS]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -69,6 +69,8 @@ class Outcome:
     outcome: str  # passed, skipped, failed, uncollected
     reason: str
     seconds: float
+    details: str = ""
+    """What the assertion showed, of a test that failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

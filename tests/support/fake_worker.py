@@ -6,6 +6,7 @@ continued stream can be told from a disturbed one.
 
 import asyncio
 import sys
+from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -15,11 +16,13 @@ import grpc.aio
 from tandem.protocol.session_versions import SPOKEN
 from tandem.protocol.wire import finish_reason_to_pb, prompt_from_pb
 from tandem.rpc.cluster_grpc import ClusterAuth, listen, make_server
+from tandem.rpc.framed_connection import FramedConnection
 from tandem.v1 import common_pb2 as common
 from tandem.v1 import session_pb2 as pb
 from tandem.v1.session_pb2_grpc import WorkerServicer, add_WorkerServicer_to_server
 from tandem.values.outputs import FinishReason
 from tandem.values.roles import WorkerRole
+from worker.direct_port import DirectPort
 from worker.session_port import orders_of
 
 SECRET = b"a secret of the test cluster"
@@ -179,7 +182,9 @@ class FakeWorker(WorkerServicer):
         num_blocks: int = 64,
         model_fingerprint: str = "model-a",
         port: int = 0,
+        is_direct: bool = True,
     ) -> None:
+        """`is_direct`: sessions go on over a connection of their own; else they stay with gRPC."""
         self.worker_id = worker_id
         self.role = role
         self.script = script
@@ -216,7 +221,11 @@ class FakeWorker(WorkerServicer):
         self.keeps: dict[str, list[int]] = {}
         """Answers, whole, that a router may take over; others are refused."""
         self.port = port
+        self.num_direct = 0  # sessions that went on over a connection of their own
+        self._is_direct = is_direct
         self._server: grpc.aio.Server | None = None
+        self._direct: DirectPort | None = None
+        self._direct_sessions: set[_DirectSession] = set()
         self._outgoing: asyncio.Queue[pb.WorkerMessage] = asyncio.Queue()
         self._live: dict[str, Submission | ScoringAttempt] = {}
 
@@ -236,13 +245,22 @@ class FakeWorker(WorkerServicer):
         self._server = make_server(ClusterAuth(SECRET))
         add_WorkerServicer_to_server(self, self._server)
         self.port = listen(self._server, "127.0.0.1", self.port)
+        if self._is_direct:
+            self._direct = await DirectPort("127.0.0.1", None).__aenter__()
         await self._server.start()
 
     async def crash(self) -> None:
         """Close every connection at once, as the kernel does for a killed process."""
         if self._server is not None:
             server, self._server = self._server, None
+            direct, self._direct = self._direct, None
+            serving = [session.serving for session in self._direct_sessions]
+            for session in self._direct_sessions:
+                session.connection.abort()
             await server.stop(None)
+            await asyncio.gather(*serving)
+            if direct is not None:
+                await direct.__aexit__(None, None, None)
 
     def send(self, message: pb.WorkerMessage) -> None:
         """Send on the open session."""
@@ -257,14 +275,31 @@ class FakeWorker(WorkerServicer):
     async def Session(self, request_iterator: Any, context: Any) -> None:
         first = await context.read()
         assert first.HasField("hello")
+        if self._direct is None or not first.hello.direct:
+            await context.write(pb.WorkerMessage(hello=self.hello))
+            await self._serve(context.read, context.write)
+            return
+        session = _DirectSession()
+        ticket = self._direct.offer(session.start)
+        hello = pb.WorkerMessage(hello=self.hello)
+        hello.hello.direct_port, hello.hello.direct_ticket = self._direct.port, ticket
+        await context.write(hello)
+        await session.has_begun.wait()
+        self.num_direct += 1
+        session.serving = asyncio.create_task(self._serve(session.read, session.write))
+        self._direct_sessions.add(session)
+        session.serving.add_done_callback(lambda _: self._direct_sessions.discard(session))
+
+    async def _serve(
+        self, read: Callable[[], Awaitable[Any]], write: Callable[[pb.WorkerMessage], Awaitable[None]]
+    ) -> None:
         self._outgoing = asyncio.Queue()
-        await context.write(pb.WorkerMessage(hello=self.hello))
         for message in self.first_messages:
-            await context.write(message)
+            await write(message)
         async with asyncio.TaskGroup() as tasks:
-            writer = tasks.create_task(self._write(context))
+            writer = tasks.create_task(self._write(self._outgoing, write))
             scripts = []
-            while (message := await context.read()) is not grpc.aio.EOF:
+            while isinstance(message := await read(), pb.RouterMessage):
                 for order in orders_of(message):
                     scripts += self._take(order, tasks)
             for task in (writer, *scripts):
@@ -304,10 +339,44 @@ class FakeWorker(WorkerServicer):
         else:
             submission.refuse("Unavailable")
 
-    async def _write(self, context: Any) -> None:
-        outgoing = self._outgoing
+    async def _write(
+        self, outgoing: asyncio.Queue[pb.WorkerMessage], write: Callable[[pb.WorkerMessage], Awaitable[None]]
+    ) -> None:
         while True:
-            await context.write(await outgoing.get())
+            await write(await outgoing.get())
+
+
+class _DirectSession:
+    """A session's own connection, read and written like a call."""
+
+    serving: asyncio.Task[None]
+    connection: FramedConnection
+
+    def __init__(self) -> None:
+        self.has_begun = asyncio.Event()
+        self._read: asyncio.Queue[pb.RouterMessage | None] = asyncio.Queue()
+        self._written: deque[pb.WorkerMessage] = deque()
+
+    def start(self, connection: FramedConnection) -> "_DirectSession":
+        self.connection = connection
+        self.has_begun.set()
+        return self
+
+    async def read(self) -> pb.RouterMessage | None:
+        return await self._read.get()
+
+    async def write(self, message: pb.WorkerMessage) -> None:
+        self._written.append(message)
+        self.connection.wake()
+
+    def next_frame(self) -> bytes | None:
+        return self._written.popleft().SerializeToString() if self._written else None
+
+    def on_frame(self, frame: bytes) -> None:
+        self._read.put_nowait(pb.RouterMessage.FromString(frame))
+
+    def on_lost(self, error: Exception | None) -> None:
+        self._read.put_nowait(None)
 
 
 async def hold(_: Submission) -> None:

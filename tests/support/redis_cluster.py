@@ -224,6 +224,7 @@ async def router(
             directory=redis.directory,
             listener=registry,
             open_channel=ClusterChannels(None).open,
+            connect=ClusterChannels(None).connect,
             settings=SessionSettings(
                 metadata=ClusterAuth(SECRET).client_metadata(),
                 incarnation=incarnation,

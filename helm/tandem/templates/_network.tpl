@@ -1,5 +1,5 @@
-{{/* A dict of `pool`, `kv`: a worker's sessions and hand-offs come in at its port; KV comes in at a port that each receiver is given
-     by the system and tells its peer, so the range of those is open between workers, and to nobody else. */}}
+{{/* A dict of `pool`, `kv`: calls come in at a worker's port. Sessions go on, and KV comes in, at ports that the worker is given by
+     the system and tells its peers, so the range of those is open to routers and other workers, and to nobody else. */}}
 {{- define "tandem.kvPorts" -}}
 - {port: {{ int .pool.port }}, protocol: TCP}
 - {port: {{ int .kv.first }}, endPort: {{ int .kv.last }}, protocol: TCP}

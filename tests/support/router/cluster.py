@@ -122,6 +122,7 @@ def fleet_of(*workers: FakeWorker, registry: WorkerRegistry, settings: SessionSe
         ),
         listener=registry,
         open_channel=ClusterChannels(None).open,
+        connect=ClusterChannels(None).connect,
         settings=settings or session_settings(),
         rng=Random(1),
         backoff=Backoff(first_s=0.02, most_s=0.1),

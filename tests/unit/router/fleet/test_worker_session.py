@@ -10,6 +10,7 @@ from random import Random
 import grpc
 import pytest
 
+from router.fleet.session_carriers import GrpcCarrier
 from router.fleet.session_wire import ProtocolError, batch_orders, hello_from_pb, submit_to_pb, tokens_from_pb
 from router.fleet.worker_session import SessionSettings, WorkerSession
 from router.types.session_events import AttemptReader, PrefillRoute, SubmitOrder
@@ -40,6 +41,7 @@ from worker.session_port import orders_of
 
 _NAMES: list[BlockHash] = []
 BlockHasher(SECRET).extend(ROOT, _NAMES, range(64))
+both_carriers = pytest.mark.parametrize("is_direct", [True, False], ids=["direct", "grpc"])
 _IGNORED = AttemptReader(on_event=lambda _event: None, on_token=lambda _index, _token_id: None)
 
 
@@ -64,8 +66,9 @@ async def test_prefill_workers_without_decode_worker_are_not_ready() -> None:
         assert not router.registry.status().ready
 
 
-async def test_load_and_cache_events_reach_the_registry() -> None:
-    worker = FakeWorker("d0")
+@both_carriers
+async def test_load_and_cache_events_reach_the_registry(is_direct: bool) -> None:
+    worker = FakeWorker("d0", is_direct=is_direct)
     worker.first_messages = [_events(7, (0, True), (1, True), cleared=True)]
     async with cluster(worker) as router:
         prefix_map = router.registry.prefix_map
@@ -121,9 +124,11 @@ async def test_missed_events_request_a_snapshot() -> None:
         assert worker.num_resyncs == 1
 
 
-async def test_session_orders_are_batched_in_order() -> None:
-    worker = FakeWorker("d0", script=hold)
+@both_carriers
+async def test_session_orders_are_batched_in_order(is_direct: bool) -> None:
+    worker = FakeWorker("d0", script=hold, is_direct=is_direct)
     async with cluster(worker) as router:
+        assert worker.num_direct == is_direct
         (port,) = [router.registry.port(w.info.key) for w in router.registry.snapshots()]
         assert port is not None
         names = [RequestId(f"r{i}") for i in range(40)]
@@ -138,16 +143,17 @@ async def test_session_orders_are_batched_in_order() -> None:
 def test_session_order_batches_stay_below_message_bound() -> None:
     long = submit_to_pb(_order(prompt=tuple(range(1 << 17, (1 << 17) + 100_000))), 1)
     short = submit_to_pb(_order(), 2)
-    waiting = deque([short, short, long, long, long, short])
+    waiting = iter([short, short, long, long, long, short])
     sizes = []
-    while waiting:
-        sizes.append(len(orders_of(batch_orders(waiting))))
+    while (batch := batch_orders(lambda: next(waiting, None))) is not None:
+        sizes.append(len(orders_of(batch)))
     assert sizes == [5, 1]
     assert orders_of(short) == (short,)
 
 
-async def test_restarted_worker_is_new_with_empty_prefix_map() -> None:
-    worker = FakeWorker("d0")
+@both_carriers
+async def test_restarted_worker_is_new_with_empty_prefix_map(is_direct: bool) -> None:
+    worker = FakeWorker("d0", is_direct=is_direct)
     worker.first_messages = [_events(1, (0, True), cleared=True)]
     async with cluster(worker) as router:
         registry = router.registry
@@ -166,8 +172,9 @@ async def test_restarted_worker_is_new_with_empty_prefix_map() -> None:
             assert await collect(router.generate(routed()))
 
 
-async def test_silent_worker_is_removed() -> None:
-    registry, worker = WatchedRegistry(), FakeWorker("d0")
+@both_carriers
+async def test_silent_worker_is_removed(is_direct: bool) -> None:
+    registry, worker = WatchedRegistry(), FakeWorker("d0", is_direct=is_direct)
     async with worker, fleet_of(worker, registry=registry, settings=session_settings(silence_s=0.05)):
         await registry.until_live(1)
         await registry.until_live(0)
@@ -273,14 +280,15 @@ async def test_session_end_is_logged_with_workers_reason(
 ) -> None:
     caplog.set_level(logging.INFO)
     info = hello_from_pb(pb.WorkerMessage(hello=FakeWorker("d0").hello))
-    session = WorkerSession(_EndingCall(*messages), info, session_settings())
+    session = WorkerSession(GrpcCarrier(_EndingCall(*messages)), info, session_settings())
     await session.converse(WatchedRegistry())
     left = [(record.levelname, record.getMessage()) for record in caplog.records if "left" in record.msg]
     assert left == [(level, text)]
 
 
-async def test_malformed_message_ends_session_and_reconnects() -> None:
-    worker = FakeWorker("d0")
+@both_carriers
+async def test_malformed_message_ends_session_and_reconnects(is_direct: bool) -> None:
+    worker = FakeWorker("d0", is_direct=is_direct)
     async with cluster(worker) as router:
         left = router.registry.num_left
         worker.send(pb.WorkerMessage(hello=worker.hello))
@@ -356,8 +364,9 @@ async def test_columns_reach_live_attempts_only() -> None:
         assert received == {"a": [(0, 10), (5, 15)], "b": [], "c": [], "c2": [(3, 13)]}
 
 
-async def test_columns_of_unequal_length_end_the_session() -> None:
-    worker = FakeWorker("d0", script=hold)
+@both_carriers
+async def test_columns_of_unequal_length_end_the_session(is_direct: bool) -> None:
+    worker = FakeWorker("d0", script=hold, is_direct=is_direct)
     async with cluster(worker) as router:
         worker.send(pb.WorkerMessage(tokens=pb.StepTokens(handles=[1], indexes=[0], token_ids=[])))
         await router.registry.until_live(0)

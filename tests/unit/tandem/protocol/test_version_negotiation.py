@@ -11,6 +11,7 @@ from kv_transfer.protocol.versions import KINDS, handoff_dialect
 from kv_transfer.protocol.versions import SPOKEN as HANDOFF_SPOKEN
 from kv_transfer.session.link import LinkOutbox
 from kv_transfer.session.receiver_link import refuses
+from router.fleet.session_carriers import GrpcCarrier
 from router.fleet.session_wire import ProtocolError, hello_from_pb, hello_to_pb
 from router.fleet.worker_session import SessionSettings, WorkerSession
 from tandem.protocol.session_versions import ROUTER_KINDS, SPOKEN, WORKER_KINDS
@@ -130,7 +131,7 @@ async def test_router_sends_worker_no_newer_kind(monkeypatch: pytest.MonkeyPatch
     for newest, expected in ((0, ["cache_offer_ended"]), (SPOKEN.newest, ["resync", "cache_offer_ended"])):
         hello.newest_version = newest
         info = hello_from_pb(pb.WorkerMessage(hello=hello))
-        session = WorkerSession(None, info, SessionSettings(metadata=(), incarnation=Incarnation(1)))
+        session = WorkerSession(GrpcCarrier(None), info, SessionSettings(metadata=(), incarnation=Incarnation(1)))
         session.resync()
         session.end_migration()
         assert [message.WhichOneof("kind") for message in session._outgoing] == expected
