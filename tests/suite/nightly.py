@@ -57,7 +57,8 @@ PARTS: dict[str, tuple[str, ...]] = {
         *("abort_storm", "aborts", "bad_input", "bad_input_page", "dead_engines", "dying_processes"),
         *("hostile_sockets", "incidents", "redis"),
     ),
-    "kills": _modules("tests/e2e/failures", "kills", "router_takeover", "sentinel", "stall", "standby", "streams"),
+    "kills": _modules("tests/e2e/failures", "kills", "router_takeover", "sentinel", "stall", "standby"),
+    "streams": _modules("tests/e2e/failures", "streams"),
     "operation": ("tests/e2e/operation",),
 }
 """Every test belongs to one part (`tests/unit/suite/test_nightly.py`)."""

@@ -47,6 +47,9 @@ def rubbish():
         header.pack(b"TKVT", 1, 2, 1, bytes(16), 0, 1, 0, 1, 0, 1, 2**63),
         header.pack(b"TKVT", 1, 2, 1, draw.randbytes(16), *[2**32 - 1] * 6, 2**64 - 1),
         header.pack(b"TKVT", 1, 1, 0, bytes(16), 0, 0, 0, 0, 0, 0, 0)[:20],
+        (16).to_bytes(4, "little") + draw.randbytes(16),  # a ticket for a session, but of nobody's
+        (16).to_bytes(4, "little") + draw.randbytes(7),
+        (2**32 - 1).to_bytes(4, "little") + draw.randbytes(4096),
     ]
 
 
@@ -54,6 +57,15 @@ def ports(cluster, name):
     """Every TCP port on which a worker listens."""
     connections = psutil.Process(cluster.pid(name)).net_connections("tcp")
     return {connection.laddr.port for connection in connections if connection.status == psutil.CONN_LISTEN}
+
+
+async def test_sessions_go_on_beside_grpc(cluster):
+    connections = psutil.Process(cluster.pid("router")).net_connections("tcp")
+    reached = {one.raddr.port for one in connections if one.status == psutil.CONN_ESTABLISHED and one.raddr}
+    for view in cluster.local.workers:
+        found = reached & ports(cluster, view.name)
+        assert int(view.address.rpartition(":")[2]) in found
+        assert len(found) == 2, "the hello's and the session's"
 
 
 async def send(port, data):
@@ -72,7 +84,7 @@ async def send(port, data):
 async def test_random_bytes_on_worker_ports_are_harmless(cluster, oracle):
     pids = [cluster.pid(name) for name in WORKERS]
     servers = {name: ports(cluster, name) for name in WORKERS}
-    assert len(servers["decode-0"]) == 2, "gRPC, and the KV port of the tcp transport"
+    assert len(servers["decode-0"]) == 3, "gRPC, sessions after their hello, and the KV port of the tcp transport"
     prompt = oracle.story(1, 200)
     expected = oracle.tokens(prompt, 200)
     # Half a frame, then silence: these connections stay open the whole time.

@@ -7,7 +7,7 @@ from tests.proofs.streams.campaign import SHAPE, Campaign, Fault, learn, lines
 from tests.support.running_cluster import running
 
 
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     "faults",
     [

@@ -163,7 +163,10 @@ class Campaign:
         self.report = Report()
         self._workers = workers
         self._first_line = len(workers.cluster.logs.lines)
-        self._clients = Clients(workers.cluster, prompts, seed=seed, clock=self._now)
+        self._whole_s = 0.0
+        """Time in which all workers were there. On a slow machine those that die one after the other may leave nobody
+        to answer for a minute; a request that hangs, hangs for ever."""
+        self._clients = Clients(workers.cluster, prompts, seed=seed, clock=self._now, patience=lambda: self._whole_s)
         self._draw = random.Random(seed)
         self._clock = LeaseClock(time.monotonic(), max_step_s=_MAX_STEP_S)
         self._away: set[str] = set()
@@ -193,8 +196,12 @@ class Campaign:
         return bool(self._clients.outcomes or self._clients.problems)
 
     async def _tick(self) -> None:
+        ticked_s = self._now()
         while True:
             self._clock.tick(time.monotonic())
+            now_s = self._now()
+            self._whole_s += 0.0 if self._away else now_s - ticked_s
+            ticked_s = now_s
             await asyncio.sleep(_MAX_STEP_S / 10)
 
     def _now(self) -> float:

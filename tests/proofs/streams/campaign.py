@@ -27,6 +27,7 @@ SHAPE: dict[str, Any] = {
     "decode__drain_s": 0.3,
     # On a slow and busy machine they wait, and are not refused.
     "router__max_queue_s": 600.0,
+    "router__request_timeout_s": 3600.0,
 }
 _TOKENS = (100, 350)
 _REST_S = 0.4
