@@ -81,7 +81,7 @@ async def serve(config: ClusterConfig, place: WorkerPlace, lifetime: Lifetime) -
         serve_traces(server, host, config.profiling)
         await server.start()
         stack.push_async_callback(server.stop, 0.5)
-        stack.callback(sessions.finish)
+        stack.push_async_callback(sessions.end)
         await serve_health(stack, host_name, health_port(config.prefill, place.index), sessions.takes_work)
         stack.callback(tasks.create_task(sessions.send_loads()).cancel)
         await publish(stack, publisher, host)

@@ -14,12 +14,12 @@ from contextlib import AsyncExitStack
 from types import TracebackType
 from typing import Self
 
+from tandem.protocol.session_versions import DIRECT_TICKET_BYTES
 from tandem.rpc.cluster_credentials import ClusterCredentials
 from tandem.rpc.framed_connection import MAX_FRAME_BYTES, FramedConnection, FrameError, FrameHandler
 from tandem.rpc.hosts import join, keep_alive
 from tandem.rpc.refusal_log import RefusalLog
 
-TICKET_BYTES = 16
 MAX_UNKNOWN = 128
 """Maximum number of connections whose ticket has not come. Anybody may open one."""
 _TICKET_S = 5.0
@@ -27,6 +27,7 @@ _TICKET_S = 5.0
 _FLUSH_S = 0.5
 """Longest time for peers to read the last messages when the port closes."""
 _RETRY_S = 1.0
+_log = logging.getLogger(__name__)
 
 StartSession = Callable[[FramedConnection], FrameHandler]
 """Starts the session of a ticket on its connection, and returns who handles its frames."""
@@ -41,6 +42,8 @@ class DirectPort:
         self._credentials = credentials
         self.port = 0
         self._offers: dict[bytes, StartSession] = {}
+        self._is_wanted = asyncio.Event()
+        """Set while a ticket is out: strangers find nobody at other times, and cost no handshakes."""
         self._num_unknown = 0
         self._connections: set[asyncio.Task[None]] = set()
         self._refusals = RefusalLog("port for sessions")
@@ -51,7 +54,7 @@ class DirectPort:
         """Listen. Raises OSError."""
         family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
         try:
-            self._socket = socket.create_server((self._host, 0), family=family, backlog=MAX_UNKNOWN)
+            self._socket = socket.create_server((self._host, 0), family=family, backlog=MAX_UNKNOWN // 2)
         except OSError as error:
             raise OSError(f"cannot listen on {join(self._host, 0)}: {error.strerror or error}") from None
         self._socket.setblocking(False)
@@ -62,8 +65,12 @@ class DirectPort:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
         """Close, once peers have the last messages of sessions that were finished, or after a short time."""
         assert self._accepting is not None and self._socket is not None  # noqa: S101, PT018  # narrows: it was entered
+        self._offers.clear()
         self._accepting.cancel()
         await asyncio.gather(self._accepting, return_exceptions=True)
         self._socket.close()
@@ -75,17 +82,21 @@ class DirectPort:
 
     def offer(self, start: StartSession) -> bytes:
         """Return a new ticket; `start` is called when it is shown."""
-        ticket = secrets.token_bytes(TICKET_BYTES)
+        ticket = secrets.token_bytes(DIRECT_TICKET_BYTES)
         self._offers[ticket] = start
+        self._is_wanted.set()
         return ticket
 
     def withdraw(self, ticket: bytes) -> None:
         """Make a ticket worthless, unless it was shown before."""
         self._offers.pop(ticket, None)
+        if not self._offers:
+            self._is_wanted.clear()
 
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
+            await self._is_wanted.wait()
             try:
                 accepted, _ = await loop.sock_accept(listener)
             except OSError as error:  # too many open files, say
@@ -115,6 +126,8 @@ class DirectPort:
             self._refusals.record("a connection was refused", f"no ticket within {_TICKET_S:g} s")
         except (OSError, FrameError) as error:  # ssl.SSLError, too
             self._refusals.record("a connection was refused", error)
+        except Exception:  # noqa: BLE001  # whatever a new session's handler raises is that session's end
+            _log.exception("a session could not begin")
         finally:
             connection.abort()
 
@@ -150,7 +163,7 @@ class _Newcomer:
     """Handles a connection until it has shown its ticket."""
 
     def __init__(self, offers: dict[bytes, StartSession]) -> None:
-        self.connection = FramedConnection(self, max_frame_bytes=TICKET_BYTES)
+        self.connection = FramedConnection(self, max_frame_bytes=DIRECT_TICKET_BYTES)
         self.admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._offers = offers
 

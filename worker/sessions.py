@@ -145,6 +145,12 @@ class WorkerSessions(WorkerServicer):
         for port in self._ports:
             port.finish()
 
+    async def end(self) -> None:
+        """Finish every session, and wait a short time until those at the direct port are over."""
+        self.finish()
+        if self._direct is not None:
+            await self._direct.close()
+
     async def send_loads(self) -> None:
         """Send load reports forever, so that a router notices a worker that has stopped sending."""
         while True:
@@ -185,9 +191,13 @@ class WorkerSessions(WorkerServicer):
 
     def _start(self, port: SessionPort, has_begun: asyncio.Event, connection: FramedConnection) -> DirectSession:
         """Begin a session on its direct connection."""
-        has_begun.set()
         session = DirectSession(port, connection, on_orders=self._take_orders, on_end=self._close)
-        self._open(port)
+        try:
+            self._open(port)
+        except BaseException:
+            self._close(port)
+            raise
+        has_begun.set()
         return session
 
     def _open(self, port: SessionPort) -> None:

@@ -12,7 +12,7 @@ from types import TracebackType
 import grpc
 import grpc.aio
 
-from router.fleet.session_carriers import Connect
+from router.fleet.session_carriers import Connect, DirectFailed
 from router.fleet.session_wire import ProtocolError
 from router.fleet.worker_session import SessionListener, SessionSettings, WorkerSession
 from router.types.worker_view import WorkerKey
@@ -25,6 +25,9 @@ from tandem.rpc.worker_directory import WorkerAddress, WorkerDirectory
 from tandem.values.roles import WorkerRole
 
 logger = logging.getLogger(__name__)
+
+_STAYS_S = 60.0
+"""How long sessions with a worker begin over gRPC alone after a direct connection was not possible."""
 
 
 class WorkerFleet:
@@ -58,6 +61,8 @@ class WorkerFleet:
         self._wanted: frozenset[WorkerAddress] = frozenset()
         self._keepers: dict[WorkerAddress, asyncio.Task[None]] = {}
         self._in_session: dict[WorkerAddress, WorkerKey] = {}
+        self._stays_until_s: dict[WorkerAddress, float] = {}
+        """When to try for a direct connection again: it costs a wait, in which the worker cannot be used."""
 
     async def __aenter__(self) -> "WorkerFleet":
         tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
@@ -85,6 +90,7 @@ class WorkerFleet:
                     self._expected.named({one.address for one in addresses if one.role is WorkerRole.DECODE})
                 for gone in keepers.keys() - addresses - self._in_session.keys():
                     keepers.pop(gone).cancel()
+                    self._stays_until_s.pop(gone, None)
                 for new in addresses - keepers.keys():
                     keepers[new] = tasks.create_task(self._keep(new))
 
@@ -100,12 +106,26 @@ class WorkerFleet:
             await asyncio.sleep(self._backoff.wait_s(num_failures, self._rng))
         # Reached only when a session outlived its address: otherwise the code that cancels this task removes it.
         del self._keepers[address]
+        self._stays_until_s.pop(address, None)
+
+    async def _open_session(self, channel: grpc.aio.Channel, address: WorkerAddress) -> WorkerSession:
+        """Exchange HELLOs; where no direct connection is possible, again and for a session that stays with gRPC."""
+        now_s = asyncio.get_running_loop().time()
+        if self._connect is not None and now_s >= self._stays_until_s.get(address, 0.0):
+            try:
+                return await WorkerSession.open(channel, self._settings, address.address, self._connect)
+            except DirectFailed as error:
+                self._stays_until_s[address] = now_s + _STAYS_S
+                session = await WorkerSession.open(channel, self._settings)
+                logger.warning("the session with %s stays with gRPC: %s", address.address, error)
+                return session
+        return await WorkerSession.open(channel, self._settings)
 
     async def _converse(self, address: WorkerAddress) -> tuple[str, bool]:
         """Run one session; return why it ended, and whether it was ever open."""
         try:
             async with self._open_channel(address.address) as channel:
-                session = await WorkerSession.open(channel, self._settings, address.address, self._connect)
+                session = await self._open_session(channel, address)
                 if session.info.role is not address.role:
                     session.close()
                     return f"expected a {address.role.value} worker, found a {session.info.role.value} worker", False

@@ -13,6 +13,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from router.fleet.session_wire import ProtocolError, batch_orders
+from tandem.errors import ConfigError
 from tandem.rpc.framed_connection import FramedConnection, FrameError
 from tandem.v1 import session_pb2 as pb
 
@@ -27,6 +28,10 @@ Connect = Callable[[str, Callable[[], asyncio.Protocol]], Awaitable[None]]
 """Opens a connection to host:port for a protocol (`ClusterChannels.connect`). Raises OSError or ConfigError."""
 
 
+class DirectFailed(Exception):
+    """A session could not go over to a connection of its own; the text says why."""
+
+
 class SessionCarrier(Protocol):
     """Carries messages both ways."""
 
@@ -35,7 +40,7 @@ class SessionCarrier(Protocol):
         ...
 
     async def run(self, next_order: NextOrder, on_message: OnMessage) -> str:
-        """Carry messages until either side ends; return why, or "" if the worker did and gave no reason."""
+        """Carry messages until either side ends; return why, or "" when it was in order."""
         ...
 
     def close(self) -> None:
@@ -94,32 +99,51 @@ class DirectCarrier:
         self._next_order: NextOrder | None = None
         self._on_message: OnMessage | None = None
         self._connection = FramedConnection(self)
+        self._early: list[bytes] = []
+        """What the worker said before `run`."""
+        self._is_ready = False
+        """Whether the worker has taken the ticket."""
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     @classmethod
     async def open(cls, connect: Connect, address: str, ticket: bytes, call: Any) -> "DirectCarrier":
-        """Connect and show the ticket; the worker ends the call in which it gave it once it has seen it.
+        """Connect and show the ticket. When the worker has seen it, it ends the call in which it gave it.
 
-        Raises OSError, which a timeout is, ConfigError, ProtocolError or grpc.aio.AioRpcError.
+        Raises DirectFailed.
         """
         carrier = cls(ticket)
         try:
-            async with asyncio.timeout(_OPEN_TIMEOUT_S):
-                await connect(address, carrier._accept)
-                if await call.read() is not grpc.aio.EOF:
-                    raise ProtocolError("the worker said more than hello before it saw the ticket")
-                if await call.code() is not grpc.StatusCode.OK:
-                    raise ProtocolError(f"the worker ended the call: {await call.details()}")
-        except TimeoutError:
-            carrier.close()
-            raise TimeoutError(f"the worker did not see the ticket within {_OPEN_TIMEOUT_S:g} s") from None
-        except BaseException:
-            carrier.close()
-            raise
+            await carrier._open(connect, address, call)
+        except (OSError, ConfigError) as error:
+            raise DirectFailed(f"no connection to {address}: {error}") from None
+        except grpc.aio.AioRpcError as error:
+            raise DirectFailed(f"{error.code().name}: {error.details()}") from None
+        finally:
+            if not carrier._is_ready:
+                carrier.close()
         return carrier
 
-    def _accept(self) -> FramedConnection:
-        return self._connection
+    async def _open(self, connect: Connect, address: str, call: Any) -> None:
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + _OPEN_TIMEOUT_S
+        try:
+            async with asyncio.timeout_at(end_s):
+                await connect(address, lambda: self._connection)
+        except TimeoutError:
+            raise DirectFailed(f"no connection to {address} within {_OPEN_TIMEOUT_S:g} s") from None
+        seen = asyncio.ensure_future(call.read())
+        try:
+            await asyncio.wait({seen, self._ended}, timeout=end_s - loop.time(), return_when=asyncio.FIRST_COMPLETED)
+            if self._ended.done():
+                raise DirectFailed(f"{address} hung up: {self._ended.result() or 'without a reason'}")
+            if not seen.done():
+                raise DirectFailed(f"{address} did not take the ticket within {_OPEN_TIMEOUT_S:g} s")
+            if seen.result() is not grpc.aio.EOF or await call.code() is not grpc.StatusCode.OK:
+                raise DirectFailed(f"the worker did not end its call in order: {await call.details()}")
+        finally:
+            seen.cancel()
+            await asyncio.gather(seen, return_exceptions=True)
+        self._is_ready = True
 
     def wake(self) -> None:
         self._connection.wake()
@@ -127,7 +151,12 @@ class DirectCarrier:
     async def run(self, next_order: NextOrder, on_message: OnMessage) -> str:
         self._next_order, self._on_message = next_order, on_message
         self._connection.wake()
-        self._connection.resume_reading()
+        early, self._early = self._early, []
+        try:
+            for frame in early:
+                self.on_frame(frame)
+        except (ProtocolError, DecodeError) as error:
+            return f"protocol error: {error}"
         return await self._ended
 
     def close(self) -> None:
@@ -136,16 +165,16 @@ class DirectCarrier:
     def next_frame(self) -> bytes | None:
         if (ticket := self._ticket) is not None:
             self._ticket = None
-            # What the worker says from now on is read when `run` has been told to whom to say it.
-            self._connection.pause_reading()
             return ticket
         if self._next_order is None or (order := self._next_order()) is None:
             return None
         return order.SerializeToString()
 
     def on_frame(self, frame: bytes) -> None:
-        assert self._on_message is not None  # noqa: S101  # narrows: nothing is read before `run`
-        self._on_message(pb.WorkerMessage.FromString(frame))
+        if self._on_message is None:
+            self._early.append(frame)
+        else:
+            self._on_message(pb.WorkerMessage.FromString(frame))
 
     def on_lost(self, error: Exception | None) -> None:
         if self._ended.done():

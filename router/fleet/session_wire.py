@@ -33,7 +33,7 @@ from router.types.worker_view import (
 from tandem.errors import InvalidRequest
 from tandem.protocol.chain_wire import chains_from_pb, chains_to_pb
 from tandem.protocol.pin_wire import order_to_pb, totals_from_pb
-from tandem.protocol.session_versions import PROMPT_BYTES_SINCE, SPOKEN
+from tandem.protocol.session_versions import DIRECT_TICKET_BYTES, PROMPT_BYTES_SINCE, SPOKEN
 from tandem.protocol.version_negotiation import NoCommonVersion, VersionRange
 from tandem.protocol.wire import (
     failure_from_pb,
@@ -61,6 +61,7 @@ _ROLES: dict[int, WorkerRole] = {
 _TIERS = frozenset({"host", "disk"})
 _MAX_TIERS = 4
 _MAX_OFFER_S = 600.0
+_MAX_PORT = 65535
 _MOST_BYTES_TOGETHER = 1 << 20
 """Bytes of orders in one message, not counting the last one: far below gRPC's limit, which fits the longest prompt."""
 
@@ -106,6 +107,9 @@ def hello_from_pb(message: pb.WorkerMessage) -> WorkerInfo:
     sizes = (layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.block_size, layout.tp_size)
     if role is None or not hello.worker_id or not hello.num_blocks or not hello.max_model_len:
         raise ProtocolError("hello lacks worker_id, role, num_blocks or max_model_len")
+    port, num_bytes = hello.direct_port, len(hello.direct_ticket)
+    if port and (port > _MAX_PORT or num_bytes != DIRECT_TICKET_BYTES):
+        raise ProtocolError(f"hello has direct_port {port} with a ticket of {num_bytes} bytes")
     if layout.dtype not in DTYPE_BYTES or min(sizes) < 1:
         raise ProtocolError(f"hello has an impossible KV layout: dtype {layout.dtype!r}, sizes {sizes}")
     return WorkerInfo(
@@ -122,6 +126,7 @@ def hello_from_pb(message: pb.WorkerMessage) -> WorkerInfo:
         num_blocks_below=hello.num_blocks_below,
         protocol_version=version,
         rack=hello.rack,
+        is_direct=bool(hello.direct_port),
     )
 
 

@@ -17,7 +17,7 @@ import grpc
 import grpc.aio
 from msgspec import Struct
 
-from router.fleet.session_carriers import Connect, DirectCarrier, GrpcCarrier, SessionCarrier
+from router.fleet.session_carriers import Connect, DirectCarrier, DirectFailed, GrpcCarrier, SessionCarrier
 from router.fleet.session_wire import (
     ProtocolError,
     cache_offer_from_pb,
@@ -57,11 +57,11 @@ from router.types.session_events import (
     WorkerPort,
 )
 from router.types.worker_view import PrefixChange, WorkerInfo, WorkerKey, WorkerLoad
-from tandem.errors import ConfigError, Unavailable
+from tandem.errors import Unavailable
 from tandem.process.silence import SilenceWatch
 from tandem.protocol.pin_wire import result_from_pb
 from tandem.protocol.session_versions import router_dialect
-from tandem.rpc.hosts import join, split
+from tandem.rpc.hosts import join
 from tandem.v1 import session_pb2 as pb
 from tandem.v1.session_pb2_grpc import WorkerStub
 from tandem.values.ids import Incarnation, RequestId
@@ -185,7 +185,7 @@ class WorkerSession:
     async def open(
         cls, channel: grpc.aio.Channel, settings: SessionSettings, address: str = "", connect: Connect | None = None
     ) -> "WorkerSession":
-        """Exchange HELLOs. Raises ProtocolError, grpc.aio.AioRpcError or TimeoutError.
+        """Exchange HELLOs. Raises ProtocolError, grpc.aio.AioRpcError, TimeoutError or DirectFailed.
 
         `address`, `connect`: the worker's, and how to open a connection to its direct port; None: stay with gRPC.
         """
@@ -197,15 +197,15 @@ class WorkerSession:
         if first is grpc.aio.EOF:
             raise ProtocolError(f"the stream ended before hello: {await call.details()}")
         info = hello_from_pb(first)
-        if connect is None or not first.hello.direct_port:
+        if connect is None or not info.is_direct:
             return cls(GrpcCarrier(call), info, settings)
-        target = join(split(address)[0], first.hello.direct_port)
+        host = address.rpartition(":")[0].strip("[]")
+        target = join(host, first.hello.direct_port)
         try:
             return cls(await DirectCarrier.open(connect, target, first.hello.direct_ticket, call), info, settings)
-        except (OSError, ConfigError, ProtocolError, grpc.aio.AioRpcError) as error:
+        except DirectFailed:
             call.cancel()
-            logger.warning("the session with %s stays with gRPC: no connection to %s: %s", address, target, error)
-            return await cls.open(channel, settings)
+            raise
 
     def close(self) -> None:
         """End a session that no one conversed in."""

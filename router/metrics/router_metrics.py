@@ -219,6 +219,8 @@ class RouterMetrics:
         self._step_age = self._of_worker(age, text)
         version, text = "tandem_worker_protocol_version", "Protocol version of the session with the worker"
         self._versions = self._of_worker(version, text)
+        direct, text = "tandem_worker_session_direct", "Whether the worker's session has a connection of its own"
+        self._direct = self._of_worker(direct, text)
         self._kv_usage = Gauge(
             "vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1", _LABELS, registry=self.registry
         )
@@ -324,6 +326,7 @@ class RouterMetrics:
                 self._pool.labels(*worker, state).set(count)
             self._step_age.labels(*worker).set(load.step_age_s)
             self._versions.labels(*worker).set(info.protocol_version)
+            self._direct.labels(*worker).set(info.is_direct)
             self._backlog.labels(*worker).set(load.backlog_tokens)
             self._requests.labels(*worker, "running").set(load.num_running)
             self._requests.labels(*worker, "waiting").set(load.num_waiting - load.num_reserved)

@@ -39,6 +39,8 @@ class WorkerInfo(Struct, frozen=True, kw_only=True):
     """Protocol version of the session; senders of newer messages check it first, and choose another worker."""
     rack: str = ""
     """Name of the rack, or another part of the network that is fast within itself; empty: unknown."""
+    is_direct: bool = False
+    """Whether its session has a connection of its own; else it stays with gRPC."""
 
     @property
     def cache_tokens(self) -> int:

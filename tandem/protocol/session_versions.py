@@ -13,6 +13,9 @@ SPOKEN = VersionRange(oldest=3, newest=5)
 PROMPT_BYTES_SINCE = 5
 """The first version whose Submit has `prompt` in place of `prompt_token_ids`."""
 
+DIRECT_TICKET_BYTES = 16
+"""Size of the ticket with which a session goes on at a worker's direct port."""
+
 
 def _since(kinds: Mapping[int, Iterable[str]]) -> dict[str, int]:
     return {kind: version for version, added in kinds.items() for kind in added}

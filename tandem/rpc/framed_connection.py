@@ -1,7 +1,10 @@
 """Messages with their length before them over one connection: no task, and no future, for a message.
 
 What is to be sent waits with the handler, which is asked for it once per turn of the event loop. So whatever a process
-says to one peer in one turn is one write, and what a peer does not read yet is never copied to here.
+says to one peer in one turn is one write, and of what a peer does not read, only a bounded part waits here.
+
+A side that has nothing more to say sends an empty frame, and its peer then closes the connection: the end of one that
+was finished can be told from the death of its process, and whoever closes has read everything.
 """
 
 import asyncio
@@ -10,8 +13,10 @@ from typing import Any, Protocol
 LENGTH_BYTES = 4
 """Before every frame: its number of bytes, least significant first."""
 MAX_FRAME_BYTES = 32 << 20
+_END = bytes(LENGTH_BYTES)
 _WRITE_BYTES = 256 << 10
 """Bytes after which frames are written before the next ones are asked for."""
+_WRITES_PER_TURN = 4
 
 
 class FrameError(Exception):
@@ -22,7 +27,7 @@ class FrameHandler(Protocol):
     """Whoever a connection belongs to. Called on the event loop."""
 
     def next_frame(self) -> bytes | None:
-        """Return the next frame to send; None: there is none now."""
+        """Return the next frame to send, which is not empty; None: there is none now."""
         ...
 
     def on_frame(self, frame: bytes) -> None:
@@ -30,7 +35,11 @@ class FrameHandler(Protocol):
         ...
 
     def on_lost(self, error: Exception | None) -> None:
-        """Handle the end, which comes once. `error`: why; None: either side has closed the connection."""
+        """Handle the end, which comes once.
+
+        `error`: None when either side has finished, or this one aborted; an OSError when the network or the peer broke
+        off; FrameError; or what the handler raised.
+        """
         ...
 
 
@@ -49,6 +58,8 @@ class FramedConnection(asyncio.Protocol):
         self._is_due = False
         """Whether a write is due in this turn."""
         self._is_finishing = False
+        self._has_ended = False
+        """Whether the end that is to come is in order."""
 
     @property
     def was_open(self) -> bool:
@@ -62,23 +73,15 @@ class FramedConnection(asyncio.Protocol):
             self._loop.call_soon(self._write)
 
     def finish(self) -> None:
-        """Close the connection once the handler has no more frames and the peer has them all."""
+        """Tell the peer, after the handler's last frame, that there are no more; it then closes the connection."""
         self._is_finishing = True
         self.wake()
 
     def abort(self) -> None:
         """Close the connection at once; what the peer has not read is dropped."""
+        self._has_ended = True
         if self._transport is not None:
             self._transport.abort()
-
-    def pause_reading(self) -> None:
-        """Leave what comes with the operating system."""
-        self._transport.pause_reading()
-
-    def resume_reading(self) -> None:
-        """Undo `pause_reading`."""
-        if not self._transport.is_closing():
-            self._transport.resume_reading()
 
     def connection_made(self, transport: Any) -> None:
         """Called by the event loop: the connection is open."""
@@ -96,6 +99,8 @@ class FramedConnection(asyncio.Protocol):
                 del self._partial[: self._hand_over(self._partial)]
             elif (num_bytes := self._hand_over(data)) < len(data):
                 self._partial += data[num_bytes:]
+        except OSError as error:
+            self._lose(_handler_failed(error))
         except Exception as error:  # noqa: BLE001  # whatever the handler raises is its connection's end
             self._lose(error)
 
@@ -110,6 +115,9 @@ class FramedConnection(asyncio.Protocol):
             if begin + size > end:
                 break
             at = begin + size
+            if not size:
+                self._lose(None)
+                return end
             self.handler.on_frame(bytes(received[begin:at]))
             if self.lost.is_set():
                 return end
@@ -126,25 +134,35 @@ class FramedConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Called by the event loop: the connection is over."""
-        self._lose(exc)
+        self._lose(None if self._has_ended else exc or ConnectionResetError("the peer is gone"))
 
     def _write(self) -> None:
         self._is_due = False
-        parts: list[bytes] = []
-        num_bytes = 0
-        while self._can_write:
-            if (frame := self.handler.next_frame()) is None:
-                break
-            parts += (len(frame).to_bytes(LENGTH_BYTES, "little"), frame)
-            if (num_bytes := num_bytes + len(frame)) >= _WRITE_BYTES:
-                self._transport.write(b"".join(parts))
-                parts, num_bytes = [], 0
         if self.lost.is_set():
             return
-        if parts:
-            self._transport.write(b"".join(parts))
-        if self._is_finishing and self._can_write:
-            self._transport.close()
+        try:
+            for _ in range(_WRITES_PER_TURN):
+                if not (parts := self._next_parts()):
+                    break
+                self._transport.write(b"".join(parts))
+            else:
+                self.wake()
+                return
+            if self._is_finishing and self._can_write and not self._has_ended:
+                self._has_ended = True
+                self._transport.write(_END)
+        except OSError as error:
+            self._lose(_handler_failed(error))
+        except Exception as error:  # noqa: BLE001  # frames are missing now: the peer must not go on without them
+            self._lose(error)
+
+    def _next_parts(self) -> list[bytes]:
+        parts: list[bytes] = []
+        num_bytes = 0
+        while self._can_write and num_bytes < _WRITE_BYTES and (frame := self.handler.next_frame()) is not None:
+            parts += (len(frame).to_bytes(LENGTH_BYTES, "little"), frame)
+            num_bytes += len(frame)
+        return parts
 
     def _lose(self, error: Exception | None) -> None:
         if not self.lost.is_set():
@@ -153,3 +171,10 @@ class FramedConnection(asyncio.Protocol):
             self._partial = bytearray()
             self._transport.abort()
             self.handler.on_lost(error)
+
+
+def _handler_failed(error: OSError) -> RuntimeError:
+    """Tell what a handler raised from what the network did."""
+    failure = RuntimeError(f"a message could not be handled: {error!r}")
+    failure.__cause__ = error
+    return failure

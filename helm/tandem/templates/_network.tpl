@@ -1,6 +1,6 @@
 {{/* A dict of `pool`, `kv`: calls come in at a worker's port. Sessions go on, and KV comes in, at ports that the worker is given by
      the system and tells its peers, so the range of those is open to routers and other workers, and to nobody else. */}}
-{{- define "tandem.kvPorts" -}}
+{{- define "tandem.workerPorts" -}}
 - {port: {{ int .pool.port }}, protocol: TCP}
 - {port: {{ int .kv.first }}, endPort: {{ int .kv.last }}, protocol: TCP}
 {{- end -}}

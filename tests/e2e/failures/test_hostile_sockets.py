@@ -66,6 +66,7 @@ async def test_sessions_go_on_beside_grpc(cluster):
         found = reached & ports(cluster, view.name)
         assert int(view.address.rpartition(":")[2]) in found
         assert len(found) == 2, "the hello's and the session's"
+    assert set((await cluster.figures("tandem_worker_session_direct")).values()) == {1.0}
 
 
 async def send(port, data):

@@ -48,6 +48,7 @@ async def test_cluster_tls_serves_over_both_pools_and_refuses_plain_peers(cluste
     assert await cluster.tokens(prompt, 40) == oracle.tokens(prompt, 40)
     assert await cluster.disaggregated() > 0
     assert await cluster.figure("tandem_worker_transfers_total", transport="tcp", outcome="committed") > 0
+    assert set((await cluster.figures("tandem_worker_session_direct")).values()) == {1.0}
     for worker in cluster.local.workers:
         found = await check_peer(worker.address, None)
         assert found.mismatch == "the peer takes TLS only, and this process has no certificates (cluster.tls)"

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from tandem.protocol.session_versions import DIRECT_TICKET_BYTES
 from tandem.rpc.cluster_credentials import ClusterCredentials
 from tandem.rpc.framed_connection import LENGTH_BYTES, FramedConnection
 from tandem.rpc.mutual_tls import MEMBER_NAME
 from tests.support.certificates import Authority
 from tests.unit.tandem.rpc.test_framed_connection import LOOPS, Recorder, framed, run
 from worker import direct_port
-from worker.direct_port import TICKET_BYTES, DirectPort, open_direct_port
+from worker.direct_port import DirectPort, open_direct_port
 
 MakeLoop = Callable[[], asyncio.AbstractEventLoop]
 
@@ -118,12 +119,12 @@ def test_direct_port_ticket_is_good_for_one_connection(make_loop: MakeLoop, capl
 @pytest.mark.parametrize(
     ("says", "reason"),
     [
-        (framed(b"\0" * TICKET_BYTES), "unknown"),
-        (framed(b""), "unknown"),
+        (framed(b"\0" * DIRECT_TICKET_BYTES), "unknown"),
+        (framed(b""), "hung up"),
         (framed(b"x" * 17), "17 bytes"),
         (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", "bytes"),
-        (b"\x10", "hung up"),
-        (b"", "hung up"),
+        (b"\x10", "the peer is gone"),
+        (b"", "the peer is gone"),
     ],
 )
 def test_direct_port_refuses_strangers(
@@ -136,7 +137,7 @@ def test_direct_port_refuses_strangers(
             guests.port.offer(Session().start)
             guest = await guests.come()
             guest.write(says)
-            if reason == "hung up":
+            if reason == "the peer is gone":
                 await asyncio.sleep(0)
                 guest._writer.close()
             assert await guest.hear() == b""
@@ -157,6 +158,7 @@ def test_direct_port_waits_for_no_ticket_for_long(
 
     async def main() -> None:
         async with opened() as guests:
+            guests.port.offer(Session().start)
             guest = await guests.come()
             guest.write(b"\x10\0\0\0half a tick")
             assert await guest.hear() == b""
@@ -186,8 +188,21 @@ async def test_direct_port_bounds_connections_without_ticket(monkeypatch: pytest
         assert await late.hear() == b"in"
 
 
+async def test_direct_port_accepts_nobody_while_no_ticket_is_out() -> None:
+    async with opened() as guests:
+        guests.port.withdraw(guests.port.offer(Session().start))
+        stranger = await guests.come()  # by the system
+        stranger.say(bytes(DIRECT_TICKET_BYTES))
+        for _ in range(20):
+            await asyncio.sleep(0.001)
+        assert (guests.port._num_unknown, len(guests.port._connections)) == (0, 0)
+        guests.port.offer(Session().start)
+        assert await stranger.hear() == b"", "refused when its turn has come"
+
+
 async def test_direct_port_withdrawn_ticket_is_worthless() -> None:
     async with opened() as guests:
+        guests.port.offer(Session().start)
         ticket = guests.port.offer(Session().start)
         guests.port.withdraw(ticket)
         guests.port.withdraw(ticket)
@@ -215,6 +230,7 @@ def test_direct_port_close_delivers_last_frames_of_finished_sessions(make_loop: 
             finished.waiting.extend([b"y" * 300_000, b"bye"])
             finished.connection.finish()
         assert [len(await guest.hear()), await guest.hear(), await guest.hear()] == [300_000, b"bye", b""]
+        assert await guest.hear() == b"", "the end of frames, and then of the connection"
         assert await other.hear() == b"", "it was not finished, and is closed all the same"
 
     run(make_loop, main())
@@ -229,11 +245,12 @@ def test_direct_port_with_tls_takes_members_only(make_loop: MakeLoop, tmp_path: 
     stranger = ClusterCredentials(Authority().issue(tmp_path / "other", name=MEMBER_NAME))
 
     async def is_served(guests: Guests, tls: ssl.SSLContext | None) -> bool:
+        ticket = guests.port.offer(Session().start)
         try:
             guest = await guests.come(tls)
         except (OSError, ssl.SSLError):
             return False
-        guest.say(guests.port.offer(Session().start), b"in")
+        guest.say(ticket, b"in")
         return await guest.hear() == b"in"
 
     async def main() -> None:

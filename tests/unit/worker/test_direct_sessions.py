@@ -2,19 +2,29 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from random import Random
 
 import pytest
 
+from router.fleet.connections import WorkerFleet
 from router.fleet.session_carriers import Connect, DirectCarrier, GrpcCarrier
 from router.fleet.worker_session import WorkerSession
 from router.types.worker_view import PrefixChange, WorkerInfo, WorkerKey
+from tandem.backoff import Backoff
+from tandem.rpc.cluster_credentials import ClusterCredentials
 from tandem.rpc.cluster_grpc import ClusterAuth, ClusterChannels, listen, make_server
+from tandem.rpc.hosts import hold
+from tandem.rpc.mutual_tls import MEMBER_NAME
+from tandem.rpc.worker_directory import ChangingDirectory, stated_addresses
 from tandem.v1 import session_pb2 as pb
 from tandem.v1.session_pb2_grpc import add_WorkerServicer_to_server
+from tests.support.certificates import Authority
 from tests.support.fake_worker import SECRET, FakeWorker
 from tests.support.router.cluster import WatchedRegistry, session_settings
+from tests.unit.tandem.rpc.test_framed_connection import LOOPS, run
 from worker.direct_port import DirectPort
 from worker.session_port import MAX_QUEUED_MESSAGES, SessionPort
 from worker.sessions import WorkerSessions
@@ -55,16 +65,25 @@ class Handler:
 class Worker:
     """What a test holds."""
 
-    def __init__(self, handler: Handler, sessions: WorkerSessions, direct: DirectPort, address: str) -> None:
+    def __init__(
+        self,
+        handler: Handler,
+        sessions: WorkerSessions,
+        direct: DirectPort,
+        address: str,
+        channels: ClusterChannels = CHANNELS,
+    ) -> None:
         self.handler = handler
+        self.channels = channels
         self.sessions = sessions
         self.direct = direct
         self.address = address
         self.stack = AsyncExitStack()
 
-    async def open(self, connect: Connect | None = CHANNELS.connect) -> WorkerSession:
+    async def open(self, *, can_move: bool = True) -> WorkerSession:
         """The session of a router; its channel stays open until the test ends."""
-        channel = await self.stack.enter_async_context(CHANNELS.open(self.address))
+        connect = self.channels.connect if can_move else None
+        channel = await self.stack.enter_async_context(self.channels.open(self.address))
         session = await WorkerSession.open(channel, session_settings(), self.address, connect)
         self.stack.callback(session.close)
         return session
@@ -82,15 +101,16 @@ class Worker:
 
 
 @asynccontextmanager
-async def serving() -> AsyncIterator[Worker]:
+async def serving(credentials: ClusterCredentials | None = None) -> AsyncIterator[Worker]:
+    """`credentials`: of both ends."""
     handler = Handler()
-    async with asyncio.timeout(30.0), DirectPort("127.0.0.1", None) as direct:
+    async with asyncio.timeout(30.0), DirectPort("127.0.0.1", credentials) as direct:
         sessions = WorkerSessions(handler, direct=direct)
         server = make_server(ClusterAuth(SECRET))
         add_WorkerServicer_to_server(sessions, server)
-        port = listen(server, "127.0.0.1", 0)
+        port = listen(server, "127.0.0.1", 0, None if credentials is None else credentials.grpc_server())
         await server.start()
-        worker = Worker(handler, sessions, direct, f"127.0.0.1:{port}")
+        worker = Worker(handler, sessions, direct, f"127.0.0.1:{port}", ClusterChannels(credentials))
         try:
             yield worker
         finally:
@@ -111,8 +131,18 @@ class Registry(WatchedRegistry):
         self.has_snapshot.set()
 
 
-async def test_direct_session_carries_both_ways_and_ends_with_drain() -> None:
-    async with serving() as worker:
+@LOOPS
+@pytest.mark.parametrize("is_tls", [False, True], ids=["plain", "tls"])
+def test_direct_session_carries_both_ways_and_ends_with_drain(
+    make_loop: Callable[[], asyncio.AbstractEventLoop], is_tls: bool, tmp_path: Path
+) -> None:
+    """A megabyte in one turn included, and what the router says while the worker's last words are on their way."""
+    credentials = ClusterCredentials(Authority().issue(tmp_path, name=MEMBER_NAME)) if is_tls else None
+    run(make_loop, _converse_and_drain(credentials))
+
+
+async def _converse_and_drain(credentials: ClusterCredentials | None) -> None:
+    async with serving(credentials) as worker:
         session, registry = await worker.open(), Registry()
         assert isinstance(session._carrier, DirectCarrier)
         port = await worker.handler.ports.get()
@@ -124,8 +154,13 @@ async def test_direct_session_carries_both_ways_and_ends_with_drain() -> None:
         assert kinds == ["resync", "cache_offer_ended"]
         port.send(pb.WorkerMessage(load=pb.LoadSnapshot(num_running=3)))
         await registry.until(lambda: any(one.load.num_running == 3 for one in registry.snapshots()))
+        changes = [pb.KVEvent(block_hash=bytes([number % 256]) * 32, stored=True) for number in range(30_000)]
+        port.send_events(0, changes)
+        await registry.until(lambda: len(registry.prefix_map) > 0)
         worker.sessions.drain("a new version")
         worker.sessions.finish()
+        for _ in range(100):
+            session.resync()
         assert await conversing == "the worker has drained: a new version"
         assert await worker.handler.gone.get() is port
         assert worker.sessions.ports == frozenset()
@@ -150,9 +185,11 @@ async def test_direct_session_ends_when_router_closes_it() -> None:
         assert port.closed
 
 
-async def test_direct_session_of_router_that_does_not_read_ends() -> None:
+async def test_direct_session_of_router_that_does_not_read_ends(caplog: pytest.LogCaptureFixture) -> None:
     async with serving() as worker:
-        await worker.open()  # reads nothing before `converse`
+        session = await worker.open()
+        assert isinstance(session._carrier, DirectCarrier)
+        session._carrier._connection._transport.pause_reading()
         port = await worker.handler.ports.get()
         message = pb.WorkerMessage(draining=pb.Draining(reason="x" * 4096))
         for _ in range(20):
@@ -160,6 +197,7 @@ async def test_direct_session_of_router_that_does_not_read_ends() -> None:
                 port.send(message)
             await asyncio.sleep(0)
         assert await worker.handler.gone.get() is port
+        assert "reads too slowly" in caplog.text
 
 
 async def test_direct_session_new_one_ends_routers_former_one() -> None:
@@ -169,7 +207,7 @@ async def test_direct_session_new_one_ends_routers_former_one() -> None:
         worker.converse(await worker.open())
         present = await worker.handler.ports.get()
         assert await worker.handler.gone.get() is former
-        assert "the worker closed the session" in await first
+        assert await first == "the connection broke: the peer is gone"
         assert worker.sessions.ports == {present}
 
 
@@ -209,34 +247,64 @@ async def _elsewhere(_address: str, make: Callable[[], asyncio.Protocol]) -> Non
         await CHANNELS.connect(f"127.0.0.1:{server.sockets[0].getsockname()[1]}", make)
 
 
+async def _silent(_address: str, make: Callable[[], asyncio.Protocol]) -> None:
+    """To somebody who accepts nothing, though the system does in his place."""
+    await CHANNELS.connect(f"127.0.0.1:{_DEAF.getsockname()[1]}", make)
+
+
+_DEAF = hold("127.0.0.1", 0)
+
+
 @pytest.mark.parametrize(
     ("connect", "reason"),
-    [(_refused, "is closed"), (_stuck, "did not see the ticket"), (_elsewhere, "did not see the ticket")],
+    [
+        (_refused, "is closed"),
+        (_stuck, "within 0.5 s"),
+        (_elsewhere, "hung up: the connection broke: the peer is gone"),
+        (_silent, "did not take the ticket within 0.5 s"),
+    ],
 )
 async def test_direct_session_that_cannot_be_stays_with_grpc(
-    connect: Callable[[str, Callable[[], asyncio.Protocol]], Awaitable[None]],
-    reason: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    connect: Connect, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("router.fleet.session_carriers._OPEN_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("router.fleet.session_carriers._OPEN_TIMEOUT_S", 0.5)
+    num_tries = 0
+
+    async def counting(address: str, make: Callable[[], asyncio.Protocol]) -> None:
+        nonlocal num_tries
+        num_tries += 1
+        await connect(address, make)
+
     async with serving() as worker:
-        session, registry = await worker.open(connect), Registry()
-        assert isinstance(session._carrier, GrpcCarrier)
-        (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
-        assert "stays with gRPC" in record.getMessage()
-        assert reason in record.getMessage()
-        worker.converse(session, registry)
-        await registry.has_snapshot.wait()
-        session.resync()
-        assert (await worker.handler.orders.get()).HasField("resync")
-        assert worker.direct._offers == {}, "a ticket lives no longer than the call that it was given in"
+        registry = Registry()
+        fleet = WorkerFleet(
+            directory=ChangingDirectory(stated_addresses(prefill=[], decode=[worker.address])),
+            listener=registry,
+            open_channel=CHANNELS.open,
+            connect=counting,
+            settings=session_settings(),
+            rng=Random(1),
+            backoff=Backoff(first_s=0.01, most_s=0.02),
+        )
+        async with fleet:
+            await registry.has_snapshot.wait()
+            (snapshot,) = registry.snapshots()
+            assert not snapshot.info.is_direct
+            (record,) = [record for record in caplog.records if record.levelno == logging.WARNING]
+            assert "stays with gRPC" in record.getMessage()
+            assert reason in record.getMessage()
+            assert worker.direct._offers == {}, "a ticket lives no longer than the call that it was given in"
+            (port,) = worker.sessions.ports
+            port.close()
+            await registry.until(lambda: registry.num_left == 1)
+            await registry.until_live(1)
+            assert num_tries == 1, "the next session begins without the wait"
 
 
 async def test_direct_session_is_offered_to_nobody_who_does_not_ask() -> None:
     """As routers of the previous version do not, and routers that are permissive."""
     async with serving() as worker:
-        session = await worker.open(None)
+        session = await worker.open(can_move=False)
         assert isinstance(session._carrier, GrpcCarrier)
         assert worker.direct._offers == {}
 

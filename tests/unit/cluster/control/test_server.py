@@ -179,7 +179,9 @@ async def test_abort_ends_hanging_change_and_keeps_finished_steps(folder):
 
 
 async def test_operator_change_preempts_planner_but_not_vice_versa(folder):
-    async with make(folder, {"decode-1": "slow"}) as cluster, ControlSocket(cluster, report=[].append) as control:
+    # No name is used twice: decode-1 is replaced, and decode-2 restarts.
+    slow = {"decode-1": "slow", "decode-2": "slow"}
+    async with make(folder, slow) as cluster, ControlSocket(cluster, report=[].append) as control:
         waits = await hanging(control, ScaleRequest(decode=2, yields=True))
         (answer,) = await asyncio.to_thread(lambda: list(ask(control.path, FlipRequest(to="decode", yields=True))))
         assert answer.reason.startswith("another change is in progress")

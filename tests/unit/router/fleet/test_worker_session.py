@@ -305,6 +305,8 @@ async def test_malformed_message_ends_session_and_reconnects(is_direct: bool) ->
         ({"num_blocks": 0}, "lacks"),
         ({"role": pb.WORKER_ROLE_UNSPECIFIED}, "lacks"),
         ({"layout": common.KVLayout(dtype="float3")}, "impossible"),
+        ({"direct_port": 70_000, "direct_ticket": bytes(16)}, "direct_port 70000"),
+        ({"direct_port": 7000}, "a ticket of 0 bytes"),
         ({"layout": common.KVLayout(dtype="float32")}, "impossible"),
     ],
 )

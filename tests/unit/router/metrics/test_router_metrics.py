@@ -74,6 +74,7 @@ def test_worker_cache_tier_metrics_match_reported_counts() -> None:
     assert value(metrics, "tandem_worker_step_age_seconds", worker="w", role="decode") == 2.5
     assert value(metrics, "tandem_worker_backlog_tokens", worker="w", role="decode") == 1
     assert value(metrics, "tandem_worker_protocol_version", worker="w", role="decode") == SPOKEN.newest
+    assert value(metrics, "tandem_worker_session_direct", worker="w", role="decode") == 0
     assert value(metrics, "tandem_worker_cache_hits_total", **labels | {"tier": "other"}) == 0
     assert "tandem_worker_cache_hits_total" in metrics.render().decode()
     metrics.worker_loads([])

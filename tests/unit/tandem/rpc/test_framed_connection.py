@@ -3,7 +3,6 @@
 import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
 from random import Random
 from typing import Any
 
@@ -79,7 +78,7 @@ async def turn() -> None:
 async def test_framed_connection_frames_survive_any_split() -> None:
     rng = Random(5)
     for _ in range(200):
-        frames = [rng.randbytes(rng.choice([0, 1, 3, 4, 5, 100, 5000])) for _ in range(rng.randrange(1, 9))]
+        frames = [rng.randbytes(rng.choice([1, 2, 3, 4, 5, 100, 5000])) for _ in range(rng.randrange(1, 9))]
         handler = Recorder()
         connection = FramedConnection(handler)
         Wire(connection)
@@ -136,12 +135,12 @@ async def test_framed_connection_frames_of_one_turn_are_one_write() -> None:
     handler = Recorder()
     connection = FramedConnection(handler)
     wire = Wire(connection)
-    for frame in (b"a", b"bb", b""):
+    for frame in (b"a", b"bb", b"c"):
         handler.waiting.append(frame)
         connection.wake()
     assert wire.writes == []
     await turn()
-    assert wire.writes == [framed(b"a", b"bb", b"")]
+    assert wire.writes == [framed(b"a", b"bb", b"c")]
 
 
 async def test_framed_connection_asks_for_nothing_while_peer_does_not_read() -> None:
@@ -170,7 +169,65 @@ async def test_framed_connection_finish_waits_for_what_peer_has_not_read() -> No
     wire._pauses_at = 1 << 40
     connection.resume_writing()
     await turn()
-    assert (b"".join(wire.writes), wire.ended) == (framed(b"1", b"2"), "closed")
+    assert (b"".join(wire.writes), wire.ended) == (framed(b"1", b"2", b""), "")
+    connection.connection_lost(None)
+    assert handler.ends == [None]
+
+
+async def test_framed_connection_end_of_finished_peer_is_told_from_its_death() -> None:
+    for last, expected in ((b"", []), (framed(b""), [None]), (framed(b"1")[:-1], [])):
+        handler = Recorder()
+        connection = FramedConnection(handler)
+        wire = Wire(connection)
+        if last:
+            connection.data_received(last)
+        assert handler.ends == expected
+        assert wire.ended == ("aborted" if expected else "")
+        connection.connection_lost(None)
+        if not expected:
+            assert [str(error) for error in handler.ends] == ["the peer is gone"]
+        assert len(handler.ends) == 1
+
+
+async def test_framed_connection_abort_is_no_error() -> None:
+    handler = Recorder()
+    connection = FramedConnection(handler)
+    Wire(connection)
+    connection.abort()
+    connection.connection_lost(None)
+    assert handler.ends == [None]
+
+
+async def test_framed_connection_handlers_oserror_is_not_the_networks() -> None:
+    class Failing(Recorder):
+        def on_frame(self, frame: bytes) -> None:
+            raise FileNotFoundError("no such file")
+
+        def next_frame(self) -> bytes | None:
+            raise FileNotFoundError("no such file")
+
+    handler = Failing()
+    connection = FramedConnection(handler)
+    Wire(connection)
+    connection.data_received(framed(b"x"))
+    other = Failing()
+    Wire(FramedConnection(other))
+    await turn()
+    assert (len(handler.ends), len(other.ends)) == (1, 1)
+    for error in (*handler.ends, *other.ends):
+        assert isinstance(error, RuntimeError)
+        assert isinstance(error.__cause__, FileNotFoundError)
+
+
+async def test_framed_connection_yields_between_large_writes() -> None:
+    handler = Recorder(*[bytes(200_000)] * 20)
+    connection = FramedConnection(handler)
+    wire = Wire(connection)
+    await asyncio.sleep(0)
+    assert (len(wire.writes), len(handler.waiting)) == (4, 12)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not handler.waiting
 
 
 @LOOPS
@@ -202,13 +259,13 @@ def test_framed_connection_over_sockets_bounds_what_waits_for_slow_peer(
         await loop.create_connection(lambda: FramedConnection(sender), "127.0.0.1", port)
         while not reading or not reading[0].was_open:  # noqa: ASYNC110 - a connection tells nobody
             await asyncio.sleep(0)
-        reading[0].pause_reading()
+        reading[0]._transport.pause_reading()
         num_left = -1
         while num_left != len(sender.waiting):
             num_left = len(sender.waiting)
             await asyncio.sleep(0.05)
         assert num_left > 1_700, "as much as the sockets hold, 16 MB at most"
-        reading[0].resume_reading()
+        reading[0]._transport.resume_reading()
         await has_all.wait()
         assert reader.frames == [bytes([number % 251]) for number in range(2_000)]
         reading[0].abort()
@@ -240,8 +297,6 @@ def test_framed_connection_over_sockets_end_reaches_both_sides(
         await accepted[0].lost.wait()
         assert there.frames == [b"last words"]
         assert (here.ends, there.ends) == ([None], [None])
-        with suppress(RuntimeError):
-            accepted[0].resume_reading()
         server.close()
 
     run(make_loop, main())
