@@ -17,9 +17,6 @@ from tandem.errors import ConfigError
 from tandem.rpc.framed_connection import FramedConnection, FrameError
 from tandem.v1 import session_pb2 as pb
 
-_OPEN_TIMEOUT_S = 2.0
-"""Longest time to go over to a worker's direct port: a firewall may drop what comes to it without a word."""
-
 NextOrder = Callable[[], pb.RouterMessage | None]
 """Returns the next message to send; None: there is none now."""
 OnMessage = Callable[[pb.WorkerMessage], None]
@@ -106,14 +103,16 @@ class DirectCarrier:
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     @classmethod
-    async def open(cls, connect: Connect, address: str, ticket: bytes, call: Any) -> "DirectCarrier":
+    async def open(
+        cls, connect: Connect, address: str, ticket: bytes, call: Any, *, timeout_s: float
+    ) -> "DirectCarrier":
         """Connect and show the ticket. When the worker has seen it, it ends the call in which it gave it.
 
-        Raises DirectFailed.
+        Raises DirectFailed, after `timeout_s` at the latest: a firewall may drop what comes without a word.
         """
         carrier = cls(ticket)
         try:
-            await carrier._open(connect, address, call)
+            await carrier._open(connect, address, call, timeout_s)
         except (OSError, ConfigError) as error:
             raise DirectFailed(f"no connection to {address}: {error}") from None
         except grpc.aio.AioRpcError as error:
@@ -123,21 +122,21 @@ class DirectCarrier:
                 carrier.close()
         return carrier
 
-    async def _open(self, connect: Connect, address: str, call: Any) -> None:
+    async def _open(self, connect: Connect, address: str, call: Any, timeout_s: float) -> None:
         loop = asyncio.get_running_loop()
-        end_s = loop.time() + _OPEN_TIMEOUT_S
+        end_s = loop.time() + timeout_s
         try:
             async with asyncio.timeout_at(end_s):
                 await connect(address, lambda: self._connection)
         except TimeoutError:
-            raise DirectFailed(f"no connection to {address} within {_OPEN_TIMEOUT_S:g} s") from None
+            raise DirectFailed(f"no connection to {address} within {timeout_s:g} s") from None
         seen = asyncio.ensure_future(call.read())
         try:
             await asyncio.wait({seen, self._ended}, timeout=end_s - loop.time(), return_when=asyncio.FIRST_COMPLETED)
             if self._ended.done():
                 raise DirectFailed(f"{address} hung up: {self._ended.result() or 'without a reason'}")
             if not seen.done():
-                raise DirectFailed(f"{address} did not take the ticket within {_OPEN_TIMEOUT_S:g} s")
+                raise DirectFailed(f"{address} did not take the ticket within {timeout_s:g} s")
             if seen.result() is not grpc.aio.EOF or await call.code() is not grpc.StatusCode.OK:
                 raise DirectFailed(f"the worker did not end its call in order: {await call.details()}")
         finally:

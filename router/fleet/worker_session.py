@@ -201,11 +201,13 @@ class WorkerSession:
             return cls(GrpcCarrier(call), info, settings)
         host = address.rpartition(":")[0].strip("[]")
         target = join(host, first.hello.direct_port)
+        ticket, timeout_s = first.hello.direct_ticket, settings.hello_timeout_s
         try:
-            return cls(await DirectCarrier.open(connect, target, first.hello.direct_ticket, call), info, settings)
+            carrier = await DirectCarrier.open(connect, target, ticket, call, timeout_s=timeout_s)
         except DirectFailed:
             call.cancel()
             raise
+        return cls(carrier, info, settings)
 
     def close(self) -> None:
         """End a session that no one conversed in."""

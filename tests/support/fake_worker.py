@@ -254,13 +254,10 @@ class FakeWorker(WorkerServicer):
         if self._server is not None:
             server, self._server = self._server, None
             direct, self._direct = self._direct, None
-            serving = [session.serving for session in self._direct_sessions]
             for session in self._direct_sessions:
                 session.connection.abort()
-            await server.stop(None)
-            await asyncio.gather(*serving)
-            if direct is not None:
-                await direct.__aexit__(None, None, None)
+            # A script that crashes its own worker is cancelled meanwhile.
+            await asyncio.shield(asyncio.ensure_future(_close(server, direct)))
 
     def send(self, message: pb.WorkerMessage) -> None:
         """Send on the open session."""
@@ -344,6 +341,12 @@ class FakeWorker(WorkerServicer):
     ) -> None:
         while True:
             await write(await outgoing.get())
+
+
+async def _close(server: grpc.aio.Server, direct: DirectPort | None) -> None:
+    await server.stop(None)
+    if direct is not None:
+        await direct.close()
 
 
 class _DirectSession:

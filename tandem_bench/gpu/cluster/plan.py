@@ -41,7 +41,7 @@ class Plan:
                 many=8,
                 lengths=range(60, 200),
                 num_tokens=24,
-                long_tokens=160,
+                long_tokens=300,
                 max_model_len=512,
             )
         return cls(

@@ -188,8 +188,12 @@ async def test_deadline_raises_and_cancels() -> None:
 
 
 async def test_slow_reader_overflows_alone() -> None:
+    has_read = asyncio.Event()
+
     async def flood(submission: Submission) -> None:
-        for start in range(0, 64, 8):
+        submission.give(submission.tokens[:8])
+        await has_read.wait()
+        for start in range(8, 64, 8):
             submission.give(submission.tokens[start : start + 8], first_index=start)
 
     settings = DispatchSettings(stream_buffer_tokens=24)
@@ -198,6 +202,7 @@ async def test_slow_reader_overflows_alone() -> None:
         slow = router.generate(routed(max_tokens=64))
         async with aclosing(slow):
             await anext(slow)
+            has_read.set()
             submission = await worker.submissions.get()
             await submission.cancelled.wait()
             worker.script = answer

@@ -130,6 +130,6 @@ async def test_stack_sampler_samples_computing_between_system_calls():
 
 def compute_for_a_while() -> int:
     total = 0
-    for number in range(2_000):  # a tenth of a millisecond
+    for number in range(15_000):  # a millisecond: less than the interval after which a polite sampler gets its turn
         total += number
     return total
