@@ -99,10 +99,8 @@ class FramedConnection(asyncio.Protocol):
                 del self._partial[: self._hand_over(self._partial)]
             elif (num_bytes := self._hand_over(data)) < len(data):
                 self._partial += data[num_bytes:]
-        except OSError as error:
-            self._lose(_handler_failed(error))
         except Exception as error:  # noqa: BLE001  # whatever the handler raises is its connection's end
-            self._lose(error)
+            self._lose(_of_handler(error))
 
     def _hand_over(self, received: bytes | bytearray) -> int:
         """Return how many bytes of it were whole frames."""
@@ -151,10 +149,8 @@ class FramedConnection(asyncio.Protocol):
             if self._is_finishing and self._can_write and not self._has_ended:
                 self._has_ended = True
                 self._transport.write(_END)
-        except OSError as error:
-            self._lose(_handler_failed(error))
         except Exception as error:  # noqa: BLE001  # frames are missing now: the peer must not go on without them
-            self._lose(error)
+            self._lose(_of_handler(error))
 
     def _next_parts(self) -> list[bytes]:
         parts: list[bytes] = []
@@ -173,8 +169,10 @@ class FramedConnection(asyncio.Protocol):
             self.handler.on_lost(error)
 
 
-def _handler_failed(error: OSError) -> RuntimeError:
-    """Tell what a handler raised from what the network did."""
+def _of_handler(error: Exception) -> Exception:
+    """Tell an OSError that a handler raised from those of the network."""
+    if not isinstance(error, OSError):
+        return error
     failure = RuntimeError(f"a message could not be handled: {error!r}")
     failure.__cause__ = error
     return failure

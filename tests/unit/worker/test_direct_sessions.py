@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from random import Random
@@ -249,10 +249,17 @@ async def _elsewhere(_address: str, make: Callable[[], asyncio.Protocol]) -> Non
 
 async def _silent(_address: str, make: Callable[[], asyncio.Protocol]) -> None:
     """To somebody who accepts nothing, though the system does in his place."""
-    await CHANNELS.connect(f"127.0.0.1:{_DEAF.getsockname()[1]}", make)
+    await CHANNELS.connect(f"127.0.0.1:{_deaf_port[0]}", make)
 
 
-_DEAF = hold("127.0.0.1", 0)
+_deaf_port: list[int] = []
+
+
+@pytest.fixture(autouse=True, scope="module")
+def deaf() -> Iterator[None]:
+    with hold("127.0.0.1", 0) as held:
+        _deaf_port[:] = [held.getsockname()[1]]
+        yield
 
 
 @pytest.mark.parametrize(

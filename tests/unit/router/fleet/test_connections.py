@@ -1,13 +1,15 @@
 """The fleet's connections under a changing directory."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from random import Random
 
+import grpc.aio
 import pytest
 
 from router.fleet.connections import WorkerFleet
+from router.fleet.session_carriers import Connect
 from tandem.backoff import Backoff
 from tandem.errors import ConfigError
 from tandem.rpc.cluster_grpc import ChannelOpener, ClusterChannels
@@ -40,11 +42,17 @@ class Changing:
             await asyncio.sleep(0.001)
 
 
-def fleet(directory: Changing, registry: WatchedRegistry, open_channel: ChannelOpener | None = None) -> WorkerFleet:
+def fleet(
+    directory: Changing,
+    registry: WatchedRegistry,
+    open_channel: ChannelOpener | None = None,
+    connect: Connect | None = None,
+) -> WorkerFleet:
     return WorkerFleet(
         directory=directory,
         listener=registry,
         open_channel=open_channel or ClusterChannels(None).open,
+        connect=connect,
         settings=session_settings(),
         rng=Random(1),
         backoff=Backoff(first_s=0.01, most_s=0.02),
@@ -68,6 +76,33 @@ async def test_session_outlives_its_forgotten_address() -> None:
         assert registry.snapshots() == []
         directory.say(worker)
         await registry.until_live(1)
+
+
+async def test_successor_of_worker_that_died_before_its_ticket_gets_direct_session() -> None:
+    directory, registry, worker = Changing(), WatchedRegistry(), FakeWorker("d0")
+    num_tries, num_channels, has_given_up = 0, 0, asyncio.Event()
+
+    async def connect(address: str, make_protocol: Callable[[], asyncio.Protocol]) -> None:
+        nonlocal num_tries
+        num_tries += 1
+        if num_tries == 1:
+            await worker.crash()
+            raise ConnectionRefusedError("nobody listens")
+        await ClusterChannels(None).connect(address, make_protocol)
+
+    def open_channel(address: str) -> AbstractAsyncContextManager[grpc.aio.Channel]:
+        nonlocal num_channels
+        num_channels += 1
+        if num_channels == 2:
+            has_given_up.set()
+        return ClusterChannels(None).open(address)
+
+    async with worker, fleet(directory, registry, open_channel, connect):
+        directory.say(worker)
+        await has_given_up.wait()  # also over gRPC
+        await worker.start()
+        await registry.until_live(1)
+        assert registry.snapshots()[0].info.is_direct
 
 
 async def test_address_returning_in_time_is_kept() -> None:
