@@ -15,7 +15,7 @@ from typing import Any
 
 from cluster.supervisor.supervisor import RestartPolicy
 from kv_transfer.protocol.leases import LeaseClock
-from tests.proofs.kills.clients import Clients, Prompt
+from tests.proofs.kills.clients import RIGHT, Clients, Prompt
 from tests.support.running_cluster import RunningCluster
 
 PATIENT = RestartPolicy(max_rapid_deaths=1_000_000, max_backoff_s=0.05, backoff_s=0.05)
@@ -181,6 +181,8 @@ class Campaign:
                 await self._workers.cluster.until(self._is_loaded)
                 while len(report.kills) < count and not (report.problems or self._clients.problems):
                     await self._kill_one(tasks)
+                    # Or a slow machine's cluster would be killed faster than it can answer, and nothing be shown.
+                    await self._workers.cluster.until(self._has_kept_up)
             await asyncio.gather(*self._returns)
             await self._workers.cluster.until_idle()
             ticking.cancel()
@@ -194,6 +196,10 @@ class Campaign:
     async def _is_loaded(self) -> bool:
         """Whether requests run, and the first of them have ended one way or another."""
         return bool(self._clients.outcomes or self._clients.problems)
+
+    async def _has_kept_up(self) -> bool:
+        """Whether there are more right answers than kills."""
+        return self._clients.outcomes[RIGHT] > len(self.report.kills) or bool(self._clients.problems)
 
     async def _tick(self) -> None:
         ticked_s = self._now()
