@@ -43,7 +43,7 @@ _WORKERS_NEED = ("safetensors",)
 
 
 def python(_config: ClusterConfig) -> list[Finding]:
-    """Report the interpreter, and whether it was built without the optimizations that distributions build theirs with."""
+    """Report the interpreter, and whether it was built without optimizations."""
     detail = f"{platform.python_version()} at {sys.executable}"
     if sys.version_info[:2] < MIN_PYTHON:
         hint = f"Tandem needs Python {'.'.join(map(str, MIN_PYTHON))} or newer"

@@ -1,6 +1,7 @@
 """Compiled kernels on a CPU: packed projections, fused elementwise passes, attention that reads blocks in place.
 
-Every processor has kernels for everything, on AMX tiles or on vectors as wide as it has them. In the steady state a step allocates nothing here: every result lies in a buffer with its own name.
+Every processor has kernels for everything, on AMX tiles or on vectors as wide as it has them. In the steady state a
+step allocates nothing here: every result lies in a buffer with its own name.
 """
 
 import torch
@@ -256,7 +257,7 @@ class CpuBackend:
         return Tiles.NOTHING if role is ProjectionRole.OUTPUT else self._tiles(weight.shape[1], Tiles.INPUT)
 
     def _tiles(self, row_size: int, handed: Tiles) -> Tiles:
-        """`handed` if this backend can use tiles for rows of `row_size`: AMX, whole tiles, no quantization; else none."""
+        """`handed` if rows of `row_size` can be in tiles: with AMX, whole tiles, no quantization; else none."""
         can = self._arithmetic is Arithmetic.BF16
         return handed if can and row_size % TILE_COLUMNS == 0 else Tiles.NOTHING
 
