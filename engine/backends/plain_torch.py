@@ -3,15 +3,32 @@
 import torch
 from torch import Tensor
 
-from engine.backends.deferred_projection import DeferredProjection
 from engine.backends.thread_priority import lower_thread_priority
 from engine.kv_storage.paged_cache import PagedKVCache
-from engine.model.backend import ProjectionRole, RecordableModel
+from engine.model.backend import Projection, ProjectionRole, RecordableModel
 from engine.model.layers.attention import AttentionBackend, AttentionSpec
 from engine.model.layers.linear import GatedLinear, HeadLinear, Linear, TokenEmbedding
 from engine.model.layers.norm import RMSNorm
 from engine.model.layers.torch_attention import TorchAttention
 from engine.sampling.backend import SamplingKernels, TorchSampling
+
+
+class DeferredProjection:
+    """A projection that leaves its product to be added by the norm that follows; see engine.model.backend.Closing."""
+
+    __slots__ = ("projection",)
+
+    def __init__(self, projection: Projection) -> None:
+        self.projection = projection
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the weights."""
+        return self.projection.nbytes
+
+    def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
+        """Project `[num_rows, in_features]` to `[num_rows, out_features]`; `residual` is not used."""
+        return self.projection(x)
 
 
 class TorchBackend:

@@ -1,7 +1,7 @@
 """Compiled kernels on a CPU: packed projections, fused elementwise passes, attention that reads blocks in place.
 
-Features that the processor lacks are replaced one by one: without AMX the bfloat16 projections are oneDNN's, all else
-stays. In the steady state a step allocates nothing here: every result lies in a buffer with its own name.
+Every processor has kernels for everything, on AMX tiles or on vectors as wide as it has them. In the steady state a
+step allocates nothing here: every result lies in a buffer with its own name.
 """
 
 import torch
@@ -11,7 +11,6 @@ from engine.backends.buffers import Buffers
 from engine.backends.cpu.attention import CpuAttention
 from engine.backends.cpu.int8_attention import CpuInt8Attention
 from engine.backends.cpu.programs import CpuPrograms
-from engine.backends.deferred_projection import DeferredProjection
 from engine.backends.options import BackendOptions
 from engine.backends.thread_priority import lower_thread_priority
 from engine.kernels.cpu.build import KernelsUnavailable
@@ -23,11 +22,10 @@ from engine.kernels.cpu.gemm import (
     Epilogue,
     PackedLinear,
     Tiles,
-    supports,
+    best_arithmetic,
     whole_tiles,
 )
 from engine.kernels.cpu.library import KernelLibrary, load_kernels
-from engine.kernels.cpu.onednn import OneDnnLinear, onednn_bf16
 from engine.kernels.cpu.sampling import CpuSampling
 from engine.kernels.cpu.threads import bind_team
 from engine.kv_storage.paged_cache import TORCH_DTYPES, PagedKVCache
@@ -45,7 +43,7 @@ class BufferedProjection:
 
     __slots__ = ("_buffers", "_linear", "_name", "_padding")
 
-    def __init__(self, linear: PackedLinear | OneDnnLinear, buffers: Buffers, name: str, *, padding: int = 0) -> None:
+    def __init__(self, linear: PackedLinear, buffers: Buffers, name: str, *, padding: int = 0) -> None:
         self._linear = linear
         self._buffers = buffers
         self._name = name
@@ -168,47 +166,35 @@ class CpuBackend:
         self._threads = options.num_threads
         self._binds_threads = options.binds_threads
         self._deterministic = options.deterministic
-        self._quantize = options.quantization == "int8"
-        self._has_packing = self.dtype is torch.float32 or supports(library.features, Arithmetic.BF16)
-        self._check_features()
+        is_quantized = options.quantization == "int8"
+        if is_quantized and self.dtype is not torch.bfloat16:
+            raise KernelsUnavailable("int8 projections work on bfloat16 activations: set model.dtype to bfloat16")
+        self._arithmetic = best_arithmetic(library.features, self.dtype, quantize=is_quantized)
+        # The head is never quantized: it decides between tokens, and no later layer averages its error out.
+        self._head_arithmetic = best_arithmetic(library.features, self.dtype)
         self._kernels = CpuElementwise(library, self.dtype, num_threads=options.num_threads)
         self._buffers = Buffers(options.device)
-        if self.dtype is torch.float32:
-            self.name = "cpu-vectors"
-        else:
-            self.name = "cpu-amx" if self._has_packing else "cpu-onednn"
-        if self._quantize:
+        self.name = "cpu-amx" if self._head_arithmetic is Arithmetic.BF16 else "cpu-vectors"
+        if is_quantized:
             self.name += "-int8"
 
     def projection(self, weight: Tensor, bias: Tensor | None, role: ProjectionRole) -> Projection:
         taken = self._input_tiles(weight, role)
-        linear = self._pack(weight, bias, Epilogue.STORE, quantize=self._quantize, tiles=taken)
+        linear = self._pack(weight, bias, self._arithmetic, Epilogue.STORE, taken)
         # Only rows of QKV: results to be added to the residual stream must be contiguous, to be sent to other ranks.
         padding = _row_padding(linear.out_dtype) if role is ProjectionRole.QKV else 0
         return BufferedProjection(linear, self._buffers, role.value, padding=padding)
 
     def closing(self, weight: Tensor, bias: Tensor | None, role: ProjectionRole) -> Closing:
-        if not self._has_packing:
-            return DeferredProjection(self.projection(weight, bias, role))
         taken = self._input_tiles(weight, role)
-        linear = PackedLinear(
-            self._library,
-            weight,
-            bias,
-            epilogue=Epilogue.ADD,
-            quantize=self._quantize,
-            tiles=taken,
-            num_threads=self._threads,
-        )
-        return AddedProjection(linear)
+        return AddedProjection(self._pack(weight, bias, self._arithmetic, Epilogue.ADD, taken))
 
     def gated(self, weight: Tensor, bias: Tensor | None) -> Projection:
         handed = self._tiles(weight.shape[1], Tiles.INPUT) | self._tiles(weight.shape[0] // 2, Tiles.OUTPUT)
-        linear = self._pack(weight, bias, Epilogue.GATED, quantize=self._quantize, tiles=handed)
+        linear = self._pack(weight, bias, self._arithmetic, Epilogue.GATED, handed)
         return BufferedProjection(linear, self._buffers, "gated", padding=_row_padding(linear.out_dtype))
 
     def head(self, weight: Tensor) -> Projection:
-        """See Backend. Never quantized: the head decides between tokens, and no later layer averages its error out."""
         return BufferedProjection(self._pack_head(weight), self._buffers, "logits")
 
     def embedding(self, weight: Tensor) -> BufferedEmbedding:
@@ -216,10 +202,7 @@ class CpuBackend:
 
     def tied(self, weight: Tensor) -> tuple[Embedding, Projection]:
         linear = self._pack_head(weight)
-        head = BufferedProjection(linear, self._buffers, "logits")
-        if isinstance(linear, PackedLinear):
-            return PackedEmbedding(linear, self._buffers), head
-        return self.embedding(weight), head  # oneDNN's layout is opaque: the table is kept as well
+        return PackedEmbedding(linear, self._buffers), BufferedProjection(linear, self._buffers, "logits")
 
     def norm(self, weight: Tensor, eps: float) -> FusedNorm:
         gives_tiles = bool(self._tiles(weight.shape[0], Tiles.OUTPUT))
@@ -236,7 +219,7 @@ class CpuBackend:
         self, model: RecordableModel, attention: AttentionBackend, *, max_rows: int, max_length: int
     ) -> StepGraphs | None:
         """See Backend. Only steps computed by our own kernels throughout can be recorded."""
-        if not self._has_packing or not isinstance(attention, CpuAttention):
+        if not isinstance(attention, CpuAttention):
             return None
         return CpuPrograms(model, attention, self._library, self._buffers, max_rows=max_rows)
 
@@ -252,17 +235,21 @@ class CpuBackend:
     def sampling(self, vocab_size: int) -> SamplingKernels:
         return CpuSampling(self._library, self._threads)
 
-    def _pack_head(self, weight: Tensor) -> PackedLinear | OneDnnLinear:
+    def _pack_head(self, weight: Tensor) -> PackedLinear:
         taken = self._tiles(weight.shape[1], Tiles.INPUT)
-        return self._pack(weight, None, Epilogue.STORE_FLOAT32, quantize=False, tiles=taken)
+        return self._pack(weight, None, self._head_arithmetic, Epilogue.STORE_FLOAT32, taken)
 
     def _pack(
-        self, weight: Tensor, bias: Tensor | None, epilogue: Epilogue, *, quantize: bool, tiles: Tiles
-    ) -> PackedLinear | OneDnnLinear:
-        if not self._has_packing:
-            return OneDnnLinear(weight, bias, epilogue=epilogue)
+        self, weight: Tensor, bias: Tensor | None, arithmetic: Arithmetic, epilogue: Epilogue, tiles: Tiles
+    ) -> PackedLinear:
         return PackedLinear(
-            self._library, weight, bias, epilogue=epilogue, quantize=quantize, tiles=tiles, num_threads=self._threads
+            self._library,
+            weight,
+            bias,
+            arithmetic=arithmetic,
+            epilogue=epilogue,
+            tiles=tiles,
+            num_threads=self._threads,
         )
 
     def _input_tiles(self, weight: Tensor, role: ProjectionRole) -> Tiles:
@@ -270,22 +257,9 @@ class CpuBackend:
         return Tiles.NOTHING if role is ProjectionRole.OUTPUT else self._tiles(weight.shape[1], Tiles.INPUT)
 
     def _tiles(self, row_size: int, handed: Tiles) -> Tiles:
-        """`handed` if this backend can use tiles for rows of `row_size`: bfloat16, whole tiles, no quantization;
-        else none.
-        """
-        can = self.dtype is torch.bfloat16 and self._has_packing and not self._quantize
+        """`handed` if rows of `row_size` can be in tiles: with AMX, whole tiles, no quantization; else none."""
+        can = self._arithmetic is Arithmetic.BF16
         return handed if can and row_size % TILE_COLUMNS == 0 else Tiles.NOTHING
-
-    def _check_features(self) -> None:
-        if self._quantize and self.dtype is not torch.bfloat16:
-            raise KernelsUnavailable("int8 projections work on bfloat16 activations: set model.dtype to bfloat16")
-        if self._quantize and not supports(self._library.features, Arithmetic.INT8):
-            raise KernelsUnavailable("the processor has no AMX for int8 projections")
-        if not self._has_packing:
-            if self._deterministic:
-                raise KernelsUnavailable("without AMX only float32 is deterministic on a CPU")
-            if not onednn_bf16():
-                raise KernelsUnavailable("neither AMX nor oneDNN multiplies bfloat16 on this processor")
 
 
 def _residual(buffers: Buffers, num_rows: int, size: int, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""Dense projections with weights packed once for our own kernels: bf16 and int8 on AMX tiles, float32 on vectors.
+"""Dense projections with weights packed once for our own kernels: on AMX tiles, or on vectors of any width.
 
 One packing serves every number of rows, and the original weight may be dropped. Every output element is summed over
 the depth in one fixed order, so a row's result never depends on the other rows or on the number of threads.
@@ -39,9 +39,15 @@ class Epilogue(IntEnum):
 class Arithmetic(Enum):
     """Storage and multiplication of weights; the values are parts of the C functions' names."""
 
-    BF16 = "bf16"
-    INT8 = "int8"  # bf16 in and out; weights per output column, inputs per row, both symmetric
+    BF16 = "bf16"  # on AMX tiles
+    BF16_VECTORS = "bf16_vectors"  # multiplied as floats, which is exact
+    INT8 = "int8"  # on AMX tiles; bf16 in and out; weights per output column, inputs per row, both symmetric
     FLOAT32 = "f32"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the weights that are packed, and of the rows that are multiplied."""
+        return torch.float32 if self is Arithmetic.FLOAT32 else torch.bfloat16
 
 
 class Tiles(Flag):
@@ -82,19 +88,21 @@ class PackedLinear:
         weight: Tensor,
         bias: Tensor | None = None,
         *,
+        arithmetic: Arithmetic,
         epilogue: Epilogue = Epilogue.STORE,
-        quantize: bool = False,
         tiles: Tiles = Tiles.NOTHING,
         num_threads: int = 1,
     ) -> None:
         """Pack `weight` `[num_columns, depth]`, or `[2 * num_columns, depth]` for `GATED`; `bias` has as many elements.
 
-        `quantize` turns a bf16 weight into int8. Raises KernelsUnavailable when the processor lacks the instructions
-        for the weight's type, ValueError for a weight or bias of another kind.
+        Raises KernelsUnavailable when the processor lacks the instructions for `arithmetic`, ValueError for a weight or
+        bias of another kind.
         """
-        self.arithmetic = arithmetic_of(weight.dtype, quantize=quantize)
-        if not supports(library.features, self.arithmetic):
-            raise KernelsUnavailable(f"the processor has no instructions for {self.arithmetic.value} projections")
+        self.arithmetic = arithmetic
+        if not supports(library.features, arithmetic):
+            raise KernelsUnavailable(f"the processor has no instructions for {arithmetic.value} projections")
+        if weight.dtype is not arithmetic.dtype:
+            raise ValueError(f"{weight.dtype} weights cannot be packed for {arithmetic.value}")
         gated = epilogue is Epilogue.GATED
         _check_weight(weight, bias, gated=gated)
         self.columns = weight.shape[0] // 2 if gated else weight.shape[0]
@@ -191,20 +199,31 @@ class PackedLinear:
         return packed
 
 
-def arithmetic_of(dtype: torch.dtype, *, quantize: bool) -> Arithmetic:
-    """The arithmetic for weights of `dtype`. Raises ValueError when there is none."""
+def best_arithmetic(features: CpuFeatures, dtype: torch.dtype, *, quantize: bool = False) -> Arithmetic:
+    """The fastest arithmetic here for weights of `dtype`, or for their quantization to int8.
+
+    Raises KernelsUnavailable when the processor has none, ValueError for a dtype that has none anywhere.
+    """
     if dtype is torch.float32 and not quantize:
         return Arithmetic.FLOAT32
-    if dtype is torch.bfloat16:
-        return Arithmetic.INT8 if quantize else Arithmetic.BF16
-    raise ValueError(f"{dtype} weights cannot be packed{' as int8' if quantize else ''}")
+    if dtype is not torch.bfloat16:
+        raise ValueError(f"{dtype} weights cannot be packed{' as int8' if quantize else ''}")
+    if not quantize:
+        return Arithmetic.BF16 if supports(features, Arithmetic.BF16) else Arithmetic.BF16_VECTORS
+    if not supports(features, Arithmetic.INT8):
+        raise KernelsUnavailable("the processor has no AMX for int8 projections")
+    return Arithmetic.INT8
 
 
 def supports(features: CpuFeatures, arithmetic: Arithmetic) -> bool:
     """Whether the kernels for `arithmetic` can run here."""
-    if arithmetic is Arithmetic.BF16:
-        return features.amx_bf16
-    return features.amx_int8 if arithmetic is Arithmetic.INT8 else features.avx2
+    match arithmetic:
+        case Arithmetic.BF16:
+            return features.amx_bf16
+        case Arithmetic.INT8:
+            return features.amx_int8
+        case _:
+            return features.avx2
 
 
 def _check_weight(weight: Tensor, bias: Tensor | None, *, gated: bool) -> None:

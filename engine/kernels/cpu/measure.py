@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,7 +18,6 @@ from torch.nn import functional as F
 
 from engine.kernels.cpu.gemm import Arithmetic, Epilogue, PackedLinear, huge_bytes, supports
 from engine.kernels.cpu.library import KernelLibrary, load_kernels
-from engine.kernels.cpu.onednn import OneDnnLinear, onednn_bf16
 
 READ_BYTES = 2**30
 TILE_PRODUCTS = 20_000
@@ -162,14 +162,17 @@ def _contenders(
     """Contenders: name, bytes of a weight relative to bf16, and maker of one copy."""
     epilogue = shape.epilogue
     found: list[tuple[str, float, Callable[[], Projection]]] = []
-    if supports(library.features, Arithmetic.BF16):
-        make = lambda: PackedLinear(library, weight, epilogue=epilogue, num_threads=num_threads)  # noqa: E731
-        found.append(("amx bf16", 1.0, make))
-    if supports(library.features, Arithmetic.INT8):
-        make = lambda: PackedLinear(library, weight, epilogue=epilogue, quantize=True, num_threads=num_threads)  # noqa: E731
-        found.append(("amx int8", 0.5, make))
-    if onednn_bf16():
-        found.append(("oneDNN bf16", 1.0, lambda: OneDnnLinear(weight, epilogue=epilogue)))
+    ours = {
+        "amx bf16": (1.0, Arithmetic.BF16),
+        "vectors bf16": (1.0, Arithmetic.BF16_VECTORS),
+        "amx int8": (0.5, Arithmetic.INT8),
+    }
+    for name, (factor, arithmetic) in ours.items():
+        if supports(library.features, arithmetic):
+            make = partial(PackedLinear, library, weight, arithmetic=arithmetic, epilogue=epilogue)
+            found.append((name, factor, partial(make, num_threads=num_threads)))
+    if _onednn_bf16():
+        found.append(("oneDNN bf16", 1.0, lambda: _onednn(weight, epilogue)))
         found.append(("oneDNN int8", 0.5, lambda: _onednn_int8(weight, epilogue)))
     found.append(("F.linear", 1.0, lambda: _torch_linear(weight.clone(), epilogue)))
     return found
@@ -177,6 +180,19 @@ def _contenders(
 
 def _torch_linear(weight: Tensor, epilogue: Epilogue) -> Projection:
     return lambda x, out: _finish(F.linear(x, weight), epilogue, out)
+
+
+def _onednn_bf16() -> bool:
+    """Whether this torch runs bf16 through oneDNN."""
+    available: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return available and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _onednn(weight: Tensor, epilogue: Epilogue) -> Projection:
+    """torch's bf16 product with weights reordered once, for a batch of a size that serves all others well."""
+    reordered = torch.ops.mkldnn._reorder_linear_weight(weight, 256)
+    multiply = torch.ops.mkldnn._linear_pointwise
+    return lambda x, out: _finish(multiply(x, reordered, None, "none", [], ""), epilogue, out)
 
 
 def _onednn_int8(weight: Tensor, epilogue: Epilogue) -> Projection:

@@ -11,7 +11,7 @@ import pytest
 from tandem.values.sampling import SamplingParams
 from tests.integration.engine.test_ranks import spec
 from tests.support.engine.determinism_harness import Worker, worker
-from tests.support.engine.paged_harness import has_amx, random_tokens, reference_model
+from tests.support.engine.paged_harness import random_tokens, reference_model
 
 OUTPUT = 24
 PROMPT = random_tokens(random.Random(11), 290)
@@ -38,8 +38,6 @@ DRAWN = SamplingParams(
 def workers(request, tmp_path_factory):
     """Two workers of one model: the second stands for another machine."""
     dtype, size = request.param
-    if dtype == "bfloat16" and not has_amx():
-        pytest.skip("bfloat16 is deterministic only with AMX")
     path = tmp_path_factory.mktemp("model")
     geometry = {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": CONTEXT}
     reference_model("Qwen3ForCausalLM", tie_word_embeddings=True, **geometry).save_pretrained(path)

@@ -43,14 +43,6 @@ def needs(arithmetic: Arithmetic) -> None:
         )
 
 
-def has_amx() -> bool:
-    """Whether bfloat16 is multiplied in tiles here."""
-    try:
-        return load_kernels().features.amx_bf16
-    except KernelsUnavailable:
-        return False
-
-
 def reference_model(architecture: str, seed: int = 0, **overrides: Any) -> Any:
     """A random transformers model, small and with weights large enough that mistakes show."""
     import transformers

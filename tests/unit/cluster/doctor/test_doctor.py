@@ -30,6 +30,20 @@ def dtype_of(**overrides):
     return finding
 
 
+def test_doctor_reports_python_without_optimizations(monkeypatch: pytest.MonkeyPatch) -> None:
+    for built_with, prefix, status in (
+        ("'--with-lto' '--enable-optimizations'", "/opt/python", Status.OK),
+        ("'--enable-shared'", "/opt/python", Status.INFO),
+        ("'--enable-shared'", "/usr", Status.OK),
+        (None, "/opt/python", Status.OK),
+    ):
+        monkeypatch.setattr("sysconfig.get_config_var", {"CONFIG_ARGS": built_with}.get)
+        monkeypatch.setattr("sys.base_prefix", prefix)
+        (found,) = software.python(load(None))
+        assert found.status is status
+        assert ("--enable-optimizations" in found.hint) == (status is Status.INFO)
+
+
 def test_doctor_shows_resolved_auto_dtype() -> None:
     found = dtype_of()
     assert (found.status, found.detail) == (Status.OK, "float32 (auto: the built-in model's)")

@@ -63,8 +63,6 @@ def test_cpu_backend_tokens_equal_torch_in_any_batch(case):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_cpu_backend_deterministic_mode_is_bitwise_reproducible(case, dtype):
     """KV and logits of a token are the same for every chunking and every batch."""
-    if dtype == "bfloat16":
-        needs(Arithmetic.BF16)
     _, path, _ = case
     model = load_model(path, backend=backend(dtype=dtype, deterministic=True))
     rng = random.Random(2)

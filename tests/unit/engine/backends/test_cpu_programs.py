@@ -7,7 +7,6 @@ import torch
 
 from engine.backends.options import BackendOptions
 from engine.backends.select import select_backend
-from engine.kernels.cpu.gemm import Arithmetic
 from engine.kernels.cpu.library import KernelCall, load_kernels
 from engine.kernels.cpu.program import CannotRecord, KernelProgram
 from engine.model.loader import load_model
@@ -15,7 +14,6 @@ from tandem.errors import InvariantError
 from tests.support.engine.paged_harness import (
     ARCHITECTURES,
     Session,
-    needs,
     random_tokens,
     reference_model,
     save_and_load,
@@ -36,8 +34,6 @@ def path(request, tmp_path_factory):
 
 @pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"dtype": "bfloat16", "deterministic": True}])
 def test_cpu_programs_equal_eager_tokens_and_kv(path, options):
-    if options:
-        needs(Arithmetic.BF16)
     answers = []
     for records in (False, True):
         model = load_model(path, backend=backend(**options))

@@ -5,18 +5,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.kernels.cpu.build import KernelsUnavailable
-from engine.kernels.cpu.gemm import Arithmetic, Epilogue, PackedLinear, supports
+from engine.kernels.cpu.gemm import Arithmetic, Epilogue, PackedLinear, best_arithmetic, supports
 from engine.kernels.cpu.library import CpuFeatures, load_kernels
 from engine.kernels.cpu.measure import REFERENCE_SHAPES, ProjectionShape, measure_ceilings, measure_projection
-from engine.kernels.cpu.onednn import OneDnnLinear, onednn_bf16
 from tests.support.engine.paged_harness import needs
 
 ROWS = (1, 2, 5, 12, 13, 16, 17, 32, 33, 48, 300)
 SHAPES = ((64, 96), (100, 70), (32, 1000), (200, 1100), (34, 65), (96, 2100))
 ALL = tuple(Arithmetic)
+WHOLE = tuple(arithmetic for arithmetic in Arithmetic if arithmetic is not Arithmetic.INT8)
 
 
 @pytest.fixture(scope="module")
@@ -27,13 +26,8 @@ def library():
         pytest.skip(str(missing))
 
 
-def dtype_of(arithmetic):
-    return torch.float32 if arithmetic is Arithmetic.FLOAT32 else torch.bfloat16
-
-
 def pack(library, arithmetic, weight, bias=None, epilogue=Epilogue.STORE, num_threads=2):
-    quantize = arithmetic is Arithmetic.INT8
-    return PackedLinear(library, weight, bias, epilogue=epilogue, quantize=quantize, num_threads=num_threads)
+    return PackedLinear(library, weight, bias, arithmetic=arithmetic, epilogue=epilogue, num_threads=num_threads)
 
 
 def quantized(values):
@@ -70,7 +64,7 @@ def assert_near(result, reference, arithmetic, depth):
 def test_cpu_gemm_products_equal_torch(library, arithmetic, epilogue):
     needs(arithmetic)
     generator = torch.Generator().manual_seed(7)
-    dtype = dtype_of(arithmetic)
+    dtype = arithmetic.dtype
     for index, (columns, depth) in enumerate(SHAPES):
         weight = (torch.randn(columns, depth, generator=generator) / depth**0.5).to(dtype)
         bias = torch.randn(columns, generator=generator).to(dtype) if index % 2 else None
@@ -87,7 +81,7 @@ def test_cpu_gemm_products_equal_torch(library, arithmetic, epilogue):
 @pytest.mark.parametrize("arithmetic", ALL)
 def test_cpu_gemm_row_is_independent_of_batch(library, arithmetic, epilogue):
     needs(arithmetic)
-    dtype = dtype_of(arithmetic)
+    dtype = arithmetic.dtype
     for columns, depth in ((160, 2112), (320, 544)):
         weight = (torch.randn(columns, depth) / depth**0.5).to(dtype)
         alone = pack(library, arithmetic, weight, epilogue=epilogue, num_threads=1)
@@ -117,7 +111,7 @@ def test_cpu_gemm_row_is_independent_of_batch(library, arithmetic, epilogue):
 def test_cpu_gemm_any_size_stays_in_bounds(library, arithmetic, columns, depth, num_rows, apart, threads):
     """Rows have gaps in memory, which are neither read nor written."""
     needs(arithmetic)
-    dtype = dtype_of(arithmetic)
+    dtype = arithmetic.dtype
     weight = torch.randn(columns, depth).to(dtype)
     linear = pack(library, arithmetic, weight, num_threads=threads)
     wide_x = torch.full((num_rows, depth + apart), float("nan")).to(dtype)
@@ -131,10 +125,10 @@ def test_cpu_gemm_any_size_stays_in_bounds(library, arithmetic, columns, depth, 
     assert (wide_out[num_rows] == 7).all()
 
 
-@pytest.mark.parametrize("arithmetic", [Arithmetic.BF16, Arithmetic.FLOAT32])
+@pytest.mark.parametrize("arithmetic", WHOLE)
 def test_cpu_gemm_add_epilogue_equals_residual_sum(library, arithmetic):
     needs(arithmetic)
-    dtype = dtype_of(arithmetic)
+    dtype = arithmetic.dtype
     weight, x, residual = torch.randn(96, 64).to(dtype), torch.randn(40, 64).to(dtype), torch.randn(40, 96).to(dtype)
     product = torch.empty_like(residual)
     pack(library, arithmetic, weight)(x, product)
@@ -143,10 +137,10 @@ def test_cpu_gemm_add_epilogue_equals_residual_sum(library, arithmetic):
     assert torch.equal(added, residual + product)
 
 
-@pytest.mark.parametrize("arithmetic", [Arithmetic.BF16, Arithmetic.FLOAT32])
+@pytest.mark.parametrize("arithmetic", WHOLE)
 def test_cpu_gemm_gate_saturates_for_extreme_inputs(library, arithmetic):
     needs(arithmetic)
-    dtype = dtype_of(arithmetic)
+    dtype = arithmetic.dtype
     gates = torch.tensor([-1e30, -200.0, -88.5, -20.0, -1.0, -0.0, 0.0, 1e-3, 3.0, 20.0, 90.0, 1e30])
     weight = torch.cat([gates[:, None], torch.ones(len(gates), 1)]).to(dtype)
     out = torch.empty(1, len(gates), dtype=dtype)
@@ -158,7 +152,7 @@ def test_cpu_gemm_gate_saturates_for_extreme_inputs(library, arithmetic):
 @pytest.mark.parametrize("num_rows", [3, 40])
 def test_cpu_gemm_nan_affects_its_row_only(library, arithmetic, num_rows):
     needs(arithmetic)
-    dtype = dtype_of(arithmetic)
+    dtype = arithmetic.dtype
     x = torch.randn(num_rows, 64).to(dtype)
     x[1, 9] = float("nan")
     out = torch.empty(num_rows, 40, dtype=dtype)
@@ -180,11 +174,11 @@ def test_cpu_gemm_int8_zero_rows_and_weights_stay_zero(library):
     assert (out[0, :3] != 0).all()
 
 
-@pytest.mark.parametrize("arithmetic", [Arithmetic.BF16, Arithmetic.FLOAT32])
+@pytest.mark.parametrize("arithmetic", WHOLE)
 @pytest.mark.parametrize("depth", [64, 71, 1])
 def test_cpu_gemm_packed_head_returns_embeddings(library, arithmetic, depth):
     needs(arithmetic)
-    dtype = dtype_of(arithmetic)
+    dtype = arithmetic.dtype
     weight = torch.randn(101, depth).to(dtype)
     linear = pack(library, arithmetic, weight, epilogue=Epilogue.STORE_FLOAT32)
     ids = torch.tensor([0, 100, 31, 32, 33, 15, 16, 0, 99])
@@ -232,7 +226,8 @@ def test_cpu_gemm_mismatched_tensors_are_refused(library, x, out):
     ("weight", "options"),
     [
         (torch.randn(32, 64).half(), {}),
-        (torch.randn(32, 64), {"quantize": True}),
+        (torch.randn(32, 64).bfloat16(), {}),
+        (torch.randn(32, 64), {"arithmetic": Arithmetic.BF16_VECTORS}),
         (torch.randn(64, 32).T, {}),
         (torch.randn(33, 64), {"epilogue": Epilogue.GATED}),
         (torch.randn(32, 64), {"bias": torch.zeros(31)}),
@@ -242,7 +237,7 @@ def test_cpu_gemm_mismatched_tensors_are_refused(library, x, out):
 )
 def test_cpu_gemm_unpackable_weights_are_refused(library, weight, options):
     with pytest.raises(ValueError, match=r"to pack|packed|equally many|does not fit"):
-        PackedLinear(library, weight, **options)
+        PackedLinear(library, weight, **{"arithmetic": Arithmetic.FLOAT32, **options})
 
 
 def test_cpu_gemm_without_amx_is_detected():
@@ -250,52 +245,17 @@ def test_cpu_gemm_without_amx_is_detected():
     assert supports(features, Arithmetic.FLOAT32)
     assert not supports(features, Arithmetic.BF16)
     assert not supports(features, Arithmetic.INT8)
+    assert best_arithmetic(features, torch.bfloat16) is Arithmetic.BF16_VECTORS
+    with pytest.raises(KernelsUnavailable, match="no AMX for int8"):
+        best_arithmetic(features, torch.bfloat16, quantize=True)
+    with pytest.raises(ValueError, match="as int8"):
+        best_arithmetic(features, torch.float32, quantize=True)
 
 
 def test_cpu_gemm_packing_adds_little_memory(library):
     weight = torch.randn(1000, 64)
     linear = pack(library, Arithmetic.FLOAT32, weight)
     assert weight.nbytes <= linear.nbytes <= 1.1 * weight.nbytes
-
-
-@pytest.mark.skipif(not onednn_bf16(), reason="oneDNN has no bf16 here")
-@pytest.mark.parametrize("num_rows", [1, 5, 200, 512, 514, 600, 1100])
-@pytest.mark.parametrize("has_bias", [True, False])
-@pytest.mark.parametrize("epilogue", list(Epilogue))
-def test_onednn_linear_matches_packed_interface(epilogue, num_rows, has_bias):
-    weight, bias = (torch.randn(96, 64) / 8).bfloat16(), torch.randn(96).bfloat16() if has_bias else None
-    linear = OneDnnLinear(weight, bias, epilogue=epilogue)
-    x = torch.randn(num_rows, 64).bfloat16()
-    old = torch.randn(num_rows, linear.columns).to(linear.out_dtype)
-    out = old.clone()
-    linear(x, out)
-    reference = expected(Arithmetic.BF16, x, weight, bias, epilogue, old)
-    assert (out.double() - reference).abs().max() <= 2e-2 * (1 + reference.abs().max())
-    with pytest.raises(ValueError, match="rows of 64"):
-        linear(x[:, :32], out)
-
-
-@pytest.mark.skipif(not onednn_bf16(), reason="oneDNN has no bf16 here")
-def test_onednn_linear_sees_few_batch_sizes_and_respects_strides():
-    """oneDNN caches a compiled kernel for every size."""
-    weight = (torch.randn(96, 64) / 8).bfloat16()
-    linear = OneDnnLinear(weight)
-    multiply, sizes = torch.ops.mkldnn._linear_pointwise, set()
-
-    class Watched(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            if func is multiply.default:
-                sizes.add(len(args[0]))
-            return func(*args, **(kwargs or {}))
-
-    with Watched():
-        for num_rows in (*range(300), *range(500, 1200, 7)):
-            x, out = torch.randn(num_rows, 64).bfloat16(), torch.zeros(num_rows, 112).bfloat16()
-            linear(x, out[:, :96])
-            assert torch.allclose(out[:, :96].float(), x.float() @ weight.float().T, atol=0.1)
-            assert not out[:, 96:].any()
-    assert 20 < len(sizes) <= 23
-    assert max(sizes) == 576
 
 
 def test_cpu_ceilings_and_projection_rates_are_positive(library):

@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 
-from engine.kernels.cpu.gemm import PackedLinear
+from engine.kernels.cpu.gemm import Arithmetic, PackedLinear
 from engine.kernels.cpu.library import load_kernels
 from engine.kernels.cpu.threads import bind_team, num_processors
 
@@ -22,7 +22,7 @@ def in_a_thread(work):
 @pytest.mark.skipif(num_processors() < 2, reason="needs two processors")
 def test_cpu_threads_are_bound_to_one_processor_each():
     library, before = load_kernels(), os.sched_getaffinity(0)
-    linear = PackedLinear(library, torch.randn(64, 64), num_threads=2)
+    linear = PackedLinear(library, torch.randn(64, 64), arithmetic=Arithmetic.FLOAT32, num_threads=2)
     x, out = torch.randn(100, 64), torch.empty(100, 64)
 
     def work():

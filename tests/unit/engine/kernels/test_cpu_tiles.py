@@ -50,8 +50,12 @@ def test_cpu_tiles_norm_gate_and_residual_match_reference(library, rows, hidden,
     up, down = noise(generator, 2 * inner, hidden) / 8, noise(generator, hidden, inner) / 8
     results = []
     for given_, taken in ((Tiles.NOTHING, Tiles.NOTHING), (Tiles.INPUT | Tiles.OUTPUT, Tiles.INPUT)):
-        gates = PackedLinear(library, up, epilogue=Epilogue.GATED, tiles=given_, num_threads=threads)
-        closing = PackedLinear(library, down, epilogue=Epilogue.ADD, tiles=taken, num_threads=threads)
+        gates = PackedLinear(
+            library, up, arithmetic=Arithmetic.BF16, epilogue=Epilogue.GATED, tiles=given_, num_threads=threads
+        )
+        closing = PackedLinear(
+            library, down, arithmetic=Arithmetic.BF16, epilogue=Epilogue.ADD, tiles=taken, num_threads=threads
+        )
         residual = stream.clone()[:, :hidden]
         normed, activated = tiled(rows, hidden), tiled(rows, inner)
         norm = kernels.norm_to_tiles if taken and rows > FEW_ROWS else kernels.add_rms_norm
@@ -66,13 +70,13 @@ def test_cpu_tiles_norm_gate_and_residual_match_reference(library, rows, hidden,
 def test_cpu_tiles_unsupported_shape_is_refused(library):
     weight = torch.zeros(64, 64, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="only gates give them"):
-        PackedLinear(library, weight, tiles=Tiles.OUTPUT)
+        PackedLinear(library, weight, arithmetic=Arithmetic.BF16, tiles=Tiles.OUTPUT)
     with pytest.raises(ValueError, match="only bf16"):
-        PackedLinear(library, weight.float(), tiles=Tiles.INPUT)
+        PackedLinear(library, weight.float(), arithmetic=Arithmetic.FLOAT32, tiles=Tiles.INPUT)
     with pytest.raises(ValueError, match="whole 32 elements"):
-        PackedLinear(library, weight[:, :48], tiles=Tiles.INPUT)
+        PackedLinear(library, weight[:, :48], arithmetic=Arithmetic.BF16, tiles=Tiles.INPUT)
     with pytest.raises(ValueError, match="whole 32 elements"):
-        PackedLinear(library, weight[:32], epilogue=Epilogue.GATED, tiles=Tiles.OUTPUT)
+        PackedLinear(library, weight[:32], arithmetic=Arithmetic.BF16, epilogue=Epilogue.GATED, tiles=Tiles.OUTPUT)
     kernels = CpuElementwise(library, torch.bfloat16, num_threads=1)
     rows = torch.zeros(33, 48, dtype=torch.bfloat16)
     with pytest.raises(InvariantError, match="does not become tiles"):
@@ -81,7 +85,8 @@ def test_cpu_tiles_unsupported_shape_is_refused(library):
 
 def test_cpu_tiles_memory_too_small_for_whole_tiles_is_refused(library):
     weight = torch.zeros(64, 64, dtype=torch.bfloat16)
-    gates = PackedLinear(library, weight, epilogue=Epilogue.GATED, tiles=Tiles.INPUT | Tiles.OUTPUT)
+    both = Tiles.INPUT | Tiles.OUTPUT
+    gates = PackedLinear(library, weight, arithmetic=Arithmetic.BF16, epilogue=Epilogue.GATED, tiles=both)
     short, enough = (torch.zeros(count, 64, dtype=torch.bfloat16) for count in (47, 48))
     narrow = torch.zeros(47, 32, dtype=torch.bfloat16)
     for x, out in ((short[:33], enough[:33, :32]), (enough[:33], narrow[:33])):

@@ -1,0 +1,30 @@
+// bf16 matrix products for processors without AMX: weights are read as bf16 and multiplied as floats, which is exact.
+// Where AVX-512 has a bf16 dot product it takes twice as long as float multiply-adds, and rounds in an order of its own.
+#include "vector_product.h"
+
+using namespace tandem;
+
+TANDEM_EXPORT int64_t tandem_bf16_vectors_packed_bytes(int64_t panels, int64_t depth) {
+  return panels * depth * Bfloat16Lines::kBytes;
+}
+
+TANDEM_EXPORT void tandem_bf16_vectors_pack(const uint16_t* weight, int64_t stride, int64_t columns, int64_t depth,
+                                            int64_t gated, uint16_t* packed, int64_t threads) {
+  pack_panels<Bfloat16Lines>(weight, stride, columns, depth, gated != 0, packed, threads);
+}
+
+TANDEM_EXPORT int64_t tandem_bf16_vectors_embed(const uint16_t* packed, int64_t columns, int64_t depth,
+                                                const int64_t* ids, int64_t count, uint16_t* out, int64_t out_stride,
+                                                int64_t threads) {
+  return embed_rows<Bfloat16Lines>(packed, columns, depth, ids, count, out, out_stride, threads);
+}
+
+TANDEM_EXPORT void tandem_bf16_vectors_linear(const Linear* linear, const void* x, int64_t x_stride, int64_t rows,
+                                              void* out, int64_t out_stride, int64_t threads) {
+  const Call call{x, x_stride, rows, out, out_stride};
+  if (linear->epilogue == kStoreF32) {
+    multiply_rows<Bfloat16Lines, Bfloat16, float>(*linear, call, threads);
+  } else {
+    multiply_rows<Bfloat16Lines, Bfloat16, Bfloat16>(*linear, call, threads);
+  }
+}

@@ -1,0 +1,435 @@
+// Matrix products on vector registers whose results do not depend on the batch: every output element is one chain of
+// fused multiply-adds over the depth, in order, whatever the number of rows and threads.
+//
+// Weights are packed as [panel of 32 columns][depth][32]. A block of rows times one panel lives in registers. How the
+// weights reach it depends on the number of rows:
+// - those of one block: the panel is read as it is stored, once, from memory, and several panels are computed at once
+//   where the latency of the chains would be the bottleneck;
+// - some: a segment of the depth at a time, which stays in L1 for all blocks while the next one comes from memory;
+// - many, where reading no longer matters: the whole panel as floats, which stay in L2, so that weights of fewer bits are
+//   converted once.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+
+#include "linear.h"
+#include "parallel.h"
+#include "scratch.h"
+#include "vectors.h"
+
+namespace tandem {
+
+// The widest register of floats, and the rows of a block: as many as leave registers for a line of weights.
+#if defined(__AVX512F__)
+typedef float Register __attribute__((vector_size(64)));
+typedef uint32_t RegisterBits __attribute__((vector_size(64)));
+constexpr int kBlockRows = 12;
+#elif defined(__AVX2__)
+typedef float Register __attribute__((vector_size(32)));
+typedef uint32_t RegisterBits __attribute__((vector_size(32)));
+constexpr int kBlockRows = 3;
+#else
+typedef float Register __attribute__((vector_size(16)));
+typedef uint32_t RegisterBits __attribute__((vector_size(16)));
+constexpr int kBlockRows = 3;
+#endif
+constexpr int kRegisterLanes = sizeof(Register) / sizeof(float);
+constexpr int kLineRegisters = kPanel / kRegisterLanes;
+
+constexpr int64_t kLinesAhead = 48;         // prefetch distance
+constexpr int64_t kThreadWork = 64 * 1024;  // multiply-adds below which a second thread costs more than it saves
+constexpr int64_t kChunkRows = 256;         // rows whose floats are made, and whose sums are kept, at a time
+constexpr int64_t kSomeRows = 32;
+constexpr int64_t kSegmentBytes = 16 * 1024;
+constexpr int64_t kMostSums = 12 * kPanel;  // of a block
+
+// Rounded once where the processor can, as `fused` is.
+TANDEM_INLINE Register fused_register(Register a, Register b, Register c) {
+#if defined(__AVX512F__)
+  return (Register)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+  return (Register)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
+}
+
+// A line: one element of the depth of each of a panel's columns. How it is stored, and its columns as floats.
+struct FloatLines {
+  using Stored = float;
+  static constexpr int64_t kBytes = kPanel * 4;
+
+  // The columns of register `i`.
+  TANDEM_INLINE Register columns(const char* line, int i) {
+    Register weights;
+    std::memcpy(&weights, line + i * static_cast<int64_t>(sizeof weights), sizeof weights);
+    return weights;
+  }
+
+  // Position of a column within its line.
+  static int64_t position(int64_t column) { return column; }
+};
+
+// Columns c and c + 16 share a word: one instruction makes either of them a float.
+struct Bfloat16Lines {
+  using Stored = uint16_t;
+  static constexpr int64_t kBytes = kPanel * 2;
+
+  TANDEM_INLINE Register columns(const char* line, int i) {
+    constexpr int kHalf = kLineRegisters / 2;
+    RegisterBits words;
+    std::memcpy(&words, line + i % kHalf * static_cast<int64_t>(sizeof words), sizeof words);
+    return (Register)(i < kHalf ? words << 16 : words & 0xffff0000u);
+  }
+
+  static int64_t position(int64_t column) { return column % 16 * 2 + column / 16; }
+};
+
+// Rows times panels, added to `sums`, [rows][panels * kPanel].
+struct Block {
+  const char* weights;  // of the first panel; so many lines, and as many to the next panel
+  int64_t lines, panel_lines;
+  const float* x;
+  int64_t x_stride;
+  float* sums;
+  const char* next;  // lines that are asked for meanwhile
+};
+
+template <class Lines, int Rows, int Panels, bool ahead>
+void multiply_block(const Block& block) {
+  constexpr int kRegisters = Panels * kLineRegisters;
+  const int64_t stride = block.x_stride;
+  const float* x = block.x;
+  Register sums[Rows][kRegisters];
+#pragma GCC unroll 12
+  for (int r = 0; r < Rows; ++r) {
+#pragma GCC unroll 8
+    for (int i = 0; i < kRegisters; ++i) {
+      std::memcpy(&sums[r][i], block.sums + (r * kRegisters + i) * kRegisterLanes, sizeof(Register));
+    }
+  }
+  for (int64_t k = 0; k < block.lines; ++k) {
+#pragma GCC unroll 4
+    for (int p = 0; p < Panels; ++p) {
+      const int64_t line = p * block.panel_lines + k;
+      if (ahead) {
+#pragma GCC unroll 2
+        for (int64_t at = 0; at < Lines::kBytes; at += 64) __builtin_prefetch(block.next + line * Lines::kBytes + at);
+      }
+      Register values[Rows];
+#pragma GCC unroll 12
+      for (int r = 0; r < Rows; ++r) values[r] = x[r * stride + k] - Register{};
+#pragma GCC unroll 8
+      for (int i = 0; i < kLineRegisters; ++i) {
+        const Register weights = Lines::columns(block.weights + line * Lines::kBytes, i);
+#pragma GCC unroll 12
+        for (int r = 0; r < Rows; ++r) {
+          Register& sum = sums[r][p * kLineRegisters + i];
+          sum = fused_register(values[r], weights, sum);
+        }
+      }
+    }
+  }
+#pragma GCC unroll 12
+  for (int r = 0; r < Rows; ++r) {
+#pragma GCC unroll 8
+    for (int i = 0; i < kRegisters; ++i) {
+      std::memcpy(block.sums + (r * kRegisters + i) * kRegisterLanes, &sums[r][i], sizeof(Register));
+    }
+  }
+}
+
+using MultiplyBlock = void (*)(const Block&);
+
+template <class Lines, int Rows, int Panels>
+MultiplyBlock block_of(bool ahead) {
+  return ahead ? multiply_block<Lines, Rows, Panels, true> : multiply_block<Lines, Rows, Panels, false>;
+}
+
+// The block for so many rows, and how many panels it takes.
+template <class Lines>
+MultiplyBlock block_for(int64_t rows, int64_t panels, bool ahead, int64_t* taken) {
+#if defined(__AVX512F__)
+  if (rows <= 3 && panels >= 4) {
+    *taken = 4;
+    return rows == 1   ? block_of<Lines, 1, 4>(ahead)
+           : rows == 2 ? block_of<Lines, 2, 4>(ahead)
+                       : block_of<Lines, 3, 4>(ahead);
+  }
+  if (rows <= 6 && panels >= 2) {
+    *taken = 2;
+    switch (rows) {
+      case 1: return block_of<Lines, 1, 2>(ahead);
+      case 2: return block_of<Lines, 2, 2>(ahead);
+      case 3: return block_of<Lines, 3, 2>(ahead);
+      case 4: return block_of<Lines, 4, 2>(ahead);
+      case 5: return block_of<Lines, 5, 2>(ahead);
+      default: return block_of<Lines, 6, 2>(ahead);
+    }
+  }
+#else
+  if (rows == 1 && panels >= 2) {
+    *taken = 2;
+    return block_of<Lines, 1, 2>(ahead);
+  }
+#endif
+  *taken = 1;
+  switch (rows) {
+    case 1: return block_of<Lines, 1, 1>(ahead);
+    case 2: return block_of<Lines, 2, 1>(ahead);
+#if defined(__AVX512F__)
+    case 3: return block_of<Lines, 3, 1>(ahead);
+    case 4: return block_of<Lines, 4, 1>(ahead);
+    case 5: return block_of<Lines, 5, 1>(ahead);
+    case 6: return block_of<Lines, 6, 1>(ahead);
+    case 7: return block_of<Lines, 7, 1>(ahead);
+    case 8: return block_of<Lines, 8, 1>(ahead);
+    case 9: return block_of<Lines, 9, 1>(ahead);
+    case 10: return block_of<Lines, 10, 1>(ahead);
+    case 11: return block_of<Lines, 11, 1>(ahead);
+#endif
+    default: return block_of<Lines, kBlockRows, 1>(ahead);
+  }
+}
+
+// x * sigmoid(x). e^-x = 2^n e^r with |r| <= ln 2 / 2; both steps keep full float precision.
+TANDEM_INLINE Floats silu(Floats x) {
+  Floats y = -x;
+  const Ints closed = y > 88.0f;     // e^-x overflows soon, and the result is below the least normal number
+  y = closed ? splat(88.0f) : y;     // a NaN compares false and stays
+  y = y < -87.0f ? splat(-87.0f) : y;
+  const Floats shifted = y * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: the low bits are the nearest integer
+  const Floats n = shifted - 12582912.0f;
+  const Floats r = (y - n * 0.693359375f) - n * -2.12194440e-4f;
+  Floats p = r * (1.0f / 5040) + 1.0f / 720;
+  p = p * r + 1.0f / 120;
+  p = p * r + 1.0f / 24;
+  p = p * r + 1.0f / 6;
+  p = p * r + 0.5f;
+  p = p * r + 1.0f;
+  p = p * r + 1.0f;
+  const Floats power = (Floats)(((Ints)shifted << 23) + 0x3f800000);
+  return closed ? x * 0.0f : x / (1.0f + p * power);
+}
+
+TANDEM_INLINE Floats rounded_to(const float*, Floats x) { return x; }
+
+TANDEM_INLINE Floats rounded_to(const Bfloat16*, Floats x) {
+  Bfloat16 narrow[kLanes];
+  store(narrow, x);
+  return load(narrow);
+}
+
+template <class Out>
+TANDEM_INLINE void add_some(Out* out, Floats x, int64_t count) {
+  store_some(out, load_some(out, count) + rounded_to(out, x), count);
+}
+
+// Writes the sums of one row and panel.
+template <class Out>
+void write_sums(const Linear& w, const Call& call, int64_t row, int64_t panel, const float* sums) {
+  const int64_t width = w.epilogue == kGated ? kPanel / 2 : kPanel;
+  Floats low = load(sums), high = load(sums + 16);
+  if (w.bias) {
+    low += load(w.bias + panel * kPanel);
+    high += load(w.bias + panel * kPanel + 16);
+  }
+  Out* out = static_cast<Out*>(call.out) + row * call.out_stride + panel * width;
+  const int64_t left = w.columns - panel * width;
+  if (w.epilogue == kGated) return store_some(out, silu(low) * high, left);
+  if (w.epilogue == kAdd) {
+    add_some(out, low, left);
+    if (left > 16) add_some(out + 16, high, left - 16);
+    return;
+  }
+  store_some(out, low, left);
+  if (left > 16) store_some(out + 16, high, left - 16);
+}
+
+// Rows whose elements are floats.
+struct FloatRows {
+  const float* data;
+  int64_t stride, count;
+
+  const float* row(int64_t index) const { return data + index * stride; }
+};
+
+template <class In>
+void to_floats(const In* x, int64_t stride, Range rows, int64_t depth, float* floats) {
+  for (int64_t row = rows.begin; row < rows.end; ++row) {
+    const In* from = x + row * stride;
+    float* to = floats + row * depth;
+    for (int64_t k = 0; k < depth; k += kLanes) store_some(to + k, load_some(from + k, depth - k), depth - k);
+  }
+}
+
+// The share of one thread: some panels.
+template <class Lines, class Out>
+class VectorProduct {
+ public:
+  VectorProduct(const Linear& linear, const Call& call, Range panels) : w_(linear), call_(call), panels_(panels) {}
+
+  // Rows that fit into one block.
+  void one_block(FloatRows x) {
+    alignas(64) float sums[kMostSums];
+    for (int64_t panel = panels_.begin, taken = 1; panel < panels_.end; panel += taken) {
+      const auto multiply = block_for<Lines>(x.count, panels_.end - panel, true, &taken);
+      std::fill_n(sums, x.count * taken * kPanel, 0.0f);
+      const char* weights = line(panel, 0);
+      multiply({weights, w_.depth, w_.depth, x.data, x.stride, sums, weights + kLinesAhead * Lines::kBytes});
+      for (int64_t row = 0; row < x.count; ++row) {
+        for (int64_t p = 0; p < taken; ++p) {
+          write_sums<Out>(w_, call_, row, panel + p, sums + (row * taken + p) * kPanel);
+        }
+      }
+    }
+  }
+
+  // At most kSomeRows.
+  void some_rows(FloatRows x) {
+    constexpr int64_t kLines = kSegmentBytes / Lines::kBytes;
+    alignas(64) float sums[kSomeRows * kPanel];
+    for (int64_t panel = panels_.begin; panel < panels_.end; ++panel) {
+      std::fill_n(sums, x.count * kPanel, 0.0f);
+      for (int64_t k = 0; k < w_.depth; k += kLines) {
+        multiply_lines<Lines>(x, k, std::min(kLines, w_.depth - k), line(panel, k), line(panel, k + kLines), sums);
+      }
+      for (int64_t row = 0; row < x.count; ++row) write_sums<Out>(w_, call_, row, panel, sums + row * kPanel);
+    }
+  }
+
+  // Any number of rows, of which the first is row `first` of the call.
+  void many_rows(FloatRows x, int64_t first) {
+    static thread_local Scratch scratch;
+    float* const sums = scratch.array<float>(x.count * kPanel);
+    for (int64_t panel = panels_.begin; panel < panels_.end; ++panel) {
+      std::fill_n(sums, x.count * kPanel, 0.0f);
+      multiply_lines<FloatLines>(x, 0, w_.depth, floats(panel), nullptr, sums);
+      for (int64_t row = 0; row < x.count; ++row) {
+        write_sums<Out>(w_, call_, first + row, panel, sums + row * kPanel);
+      }
+    }
+  }
+
+ private:
+  const char* line(int64_t panel, int64_t k) const { return w_.weights + (panel * w_.depth + k) * Lines::kBytes; }
+
+  // All blocks of rows times so many lines, from element `k` of the depth on. `next`: lines that the first block asks for.
+  template <class Stored>
+  static void multiply_lines(FloatRows x, int64_t k, int64_t lines, const char* weights, const char* next, float* sums) {
+    const int64_t blocks = ceil_div(x.count, kBlockRows);
+    for (int64_t b = 0; b < blocks; ++b) {
+      const Range rows = split(x.count, b, blocks);
+      int64_t taken = 1;
+      const auto multiply = block_for<Stored>(rows.end - rows.begin, 1, next != nullptr && b == 0, &taken);
+      multiply({weights, lines, lines, x.row(rows.begin) + k, x.stride, sums + rows.begin * kPanel, next});
+    }
+  }
+
+  // A whole panel.
+  const char* floats(int64_t panel) const {
+    if constexpr (std::is_same_v<Lines, FloatLines>) {
+      return line(panel, 0);
+    } else {
+      static thread_local Scratch scratch;
+      float* const found = scratch.array<float>(w_.depth * kPanel);
+      for (int64_t k = 0; k < w_.depth; ++k) {
+#pragma GCC unroll 8
+        for (int i = 0; i < kLineRegisters; ++i) {
+          const Register weights = Lines::columns(line(panel, k), i);
+          std::memcpy(found + k * kPanel + i * kRegisterLanes, &weights, sizeof weights);
+        }
+      }
+      return reinterpret_cast<const char*>(found);
+    }
+  }
+
+  const Linear& w_;
+  const Call& call_;
+  const Range panels_;
+};
+
+// A product by a team of threads. `In`: elements of x, which become floats; `Out`: of the output.
+template <class Lines, class In, class Out>
+void multiply_rows(const Linear& w, const Call& call, int64_t threads) {
+  if (call.rows == 0) return;
+  constexpr bool kAreFloats = std::is_same_v<In, float>;
+  const int64_t panels = panels_of(w), worth = call.rows * panels * kPanel * w.depth / kThreadWork;
+  const int64_t wanted = std::min(threads, std::max<int64_t>(1, worth));
+  const In* const x = static_cast<const In*>(call.x);
+  static thread_local Scratch scratch;
+  if (call.rows <= kSomeRows) {
+    parallel(wanted, [&](int thread, int team) {
+      VectorProduct<Lines, Out> product(w, call, split(panels, thread, team));
+      FloatRows rows{nullptr, w.depth, call.rows};
+      if constexpr (kAreFloats) {
+        rows = {x, call.x_stride, call.rows};
+      } else {  // so few that waiting for each other would take longer than doing it twice
+        float* const floats = scratch.array<float>(call.rows * w.depth);
+        to_floats(x, call.x_stride, {0, call.rows}, w.depth, floats);
+        rows.data = floats;
+      }
+      if (call.rows <= kBlockRows) {
+        product.one_block(rows);
+      } else {
+        product.some_rows(rows);
+      }
+    });
+    return;
+  }
+  float* const floats = kAreFloats ? nullptr : scratch.array<float>(std::min(call.rows, kChunkRows) * w.depth);
+  parallel(wanted, [&](int thread, int team) {
+    VectorProduct<Lines, Out> product(w, call, split(panels, thread, team));
+    for (int64_t first = 0; first < call.rows; first += kChunkRows) {
+      const int64_t count = std::min(kChunkRows, call.rows - first);
+      const In* const chunk = x + first * call.x_stride;
+      if constexpr (kAreFloats) {
+        product.many_rows({chunk, call.x_stride, count}, first);
+      } else {
+        to_floats(chunk, call.x_stride, split(count, thread, team), w.depth, floats);
+        team_barrier(team);
+        product.many_rows({floats, w.depth, count}, first);
+        team_barrier(team);  // before the floats are overwritten
+      }
+    }
+  });
+}
+
+// Packs weight [columns (twice that when gated: gates, then values), depth] into panels.
+template <class Lines>
+void pack_panels(const typename Lines::Stored* weight, int64_t stride, int64_t columns, int64_t depth, bool gated,
+                 typename Lines::Stored* packed, int64_t threads) {
+  constexpr int64_t kTogether = 64;  // elements of a column read, and lines written, while they are in L1
+  const int64_t panels = ceil_div(columns, gated ? kPanel / 2 : kPanel);
+  parallel(threads, [&](int thread, int team) {
+    const Range range = split(panels, thread, team);
+    for (int64_t panel = range.begin; panel < range.end; ++panel) {
+      for (int64_t begin = 0; begin < depth; begin += kTogether) {
+        const int64_t end = std::min(depth, begin + kTogether);
+        for (int64_t column = 0; column < kPanel; ++column) {
+          const int64_t row = source_row(columns, gated, panel, column);
+          auto* const target = packed + panel * depth * kPanel + Lines::position(column);
+          for (int64_t k = begin; k < end; ++k) target[k * kPanel] = row < 0 ? 0 : weight[row * stride + k];
+        }
+      }
+    }
+  });
+}
+
+// Rows `ids` of an ungated packed matrix, [count, depth]. Returns 0, and writes nothing, when an id is out of range.
+template <class Lines>
+int64_t embed_rows(const typename Lines::Stored* packed, int64_t columns, int64_t depth, const int64_t* ids,
+                   int64_t count, typename Lines::Stored* out, int64_t out_stride, int64_t threads) {
+  if (!all_below(ids, count, columns)) return 0;
+  parallel(threads, [&](int thread, int team) {
+    const Range range = split(count, thread, team);
+    for (int64_t i = range.begin; i < range.end; ++i) {
+      const auto* column = packed + ids[i] / kPanel * depth * kPanel + Lines::position(ids[i] % kPanel);
+      for (int64_t k = 0; k < depth; ++k) out[i * out_stride + k] = column[k * kPanel];
+    }
+  });
+  return 1;
+}
+
+}  // namespace tandem
