@@ -11,12 +11,15 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.model.config_fields import Fields
 from engine.model.files import ModelDirectory
 from engine.model.rope_config import RopeConfig, RopeType, parse_rope
 from tandem.errors import ConfigError
+
+if TYPE_CHECKING:
+    from engine.model.checkpoints.format import QuantizedFormat
 
 _MAX_DIM = 2**20
 _MAX_VOCAB = 2**24
@@ -51,6 +54,8 @@ class ModelArchitecture:
     stored_dtype: str | None
     """Dtype of the checkpoint according to config.json; None where it has none."""
     eos_token_ids: tuple[int, ...]
+    weight_format: str | None = None
+    """The format that weights are quantized in, as logs call it; None: none."""
 
     @property
     def max_context(self) -> int:
@@ -69,9 +74,12 @@ class ModelArchitecture:
         return 2 * self.num_layers * self.hidden_size * (projected + 3 * self.intermediate_size)
 
     def digest(self) -> bytes:
-        """Hash of all fields that change the computation: all but the end tokens and the stored dtype."""
+        """Hash of all fields that change the computation: all but the end tokens and what weights are stored in.
+
+        That is in the fingerprint of the weights.
+        """
         values = asdict(self)
-        for name in ("eos_token_ids", "stored_dtype"):
+        for name in ("eos_token_ids", "stored_dtype", "weight_format"):
             del values[name]
         text = json.dumps(values, sort_keys=True, default=_enum_value)
         return hashlib.sha256(text.encode()).digest()
@@ -107,10 +115,6 @@ def parse_model_config(raw: dict[str, Any], generation: dict[str, Any]) -> Model
     fields = Fields(raw, "config.json")
     name = _architecture(fields)
     family = _FAMILIES[name]
-    if fields.has("quantization_config") and not _quantises_kv_only(fields.get("quantization_config")):
-        raise fields.error(
-            "quantization_config", "is not supported: only float weights are, with scales of an fp8 cache"
-        )
     if fields.has("hidden_act") and fields.get("hidden_act") not in ("silu", "swish"):
         raise fields.error("hidden_act", f"must be silu, is {fields.get('hidden_act')!r:.40}")
     hidden_size = fields.integer("hidden_size", 1, _MAX_DIM)
@@ -145,14 +149,36 @@ def parse_model_config(raw: dict[str, Any], generation: dict[str, Any]) -> Model
         layer_windows=family.windows(fields, num_layers),
         stored_dtype=_stored_dtype(fields),
         eos_token_ids=_eos_token_ids(fields, Fields(generation, "generation_config.json"), vocab_size),
+        weight_format=_weight_format(fields),
     )
 
 
-def _quantises_kv_only(raw: Any) -> bool:
-    """Whether a config.json's `quantization_config` leaves the weights alone and scales an fp8 cache statically."""
-    if not isinstance(raw, dict) or raw.get("quant_method") != "compressed-tensors" or raw.get("config_groups"):
-        return False
-    scheme = raw.get("kv_cache_scheme")
+def load_weight_format(directory: ModelDirectory) -> "QuantizedFormat | None":
+    """The format of a model directory's quantized weights; None where they are dense. Raises ConfigError."""
+    return _quantized_format(Fields(directory.read_json("config.json"), "config.json"))
+
+
+def _weight_format(fields: Fields) -> str | None:
+    found = _quantized_format(fields)
+    return None if found is None else found.description
+
+
+def _quantized_format(fields: Fields) -> "QuantizedFormat | None":
+    if not fields.has("quantization_config"):
+        return None
+    raw = fields.get("quantization_config")
+    scheme = raw.get("kv_cache_scheme") if isinstance(raw, dict) else None
+    if scheme is not None and not _is_static_fp8(scheme):
+        raise fields.error("quantization_config", "must have no kv_cache_scheme but static, symmetric fp8")
+    if scheme is not None and raw.get("quant_method") == "compressed-tensors" and not raw.get("config_groups"):
+        return None  # scales of a cache, and nothing else
+    from engine.model.checkpoints.registry import parse_format  # imported late: it loads torch; see engine.model.dtype
+
+    return parse_format(raw)
+
+
+def _is_static_fp8(scheme: Any) -> bool:
+    """Whether a `kv_cache_scheme` scales a cache in fp8, once and for all."""
     if not isinstance(scheme, dict) or scheme.get("dynamic"):
         return False
     return (scheme.get("num_bits"), scheme.get("type"), scheme.get("symmetric", True)) == (8, "float", True)

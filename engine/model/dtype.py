@@ -27,7 +27,8 @@ def stored_dtype(directory: Path) -> str:
     """The dtype of the checkpoint in a model directory. Raises ConfigError."""
     if stated := load_model_config(directory).stored_dtype:
         return stated
-    from engine.model.checkpoint import Checkpoint  # imported late: it loads torch, which `tandem up` seldom needs
+    # Imported late: it loads torch, which `tandem up` seldom needs.
+    from engine.model.checkpoints.safetensors_files import Checkpoint
 
     with Checkpoint(ModelDirectory(directory)) as checkpoint:
         return checkpoint.main_dtype

@@ -1,6 +1,7 @@
 """Loads a Decoder from a model directory: each stored tensor is copied, and cast, once, into its final place.
 
-A rank of several reads only its own parts of the tensors, except for the fingerprint's samples.
+A rank of several reads only its own parts of the tensors, except for the fingerprint's samples. Of a quantized matrix
+it reads the whole, which is small, and restores its part.
 """
 
 import logging
@@ -14,8 +15,9 @@ from torch import Tensor
 
 from engine.kv_storage.free_memory import return_freed_memory
 from engine.model.backend import Backend, Closing, Embedding, Norm, Projection, ProjectionRole
-from engine.model.checkpoint import Checkpoint
-from engine.model.config import ModelArchitecture, load_model_config
+from engine.model.checkpoints.restored import RestoredCheckpoint
+from engine.model.checkpoints.safetensors_files import Checkpoint
+from engine.model.config import ModelArchitecture, load_model_config, load_weight_format
 from engine.model.decoder import Decoder, DecoderLayer, DecoderWeights
 from engine.model.files import ModelDirectory
 from engine.model.layers.norm import HeadNorm
@@ -66,11 +68,17 @@ def load_model(
     `group`: the ranks that share the model, of which this process loads its part. Raises ConfigError for every
     fault of the directory: in configuration, files, shapes or values.
     """
-    config = load_model_config(path)
-    if group is None or group.rank == 0:
-        _warn_about_code(ModelDirectory(path))
-    with Checkpoint(ModelDirectory(path)) as checkpoint:
-        model = build_model(config, checkpoint, backend=backend, progress=progress, group=group)
+    config, directory = load_model_config(path), ModelDirectory(path)
+    is_first = group is None or group.rank == 0
+    if is_first:
+        _warn_about_code(directory)
+    with Checkpoint(directory) as checkpoint:
+        source: TensorSource = checkpoint
+        if (stored_format := load_weight_format(directory)) is not None:
+            source = RestoredCheckpoint(checkpoint, stored_format, expected_shapes(config), dtype=backend.dtype)
+            if is_first:
+                _log.info("%s", source.summary)
+        model = build_model(config, source, backend=backend, progress=progress, group=group)
     return_freed_memory()  # freed tensors leave holes in the heap, up to a tenth of the weights
     return model
 

@@ -12,7 +12,7 @@ import math
 import mmap
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -33,9 +33,21 @@ _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _LENGTH_BYTES = 8
 _SAMPLE_BYTES = 4096
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 _NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_DTYPES = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    # Parts of quantized matrices.
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+}
+_ITEM_BYTES = {name: dtype.itemsize for name, dtype in _DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,25 +141,38 @@ class Checkpoint:
         return frozenset(self._by_name)
 
     @property
+    def entries(self) -> dict[str, TensorEntry]:
+        """Position, dtype and shape of all tensors, by name."""
+        return {name: entry for name, (_, entry) in self._by_name.items()}
+
+    @property
     def size_bytes(self) -> int:
         """Bytes of all tensors as stored."""
         return sum(entry.end - entry.begin for _, entry in self._by_name.values())
 
     @property
     def main_dtype(self) -> str:
-        """Dtype in which most of the values are stored, by its name in `config.json`."""
+        """Dtype in which most of the values are stored that are not quantized, by its name in `config.json`."""
         values: Counter[str] = Counter()
         for _, entry in self._by_name.values():
-            values[entry.dtype] += math.prod(entry.shape)
+            if entry.dtype in _NAMES:
+                values[entry.dtype] += math.prod(entry.shape)
         return _NAMES[max(sorted(values), key=values.__getitem__, default="F32")]
 
     def require(self, name: str, shape: tuple[int, ...]) -> None:
-        """Check that a tensor exists with this shape; ConfigError otherwise."""
+        """Check that a tensor exists with this shape, in a dtype of weights; ConfigError otherwise."""
+        self.require_stored(name, tuple(_NAMES), (shape,))
+
+    def require_stored(self, name: str, dtypes: Collection[str], shapes: Sequence[tuple[int, ...]]) -> None:
+        """Check that a tensor exists in one of these dtypes and shapes; ConfigError otherwise."""
         if name not in self._by_name:
             raise ConfigError(f"checkpoint: tensor {name} is missing")
-        stored = self._by_name[name][1].shape
-        if stored != shape:
-            raise ConfigError(f"checkpoint: {name} has shape {list(stored)}, config.json implies {list(shape)}")
+        entry = self._by_name[name][1]
+        if entry.shape not in shapes:
+            wanted = " or ".join(str(list(shape)) for shape in shapes)
+            raise ConfigError(f"checkpoint: {name} has shape {list(entry.shape)}, config.json implies {wanted}")
+        if entry.dtype not in dtypes:
+            raise ConfigError(f"checkpoint: {name} is stored as {entry.dtype}, not as {' or '.join(dtypes)}")
 
     def tensor(self, name: str, part: TensorSlice | None = None) -> Tensor:
         """The stored tensor, or a part of it, without a copy. Raises KeyError for a name that does not exist."""
