@@ -8,7 +8,7 @@ are those of transformers.
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -107,7 +107,12 @@ def load_model_config(path: str | Path) -> ModelArchitecture:
     directory = ModelDirectory(path)
     raw = directory.read_json("config.json")
     generation = directory.read_json("generation_config.json") if directory.has("generation_config.json") else {}
-    return parse_model_config(raw, generation)
+    config = parse_model_config(raw, generation)
+    if (name := directory.gguf_name()) is None:
+        return config
+    if config.weight_format is not None:
+        raise ConfigError(f"config.json: quantization_config cannot describe {name}, which has its own types")
+    return replace(config, weight_format=f"GGUF ({name})")
 
 
 def parse_model_config(raw: dict[str, Any], generation: dict[str, Any]) -> ModelArchitecture:

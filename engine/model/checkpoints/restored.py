@@ -22,7 +22,7 @@ _WEIGHT = ".weight"
 
 
 class RestoredCheckpoint:
-    """Implements `engine.model.loader.TensorSource`: a matrix that is stored in parts has one name, its dense one."""
+    """Implements `sources.CheckpointSource`: a matrix that is stored in parts has one name, its dense one."""
 
     def __init__(
         self,
