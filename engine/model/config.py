@@ -11,15 +11,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from engine.model.config_fields import Fields
 from engine.model.files import ModelDirectory
 from engine.model.rope_config import RopeConfig, RopeType, parse_rope
 from tandem.errors import ConfigError
-
-if TYPE_CHECKING:
-    from engine.model.checkpoints.format import QuantizedFormat
 
 _MAX_DIM = 2**20
 _MAX_VOCAB = 2**24
@@ -158,35 +155,14 @@ def parse_model_config(raw: dict[str, Any], generation: dict[str, Any]) -> Model
     )
 
 
-def load_weight_format(directory: ModelDirectory) -> "QuantizedFormat | None":
-    """The format of a model directory's quantized weights; None where they are dense. Raises ConfigError."""
-    return _quantized_format(Fields(directory.read_json("config.json"), "config.json"))
-
-
 def _weight_format(fields: Fields) -> str | None:
-    found = _quantized_format(fields)
-    return None if found is None else found.description
-
-
-def _quantized_format(fields: Fields) -> "QuantizedFormat | None":
     if not fields.has("quantization_config"):
         return None
-    raw = fields.get("quantization_config")
-    scheme = raw.get("kv_cache_scheme") if isinstance(raw, dict) else None
-    if scheme is not None and not _is_static_fp8(scheme):
-        raise fields.error("quantization_config", "must have no kv_cache_scheme but static, symmetric fp8")
-    if scheme is not None and raw.get("quant_method") == "compressed-tensors" and not raw.get("config_groups"):
-        return None  # scales of a cache, and nothing else
-    from engine.model.checkpoints.registry import parse_format  # imported late: it loads torch; see engine.model.dtype
+    # Imported late: it loads torch, which `tandem up` seldom needs.
+    from engine.model.checkpoints.registry import parse_format
 
-    return parse_format(raw)
-
-
-def _is_static_fp8(scheme: Any) -> bool:
-    """Whether a `kv_cache_scheme` scales a cache in fp8, once and for all."""
-    if not isinstance(scheme, dict) or scheme.get("dynamic"):
-        return False
-    return (scheme.get("num_bits"), scheme.get("type"), scheme.get("symmetric", True)) == (8, "float", True)
+    found = parse_format(fields.get("quantization_config"))
+    return None if found is None else found.description
 
 
 def _architecture(fields: Fields) -> str:

@@ -22,6 +22,14 @@ def unpack_nibbles(packed: Tensor, num_columns: int) -> Tensor:
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(1)[:, :num_columns]
 
 
+def canonical_codes(words: Tensor, bits: int, count: int) -> Tensor:
+    """Codes of a stream of bits, as `unpack_words` takes, in the canonical form: bytes for eight bits, else nibbles."""
+    if bits == 4:  # the very same bits
+        return words.contiguous().view(torch.uint8)[:, : -(-count // 2)].contiguous()
+    codes = unpack_words(words, bits, count)
+    return codes.contiguous() if bits == _BITS_PER_BYTE else pack_nibbles(codes)
+
+
 def unpack_words(words: Tensor, bits: int, count: int) -> Tensor:
     """Unpack int32 `[rows, words]` whose bits, from the lowest on, are one stream of `bits`-bit integers.
 
@@ -32,15 +40,16 @@ def unpack_words(words: Tensor, bits: int, count: int) -> Tensor:
     if num_words * 32 < count * bits:
         raise ValueError(f"{num_words} words hold fewer than {count} integers of {bits} bits")
     stream = words.contiguous().view(torch.uint8)
-    if bits == _BITS_PER_BYTE:
-        return stream[:, :count]
+    mask = (1 << bits) - 1
+    if _BITS_PER_BYTE % bits == 0:
+        shifts = torch.arange(0, _BITS_PER_BYTE, bits, dtype=torch.uint8)
+        return ((stream[:, :, None] >> shifts) & mask).flatten(1)[:, :count]
     # Eight integers are in `bits` whole bytes.
     missing = -stream.shape[1] % bits
     units = torch.nn.functional.pad(stream, (0, missing)).view(num_rows, -1, bits)
     joined = torch.zeros(units.shape[:2], dtype=torch.int64)
     for index in range(bits):
         joined |= units[:, :, index].to(torch.int64) << (_BITS_PER_BYTE * index)
-    mask = (1 << bits) - 1
     codes = torch.empty((*units.shape[:2], _BITS_PER_BYTE), dtype=torch.uint8)
     for index in range(_BITS_PER_BYTE):
         codes[:, :, index] = ((joined >> (bits * index)) & mask).to(torch.uint8)

@@ -23,11 +23,27 @@ _PARSERS: dict[str, Callable[[Fields, Mapping[str, Any]], QuantizedFormat]] = {
 }
 
 
-def parse_format(raw: object) -> QuantizedFormat:
-    """Read a `quantization_config`. Raises ConfigError, naming what is supported."""
+def parse_format(raw: object) -> QuantizedFormat | None:
+    """Read a `quantization_config`. Returns None where there is none, or only the scales of an fp8 cache.
+
+    Raises ConfigError, naming what is supported.
+    """
+    if raw is None:
+        return None
     settings = raw if isinstance(raw, dict) else {}
     fields = Fields(settings, WHERE)
     method = settings.get("quant_method")
     if not isinstance(method, str) or method not in _PARSERS:
         raise fields.error("quant_method", f"must be one of {', '.join(_PARSERS)}, is {method!r:.40}")
+    if fields.has("kv_cache_scheme"):
+        if not _is_static_fp8(settings["kv_cache_scheme"]):
+            raise fields.error("kv_cache_scheme", "must be static, symmetric fp8")
+        if method == "compressed-tensors" and not settings.get("config_groups"):
+            return None
     return _PARSERS[method](fields, settings)
+
+
+def _is_static_fp8(scheme: object) -> bool:
+    if not isinstance(scheme, dict) or scheme.get("dynamic"):
+        return False
+    return (scheme.get("num_bits"), scheme.get("type"), scheme.get("symmetric", True)) == (8, "float", True)

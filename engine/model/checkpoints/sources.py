@@ -9,9 +9,10 @@ from torch import Tensor
 
 from engine.model.checkpoints.gguf.container import GgufFile
 from engine.model.checkpoints.gguf.source import GgufSource
+from engine.model.checkpoints.registry import parse_format
 from engine.model.checkpoints.restored import RestoredCheckpoint
 from engine.model.checkpoints.safetensors_files import Checkpoint
-from engine.model.config import ModelArchitecture, load_weight_format
+from engine.model.config import ModelArchitecture
 from engine.model.files import ModelDirectory
 from engine.model.shard import TensorSlice
 
@@ -63,7 +64,7 @@ def open_source(
             yield GgufSource(file, config, shapes, dtype=dtype)
         return
     with Checkpoint(directory) as checkpoint:
-        stored_format = load_weight_format(directory)
+        stored_format = parse_format(directory.read_json("config.json").get("quantization_config"))
         if stored_format is None:
             yield checkpoint
         else:

@@ -23,7 +23,8 @@ _PER_WORD = 8
 _NIBBLE_OF_OUTPUT = (0, 4, 1, 5, 2, 6, 3, 7)
 _KNOWN = (
     "quant_method bits w_bit group_size q_group_size zero_point version modules_to_not_convert backend do_fuse "
-    "fuse_max_seq_len modules_to_fuse exllama_config"
+    "fuse_max_seq_len modules_to_fuse exllama_config method checkpoint_format format pack_dtype desc_act lm_head sym "
+    "meta"
 )
 
 
@@ -69,9 +70,11 @@ def parse_awq(fields: Fields, raw: Mapping[str, Any]) -> AwqFormat:
     check_choice(fields, "w_bit" if fields.has("w_bit") else "bits", (_BITS,), _BITS)
     if not fields.boolean("zero_point", True):
         raise fields.error("zero_point", "must be true")
-    version = fields.get("version")
-    if version is not None and str(version).lower() != "gemm":
-        raise fields.error("version", f"must be gemm, is {version!r:.40}")
+    for name in ("version", "format", "checkpoint_format"):  # AutoAWQ's name, and GPTQModel's
+        found = fields.get(name)
+        if found is not None and str(found).lower() != "gemm":
+            raise fields.error(name, f"must be gemm, is {found!r:.40}")
+    check_choice(fields, "pack_dtype", ("int32",), "int32")
     return AwqFormat(
         group_size=parse_group_size(fields, "q_group_size" if fields.has("q_group_size") else "group_size")
     )
@@ -79,5 +82,5 @@ def parse_awq(fields: Fields, raw: Mapping[str, Any]) -> AwqFormat:
 
 def _unpack(words: Tensor, count: int) -> Tensor:
     """Codes `[rows, count]` of words `[rows, count / 8]`."""
-    codes = unpack_words(words, _BITS, count).unflatten(1, (-1, _PER_WORD))
+    codes = unpack_words(words, _BITS, count).view(len(words), -1, _PER_WORD)
     return codes[:, :, list(_NIBBLE_OF_OUTPUT)].flatten(1)

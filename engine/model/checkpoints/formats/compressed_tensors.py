@@ -27,7 +27,7 @@ from engine.model.checkpoints.format import (
 from engine.model.checkpoints.formats.fp8 import fp8_matrix, parse_block
 from engine.model.checkpoints.formats.gptq import column_groups, groups_text
 from engine.model.checkpoints.formats.mxfp4 import mxfp4_matrix, num_groups, power_of_two
-from engine.model.checkpoints.packing import pack_nibbles, unpack_words
+from engine.model.checkpoints.packing import canonical_codes, unpack_words
 from engine.model.checkpoints.safetensors_files import TensorEntry
 from engine.model.checkpoints.stored_matrix import GroupIntMatrix, Int8Matrix, StoredMatrix
 from engine.model.config_fields import Fields
@@ -140,7 +140,6 @@ class CompressedTensorsFormat:
             stored = parts["weight_shape"].tolist()
             raise damaged(module, "weight_shape", f"is {stored}, config.json implies {list(shape)}")
         scale = parts["weight_scale"]
-        codes = unpack_words(parts["weight_packed"], self.bits, columns)
         if self.is_symmetric:
             zero = torch.full(scale.shape, 1 << (self.bits - 1), dtype=torch.int16)
         else:
@@ -149,7 +148,7 @@ class CompressedTensorsFormat:
         return GroupIntMatrix(
             bits=8 if self.bits == 8 else 4,
             num_columns=columns,
-            codes=codes if self.bits == 8 else pack_nibbles(codes),
+            codes=canonical_codes(parts["weight_packed"], self.bits, columns),
             scale=scale,
             zero=zero,
             group_size=size,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.model.checkpoints.format import SCALES, PartSpec, check_choice, check_settings, damaged, missing, part
-from engine.model.checkpoints.packing import pack_nibbles, unpack_words
+from engine.model.checkpoints.packing import canonical_codes, unpack_words
 from engine.model.checkpoints.safetensors_files import TensorEntry
 from engine.model.checkpoints.stored_matrix import GroupIntMatrix, StoredMatrix
 from engine.model.config_fields import Fields
@@ -23,12 +23,12 @@ BITS = (2, 3, 4, 8)
 _MAX_GROUP = 2**20
 _ZERO_SHIFTS = {"gptq": 1, "gptq_v2": 0}
 _KNOWN = (
-    "quant_method bits group_size desc_act sym checkpoint_format format pack_dtype lm_head "
+    "quant_method method bits group_size desc_act sym checkpoint_format format pack_dtype lm_head "
     # How the file was made, or by which kernels its authors run it.
     "damp_percent damp_auto_increment static_groups true_sequential mse act_group_aware quantizer meta version "
     "dataset tokenizer batch_size model_seqlen pad_token_id max_input_length model_name_or_path model_file_base_name "
     "module_name_preceding_first_block block_name_to_quantize modules_in_block_to_quantize cache_block_outputs "
-    "use_cuda_fp16 use_exllama disable_exllama exllama_config backend task"
+    "use_cuda_fp16 use_exllama disable_exllama exllama_config backend task pack_impl"
 )
 
 
@@ -68,12 +68,11 @@ class GptqFormat:
     def matrix(self, module: str, shape: tuple[int, int], parts: Mapping[str, Tensor]) -> StoredMatrix:
         rows, columns = shape
         group_size = self.group_size or columns
-        codes = unpack_words(parts["qweight"].t(), self.bits, columns)
         zeros = unpack_words(parts["qzeros"], self.bits, rows).t().to(torch.int16) + self.zero_shift
         return GroupIntMatrix(
             bits=8 if self.bits == 8 else 4,
             num_columns=columns,
-            codes=codes if self.bits == 8 else pack_nibbles(codes),
+            codes=canonical_codes(parts["qweight"].t(), self.bits, columns),
             scale=parts["scales"].t().contiguous(),
             zero=zeros.contiguous(),
             group_size=group_size,

@@ -83,10 +83,10 @@ def _q5_k(raw: Tensor) -> StoredMatrix:
 def _q6_k(raw: Tensor) -> StoredMatrix:
     """Bytes: 128 of low nibbles, 64 of two high bits, 16 signed scales, d; value (q - 32) × (d × scale)."""
     blocks = _blocks(raw, 210)
-    halves = blocks[:, :, :128].unflatten(2, (2, 1, 64))
+    halves = _split(blocks[:, :, :128], 2, 1, 64)
     low = torch.cat((halves & 15, halves >> 4), dim=3).flatten(2)
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None]
-    high = (blocks[:, :, 128:192].unflatten(2, (2, 1, 32)) >> shifts) & 3
+    high = (_split(blocks[:, :, 128:192], 2, 1, 32) >> shifts) & 3
     scale = blocks[:, :, 192:208].contiguous().view(torch.int8).float() * _half(blocks, 208).float()[:, :, None]
     return _grouped(8, low | (high.flatten(2) << 4), scale.flatten(1), zero=32)
 
@@ -125,6 +125,11 @@ def _blocks(raw: Tensor, num_bytes: int) -> Tensor:
     return raw.view(raw.shape[0], -1, num_bytes)
 
 
+def _split(blocks: Tensor, *shape: int) -> Tensor:
+    """Bytes of blocks, `[rows, blocks, *shape]`."""
+    return blocks.reshape(*blocks.shape[:2], *shape)
+
+
 def _half(blocks: Tensor, begin: int) -> Tensor:
     """A float16 of each block, `[rows, blocks]`."""
     return blocks[:, :, begin : begin + 2].contiguous().view(torch.float16).squeeze(2)
@@ -137,7 +142,7 @@ def _split_nibbles(stored: Tensor) -> Tensor:
 
 def _paired_nibbles(stored: Tensor) -> Tensor:
     """Codes of which each 32 bytes have two groups: that of their low halves, that of the high ones."""
-    chunks = stored.unflatten(2, (-1, 1, _GROUP))
+    chunks = _split(stored, -1, 1, _GROUP)
     return torch.cat((chunks & 15, chunks >> 4), dim=3).flatten(2)
 
 
@@ -162,7 +167,7 @@ def _grouped(bits: int, codes: Tensor, scale: Tensor, *, zero: int = 0, offset: 
 
 def _grouped_k(bits: int, blocks: Tensor, codes: Tensor) -> GroupIntMatrix:
     """The matrix of a "K" type: scales and minima, six bits each, are multiples of the block's own."""
-    packed = blocks[:, :, 4:16].unflatten(2, (3, 4))
+    packed = _split(blocks[:, :, 4:16], 3, 4)
     low, minima, high = packed.unbind(2)
     scales = torch.cat((low & 63, (high & 15) | ((low >> 6) << 4)), dim=2).float()
     offsets = torch.cat((minima & 63, (high >> 4) | ((minima >> 6) << 4)), dim=2).float()

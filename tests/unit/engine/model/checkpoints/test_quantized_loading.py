@@ -148,7 +148,7 @@ def test_quantized_kv_scales_beside_weights_are_read(folder: Callable[[str], Pat
     assert model.layers[0].kv_scales is not None
     assert model.layers[0].kv_scales[0].tolist() == [0.25, 0.25]
     set_config(path, kv_cache_scheme={"num_bits": 4, "type": "int"})
-    refused(path, "must have no kv_cache_scheme but static, symmetric fp8")
+    refused(path, "kv_cache_scheme must be static, symmetric fp8")
 
 
 def test_quantized_config_without_quantized_tensors_is_refused(folder: Callable[[str], Path]) -> None:
@@ -244,6 +244,7 @@ def test_bitsandbytes_damaged_state_is_refused(state: bytes, match: str, folder:
         ("gptq-4", {"desc_act": 1}, "desc_act must be true or false"),
         ("awq", {"bits": 3}, "bits must be one of 4, is 3"),
         ("awq", {"version": "gemv"}, "version must be gemm, is 'gemv'"),
+        ("awq", {"checkpoint_format": "gemv_fast"}, "checkpoint_format must be gemm"),
         ("awq", {"zero_point": False}, "zero_point must be true"),
         ("w4a16", {"format": "marlin-24"}, "format must be one of pack-quantized, int-quantized"),
         ("w4a16", {"format": "nvfp4-pack-quantized"}, "is 'nvfp4-pack-quantized'"),

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.model.checkpoints.packing import pack_nibbles, unpack_nibbles, unpack_words
+from engine.model.checkpoints.packing import canonical_codes, pack_nibbles, unpack_nibbles, unpack_words
 from engine.model.checkpoints.stored_matrix import (
     DenseMatrix,
     Fp8Matrix,
@@ -151,7 +151,12 @@ def test_unpack_words_reads_a_stream_of_bits(bits: int, count: int, seed: int) -
         stream = sum(code << (bits * index) for index, code in enumerate(row))
         signed = [(stream >> (32 * word)) & 0xFFFFFFFF for word in range(-(-count * bits // 32))]
         words.append([word - 2**32 if word >= 2**31 else word for word in signed])
-    assert unpack_words(torch.tensor(words, dtype=torch.int32), bits, count).tolist() == codes
+    packed = torch.tensor(words, dtype=torch.int32)
+    assert unpack_words(packed, bits, count).tolist() == codes
+    if bits <= 4 or bits == 8:
+        canonical = canonical_codes(packed, bits, count)
+        assert (canonical if bits == 8 else unpack_nibbles(canonical, count)).tolist() == codes
+        assert canonical.is_contiguous()
     with pytest.raises(ValueError, match="hold fewer than"):
         unpack_words(torch.zeros(1, 1, dtype=torch.int32), bits, 33)
 
