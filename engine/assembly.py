@@ -97,6 +97,7 @@ class EngineParts:
         on_gpus = self.runner.model.device.type == "cuda"
         return {
             "dtype": str(self.runner.model.dtype).removeprefix("torch."),
+            **({} if self.model.weight_format is None else {"weight_format": self.model.weight_format}),
             "num_blocks": self.budget.num_blocks,
             "block_size": self.budget.block_size,
             "kv_bytes": self.budget.kv_bytes * self.layout.tp_size,

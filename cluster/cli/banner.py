@@ -156,6 +156,9 @@ def _summary(configured: ClusterConfig, config: ClusterConfig, processes: Sequen
     dtype = served_dtype(config, processes)
     chosen = " (auto)" if configured.model.dtype == AUTO_DTYPE != dtype else ""
     table.add_row("", Text(f"{config.model.path} · {dtype}{chosen}", style="dim"))
+    stored = next((str(p.ready["weight_format"]) for p in processes if p.ready.get("weight_format")), None)
+    if stored is not None:
+        table.add_row("weights", Text(f"restored to {dtype} from {stored}"))
     if context is not None:
         table.add_row("context", Text(f"{context} tokens"))
     pools = {"prefill": config.prefill, "decode": config.decode}

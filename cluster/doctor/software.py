@@ -40,6 +40,7 @@ _ROUTERS_NEED = (
     "yaml",
 )
 _WORKERS_NEED = ("safetensors",)
+_ROUTER_FILES = {name: (name,) for name in ("config.json", "tokenizer.json")}
 
 
 def python(_config: ClusterConfig) -> list[Finding]:
@@ -217,8 +218,7 @@ def _output(command: list[str]) -> str:
 
 def model(config: ClusterConfig) -> list[Finding]:
     """Check that the configured model's files are where the workers will look for them."""
-    needed = {"config.json": "config.json", "tokenizer.json": "tokenizer.json", "weights": "*.safetensors"}
-    return _model_files(config, needed)
+    return _model_files(config, _ROUTER_FILES | {"weights": ("*.safetensors", "*.gguf")})
 
 
 def architecture(config: ClusterConfig) -> list[Finding]:
@@ -266,16 +266,16 @@ def _whose_dtype(config: ClusterConfig) -> str:
 
 def tokenizer(config: ClusterConfig) -> list[Finding]:
     """Check that the model's files that a router reads are present."""
-    return _model_files(config, {"config.json": "config.json", "tokenizer.json": "tokenizer.json"})
+    return _model_files(config, _ROUTER_FILES)
 
 
-def _model_files(config: ClusterConfig, needed: dict[str, str]) -> list[Finding]:
+def _model_files(config: ClusterConfig, needed: dict[str, tuple[str, ...]]) -> list[Finding]:
     name = config.model.path
     directory = model_directory(BUILTIN) if name == BUILTIN else Path(name)
     if not directory.is_dir():
         hint = "its files are downloaded at the first start, if the network allows"
         return [Finding(name="model", status=Status.WARN, detail=f"{name} is not a local directory", hint=hint)]
-    missing = [what for what, pattern in needed.items() if not any(directory.glob(pattern))]
+    missing = [what for what, patterns in needed.items() if not any(any(directory.glob(one)) for one in patterns)]
     if missing:
         hint = "train it: see training/README.md" if name == BUILTIN else "use a directory in Hugging Face layout"
         detail = f"{directory} lacks {', '.join(missing)}"

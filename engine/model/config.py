@@ -8,7 +8,7 @@ are those of transformers.
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,8 @@ class ModelArchitecture:
     stored_dtype: str | None
     """Dtype of the checkpoint according to config.json; None where it has none."""
     eos_token_ids: tuple[int, ...]
+    weight_format: str | None = None
+    """The format that weights are quantized in, as logs call it; None: none."""
 
     @property
     def max_context(self) -> int:
@@ -69,9 +71,12 @@ class ModelArchitecture:
         return 2 * self.num_layers * self.hidden_size * (projected + 3 * self.intermediate_size)
 
     def digest(self) -> bytes:
-        """Hash of all fields that change the computation: all but the end tokens and the stored dtype."""
+        """Hash of all fields that change the computation: all but the end tokens and what weights are stored in.
+
+        That is in the fingerprint of the weights.
+        """
         values = asdict(self)
-        for name in ("eos_token_ids", "stored_dtype"):
+        for name in ("eos_token_ids", "stored_dtype", "weight_format"):
             del values[name]
         text = json.dumps(values, sort_keys=True, default=_enum_value)
         return hashlib.sha256(text.encode()).digest()
@@ -99,7 +104,12 @@ def load_model_config(path: str | Path) -> ModelArchitecture:
     directory = ModelDirectory(path)
     raw = directory.read_json("config.json")
     generation = directory.read_json("generation_config.json") if directory.has("generation_config.json") else {}
-    return parse_model_config(raw, generation)
+    config = parse_model_config(raw, generation)
+    if (name := directory.gguf_name()) is None:
+        return config
+    if config.weight_format is not None:
+        raise ConfigError(f"config.json: quantization_config cannot describe {name}, which has its own types")
+    return replace(config, weight_format=f"GGUF ({name})")
 
 
 def parse_model_config(raw: dict[str, Any], generation: dict[str, Any]) -> ModelArchitecture:
@@ -107,10 +117,6 @@ def parse_model_config(raw: dict[str, Any], generation: dict[str, Any]) -> Model
     fields = Fields(raw, "config.json")
     name = _architecture(fields)
     family = _FAMILIES[name]
-    if fields.has("quantization_config") and not _quantises_kv_only(fields.get("quantization_config")):
-        raise fields.error(
-            "quantization_config", "is not supported: only float weights are, with scales of an fp8 cache"
-        )
     if fields.has("hidden_act") and fields.get("hidden_act") not in ("silu", "swish"):
         raise fields.error("hidden_act", f"must be silu, is {fields.get('hidden_act')!r:.40}")
     hidden_size = fields.integer("hidden_size", 1, _MAX_DIM)
@@ -145,17 +151,18 @@ def parse_model_config(raw: dict[str, Any], generation: dict[str, Any]) -> Model
         layer_windows=family.windows(fields, num_layers),
         stored_dtype=_stored_dtype(fields),
         eos_token_ids=_eos_token_ids(fields, Fields(generation, "generation_config.json"), vocab_size),
+        weight_format=_weight_format(fields),
     )
 
 
-def _quantises_kv_only(raw: Any) -> bool:
-    """Whether a config.json's `quantization_config` leaves the weights alone and scales an fp8 cache statically."""
-    if not isinstance(raw, dict) or raw.get("quant_method") != "compressed-tensors" or raw.get("config_groups"):
-        return False
-    scheme = raw.get("kv_cache_scheme")
-    if not isinstance(scheme, dict) or scheme.get("dynamic"):
-        return False
-    return (scheme.get("num_bits"), scheme.get("type"), scheme.get("symmetric", True)) == (8, "float", True)
+def _weight_format(fields: Fields) -> str | None:
+    if not fields.has("quantization_config"):
+        return None
+    # Imported late: it loads torch, which `tandem up` seldom needs.
+    from engine.model.checkpoints.registry import parse_format
+
+    found = parse_format(fields.get("quantization_config"))
+    return None if found is None else found.description
 
 
 def _architecture(fields: Fields) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from engine.model.config import load_model_config
 from engine.model.files import ModelDirectory
+from tandem.errors import ConfigError
 from tandem.model_path import BUILTIN, BUILTIN_DTYPE, model_directory
 from tandem.values.kv_layout import AUTO_DTYPE
 
@@ -27,7 +28,10 @@ def stored_dtype(directory: Path) -> str:
     """The dtype of the checkpoint in a model directory. Raises ConfigError."""
     if stated := load_model_config(directory).stored_dtype:
         return stated
-    from engine.model.checkpoint import Checkpoint  # imported late: it loads torch, which `tandem up` seldom needs
+    if (name := ModelDirectory(directory).gguf_name()) is not None:
+        raise ConfigError(f"config.json: dtype is missing, and {name} does not say one: set model.dtype")
+    # Imported late: it loads torch, which `tandem up` seldom needs.
+    from engine.model.checkpoints.safetensors_files import Checkpoint
 
     with Checkpoint(ModelDirectory(directory)) as checkpoint:
         return checkpoint.main_dtype

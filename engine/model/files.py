@@ -34,6 +34,17 @@ class ModelDirectory:
         """File names ending in `suffix`, sorted."""
         return sorted(entry.name for entry in self.root.iterdir() if entry.name.endswith(suffix))
 
+    def gguf_name(self) -> str | None:
+        """Name of the file that holds the weights in GGUF; None where they are in safetensors. Raises ConfigError
+        for several.
+        """
+        found = self.names(".gguf")
+        if not found or any(name.startswith("model.safetensors") for name in self.names("")):
+            return None
+        if len(found) > 1:
+            raise ConfigError(f"model directory: {len(found)} GGUF files ({found[0]}, …): one has to hold all weights")
+        return found[0]
+
     def resolve(self, name: str) -> Path:
         """Real path of a file by its plain name; ConfigError when it is missing, special, or outside."""
         if name != os.path.basename(name) or name in {"", ".", ".."} or "\0" in name:

@@ -1,57 +1,32 @@
 """Loads a Decoder from a model directory: each stored tensor is copied, and cast, once, into its final place.
 
-A rank of several reads only its own parts of the tensors, except for the fingerprint's samples.
+A rank of several reads only its own parts of the tensors, except for the fingerprint's samples. Of a quantized matrix
+it reads the whole, which is small, and restores its part.
 """
 
 import logging
 from collections.abc import Callable, Mapping
 from math import prod
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from engine.kv_storage.free_memory import return_freed_memory
 from engine.model.backend import Backend, Closing, Embedding, Norm, Projection, ProjectionRole
-from engine.model.checkpoint import Checkpoint
+from engine.model.checkpoints.sources import TensorSource, open_source
 from engine.model.config import ModelArchitecture, load_model_config
 from engine.model.decoder import Decoder, DecoderLayer, DecoderWeights
 from engine.model.files import ModelDirectory
 from engine.model.layers.norm import HeadNorm
 from engine.model.parallel_group import ParallelGroup, SoloGroup
 from engine.model.parallel_layers import GatheredHead, RowParallel, VocabParallelEmbedding
-from engine.model.shard import Shard, TensorSlice
+from engine.model.shard import Shard
 from tandem.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 Progress = Callable[[int, int], None]
 """Called with the numbers of values loaded so far and in all, of this rank."""
-
-
-class TensorSource(Protocol):
-    """Source of a model's tensors, by Hugging Face's names: a checkpoint, another program's memory, a generator."""
-
-    @property
-    def names(self) -> frozenset[str]:
-        """Names of all tensors."""
-        ...
-
-    def require(self, name: str, shape: tuple[int, ...]) -> None:
-        """Check that a tensor exists with this shape; ConfigError otherwise."""
-        ...
-
-    def tensor(self, name: str, part: TensorSlice | None = None) -> Tensor:
-        """A tensor, or a part of its rows or columns, of any float dtype on any device; copied before the next call."""
-        ...
-
-    def forget(self, name: str) -> None:
-        """Release a tensor that has been copied."""
-        ...
-
-    def fingerprint(self, config: ModelArchitecture) -> str:
-        """Name of this model's computation: equal for equal configuration and tensors."""
-        ...
 
 
 def load_model(
@@ -66,11 +41,14 @@ def load_model(
     `group`: the ranks that share the model, of which this process loads its part. Raises ConfigError for every
     fault of the directory: in configuration, files, shapes or values.
     """
-    config = load_model_config(path)
-    if group is None or group.rank == 0:
-        _warn_about_code(ModelDirectory(path))
-    with Checkpoint(ModelDirectory(path)) as checkpoint:
-        model = build_model(config, checkpoint, backend=backend, progress=progress, group=group)
+    config, directory = load_model_config(path), ModelDirectory(path)
+    is_first = group is None or group.rank == 0
+    if is_first:
+        _warn_about_code(directory)
+    with open_source(directory, config, expected_shapes(config), dtype=backend.dtype) as source:
+        if is_first and (summary := source.summary) is not None:
+            _log.info("%s", summary)
+        model = build_model(config, source, backend=backend, progress=progress, group=group)
     return_freed_memory()  # freed tensors leave holes in the heap, up to a tenth of the weights
     return model
 

@@ -1,6 +1,7 @@
 """An engine is assembled, or refused with the figures."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from engine.model.decoder import Decoder
 from engine.spec import EngineSpec
 from tandem.errors import ConfigError
 from tandem.model_path import BUILTIN, model_directory
+from tests.support.engine.quantized_writers import FORMATS, write_llama
 from tests.support.node_processes import group
 
 SPEC = EngineSpec(
@@ -137,6 +139,17 @@ def test_assembly_unsupported_by_torch_backend_is_refused_by_name(wish: dict[str
     (field,) = wish
     with pytest.raises(ConfigError, match=rf"engine\.{field} needs compiled kernels.*engine\.kernels is torch"):
         assemble(replace(SPEC, **wish))
+
+
+def test_assembly_quantized_checkpoint_takes_the_memory_of_restored_weights(tmp_path: Path) -> None:
+    write_llama(tmp_path, FORMATS["gptq-4"])
+    quantized, dense = (
+        assemble(replace(SPEC, model_path=tmp_path / kind, num_blocks=8, max_model_len=None))
+        for kind in ("quantized", "dense")
+    )
+    assert quantized.budget.weights_bytes == dense.budget.weights_bytes == dense.runner.model.weights_bytes
+    assert quantized.facts()["weight_format"] == "GPTQ, 4 bits, groups of 32"
+    assert "weight_format" not in dense.facts()
 
 
 def test_assembly_workspace_is_measured_from_largest_steps() -> None:

@@ -284,6 +284,14 @@ def test_banner_shows_auto_dtype_and_failover_note():
     assert banner.FAILOVER_NOTE in stated
 
 
+def test_banner_shows_what_weights_are_restored_from():
+    effective = make_effective(ClusterConfig())
+    views = make_views(effective)
+    assert "restored" not in show(ClusterConfig(), effective, views)
+    worker = replace(views[0], ready=views[0].ready | {"dtype": "bfloat16", "weight_format": "AWQ, 4 bits"})
+    assert "restored to bfloat16 from AWQ, 4 bits" in show(ClusterConfig(), effective, [worker, views[1]])
+
+
 def test_banner_shows_gpus_if_any():
     effective = make_effective(ClusterConfig())
     views = make_views(effective)

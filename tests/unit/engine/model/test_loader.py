@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.backends.options import BackendOptions
 from engine.backends.select import select_backend
-from engine.model.checkpoint import SafetensorsFile
+from engine.model.checkpoints.safetensors_files import SafetensorsFile
 from tandem.errors import ConfigError
 from tests.support.engine.paged_harness import load_plain, reference_model, save_and_load
 
@@ -154,7 +154,7 @@ def test_loader_pickled_weights_are_refused(model_dir):
         (b'{"a":' + b"[" * 100_000, b"", None, "not valid JSON"),
         (b'{"a":1,"a":2}', b"", None, "duplicate keys"),
         ({"a": 3}, b"", None, "must be an object"),
-        ({"a": {"dtype": "I64", "shape": [1], "data_offsets": [0, 8]}}, b"8" * 8, None, "dtype must be one of"),
+        ({"a": {"dtype": "F64", "shape": [1], "data_offsets": [0, 8]}}, b"8" * 8, None, "dtype must be one of"),
         ({"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}}, b"4" * 4, None, "shape"),
         ({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, b"4" * 4, None, "do not fit"),
         ({"a": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}, b"4" * 4, None, "end at byte"),
@@ -225,6 +225,8 @@ def test_loader_wrong_tensors_are_refused(model_dir):
         load_plain(model_dir, dtype="float16")
     spoil(model_dir, **{"model.norm.weight": torch.ones(47)})
     refused(model_dir, r"model\.norm\.weight has shape \[47\], config\.json implies \[48\]")
+    spoil(model_dir, **{"model.norm.weight": torch.ones(48, dtype=torch.int8)})
+    refused(model_dir, r"model\.norm\.weight is stored as I8, not as F32 or F16 or BF16")
     spoil(model_dir, **{"model.norm.weight": None})
     refused(model_dir, r"tensor model\.norm\.weight is missing")
     extra = {"model.layers.0.self_attn.q_proj.bias": torch.ones(64)}

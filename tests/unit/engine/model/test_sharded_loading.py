@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine.model.checkpoint import Checkpoint, SafetensorsFile
+from engine.model.checkpoints.safetensors_files import Checkpoint, SafetensorsFile
 from engine.model.config import load_model_config
 from engine.model.loader import expected_shapes
 from engine.model.shard import Shard, TensorSlice

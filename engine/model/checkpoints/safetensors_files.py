@@ -10,9 +10,8 @@ import hashlib
 import json
 import math
 import mmap
-import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -21,6 +20,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 
+from engine.model.checkpoints.mapped_file import MappedFile
 from engine.model.config import ModelArchitecture
 from engine.model.files import ModelDirectory, parse_json_object
 from engine.model.shard import TensorSlice
@@ -32,10 +32,21 @@ MAX_HEADER_BYTES = 100 * 2**20
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _LENGTH_BYTES = 8
-_SAMPLE_BYTES = 4096
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 _NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+_DTYPES = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    # Parts of quantized matrices.
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+}
+_ITEM_BYTES = {name: dtype.itemsize for name, dtype in _DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,23 +65,17 @@ class SafetensorsFile:
     """One checked, memory-mapped file."""
 
     def __init__(self, path: Path) -> None:
-        self.name = path.name
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if size < _LENGTH_BYTES:
-                raise ConfigError(f"{self.name}: too short to be a safetensors file")
-            # A private mapping: torch wants writable memory, and nothing here ever writes to it.
-            self._map = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
-        self.entries = _parse_header(self._map, self.name)
+        self._file = MappedFile(path, kind="safetensors", min_bytes=_LENGTH_BYTES)
+        self.name = self._file.name
+        self.entries = _parse_header(self._file.data, self.name)
 
     def tensor(self, entry: TensorEntry, part: TensorSlice | None = None) -> Tensor:
         """The stored tensor, or a part of its rows or columns, without a copy; valid until `close`."""
         dtype, item_bytes = _DTYPES[entry.dtype], _ITEM_BYTES[entry.dtype]
         if entry.begin == entry.end or (part is not None and part.begin == part.end):
             return torch.empty(entry.shape if part is None else part.shape(entry.shape), dtype=dtype)
-        raw = torch.frombuffer(self._map, dtype=torch.uint8, offset=entry.begin, count=entry.end - entry.begin)
         *outer, inner = entry.shape or (1,)
-        raw = raw.view(*outer, inner * item_bytes)
+        raw = self._file.bytes(entry.begin, entry.end).view(*outer, inner * item_bytes)
         if part is not None:
             unit = item_bytes if part.dim == len(outer) else 1
             raw = raw.narrow(part.dim, part.begin * unit, (part.end - part.begin) * unit)
@@ -79,27 +84,16 @@ class SafetensorsFile:
         return raw.view(dtype) if entry.shape else raw.view(dtype).view(())
 
     def forget(self, entry: TensorEntry) -> None:
-        """Release the memory of a tensor that has been copied; reading it again reads the file again.
-
-        Mapped pages count as this process's memory: without this, loading takes every weight twice.
-        """
-        if hasattr(mmap, "MADV_DONTNEED") and entry.begin < entry.end:
-            begin = entry.begin - entry.begin % mmap.PAGESIZE
-            self._map.madvise(mmap.MADV_DONTNEED, begin, entry.end - begin)
+        """Release the memory of a tensor that has been copied; see MappedFile."""
+        self._file.forget(entry.begin, entry.end)
 
     def sample(self, entry: TensorEntry) -> bytes:
         """A few of the tensor's bytes: from its beginning, middle and end."""
-        size = entry.end - entry.begin
-        if size <= 3 * _SAMPLE_BYTES:
-            return self._map[entry.begin : entry.end]
-        starts = (entry.begin, entry.begin + size // 2, entry.end - _SAMPLE_BYTES)
-        sampled = b"".join(self._map[start : start + _SAMPLE_BYTES] for start in starts)
-        self.forget(entry)  # reading a page brings its neighbours into memory
-        return sampled
+        return self._file.sample(entry.begin, entry.end)
 
     def close(self) -> None:
         """Unmap the file; tensors made from it must no longer be used."""
-        self._map.close()
+        self._file.close()
 
 
 class Checkpoint:
@@ -129,25 +123,42 @@ class Checkpoint:
         return frozenset(self._by_name)
 
     @property
+    def entries(self) -> dict[str, TensorEntry]:
+        """Position, dtype and shape of all tensors, by name."""
+        return {name: entry for name, (_, entry) in self._by_name.items()}
+
+    @property
+    def summary(self) -> None:
+        """Nothing is restored; see CheckpointSource."""
+
+    @property
     def size_bytes(self) -> int:
         """Bytes of all tensors as stored."""
         return sum(entry.end - entry.begin for _, entry in self._by_name.values())
 
     @property
     def main_dtype(self) -> str:
-        """Dtype in which most of the values are stored, by its name in `config.json`."""
+        """Dtype in which most of the values are stored that are not quantized, by its name in `config.json`."""
         values: Counter[str] = Counter()
         for _, entry in self._by_name.values():
-            values[entry.dtype] += math.prod(entry.shape)
+            if entry.dtype in _NAMES:
+                values[entry.dtype] += math.prod(entry.shape)
         return _NAMES[max(sorted(values), key=values.__getitem__, default="F32")]
 
     def require(self, name: str, shape: tuple[int, ...]) -> None:
-        """Check that a tensor exists with this shape; ConfigError otherwise."""
+        """Check that a tensor exists with this shape, in a dtype of weights; ConfigError otherwise."""
+        self.require_stored(name, tuple(_NAMES), (shape,))
+
+    def require_stored(self, name: str, dtypes: Collection[str], shapes: Sequence[tuple[int, ...]]) -> None:
+        """Check that a tensor exists in one of these dtypes and shapes; ConfigError otherwise."""
         if name not in self._by_name:
             raise ConfigError(f"checkpoint: tensor {name} is missing")
-        stored = self._by_name[name][1].shape
-        if stored != shape:
-            raise ConfigError(f"checkpoint: {name} has shape {list(stored)}, config.json implies {list(shape)}")
+        entry = self._by_name[name][1]
+        if entry.shape not in shapes:
+            wanted = " or ".join(str(list(shape)) for shape in shapes)
+            raise ConfigError(f"checkpoint: {name} has shape {list(entry.shape)}, config.json implies {wanted}")
+        if entry.dtype not in dtypes:
+            raise ConfigError(f"checkpoint: {name} is stored as {entry.dtype}, not as {' or '.join(dtypes)}")
 
     def tensor(self, name: str, part: TensorSlice | None = None) -> Tensor:
         """The stored tensor, or a part of it, without a copy. Raises KeyError for a name that does not exist."""

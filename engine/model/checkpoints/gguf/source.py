@@ -1,0 +1,141 @@
+"""A GGUF file as a source of dense tensors, under Hugging Face's names and in Hugging Face's order of rows.
+
+llama.cpp rotates pairs of neighbouring elements of a head where transformers rotates an element and the one half a
+head further. For Llama and Mistral its converter reorders the rows of queries and keys accordingly, which is undone
+here; Qwen's it leaves alone.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from engine.model.checkpoints.gguf.blocks import block_matrix
+from engine.model.checkpoints.gguf.container import GgufFile, GgufTensor
+from engine.model.config import ModelArchitecture
+from engine.model.rope_config import RopeType
+from engine.model.shard import TensorSlice
+from tandem.errors import ConfigError
+
+_ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_REORDERED = "llama"
+_ROPE_FACTORS = "rope_freqs.weight"
+
+
+class GgufSource:
+    """Implements `sources.CheckpointSource`. Its file stays open for as long as it is used."""
+
+    def __init__(
+        self, file: GgufFile, config: ModelArchitecture, shapes: Mapping[str, tuple[int, ...]], *, dtype: torch.dtype
+    ) -> None:
+        """`shapes`: all tensors of the model, by Hugging Face's names; `dtype`: of restored tensors.
+
+        Raises ConfigError for a file of another architecture.
+        """
+        self._file = file
+        self._config = config
+        self._dtype = dtype
+        found, wanted = file.metadata.get("general.architecture"), _ARCHITECTURES[config.architecture]
+        if found != wanted:
+            raise ConfigError(f"{file.name}: general.architecture must be {wanted}, is {found!r:.40}")
+        self._is_reordered = wanted == _REORDERED
+        mapped = {name: file.tensors[stored] for name in shapes if (stored := _stored_name(name)) in file.tensors}
+        self._tensors: dict[str, GgufTensor] = mapped
+        rest = file.tensors.keys() - {tensor.name for tensor in mapped.values()}
+        if config.rope.rope_type is RopeType.LLAMA3:
+            rest -= {_ROPE_FACTORS}  # config.json says how they are computed
+        if config.tie_embeddings:
+            rest -= {_stored_name("lm_head.weight")}
+        self.names = frozenset(mapped.keys() | rest)
+
+    @property
+    def summary(self) -> str:
+        """One line for the log: from what the weights are restored."""
+        types = sorted({tensor.block_type.name for tensor in self._file.tensors.values()})
+        size = sum(tensor.end - tensor.begin for tensor in self._file.tensors.values())
+        dtype = str(self._dtype).removeprefix("torch.")
+        return f"weights are restored to {dtype} from GGUF, {', '.join(types)}: {size / 2**20:.1f} MiB of files"
+
+    def require(self, name: str, shape: tuple[int, ...]) -> None:
+        """Check that a tensor exists with this shape; ConfigError otherwise."""
+        if name not in self._tensors:
+            raise ConfigError(f"{self._file.name}: tensor {_stored_name(name)} ({name}) is missing")
+        stored = self._tensors[name]
+        if stored.shape != shape:
+            raise ConfigError(
+                f"{self._file.name}: {stored.name} has shape {list(stored.shape)}, config.json implies {list(shape)}"
+            )
+        if len(shape) == 1 and stored.block_type.num_values > 1:
+            raise ConfigError(f"{self._file.name}: {stored.name} is a vector, stored as {stored.block_type.name}")
+
+    def tensor(self, name: str, part: TensorSlice | None = None) -> Tensor:
+        """A tensor, or a part of it, restored. Raises ConfigError for scales that are not finite."""
+        stored = self._tensors[name]
+        raw = self._file.bytes(stored)
+        if len(stored.shape) == 1:
+            raw = raw.view(stored.shape[0], -1)
+        order = self._row_order(name, stored.shape[0])
+        rows = slice(part.begin, part.end) if part is not None and part.dim == 0 else slice(None)
+        raw = raw[rows] if order is None else raw[order[rows]]
+        try:
+            matrix = block_matrix(stored.block_type.name, raw)
+        except ValueError as error:
+            raise ConfigError(f"{self._file.name}: {stored.name} {error}") from error
+        if part is not None and part.dim == 1:
+            matrix = matrix.columns(part.begin, part.end)
+        values = matrix.dequantized(self._dtype)
+        return values.flatten() if len(stored.shape) == 1 else values
+
+    def forget(self, name: str) -> None:
+        """Release a tensor that has been copied."""
+        self._file.forget(self._tensors[name])
+
+    def fingerprint(self, config: ModelArchitecture) -> str:
+        """Name of this model's computation; covers configuration, names, types, shapes and samples of all tensors."""
+        digest = hashlib.sha256(config.digest())
+        for name in sorted(self._tensors):
+            stored = self._tensors[name]
+            digest.update(json.dumps([name, stored.block_type.name, stored.shape]).encode())
+            digest.update(self._file.sample(stored))
+        return digest.hexdigest()[:32]
+
+    def _row_order(self, name: str, num_rows: int) -> Tensor | None:
+        """For each row in Hugging Face's order, its place in the file; None where they are the same."""
+        module = name.split(".")[-2]
+        if not self._is_reordered or module not in ("q_proj", "k_proj"):
+            return None
+        num_heads = self._config.num_heads if module == "q_proj" else self._config.num_kv_heads
+        # In the file a head's rows alternate between its halves.
+        return torch.arange(num_rows).view(num_heads, -1, 2).transpose(1, 2).flatten()
+
+
+def _stored_name(name: str) -> str:
+    """Name in a GGUF file of a tensor's name in Hugging Face's."""
+    module, _, kind = name.rpartition(".")
+    if not module.startswith("model.layers."):
+        return f"{_NAMES.get(module, module)}.{kind}"
+    index, _, inner = module.removeprefix("model.layers.").partition(".")
+    return f"blk.{index}.{_NAMES.get(inner, inner)}.{kind}"
