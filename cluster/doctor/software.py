@@ -40,7 +40,7 @@ _ROUTERS_NEED = (
     "yaml",
 )
 _WORKERS_NEED = ("safetensors",)
-_ROUTER_FILES = {name: (name,) for name in ("config.json", "tokenizer.json")}
+_ROUTER_FILES: dict[str, tuple[str, ...]] = {name: (name,) for name in ("config.json", "tokenizer.json")}
 
 
 def python(_config: ClusterConfig) -> list[Finding]:

@@ -25,7 +25,7 @@ class MappedFile:
             # A private mapping: torch wants writable memory, and nothing here ever writes to it.
             self.data = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
 
-    def bytes(self, begin: int, end: int) -> Tensor:
+    def raw(self, begin: int, end: int) -> Tensor:
         """The bytes of a range that is not empty, uint8, without a copy; valid until `close`."""
         return torch.frombuffer(self.data, dtype=torch.uint8, offset=begin, count=end - begin)
 

@@ -75,7 +75,7 @@ class SafetensorsFile:
         if entry.begin == entry.end or (part is not None and part.begin == part.end):
             return torch.empty(entry.shape if part is None else part.shape(entry.shape), dtype=dtype)
         *outer, inner = entry.shape or (1,)
-        raw = self._file.bytes(entry.begin, entry.end).view(*outer, inner * item_bytes)
+        raw = self._file.raw(entry.begin, entry.end).view(*outer, inner * item_bytes)
         if part is not None:
             unit = item_bytes if part.dim == len(outer) else 1
             raw = raw.narrow(part.dim, part.begin * unit, (part.end - part.begin) * unit)

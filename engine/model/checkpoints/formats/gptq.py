@@ -86,7 +86,7 @@ def parse_gptq(fields: Fields, raw: Mapping[str, Any]) -> GptqFormat:
     version = check_choice(fields, "checkpoint_format", tuple(_ZERO_SHIFTS), fields.get("format") or "gptq")
     check_choice(fields, "pack_dtype", ("int32",), "int32")
     return GptqFormat(
-        bits=check_choice(fields, "bits", BITS, 4),
+        bits=check_choice(fields, "bits", BITS, 0),
         group_size=parse_group_size(fields, "group_size"),
         zero_shift=_ZERO_SHIFTS[version],
         has_activation_order=fields.boolean("desc_act", False),

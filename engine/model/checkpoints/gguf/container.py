@@ -98,10 +98,10 @@ class GgufFile:
         start = -(-cursor.position // alignment) * alignment
         self.tensors = _placed(found, start, len(self._file.data), self.name)
 
-    def bytes(self, tensor: GgufTensor) -> Tensor:
+    def raw(self, tensor: GgufTensor) -> Tensor:
         """The stored bytes, uint8 `[rows, bytes of a row]`, without a copy; valid until `close`."""
         rows = prod(tensor.shape[:-1])
-        return self._file.bytes(tensor.begin, tensor.end).view(rows, -1)
+        return self._file.raw(tensor.begin, tensor.end).view(rows, -1)
 
     def forget(self, tensor: GgufTensor) -> None:
         """Release the memory of a tensor that has been copied; see MappedFile."""

@@ -94,7 +94,7 @@ class GgufSource:
     def tensor(self, name: str, part: TensorSlice | None = None) -> Tensor:
         """A tensor, or a part of it, restored. Raises ConfigError for scales that are not finite."""
         stored = self._tensors[name]
-        raw = self._file.bytes(stored)
+        raw = self._file.raw(stored)
         if len(stored.shape) == 1:
             raw = raw.view(stored.shape[0], -1)
         order = self._row_order(name, stored.shape[0])

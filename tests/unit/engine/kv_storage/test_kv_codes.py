@@ -292,15 +292,15 @@ def test_checkpoint_with_kv_scales_only_is_float():
     }
     scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
     only_kv = {"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": scheme}
-    assert parse_model_config(raw | {"quantization_config": only_kv}, {}).num_layers == 1
-    for wrong in (
-        only_kv | {"config_groups": {"group_0": {}}},
-        only_kv | {"quant_method": "gptq"},
-        only_kv | {"kv_cache_scheme": scheme | {"dynamic": True}},
-        only_kv | {"kv_cache_scheme": scheme | {"type": "int"}},
-        only_kv | {"kv_cache_scheme": None},
+    assert parse_model_config(raw | {"quantization_config": only_kv}, {}).weight_format is None
+    for wrong, match in (
+        (only_kv | {"config_groups": {"group_0": {}}}, "config_groups: group_0: weights must be an object"),
+        (only_kv | {"quant_method": "gptq"}, "'kv_cache_scheme' is not a setting of gptq"),
+        (only_kv | {"kv_cache_scheme": scheme | {"dynamic": True}}, "kv_cache_scheme must be static"),
+        (only_kv | {"kv_cache_scheme": scheme | {"type": "int"}}, "kv_cache_scheme must be static"),
+        (only_kv | {"kv_cache_scheme": None}, "config_groups must be a non-empty object"),
     ):
-        with pytest.raises(ConfigError, match="quantization_config is not supported"):
+        with pytest.raises(ConfigError, match=match):
             parse_model_config(raw | {"quantization_config": wrong}, {})
 
 

@@ -5,19 +5,27 @@ installed.
 """
 
 import struct
+import tempfile
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
 from engine.model.checkpoints.gguf.blocks import block_matrix
 from engine.model.checkpoints.gguf.container import BLOCK_TYPES, GgufFile
-from engine.model.config import load_model_config
+from engine.model.checkpoints.gguf.source import GgufSource
+from engine.model.config import load_model_config, parse_model_config
 from engine.model.dtype import resolve_dtype
+from engine.model.loader import expected_shapes
+from engine.model.shard import TensorSlice
 from tandem.errors import ConfigError
 from tests.support.engine.paged_harness import Session, load_plain
 from tests.support.engine.quantized_writers import FORMATS, write_llama
@@ -297,3 +305,70 @@ def test_gguf_in_a_folder_has_to_be_alone_and_needs_a_dtype(
         load_plain(folder)
     (folder / "model.safetensors").write_bytes((llama[0] / "dense" / "model.safetensors").read_bytes())
     load_plain(folder)
+
+
+@settings(max_examples=200, deadline=None)
+@given(changes=st.lists(st.tuples(st.integers(0, 400), st.integers(0, 255)), min_size=1, max_size=4))
+def test_gguf_any_damage_is_refused_or_read(
+    changes: list[tuple[int, int]], llama: tuple[Path, dict[str, Stored]]
+) -> None:
+    content = bytearray(container(llama[1]))
+    for position, value in changes:
+        content[position] = value
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "model.gguf"
+        file.write_bytes(content)
+        try:
+            read = GgufFile(file)
+        except ConfigError:
+            return
+        for tensor in read.tensors.values():
+            assert read.raw(tensor).numel() == tensor.end - tensor.begin
+        read.close()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "short", "changes"),
+    [
+        ("LlamaForCausalLM", "llama", {"attention_bias": True}),
+        ("MistralForCausalLM", "llama", {"sliding_window": None}),
+        ("Qwen2ForCausalLM", "qwen2", {"tie_word_embeddings": True}),
+        ("Qwen3ForCausalLM", "qwen3", {}),
+    ],
+)
+def test_gguf_tensors_of_every_architecture_have_the_names_and_order_of_the_converter(
+    architecture: str, short: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    """Names are those of the `gguf` package; the order of rows is that of llama.cpp's convert_hf_to_gguf."""
+    gguf = pytest.importorskip("gguf", reason="the reference of names")
+    raw = {
+        "architectures": [architecture],
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "num_hidden_layers": 2,
+        "vocab_size": 11,
+        "intermediate_size": 48,
+        **changes,
+    }
+    config = parse_model_config(raw, {})
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[short.upper()], 2)
+    draw = torch.Generator().manual_seed(5)
+    wanted = {name: torch.randn(*shape, generator=draw) for name, shape in expected_shapes(config).items()}
+    stored = {}
+    for name, value in wanted.items():
+        num_heads = {"q_proj": 4, "k_proj": 2}.get(name.split(".")[-2], 0)
+        if short == "llama" and num_heads:
+            value = value.reshape(num_heads, 2, 4, *value.shape[1:]).swapaxes(1, 2).reshape(value.shape)
+        stored[names.get_name(name, try_suffixes=(".weight", ".bias"))] = float32(value)
+    file = tmp_path / "model.gguf"
+    file.write_bytes(container(stored, architecture=short))
+    with closing(GgufFile(file)) as opened:
+        source = GgufSource(opened, config, expected_shapes(config), dtype=torch.float32)
+        assert source.names == wanted.keys()
+        for name, value in wanted.items():
+            source.require(name, tuple(value.shape))
+            assert torch.equal(source.tensor(name), value), name
+            part = TensorSlice(dim=0, begin=2, end=10)
+            assert torch.equal(source.tensor(name, part), value[2:10]), name

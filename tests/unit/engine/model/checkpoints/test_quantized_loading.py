@@ -6,14 +6,20 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from engine.backends.options import BackendOptions
+from engine.backends.select import select_backend
 from engine.model.checkpoints.registry import parse_format
 from engine.model.config import load_model_config
 from engine.model.dtype import resolve_dtype
+from engine.model.loader import load_model
 from tandem.errors import ConfigError
 from tests.support.engine.paged_harness import Session, load_plain
 from tests.support.engine.quantized_writers import FORMATS, PROJECTIONS, write_llama
@@ -83,6 +89,29 @@ def test_quantized_llama_has_logits_of_restored_weights(
 def test_quantized_llama_has_logits_of_restored_weights_in_bfloat16(tmp_path: Path) -> None:
     write_llama(tmp_path, FORMATS["w4a16"])
     assert torch.equal(logits(tmp_path / "quantized", "bfloat16"), logits(tmp_path / "dense", "bfloat16"))
+
+
+@pytest.mark.parametrize("name", ["gptq-3", "nf4"])
+def test_quantized_llama_on_cpu_kernels_has_logits_of_restored_weights(name: str, tmp_path: Path) -> None:
+    write_llama(tmp_path, FORMATS[name])
+    found = []
+    for kind in ("quantized", "dense"):
+        backend = select_backend(BackendOptions(device=torch.device("cpu"), dtype="float32", num_threads=1))
+        session = Session(load_model(tmp_path / kind, backend=backend))
+        found.append(session.logits(session.request(TOKENS), len(TOKENS)).clone())
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_quantized_output_head_is_restored(size: int, tmp_path: Path) -> None:
+    write_llama(tmp_path, FORMATS["llm-int8"])
+    parts, values = FORMATS["llm-int8"].matrix(np.random.default_rng(7), 97, 64)
+    change(tmp_path / "quantized", **{f"lm_head.{part}": value for part, value in parts.items()})
+    change(tmp_path / "dense", **{"lm_head.weight": values})
+    for rank in range(size):
+        group = LoadingRank(rank, size) if size > 1 else None
+        mine, other = (load_plain(tmp_path / kind, group=group).head for kind in ("quantized", "dense"))
+        assert torch.equal(getattr(mine, "_part", mine).weight, getattr(other, "_part", other).weight)
 
 
 @pytest.mark.parametrize("name", ["gptq-order", "awq", "w4a16-zeros", "fp8-block", "nf4-nested", "w8a8"])
@@ -236,6 +265,7 @@ def test_bitsandbytes_damaged_state_is_refused(state: bytes, match: str, folder:
     [
         ("gptq-4", {"bits": 5}, "bits must be one of 2, 3, 4, 8, is 5"),
         ("gptq-4", {"bits": True}, "bits must be one of"),
+        ("gptq-4", {"bits": None}, "bits must be one of 2, 3, 4, 8, is 0"),
         ("gptq-4", {"bits": [4]}, "bits must be one of"),
         ("gptq-4", {"group_size": 0}, "group_size must be an integer in"),
         ("gptq-4", {"checkpoint_format": "marlin"}, "checkpoint_format must be one of gptq, gptq_v2, is 'marlin'"),
@@ -279,3 +309,36 @@ def test_quantization_settings_not_supported_are_refused_by_name(
         parse_format(FORMATS[name].config | settings)
     assert "\n" not in str(caught.value)
     assert str(caught.value).startswith("config.json: quantization_config: ")
+
+
+def places(value: Any) -> list[tuple[Any, Any]]:
+    """Every entry of nested objects: its object and its key."""
+    if not isinstance(value, dict):
+        return []
+    return [(value, key) for key in value] + [place for inner in value.values() for place in places(inner)]
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 300)
+    | st.floats(allow_nan=False)
+    | st.sampled_from(["", "gptq", "int"]),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["weights", "a"]), inner, max_size=2),
+    max_leaves=4,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(name=st.sampled_from(sorted(FORMATS)), data=st.data())
+def test_quantization_settings_of_any_kind_are_read_or_refused(name: str, data: st.DataObject) -> None:
+    config = json.loads(json.dumps(FORMATS[name].config))
+    holder, key = data.draw(st.sampled_from(places(config)))
+    holder[key] = data.draw(JSON)
+    try:
+        found = parse_format(config)
+    except ConfigError:
+        return
+    assert found is not None
+    assert "\n" not in found.description
+    hash(found)
