@@ -247,7 +247,7 @@ FORMATS: dict[str, WrittenFormat] = {
         _gptq(desc_act=True), gptq, {"bits": 4, "group": 32, "order": True}, "activation order"
     ),
     "gptq-v2": WrittenFormat(_gptq(checkpoint_format="gptq_v2"), gptq, {"bits": 4, "group": 32, "v2": True}),
-    "gptq-row": WrittenFormat(_gptq(group_size=-1), gptq, {"bits": 4, "group": 2**20}, "one group per row"),
+    "gptq-row": WrittenFormat(_gptq(group_size=-1), gptq, {"bits": 4, "group": 2**20}, "one scale per row"),
     "awq": WrittenFormat(
         {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"},
         awq,
