@@ -24,7 +24,7 @@ _NUMBER = re.compile(
     r"|(?P<float>(?:[0-9][0-9_]*+\.[0-9_]*+|\.[0-9][0-9_]*+)(?:[eE][+-]?[0-9_]++)?|[0-9][0-9_]*+[eE][+-]?[0-9_]++)"
     r"|[0-9][0-9_]*+)(?!\w)"
 )
-# No possessive group that looks ahead: Python before 3.11.5 does not match it (CPython issue 106052).
+# No possessive group that looks ahead: Python before 3.11.5 matches it wrongly (CPython issue 100061).
 _TEXT = re.compile(
     r"""(?P<prefix>[rRuU]?)(?P<text>"{3}[^"\\]*+(?:(?:\\.|"(?!""))[^"\\]*+)*"{3}"""
     r"""|'{3}[^'\\]*+(?:(?:\\.|'(?!''))[^'\\]*+)*'{3}"""
