@@ -47,7 +47,9 @@ def cache_identity(layout: KVLayout, *, secret: bytes, computed_by: tuple[str, .
     `computed_by`: whatever else changes the bits of KV, such as kernels and quantisation.
     """
     digest = blake2b(key=secret, digest_size=16, person=b"tandem-kv-disk")
-    for part in (*(f"{name}={value}" for name, value in asdict(layout).items()), *computed_by):
+    geometry = asdict(layout)
+    del geometry["num_regions"]  # says where KV lies, not what it is
+    for part in (*(f"{name}={value}" for name, value in geometry.items()), *computed_by):
         data = part.encode()
         digest.update(len(data).to_bytes(8, "little"))
         digest.update(data)

@@ -36,21 +36,25 @@ class LocalHeads:
     """Whether these heads fill the whole block in one run."""
 
 
-class WorkerGeometry:
-    """The geometry of one worker, independent of any prompt."""
+class RegionGeometry:
+    """The geometry of one region of a worker's pool, independent of any prompt."""
 
     __slots__ = (
         "_block_size",
         "_dtype_bytes",
+        "_first_rank",
         "_head_dim",
         "_num_layers",
+        "_num_ranks",
         "_num_replicas",
         "_scale_offset",
         "layer_block_bytes",
         "num_local_heads",
     )
 
-    def __init__(self, layout: KVLayout) -> None:
+    def __init__(self, layout: KVLayout, region: int) -> None:
+        self._num_ranks = layout.ranks_per_region
+        self._first_rank = region * self._num_ranks
         self.num_local_heads = layout.num_local_kv_heads
         self._block_size = layout.block_size
         self._dtype_bytes = DTYPE_BYTES[layout.dtype]
@@ -61,10 +65,13 @@ class WorkerGeometry:
         self._scale_offset = layout.scale_offset
 
     def planes(self, layer: int, head: int) -> tuple[int, ...]:
-        """Planes that hold this head of this layer, one per rank; the first rank rotates from layer to layer."""
+        """Planes that hold this head of this layer, one per rank of the region; the first rotates from layer to layer.
+
+        Empty for a head that is in other regions only.
+        """
         first = head // self.num_local_heads * self._num_replicas
-        ranks = [first + (layer + i) % self._num_replicas for i in range(self._num_replicas)]
-        return tuple(rank * self._num_layers + layer for rank in ranks)
+        ranks = [first + (layer + i) % self._num_replicas - self._first_rank for i in range(self._num_replicas)]
+        return tuple(rank * self._num_layers + layer for rank in ranks if 0 <= rank < self._num_ranks)
 
     def plane_bytes(self, at: TokenBlocks) -> int:
         """Bytes of one plane of the region."""

@@ -14,13 +14,17 @@ different one from layer to layer; the receiving side then copies it to the othe
 The wire has one order: by layer, then by range of heads that lies within one rank of either side, then by unit; in a
 unit K before V, heads, tokens, and in int8 all codes before all scales. Padding is not sent. Either side can therefore
 find its own runs knowing the other's layout, but neither its blocks nor its addresses.
+
+A worker's pool may be in several regions, each in another process; then a mapping is of one lane (lanes.py) and has its
+cells only.
 """
 
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from kv_transfer.layout.cell_range import CellRange
-from kv_transfer.layout.cells import SCALE_BYTES, LocalHeads, TokenBlocks, WorkerGeometry
+from kv_transfer.layout.cells import SCALE_BYTES, LocalHeads, RegionGeometry, TokenBlocks
+from kv_transfer.layout.lanes import lanes_between
 from kv_transfer.layout.runs import Run, RunPairs, Runs, pair_runs
 from kv_transfer.layout.strided_table import StridedLayoutTable
 from tandem.errors import TransferError
@@ -80,7 +84,7 @@ class _SplitHeads:
 
 
 class CellMapping:
-    """Maps cells from one layout to another of the same model; computed once for a pair of workers."""
+    """Maps the cells of a lane from one layout to another of the same model; computed once for a pair of workers."""
 
     __slots__ = (
         "_all_heads",
@@ -89,35 +93,33 @@ class CellMapping:
         "_last_runs",
         "_source",
         "_tables",
-        "num_heads",
+        "lane",
         "num_layers",
         "same_dtype",
         "unit_tokens",
     )
 
-    def __init__(self, source: KVLayout, destination: KVLayout) -> None:
-        """Raises TransferError, naming the field, for layouts that do not agree."""
+    def __init__(self, source: KVLayout, destination: KVLayout, *, lane: int = 0) -> None:
+        """Raises TransferError, naming the field, for layouts that do not agree, and for a lane that there is not."""
         if reason := agree(source, destination):
             raise TransferError(reason)
-        self._source, self._destination = WorkerGeometry(source), WorkerGeometry(destination)
-        self.num_layers, self.num_heads, self._head_dim = source.num_layers, source.num_kv_heads, source.head_dim
+        lanes = lanes_between(source, destination)
+        if not 0 <= lane < len(lanes):
+            raise TransferError(f"lane {lane} of {len(lanes)}")
+        self.lane = lanes[lane]
+        self._source = RegionGeometry(source, self.lane.source)
+        self._destination = RegionGeometry(destination, self.lane.destination)
+        self.num_layers, self._head_dim = source.num_layers, source.head_dim
         self.same_dtype = source.dtype == destination.dtype
         """Whether bytes can be copied without conversion."""
         self.unit_tokens = min(source.block_size, destination.block_size)
-        self._all_heads = self._split(0, self.num_heads)
+        self._all_heads = self._split(self.lane.first_head, self.lane.num_heads)
         self._tables: tuple[StridedLayoutTable, StridedLayoutTable] | None = None
         self._last_runs: dict[str, tuple[tuple[object, ...], tuple[tuple[Run, ...], ...]]] = {}
 
     def contains(self, cells: CellRange) -> bool:
-        """Whether `cells` is not empty and its layers and heads are the model's; the number of units is not checked."""
-        return (
-            cells.num_layers > 0
-            and cells.num_units > 0
-            and cells.num_heads > 0
-            and 0 <= cells.first_layer <= self.num_layers - cells.num_layers
-            and 0 <= cells.first_head <= self.num_heads - cells.num_heads
-            and cells.first_unit >= 0
-        )
+        """Whether `cells` is not empty and its layers and heads are the lane's; the number of units is not checked."""
+        return self.lane.contains(cells)
 
     def payload(self, cells: CellRange) -> Payload:
         """The payload of `cells`. Raises TransferError when they are not the model's."""
@@ -199,11 +201,12 @@ class CellMapping:
         return self._destination.first_unit(at, self.unit_tokens)
 
     def _tables_of(self, first_head: int, num_heads: int) -> tuple[StridedLayoutTable, StridedLayoutTable]:
-        if num_heads == self.num_heads and first_head == 0:
+        lane = self.lane
+        if num_heads == lane.num_heads and first_head == lane.first_head:
             if self._tables is None:
                 self._tables = self._make_tables(self._all_heads)
             return self._tables
-        if not (num_heads > 0 and 0 <= first_head <= self.num_heads - num_heads):
+        if not (num_heads > 0 and 0 <= first_head - lane.first_head <= lane.num_heads - num_heads):
             raise TransferError("cells outside the model")
         return self._make_tables(self._split(first_head, num_heads))
 
@@ -247,7 +250,7 @@ class CellMapping:
     def _heads_of(self, cells: CellRange) -> _SplitHeads:
         if not self.contains(cells):
             raise TransferError("cells outside the model")
-        if cells.num_heads == self.num_heads:
+        if cells.num_heads == self.lane.num_heads:
             return self._all_heads
         return self._split(cells.first_head, cells.num_heads)
 

@@ -14,7 +14,7 @@ from tandem.values.kv_layout import KVLayout
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pairing:
-    """Terms between a prefill worker (the source) and a decode worker (the destination)."""
+    """Terms of one lane between a prefill worker (the source) and a decode worker (the destination)."""
 
     source: KVLayout
     destination: KVLayout
@@ -25,7 +25,13 @@ class Pairing:
 
     @classmethod
     def from_layouts(
-        cls, source: KVLayout, destination: KVLayout, *, wire_dtype: str, head_scales: Floats | None = None
+        cls,
+        source: KVLayout,
+        destination: KVLayout,
+        *,
+        wire_dtype: str,
+        head_scales: Floats | None = None,
+        lane: int = 0,
     ) -> "Pairing":
         """Raises TransferError, naming the field, for layouts and a dtype that do not agree."""
         if reason := cannot_travel_as(source.dtype, wire_dtype, destination.dtype):
@@ -34,7 +40,7 @@ class Pairing:
             source=source,
             destination=destination,
             wire_dtype=wire_dtype,
-            mapping=CellMapping(source, destination),
+            mapping=CellMapping(source, destination, lane=lane),
             head_scales=head_scales,
         )
 
@@ -53,8 +59,8 @@ class Pairing:
 
     @property
     def unit_layer_bytes(self) -> int:
-        """Bytes of one unit in one layer on the wire, K and V of all heads."""
-        vectors = 2 * self.mapping.unit_tokens * self.source.num_kv_heads
+        """Bytes of one unit in one layer on the wire, K and V of all the lane's heads."""
+        vectors = 2 * self.mapping.unit_tokens * self.mapping.lane.num_heads
         return vectors * vector_bytes(self.wire_dtype, self.source.head_dim)
 
     def at_departure(self) -> Converter | None:

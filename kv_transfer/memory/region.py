@@ -1,4 +1,4 @@
-"""A worker's whole KV pool as bytes."""
+"""A worker's KV pool as bytes, or the part of it that is in one process (see kv_transfer/layout/lanes.py)."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class KVRegion:
-    """Contiguous bytes `[plane, block, layer_block_bytes]`: the layers of all ranks, one rank after another."""
+    """Contiguous bytes `[plane, block, layer_block_bytes]`: the layers of all its ranks, one rank after another."""
 
     buffer: memoryview
     num_blocks: int
@@ -31,9 +31,9 @@ class KVRegion:
     def from_buffer(cls, buffer: memoryview, layout: KVLayout, *, fd: int | None = None) -> "KVRegion":
         """Interpret `buffer` (writable, contiguous) under `layout`. Raises ValueError when the sizes disagree."""
         flat = buffer.cast("B")
-        num_blocks, rest = divmod(flat.nbytes, layout.worker_block_bytes)
+        num_blocks, rest = divmod(flat.nbytes, layout.region_block_bytes)
         if flat.readonly or rest or not num_blocks:
-            raise ValueError(f"{flat.nbytes} bytes are not a writable pool of {layout.worker_block_bytes}-byte blocks")
+            raise ValueError(f"{flat.nbytes} bytes are not a writable pool of {layout.region_block_bytes}-byte blocks")
         address = int(np.frombuffer(flat, dtype=np.uint8).ctypes.data)
         return cls(buffer=flat, num_blocks=num_blocks, layout=layout, address=address, fd=fd)
 

@@ -59,12 +59,12 @@ class TorchPool:
         """`streams`: the streams to work on; by default new ones of the tensor's device, if it has any."""
         self._torch = importlib.import_module("torch")
         self._memory = memory.view(-1)
-        num_blocks, rest = divmod(self._memory.numel(), layout.worker_block_bytes)
+        num_blocks, rest = divmod(self._memory.numel(), layout.region_block_bytes)
         if rest or not num_blocks or self._memory.dtype is not self._torch.uint8:
-            raise ValueError(f"{self._memory.numel()} bytes are not a pool of {layout.worker_block_bytes}-byte blocks")
+            raise ValueError(f"{self._memory.numel()} bytes are not a pool of {layout.region_block_bytes}-byte blocks")
         self.num_blocks: int = num_blocks
         self.layout = layout
-        self._planes = self._memory.view(layout.num_planes, -1)
+        self._planes = self._memory.view(layout.num_planes // layout.num_regions, -1)
         self._on_cuda = self._memory.device.type == "cuda"
         if streams is None and self._on_cuda:
             streams = SideStreams(self._torch.cuda, self._memory.device)

@@ -155,6 +155,8 @@ def layout_to_pb(layout: KVLayout) -> pb.KVLayout:
         block_size=layout.block_size,
         tp_size=layout.tp_size,
         tp_rank=layout.tp_rank,
+        # Left out where it is 1, as peers of earlier versions do.
+        num_regions=0 if layout.num_regions == 1 else layout.num_regions,
     )
 
 
@@ -169,6 +171,7 @@ def layout_from_pb(message: pb.KVLayout) -> KVLayout:
         block_size=message.block_size,
         tp_size=message.tp_size,
         tp_rank=message.tp_rank,
+        num_regions=message.num_regions or 1,
     )
 
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from tandem.v1 import common_pb2 as tandem_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tandem/v1/handoff.proto\x12\ttandem.v1\x1a\x16tandem/v1/common.proto\"\xd2\x04\n\x0eHandoffMessage\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x11\n\taddressee\x18\x11 \x01(\x04\x12\x13\n\x0btransfer_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12(\n\x05hello\x18\x04 \x01(\x0b\x32\x17.tandem.v1.HandoffHelloH\x00\x12%\n\x07prefill\x18\x05 \x01(\x0b\x32\x12.tandem.v1.PrefillH\x00\x12!\n\x05offer\x18\x06 \x01(\x0b\x32\x10.tandem.v1.OfferH\x00\x12%\n\x07reserve\x18\x07 \x01(\x0b\x32\x12.tandem.v1.ReserveH\x00\x12#\n\x06reject\x18\x08 \x01(\x0b\x32\x11.tandem.v1.RejectH\x00\x12!\n\x05\x63hunk\x18\t \x01(\x0b\x32\x10.tandem.v1.ChunkH\x00\x12\x1f\n\x04nack\x18\n \x01(\x0b\x32\x0f.tandem.v1.NackH\x00\x12,\n\x0b\x66irst_token\x18\x0b \x01(\x0b\x32\x15.tandem.v1.FirstTokenH\x00\x12\x1f\n\x04seal\x18\x0c \x01(\x0b\x32\x0f.tandem.v1.SealH\x00\x12*\n\ncommit_ack\x18\r \x01(\x0b\x32\x14.tandem.v1.CommitAckH\x00\x12!\n\x05\x61\x62ort\x18\x0e \x01(\x0b\x32\x10.tandem.v1.AbortH\x00\x12%\n\x07\x64rained\x18\x0f \x01(\x0b\x32\x12.tandem.v1.DrainedH\x00\x12!\n\x05renew\x18\x10 \x01(\x0b\x32\x10.tandem.v1.RenewH\x00\x42\x06\n\x04kind\"\xbb\x01\n\x0cHandoffHello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12#\n\x06layout\x18\x03 \x01(\x0b\x32\x13.tandem.v1.KVLayout\x12-\n\ntransports\x18\x04 \x03(\x0b\x32\x19.tandem.v1.TransportOffer\x12\x12\n\nwire_dtype\x18\x05 \x01(\t\x12\x16\n\x0enewest_version\x18\x06 \x01(\r\"?\n\x0eTransportOffer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x61\x64vert\x18\x02 \x01(\x0c\x12\x0f\n\x07host_id\x18\x03 \x01(\t\"\xf4\x02\n\x07Prefill\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x02 \x01(\r\x12\x13\n\x0bheld_tokens\x18\x03 \x01(\r\x12+\n\x08sampling\x18\x04 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x14\n\x0c\x63hoice_index\x18\x05 \x01(\r\x12\x11\n\thash_root\x18\x06 \x01(\x0c\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x16\n\ttimeout_s\x18\x08 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\nrequest_id\x18\t \x01(\t\x12\x0f\n\x07lease_s\x18\n \x01(\x01\x12\x0e\n\x06resume\x18\x0b \x01(\x08\x12\r\n\x05\x66\x65tch\x18\x0c \x01(\x08\x12\r\n\x05names\x18\x0e \x01(\x0c\x12\'\n\x06holder\x18\r \x01(\x0b\x32\x17.tandem.v1.PrefixHolder\x12\x12\n\x05trace\x18\x18 \x01(\tH\x01\x88\x01\x01\x42\x0c\n\n_timeout_sB\x08\n\x06_trace\"Q\n\x05Offer\x12\x11\n\tnum_units\x18\x01 \x01(\r\x12\x0f\n\x07queue_s\x18\x02 \x01(\x01\x12\x16\n\ttail_hash\x18\x03 \x01(\x0cH\x00\x88\x01\x01\x42\x0c\n\n_tail_hash\">\n\x07Reserve\x12\x11\n\tnum_units\x18\x01 \x01(\r\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\r\n\x05grant\x18\x03 \x01(\x0c\"-\n\x06Reject\x12#\n\x07\x66\x61ilure\x18\x01 \x01(\x0b\x32\x12.tandem.v1.Failure\"\xbf\x01\n\x05\x43hunk\x12\x0b\n\x03seq\x18\x01 \x01(\r\x12\x13\n\x0b\x66irst_layer\x18\x02 \x01(\r\x12\x12\n\nnum_layers\x18\x03 \x01(\r\x12\x12\n\nfirst_unit\x18\x04 \x01(\r\x12\x11\n\tnum_units\x18\x05 \x01(\r\x12\x12\n\nfirst_head\x18\x06 \x01(\r\x12\x11\n\tnum_heads\x18\x07 \x01(\r\x12\x10\n\x08\x63hecksum\x18\x08 \x01(\x06\x12\x0f\n\x07rewrite\x18\t \x01(\r\x12\x0f\n\x07write_s\x18\n \x01(\x01\"$\n\x04Nack\x12\x0b\n\x03seq\x18\x01 \x01(\r\x12\x0f\n\x07rewrite\x18\x02 \x01(\r\"\xa1\x01\n\nFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12*\n\x08logprobs\x18\x02 \x01(\x0b\x32\x13.tandem.v1.LogprobsH\x00\x88\x01\x01\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x31\n\x10\x63\x61\x63hed_by_source\x18\x04 \x01(\x0b\x32\x17.tandem.v1.CachedTokensB\x0b\n\t_logprobs\"}\n\x04Seal\x12\x12\n\nnum_chunks\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12$\n\x05times\x18\x03 \x01(\x0b\x32\x15.tandem.v1.PhaseTimes\x12\x16\n\ttail_hash\x18\x04 \x01(\x0cH\x00\x88\x01\x01\x42\x0c\n\n_tail_hash\"\x0b\n\tCommitAck\"\x17\n\x05\x41\x62ort\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\t\n\x07\x44rained\"\x1d\n\x05Renew\x12\x14\n\x0ctransfer_ids\x18\x01 \x03(\t2N\n\x07Handoff\x12\x43\n\x07\x43onnect\x12\x19.tandem.v1.HandoffMessage\x1a\x19.tandem.v1.HandoffMessage(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tandem/v1/handoff.proto\x12\ttandem.v1\x1a\x16tandem/v1/common.proto\"\xd2\x04\n\x0eHandoffMessage\x12\x13\n\x0bincarnation\x18\x01 \x01(\x04\x12\x11\n\taddressee\x18\x11 \x01(\x04\x12\x13\n\x0btransfer_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12(\n\x05hello\x18\x04 \x01(\x0b\x32\x17.tandem.v1.HandoffHelloH\x00\x12%\n\x07prefill\x18\x05 \x01(\x0b\x32\x12.tandem.v1.PrefillH\x00\x12!\n\x05offer\x18\x06 \x01(\x0b\x32\x10.tandem.v1.OfferH\x00\x12%\n\x07reserve\x18\x07 \x01(\x0b\x32\x12.tandem.v1.ReserveH\x00\x12#\n\x06reject\x18\x08 \x01(\x0b\x32\x11.tandem.v1.RejectH\x00\x12!\n\x05\x63hunk\x18\t \x01(\x0b\x32\x10.tandem.v1.ChunkH\x00\x12\x1f\n\x04nack\x18\n \x01(\x0b\x32\x0f.tandem.v1.NackH\x00\x12,\n\x0b\x66irst_token\x18\x0b \x01(\x0b\x32\x15.tandem.v1.FirstTokenH\x00\x12\x1f\n\x04seal\x18\x0c \x01(\x0b\x32\x0f.tandem.v1.SealH\x00\x12*\n\ncommit_ack\x18\r \x01(\x0b\x32\x14.tandem.v1.CommitAckH\x00\x12!\n\x05\x61\x62ort\x18\x0e \x01(\x0b\x32\x10.tandem.v1.AbortH\x00\x12%\n\x07\x64rained\x18\x0f \x01(\x0b\x32\x12.tandem.v1.DrainedH\x00\x12!\n\x05renew\x18\x10 \x01(\x0b\x32\x10.tandem.v1.RenewH\x00\x42\x06\n\x04kind\"\xee\x01\n\x0cHandoffHello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12#\n\x06layout\x18\x03 \x01(\x0b\x32\x13.tandem.v1.KVLayout\x12-\n\ntransports\x18\x04 \x03(\x0b\x32\x19.tandem.v1.TransportOffer\x12\x12\n\nwire_dtype\x18\x05 \x01(\t\x12\x16\n\x0enewest_version\x18\x06 \x01(\r\x12\x31\n\x0cmore_regions\x18\x07 \x03(\x0b\x32\x1b.tandem.v1.RegionTransports\"A\n\x10RegionTransports\x12-\n\ntransports\x18\x01 \x03(\x0b\x32\x19.tandem.v1.TransportOffer\"?\n\x0eTransportOffer\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x61\x64vert\x18\x02 \x01(\x0c\x12\x0f\n\x07host_id\x18\x03 \x01(\t\"\xf4\x02\n\x07Prefill\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x19\n\x11num_prompt_tokens\x18\x02 \x01(\r\x12\x13\n\x0bheld_tokens\x18\x03 \x01(\r\x12+\n\x08sampling\x18\x04 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x14\n\x0c\x63hoice_index\x18\x05 \x01(\r\x12\x11\n\thash_root\x18\x06 \x01(\x0c\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x16\n\ttimeout_s\x18\x08 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\nrequest_id\x18\t \x01(\t\x12\x0f\n\x07lease_s\x18\n \x01(\x01\x12\x0e\n\x06resume\x18\x0b \x01(\x08\x12\r\n\x05\x66\x65tch\x18\x0c \x01(\x08\x12\r\n\x05names\x18\x0e \x01(\x0c\x12\'\n\x06holder\x18\r \x01(\x0b\x32\x17.tandem.v1.PrefixHolder\x12\x12\n\x05trace\x18\x18 \x01(\tH\x01\x88\x01\x01\x42\x0c\n\n_timeout_sB\x08\n\x06_trace\"Q\n\x05Offer\x12\x11\n\tnum_units\x18\x01 \x01(\r\x12\x0f\n\x07queue_s\x18\x02 \x01(\x01\x12\x16\n\ttail_hash\x18\x03 \x01(\x0cH\x00\x88\x01\x01\x42\x0c\n\n_tail_hash\"S\n\x07Reserve\x12\x11\n\tnum_units\x18\x01 \x01(\r\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\r\n\x05grant\x18\x03 \x01(\x0c\x12\x13\n\x0bmore_grants\x18\x04 \x03(\x0c\"-\n\x06Reject\x12#\n\x07\x66\x61ilure\x18\x01 \x01(\x0b\x32\x12.tandem.v1.Failure\"\xcd\x01\n\x05\x43hunk\x12\x0b\n\x03seq\x18\x01 \x01(\r\x12\x13\n\x0b\x66irst_layer\x18\x02 \x01(\r\x12\x12\n\nnum_layers\x18\x03 \x01(\r\x12\x12\n\nfirst_unit\x18\x04 \x01(\r\x12\x11\n\tnum_units\x18\x05 \x01(\r\x12\x12\n\nfirst_head\x18\x06 \x01(\r\x12\x11\n\tnum_heads\x18\x07 \x01(\r\x12\x10\n\x08\x63hecksum\x18\x08 \x01(\x06\x12\x0f\n\x07rewrite\x18\t \x01(\r\x12\x0f\n\x07write_s\x18\n \x01(\x01\x12\x0c\n\x04lane\x18\x0b \x01(\r\"$\n\x04Nack\x12\x0b\n\x03seq\x18\x01 \x01(\r\x12\x0f\n\x07rewrite\x18\x02 \x01(\r\"\xa1\x01\n\nFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12*\n\x08logprobs\x18\x02 \x01(\x0b\x32\x13.tandem.v1.LogprobsH\x00\x88\x01\x01\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x31\n\x10\x63\x61\x63hed_by_source\x18\x04 \x01(\x0b\x32\x17.tandem.v1.CachedTokensB\x0b\n\t_logprobs\"}\n\x04Seal\x12\x12\n\nnum_chunks\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12$\n\x05times\x18\x03 \x01(\x0b\x32\x15.tandem.v1.PhaseTimes\x12\x16\n\ttail_hash\x18\x04 \x01(\x0cH\x00\x88\x01\x01\x42\x0c\n\n_tail_hash\"\x0b\n\tCommitAck\"\x17\n\x05\x41\x62ort\x12\x0e\n\x06reason\x18\x01 \x01(\t\"\t\n\x07\x44rained\"\x1d\n\x05Renew\x12\x14\n\x0ctransfer_ids\x18\x01 \x03(\t2N\n\x07Handoff\x12\x43\n\x07\x43onnect\x12\x19.tandem.v1.HandoffMessage\x1a\x19.tandem.v1.HandoffMessage(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,33 +35,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HANDOFFMESSAGE']._serialized_start=63
   _globals['_HANDOFFMESSAGE']._serialized_end=657
   _globals['_HANDOFFHELLO']._serialized_start=660
-  _globals['_HANDOFFHELLO']._serialized_end=847
-  _globals['_TRANSPORTOFFER']._serialized_start=849
-  _globals['_TRANSPORTOFFER']._serialized_end=912
-  _globals['_PREFILL']._serialized_start=915
-  _globals['_PREFILL']._serialized_end=1287
-  _globals['_OFFER']._serialized_start=1289
-  _globals['_OFFER']._serialized_end=1370
-  _globals['_RESERVE']._serialized_start=1372
-  _globals['_RESERVE']._serialized_end=1434
-  _globals['_REJECT']._serialized_start=1436
-  _globals['_REJECT']._serialized_end=1481
-  _globals['_CHUNK']._serialized_start=1484
-  _globals['_CHUNK']._serialized_end=1675
-  _globals['_NACK']._serialized_start=1677
-  _globals['_NACK']._serialized_end=1713
-  _globals['_FIRSTTOKEN']._serialized_start=1716
-  _globals['_FIRSTTOKEN']._serialized_end=1877
-  _globals['_SEAL']._serialized_start=1879
-  _globals['_SEAL']._serialized_end=2004
-  _globals['_COMMITACK']._serialized_start=2006
-  _globals['_COMMITACK']._serialized_end=2017
-  _globals['_ABORT']._serialized_start=2019
-  _globals['_ABORT']._serialized_end=2042
-  _globals['_DRAINED']._serialized_start=2044
-  _globals['_DRAINED']._serialized_end=2053
-  _globals['_RENEW']._serialized_start=2055
-  _globals['_RENEW']._serialized_end=2084
-  _globals['_HANDOFF']._serialized_start=2086
-  _globals['_HANDOFF']._serialized_end=2164
+  _globals['_HANDOFFHELLO']._serialized_end=898
+  _globals['_REGIONTRANSPORTS']._serialized_start=900
+  _globals['_REGIONTRANSPORTS']._serialized_end=965
+  _globals['_TRANSPORTOFFER']._serialized_start=967
+  _globals['_TRANSPORTOFFER']._serialized_end=1030
+  _globals['_PREFILL']._serialized_start=1033
+  _globals['_PREFILL']._serialized_end=1405
+  _globals['_OFFER']._serialized_start=1407
+  _globals['_OFFER']._serialized_end=1488
+  _globals['_RESERVE']._serialized_start=1490
+  _globals['_RESERVE']._serialized_end=1573
+  _globals['_REJECT']._serialized_start=1575
+  _globals['_REJECT']._serialized_end=1620
+  _globals['_CHUNK']._serialized_start=1623
+  _globals['_CHUNK']._serialized_end=1828
+  _globals['_NACK']._serialized_start=1830
+  _globals['_NACK']._serialized_end=1866
+  _globals['_FIRSTTOKEN']._serialized_start=1869
+  _globals['_FIRSTTOKEN']._serialized_end=2030
+  _globals['_SEAL']._serialized_start=2032
+  _globals['_SEAL']._serialized_end=2157
+  _globals['_COMMITACK']._serialized_start=2159
+  _globals['_COMMITACK']._serialized_end=2170
+  _globals['_ABORT']._serialized_start=2172
+  _globals['_ABORT']._serialized_end=2195
+  _globals['_DRAINED']._serialized_start=2197
+  _globals['_DRAINED']._serialized_end=2206
+  _globals['_RENEW']._serialized_start=2208
+  _globals['_RENEW']._serialized_end=2237
+  _globals['_HANDOFF']._serialized_start=2239
+  _globals['_HANDOFF']._serialized_end=2317
 # @@protoc_insertion_point(module_scope)

@@ -46,20 +46,28 @@ class HandoffMessage(_message.Message):
     def __init__(self, incarnation: _Optional[int] = ..., addressee: _Optional[int] = ..., transfer_id: _Optional[str] = ..., attempt: _Optional[int] = ..., hello: _Optional[_Union[HandoffHello, _Mapping]] = ..., prefill: _Optional[_Union[Prefill, _Mapping]] = ..., offer: _Optional[_Union[Offer, _Mapping]] = ..., reserve: _Optional[_Union[Reserve, _Mapping]] = ..., reject: _Optional[_Union[Reject, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ..., nack: _Optional[_Union[Nack, _Mapping]] = ..., first_token: _Optional[_Union[FirstToken, _Mapping]] = ..., seal: _Optional[_Union[Seal, _Mapping]] = ..., commit_ack: _Optional[_Union[CommitAck, _Mapping]] = ..., abort: _Optional[_Union[Abort, _Mapping]] = ..., drained: _Optional[_Union[Drained, _Mapping]] = ..., renew: _Optional[_Union[Renew, _Mapping]] = ...) -> None: ...
 
 class HandoffHello(_message.Message):
-    __slots__ = ("protocol_version", "worker_id", "layout", "transports", "wire_dtype", "newest_version")
+    __slots__ = ("protocol_version", "worker_id", "layout", "transports", "wire_dtype", "newest_version", "more_regions")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     WIRE_DTYPE_FIELD_NUMBER: _ClassVar[int]
     NEWEST_VERSION_FIELD_NUMBER: _ClassVar[int]
+    MORE_REGIONS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     worker_id: str
     layout: _common_pb2.KVLayout
     transports: _containers.RepeatedCompositeFieldContainer[TransportOffer]
     wire_dtype: str
     newest_version: int
-    def __init__(self, protocol_version: _Optional[int] = ..., worker_id: _Optional[str] = ..., layout: _Optional[_Union[_common_pb2.KVLayout, _Mapping]] = ..., transports: _Optional[_Iterable[_Union[TransportOffer, _Mapping]]] = ..., wire_dtype: _Optional[str] = ..., newest_version: _Optional[int] = ...) -> None: ...
+    more_regions: _containers.RepeatedCompositeFieldContainer[RegionTransports]
+    def __init__(self, protocol_version: _Optional[int] = ..., worker_id: _Optional[str] = ..., layout: _Optional[_Union[_common_pb2.KVLayout, _Mapping]] = ..., transports: _Optional[_Iterable[_Union[TransportOffer, _Mapping]]] = ..., wire_dtype: _Optional[str] = ..., newest_version: _Optional[int] = ..., more_regions: _Optional[_Iterable[_Union[RegionTransports, _Mapping]]] = ...) -> None: ...
+
+class RegionTransports(_message.Message):
+    __slots__ = ("transports",)
+    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    transports: _containers.RepeatedCompositeFieldContainer[TransportOffer]
+    def __init__(self, transports: _Optional[_Iterable[_Union[TransportOffer, _Mapping]]] = ...) -> None: ...
 
 class TransportOffer(_message.Message):
     __slots__ = ("name", "advert", "host_id")
@@ -116,14 +124,16 @@ class Offer(_message.Message):
     def __init__(self, num_units: _Optional[int] = ..., queue_s: _Optional[float] = ..., tail_hash: _Optional[bytes] = ...) -> None: ...
 
 class Reserve(_message.Message):
-    __slots__ = ("num_units", "transport", "grant")
+    __slots__ = ("num_units", "transport", "grant", "more_grants")
     NUM_UNITS_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     GRANT_FIELD_NUMBER: _ClassVar[int]
+    MORE_GRANTS_FIELD_NUMBER: _ClassVar[int]
     num_units: int
     transport: str
     grant: bytes
-    def __init__(self, num_units: _Optional[int] = ..., transport: _Optional[str] = ..., grant: _Optional[bytes] = ...) -> None: ...
+    more_grants: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, num_units: _Optional[int] = ..., transport: _Optional[str] = ..., grant: _Optional[bytes] = ..., more_grants: _Optional[_Iterable[bytes]] = ...) -> None: ...
 
 class Reject(_message.Message):
     __slots__ = ("failure",)
@@ -132,7 +142,7 @@ class Reject(_message.Message):
     def __init__(self, failure: _Optional[_Union[_common_pb2.Failure, _Mapping]] = ...) -> None: ...
 
 class Chunk(_message.Message):
-    __slots__ = ("seq", "first_layer", "num_layers", "first_unit", "num_units", "first_head", "num_heads", "checksum", "rewrite", "write_s")
+    __slots__ = ("seq", "first_layer", "num_layers", "first_unit", "num_units", "first_head", "num_heads", "checksum", "rewrite", "write_s", "lane")
     SEQ_FIELD_NUMBER: _ClassVar[int]
     FIRST_LAYER_FIELD_NUMBER: _ClassVar[int]
     NUM_LAYERS_FIELD_NUMBER: _ClassVar[int]
@@ -143,6 +153,7 @@ class Chunk(_message.Message):
     CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     REWRITE_FIELD_NUMBER: _ClassVar[int]
     WRITE_S_FIELD_NUMBER: _ClassVar[int]
+    LANE_FIELD_NUMBER: _ClassVar[int]
     seq: int
     first_layer: int
     num_layers: int
@@ -153,7 +164,8 @@ class Chunk(_message.Message):
     checksum: int
     rewrite: int
     write_s: float
-    def __init__(self, seq: _Optional[int] = ..., first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ..., first_unit: _Optional[int] = ..., num_units: _Optional[int] = ..., first_head: _Optional[int] = ..., num_heads: _Optional[int] = ..., checksum: _Optional[int] = ..., rewrite: _Optional[int] = ..., write_s: _Optional[float] = ...) -> None: ...
+    lane: int
+    def __init__(self, seq: _Optional[int] = ..., first_layer: _Optional[int] = ..., num_layers: _Optional[int] = ..., first_unit: _Optional[int] = ..., num_units: _Optional[int] = ..., first_head: _Optional[int] = ..., num_heads: _Optional[int] = ..., checksum: _Optional[int] = ..., rewrite: _Optional[int] = ..., write_s: _Optional[float] = ..., lane: _Optional[int] = ...) -> None: ...
 
 class Nack(_message.Message):
     __slots__ = ("seq", "rewrite")

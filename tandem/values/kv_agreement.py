@@ -35,6 +35,8 @@ def agree(source: KVLayout, destination: KVLayout) -> str | None:
         or _bad_block_sizes(source.block_size, destination.block_size)
         or _bad_split("source", source)
         or _bad_split("destination", destination)
+        or _bad_regions("source", source)
+        or _bad_regions("destination", destination)
     )
 
 
@@ -60,3 +62,9 @@ def _bad_split(where: str, layout: KVLayout) -> str | None:
     if min(heads, ranks) > 0 and (heads % ranks == 0 or ranks % heads == 0):
         return None
     return f"tp_size: {ranks} at the {where} neither divides nor is a multiple of {heads} heads"
+
+
+def _bad_regions(where: str, layout: KVLayout) -> str | None:
+    if layout.num_regions > 0 and layout.tp_size % layout.num_regions == 0:
+        return None
+    return f"num_regions: {layout.num_regions} at the {where} does not divide {layout.tp_size} ranks"

@@ -36,6 +36,8 @@ class KVLayout:
     """Tokens per physical block."""
     tp_size: int = 1
     tp_rank: int = 0
+    num_regions: int = 1
+    """Number of memories that hold the ranks' KV, consecutive ranks in each and as many: 1, or one per process."""
 
     @property
     def num_local_kv_heads(self) -> int:
@@ -74,6 +76,16 @@ class KVLayout:
     def worker_block_bytes(self) -> int:
         """Bytes of one block over all layers of all ranks."""
         return self.num_planes * self.layer_block_bytes
+
+    @property
+    def ranks_per_region(self) -> int:
+        """Number of ranks whose KV is in one region."""
+        return self.tp_size // self.num_regions
+
+    @property
+    def region_block_bytes(self) -> int:
+        """Bytes of one block over all layers of the ranks of one region."""
+        return self.worker_block_bytes // self.num_regions
 
     def mismatch(self, other: "KVLayout") -> str | None:
         """Name and values of the first field that forbids a hand-off between the two, or None."""

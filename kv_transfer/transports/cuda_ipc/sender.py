@@ -151,7 +151,7 @@ class CudaIpcSender:
         try:
             num_blocks, loan = unpack_loan(one_sided_wire.receive_blob(sock))
             target = self._sharing.borrow(loan)
-            if target.numel() != num_blocks * pairing.destination.worker_block_bytes:
+            if target.numel() != num_blocks * pairing.destination.region_block_bytes:
                 raise TransferError("the size of the receiver's pool does not match its layout")
             sock.settimeout(None)
             return CudaIpcWriter(device, sock, target, pairing)

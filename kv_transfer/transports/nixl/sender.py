@@ -44,7 +44,7 @@ class NixlWriter(ClaimingWriter):
         self._broken = threading.Event()
         self._moving = threading.Lock()
         metadata, base, size_bytes = unpack_pool(one_sided_wire.receive_blob(sock))
-        self._pool_blocks, rest = divmod(size_bytes, pairing.destination.worker_block_bytes)
+        self._pool_blocks, rest = divmod(size_bytes, pairing.destination.region_block_bytes)
         if rest or not self._pool_blocks:
             raise TransferError("the size of the receiver's pool does not match its layout")
         here, there = pairing.source.layer_block_bytes, pairing.destination.layer_block_bytes

@@ -86,7 +86,7 @@ class ShmSender:
         try:
             num_blocks, fd = shm_wire.receive_region(sock)
             try:
-                buffer = map_shared(fd, num_blocks * pairing.destination.worker_block_bytes)
+                buffer = map_shared(fd, num_blocks * pairing.destination.region_block_bytes)
             finally:
                 os.close(fd)
             target = KVRegion.from_buffer(buffer, pairing.destination)
