@@ -12,12 +12,14 @@ from kv_transfer.layout.cell_range import CellRange
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoffSize:
-    """Dimensions of the cells of one hand-off, and their bytes."""
+    """Dimensions of the cells of one hand-off that go through one lane, and their bytes."""
 
     num_layers: int
     num_heads: int
     unit_layer_bytes: int
     """Bytes of one unit in one layer on the wire, K and V of all heads."""
+    first_layer: int = 0
+    first_head: int = 0
 
 
 class ChunkPlanner:
@@ -39,7 +41,7 @@ class ChunkPlanner:
         """Plan chunks for the cells that became ready since the last call.
 
         `num_ready`: units that are computed in all layers. `coming`: units that will be after the current step, which
-        has computed them in the first `num_layers` layers; 0 while there is no step.
+        has computed them in the first `num_layers` layers of the model; 0 while there is no step.
         """
         chunks: list[CellRange] = []
         if self._early_layers and num_ready >= self._early_end:
@@ -55,7 +57,7 @@ class ChunkPlanner:
     def _plan_early_layers(self, end: int, num_layers: int) -> list[CellRange]:
         """Plan whole groups of layers only; the last layer is never planned before its step has ended."""
         group = self._layers_at_once(end - self._done)
-        new_layers = min(num_layers, self._size.num_layers - 1) - self._early_layers
+        new_layers = min(num_layers - self._size.first_layer, self._size.num_layers - 1) - self._early_layers
         planned = self._early_layers + max(0, new_layers) // group * group
         chunks = self._by_layers(end, self._early_layers, planned)
         if chunks:
@@ -92,10 +94,10 @@ class ChunkPlanner:
 
     def _cells(self, first_layer: int, num_layers: int, first_unit: int, num_units: int) -> CellRange:
         return CellRange(
-            first_layer=first_layer,
+            first_layer=self._size.first_layer + first_layer,
             num_layers=num_layers,
             first_unit=first_unit,
             num_units=num_units,
-            first_head=0,
+            first_head=self._size.first_head,
             num_heads=self._size.num_heads,
         )

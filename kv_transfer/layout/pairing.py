@@ -20,6 +20,7 @@ class Pairing:
     destination: KVLayout
     wire_dtype: str
     mapping: CellMapping
+    lane: int = 0
     head_scales: Floats | None = None
     """KV scales of the model, for fp8_e4m3: `[num_layers, 2, num_kv_heads]`; 1 when absent."""
 
@@ -41,6 +42,7 @@ class Pairing:
             destination=destination,
             wire_dtype=wire_dtype,
             mapping=CellMapping(source, destination, lane=lane),
+            lane=lane,
             head_scales=head_scales,
         )
 

@@ -26,7 +26,9 @@ class CellAddresses:
     def seek(self, cells: CellRange) -> tuple[StridedBlocks, int]:
         """The block table and first unit of these cells. Raises TransferError when they are not the lane's."""
         lane = self._lane
-        if not (cells.num_layers > 0 and 0 <= cells.first_layer - lane.first_layer <= lane.num_layers - cells.num_layers):
+        if not (
+            cells.num_layers > 0 and 0 <= cells.first_layer - lane.first_layer <= lane.num_layers - cells.num_layers
+        ):
             raise TransferError("cells outside the model")
         blocks = self._blocks
         if cells.num_heads != lane.num_heads or cells.first_head != lane.first_head:

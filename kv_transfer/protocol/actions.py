@@ -24,7 +24,7 @@ class BindBlocks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenGrant:
-    """Receiver: let the peer write into these destinations; answer with GrantOpened."""
+    """Receiver: let the peer write into these destinations; answer with GrantOpened for each lane."""
 
     blocks: tuple[BlockId, ...]
 
@@ -68,7 +68,7 @@ class Commit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Revoke:
-    """Receiver: close the grant; answer with Quiet once no byte can be written through it any more."""
+    """Receiver: close all grants; answer with Quiet for each lane through which no byte can be written any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +113,7 @@ class StartWrite:
     """Index in the prompt of the first block of `sources`, in blocks of this worker."""
     sources: tuple[BlockId, ...]
     """All blocks of this worker that hold some of these cells."""
+    lane: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

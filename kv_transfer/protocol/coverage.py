@@ -1,29 +1,29 @@
-"""Tracks which cells of a reservation are announced and which have landed.
+"""Tracks which cells of one lane of a reservation are announced and which have landed.
 
 A unit is a bit mask over (layer, head), so that chunks may cut the reservation in any direction: by units as
 prefill chunks finish, by layers as a forward pass goes on, by heads when tensor-parallel sizes differ.
 """
 
 from kv_transfer.layout.cell_range import CellRange
+from kv_transfer.layout.lanes import Lane
 
 
 class Coverage:
-    """Announced and landed cells of one reservation, as masks; no bytes are touched."""
+    """Announced and landed cells of one lane, as masks; no bytes are touched."""
 
-    __slots__ = ("_claimed", "_full", "_landed", "_num_heads", "_num_layers", "num_units")
+    __slots__ = ("_claimed", "_full", "_landed", "_lane", "num_units")
 
-    def __init__(self, *, num_units: int, num_layers: int, num_heads: int) -> None:
+    def __init__(self, *, num_units: int, lane: Lane) -> None:
         self.num_units = num_units
-        self._num_layers = num_layers
-        self._num_heads = num_heads
-        self._full = (1 << (num_layers * num_heads)) - 1
+        self._lane = lane
+        self._full = (1 << (lane.num_layers * lane.num_heads)) - 1
         self._claimed = [0] * num_units
         self._landed = [0] * num_units
 
     @property
     def num_cells(self) -> int:
         """Number of cells, which bounds the number of chunks."""
-        return self.num_units * self._num_layers * self._num_heads
+        return self.num_units * self._lane.num_layers * self._lane.num_heads
 
     @property
     def complete(self) -> bool:
@@ -31,15 +31,8 @@ class Coverage:
         return all(mask == self._full for mask in self._landed)
 
     def contains(self, cells: CellRange) -> bool:
-        """Whether `cells` is not empty and lies within the reservation."""
-        return (
-            cells.num_layers > 0
-            and cells.num_units > 0
-            and cells.num_heads > 0
-            and 0 <= cells.first_layer <= self._num_layers - cells.num_layers
-            and 0 <= cells.first_unit <= self.num_units - cells.num_units
-            and 0 <= cells.first_head <= self._num_heads - cells.num_heads
-        )
+        """Whether `cells` is not empty and lies within the lane and the reservation."""
+        return self._lane.contains(cells) and cells.first_unit <= self.num_units - cells.num_units
 
     def claim(self, cells: CellRange) -> None:
         """Record that a chunk announces these cells."""
@@ -66,10 +59,12 @@ class Coverage:
         return self.num_units
 
     def _mask(self, cells: CellRange) -> int:
-        heads = ((1 << cells.num_heads) - 1) << cells.first_head
+        lane = self._lane
+        heads = ((1 << cells.num_heads) - 1) << (cells.first_head - lane.first_head)
         mask = 0
-        for layer in range(cells.first_layer, cells.first_layer + cells.num_layers):
-            mask |= heads << (layer * self._num_heads)
+        first_layer = cells.first_layer - lane.first_layer
+        for layer in range(first_layer, first_layer + cells.num_layers):
+            mask |= heads << (layer * lane.num_heads)
         return mask
 
 

@@ -19,10 +19,13 @@ class BindRefused:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrantOpened:
+    """A lane may be written: the answer to OpenGrant, once for each."""
+
     transport: str
     grant: bytes
     drain_proves_quiet: bool
     """Whether all bytes sent over this transport have landed once the sender reports DRAINED."""
+    lane: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +37,9 @@ class Verified:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quiet:
-    """Proof that no byte of this attempt can land any more."""
+    """Proof that no byte of this attempt can land through a lane any more."""
+
+    lane: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

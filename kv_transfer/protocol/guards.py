@@ -3,6 +3,8 @@
 The state machines call them as `guards.name(...)`, so that a proof can remove one and show that the protocol breaks.
 """
 
+from collections.abc import Sequence
+
 from kv_transfer.layout.cell_range import CellRange
 from kv_transfer.protocol.coverage import Coverage
 from kv_transfer.protocol.leases import Lease
@@ -41,13 +43,23 @@ def impossible_fetch(offer: Offer, most_units: int, units_per_block: int) -> boo
     return not 0 < offer.num_units <= most_units or offer.num_units % units_per_block != 0
 
 
+def wrong_grants(num_grants: int, num_lanes: int) -> bool:
+    """The receiver granted another number of lanes than the hand-off has."""
+    return num_grants != num_lanes
+
+
 def wrong_binding(num_bound: int, expected: int) -> bool:
     """The owner bound another number of blocks than will be transferred."""
     return num_bound != expected
 
 
+def unknown_lane(lane: int, num_lanes: int) -> bool:
+    """The hand-off has no lane of this number."""
+    return not 0 <= lane < num_lanes
+
+
 def out_of_range(cells: CellRange, coverage: Coverage) -> bool:
-    """The cells are empty or lie outside the reservation."""
+    """The cells are empty or lie outside their lane of the reservation."""
     return not coverage.contains(cells)
 
 
@@ -62,8 +74,8 @@ def repeated_chunk(chunk: Chunk, newest: Chunk, nacked: bool) -> bool:
 
 
 def altered_chunk(chunk: Chunk, newest: Chunk) -> bool:
-    """A rewrite covers other cells than the first write."""
-    return chunk.cells != newest.cells
+    """A rewrite covers other cells than the first write, or goes through another lane."""
+    return (chunk.cells, chunk.lane) != (newest.cells, newest.lane)
 
 
 def overlapping(cells: CellRange, coverage: Coverage) -> bool:
@@ -96,9 +108,9 @@ def wrong_identity(sent: BlockHash | None, expected: BlockHash | None) -> bool:
     return expected is not None and sent != expected
 
 
-def complete(seal: Seal | None, num_verified: int, coverage: Coverage) -> bool:
-    """Sealed, every stated chunk verified, and no cell missing."""
-    return seal is not None and num_verified == seal.num_chunks and coverage.complete
+def complete(seal: Seal | None, num_verified: int, coverages: Sequence[Coverage]) -> bool:
+    """Sealed, every stated chunk verified, and no cell missing in any lane."""
+    return seal is not None and num_verified == seal.num_chunks and all(lane.complete for lane in coverages)
 
 
 def continuable(first_token: FirstToken | None, resume: bool) -> bool:

@@ -23,10 +23,12 @@ from tandem.values.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferKey:
-    """One attempt of one hand-off; grants and writes belong to exactly one."""
+    """One attempt of one hand-off, or one lane of it; grants and writes belong to exactly one."""
 
     transfer_id: TransferId
     attempt: int
+    lane: int = 0
+    """Lane of a grant or a write; 0 in messages, which belong to the whole attempt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,8 +119,11 @@ class Hello:
     worker_id: WorkerId
     layout: KVLayout
     transports: tuple[TransportOffer, ...]
+    """Receiver: those of its first region. Sender: the one that it has connected, of each lane."""
     wire_dtype: str = ""
     """Dtype of KV on the wire: requested by the receiver, "" for the cheapest; chosen by the sender."""
+    more_regions: tuple[tuple[TransportOffer, ...], ...] = ()
+    """Receiver of several regions: the transports of each but the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,11 +146,18 @@ class Offer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reserve:
-    """D -> P: destinations are bound; `grant` opens them to the named transport."""
+    """D -> P: destinations are bound; `grant` opens those of the first lane to the named transport."""
 
     num_units: int
     transport: str
     grant: bytes
+    more_grants: tuple[bytes, ...] = ()
+    """Grants of the other lanes."""
+
+    @property
+    def grants(self) -> tuple[bytes, ...]:
+        """Grants of all lanes."""
+        return (self.grant, *self.more_grants)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +179,7 @@ class Chunk:
     """CRC-32 over the cells' bytes as sent, in the order of the wire (see kv_transfer/layout/mapping.py)."""
     write_s: float
     """Duration of this write by the sender's clock."""
+    lane: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,8 +5,10 @@ order and feeds the answers back. Every block that it is given leaves exactly on
 `landed` in ReportFailed, or in ReleaseBlocks (perhaps after a Quarantine).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kv_transfer.layout.lanes import Lane, whole_lane
 from kv_transfer.protocol import guards
 from kv_transfer.protocol.actions import (
     Action,
@@ -94,28 +96,42 @@ class Receiver:
         self.state = HandoffState.NEW
         self._num_blocks = plan.job.num_blocks(plan.layout.block_size)
         self._units_per_block = 1
-        self._coverage = self._nothing_covered(self._num_blocks)
+        self._lanes: tuple[Lane, ...] = (whole_lane(plan.layout),)
+        self._num_units = self._num_blocks
+        self._coverages = self._nothing_covered()
         self._lease = Lease(plan.lease_s, now)
         self._progress = Lease(plan.queue_s, now)
         self._drain = Lease(plan.drain_s, now)
         self._blocks: tuple[BlockId, ...] = ()
         self._binding = False
         self._granted = False
-        self._drain_proves_quiet = False
+        self._opened: dict[int, GrantOpened] = {}
+        """Lanes that the peer may write through; it is told when all are."""
+        self._quiet_lanes: set[int] = set()
         self._landings: dict[int, _Landing] = {}
         self._num_verified = 0
         self._first_token: FirstToken | None = None
         self._seal: Seal | None = None
         self._sealed_at = now
 
-    def _nothing_covered(self, num_units: int) -> Coverage:
-        layout = self.plan.layout
-        return Coverage(num_units=num_units, num_layers=layout.num_layers, num_heads=layout.num_kv_heads)
+    def _nothing_covered(self) -> list[Coverage]:
+        return [Coverage(num_units=self._num_units, lane=lane) for lane in self._lanes]
 
-    def start(self, unit_tokens: int) -> Actions:
-        """Request the prefill. `unit_tokens`: the unit of cells with this peer; divides the block size."""
+    @property
+    def _num_cells(self) -> int:
+        """Number of cells of all lanes, which bounds the number of chunks."""
+        return sum(coverage.num_cells for coverage in self._coverages)
+
+    def start(self, unit_tokens: int, lanes: Sequence[Lane] = ()) -> Actions:
+        """Request the prefill.
+
+        `unit_tokens`: the unit of cells with this peer; divides the block size. `lanes`: those from this peer; without
+        any there is one, which carries everything.
+        """
         self._units_per_block = self.plan.layout.block_size // unit_tokens
-        self._coverage = self._nothing_covered(self.plan.job.num_blocks(unit_tokens))
+        self._lanes = tuple(lanes) or self._lanes
+        self._num_units = self.plan.job.num_blocks(unit_tokens)
+        self._coverages = self._nothing_covered()
         return (SendMessage(body=Prefill(job=self.plan.job, lease_s=self.plan.lease_s)),)
 
     @property
@@ -169,7 +185,7 @@ class Receiver:
             case Verified():
                 return self._on_verified(event, now)
             case Quiet():
-                return self._on_quiet()
+                return self._on_quiet({event.lane})
             case Committed():
                 self._move(HandoffState.CLOSED)
                 return (SendMessage(body=CommitAck()), Revoke())
@@ -203,12 +219,13 @@ class Receiver:
     def _on_offer(self, offer: Offer, now: float) -> Actions:
         if self.state is not HandoffState.NEW:
             return ()
-        job, most = self.plan.job, self._coverage.num_units
+        job, most = self.plan.job, self._num_units
         if job.fetch:
             if guards.impossible_fetch(offer, most, self._units_per_block):
                 return self._violation(f"offers {offer.num_units} units, at most {most} were requested", now)
             self._num_blocks = offer.num_units // self._units_per_block
-            self._coverage = self._nothing_covered(offer.num_units)
+            self._num_units = offer.num_units
+            self._coverages = self._nothing_covered()
         elif guards.unexpected_size(offer, most):
             return self._violation(f"offers {offer.num_units} units, expected {most}", now)
         # Checked before anything is bound: what lands in an attempt that fails later is kept under these tokens' names.
@@ -239,26 +256,40 @@ class Receiver:
         return (SendMessage(body=Reject(failure=failure)), *self._fail(failure, now))
 
     def _on_grant_opened(self, event: GrantOpened) -> Actions:
-        self._drain_proves_quiet = event.drain_proves_quiet
-        if not guards.still_live(self.state):
+        self._opened[event.lane] = event
+        if not guards.still_live(self.state) or not self._reserved:
             return ()
-        reserve = Reserve(num_units=self._coverage.num_units, transport=event.transport, grant=event.grant)
+        first, *others = (self._opened[lane] for lane in range(len(self._lanes)))
+        reserve = Reserve(
+            num_units=self._num_units,
+            transport=first.transport,
+            grant=first.grant,
+            more_grants=tuple(opened.grant for opened in others),
+        )
         return (SendMessage(body=reserve),)
 
+    @property
+    def _reserved(self) -> bool:
+        """Whether every lane is open, so that the peer may have been told."""
+        return len(self._opened) == len(self._lanes)
+
     def _on_chunk(self, chunk: Chunk, now: float) -> Actions:
-        if not self._granted:
+        if not self._reserved:
             return self._violation("chunk before a reservation", now)
-        if guards.out_of_range(chunk.cells, self._coverage):
+        if guards.unknown_lane(chunk.lane, len(self._lanes)):
+            return self._violation(f"chunk {chunk.seq} of lane {chunk.lane}, there are {len(self._lanes)}", now)
+        coverage = self._coverages[chunk.lane]
+        if guards.out_of_range(chunk.cells, coverage):
             return self._violation(f"chunk {chunk.seq} lies outside the reservation", now)
-        if guards.beyond_seal(chunk.seq, self._seal, self._coverage.num_cells):
+        if guards.beyond_seal(chunk.seq, self._seal, self._num_cells):
             return self._violation(f"chunk {chunk.seq} is beyond the stated count", now)
         landing = self._landings.get(chunk.seq)
         if landing is None:
             if chunk.rewrite > 0:
                 return ()
-            if guards.overlapping(chunk.cells, self._coverage):
+            if guards.overlapping(chunk.cells, coverage):
                 return self._violation(f"chunk {chunk.seq} overlaps another", now)
-            self._coverage.claim(chunk.cells)
+            coverage.claim(chunk.cells)
             self._landings[chunk.seq] = _Landing(chunk=chunk)
         else:
             if guards.repeated_chunk(chunk, landing.chunk, landing.nacked):
@@ -279,7 +310,7 @@ class Receiver:
         if event.intact:
             landing.verified = True
             self._num_verified += 1
-            self._coverage.land(landing.chunk.cells)
+            self._coverages[landing.chunk.lane].land(landing.chunk.cells)
             return self._commit_if_complete(now)
         if guards.rewrites_exhausted(event.rewrite, self.plan.max_rewrites):
             failure = _transfer_failure(f"chunk {event.seq} arrived damaged {event.rewrite + 1} times")
@@ -298,9 +329,9 @@ class Receiver:
             if guards.contradicting_seal(seal, self._seal):
                 return self._violation("sealed twice with different content", now)
             return ()
-        if not self._granted:
+        if not self._reserved:
             return self._violation("seal before a reservation", now)
-        if not 0 < seal.num_chunks <= self._coverage.num_cells or max(self._landings, default=-1) >= seal.num_chunks:
+        if not 0 < seal.num_chunks <= self._num_cells or max(self._landings, default=-1) >= seal.num_chunks:
             return self._violation(f"seal of {seal.num_chunks} chunks contradicts those announced", now)
         if guards.wrong_identity(seal.tail_hash, self._expected_tail()):
             return self._violation("computed other tokens than requested", now, keep=False)
@@ -315,7 +346,7 @@ class Receiver:
         return job.expected_tail(job.held_tokens + self._num_blocks * self.plan.layout.block_size)
 
     def _commit_if_complete(self, now: float) -> Actions:
-        if not guards.complete(self._seal, self._num_verified, self._coverage):
+        if not guards.complete(self._seal, self._num_verified, self._coverages):
             return ()
         if not guards.continuable(self._first_token, self.plan.job.resume):
             return ()
@@ -352,7 +383,8 @@ class Receiver:
     def _fail(self, failure: Failure, now: float, *, expired: bool = False, keep: bool = True) -> Actions:
         """Give up the attempt; `keep`: what has landed is valid, and the next attempt continues from there."""
         keepable = self.plan.job.num_keepable_blocks(self.plan.layout.block_size) if keep else 0
-        complete = self._coverage.num_landed_leading_units() // self._units_per_block
+        num_units = min(coverage.num_landed_leading_units() for coverage in self._coverages)
+        complete = num_units // self._units_per_block
         num_landed = min(complete, keepable, len(self._blocks))
         landed, self._blocks = self._blocks[:num_landed], self._blocks[num_landed:]
         report: list[Action] = [ReportFailed(landed=landed, failure=failure, expired=expired)]
@@ -367,14 +399,23 @@ class Receiver:
         return (*report, *revoke, *self._close())
 
     def _on_drained(self) -> Actions:
-        return self._close(proven_quiet=guards.drain_is_proof(self._drain_proves_quiet))
+        return self._on_quiet(
+            {lane for lane, opened in self._opened.items() if guards.drain_is_proof(opened.drain_proves_quiet)}
+        )
 
-    def _on_quiet(self) -> Actions:
-        return self._close(proven_quiet=True)
+    def _on_quiet(self, lanes: set[int]) -> Actions:
+        """Close once no byte can land through any lane; earlier than at the end of the attempt this proves nothing."""
+        if self._is_failing:
+            self._quiet_lanes |= lanes
+        return self._close()
 
-    def _close(self, *, proven_quiet: bool = False) -> Actions:
-        failing = self.state in (HandoffState.ABORTING, HandoffState.QUARANTINED)
-        if not failing or self._binding or not guards.quiet(self._granted, proven_quiet):
+    @property
+    def _is_failing(self) -> bool:
+        return self.state in (HandoffState.ABORTING, HandoffState.QUARANTINED)
+
+    def _close(self) -> Actions:
+        proven_quiet = len(self._quiet_lanes) == len(self._lanes)
+        if not self._is_failing or self._binding or not guards.quiet(self._granted, proven_quiet):
             return ()
         self._move(HandoffState.DRAINED)
         self._move(HandoffState.CLOSED)

@@ -73,13 +73,15 @@ class SenderPlan:
     """Unit of cells with this peer: the smaller block of the two workers."""
     whole_tokens: int
     """The larger of the two workers' block sizes: the granularity of a fetch."""
-    cells: HandoffSize
+    lanes: tuple[HandoffSize, ...]
+    """The cells of each lane to this peer."""
     lease_s: float
     stall_s: float
     queue_s: float
     chunk_bytes: int
     """Maximum payload of one chunk."""
     write_window: int
+    """Maximum number of concurrent first writes in each lane."""
     max_rewrites: int
 
 
@@ -88,10 +90,23 @@ class _Outgoing:
     """One chunk between being planned and being verified."""
 
     seq: int
+    lane: int
     cells: CellRange
     rewrite: int = 0
     announced: bool = False
     """The newest write is complete and its CHUNK was sent."""
+
+
+class _OutgoingLane:
+    """The chunks of one lane."""
+
+    __slots__ = ("next_write", "planner", "seqs")
+
+    def __init__(self, cells: HandoffSize, chunk_bytes: int) -> None:
+        self.planner = ChunkPlanner(cells, chunk_bytes=chunk_bytes)
+        self.seqs: list[int] = []
+        self.next_write = 0
+        """Index in `seqs` of the first chunk that was never written."""
 
 
 class Sender:
@@ -105,7 +120,7 @@ class Sender:
         self._num_units = plan.job.num_blocks(plan.unit_tokens)
         self._num_blocks = plan.job.num_blocks(plan.block_size)
         self._held_blocks = plan.job.held_tokens // plan.block_size
-        self._planner = ChunkPlanner(plan.cells, chunk_bytes=plan.chunk_bytes)
+        self._lanes = [_OutgoingLane(cells, plan.chunk_bytes) for cells in plan.lanes]
         self._lease = Lease(plan.lease_s, now)
         self._progress = Lease(plan.queue_s, now)
         self._deadline = Lease(plan.job.timeout_s, now) if plan.job.timeout_s is not None else None
@@ -118,7 +133,6 @@ class Sender:
         self._finished: PrefillFinished | None = None
         self._reserve: Reserve | None = None
         self._chunks: list[_Outgoing] = []
-        self._next_write = 0
         self._writes_under_way: set[tuple[int, int]] = set()
         self._cancelling_writes = False
 
@@ -270,6 +284,8 @@ class Sender:
             return ()
         if guards.unexpected_size(reserve, self._num_units):
             return self._fail(f"{reserve.num_units} units reserved, expected {self._num_units}")
+        if guards.wrong_grants(len(reserve.grants), len(self._lanes)):
+            return self._fail(f"{len(reserve.grants)} lanes granted, expected {len(self._lanes)}")
         self._reserve = reserve
         self._move(HandoffState.RESERVED)
         return self._advance()
@@ -303,8 +319,10 @@ class Sender:
         """Write what is computed as far as the grant and the window allow; seal once all is planned."""
         if guards.not_granted(self._reserve.grant if self._reserve else None) or self.state is HandoffState.SEALED:
             return self._fill_window()
-        for cells in self._planner.plan(self._num_ready, coming=coming, num_layers=num_layers):
-            self._chunks.append(_Outgoing(seq=len(self._chunks), cells=cells))
+        for number, lane in enumerate(self._lanes):
+            for cells in lane.planner.plan(self._num_ready, coming=coming, num_layers=num_layers):
+                lane.seqs.append(len(self._chunks))
+                self._chunks.append(_Outgoing(seq=len(self._chunks), lane=number, cells=cells))
         actions = self._fill_window()
         if self._finished is None:
             return actions
@@ -319,9 +337,13 @@ class Sender:
 
     def _fill_window(self) -> Actions:
         actions: list[Action] = []
-        while self._next_write < len(self._chunks) and len(self._writes_under_way) < self.plan.write_window:
-            actions.append(self._write(self._chunks[self._next_write]))
-            self._next_write += 1
+        under_way = [0] * len(self._lanes)
+        for seq, _rewrite in self._writes_under_way:
+            under_way[self._chunks[seq].lane] += 1
+        for number, lane in enumerate(self._lanes):
+            for seq in lane.seqs[lane.next_write :][: max(0, self.plan.write_window - under_way[number])]:
+                actions.append(self._write(self._chunks[seq]))
+                lane.next_write += 1
         if actions and self.state is HandoffState.RESERVED:
             self._move(HandoffState.STREAMING)
         return tuple(actions)
@@ -333,7 +355,14 @@ class Sender:
         end_token = first_token + chunk.cells.num_units * self.plan.unit_tokens
         first, end = first_token // self.plan.block_size, -(-end_token // self.plan.block_size)
         sources = tuple(self._sources[first - self._held_blocks : end - self._held_blocks])
-        return StartWrite(seq=chunk.seq, rewrite=chunk.rewrite, cells=chunk.cells, first_block=first, sources=sources)
+        return StartWrite(
+            seq=chunk.seq,
+            rewrite=chunk.rewrite,
+            cells=chunk.cells,
+            first_block=first,
+            sources=sources,
+            lane=chunk.lane,
+        )
 
     def _on_written(self, event: Written) -> Actions:
         self._writes_under_way.discard((event.seq, event.rewrite))
@@ -345,6 +374,7 @@ class Sender:
             cells=chunk.cells,
             checksum=event.checksum,
             write_s=event.seconds,
+            lane=chunk.lane,
         )
         return (SendMessage(body=done), *self._fill_window())
 

@@ -1,11 +1,14 @@
 """Versions of the hand-off protocol: which are supported, and which added each kind of message. Pure.
 
-A new kind of message raises `SPOKEN.newest` and is listed here. 3: HELLO has a range of versions.
+A new kind of message raises `SPOKEN.newest` and is listed here. 3: HELLO has a range of versions. 4: a worker's pool
+may be in several regions.
 """
 
 from tandem.protocol.version_negotiation import Dialect, VersionRange
 
-SPOKEN = VersionRange(oldest=2, newest=3)
+SPOKEN = VersionRange(oldest=2, newest=4)
+REGIONS = 4
+"""Version that introduced regions: an older peer would send everything to the first, or expect it from there."""
 KINDS = dict.fromkeys(
     (
         "hello",
@@ -30,3 +33,8 @@ KINDS = dict.fromkeys(
 def handoff_dialect(version: int) -> Dialect:
     """The kinds of message that may be sent on a link of this version."""
     return Dialect(version, KINDS)
+
+
+def spoken_with(num_regions: int) -> VersionRange:
+    """The versions that a worker of so many regions supports."""
+    return SPOKEN if num_regions == 1 else VersionRange(oldest=REGIONS, newest=SPOKEN.newest)

@@ -2,7 +2,7 @@
 WireError."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kv_transfer.layout.cell_range import CellRange
@@ -43,6 +43,7 @@ MAX_UNITS = 1 << 22
 MAX_CHUNKS = 1 << 24
 MAX_GRANT_BYTES = 8 << 20
 MAX_TRANSPORTS = 8
+MAX_LANES = 1024
 MAX_RENEWALS = 4096
 MAX_TEXT_CHARS = 4096
 MIN_LEASE_S, MAX_LEASE_S = 0.001, 3600.0
@@ -106,9 +107,14 @@ def _encode_hello(body: Hello) -> pb.HandoffHello:
         newest_version=body.versions.newest,
         worker_id=body.worker_id,
         layout=wire.layout_to_pb(body.layout),
-        transports=[pb.TransportOffer(name=o.name, advert=o.advert, host_id=o.host_id) for o in body.transports],
+        transports=_encode_offers(body.transports),
         wire_dtype=body.wire_dtype,
+        more_regions=[pb.RegionTransports(transports=_encode_offers(offers)) for offers in body.more_regions],
     )
+
+
+def _encode_offers(offers: Sequence[TransportOffer]) -> list[pb.TransportOffer]:
+    return [pb.TransportOffer(name=o.name, advert=o.advert, host_id=o.host_id) for o in offers]
 
 
 def _encode_prefill(body: Prefill) -> pb.Prefill:
@@ -145,11 +151,14 @@ def _encode_chunk(body: Chunk) -> pb.Chunk:
         checksum=body.checksum,
         rewrite=body.rewrite,
         write_s=body.write_s,
+        lane=body.lane,
     )
 
 
 def _encode_reserve(body: Reserve) -> pb.Reserve:
-    return pb.Reserve(num_units=body.num_units, transport=body.transport, grant=body.grant)
+    return pb.Reserve(
+        num_units=body.num_units, transport=body.transport, grant=body.grant, more_grants=body.more_grants
+    )
 
 
 def _encode_first_token(body: FirstToken) -> pb.FirstToken:
@@ -169,22 +178,27 @@ def _encode_seal(body: Seal) -> pb.Seal:
 
 def _decode_hello(message: pb.HandoffHello, _key: TransferKey | None) -> Hello:
     _check("worker_id length", len(message.worker_id), 1, MAX_ID_CHARS)
-    _check("transports", len(message.transports), 0, MAX_TRANSPORTS)
+    _check("more_regions", len(message.more_regions), 0, MAX_LANES - 1)
     _check("wire_dtype length", len(message.wire_dtype), 0, MAX_ID_CHARS)
     _check_layout(message.layout)
-    offers = []
-    for offer in message.transports:
-        _check("transport name length", len(offer.name), 1, MAX_ID_CHARS)
-        _check("host_id length", len(offer.host_id), 0, MAX_TEXT_CHARS)
-        _check("advert bytes", len(offer.advert), 0, MAX_TEXT_CHARS)
-        offers.append(TransportOffer(name=offer.name, advert=offer.advert, host_id=offer.host_id))
     return Hello(
         versions=VersionRange.from_hello(message.protocol_version, message.newest_version),
         worker_id=WorkerId(message.worker_id),
         layout=wire.layout_from_pb(message.layout),
-        transports=tuple(offers),
+        # A sender of several lanes names one for each.
+        transports=_decode_offers(message.transports, MAX_LANES),
         wire_dtype=message.wire_dtype,
+        more_regions=tuple(_decode_offers(region.transports, MAX_TRANSPORTS) for region in message.more_regions),
     )
+
+
+def _decode_offers(offers: Sequence[pb.TransportOffer], most: int) -> tuple[TransportOffer, ...]:
+    _check("transports", len(offers), 0, most)
+    for offer in offers:
+        _check("transport name length", len(offer.name), 1, MAX_ID_CHARS)
+        _check("host_id length", len(offer.host_id), 0, MAX_TEXT_CHARS)
+        _check("advert bytes", len(offer.advert), 0, MAX_TEXT_CHARS)
+    return tuple(TransportOffer(name=o.name, advert=o.advert, host_id=o.host_id) for o in offers)
 
 
 def _check_layout(layout: common_pb2.KVLayout) -> None:
@@ -194,6 +208,7 @@ def _check_layout(layout: common_pb2.KVLayout) -> None:
     _check("layout.block_size", layout.block_size, 1, MAX_BLOCK_SIZE)
     _check("layout.tp_size", layout.tp_size, 1, MAX_HEADS)
     _check("layout.tp_rank", layout.tp_rank, 0, layout.tp_size - 1)
+    _check("layout.num_regions", layout.num_regions, 0, MAX_LANES)
     _check("layout.model_fingerprint length", len(layout.model_fingerprint), 0, MAX_TEXT_CHARS)
     _check("layout.dtype length", len(layout.dtype), 1, MAX_ID_CHARS)
 
@@ -264,7 +279,15 @@ def _decode_reserve(message: pb.Reserve, _key: TransferKey | None) -> Reserve:
     _check("num_units", message.num_units, 1, MAX_UNITS)
     _check("grant bytes", len(message.grant), 0, MAX_GRANT_BYTES)
     _check("transport name length", len(message.transport), 1, MAX_ID_CHARS)
-    return Reserve(num_units=message.num_units, transport=message.transport, grant=message.grant)
+    _check("more_grants", len(message.more_grants), 0, MAX_LANES - 1)
+    for grant in message.more_grants:
+        _check("grant bytes", len(grant), 0, MAX_GRANT_BYTES)
+    return Reserve(
+        num_units=message.num_units,
+        transport=message.transport,
+        grant=message.grant,
+        more_grants=tuple(message.more_grants),
+    )
 
 
 def _decode_reject(message: pb.Reject, _key: TransferKey | None) -> Reject:
@@ -279,6 +302,7 @@ def _decode_chunk(message: pb.Chunk, _key: TransferKey | None) -> Chunk:
     _check("num_layers", message.num_layers, 1, MAX_LAYERS)
     _check("num_heads", message.num_heads, 1, MAX_HEADS)
     _check("write_s", message.write_s, 0.0, MAX_WRITE_S)
+    _check("lane", message.lane, 0, MAX_LANES - 1)
     cells = CellRange(
         first_layer=message.first_layer,
         num_layers=message.num_layers,
@@ -293,6 +317,7 @@ def _decode_chunk(message: pb.Chunk, _key: TransferKey | None) -> Chunk:
         cells=cells,
         checksum=message.checksum,
         write_s=message.write_s,
+        lane=message.lane,
     )
 
 

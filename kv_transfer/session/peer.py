@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 from kv_transfer.layout.dtype_conversion import Floats
-from kv_transfer.memory.region import KVRegion
 from tandem.values.ids import Incarnation, WorkerId
 from tandem.values.kv_layout import KVLayout
 
@@ -14,13 +13,11 @@ class LocalWorker:
 
     worker_id: WorkerId
     incarnation: Incarnation
-    region: KVRegion
+    layout: KVLayout
+    num_blocks: int
+    """Number of blocks of the pool, the same in each of its regions."""
     head_scales: Floats | None = None
     """KV scales of the model, for fp8_e4m3: `[num_layers, 2, num_kv_heads]` of all ranks; 1 when absent."""
-
-    @property
-    def layout(self) -> KVLayout:
-        return self.region.layout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,14 +1,11 @@
 """The shell around a pure receiver: runs its actions against the link, the transport and the owner."""
 
-import asyncio
-from collections.abc import Callable, Coroutine, Mapping
-from concurrent.futures import Executor
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
-from kv_transfer.memory.landing import Landing
-from kv_transfer.memory.region import KVRegion
+from kv_transfer.layout.pairing import Pairing
 from kv_transfer.protocol.actions import (
     Action,
     Actions,
@@ -37,13 +34,13 @@ from kv_transfer.protocol.events import (
 from kv_transfer.protocol.messages import Body, Failure, FirstToken, Prefill
 from kv_transfer.protocol.receiver import Receiver
 from kv_transfer.protocol.states import LIVE, HandoffState
+from kv_transfer.regions.interface import LaneGrant, OpenedGrant, ReceivingRegion
 from kv_transfer.session.attempt import Attempt
 from kv_transfer.session.attempt_trace import AttemptTrace
 from kv_transfer.session.peer_rates import PeerRates
-from kv_transfer.session.receiver_link import ReceiverLink
+from kv_transfer.session.receiver_link import ReceiverLink, joined_names
 from kv_transfer.session.stats import AttemptOutcome, AttemptTally, TransferStats
-from kv_transfer.transports.interface import KVReceiver
-from tandem.errors import InvariantError, ServingError
+from tandem.errors import ServingError
 from tandem.values.ids import BlockId, TransferId
 
 
@@ -82,12 +79,10 @@ class ReceiverContext:
     """State that all attempts of one hub share."""
 
     owner: ReceiverOwner
-    region: KVRegion
-    receivers: Mapping[str, KVReceiver]
+    regions: Sequence[ReceivingRegion]
+    """The regions of the pool, in order of ranks."""
     stats: TransferStats
     rates: PeerRates
-    executor: Executor
-    """Runs checksums, off the event loop."""
     now: Callable[[], float]
     spawn: Callable[[Coroutine[Any, Any, None]], object]
 
@@ -124,18 +119,20 @@ class ReceiverAttempt(Attempt[Receiver, ReceiverEvent]):
         self.link = link
         self._context = context
         self._user = user
-        self._transport = ""
-        self._landing: Landing | None = None
+        self._transports: tuple[str, ...] = ()
+        self._pairings: tuple[Pairing, ...] = ()
+        """Terms of the lanes that were granted; the link's may be another process's by now."""
         self._num_quarantined = 0
 
     def _begin(self) -> Actions:
-        return self.machine.start(self.link.pairing.mapping.unit_tokens)
+        mappings = [pairing.mapping for pairing in self.link.pairings]
+        return self.machine.start(mappings[0].unit_tokens, [mapping.lane for mapping in mappings])
 
     def _on_closed(self) -> None:
         self._user.closed(self)
 
     def _transport_name(self) -> str:
-        return self._transport or self.link.transport
+        return joined_names(self._transports) or self.link.transport
 
     def _outcome(self, cause: Body | ReceiverEvent | None) -> AttemptOutcome | None:
         if self.machine.state is HandoffState.COMMITTED:
@@ -160,7 +157,7 @@ class ReceiverAttempt(Attempt[Receiver, ReceiverEvent]):
             case BindBlocks():
                 self._context.spawn(self._bind(action.num_blocks))
             case OpenGrant():
-                return self._open_grant(action.blocks)
+                self._open_grants(action.blocks)
             case Verify():
                 self._context.spawn(self._verify(action))
             case ForwardFirstToken():
@@ -168,7 +165,7 @@ class ReceiverAttempt(Attempt[Receiver, ReceiverEvent]):
             case Commit():
                 self._context.spawn(self._commit(action.info))
             case Revoke():
-                return Quiet() if self._context.receivers[self._transport].revoke(self.key) else None
+                self._revoke()
             case ReportFailed():
                 self._user.failed(self, action.landed, action.failure)
             case Quarantine():
@@ -179,13 +176,38 @@ class ReceiverAttempt(Attempt[Receiver, ReceiverEvent]):
                 owner.released(transfer_id, action.blocks)
         return None
 
-    def _open_grant(self, blocks: tuple[BlockId, ...]) -> GrantOpened:
-        self._transport = self.link.transport
-        receiver, region, pairing = self._context.receivers[self._transport], self._context.region, self.link.pairing
-        cells = pairing.at_destination(self.machine.plan.job.held_tokens, blocks, region.num_blocks)
-        self._landing = Landing(region, cells, pairing)
-        grant = receiver.open_grant(self.key, self._landing)
-        return GrantOpened(transport=receiver.name, grant=grant, drain_proves_quiet=receiver.drain_proves_quiet)
+    def _open_grants(self, blocks: tuple[BlockId, ...]) -> None:
+        self._transports, self._pairings = self.link.transports, self.link.pairings
+        for lane, (transport, pairing) in enumerate(zip(self._transports, self._pairings, strict=True)):
+            grant = LaneGrant(
+                key=replace(self.key, lane=lane),
+                transport=transport,
+                pairing=pairing,
+                held_tokens=self.machine.plan.job.held_tokens,
+                blocks=blocks,
+            )
+            self._region_of(lane).open_grant(grant, partial(self._opened, grant))
+
+    def _opened(self, grant: LaneGrant, opened: OpenedGrant) -> None:
+        self.on_event(
+            GrantOpened(
+                transport=grant.transport,
+                grant=opened.token,
+                drain_proves_quiet=opened.drain_proves_quiet,
+                lane=grant.key.lane,
+            )
+        )
+
+    def _revoke(self) -> None:
+        """End the grants of all lanes, each of which is proven by itself."""
+        keys = [replace(self.key, lane=lane) for lane in range(len(self._transports))]
+        # All are revoked before the machine hears of the first: it may be the last that it needs.
+        proven = [key.lane for key in keys if self._region_of(key.lane).revoke(self._transports[key.lane], key)]
+        for lane in proven:
+            self.on_event(Quiet(lane=lane))
+
+    def _region_of(self, lane: int) -> ReceivingRegion:
+        return self._context.regions[self._pairings[lane].mapping.lane.destination]
 
     def _count_quarantined(self, num_blocks: int) -> None:
         self._context.stats.quarantined_blocks += num_blocks - self._num_quarantined
@@ -200,21 +222,21 @@ class ReceiverAttempt(Attempt[Receiver, ReceiverEvent]):
             self.on_event(BlocksBound(blocks=tuple(blocks)))
 
     async def _verify(self, action: Verify) -> None:
-        chunk, landing = action.chunk, self._landing
-        if landing is None:
-            raise InvariantError(f"{self.key}: a chunk was verified without a grant")
-        verify = partial(self._context.receivers[self._transport].verify, self.key, chunk.cells, chunk.checksum)
+        chunk = action.chunk
+        region, key = self._region_of(chunk.lane), replace(self.key, lane=chunk.lane)
         started_s = self._now()
-        intact = await asyncio.get_running_loop().run_in_executor(self._context.executor, verify)
+        intact = await region.verify(self._transports[chunk.lane], key, chunk.cells, chunk.checksum)
         if intact:
-            num_bytes, now = landing.num_bytes(chunk.cells), self._now()
+            pairing, now = self._pairings[chunk.lane], self._now()
+            num_bytes = pairing.mapping.payload(chunk.cells).num_bytes(pairing.wire_dtype)
             self._tally.chunk(num_bytes, chunk.write_s)
             self._context.rates.observe(
                 self.link.address,
                 self.machine.plan.peer,
-                self._transport,
+                self._transport_name(),
                 num_bytes=num_bytes,
-                seconds=chunk.write_s,
+                # Lanes move at once, and about as much each.
+                seconds=chunk.write_s / len(self._pairings),
                 now=now,
             )
             if self._trace is not None:

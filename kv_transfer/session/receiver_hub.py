@@ -8,7 +8,6 @@ everything. All methods are for the event loop's thread, and the owner is called
 import asyncio
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
@@ -32,6 +31,7 @@ from kv_transfer.protocol.messages import (
 )
 from kv_transfer.protocol.settings import TransferSettings
 from kv_transfer.protocol.states import LIVE
+from kv_transfer.regions.interface import ReceivingRegion
 from kv_transfer.session.attempt_trace import begin_trace
 from kv_transfer.session.link import renewals
 from kv_transfer.session.peer import LocalWorker, Route
@@ -40,14 +40,10 @@ from kv_transfer.session.reaper import Reaper
 from kv_transfer.session.receiver_attempt import ReceiverAttempt, ReceiverContext, ReceiverOwner
 from kv_transfer.session.receiver_link import Dialer, ReceiverLink, make_hello
 from kv_transfer.session.stats import TransferStats
-from kv_transfer.transports.interface import KVReceiver
 from tandem.errors import InvariantError, Overloaded, TransferError
 from tandem.telemetry.tracing import NoTracer, Tracer
 from tandem.values.ids import BlockId, Incarnation, TransferId
 from tandem.values.prefix_holder import PrefixHolder
-
-_VERIFYING_ON_DEVICE = 4
-"""Chunks verified at once in a pool on a device, where a thread mostly waits; in host memory it computes."""
 
 
 class ReceiverHub:
@@ -58,7 +54,7 @@ class ReceiverHub:
         local: LocalWorker,
         *,
         owner: ReceiverOwner,
-        receivers: Sequence[KVReceiver],
+        regions: Sequence[ReceivingRegion],
         dialer: Dialer,
         settings: TransferSettings,
         clock: Callable[[], float] = time.monotonic,
@@ -69,12 +65,10 @@ class ReceiverHub:
         self._tracer = tracer or NoTracer()
         self._local = local
         self._owner = owner
-        self._receivers = {receiver.name: receiver for receiver in receivers}
+        self._regions = regions
         self._dialer = dialer
         self._settings = settings
         self._reaper = Reaper(self._sweep, period_s=settings.sweep_s, clock=clock)
-        num_verifying = 1 if local.region.device is None else _VERIFYING_ON_DEVICE
-        self._executor = ThreadPoolExecutor(num_verifying, "kv-verify")
         self._group = asyncio.TaskGroup()
         self._stack = AsyncExitStack()
         self._links: dict[str, ReceiverLink] = {}
@@ -86,19 +80,17 @@ class ReceiverHub:
         self._renewed_s = 0.0
         self._context = ReceiverContext(
             owner=owner,
-            region=local.region,
-            receivers=self._receivers,
+            regions=regions,
             stats=self.stats,
             rates=self._rates,
-            executor=self._executor,
             now=self._reaper.now,
             spawn=self._spawn,
         )
 
     async def __aenter__(self) -> Self:
         loop = asyncio.get_running_loop()
-        for receiver in self._receivers.values():
-            receiver.listen_quiet(partial(self._listen_quiet, loop))
+        for region in self._regions:
+            region.listen_quiet(partial(self._listen_quiet, loop))
         self._stack.callback(self._close_ends)
         await self._stack.enter_async_context(self._group)
         self._stack.push_async_exit(self._leave)
@@ -129,9 +121,8 @@ class ReceiverHub:
             self._reaper.stop()
 
     def _close_ends(self) -> None:
-        self._executor.shutdown()
-        for receiver in self._receivers.values():
-            receiver.close()
+        for region in self._regions:
+            region.close()
 
     def start(self, job: PrefillJob, route: Route) -> None:
         """Request a prompt's KV from the route's prefill worker. Raises Overloaded, or TransferError for a known id."""
@@ -231,9 +222,9 @@ class ReceiverHub:
             task.add_done_callback(self._link_tasks.discard)
         return link
 
-    def _hello(self) -> Hello:
-        offers = [receiver.offer() for receiver in self._receivers.values()]
-        return make_hello(self._local, offers, wire_dtype=self._settings.wire_dtype)
+    async def _hello(self) -> Hello:
+        offers, *more = [await region.offers() for region in self._regions]
+        return make_hello(self._local, offers, wire_dtype=self._settings.wire_dtype, more_regions=more)
 
     async def _run_link(self, link: ReceiverLink) -> None:
         await link.run()
@@ -331,9 +322,9 @@ class ReceiverHub:
         loop.call_soon_threadsafe(self._on_quiet, key)
 
     def _on_quiet(self, key: TransferKey) -> None:
-        attempt = self._attempts.get(key)
+        attempt = self._attempts.get(replace(key, lane=0))
         if attempt is not None:
-            attempt.on_event(Quiet())
+            attempt.on_event(Quiet(lane=key.lane))
 
     def _sweep(self, now: float) -> None:
         for attempt in list(self._attempts.values()):

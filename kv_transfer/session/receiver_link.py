@@ -1,15 +1,16 @@
 """The decode worker's end of the link to one prefill worker: connects, and reconnects for as long as it is needed."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from kv_transfer.layout.lanes import lanes_between
 from kv_transfer.layout.pairing import Pairing
 from kv_transfer.protocol import wire
 from kv_transfer.protocol.messages import Body, HandoffEnvelope, Hello, Reject, TransferKey, TransportOffer
 from kv_transfer.protocol.settings import TransferSettings
-from kv_transfer.protocol.versions import SPOKEN, handoff_dialect
+from kv_transfer.protocol.versions import SPOKEN, handoff_dialect, spoken_with
 from kv_transfer.protocol.wire import WireError
 from kv_transfer.session.link import LinkBroken, LinkOutbox, exchange_messages, read_message, write_message
 from kv_transfer.session.peer import LocalWorker
@@ -58,7 +59,7 @@ class ReceiverLink:
         address: str,
         *,
         local: LocalWorker,
-        make_hello: Callable[[], Hello],
+        make_hello: Callable[[], Awaitable[Hello]],
         dialer: Dialer,
         user: LinkUser,
         settings: TransferSettings,
@@ -66,9 +67,9 @@ class ReceiverLink:
         self.address = address
         self.peer: Incarnation | None = None
         """Incarnation of the prefill worker; None while the link is down."""
-        self.transport = ""
-        """The transport that the peer writes through."""
-        self._pairing: Pairing | None = None
+        self.transports: tuple[str, ...] = ()
+        """The transport that the peer writes through, for each lane."""
+        self._pairings: tuple[Pairing, ...] = ()
         self._local = local
         self._make_hello = make_hello
         """Called for each connection, since adverts change when certificates are renewed."""
@@ -80,11 +81,16 @@ class ReceiverLink:
         self._closing = False
 
     @property
-    def pairing(self) -> Pairing:
-        """The agreed layouts and wire dtype, from when the link last came up."""
-        if self._pairing is None:
+    def transport(self) -> str:
+        """The transport that the peer writes through; where lanes differ, all of them."""
+        return joined_names(self.transports)
+
+    @property
+    def pairings(self) -> tuple[Pairing, ...]:
+        """The agreed layouts and wire dtype for each lane, from when the link last came up."""
+        if not self._pairings:
             raise InvariantError("the link was never up")
-        return self._pairing
+        return self._pairings
 
     def send(self, key: TransferKey | None, body: Body) -> None:
         """Send a message; dropped while the link is down, because the hand-offs on it have then failed."""
@@ -154,9 +160,9 @@ class ReceiverLink:
         return "closed", was_up
 
     async def _handshake(self, stream: Any) -> None:
-        mine = self._make_hello()
         try:
             async with asyncio.timeout(self._settings.connect_s):
+                mine = await self._make_hello()
                 hello = HandoffEnvelope(
                     incarnation=self._local.incarnation, addressee=Incarnation(0), key=None, body=mine
                 )
@@ -175,18 +181,34 @@ class ReceiverLink:
             raise LinkBroken("the answer to HELLO is addressed to another process")
         if refusal := refuses(source=body, destination=mine):
             raise LinkBroken(f"rejected by this worker: {refusal}")
+        lanes = lanes_between(body.layout, self._local.layout)
         try:
-            self._pairing = Pairing.from_layouts(
-                body.layout, self._local.layout, wire_dtype=body.wire_dtype, head_scales=self._local.head_scales
+            pairings = tuple(
+                Pairing.from_layouts(
+                    body.layout,
+                    self._local.layout,
+                    wire_dtype=body.wire_dtype,
+                    head_scales=self._local.head_scales,
+                    lane=number,
+                )
+                for number in range(len(lanes))
             )
         except TransferError as error:
             raise LinkBroken(f"rejected by this worker: {error.message}") from None
-        offered = {offer.name for offer in mine.transports}
-        chosen = [offer.name for offer in body.transports if offer.name in offered]
-        if len(chosen) != 1:
-            raise LinkBroken("no transport in common")
+        regions = (mine.transports, *mine.more_regions)
+        if len(body.transports) != len(lanes):
+            raise LinkBroken(f"{len(body.transports)} transports for {len(lanes)} lanes")
+        for lane, chosen in zip(lanes, body.transports, strict=True):
+            if chosen.name not in {offer.name for offer in regions[lane.destination]}:
+                raise LinkBroken("no transport in common")
         self._outbox.dialect = handoff_dialect(SPOKEN.negotiate(body.versions))
-        self.peer, self.transport = answer.incarnation, chosen[0]
+        self._pairings = pairings
+        self.peer, self.transports = answer.incarnation, tuple(offer.name for offer in body.transports)
+
+
+def joined_names(transports: Sequence[str]) -> str:
+    """The name under which a link's transport is counted: each that some lane uses, once."""
+    return "+".join(dict.fromkeys(transports))
 
 
 def refuses(*, source: Hello, destination: Hello) -> str | None:
@@ -198,11 +220,18 @@ def refuses(*, source: Hello, destination: Hello) -> str | None:
     return agree(source.layout, destination.layout)
 
 
-def make_hello(local: LocalWorker, offers: Sequence[TransportOffer], *, wire_dtype: str = "") -> Hello:
+def make_hello(
+    local: LocalWorker,
+    offers: Sequence[TransportOffer],
+    *,
+    wire_dtype: str = "",
+    more_regions: Sequence[Sequence[TransportOffer]] = (),
+) -> Hello:
     return Hello(
-        versions=SPOKEN,
+        versions=spoken_with(local.layout.num_regions),
         worker_id=local.worker_id,
         layout=local.layout,
         transports=tuple(offers),
         wire_dtype=wire_dtype,
+        more_regions=tuple(map(tuple, more_regions)),
     )

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from kv_transfer.layout.pairing import Pairing
@@ -58,15 +58,20 @@ class SenderPeer(Protocol):
     """The link that an attempt belongs to, as the attempt sees it."""
 
     @property
-    def writer(self) -> PeerWriter:
-        """The connection that KV bytes are written through."""
+    def writers(self) -> tuple[PeerWriter, ...]:
+        """The connection that KV bytes are written through, of each lane."""
 
     @property
-    def transport(self) -> str: ...
+    def transports(self) -> tuple[str, ...]:
+        """The transport of each lane."""
 
     @property
-    def pairing(self) -> Pairing:
-        """The layouts and wire dtype agreed with the peer."""
+    def transport(self) -> str:
+        """Their name in counts."""
+
+    @property
+    def pairings(self) -> tuple[Pairing, ...]:
+        """The layouts and wire dtype agreed with the peer, for each lane."""
 
     def send(self, key: TransferKey | None, body: Body) -> None:
         """Send, or drop when the link is down."""
@@ -143,10 +148,14 @@ class SenderAttempt(Attempt[Sender, SenderEvent]):
             case AbortPrefill():
                 owner.abort(transfer_id)
             case CancelWrites():
-                return WritesQuiet() if self.peer.writer.cancel(self.key) else WritesEnding()
+                return WritesQuiet() if self._cancel_writes() else WritesEnding()
             case ReleaseSources():
                 owner.release(transfer_id)
         return None
+
+    def _cancel_writes(self) -> bool:
+        """Stop the writes of every lane. True: none of them reads its sources any more."""
+        return all([writer.cancel(replace(self.key, lane=lane)) for lane, writer in enumerate(self.peer.writers)])
 
     async def _submit(self, job: PrefillJob) -> None:
         try:
@@ -165,17 +174,19 @@ class SenderAttempt(Attempt[Sender, SenderEvent]):
 
     def _start_write(self, action: StartWrite) -> SenderEvent | None:
         reserve = self.machine.reserve
-        if reserve is None or reserve.transport != self.peer.transport:
-            reason = f"granted through another transport than {self.peer.transport}"
+        if reserve is None or reserve.transport != self.peer.transports[0]:
+            reason = f"granted through another transport than {self.peer.transports[0]}"
             return WriteFailed(seq=action.seq, rewrite=action.rewrite, reason=reason)
         held_tokens = self.machine.plan.job.held_tokens
-        source = self.peer.pairing.at_source(held_tokens, action.first_block, action.sources, self._context.pool_blocks)
-        order = WriteOrder(key=self.key, grant=reserve.grant, cells=action.cells, source=source)
+        pairing = self.peer.pairings[action.lane]
+        source = pairing.at_source(held_tokens, action.first_block, action.sources, self._context.pool_blocks)
+        key = replace(self.key, lane=action.lane)
+        order = WriteOrder(key=key, grant=reserve.grants[action.lane], cells=action.cells, source=source)
         if action.rewrite > 0:
             self._tally.nack()
             if self._trace is not None:
                 self._trace.damaged(action.seq)
-        future = self.peer.writer.write(order)
+        future = self.peer.writers[action.lane].write(order)
         future.add_done_callback(
             lambda done: self._loop.call_soon_threadsafe(self._written, action.seq, action.rewrite, done)
         )
@@ -192,7 +203,7 @@ class SenderAttempt(Attempt[Sender, SenderEvent]):
             self.on_event(written)
         elif isinstance(error, TransferError):
             self.on_event(WriteFailed(seq=seq, rewrite=rewrite, reason=error.message))
-            if self.peer.writer.closed:
+            if any(writer.closed for writer in self.peer.writers):
                 self.peer.close()
         else:
             raise error

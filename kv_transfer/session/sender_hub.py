@@ -41,6 +41,7 @@ from kv_transfer.protocol.messages import (
 from kv_transfer.protocol.sender import Sender, SenderPlan
 from kv_transfer.protocol.settings import TransferSettings
 from kv_transfer.protocol.states import LIVE
+from kv_transfer.regions.interface import SendingRegion
 from kv_transfer.session.attempt_trace import begin_trace
 from kv_transfer.session.link import renewals
 from kv_transfer.session.peer import LocalWorker
@@ -48,7 +49,6 @@ from kv_transfer.session.reaper import Reaper
 from kv_transfer.session.sender_attempt import SenderAttempt, SenderContext, SenderOwner
 from kv_transfer.session.sender_link import SenderLink
 from kv_transfer.session.stats import TransferStats
-from kv_transfer.transports.interface import KVSender
 from tandem.errors import InvalidRequest, InvariantError, Overloaded, ServingError, Unavailable
 from tandem.telemetry.tracing import NoTracer, Tracer
 from tandem.v1.handoff_pb2_grpc import HandoffServicer, add_HandoffServicer_to_server
@@ -69,7 +69,7 @@ class SenderHub:
         local: LocalWorker,
         *,
         owner: SenderOwner,
-        senders: Sequence[KVSender],
+        regions: Sequence[SendingRegion],
         settings: TransferSettings,
         clock: Callable[[], float] = time.monotonic,
         tracer: Tracer | None = None,
@@ -79,7 +79,7 @@ class SenderHub:
         """Called with each hand-off that is given up before `owner.submit` has returned."""
         self._tracer = tracer or NoTracer()
         self._local = local
-        self._senders = senders
+        self._regions = regions
         self._settings = settings
         self._reaper = Reaper(self._sweep, period_s=settings.sweep_s, clock=clock)
         self._group = asyncio.TaskGroup()
@@ -98,7 +98,7 @@ class SenderHub:
         self._renewed_s = 0.0
         self._context = SenderContext(
             owner=owner,
-            pool_blocks=local.region.num_blocks,
+            pool_blocks=local.num_blocks,
             stats=self.stats,
             now=self._reaper.now,
             spawn=self._spawn,
@@ -253,7 +253,7 @@ class SenderHub:
 
     async def serve(self, stream: Any) -> None:
         """Run one link from start to end; called by the servicer."""
-        link = SenderLink(stream, local=self._local, senders=self._senders, settings=self._settings)
+        link = SenderLink(stream, local=self._local, regions=self._regions, settings=self._settings)
         if self._exited:
             return
         self._links[link] = asyncio.current_task()
@@ -271,9 +271,9 @@ class SenderHub:
             for attempt in list(self._attempts.values()):
                 if attempt.peer is link:
                     attempt.on_event(LinkLost(reason="link lost"))
-            if link.connected:
+            if link.writers:
                 # Not in the group, which accepts no more tasks once one of them has failed.
-                closing = asyncio.get_running_loop().run_in_executor(None, link.writer.close)
+                closing = asyncio.get_running_loop().run_in_executor(None, link.close_writers)
                 self._closing_writers.add(closing)
                 closing.add_done_callback(self._closing_writers.discard)
 
@@ -334,24 +334,30 @@ class SenderHub:
             return Unavailable("an earlier attempt is still draining", retry_after_s=0.1)
         if len(self._attempts) >= self._settings.max_transfers:
             return Overloaded(f"{len(self._attempts)} hand-offs are under way", retry_after_s=1.0)
-        if body.job.held_tokens % link.pairing.destination.block_size:
+        if body.job.held_tokens % link.pairings[0].destination.block_size:
             return InvalidRequest("held_tokens must be a multiple of the block size", param="held_tokens")
         return None
 
     def _plan(self, link: SenderLink, key: TransferKey, body: Prefill) -> SenderPlan:
-        pairing, layout = link.pairing, self._local.layout
+        pairings, layout = link.pairings, self._local.layout
         return SenderPlan(
             key=key,
             own=self._local.incarnation,
             peer=link.peer,
             job=body.job,
             block_size=layout.block_size,
-            unit_tokens=pairing.mapping.unit_tokens,
-            whole_tokens=max(layout.block_size, pairing.destination.block_size),
-            cells=HandoffSize(
-                num_layers=layout.num_layers,
-                num_heads=layout.num_kv_heads,
-                unit_layer_bytes=pairing.unit_layer_bytes,
+            unit_tokens=pairings[0].mapping.unit_tokens,
+            whole_tokens=max(layout.block_size, pairings[0].destination.block_size),
+            lanes=tuple(
+                HandoffSize(
+                    num_layers=lane.num_layers,
+                    num_heads=lane.num_heads,
+                    unit_layer_bytes=pairing.unit_layer_bytes,
+                    first_layer=lane.first_layer,
+                    first_head=lane.first_head,
+                )
+                for pairing in pairings
+                for lane in (pairing.mapping.lane,)
             ),
             lease_s=min(body.lease_s, self._settings.lease_s),
             stall_s=self._settings.stall_s,

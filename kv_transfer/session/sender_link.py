@@ -6,17 +6,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from kv_transfer.layout.pairing import Pairing, choose_wire_dtype
+from kv_transfer.layout.lanes import lanes_between
+from kv_transfer.layout.pairing import Pairing
 from kv_transfer.protocol import wire
 from kv_transfer.protocol.messages import Body, Failure, HandoffEnvelope, Hello, Reject, TransferKey, TransportOffer
 from kv_transfer.protocol.settings import TransferSettings
 from kv_transfer.protocol.versions import SPOKEN, handoff_dialect
 from kv_transfer.protocol.wire import WireError
+from kv_transfer.regions.interface import ConnectedLane, LaneRequest, SendingRegion
 from kv_transfer.session.link import LinkBroken, LinkOutbox, exchange_messages, read_message, write_message
 from kv_transfer.session.peer import LocalWorker
-from kv_transfer.session.receiver_link import make_hello, refuses
-from kv_transfer.transports.catalogue import candidates
-from kv_transfer.transports.interface import KVSender, PeerWriter
+from kv_transfer.session.receiver_link import joined_names, make_hello, refuses
+from kv_transfer.transports.interface import PeerWriter
 from tandem.errors import InvariantError, TransferError
 from tandem.values.ids import Incarnation
 
@@ -28,37 +29,36 @@ class SenderLink:
     once."""
 
     def __init__(
-        self, stream: Any, *, local: LocalWorker, senders: Sequence[KVSender], settings: TransferSettings
+        self, stream: Any, *, local: LocalWorker, regions: Sequence[SendingRegion], settings: TransferSettings
     ) -> None:
         self.peer = Incarnation(0)
         """Incarnation of the decode worker; known once the link is up."""
-        self.transport = ""
+        self.transports: tuple[str, ...] = ()
+        """The transport of each lane."""
         self._stream = stream
         self._local = local
-        self._senders = senders
+        self._regions = regions
         self._settings = settings
         self._outbox = LinkOutbox()
-        self._writer: PeerWriter | None = None
-        self._pairing: Pairing | None = None
-        self._ended = False
+        self._writers: tuple[PeerWriter, ...] = ()
+        self._pairings: tuple[Pairing, ...] = ()
 
     @property
-    def connected(self) -> bool:
-        """Whether there is a byte connection."""
-        return self._writer is not None
+    def writers(self) -> tuple[PeerWriter, ...]:
+        """The byte connection of each lane; none before the link is up."""
+        return self._writers
 
     @property
-    def writer(self) -> PeerWriter:
-        if self._writer is None:
-            raise InvariantError("link has no byte connection yet")
-        return self._writer
+    def transport(self) -> str:
+        """The transport that bytes are written through; where lanes differ, all of them."""
+        return joined_names(self.transports)
 
     @property
-    def pairing(self) -> Pairing:
-        """The layouts and wire dtype agreed with the peer."""
-        if self._pairing is None:
+    def pairings(self) -> tuple[Pairing, ...]:
+        """The layouts and wire dtype agreed with the peer, for each lane."""
+        if not self._pairings:
             raise InvariantError("link has no pairing yet")
-        return self._pairing
+        return self._pairings
 
     def send(self, key: TransferKey | None, body: Body) -> None:
         """Queue a message; dropped once the link ends."""
@@ -84,8 +84,6 @@ class SenderLink:
             log.info("link ended: %s", error)
         except TimeoutError:
             log.info("link ended: no HELLO in time")
-        finally:
-            self._ended = True
 
     async def _handshake(self) -> HandoffEnvelope:
         """Answer the peer's HELLO, after connecting for bytes."""
@@ -99,33 +97,79 @@ class SenderLink:
         if refusal := refuses(source=mine, destination=theirs):
             return self._refuse(refusal)
         self._outbox.dialect = handoff_dialect(SPOKEN.negotiate(theirs.versions))
-        reasons = []
-        for sender, offer in candidates(theirs.transports, self._senders):
-            try:
-                pairing = self._pair(sender, theirs)
-                await asyncio.to_thread(self._connect, sender, offer, pairing)
-            except TransferError as error:
-                reasons.append(error.message)
-                continue
-            self.transport, self._pairing = sender.name, pairing
-            chosen = replace(offer, advert=b"")
-            return self._envelope(None, replace(mine, transports=(chosen,), wire_dtype=pairing.wire_dtype))
-        return self._refuse("; ".join(["no KV transport in common", *reasons]))
+        if 1 + len(theirs.more_regions) != theirs.layout.num_regions:
+            return self._refuse(
+                f"transports of {1 + len(theirs.more_regions)} regions, not {theirs.layout.num_regions}"
+            )
+        try:
+            lanes = await self._connect(theirs)
+        except TransferError as error:
+            return self._refuse(error.message)
+        chosen = tuple(TransportOffer(name=lane.transport, advert=b"", host_id="") for lane in lanes)
+        return self._envelope(None, replace(mine, transports=chosen, wire_dtype=lanes[0].wire_dtype))
 
-    def _pair(self, sender: KVSender, theirs: Hello) -> Pairing:
-        """Choose the wire dtype. Raises TransferError when the peer requests one that this worker cannot produce."""
-        here, there = self._local.layout, theirs.layout
-        wire_dtype = choose_wire_dtype(here, there, wish=theirs.wire_dtype, one_sided=sender.one_sided)
-        return Pairing.from_layouts(here, there, wire_dtype=wire_dtype, head_scales=self._local.head_scales)
+    async def _connect(self, theirs: Hello) -> list[ConnectedLane]:
+        """Connect every lane, and none when one of them cannot be. Raises TransferError."""
+        layouts = self._local.layout, theirs.layout
+        connected = await self._connect_lanes(theirs, theirs.wire_dtype)
+        if len({lane.wire_dtype for lane in connected}) > 1:
+            # Some transport can only use the dtype in which the peer stores KV; then all use it.
+            await asyncio.to_thread(_close_all, [lane.writer for lane in connected])
+            connected = await self._connect_lanes(theirs, theirs.layout.dtype)
+        self._writers = tuple(lane.writer for lane in connected)
+        self.transports = tuple(lane.transport for lane in connected)
+        self._pairings = tuple(
+            Pairing.from_layouts(*layouts, wire_dtype=lane.wire_dtype, head_scales=self._local.head_scales, lane=number)
+            for number, lane in enumerate(connected)
+        )
+        return connected
 
-    def _connect(self, sender: KVSender, offer: TransportOffer, pairing: Pairing) -> None:
-        """Connect. Runs on a thread that outlives a cancelled link and then closes the connection itself."""
-        self._writer = sender.connect(offer, pairing)
-        if self._ended:
-            self._writer.close()
+    async def _connect_lanes(self, theirs: Hello, wire_dtype: str) -> list[ConnectedLane]:
+        regions = (theirs.transports, *theirs.more_regions)
+        connecting = [
+            asyncio.ensure_future(
+                self._regions[lane.source].connect(
+                    LaneRequest(
+                        lane=number,
+                        destination=theirs.layout,
+                        offers=regions[lane.destination],
+                        wire_dtype=wire_dtype,
+                    )
+                )
+            )
+            for number, lane in enumerate(lanes_between(self._local.layout, theirs.layout))
+        ]
+        results: list[ConnectedLane | BaseException] = []
+        try:
+            results = await asyncio.gather(*connecting, return_exceptions=True)
+        except asyncio.CancelledError:
+            for one in connecting:
+                one.add_done_callback(_close_unwanted)
+            raise
+        errors = [result for result in results if isinstance(result, BaseException)]
+        connected = [result for result in results if not isinstance(result, BaseException)]
+        if errors:
+            await asyncio.to_thread(_close_all, [lane.writer for lane in connected])
+            raise errors[0]
+        return connected
+
+    def close_writers(self) -> None:
+        """Close the byte connections; blocks until their threads have ended."""
+        _close_all(self._writers)
 
     def _refuse(self, reason: str) -> HandoffEnvelope:
         return self._envelope(None, Reject(failure=Failure(kind=TransferError, message=reason)))
 
     def _envelope(self, key: TransferKey | None, body: Body) -> HandoffEnvelope:
         return HandoffEnvelope(incarnation=self._local.incarnation, addressee=self.peer, key=key, body=body)
+
+
+def _close_all(writers: Sequence[PeerWriter]) -> None:
+    for writer in writers:
+        writer.close()
+
+
+def _close_unwanted(connecting: "asyncio.Future[ConnectedLane]") -> None:
+    """Close a connection that was made when nobody waited for it any more."""
+    if not connecting.cancelled() and connecting.exception() is None:
+        connecting.get_loop().run_in_executor(None, connecting.result().writer.close)

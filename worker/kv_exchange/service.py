@@ -11,6 +11,7 @@ from engine.runner.device_queue import device_queue
 from kv_transfer.memory.region import KVRegion
 from kv_transfer.memory.torch_pool import TorchPool
 from kv_transfer.protocol.settings import TransferSettings
+from kv_transfer.regions.local import LocalReceivingRegion, LocalSendingRegion
 from kv_transfer.session.peer import LocalWorker
 from kv_transfer.session.receiver_attempt import ReceiverOwner
 from kv_transfer.session.receiver_hub import ReceiverHub
@@ -119,20 +120,26 @@ async def open_fabric(stack: AsyncExitStack, server: Any, plan: FabricPlan) -> F
         isolated_network=plan.isolated_network,
         tcp=plan.tcp,
     )
-    local = LocalWorker(worker_id=identity.worker_id, incarnation=identity.incarnation, region=region)
+    local = LocalWorker(
+        worker_id=identity.worker_id,
+        incarnation=identity.incarnation,
+        layout=region.layout,
+        num_blocks=region.num_blocks,
+    )
     name = f"{identity.worker_id}/{identity.incarnation}"
     fetcher = Fetcher(plan.host, name=name, spawn=plan.spawn, tracer=plan.tracer)
     lender = Lender(plan.host)
     receiver_hub = ReceiverHub(
         local,
         owner=IncomingTransfers(fetcher, plan.handoffs),
-        receivers=receivers,
+        regions=(LocalReceivingRegion(region, receivers),),
         dialer=Dialer(open_channel=plan.channels.open, metadata=plan.auth.client_metadata()),
         settings=plan.settings,
         tracer=plan.tracer,
     )
     departures = OutgoingTransfers(lender, plan.prompts, fetcher)
-    sender_hub = SenderHub(local, owner=departures, senders=senders, settings=plan.settings, tracer=plan.tracer)
+    sending = (LocalSendingRegion(region, senders),)
+    sender_hub = SenderHub(local, owner=departures, regions=sending, settings=plan.settings, tracer=plan.tracer)
     fetcher.hub = await stack.enter_async_context(receiver_hub)
     lender.hub = await stack.enter_async_context(sender_hub)
     sender_hub.on_unwanted = departures.on_unwanted
@@ -143,7 +150,7 @@ async def open_fabric(stack: AsyncExitStack, server: Any, plan: FabricPlan) -> F
         fetcher=fetcher,
         lender=lender,
         migration_target=MigrationTarget(plan.host, fetcher, spawn=plan.spawn),
-        transports=tuple(sender.name for sender in senders),
+        transports=sending[0].transports,
     )
 
 

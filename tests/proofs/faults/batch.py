@@ -8,7 +8,9 @@ from functools import partial
 
 import grpc.aio
 
+from kv_transfer.memory.region import KVRegion
 from kv_transfer.protocol.messages import PrefillJob
+from kv_transfer.regions.local import LocalReceivingRegion, LocalSendingRegion
 from kv_transfer.session.peer import LocalWorker, Route
 from kv_transfer.session.receiver_hub import ReceiverHub
 from kv_transfer.session.receiver_link import Dialer
@@ -94,9 +96,10 @@ class Batch:
         async with AsyncExitStack() as stack:
             door = self._ends.receiver(plan, self._there.region, self._injector)
             sender = self._ends.sender(plan, self._here.region, self._injector, lambda: door)
-            local = LocalWorker(worker_id=WorkerId("p"), incarnation=_PREFILL, region=self._here.region)
+            local = _local("p", _PREFILL, self._here.region)
+            regions = (LocalSendingRegion(self._here.region, (sender,)),)
             sending = await stack.enter_async_context(
-                SenderHub(local, owner=self._prefill, senders=(sender,), settings=times)
+                SenderHub(local, owner=self._prefill, regions=regions, settings=times)
             )
             self._prefill.hub = sending
             server = grpc.aio.server(options=SERVER_OPTIONS)
@@ -105,9 +108,10 @@ class Batch:
             await server.start()
             stack.push_async_callback(server.stop, None)
             self._route = partial(self._route, address=f"127.0.0.1:{port}")
-            local = LocalWorker(worker_id=WorkerId("d"), incarnation=_DECODE, region=self._there.region)
+            local = _local("d", _DECODE, self._there.region)
+            there = (LocalReceivingRegion(self._there.region, (door,)),)
             receiving = await stack.enter_async_context(
-                ReceiverHub(local, owner=self._decode, receivers=(door,), dialer=self._dialer(), settings=times)
+                ReceiverHub(local, owner=self._decode, regions=there, dialer=self._dialer(), settings=times)
             )
             await self._transfer_all(receiving)
             await self._assert_resources_released(receiving, sending)
@@ -211,3 +215,9 @@ class Batch:
             sampling=SamplingParams(),
             hash_root=BlockHash(bytes(16)),
         )
+
+
+def _local(name: str, incarnation: Incarnation, region: KVRegion) -> LocalWorker:
+    return LocalWorker(
+        worker_id=WorkerId(name), incarnation=incarnation, layout=region.layout, num_blocks=region.num_blocks
+    )

@@ -15,6 +15,7 @@ from kv_transfer.memory.shared_memory import SharedPool
 from kv_transfer.protocol.actions import CommitInfo
 from kv_transfer.protocol.messages import FirstToken, PrefillJob
 from kv_transfer.protocol.settings import TransferSettings
+from kv_transfer.regions.local import LocalReceivingRegion, LocalSendingRegion
 from kv_transfer.session.peer import LocalWorker, Route
 from kv_transfer.session.receiver_hub import ReceiverHub
 from kv_transfer.session.receiver_link import Dialer
@@ -248,10 +249,11 @@ async def prefill_worker(
     local = LocalWorker(
         worker_id=WorkerId("p"),
         incarnation=Incarnation(incarnation),
-        region=replace(pool.region, layout=layout),
+        layout=layout,
+        num_blocks=pool.num_blocks,
     )
-    offered = senders(pool.region)
-    async with SenderHub(local, owner=owner, senders=offered, settings=settings, tracer=tracer, clock=clock) as hub:
+    regions = (LocalSendingRegion(replace(pool.region, layout=layout), senders(pool.region)),)
+    async with SenderHub(local, owner=owner, regions=regions, settings=settings, tracer=tracer, clock=clock) as hub:
         owner.hub = hub
         server = grpc.aio.server(options=SERVER_OPTIONS)
         hub.register(server)
@@ -274,14 +276,19 @@ async def decode_worker(
     clock: Callable[[], float] = time.monotonic,
 ) -> AsyncIterator[tuple[ReceiverHub, DecodeOwner]]:
     owner = DecodeOwner(pool)
-    local = LocalWorker(worker_id=WorkerId("d"), incarnation=Incarnation(incarnation), region=pool.region)
+    local = LocalWorker(
+        worker_id=WorkerId("d"),
+        incarnation=Incarnation(incarnation),
+        layout=LAYOUT,
+        num_blocks=pool.num_blocks,
+    )
     options = (*CLIENT_OPTIONS, ("grpc.use_local_subchannel_pool", 1))
     dialer = Dialer(open_channel=lambda address: grpc.aio.insecure_channel(address, options=options))
     async with AsyncExitStack() as stack:
-        ends = receivers(pool.region)
+        regions = (LocalReceivingRegion(pool.region, receivers(pool.region)),)
         hub = await stack.enter_async_context(
             ReceiverHub(
-                local, owner=owner, receivers=ends, dialer=dialer, settings=settings, tracer=tracer, clock=clock
+                local, owner=owner, regions=regions, dialer=dialer, settings=settings, tracer=tracer, clock=clock
             )
         )
         yield hub, owner

@@ -157,7 +157,9 @@ class Process:
                 block_size=LAYOUT.block_size,
                 unit_tokens=LAYOUT.block_size,
                 whole_tokens=LAYOUT.block_size,
-                cells=HandoffSize(num_layers=LAYOUT.num_layers, num_heads=1, unit_layer_bytes=LAYOUT.layer_block_bytes),
+                lanes=(
+                    HandoffSize(num_layers=LAYOUT.num_layers, num_heads=1, unit_layer_bytes=LAYOUT.layer_block_bytes),
+                ),
                 lease_s=SETTINGS.lease_s,
                 stall_s=SETTINGS.stall_s,
                 queue_s=SETTINGS.queue_s,

@@ -10,7 +10,19 @@ from kv_transfer.protocol.messages import Abort, Chunk, Failure, Offer, Seal
 from kv_transfer.protocol.states import LIVE, HandoffState
 from tandem.errors import Unavailable
 from tests.proofs.explore.model import properties
-from tests.proofs.explore.model.life import DONE, LOOSE, LOST, MOVING, NEW, OPEN, OVER, OWNED, TORN, Life
+from tests.proofs.explore.model.life import (
+    DONE,
+    LOOSE,
+    LOST,
+    MOVING,
+    NEW,
+    OPEN,
+    OVER,
+    OWNED,
+    TORN,
+    Life,
+    Write,
+)
 from tests.proofs.explore.model.scope import UNIT_TOKENS, Names
 from tests.proofs.explore.model.writing import Writing
 
@@ -39,7 +51,8 @@ class DecodeSide:
             life.ladder, key, lambda ladder: self._machines.add(ladder.begin(life.attempt, peer, 0.0))
         )
         life.receivers[life.attempt] = (machine, at, epoch)
-        self._step(life, life.attempt, "start", lambda receiver: receiver.start(UNIT_TOKENS))
+        lanes = self._names.lanes
+        self._step(life, life.attempt, "start", lambda receiver: receiver.start(UNIT_TOKENS, lanes))
 
     def _ladder(self, life: Life, key: tuple[Any, ...], do: Any) -> None:
         life.ladder, _none = self._machines.step(life.ladder, key, do)
@@ -120,13 +133,14 @@ class DecodeSide:
             case "BindBlocks":
                 life.owed.add(("bind", attempt, action.num_blocks))
             case "OpenGrant":
-                life.grants[attempt] = (action.blocks, *life.routed_to(attempt))
-                scope = self._names.scope
-                proof = scope.shared_memory and not scope.remote
-                return ev.GrantOpened(transport="x", grant=b"g", drain_proves_quiet=proof)
+                for lane in range(self._names.scope.num_lanes):
+                    life.grants[attempt, lane] = (action.blocks, *life.routed_to(attempt))
+                # Regions of other processes answer later, each in its own time.
+                life.owed |= {("opened", attempt, lane) for lane in range(1, self._names.scope.num_lanes)}
+                return self._opened(0)
             case "Verify":
                 chunk = action.chunk
-                slots = self._names.scope.slots(chunk.cells, life.grants[attempt][0])
+                slots = self._names.scope.slots(chunk.cells, life.grants[attempt, chunk.lane][0])
                 life.owed.add(("verify", attempt, chunk.seq, chunk.rewrite, slots, chunk.checksum))
             case "ForwardFirstToken":
                 properties.sampled_once(life)
@@ -174,26 +188,42 @@ class DecodeSide:
             del life.blocks[block]
 
     def _revoke(self, life: Life, attempt: int) -> ev.ReceiverEvent | None:
-        life.grants.pop(attempt, None)
-        writes = [w for w in life.writes if w.attempt == attempt and w.phase in (MOVING, LOOSE)]
+        """The answer of the first lane, if it is known at once; those of regions of other processes are owed."""
+        life.grants.pop((attempt, 0), None)
+        life.owed |= {("quiet", attempt, lane) for lane in range(1, self._names.scope.num_lanes)}
+        writes = self._landing_writes(life, attempt, 0)
         if self._names.scope.shared_memory and writes:
-            life.owed.add(("quiet", attempt))
+            life.owed.add(("quiet", attempt, 0))
             return None
         for write in writes:
             self._writing.shut_out(life, write)
         return ev.Quiet()
 
-    def quiet(self, life: Life, attempt: int) -> None:
-        """The writers of an attempt have answered its revocation, or are proven dead."""
-        for write in [w for w in life.writes if w.attempt == attempt and w.phase in (MOVING, LOOSE)]:
+    @staticmethod
+    def _landing_writes(life: Life, attempt: int, lane: int) -> list[Write]:
+        return [w for w in life.writes if (w.attempt, w.lane) == (attempt, lane) and w.phase in (MOVING, LOOSE)]
+
+    def quiet(self, life: Life, attempt: int, lane: int) -> None:
+        """The writers of a lane have answered its revocation, or are proven dead."""
+        life.grants.pop((attempt, lane), None)
+        for write in self._landing_writes(life, attempt, lane):
             self._writing.shut_out(life, write)
-        self.tell(life, attempt, ev.Quiet())
+        self.tell(life, attempt, ev.Quiet(lane=lane))
+
+    def opened(self, life: Life, attempt: int, lane: int) -> None:
+        """The region of a lane has let its writer in."""
+        self.tell(life, attempt, self._opened(lane))
+
+    def _opened(self, lane: int) -> ev.GrantOpened:
+        scope = self._names.scope
+        proof = scope.shared_memory and not scope.remote
+        return ev.GrantOpened(transport="x", grant=b"g", drain_proves_quiet=proof, lane=lane)
 
     # Answers to actions
 
     def bind(self, life: Life, attempt: int, blocks: tuple[int, ...]) -> None:
         """The pool gives destinations."""
-        torn = (TORN,) * (self._names.scope.units_per_block * self._names.scope.num_layers)
+        torn = (TORN,) * self._names.scope.block_cells
         for block in blocks:
             life.blocks[block] = (attempt, torn)
         self.tell(life, attempt, ev.BlocksBound(blocks=blocks))

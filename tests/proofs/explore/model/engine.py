@@ -73,7 +73,9 @@ class Engine:
             for layer in range(cells.first_layer, cells.first_layer + cells.num_layers):
                 if not self._holds(sender, held_units, source, unit, layer):
                     raise Violation(f"reads layer {layer} of unit {unit} before it is computed")
-                contents.append(unit * self._scope.num_layers + layer + (OTHER if sender.other else 0))
+                place = (unit * self._scope.num_layers + layer) * self._scope.num_lanes
+                heads = range(cells.first_head, cells.first_head + cells.num_heads)
+                contents += [place + head + (OTHER if sender.other else 0) for head in heads]
         return tuple(contents)
 
     def _holds(self, sender: SenderSlot, held_units: int, source: int, unit: int, layer: int) -> bool:

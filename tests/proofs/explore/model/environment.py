@@ -33,7 +33,7 @@ class Environment:
     def progress(self, life: Packed) -> list[Move]:
         """What happens next without anybody's fault; binding, which needs the pool, comes as ("bind", attempt, n)."""
         moves: list[Move] = [("deliver", *message) for message in life.messages]
-        moves += [item for item in life.owed if item[0] != "quiet" or self._can_be_quiet(life, item[1])]
+        moves += [item for item in life.owed if item[0] != "quiet" or self._can_be_quiet(life, *item[1:])]
         for write in life.writes:
             if write.phase != LANDED:
                 moves.append(("land", write))
@@ -131,10 +131,11 @@ class Environment:
     def _waiting_for_proof(self, life: Packed) -> set[int]:
         return {item[1] for item in life.owed if item[0] == "quiet"}
 
-    def _can_be_quiet(self, life: Packed, attempt: int) -> bool:
-        """A hanging writer answers no revocation; its end is the proof."""
-        return not any(
-            w.attempt == attempt and w.phase == MOVING and w.epoch != life.workers[w.at].epoch for w in life.writes
+    def _can_be_quiet(self, life: Packed, attempt: int, lane: int) -> bool:
+        """A hanging writer answers no revocation; its end is the proof. A region does one thing after the other."""
+        return ("opened", attempt, lane) not in life.owed and not any(
+            (w.attempt, w.lane) == (attempt, lane) and w.phase == MOVING and w.epoch != life.workers[w.at].epoch
+            for w in life.writes
         )
 
     # Making it happen
@@ -228,8 +229,10 @@ class Environment:
                 self.decode.verify(life, item)
             case ("commit", attempt, blocks):
                 self.decode.commit(life, attempt, blocks)
-            case ("quiet", attempt):
-                self.decode.quiet(life, attempt)
+            case ("quiet", attempt, lane):
+                self.decode.quiet(life, attempt, lane)
+            case ("opened", attempt, lane):
+                self.decode.opened(life, attempt, lane)
             case ("receiver link lost", attempt):
                 self.decode.tell(life, attempt, ev.LinkLost(reason="gone"))
             case ("sender link lost", at, attempt):
@@ -273,16 +276,20 @@ def _bodies(body: Body, scope: Scope) -> list[Body]:
             other_sizes = [replace(body, num_units=body.num_units + more) for more in (-1, num_units)]
             return [*other_sizes, replace(body, tail_hash=OTHER_TAIL)]
         case Reserve():
-            return [replace(body, num_units=body.num_units - 1), CommitAck()]
+            fewer = [replace(body, more_grants=body.more_grants[1:])] if body.more_grants else []
+            return [replace(body, num_units=body.num_units - 1), *fewer, CommitAck()]
         case Chunk():
             cells = body.cells
             outside = replace(cells, first_unit=cells.first_unit + num_units)
             above = replace(cells, first_layer=cells.first_layer + scope.num_layers)
+            beside = [replace(body, lane=(body.lane + 1) % scope.num_lanes)] if scope.num_lanes > 1 else []
             moved = replace(cells, first_unit=(cells.first_unit + 1) % num_units)
             lifted = replace(cells, first_layer=(cells.first_layer + 1) % scope.num_layers)
             return [
                 *(replace(body, cells=other) for other in (outside, above, moved, lifted) if other != cells),
                 replace(body, cells=replace(cells, num_units=0)),
+                replace(body, lane=body.lane + scope.num_lanes),
+                *beside,
                 replace(body, seq=body.seq + num_chunks),
                 replace(body, seq=(body.seq + 1) % num_chunks),
             ]

@@ -29,6 +29,7 @@ class Write(NamedTuple):
     attempt: int
     at: int
     epoch: int
+    lane: int
     seq: int
     rewrite: int
     slots: tuple[tuple[int, int], ...]
@@ -113,8 +114,8 @@ class Life:
     owed: set[tuple[Any, ...]]
     blocks: dict[int, tuple[int, tuple[int, ...]]]
     """block -> (owner, content of its cells)."""
-    grants: dict[int, tuple[tuple[int, ...], int, int]]
-    """attempt -> (destinations, the prefill worker that may write into them, its epoch)."""
+    grants: dict[tuple[int, int], tuple[tuple[int, ...], int, int]]
+    """(attempt, lane) -> (destinations, the prefill worker that may write into them, its epoch)."""
 
     @classmethod
     def unpack(cls, packed: Packed) -> "Life":

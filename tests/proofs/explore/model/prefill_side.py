@@ -138,8 +138,8 @@ class PrefillSide:
         sender = properties.holds_sources(worker.sender, "reads")
         machine = self._machines.get_cached(sender.machine)
         plan = machine.plan
-        properties.may_write(machine.reserve, action.rewrite, plan.max_rewrites)
-        grant = life.grants.get(sender.attempt)
+        properties.may_write(machine.reserve, action.lane, action.rewrite, plan.max_rewrites)
+        grant = life.grants.get((sender.attempt, action.lane))
         if grant is None or plan.peer != self._names.decode(life.decode_epoch):
             life.owed.add(("write failed", at, sender.attempt, action.seq, action.rewrite))
             return
@@ -149,7 +149,8 @@ class PrefillSide:
         properties.writes_its_own(life, sender.attempt, slots)
         life.put(slots, (TORN,) * len(slots))
         content = self.engine_of.read(sender, plan.job.held_tokens // UNIT_TOKENS, action)
-        life.writes.add(Write(sender.attempt, at, worker.epoch, action.seq, action.rewrite, slots, MOVING, content))
+        chunk = (action.lane, action.seq, action.rewrite)
+        life.writes.add(Write(sender.attempt, at, worker.epoch, *chunk, slots, MOVING, content))
 
     # Bytes
 

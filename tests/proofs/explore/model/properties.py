@@ -72,9 +72,9 @@ def holds_sources(sender: SenderSlot | None, doing: str) -> SenderSlot:
     return sender
 
 
-def may_write(reserve: Reserve | None, rewrite: int, max_rewrites: int) -> None:
+def may_write(reserve: Reserve | None, lane: int, rewrite: int, max_rewrites: int) -> None:
     """Writing waits to be let in, and ends."""
-    if reserve is None:
+    if reserve is None or lane >= len(reserve.grants):
         raise Violation("writes before it is let in")
     if rewrite > max_rewrites:
         raise Violation(f"writes a chunk for the {rewrite + 1}th time")
@@ -109,8 +109,8 @@ def at_rest(packed: Packed) -> None:
         current = packed.workers[write.at].epoch == write.epoch
         if write.phase == MOVING and current and (sender is None or sender.attempt != write.attempt):
             raise Violation(f"attempt {write.attempt} writes, but its sender has ended")
-    for attempt, _grant in packed.grants:
-        if attempt not in alive:
+    for (attempt, lane), _grant in packed.grants:
+        if attempt not in alive and ("quiet", attempt, lane) not in packed.owed:
             raise Violation(f"the grant of attempt {attempt} leaks")
     if packed.request == DONE and packed.kept:
         raise Violation("a finished request keeps blocks")

@@ -6,6 +6,7 @@ from typing import Any
 
 from kv_transfer.layout.cell_range import CellRange
 from kv_transfer.layout.chunk_plan import ChunkPlanner, HandoffSize
+from kv_transfer.layout.lanes import Lane, lanes_between
 from kv_transfer.protocol import actions as act
 from kv_transfer.protocol.handoff_retry import HandoffRetry
 from kv_transfer.protocol.messages import Body, HandoffEnvelope, Prefill, PrefillJob, TransferKey
@@ -37,6 +38,8 @@ class Scope:
     steps: tuple[int, ...] = (1,)
     """Units of the prompt that each step of the prefill worker's engine computes, a layer at a time."""
     num_layers: int = 2
+    num_lanes: int = 1
+    """KV heads of the model, each of which goes from a region of its own to a region of its own."""
     chunk_cells: int = 1
     """Most cells in one chunk; a cell is one unit in one layer."""
     units_per_block: int = 1
@@ -72,7 +75,12 @@ class Scope:
 
     @property
     def num_cells(self) -> int:
-        return self.num_units * self.num_layers
+        return self.num_units * self.num_layers * self.num_lanes
+
+    @property
+    def block_cells(self) -> int:
+        """In one block of a decode worker."""
+        return self.units_per_block * self.num_layers * self.num_lanes
 
     @property
     def num_blocks(self) -> int:
@@ -85,34 +93,43 @@ class Scope:
         return self.num_blocks + self.spare_blocks
 
     @property
-    def cells(self) -> HandoffSize:
-        """One byte stands for a cell."""
-        return HandoffSize(num_layers=self.num_layers, num_heads=1, unit_layer_bytes=1)
+    def sizes(self) -> tuple[HandoffSize, ...]:
+        """Of the lanes; one byte stands for a cell."""
+        return tuple(
+            HandoffSize(num_layers=self.num_layers, num_heads=1, unit_layer_bytes=1, first_head=head)
+            for head in range(self.num_lanes)
+        )
 
     @property
     def num_chunks(self) -> int:
         """Most chunks into which one hand-off is cut, however late its reservation comes."""
-        at_once = ChunkPlanner(self.cells, chunk_bytes=self.chunk_cells).plan(self.num_units)
-        planner, ready, chunks = ChunkPlanner(self.cells, chunk_bytes=self.chunk_cells), 0, 0
-        for size in self.steps:
+        size = self.sizes[0]
+        at_once = ChunkPlanner(size, chunk_bytes=self.chunk_cells).plan(self.num_units)
+        planner, ready, chunks = ChunkPlanner(size, chunk_bytes=self.chunk_cells), 0, 0
+        for units in self.steps:
             for layers in range(1, self.num_layers):
-                chunks += len(planner.plan(ready, coming=ready + size, num_layers=layers))
-            ready += size
+                chunks += len(planner.plan(ready, coming=ready + units, num_layers=layers))
+            ready += units
             chunks += len(planner.plan(ready))
-        return max(len(at_once), chunks)
+        return self.num_lanes * max(len(at_once), chunks)
 
     def slots(self, cells: CellRange, blocks: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
         """(block, position in it) of each cell."""
         return tuple(
-            (blocks[unit // self.units_per_block], unit % self.units_per_block * self.num_layers + layer)
+            (
+                blocks[unit // self.units_per_block],
+                (unit % self.units_per_block * self.num_layers + layer) * self.num_lanes + head,
+            )
             for unit in range(cells.first_unit, cells.first_unit + cells.num_units)
             for layer in range(cells.first_layer, cells.first_layer + cells.num_layers)
+            for head in range(cells.first_head, cells.first_head + cells.num_heads)
         )
 
     def __str__(self) -> str:
         transport = ("rdma" if self.remote else "shm") if self.shared_memory else "tcp"
         return (
-            f"{self.num_chunks} chunks of {self.num_units} x {self.num_layers} cells, {self.max_faults} faults, "
+            f"{self.num_chunks} chunks of {self.num_units} x {self.num_layers} x {self.num_lanes} cells, "
+            f"{self.max_faults} faults, "
             f"{self.max_attempts} attempts, pool of {self.pool_blocks}, {transport}"
         )
 
@@ -126,6 +143,7 @@ class Names:
     envelopes: Interned = field(default_factory=Interned)
     settings: TransferSettings = field(init=False)
     fresh_ladder: int = field(init=False)
+    lanes: tuple[Lane, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         scope = self.scope
@@ -150,10 +168,13 @@ class Names:
             model_fingerprint="m",
             dtype="float32",
             num_layers=scope.num_layers,
-            num_kv_heads=1,
+            num_kv_heads=scope.num_lanes,
             head_dim=1,
             block_size=UNIT_TOKENS * scope.units_per_block,
+            tp_size=scope.num_lanes,
+            num_regions=scope.num_lanes,
         )
+        self.lanes = lanes_between(layout, layout)
         ladder = HandoffRetry(job, own=self.decode(0), layout=layout, settings=self.settings)
         self.fresh_ladder = self.machines.add(ladder)
 
@@ -190,7 +211,7 @@ class Names:
             block_size=UNIT_TOKENS * self.scope.units_per_source,
             unit_tokens=UNIT_TOKENS,
             whole_tokens=UNIT_TOKENS * max(self.scope.units_per_source, self.scope.units_per_block),
-            cells=self.scope.cells,
+            lanes=self.scope.sizes,
             lease_s=self.settings.lease_s,
             stall_s=self.settings.stall_s,
             queue_s=self.settings.queue_s,

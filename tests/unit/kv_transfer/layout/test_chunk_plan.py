@@ -6,7 +6,9 @@ import pytest
 
 from kv_transfer.layout.cell_range import CellRange
 from kv_transfer.layout.chunk_plan import ChunkPlanner, HandoffSize
+from kv_transfer.layout.lanes import whole_lane
 from kv_transfer.protocol.coverage import Coverage
+from tests.support.kv_transfer.plain_worker import layout
 
 SHAPE = HandoffSize(num_layers=6, num_heads=2, unit_layer_bytes=10)
 
@@ -81,7 +83,7 @@ def test_chunk_plan_any_order_covers_every_cell_once_within_bound(seed: int) -> 
     chunk_bytes, total = rng.randint(1, 600), rng.randint(1, 30)
     plan, coverage = (
         planner(chunk_bytes, shape),
-        Coverage(num_units=total, num_layers=shape.num_layers, num_heads=shape.num_heads),
+        Coverage(num_units=total, lane=whole_lane(layout(heads=shape.num_heads, layers=shape.num_layers))),
     )
     done = 0
 

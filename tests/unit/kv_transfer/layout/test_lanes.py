@@ -84,7 +84,9 @@ def test_lanes_bring_every_byte_to_every_rank_once(case) -> None:
     )
     num_units = 64 // min(sizes)
     prompt = Prompt(here, 64, noise)
-    source, target = (PlainWorker(kv, pool_blocks=64 // kv.block_size + 2, num_tokens=64, rng=noise) for kv in (here, there))
+    source, target = (
+        PlainWorker(kv, pool_blocks=64 // kv.block_size + 2, num_tokens=64, rng=noise) for kv in (here, there)
+    )
     from_regions = regions_of(source, source.filled(prompt, 0, 64))
     landed, written = target.region.copy(), np.zeros_like(target.region)
     for number, lane in enumerate(lanes_between(here, there)):
@@ -174,7 +176,7 @@ def test_lane_of_a_band_of_layers_has_no_other_layers() -> None:
 
 def test_regions_that_do_not_divide_the_ranks_are_refused() -> None:
     bad = replace(layout(tp=4, heads=4), num_regions=3)
-    with pytest.raises(TransferError, match="^num_regions: 3 at the source does not divide 4 ranks$"):
+    with pytest.raises(TransferError, match=r"^num_regions: 3 at the source does not divide 4 ranks$"):
         Pairing.from_layouts(bad, layout(heads=4), wire_dtype="bfloat16")
 
 

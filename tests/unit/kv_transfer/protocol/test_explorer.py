@@ -39,6 +39,8 @@ REMOVALS: dict[str, tuple[Callable[..., bool], Scope]] = {
     "stale_incarnation": (_no, _world()),
     "misdirected": (_no, _world("repeat", "crash", max_faults=2)),
     "superseded": (_no, _world()),
+    "unknown_lane": (_no, _world("bend", bent=True)),
+    "wrong_grants": (_no, _world("bend", bent=True, num_lanes=2)),
     "out_of_range": (_no, _world("bend", bent=True, num_layers=2)),
     "repeated_chunk": (_no, _world("repeat", "damage", max_faults=2, max_rewrites=2)),
     "rewrites_exhausted": (_no, _world("damage", max_faults=2)),

@@ -25,7 +25,12 @@ from tests.support.kv_transfer.halves import BLOCKS, FETCH, JOB, KEY, LAYOUT, OW
 
 
 def sending(
-    job: PrefillJob = JOB, *, window: int = 2, unit_tokens: int = LAYOUT.block_size, chunk_bytes: int = 20
+    job: PrefillJob = JOB,
+    *,
+    window: int = 2,
+    unit_tokens: int = LAYOUT.block_size,
+    chunk_bytes: int = 20,
+    lanes: tuple[HandoffSize, ...] = (HandoffSize(num_layers=2, num_heads=2, unit_layer_bytes=10),),
 ) -> Half:
     plan = SenderPlan(
         key=KEY,
@@ -35,7 +40,7 @@ def sending(
         block_size=LAYOUT.block_size,
         unit_tokens=unit_tokens,
         whole_tokens=max(LAYOUT.block_size, unit_tokens),
-        cells=HandoffSize(num_layers=2, num_heads=2, unit_layer_bytes=10),
+        lanes=lanes,
         lease_s=2.0,
         stall_s=30.0,
         queue_s=600.0,

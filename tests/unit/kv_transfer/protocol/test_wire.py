@@ -29,8 +29,9 @@ from kv_transfer.protocol.messages import (
     TransferKey,
     TransportOffer,
 )
+from kv_transfer.protocol.versions import REGIONS, SPOKEN, spoken_with
 from tandem.errors import RequestTooLarge
-from tandem.protocol.version_negotiation import VersionRange
+from tandem.protocol.version_negotiation import NoCommonVersion, VersionRange
 from tandem.telemetry.tracing import MAX_TEXT_CHARS
 from tandem.v1 import common_pb2
 from tandem.v1 import handoff_pb2 as pb
@@ -61,7 +62,16 @@ BODIES = [
     Prefill(job=replace(JOB, trace=context_of(1, 2, state="a=1")), lease_s=2.0),
     Prefill(job=FETCH, lease_s=2.0),
     Offer(num_units=3, queue_s=0.5, tail_hash=BlockHash(b"h" * 16)),
+    Hello(
+        versions=spoken_with(4),
+        worker_id=WorkerId("w"),
+        layout=replace(LAYOUT, tp_size=4, num_regions=4),
+        transports=(OFFER,),
+        more_regions=((OFFER, OFFER), (), (OFFER,)),
+    ),
     Reserve(num_units=3, transport="tcp", grant=b"g"),
+    Reserve(num_units=3, transport="tcp", grant=b"g", more_grants=(b"h", b"", b"i")),
+    Chunk(seq=2, rewrite=1, cells=CELLS, checksum=5, write_s=0.25, lane=3),
     Reject(failure=Failure(kind=RequestTooLarge, message="no", retry_after_s=None)),
     Chunk(seq=2, rewrite=1, cells=CELLS, checksum=2**63 + 5, write_s=0.25),
     Nack(seq=2, rewrite=0),
@@ -82,6 +92,30 @@ def test_wire_every_message_round_trips(body: Body) -> None:
     envelope = HandoffEnvelope(incarnation=Incarnation(2**62), addressee=Incarnation(2**61), key=key, body=body)
     data = wire.encode(envelope).SerializeToString()
     assert wire.decode(pb.HandoffMessage.FromString(data)) == envelope
+
+
+def test_wire_of_a_worker_of_one_region_is_what_it_was() -> None:
+    """A peer of the previous version reads every field."""
+    layout = wire.encode(
+        HandoffEnvelope(incarnation=Incarnation(1), addressee=Incarnation(0), key=None, body=BODIES[0])
+    ).hello.layout
+    assert not layout.num_regions
+    for body in (
+        Reserve(num_units=3, transport="tcp", grant=b"g"),
+        Chunk(seq=0, rewrite=0, cells=CELLS, checksum=1, write_s=0),
+    ):
+        message = wire.encode(HandoffEnvelope(incarnation=Incarnation(1), addressee=Incarnation(2), key=KEY, body=body))
+        known = pb.HandoffMessage.FromString(message.SerializeToString())
+        assert not known.reserve.more_grants
+        assert not known.chunk.lane
+
+
+def test_worker_of_regions_speaks_no_older_version() -> None:
+    """A peer without regions would send everything to the first, or expect it from there."""
+    assert spoken_with(1) == SPOKEN
+    assert spoken_with(2).oldest == REGIONS > SPOKEN.oldest
+    with pytest.raises(NoCommonVersion):
+        spoken_with(2).negotiate(VersionRange(2, 3))
 
 
 def fetch(**changes: object) -> pb.Prefill:
@@ -108,6 +142,12 @@ def fetch(**changes: object) -> pb.Prefill:
         pb.HandoffMessage(transfer_id="t", seal=pb.Seal(num_chunks=0)),
         pb.HandoffMessage(transfer_id="t", seal=pb.Seal(num_chunks=1, tail_hash=b"short")),
         pb.HandoffMessage(transfer_id="t", reserve=pb.Reserve(num_units=1)),
+        pb.HandoffMessage(transfer_id="t", reserve=pb.Reserve(num_units=1, transport="t", more_grants=[b""] * 1024)),
+        pb.HandoffMessage(
+            transfer_id="t",
+            reserve=pb.Reserve(num_units=1, transport="t", more_grants=[bytes(wire.MAX_GRANT_BYTES + 1)]),
+        ),
+        pb.HandoffMessage(transfer_id="t", chunk=pb.Chunk(num_units=1, num_layers=1, num_heads=1, lane=1024)),
         pb.HandoffMessage(transfer_id="t", prefill=fetch(names=b"")),
         pb.HandoffMessage(transfer_id="t", prefill=fetch(names=b"short")),
         pb.HandoffMessage(transfer_id="t", prefill=fetch(token_ids=[1])),

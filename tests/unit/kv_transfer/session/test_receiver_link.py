@@ -2,11 +2,12 @@
 
 import asyncio
 
+from kv_transfer.protocol.messages import Hello
 from kv_transfer.session.peer import LocalWorker
 from kv_transfer.session.receiver_link import Dialer, ReceiverLink, make_hello
 from tandem.rpc.cluster_grpc import ClusterChannels
 from tandem.values.ids import Incarnation, WorkerId
-from tests.support.kv_transfer.handoff_fakes import SETTINGS, Pool
+from tests.support.kv_transfer.handoff_fakes import LAYOUT, SETTINGS
 
 
 class Waiting:
@@ -26,12 +27,16 @@ class Waiting:
 
 
 async def test_peer_beyond_loopback_is_not_reached_in_the_clear() -> None:
-    local = LocalWorker(worker_id=WorkerId("d"), incarnation=Incarnation(1), region=Pool(4).region)
+    local = LocalWorker(worker_id=WorkerId("d"), incarnation=Incarnation(1), layout=LAYOUT, num_blocks=4)
+
+    async def hello() -> Hello:
+        return make_hello(local, ())
+
     user = Waiting()
     link = ReceiverLink(
         "192.0.2.1:7001",
         local=local,
-        make_hello=lambda: make_hello(local, ()),
+        make_hello=hello,
         dialer=Dialer(open_channel=ClusterChannels(None).open),
         user=user,
         settings=SETTINGS,
