@@ -107,13 +107,14 @@ def _encode_hello(body: Hello) -> pb.HandoffHello:
         newest_version=body.versions.newest,
         worker_id=body.worker_id,
         layout=wire.layout_to_pb(body.layout),
-        transports=_encode_offers(body.transports),
+        transports=encode_offers(body.transports),
         wire_dtype=body.wire_dtype,
-        more_regions=[pb.RegionTransports(transports=_encode_offers(offers)) for offers in body.more_regions],
+        more_regions=[pb.RegionTransports(transports=encode_offers(offers)) for offers in body.more_regions],
     )
 
 
-def _encode_offers(offers: Sequence[TransportOffer]) -> list[pb.TransportOffer]:
+def encode_offers(offers: Sequence[TransportOffer]) -> list[pb.TransportOffer]:
+    """The ends of one region for the wire."""
     return [pb.TransportOffer(name=o.name, advert=o.advert, host_id=o.host_id) for o in offers]
 
 
@@ -186,13 +187,14 @@ def _decode_hello(message: pb.HandoffHello, _key: TransferKey | None) -> Hello:
         worker_id=WorkerId(message.worker_id),
         layout=wire.layout_from_pb(message.layout),
         # A sender of several lanes names one for each.
-        transports=_decode_offers(message.transports, MAX_LANES),
+        transports=decode_offers(message.transports, MAX_LANES),
         wire_dtype=message.wire_dtype,
-        more_regions=tuple(_decode_offers(region.transports, MAX_TRANSPORTS) for region in message.more_regions),
+        more_regions=tuple(decode_offers(region.transports) for region in message.more_regions),
     )
 
 
-def _decode_offers(offers: Sequence[pb.TransportOffer], most: int) -> tuple[TransportOffer, ...]:
+def decode_offers(offers: Sequence[pb.TransportOffer], most: int = MAX_TRANSPORTS) -> tuple[TransportOffer, ...]:
+    """The ends of one region, at most so many. Raises WireError."""
     _check("transports", len(offers), 0, most)
     for offer in offers:
         _check("transport name length", len(offer.name), 1, MAX_ID_CHARS)

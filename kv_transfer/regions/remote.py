@@ -1,0 +1,257 @@
+"""A region whose memory only another rank's process has: rank 0 orders, and that process does (see server.py).
+
+The end of the socket is the end of the process, and with it of the memory: its writes fail, and nothing lands there any
+more. Rank 0 does not outlive it by long, for one dead rank ends the worker.
+"""
+
+import asyncio
+import socket
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
+
+from kv_transfer.layout.cell_range import CellRange
+from kv_transfer.protocol.messages import TransferKey, TransportOffer
+from kv_transfer.protocol.wire import decode_offers, encode_offers
+from kv_transfer.regions import wire
+from kv_transfer.regions.interface import ConnectedLane, LaneGrant, LaneRequest, OpenedGrant
+from kv_transfer.regions.wire import RegionEnds
+from kv_transfer.transports.interface import PeerWriter, WriteOrder, WriteResult
+from tandem.errors import ConfigError, TransferError
+from tandem.protocol.wire import layout_to_pb
+from tandem.v1 import kv_region_pb2 as pb
+
+Answered = Callable[[pb.RegionReport | None], None]
+"""Called with the answer to an order; None when the process has ended."""
+
+
+class RemoteRegion:
+    """Implements ReceivingRegion and SendingRegion by a rank's process; made by `open_region`, used on one event
+    loop."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, name: str) -> None:
+        """`name`: of the rank, for messages."""
+        self.name = name
+        self._reader = reader
+        self._writer = writer
+        self._transports: tuple[str, ...] = ()
+        self._number = 0
+        self._waiting: dict[int, Answered] = {}
+        self._on_quiet: Callable[[TransferKey], None] = lambda _key: None
+        self._revoked: Counter[TransferKey] = Counter()
+        """Revocations that are not proven yet."""
+        self.ended = False
+        self._task = asyncio.get_running_loop().create_task(self._read())
+
+    async def open_ends(self, ends: RegionEnds) -> None:
+        """Open the region's ends. Raises ConfigError for a forced transport that cannot work there."""
+        report = await self.ask(pb.RegionOrder(open=wire.ends_to_pb(ends)))
+        if report is None or report.HasField("failed"):
+            raise ConfigError(f"{self.name}: {'has ended' if report is None else report.failed}")
+        self._transports = tuple(report.opened.transports)
+
+    async def aclose(self) -> None:
+        """End the connection; the other process closes its ends then."""
+        self._writer.close()
+        await self._task
+        with suppress(OSError):
+            await self._writer.wait_closed()
+
+    def order(self, order: pb.RegionOrder, answered: Answered) -> None:
+        """Send an order; `answered` is called once, at once if the process has ended."""
+        self._number += 1
+        order.number = self._number
+        if self.ended:
+            answered(None)
+            return
+        self._waiting[order.number] = answered
+        self._writer.write(wire.pack(order))
+
+    def send(self, order: pb.RegionOrder) -> None:
+        """Send an order that is not answered."""
+        if not self.ended:
+            self._writer.write(wire.pack(order))
+
+    async def ask(self, order: pb.RegionOrder) -> pb.RegionReport | None:
+        """Send an order and wait for its answer; None when the process has ended."""
+        future: asyncio.Future[pb.RegionReport | None] = asyncio.get_running_loop().create_future()
+
+        def answered(report: pb.RegionReport | None) -> None:
+            if not future.done():
+                future.set_result(report)
+
+        self.order(order, answered)
+        return await future
+
+    async def _read(self) -> None:
+        while (report := await wire.read(self._reader, pb.RegionReport)) is not None:
+            if report.HasField("quiet"):
+                self._proven(wire.key_from_pb(report.quiet))
+            elif (answered := self._waiting.pop(report.number, None)) is not None:
+                answered(report)
+        self.ended = True
+        waiting, self._waiting = self._waiting, {}
+        for answered in waiting.values():
+            answered(None)
+        for key in list(self._revoked):
+            self._proven(key)
+
+    def _proven(self, key: TransferKey) -> None:
+        if self._revoked.pop(key, 0):
+            self._on_quiet(key)
+
+    # ReceivingRegion
+
+    async def offers(self) -> tuple[TransportOffer, ...]:
+        report = await self.ask(pb.RegionOrder(offer=pb.OfferEnds()))
+        return () if report is None else decode_offers(report.offers.transports)
+
+    def open_grant(self, grant: LaneGrant, opened: Callable[[OpenedGrant], None]) -> None:
+        order = pb.RegionOrder(
+            grant=pb.GrantLane(
+                key=wire.key_to_pb(grant.key),
+                transport=grant.transport,
+                source=layout_to_pb(grant.pairing.source),
+                wire_dtype=grant.pairing.wire_dtype,
+                held_tokens=grant.held_tokens,
+                blocks=grant.blocks,
+            )
+        )
+
+        def answered(report: pb.RegionReport | None) -> None:
+            if report is not None:
+                granted = report.granted
+                opened(OpenedGrant(token=granted.token, drain_proves_quiet=granted.drain_proves_quiet))
+
+        self.order(order, answered)
+
+    async def verify(self, transport: str, key: TransferKey, cells: CellRange, checksum: int) -> bool:
+        report = await self.ask(
+            pb.RegionOrder(
+                verify=pb.VerifyCells(
+                    key=wire.key_to_pb(key), transport=transport, cells=wire.cells_to_pb(cells), checksum=checksum
+                )
+            )
+        )
+        return report is not None and report.verified.intact
+
+    def revoke(self, transport: str, key: TransferKey) -> bool:
+        if self.ended:
+            return True
+        self._revoked[key] += 1
+        self.send(pb.RegionOrder(revoke=pb.RevokeLane(key=wire.key_to_pb(key), transport=transport)))
+        return False
+
+    def listen_quiet(self, on_quiet: Callable[[TransferKey], None]) -> None:
+        self._on_quiet = on_quiet
+
+    def close(self) -> None:
+        """Nothing: the other process closes its ends when the connection ends, and the memory is its own."""
+
+    # SendingRegion
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        return self._transports
+
+    async def connect(self, request: LaneRequest) -> ConnectedLane:
+        order = pb.RegionOrder(
+            connect=pb.ConnectLane(
+                lane=request.lane,
+                destination=layout_to_pb(request.destination),
+                offers=encode_offers(request.offers),
+                wire_dtype=request.wire_dtype,
+            )
+        )
+        answer = asyncio.ensure_future(self.ask(order))
+        try:
+            report = await asyncio.shield(answer)
+        except asyncio.CancelledError:
+            answer.add_done_callback(self._close_unwanted)
+            raise
+        if report is None:
+            raise TransferError(f"{self.name} has ended")
+        if report.HasField("failed"):
+            raise TransferError(report.failed)
+        connected = report.connected
+        writer: PeerWriter = RemoteWriter(self, report.number)
+        return ConnectedLane(transport=connected.transport, wire_dtype=connected.wire_dtype, writer=writer)
+
+    def _close_unwanted(self, answer: "asyncio.Future[pb.RegionReport | None]") -> None:
+        report = None if answer.cancelled() else answer.result()
+        if report is not None and report.HasField("connected"):
+            self.send(pb.RegionOrder(close=pb.CloseLane(connection=report.number)))
+
+
+class RemoteWriter:
+    """PeerWriter of a connection that another process has. On the event loop's thread, except `close`."""
+
+    def __init__(self, region: RemoteRegion, connection: int) -> None:
+        self._region = region
+        self._connection = connection
+        self._loop = asyncio.get_running_loop()
+        self._pending: Counter[TransferKey] = Counter()
+        self._broken = False
+
+    @property
+    def closed(self) -> bool:
+        return self._broken or self._region.ended
+
+    def write(self, order: WriteOrder) -> "Future[WriteResult]":
+        future: Future[WriteResult] = Future()
+        self._pending[order.key] += 1
+        at = order.source.at
+        self._region.order(
+            pb.RegionOrder(
+                write=pb.WriteCells(
+                    connection=self._connection,
+                    key=wire.key_to_pb(order.key),
+                    grant=order.grant,
+                    cells=wire.cells_to_pb(order.cells),
+                    held_tokens=at.held_tokens,
+                    first_block=at.first_block,
+                    blocks=at.blocks,
+                )
+            ),
+            lambda report: self._written(order.key, future, report),
+        )
+        return future
+
+    def cancel(self, key: TransferKey) -> bool:
+        cancel = pb.CancelLane(connection=self._connection, key=wire.key_to_pb(key))
+        self._region.send(pb.RegionOrder(cancel=cancel))
+        return key not in self._pending
+
+    def close(self) -> None:
+        """Close the connection there, which ends every write; waits for neither. On any thread."""
+        close = pb.RegionOrder(close=pb.CloseLane(connection=self._connection))
+        with suppress(RuntimeError):  # the loop has ended, and with it the region's connection
+            self._loop.call_soon_threadsafe(self._region.send, close)
+
+    def _written(self, key: TransferKey, future: "Future[WriteResult]", report: pb.RegionReport | None) -> None:
+        self._pending[key] -= 1
+        if not self._pending[key]:
+            del self._pending[key]
+        with suppress(InvalidStateError):
+            if report is None:
+                future.set_exception(TransferError(f"{self._region.name} has ended"))
+            elif report.HasField("written"):
+                done = report.written
+                result = WriteResult(checksum=done.checksum, num_bytes=done.num_bytes, seconds=done.seconds)
+                future.set_result(result)
+            else:
+                self._broken = self._broken or report.connection_broken
+                future.set_exception(TransferError(report.failed))
+
+
+async def open_region(sock: socket.socket, ends: RegionEnds, name: str) -> RemoteRegion:
+    """Take over the socket to a rank's RegionServer and open its ends. Raises ConfigError."""
+    reader, writer = await asyncio.open_connection(sock=sock)
+    region = RemoteRegion(reader, writer, name)
+    try:
+        await region.open_ends(ends)
+    except BaseException:
+        await region.aclose()
+        raise
+    return region
