@@ -7,8 +7,6 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from decode_worker.worker import DecodeWorker
-from engine.assembly import assemble
-from kv_transfer.memory.shared_memory import SharedPool
 from kv_transfer.transports.tcp.settings import TcpSettings
 from tandem.config.cluster import ClusterConfig
 from tandem.config.pools import health_port
@@ -28,7 +26,8 @@ from worker.engine_host import EngineHost
 from worker.engine_spec import engine_spec
 from worker.gpus import take_gpus
 from worker.kv_exchange.config import tcp_settings, transfer_settings
-from worker.kv_exchange.service import FabricPlan, Spawn, open_fabric, region_of
+from worker.kv_exchange.pool_region import assemble_worker, region_of
+from worker.kv_exchange.service import FabricPlan, Spawn, open_fabric
 from worker.node_group import node_group
 from worker.sessions import WorkerSessions
 from worker.trace_service import serve_traces
@@ -48,9 +47,7 @@ async def serve(config: ClusterConfig, place: WorkerPlace, lifetime: Lifetime) -
     progress = load_progress(place.ready_fd)
     nodes = node_group(config, WorkerRole.DECODE, place.index, host_name, credentials)
     seat = take_gpus(config, WorkerRole.DECODE, place)
-    parts = await asyncio.to_thread(
-        assemble, engine_spec(config, WorkerRole.DECODE, nodes, seat), pool=SharedPool, progress=progress
-    )
+    parts = await asyncio.to_thread(assemble_worker, engine_spec(config, WorkerRole.DECODE, nodes, seat), progress)
     async with AsyncExitStack() as stack:
         tasks = await stack.enter_async_context(asyncio.TaskGroup())
         server = make_server(auth)
@@ -98,7 +95,7 @@ async def _with_fabric(
     channels: ClusterChannels,
     spawn: Spawn,
 ) -> None:
-    """Enable hand-offs, if the KV pool is in one piece that peers can reach."""
+    """Enable hand-offs, unless some rank's KV is where nothing serves it: on GPUs of several nodes."""
     region = region_of(host.parts)
     if region is None:
         return
@@ -115,6 +112,7 @@ async def _with_fabric(
         auth=ClusterAuth(cluster_secret(config)),
         channels=channels,
         spawn=spawn,
+        rank_sockets=host.parts.ranks.region_sockets,
         handoffs=worker.handoffs,
         tracer=worker.tracer,
     )

@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
@@ -92,6 +92,13 @@ class EngineParts:
             return self.pool.buffer[: self.budget.kv_bytes * self.layout.tp_size]
         return self.runner.kv_cache.host_view() if self.layout.tp_size == 1 else None
 
+    def own_region(self) -> memoryview | None:
+        """The bytes of the KV region of this process: all ranks' parts or, where each has its own, rank 0's.
+
+        None when they are not in host memory.
+        """
+        return self.kv_memory() if self.layout.num_regions == 1 else self.runner.kv_cache.host_view()
+
     def facts(self) -> dict[str, Any]:
         """Facts for the log line written when the process is ready: memory budget, in blocks and bytes of all ranks."""
         on_gpus = self.runner.model.device.type == "cuda"
@@ -116,10 +123,18 @@ Pool = Callable[[int], PoolMemory]
 """Allocates the memory of a KV pool, given its size in bytes."""
 
 
-def assemble(spec: EngineSpec, *, pool: Pool | None = None, progress: Progress | None = None) -> EngineParts:
+def assemble(
+    spec: EngineSpec,
+    *,
+    pool: Pool | None = None,
+    region_module: str | None = None,
+    progress: Progress | None = None,
+) -> EngineParts:
     """Load the model, divide the memory, make the KV pool; on several ranks, each does so with its part.
 
-    `pool` places a CPU pool in memory that peers can map. Raises ConfigError; RankLost when a rank dies meanwhile.
+    `pool` places a CPU pool in memory that peers can map. `region_module`: module that runs a rank and serves the KV
+    region that it then has for itself; with it, `pool` is not used. Raises ConfigError; RankLost when a rank dies
+    meanwhile.
     """
     device = _device(spec.device, spec.ranks_here)
     num_threads = threads_per_process(spec.num_threads, spec.num_workers_here)
@@ -143,7 +158,7 @@ def assemble(spec: EngineSpec, *, pool: Pool | None = None, progress: Progress |
         check_path(spec.disk_cache_path)
     backend = select_backend(options)
     with ExitStack() as undo:
-        ranks = _open_ranks(spec, config, options)
+        ranks = _open_ranks(spec, config, options, region_module)
         undo.callback(ranks.close)
         model = load_model(spec.model_path, backend=backend, progress=progress, group=ranks.group)
         parts = _parts(spec, config, model, ranks, limit_bytes, pool)
@@ -151,7 +166,9 @@ def assemble(spec: EngineSpec, *, pool: Pool | None = None, progress: Progress |
     return parts
 
 
-def _open_ranks(spec: EngineSpec, config: ModelArchitecture, options: BackendOptions) -> Ranks:
+def _open_ranks(
+    spec: EngineSpec, config: ModelArchitecture, options: BackendOptions, region_module: str | None
+) -> Ranks:
     Shard(config, rank=0, size=spec.tensor_parallel_size)  # refuses an unsplittable model before anything starts
     return open_ranks(
         RankSetup(
@@ -170,6 +187,7 @@ def _open_ranks(spec: EngineSpec, config: ModelArchitecture, options: BackendOpt
             configured_bytes=_configured_bytes(spec),
         ),
         spec.nodes,
+        region_module,
     )
 
 
@@ -200,7 +218,10 @@ def _parts(
             num_ranks=spec.ranks_here,
             free_bytes=rooms[0].free_bytes,
         )
-    memory = pool(budget.kv_bytes * size) if pool is not None and device.type == "cpu" else None
+    is_private = bool(ranks.region_sockets)
+    if is_private:
+        layout = replace(layout, num_regions=size)
+    memory = None if pool is None or is_private or device.type != "cpu" else pool(budget.kv_bytes * size)
     ranks.use_pool(layout, budget.num_blocks, memory, num_host_slots=slots.num_slots)
     own = None if memory is None else memory.buffer[: budget.kv_bytes]
     cache = PagedKVCache(layout, num_blocks=budget.num_blocks, device=device, buffer=own)

@@ -37,6 +37,7 @@ class EngineSpec:
     host_cache_bytes: int = 0
     disk_cache_bytes: int = 0
     disk_cache_path: Path | None = None
+    kv_memory: str = "shared"
     pipelined: str = "auto"
     max_step_s: float | None = None
     stall_s: float | None = None

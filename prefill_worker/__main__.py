@@ -5,10 +5,9 @@ import logging
 import time
 from contextlib import AsyncExitStack
 
-from engine.assembly import EngineParts, assemble
+from engine.assembly import EngineParts
 from engine.spec import EngineSpec
 from kv_transfer.memory.region import KVRegion
-from kv_transfer.memory.shared_memory import SharedPool
 from prefill_worker.worker import PrefillWorker
 from tandem.config.cluster import ClusterConfig
 from tandem.config.pools import health_port
@@ -29,7 +28,8 @@ from worker.engine_host import EngineHost
 from worker.engine_spec import engine_spec
 from worker.gpus import take_gpus
 from worker.kv_exchange.config import tcp_settings, transfer_settings
-from worker.kv_exchange.service import FabricPlan, open_fabric, region_of
+from worker.kv_exchange.pool_region import assemble_worker, region_of
+from worker.kv_exchange.service import FabricPlan, open_fabric
 from worker.node_group import node_group
 from worker.sessions import WorkerSessions
 from worker.trace_service import serve_traces
@@ -73,6 +73,7 @@ async def serve(config: ClusterConfig, place: WorkerPlace, lifetime: Lifetime) -
             auth=auth,
             channels=channels,
             spawn=tasks.create_task,
+            rank_sockets=parts.ranks.region_sockets,
             prompts=worker,
             tracer=open_tracer(stack, config.telemetry, service="tandem-prefill", instance=identity.worker_id),
         )
@@ -93,7 +94,7 @@ async def serve(config: ClusterConfig, place: WorkerPlace, lifetime: Lifetime) -
 
 
 def _parts(spec: EngineSpec, ready_fd: int | None) -> EngineParts:
-    return assemble(spec, pool=SharedPool, progress=load_progress(ready_fd))
+    return assemble_worker(spec, load_progress(ready_fd))
 
 
 def _identity(config: ClusterConfig, index: int, address: str) -> WorkerIdentity:
@@ -112,7 +113,7 @@ def _region(parts: EngineParts, stack: AsyncExitStack) -> KVRegion:
         stack.callback(parts.pool.close)
     region = region_of(parts)
     if region is None:
-        raise ConfigError("prefill.tensor_parallel_size must be 1 on GPUs: several cannot hand off yet")
+        raise ConfigError("prefill.nodes must be 1 on GPUs: those of several nodes cannot hand off yet")
     return region
 
 

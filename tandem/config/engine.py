@@ -88,6 +88,9 @@ class EngineSection(PinnedShares):
     disk_cache_path: str | None = None
     """Directory of the disk cache. Its files are not encrypted; they survive a restart if `secret` is set. Needs a
     tensor parallel size of 1."""
+    kv_memory: Literal["shared", "private"] = "shared"
+    """Of a worker with several ranks on a CPU: one memory for their KV, or one for each rank that only this rank can
+    reach, as on GPUs. `private` is slower, and serves to test what GPUs do."""
     pipelined: Switch = "auto"
     """Launch a step before the previous one has ended. `auto`: on a GPU only. Never with several ranks."""
     num_threads: PositiveInt | None = None

@@ -1,17 +1,17 @@
 """Both hubs of one worker on its gRPC server, with the fetches in either direction."""
 
 import asyncio
+import socket
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.assembly import EngineParts
-from engine.runner.device_queue import device_queue
 from kv_transfer.memory.region import KVRegion
-from kv_transfer.memory.torch_pool import TorchPool
 from kv_transfer.protocol.settings import TransferSettings
 from kv_transfer.regions.local import LocalReceivingRegion, LocalSendingRegion
+from kv_transfer.regions.remote import RemoteRegion, open_region
+from kv_transfer.regions.wire import RegionEnds
 from kv_transfer.session.peer import LocalWorker
 from kv_transfer.session.receiver_attempt import ReceiverOwner
 from kv_transfer.session.receiver_hub import ReceiverHub
@@ -78,6 +78,7 @@ class FabricPlan:
     identity: WorkerIdentity
     host: EngineHost
     region: KVRegion
+    """The pool, or rank 0's part of it."""
     transport: str
     """A name of kv_transfer's catalogue, or `auto`."""
     settings: TransferSettings
@@ -95,6 +96,8 @@ class FabricPlan:
     isolated_network: bool = False
     """Whether only this cluster can reach the network between its workers."""
     tcp: TcpSettings = PLAIN
+    rank_sockets: dict[int, socket.socket] = field(default_factory=dict)
+    """Sockets to the other ranks' regions, which are taken out; empty where all ranks' KV is in `region`."""
 
 
 async def open_fabric(stack: AsyncExitStack, server: Any, plan: FabricPlan) -> Fabric:
@@ -129,16 +132,17 @@ async def open_fabric(stack: AsyncExitStack, server: Any, plan: FabricPlan) -> F
     name = f"{identity.worker_id}/{identity.incarnation}"
     fetcher = Fetcher(plan.host, name=name, spawn=plan.spawn, tracer=plan.tracer)
     lender = Lender(plan.host)
+    others = await _other_regions(stack, plan, kv_host)
     receiver_hub = ReceiverHub(
         local,
         owner=IncomingTransfers(fetcher, plan.handoffs),
-        regions=(LocalReceivingRegion(region, receivers),),
+        regions=(LocalReceivingRegion(region, receivers), *others),
         dialer=Dialer(open_channel=plan.channels.open, metadata=plan.auth.client_metadata()),
         settings=plan.settings,
         tracer=plan.tracer,
     )
     departures = OutgoingTransfers(lender, plan.prompts, fetcher)
-    sending = (LocalSendingRegion(region, senders),)
+    sending = (LocalSendingRegion(region, senders), *others)
     sender_hub = SenderHub(local, owner=departures, regions=sending, settings=plan.settings, tracer=plan.tracer)
     fetcher.hub = await stack.enter_async_context(receiver_hub)
     lender.hub = await stack.enter_async_context(sender_hub)
@@ -152,6 +156,24 @@ async def open_fabric(stack: AsyncExitStack, server: Any, plan: FabricPlan) -> F
         migration_target=MigrationTarget(plan.host, fetcher, spawn=plan.spawn),
         transports=sending[0].transports,
     )
+
+
+async def _other_regions(stack: AsyncExitStack, plan: FabricPlan, kv_host: str) -> list[RemoteRegion]:
+    """Open the ends of the regions of the other ranks, in order of ranks. Raises ConfigError."""
+    tls = plan.tcp.tls
+    ends = RegionEnds(
+        transport=plan.transport,
+        host=kv_host,
+        isolated_network=plan.isolated_network,
+        tcp_streams=plan.tcp.streams,
+        tls=None if tls is None else tls.files,
+    )
+    regions = []
+    for rank in sorted(plan.rank_sockets):
+        region = await open_region(plan.rank_sockets.pop(rank), ends, f"rank {rank}")
+        stack.push_async_callback(region.aclose)
+        regions.append(region)
+    return regions
 
 
 def transfer_report(
@@ -202,16 +224,3 @@ def _side(stats: TransferStats) -> pb.TransferSide:
         live=stats.live,
         bytes_per_s=stats.bytes_per_s,
     )
-
-
-def region_of(parts: EngineParts) -> KVRegion | None:
-    """The pool, in host memory or on a GPU; None where its ranks hold it in as many processes."""
-    memory = parts.kv_memory()
-    if memory is not None:
-        return KVRegion.from_buffer(memory, parts.layout, fd=None if parts.pool is None else parts.pool.fd)
-    if parts.layout.tp_size > 1:
-        return None
-    blocks = parts.runner.kv_cache.blocks
-    # Transports do not wait for the engine's stream, on which the pool was cleared.
-    device_queue(blocks.device).mark().wait()
-    return KVRegion.on_device(TorchPool(blocks, parts.layout))

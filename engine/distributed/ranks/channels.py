@@ -55,10 +55,17 @@ class Channels:
         self._far_ends: list[socket.socket] = []
         self._all: dict[int, RankChannel] = {}
         self._elsewhere: set[int] = set()
+        self.regions: dict[int, socket.socket] = {}
+        """Sockets to the servers of the ranks' KV regions, not read here; whoever uses one takes it out."""
 
-    def open_pairs(self, ranks: Sequence[int], arrivals: NodeRanks | None) -> list[RankCommand]:
-        """Open socket pairs to ranks of this node. Returns the commands that start them with their ends."""
-        return [self._open_pair(rank, arrivals) for rank in ranks]
+    def open_pairs(
+        self, ranks: Sequence[int], arrivals: NodeRanks | None, region_module: str | None = None
+    ) -> list[RankCommand]:
+        """Open socket pairs to ranks of this node. Returns the commands that start them with their ends.
+
+        `region_module`: module that runs a rank and serves its KV region; None: nothing serves it.
+        """
+        return [self._open_pair(rank, arrivals, region_module) for rank in ranks]
 
     def add(self, channels: Mapping[int, RankChannel]) -> None:
         """Add the channels to ranks of other nodes."""
@@ -104,13 +111,21 @@ class Channels:
         self.close_far_ends()
         for channel in self._all.values():
             channel.close()
+        for sock in self.regions.values():
+            sock.close()
 
-    def _open_pair(self, rank: int, arrivals: NodeRanks | None) -> RankCommand:
+    def _open_pair(self, rank: int, arrivals: NodeRanks | None, region_module: str | None) -> RankCommand:
         near, far = socket.socketpair()
         self._all[rank] = RankChannel(near, f"rank {rank}")
         self._far_ends.append(far)
-        argv = [*rank_command(), "--control-fd", str(far.fileno())]
+        argv = [*(rank_command() if region_module is None else rank_command(region_module))]
+        argv += ["--control-fd", str(far.fileno())]
         fds = [far.fileno()]
+        if region_module is not None:
+            self.regions[rank], far_region = socket.socketpair()
+            self._far_ends.append(far_region)
+            argv += ["--region-fd", str(far_region.fileno())]
+            fds.append(far_region.fileno())
         if arrivals is not None:
             pulse, far_pulse = socket.socketpair()
             self._far_ends.append(far_pulse)

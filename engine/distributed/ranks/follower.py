@@ -5,6 +5,8 @@ import logging
 import mmap
 import os
 import signal
+import socket
+from collections.abc import Callable
 
 import torch
 
@@ -31,6 +33,9 @@ from tandem.errors import ConfigError
 from tandem.telemetry.logs import configure
 
 _log = logging.getLogger(__name__)
+OnPool = Callable[[PagedKVCache], None]
+ServeRegion = Callable[[socket.socket, PagedKVCache], None]
+"""Serves a rank's part of the KV pool to rank 0, over a socket, on threads of its own; returns at once."""
 
 
 def join_and_serve(join_fd: int, rank: int, *, source: str | None) -> int:
@@ -51,8 +56,11 @@ def join_and_serve(join_fd: int, rank: int, *, source: str | None) -> int:
     return serve_rank(link)
 
 
-def serve_rank(link: RankLink) -> int:
-    """Follow rank 0 at the other end of this link to the end. Returns the exit code."""
+def serve_rank(link: RankLink, on_pool: OnPool | None = None) -> int:
+    """Follow rank 0 at the other end of this link to the end. Returns the exit code.
+
+    `on_pool`: called with the KV cache to serve with, once it is there.
+    """
     channel = link.steps
     pulse = None if link.pulse is None else Pulse(link.pulse)
     try:
@@ -61,14 +69,20 @@ def serve_rank(link: RankLink) -> int:
         setup = RankSetup.from_json(payload)
         configure(setup.log_level, f"rank-{setup.rank}", setup.log_format)
         over_nodes = None if pulse is None or link.host is None else OverNodes(keys=pulse.keys, host=link.host)
-        return _follow(channel, setup, store_fd, over_nodes)
+        return _follow(channel, setup, store_fd, over_nodes, on_pool)
     except RankLost as lost:
         # Only a warning: this may be the echo of another rank's death, which rank 0 reports.
         _log.warning("%s", lost)
         return 1
 
 
-def _follow(channel: RankChannel, setup: RankSetup, store_fd: int | None, over_nodes: OverNodes | None) -> int:
+def _follow(
+    channel: RankChannel,
+    setup: RankSetup,
+    store_fd: int | None,
+    over_nodes: OverNodes | None,
+    on_pool: OnPool | None,
+) -> int:
     if store_fd is None and over_nodes is None:
         raise RankLost("the setup has no descriptor of the group's store")
     options = setup.on_own_machine(threads_per_process)
@@ -98,7 +112,7 @@ def _follow(channel: RankChannel, setup: RankSetup, store_fd: int | None, over_n
         weights_bytes=model.weights_bytes, fingerprint=model.fingerprint, limit_bytes=limit_bytes, room=room
     )
     channel.send(ChannelKind.LOADED, facts.to_json())
-    _Follower(channel, model).run()
+    _Follower(channel, model, on_pool).run()
     return 0
 
 
@@ -118,7 +132,8 @@ def _limit_bytes(setup: RankSetup, device: torch.device) -> int | None:
 class _Follower:
     """Carries out the commands of rank 0, in order."""
 
-    def __init__(self, channel: RankChannel, model: Decoder) -> None:
+    def __init__(self, channel: RankChannel, model: Decoder, on_pool: OnPool | None) -> None:
+        self._on_pool = on_pool
         self._channel = channel
         self._model = model
         self._peak = PeakMemory(model.device)
@@ -141,7 +156,9 @@ class _Follower:
                     release_unused_memory(self._model)
                     self._channel.send(ChannelKind.MEASURED, json.dumps(growth).encode())
                 case ChannelKind.POOL:
-                    self._use_pool(PoolPlan.from_json(payload), fd)
+                    runner = self._use_pool(PoolPlan.from_json(payload), fd)
+                    if self._on_pool is not None:
+                        self._on_pool(runner.kv_cache)
                     self._channel.send(ChannelKind.POOL_READY)
                 case ChannelKind.PLACE:
                     planes = self._planes()
@@ -165,10 +182,11 @@ class _Follower:
             raise RankLost("rank 0 mirrors a pool that is not in host memory")
         return self._runner.kv_cache.blocks.numpy()
 
-    def _use_pool(self, plan: PoolPlan, fd: int | None) -> None:
+    def _use_pool(self, plan: PoolPlan, fd: int | None) -> ModelRunner:
         memory = None if fd is None else _map_part(plan, fd)
         cache = PagedKVCache(plan.layout, num_blocks=plan.num_blocks, device=self._model.device, buffer=memory)
         self._runner = ModelRunner(self._model, cache, num_host_slots=plan.num_host_slots)
+        return self._runner
 
 
 def _map_part(plan: PoolPlan, fd: int) -> memoryview:

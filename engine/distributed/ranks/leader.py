@@ -9,6 +9,7 @@ are sent the same.
 import json
 import logging
 import os
+import socket
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -34,18 +35,20 @@ _EXIT_S = 0.9
 """Time that this process has to end by itself once a rank has died: a GPU waiting for the dead rank never returns."""
 
 
-def open_ranks(setup: RankSetup, nodes: NodeGroup | None = None) -> Ranks:
+def open_ranks(setup: RankSetup, nodes: NodeGroup | None = None, region_module: str | None = None) -> Ranks:
     """Start and meet the other ranks; `setup` is rank 0's own, `nodes` describes ranks on other nodes.
+
+    `region_module`: module that runs a rank and serves its KV region; None: nothing serves it.
 
     Raises RankLost, OSError, ConfigError.
     """
-    return SoloRanks() if setup.size == 1 else Leader(setup, nodes)
+    return SoloRanks() if setup.size == 1 else Leader(setup, nodes, region_module)
 
 
 class Leader:
     """Implements Ranks. Used by one thread at a time, except `watch` and `close`."""
 
-    def __init__(self, setup: RankSetup, nodes: NodeGroup | None = None) -> None:
+    def __init__(self, setup: RankSetup, nodes: NodeGroup | None = None, region_module: str | None = None) -> None:
         with ExitStack() as undo:
             self._end = GroupEnd(exit_s=_EXIT_S)
             self._channels = Channels()
@@ -57,7 +60,7 @@ class Leader:
             self._arrivals = arrivals
             self._mirror: Mirror | None = None
             num_here = setup.size if nodes is None else nodes.ranks_per_node
-            commands = self._channels.open_pairs(range(1, num_here), arrivals)
+            commands = self._channels.open_pairs(range(1, num_here), arrivals, region_module)
             self._processes = RankProcesses(commands, self._end)
             undo.callback(self._processes.close)
             self._channels.close_far_ends()
@@ -70,6 +73,10 @@ class Leader:
     @property
     def mirror(self) -> Mirror | None:
         return self._mirror
+
+    @property
+    def region_sockets(self) -> dict[int, socket.socket]:
+        return self._channels.regions
 
     @property
     def pids(self) -> Mapping[int, int]:

@@ -21,9 +21,9 @@ RANK_MODULE = __package__
 """Module that `python -m` runs as a rank: this package."""
 
 
-def rank_command() -> list[str]:
+def rank_command(module: str = RANK_MODULE) -> list[str]:
     """Command that starts a rank of this process, to be followed by arguments that name its group."""
-    return [sys.executable, "-m", RANK_MODULE, "--parent-pid", str(os.getpid())]
+    return [sys.executable, "-m", module, "--parent-pid", str(os.getpid())]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

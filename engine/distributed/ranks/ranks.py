@@ -1,5 +1,6 @@
 """The other ranks of a worker as rank 0 sees them, from the first process to the last step."""
 
+import socket
 from collections.abc import Callable
 from typing import Protocol
 
@@ -26,6 +27,14 @@ class Ranks(Protocol):
     @property
     def mirror(self) -> Mirror | None:
         """Mirror of other nodes' parts of the pool, once there is a pool; None when all ranks are on this node."""
+        ...
+
+    @property
+    def region_sockets(self) -> dict[int, socket.socket]:
+        """Sockets to the servers of the other ranks' KV regions; empty where all KV is in one region.
+
+        Whoever uses one takes it out; `close` closes the others.
+        """
         ...
 
     def wait_loaded(self, own: RankFacts) -> RankFacts:
@@ -71,6 +80,7 @@ class SoloRanks:
     def __init__(self) -> None:
         self.group = SoloGroup()
         self.mirror: Mirror | None = None
+        self.region_sockets: dict[int, socket.socket] = {}
 
     def wait_loaded(self, own: RankFacts) -> RankFacts:
         return own

@@ -27,6 +27,7 @@ class TlsIdentity:
     def __init__(self, files: TlsFiles) -> None:
         """Read the files and do a handshake with itself. Raises ConfigError that names the file and what is wrong."""
         self._tls = RenewableTls(files, use="KV over tcp")
+        self.files = files
         self.setting = files.setting
         """The configuration's name of what the files are given for."""
 

@@ -12,6 +12,7 @@ import pytest_asyncio
 from engine.distributed.ranks.processes import RANK_MODULE
 from tests.support.oracle import prompts
 from tests.support.running_cluster import WAIT_S, running
+from worker.rank import RANK_MODULE as REGION_RANK_MODULE
 
 MAX_TOKENS = 24
 # Most steps of a prompt sample nothing: what ends them is not what ends the others.
@@ -25,6 +26,12 @@ WAYS = {
         **CHUNKED,
     },
     "tcp-1-2": {"transfer__transport": "tcp", "prefill__tensor_parallel_size": 1, "decode__tensor_parallel_size": 2},
+    "private-2": {
+        "engine__kv_memory": "private",
+        "prefill__tensor_parallel_size": 2,
+        "decode__tensor_parallel_size": 2,
+        **CHUNKED,
+    },
 }
 LONG_WAYS = {
     "colocated-2": {"prefill__replicas": 0, "decode__tensor_parallel_size": 2},
@@ -38,8 +45,23 @@ LONG_WAYS = {
         "decode__tensor_parallel_size": 2,
         **CHUNKED,
     },
+    "private-1-4": {
+        "engine__kv_memory": "private",
+        "prefill__tensor_parallel_size": 1,
+        "decode__tensor_parallel_size": 4,
+    },
+    "private-4-1": {
+        "engine__kv_memory": "private",
+        "prefill__tensor_parallel_size": 4,
+        "decode__tensor_parallel_size": 1,
+    },
+    "private-2-4": {
+        "engine__kv_memory": "private",
+        "prefill__tensor_parallel_size": 2,
+        "decode__tensor_parallel_size": 4,
+    },
 }
-TURNS = {"colocated-4": 0, "shm-2": 1, "tcp-1-2": 2}
+TURNS = {"colocated-4": 0, "shm-2": 1, "tcp-1-2": 2, "private-2": 0}
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
@@ -78,7 +100,7 @@ async def test_worker_losing_a_rank_restarts(cluster, oracle, victim):
     in_ranks = config.decode.tensor_parallel_size > 1
     name, pool = ("decode-0", config.decode) if in_ranks else ("prefill-0", config.prefill)
     leader = psutil.Process(cluster.pid(name))
-    followers = [child for child in leader.children() if RANK_MODULE in child.cmdline()]
+    followers = [child for child in leader.children() if {RANK_MODULE, REGION_RANK_MODULE} & {*child.cmdline()}]
     assert len(followers) == pool.tensor_parallel_size - 1 > 0
     group = [os.pidfd_open(process.pid) for process in (leader, *followers)]
     started = time.monotonic()

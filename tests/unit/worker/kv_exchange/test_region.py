@@ -7,18 +7,18 @@ import torch
 
 from engine.runner.device_queue import HostQueue
 from tandem.values.kv_layout import KVLayout
-from worker.kv_exchange import service
-from worker.kv_exchange.service import region_of
+from worker.kv_exchange import pool_region
+from worker.kv_exchange.pool_region import region_of
 
 LAYOUT = KVLayout(model_fingerprint="m", dtype="float32", num_layers=2, num_kv_heads=1, head_dim=8, block_size=16)
 NUM_BLOCKS = 3
 
 
 def parts(*, tp_size: int = 1) -> SimpleNamespace:
-    layout = LAYOUT if tp_size == 1 else SimpleNamespace(tp_size=tp_size)
+    layout = LAYOUT if tp_size == 1 else SimpleNamespace(tp_size=tp_size, num_regions=1)
     blocks = torch.zeros(LAYOUT.num_layers, NUM_BLOCKS, LAYOUT.worker_block_bytes // 2, dtype=torch.uint8)
-    runner = SimpleNamespace(kv_cache=SimpleNamespace(blocks=blocks))
-    return SimpleNamespace(kv_memory=lambda: None, layout=layout, runner=runner)
+    runner = SimpleNamespace(kv_cache=SimpleNamespace(blocks=blocks, layout=layout))
+    return SimpleNamespace(own_region=lambda: None, layout=layout, runner=runner)
 
 
 def test_region_of_device_pool_waits_for_clearing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,7 +29,7 @@ def test_region_of_device_pool_waits_for_clearing(monkeypatch: pytest.MonkeyPatc
         def mark(self) -> SimpleNamespace:
             return SimpleNamespace(wait=lambda: waited.append(torch.device("cpu")))
 
-    monkeypatch.setattr(service, "device_queue", lambda _device: Late())
+    monkeypatch.setattr(pool_region, "device_queue", lambda _device: Late())
     found = region_of(parts())
     assert found is not None
     assert found.num_blocks == NUM_BLOCKS
