@@ -9,6 +9,7 @@ from typing import Any
 
 from kv_transfer.memory.region import KVRegion
 from kv_transfer.protocol.settings import TransferSettings
+from kv_transfer.regions.interface import SendingRegion
 from kv_transfer.regions.local import LocalReceivingRegion, LocalSendingRegion
 from kv_transfer.regions.remote import RemoteRegion, open_region
 from kv_transfer.regions.wire import RegionEnds
@@ -142,7 +143,7 @@ async def open_fabric(stack: AsyncExitStack, server: Any, plan: FabricPlan) -> F
         tracer=plan.tracer,
     )
     departures = OutgoingTransfers(lender, plan.prompts, fetcher)
-    sending = (LocalSendingRegion(region, senders), *others)
+    sending: tuple[SendingRegion, ...] = (LocalSendingRegion(region, senders), *others)
     sender_hub = SenderHub(local, owner=departures, regions=sending, settings=plan.settings, tracer=plan.tracer)
     fetcher.hub = await stack.enter_async_context(receiver_hub)
     lender.hub = await stack.enter_async_context(sender_hub)

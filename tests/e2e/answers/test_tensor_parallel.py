@@ -93,7 +93,7 @@ async def test_tensor_parallel_cluster_answers_equal_transformers(cluster, oracl
     await cluster.until_idle()
 
 
-@ways("shm-2")
+@ways("shm-2", "private-2")
 @pytest.mark.parametrize("victim", ["follower", pytest.param("leader", marks=pytest.mark.slow)])
 async def test_worker_losing_a_rank_restarts(cluster, oracle, victim):
     config = cluster.local.config

@@ -64,32 +64,22 @@ DAILY = (
     World(
         name="two-lanes",
         scope=Scope(num_layers=1, num_lanes=2, max_faults=1, shared_memory=TCP),
-        at_least=1,
+        at_least=30_000,
     ),
     World(
         name="two-lanes-shm",
         scope=Scope(num_layers=1, num_lanes=2, max_faults=1),
-        at_least=1,
+        at_least=10_000,
     ),
     World(
         name="two-lanes-forged-messages",
         scope=Scope(num_layers=1, num_lanes=2, max_faults=1, bent=True, shared_memory=TCP, only=frozenset({"bend"})),
-        at_least=1,
+        at_least=20_000,
     ),
     World(
-        name="two-lanes-that-reroute",
-        scope=Scope(
-            steps=(1, 1),
-            num_layers=1,
-            num_lanes=2,
-            chunk_cells=2,
-            max_faults=1,
-            max_attempts=2,
-            spare_blocks=1,
-            shared_memory=TCP,
-            only=frozenset({"cut", "crash", "damage"}),
-        ),
-        at_least=1,
+        name="two-lanes-of-two-blocks",
+        scope=Scope(steps=(1, 1), num_layers=1, num_lanes=2, max_faults=1, shared_memory=TCP, only=frozenset({"cut"})),
+        at_least=1_000,
     ),
     World(
         name="reroutes",
