@@ -69,17 +69,12 @@ DAILY = (
     World(
         name="two-lanes-shm",
         scope=Scope(num_layers=1, num_lanes=2, max_faults=1),
-        at_least=10_000,
+        at_least=60_000,
     ),
     World(
         name="two-lanes-forged-messages",
         scope=Scope(num_layers=1, num_lanes=2, max_faults=1, bent=True, shared_memory=TCP, only=frozenset({"bend"})),
         at_least=20_000,
-    ),
-    World(
-        name="two-lanes-of-two-blocks",
-        scope=Scope(steps=(1, 1), num_layers=1, num_lanes=2, max_faults=1, shared_memory=TCP, only=frozenset({"cut"})),
-        at_least=1_000,
     ),
     World(
         name="reroutes",
