@@ -1,0 +1,230 @@
+"""Rank 0's view of a rank's region, against a rank that answers as the test says, and against the real server."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
+
+from kv_transfer.layout.cell_range import CellRange
+from kv_transfer.layout.pairing import Pairing
+from kv_transfer.memory.region import KVRegion
+from kv_transfer.protocol.messages import TransferKey
+from kv_transfer.regions import wire
+from kv_transfer.regions.interface import LaneGrant, LaneRequest, OpenedGrant
+from kv_transfer.regions.remote import RemoteRegion, RemoteWriter, open_region
+from kv_transfer.regions.server import RegionServer
+from kv_transfer.regions.wire import RegionEnds
+from kv_transfer.transports.interface import WriteOrder, WriteResult
+from tandem.errors import ConfigError, TransferError
+from tandem.v1 import kv_region_pb2 as pb
+from tandem.values.ids import BlockId, TransferId
+from tests.support.kv_transfer.plain_worker import layout
+
+KV = replace(layout(tp=2, heads=4, layers=3), num_regions=2)
+KEY = TransferKey(transfer_id=TransferId("t"), attempt=1, lane=1)
+PAIRING = Pairing.from_layouts(KV, KV, wire_dtype="bfloat16", lane=1)
+CELLS = CellRange(first_layer=0, num_layers=3, first_unit=0, num_units=2, first_head=2, num_heads=2)
+BLOCKS = (BlockId(3), BlockId(1))
+TCP = RegionEnds(transport="tcp", host="127.0.0.1")
+WAIT_S = 20.0
+
+
+def order() -> WriteOrder:
+    return WriteOrder(key=KEY, grant=b"g", cells=CELLS, source=PAIRING.at_source(0, 0, BLOCKS, 4))
+
+
+class Scripted:
+    """The rank's end of the socket."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    async def next(self) -> pb.RegionOrder:
+        async with asyncio.timeout(WAIT_S):
+            found = await wire.read(self.reader, pb.RegionOrder)
+        assert found is not None
+        return found
+
+    def report(self, **report) -> None:
+        self.writer.write(wire.pack(pb.RegionReport(**report)))
+
+
+@asynccontextmanager
+async def scripted() -> AsyncIterator[tuple[RemoteRegion, Scripted]]:
+    near, far = socket.socketpair()
+    rank = Scripted(*await asyncio.open_connection(sock=far))
+    region = RemoteRegion(*await asyncio.open_connection(sock=near), "rank 1")
+    try:
+        yield region, rank
+    finally:
+        rank.writer.close()
+        await region.aclose()
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0.005)
+
+
+async def test_write_ends_with_its_report() -> None:
+    async with scripted() as (region, rank):
+        writer = RemoteWriter(region, 7)
+        future = writer.write(order())
+        said = await rank.next()
+        assert (said.write.connection, tuple(said.write.blocks)) == (7, BLOCKS)
+        assert wire.cells_from_pb(said.write.cells) == CELLS
+        assert wire.key_from_pb(said.write.key) == KEY
+        rank.report(number=said.number, written=pb.CellsWritten(checksum=9, num_bytes=8, seconds=0.5))
+        assert await asyncio.wrap_future(future) == WriteResult(checksum=9, num_bytes=8, seconds=0.5)
+        assert not writer.closed
+
+
+async def test_cancel_is_proof_only_while_no_write_is_pending() -> None:
+    async with scripted() as (region, rank):
+        writer = RemoteWriter(region, 7)
+        assert writer.cancel(KEY), "nothing was written"
+        future = writer.write(order())
+        assert not writer.cancel(KEY)
+        assert writer.cancel(replace(KEY, attempt=2)), "of another attempt"
+        kinds = [(await rank.next()).WhichOneof("kind") for _ in range(4)]
+        assert kinds == ["cancel", "write", "cancel", "cancel"]
+        rank.report(number=1, failed="write cancelled")
+        with pytest.raises(TransferError, match="write cancelled"):
+            await asyncio.wrap_future(future)
+        assert writer.cancel(KEY)
+        assert not writer.closed
+
+
+async def test_broken_connection_closes_its_writer() -> None:
+    async with scripted() as (region, rank):
+        writer, other = RemoteWriter(region, 7), RemoteWriter(region, 8)
+        future = writer.write(order())
+        rank.report(number=(await rank.next()).number, failed="peer is gone", connection_broken=True)
+        with pytest.raises(TransferError, match="peer is gone"):
+            await asyncio.wrap_future(future)
+        assert (writer.closed, other.closed) == (True, False)
+
+
+async def test_end_of_the_process_ends_everything() -> None:
+    async with scripted() as (region, rank):
+        quiet: list[TransferKey] = []
+        region.listen_quiet(quiet.append)
+        writer = RemoteWriter(region, 7)
+        write: Future[WriteResult] = writer.write(order())
+        opened: list[OpenedGrant] = []
+        grant = LaneGrant(key=KEY, transport="tcp", pairing=PAIRING, held_tokens=0, blocks=BLOCKS)
+        region.open_grant(grant, opened.append)
+        verifying = asyncio.ensure_future(region.verify("tcp", KEY, CELLS, 1))
+        assert not region.revoke("tcp", KEY)
+        await settle()
+        rank.writer.close()
+        with pytest.raises(TransferError, match="rank 1 has ended"):
+            await asyncio.wrap_future(write)
+        assert not await verifying
+        await settle()
+        assert quiet == [KEY], "its memory is gone: nothing lands there"
+        assert opened == []
+        assert writer.closed
+        assert region.revoke("tcp", KEY), "at once from now on"
+        with pytest.raises(TransferError, match="rank 1 has ended"):
+            await region.connect(LaneRequest(lane=1, destination=KV, offers=(), wire_dtype=""))
+        with pytest.raises(TransferError, match="rank 1 has ended"):
+            await asyncio.wrap_future(writer.write(order()))
+
+
+async def test_proof_that_nobody_waits_for_is_not_reported() -> None:
+    async with scripted() as (region, rank):
+        quiet: list[TransferKey] = []
+        region.listen_quiet(quiet.append)
+        region.revoke("tcp", KEY)
+        for _ in range(2):
+            rank.report(quiet=wire.key_to_pb(KEY))
+        await settle()
+        assert quiet == [KEY]
+
+
+async def test_connection_that_nobody_wants_any_more_is_closed() -> None:
+    async with scripted() as (region, rank):
+        connecting = asyncio.ensure_future(
+            region.connect(LaneRequest(lane=1, destination=KV, offers=(), wire_dtype=""))
+        )
+        number = (await rank.next()).number
+        connecting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await connecting
+        rank.report(number=number, connected=pb.LaneConnected(transport="tcp", wire_dtype="bfloat16"))
+        assert (await rank.next()).close.connection == number
+
+
+# The server
+
+
+@asynccontextmanager
+async def served() -> AsyncIterator[RemoteRegion]:
+    near, far = socket.socketpair()
+    region = KVRegion.from_buffer(memoryview(bytearray(4 * KV.region_block_bytes)), KV)
+    thread = RegionServer(region, far).start()
+    remote = await open_region(near, TCP, "rank 1")
+    try:
+        yield remote
+    finally:
+        await remote.aclose()
+        await asyncio.to_thread(thread.join, WAIT_S)
+        assert not thread.is_alive()
+
+
+async def test_server_opens_and_offers_its_ends() -> None:
+    async with served() as region:
+        assert region.transports == ("tcp",)
+        [offer] = await region.offers()
+        assert offer.name == "tcp"
+
+
+async def test_server_proves_revocations_of_what_it_never_granted() -> None:
+    async with served() as region:
+        quiet = asyncio.get_running_loop().create_future()
+        region.listen_quiet(quiet.set_result)
+        assert not region.revoke("tcp", KEY)
+        async with asyncio.timeout(WAIT_S):
+            assert await quiet == KEY
+
+
+async def test_server_refuses_writes_of_closed_connections() -> None:
+    async with served() as region:
+        writer = RemoteWriter(region, 77)
+        with pytest.raises(TransferError, match="connection closed"):
+            await asyncio.wrap_future(writer.write(order()))
+        assert writer.closed
+
+
+async def test_server_names_why_it_cannot_connect() -> None:
+    async with served() as region:
+        with pytest.raises(TransferError, match="no KV transport in common"):
+            await region.connect(LaneRequest(lane=1, destination=KV, offers=(), wire_dtype=""))
+
+
+async def test_server_grants_once_and_ends_on_a_bug(caplog: pytest.LogCaptureFixture) -> None:
+    """A second grant of one key is rank 0's mistake: no answer to it would be right."""
+    async with served() as region:
+        opened: list[OpenedGrant] = []
+        grant = LaneGrant(key=KEY, transport="tcp", pairing=PAIRING, held_tokens=0, blocks=BLOCKS)
+        region.open_grant(grant, opened.append)
+        await region.offers()
+        assert len(opened) == 1
+        region.open_grant(grant, opened.append)
+        async with asyncio.timeout(WAIT_S):
+            while not region.ended:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert len(opened) == 1
+    assert "served no longer" in caplog.text
+
+
+async def test_open_names_the_rank_that_has_ended() -> None:
+    near, far = socket.socketpair()
+    far.close()
+    with pytest.raises(ConfigError, match="rank 1: has ended"):
+        await open_region(near, TCP, "rank 1")
