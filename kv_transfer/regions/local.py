@@ -1,6 +1,7 @@
 """The ends of a region in this process."""
 
 import asyncio
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -72,7 +73,7 @@ class LocalSendingRegion:
         for sender, offer in candidates(request.offers, self._senders):
             try:
                 pairing = self._pair(sender, request)
-                writer = await _connect(sender, offer, pairing)
+                writer = await _Connecting(sender, offer, pairing).result()
             except TransferError as error:
                 reasons.append(error.message)
                 continue
@@ -88,16 +89,43 @@ class LocalSendingRegion:
         )
 
 
-async def _connect(sender: KVSender, offer: TransportOffer, pairing: Pairing) -> PeerWriter:
-    """Connect on a thread, which may take several seconds; what a cancelled caller no longer wants is closed."""
-    connecting = asyncio.get_running_loop().run_in_executor(None, sender.connect, offer, pairing)
-    try:
-        return await asyncio.shield(connecting)
-    except asyncio.CancelledError:
-        connecting.add_done_callback(_close_unwanted)
-        raise
+class _Connecting:
+    """A connection that a thread is making, which may take several seconds; one that nobody wants any more is closed.
+
+    The thread closes it itself, because the event loop may have ended by then.
+    """
+
+    def __init__(self, sender: KVSender, offer: TransportOffer, pairing: Pairing) -> None:
+        self._connect = partial(sender.connect, offer, pairing)
+        self._lock = threading.Lock()
+        self._is_wanted = True
+        self._writer: PeerWriter | None = None
+
+    async def result(self) -> PeerWriter:
+        """Connect. Raises TransferError."""
+        loop = asyncio.get_running_loop()
+        running = loop.run_in_executor(None, self._run)
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            running.add_done_callback(_ignore)
+            with self._lock:
+                self._is_wanted, writer = False, self._writer
+            if writer is not None:
+                loop.run_in_executor(None, writer.close)
+            raise
+
+    def _run(self) -> PeerWriter:
+        writer = self._connect()
+        with self._lock:
+            self._writer = writer
+            is_wanted = self._is_wanted
+        if not is_wanted:
+            writer.close()
+        return writer
 
 
-def _close_unwanted(connecting: "asyncio.Future[PeerWriter]") -> None:
-    if not connecting.cancelled() and connecting.exception() is None:
-        connecting.get_loop().run_in_executor(None, connecting.result().close)
+def _ignore(ended: "asyncio.Future[PeerWriter]") -> None:
+    """Note that a failure is of no interest any more."""
+    if not ended.cancelled():
+        ended.exception()

@@ -143,8 +143,9 @@ class SenderLink:
         try:
             results = await asyncio.gather(*connecting, return_exceptions=True)
         except asyncio.CancelledError:
-            for one in connecting:
-                one.add_done_callback(_close_unwanted)
+            # Those under way are cancelled, too, and close what they make.
+            made = [one.result() for one in connecting if _is_made(one)]
+            asyncio.get_running_loop().run_in_executor(None, _close_all, [lane.writer for lane in made])
             raise
         errors = [result for result in results if isinstance(result, BaseException)]
         connected = [result for result in results if not isinstance(result, BaseException)]
@@ -169,7 +170,5 @@ def _close_all(writers: Sequence[PeerWriter]) -> None:
         writer.close()
 
 
-def _close_unwanted(connecting: "asyncio.Future[ConnectedLane]") -> None:
-    """Close a connection that was made when nobody waited for it any more."""
-    if not connecting.cancelled() and connecting.exception() is None:
-        connecting.get_loop().run_in_executor(None, connecting.result().writer.close)
+def _is_made(connecting: "asyncio.Future[ConnectedLane]") -> bool:
+    return connecting.done() and not connecting.cancelled() and connecting.exception() is None

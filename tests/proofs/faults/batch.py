@@ -94,10 +94,12 @@ class Batch:
         plan = self._plan
         times = settings(chunk_bytes=plan.chunk_bytes, wire_dtype=plan.wire_dtype, write_window=plan.write_window)
         async with AsyncExitStack() as stack:
-            door = self._ends.receiver(plan, self._there.region, self._injector)
-            sender = self._ends.sender(plan, self._here.region, self._injector, lambda: door)
-            local = _local("p", _PREFILL, self._here.region)
-            regions = (LocalSendingRegion(self._here.region, (sender,)),)
+            doors = [self._ends.receiver(plan, region, self._injector) for region in self._there.regions]
+            regions = [
+                LocalSendingRegion(region, (self._ends.sender(plan, region, self._injector, doors.__getitem__),))
+                for region in self._here.regions
+            ]
+            local = _local("p", _PREFILL, self._here.regions[0])
             sending = await stack.enter_async_context(
                 SenderHub(local, owner=self._prefill, regions=regions, settings=times)
             )
@@ -108,8 +110,10 @@ class Batch:
             await server.start()
             stack.push_async_callback(server.stop, None)
             self._route = partial(self._route, address=f"127.0.0.1:{port}")
-            local = _local("d", _DECODE, self._there.region)
-            there = (LocalReceivingRegion(self._there.region, (door,)),)
+            local = _local("d", _DECODE, self._there.regions[0])
+            there = [
+                LocalReceivingRegion(region, (door,)) for region, door in zip(self._there.regions, doors, strict=True)
+            ]
             receiving = await stack.enter_async_context(
                 ReceiverHub(local, owner=self._decode, regions=there, dialer=self._dialer(), settings=times)
             )

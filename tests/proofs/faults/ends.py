@@ -47,9 +47,9 @@ class Ends:
         return RelayedReceiver(self._receiver(plan, region), injector, around)
 
     def sender(
-        self, plan: BatchPlan, region: KVRegion, injector: Injector, door: Callable[[], RelayedReceiver]
+        self, plan: BatchPlan, region: KVRegion, injector: Injector, door: Callable[[int], RelayedReceiver]
     ) -> FaultySender:
-        """`door`: the receiver that it will connect to."""
+        """`door`: the receiver of a region that it may connect to."""
         return FaultySender(self._sender(plan, region), injector, region, door, LONG_STALL_S)
 
     def _receiver(self, plan: BatchPlan, region: KVRegion) -> KVReceiver:

@@ -34,14 +34,14 @@ class _Late:
 
 
 class FaultySender:
-    """A KVSender around another one. `door`: the receiver at the other end, in this process."""
+    """A KVSender around another one. `door`: the receiver of a region at the other end, in this process."""
 
     def __init__(
         self,
         inner: KVSender,
         injector: Injector,
         region: KVRegion,
-        door: Callable[[], RelayedReceiver],
+        door: Callable[[int], RelayedReceiver],
         long_stall_s: float,
     ) -> None:
         self.name, self.one_sided = inner.name, inner.one_sided
@@ -69,6 +69,10 @@ class FaultyWriter:
     @property
     def closed(self) -> bool:
         return self._inner.closed
+
+    @property
+    def _door(self) -> RelayedReceiver:
+        return self._sender.door(self._pairing.mapping.lane.destination)
 
     def cancel(self, key: TransferKey) -> bool:
         with self._lock:
@@ -150,7 +154,7 @@ class FaultyWriter:
             view = rng.choice(views)
             view[rng.randrange(len(view))] ^= rng.randint(1, 255)
 
-        self._sender.door().while_granted(order.key, harm)
+        self._door.while_granted(order.key, harm)
         return result
 
     @staticmethod
@@ -173,7 +177,7 @@ class FaultyWriter:
 
     def _write_stale(self, order: WriteOrder) -> None:
         """A write of an attempt that is over: nobody may take it."""
-        door = self._sender.door()
+        door = self._door
         for stale in [seen for seen in self._seen if seen.key != order.key and door.is_quiet(seen.key)][-2:]:
             self._inner.write(stale).add_done_callback(lambda done, key=stale.key: self._check_refused(done, key))
 

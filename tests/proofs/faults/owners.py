@@ -152,9 +152,7 @@ class PrefillOwner:
             first, last = (done - plan.step_tokens) // self.kv.block_size, -(-num_done // self.kv.block_size)
             for layer in range(self.kv.num_layers):
                 # Nothing is there before it is reported.
-                self.pool.region.array().reshape(*computed.shape[:2], -1, computed.shape[3])[
-                    :, layer, list(blocks[first:last])
-                ] = computed[:, layer, first:last]
+                self.pool.put_layer(layer, blocks[first:last], computed[:, layer, first:last])
                 if plan.by_layers and layer + 1 < self.kv.num_layers:
                     before = done - plan.step_tokens
                     hub.progress(transfer_id, before, blocks, coming_tokens=num_done, num_layers=layer + 1)

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from kv_transfer.layout.cells import SCALE_BYTES
@@ -53,6 +53,8 @@ WEIGHTS: dict[str, dict[Place, int]] = {
 """`tls` is the transport `tcp` in TLS."""
 TRANSPORTS = tuple(WEIGHTS)
 ONE_SIDED = ("memory", "shm")
+IN_REGIONS = ("memory", "tcp", "tls")
+"""Transports that also go between pools in one region per rank. Of shm each region would have to be mapped apart."""
 _CONVERSIONS = (
     ("bfloat16", "int8", "bfloat16"),
     ("bfloat16", "fp8_e4m3", "bfloat16"),
@@ -130,6 +132,10 @@ def plan_batch(transport: str, seed: int, focus: Focus | None = None) -> BatchPl
     """The batch of this seed."""
     rng = random.Random(f"{transport}/{seed}")
     source, destination, wire = _layouts(rng, transport)
+    if transport in IN_REGIONS:
+        # Drawn apart, so that everything else is what the same seed gave before.
+        regions = random.Random(f"regions/{transport}/{seed}")
+        source, destination = (replace(kv, num_regions=regions.choice((1, kv.tp_size))) for kv in (source, destination))
     chunk_tokens = rng.choice((4, 8, 16, 64))
     vectors = 2 * source.num_kv_heads * source.num_layers
     scale_bytes = SCALE_BYTES if wire == "int8" else 0

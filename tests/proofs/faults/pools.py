@@ -21,7 +21,14 @@ class GuardedPool:
         self.free = list(range(num_blocks))
         self._rng = random.Random(seed)
         self._memory = SharedPool(num_blocks * kv.worker_block_bytes)
-        self.region = KVRegion.from_buffer(self._memory.buffer, kv, fd=self._memory.fd)
+        size = num_blocks * kv.region_block_bytes
+        self.regions = [
+            # A peer would map all of the memory.
+            KVRegion.from_buffer(
+                self._memory.buffer[begin : begin + size], kv, fd=self._memory.fd if kv.num_regions == 1 else None
+            )
+            for begin in range(0, kv.num_regions * size, size)
+        ]
         shape = (kv.tp_size, kv.num_layers, num_blocks, kv.layer_block_bytes)
         self._bytes = np.frombuffer(self._memory.buffer, np.uint8).reshape(shape)
         self._guard = np.random.default_rng(seed).integers(0, 256, shape, np.uint8)
@@ -53,6 +60,10 @@ class GuardedPool:
     def put(self, blocks: Sequence[BlockId], content: np.ndarray) -> None:
         """Write into blocks that are ours."""
         self._bytes[:, :, list(blocks)] = content
+
+    def put_layer(self, layer: int, blocks: Sequence[BlockId], content: np.ndarray) -> None:
+        """Write one layer of blocks that are ours."""
+        self._bytes[:, layer, list(blocks)] = content
 
     def check_all(self, whose: str) -> None:
         """At rest: every block is free, and as it was."""

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from kv_transfer.layout.lanes import lanes_between
 from tests.proofs.faults.campaign import campaign, check_campaign, replay
 from tests.proofs.faults.plan import plan_batch
 from tests.proofs.faults.shares import COUNTED, NIGHTLY_COUNT, share
@@ -48,3 +49,11 @@ def test_violation_report_names_its_seed(monkeypatch: pytest.MonkeyPatch) -> Non
     report = campaign("memory", count=10_000, seed=40)
     assert 40 in seeds_of(report.violations), "it stops at the first round"
     assert report.count < 1000
+
+
+def test_batches_go_between_pools_in_regions_too() -> None:
+    """A good share of those that the campaign runs, of every combination."""
+    plans = [plan_batch("tcp", seed) for seed in range(100)]
+    kinds = {(plan.source.num_regions > 1, plan.destination.num_regions > 1) for plan in plans}
+    assert len(kinds) == 4
+    assert sum(len(lanes_between(plan.source, plan.destination)) > 1 for plan in plans) > 30
