@@ -13,7 +13,9 @@ from kv_transfer.memory.region import KVRegion
 from kv_transfer.memory.shared_memory import SharedPool
 from kv_transfer.memory.torch_pool import TorchPool
 from kv_transfer.regions.server import RegionServer
-from worker.rank import RANK_MODULE
+
+RANK_MODULE = "worker.rank"
+"""Module that `python -m` runs as a rank with a region of its own."""
 
 
 def assemble_worker(spec: EngineSpec, progress: Progress | None) -> EngineParts:

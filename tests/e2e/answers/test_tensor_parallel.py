@@ -12,7 +12,7 @@ import pytest_asyncio
 from engine.distributed.ranks.processes import RANK_MODULE
 from tests.support.oracle import prompts
 from tests.support.running_cluster import WAIT_S, running
-from worker.rank import RANK_MODULE as REGION_RANK_MODULE
+from worker.kv_exchange.pool_region import RANK_MODULE as REGION_RANK_MODULE
 
 MAX_TOKENS = 24
 # Most steps of a prompt sample nothing: what ends them is not what ends the others.

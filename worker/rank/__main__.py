@@ -8,9 +8,6 @@ from engine.distributed.ranks.command_line import exit_process, run_rank
 if TYPE_CHECKING:
     from engine.distributed.ranks.follower import ServeRegion
 
-RANK_MODULE = "worker.rank"
-"""This module's name, also while it runs as `__main__`."""
-
 
 def _load_region_server() -> "ServeRegion":
     from worker.kv_exchange.pool_region import serve_region
@@ -19,4 +16,4 @@ def _load_region_server() -> "ServeRegion":
 
 
 if __name__ == "__main__":
-    exit_process(run_rank(RANK_MODULE, _load_region_server))
+    exit_process(run_rank(str(__package__), _load_region_server))
