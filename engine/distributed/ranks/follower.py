@@ -132,7 +132,7 @@ def _limit_bytes(setup: RankSetup, device: torch.device) -> int | None:
 class _Follower:
     """Carries out the commands of rank 0, in order."""
 
-    def __init__(self, channel: RankChannel, model: Decoder, on_pool: OnPool | None) -> None:
+    def __init__(self, channel: RankChannel, model: Decoder, on_pool: OnPool | None = None) -> None:
         self._on_pool = on_pool
         self._channel = channel
         self._model = model
