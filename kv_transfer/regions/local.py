@@ -116,6 +116,8 @@ class _Connecting:
             raise
 
     def _run(self) -> PeerWriter:
+        if not self._is_wanted:
+            raise TransferError("the link has ended")
         writer = self._connect()
         with self._lock:
             self._writer = writer

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -166,8 +167,14 @@ class SenderLink:
 
 
 def _close_all(writers: Sequence[PeerWriter]) -> None:
-    for writer in writers:
+    """Close connections at the same time: each may wait for a peer that stalls."""
+    threads = [threading.Thread(target=writer.close, name="kv-close", daemon=True) for writer in writers[1:]]
+    for thread in threads:
+        thread.start()
+    for writer in writers[:1]:
         writer.close()
+    for thread in threads:
+        thread.join()
 
 
 def _is_made(connecting: "asyncio.Future[ConnectedLane]") -> bool:
