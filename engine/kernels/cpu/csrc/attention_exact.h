@@ -80,16 +80,35 @@ class ExactUnit {
   void load_keys(int64_t position, int64_t count) {
     const T* rows[kLanes];
     view_.locate(position, count, rows);
+    transpose_keys(rows, count);
+    for (int i = 0; i < kLanes; ++i) {
+      float* to = values_ + i * width_;
+      for (int64_t d = 0; d < width_; d += kRegisterLanes)
+        store_register(to + d, i < count ? load_register_some(rows[i] + view_.value_offset() + d, head_dim_ - d)
+                                         : Register{});
+    }
+  }
+
+  void transpose_keys(const T* const* rows, int64_t count) {
+#if TANDEM_REGISTER_BYTES == 32
+    float* keys = reinterpret_cast<float*>(keys_);
+    for (int64_t d = 0; d < width_; d += 8) {
+      for (int first = 0; first < kLanes; first += 8) {
+        Register block[8];
+        for (int i = 0; i < 8; ++i)
+          block[i] = first + i < count ? load_register_some(rows[first + i] + d, head_dim_ - d) : Register{};
+        transpose8(block);
+        for (int i = 0; i < 8; ++i) store_register(keys + (d + i) * kLanes + first, block[i]);
+      }
+    }
+#else
     for (int64_t d = 0; d < width_; d += kLanes) {
       Words* block = keys_ + d;
-      for (int i = 0; i < kLanes; ++i) {
-        const bool used = i < count;
-        block[i] = used ? (Words)load_some(rows[i] + d, head_dim_ - d) : Words{};
-        store(values_ + i * width_ + d,
-              used ? load_some(rows[i] + view_.value_offset() + d, head_dim_ - d) : Floats{});
-      }
+      for (int i = 0; i < kLanes; ++i)
+        block[i] = i < count ? (Words)load_some(rows[i] + d, head_dim_ - d) : Words{};
       transpose(block);
     }
+#endif
   }
 
   template <int Rows>
