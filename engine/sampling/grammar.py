@@ -124,9 +124,9 @@ class LlGuide:
         return ahead
 
     def forced(self, most: int) -> Sequence[int]:
-        """See TokenGuide. Bytes are forced where each allowed token continues the one before it; the longest is drafted.
+        """See TokenGuide. Bytes are forced where each allowed token begins the next; the longest is drafted.
 
-        Not by llguidance's own search for forced bytes, which may never end (`tandem.values.grammar_bounds.unforced`).
+        Not by llguidance's own search for forced bytes, which may not end (`tandem.values.grammar_bounds.unforced`).
         """
         ahead, bits = self.fork(), np.zeros(num_words(self._time.vocab_size), dtype=np.int32)
         found: list[int] = []
@@ -148,7 +148,10 @@ class LlGuide:
         if sum(map(int.bit_count, chosen)) > _MAX_PREFIXES:
             return None
         tokens = [
-            32 * word + bit for word, value in zip(words.tolist(), chosen, strict=True) for bit in range(32) if value >> bit & 1
+            32 * word + bit
+            for word, value in zip(words.tolist(), chosen, strict=True)
+            for bit in range(32)
+            if value >> bit & 1
         ]
         if not self._end_token_ids.isdisjoint(tokens):
             return None

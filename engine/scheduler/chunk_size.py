@@ -1,10 +1,10 @@
 """Bounds the prompt tokens of a step that also decodes, to keep inter-token latency within its limit.
 
 A step with decodes is predicted to take the time of its chunk, plus that of as many tokens as its decodes are worth.
-The decodes' worth, that of their drafts included, follows from steps with and without a chunk, the time per token from the last steps with a chunk:
-both are medians, so that one stalled step has no effect. A machine that slows down is assumed to slow down evenly.
-Of an even number of steps the slower middle one counts: chunks shorten after two slow steps and grow again after three
-that were faster.
+The decodes' worth, drafts included, follows from steps with and without a chunk, the time per token from the last steps
+with a chunk: both are medians, so that one stalled step has no effect. A machine that slows down is assumed to slow
+down evenly. Of an even number of steps the slower middle one counts: chunks shorten after two slow steps and grow again
+after three that were faster.
 """
 
 from collections import deque

@@ -117,9 +117,9 @@ class StepPlanner:
     # Running requests
 
     def plan(self, now: float, speculation: Speculation | None = None) -> Batch | None:
-        """The next step's work, with the drafts of `speculation`; None when nothing can run, or must wait until the steps under way have settled.
+        """The next step's work; None when nothing can run, or must wait until the steps under way have settled.
 
-        O(running requests + admitted blocks).
+        `speculation` adds drafts from what the step has left. O(running requests + admitted blocks).
         """
         if self._must_settle and self._ahead:
             return None

@@ -55,7 +55,10 @@ class RateMeter:
                 self.decode_step_s = median_low(self._decode_steps_s)
             else:
                 self.decode_step_s = _blend(self.decode_step_s, token_s)
-        elif timings.num_tokens - timings.num_draft_tokens - timings.num_requests >= MIN_PREFILL_TOKENS and timings.execute_s > 0.0:
+        elif (
+            timings.num_tokens - timings.num_draft_tokens - timings.num_requests >= MIN_PREFILL_TOKENS
+            and timings.execute_s > 0.0
+        ):
             rate = timings.num_tokens / timings.execute_s
             if len(self._prefill_rates) < NUM_FIRST:
                 self._prefill_rates.append(rate)

@@ -1,10 +1,11 @@
 """Draft tokens: who may propose them, and in which order.
 
-The next token of a request is a function of its logits and of (seed, choice, position) alone (`engine.sampling.sampler`),
-so a draft is verified by equality: a step computes the newest token and its drafts, samples every row with the row's
-own noise, and keeps samples for as long as draft and sample agree (`engine.scheduler.settling`). The text is therefore
-the same with any proposer, or none ("drafter-invariant": Daliri, Musco, Suresh, 2024, arXiv 2408.07978). So all state
-here is soft: it may be missing, stale or wrong, after a preemption or on another worker, and only speed changes.
+The next token of a request is a function of its logits and of (seed, choice, position) alone
+(`engine.sampling.sampler`), so a draft is verified by equality: a step computes the newest token and its drafts,
+samples every row with the row's own noise, and keeps samples for as long as draft and sample agree
+(`engine.scheduler.settling`). The text is the same with any proposer, or none ("drafter-invariant": Daliri, Musco,
+Suresh, 2024, arXiv 2408.07978). So all state here is soft: it may be missing, stale or wrong, after a preemption or on
+another worker, and only speed changes.
 """
 
 from collections.abc import Sequence

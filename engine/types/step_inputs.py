@@ -35,7 +35,9 @@ class StepInputs:
     counts: IntArray  # [num_seqs], rows of the sequence
     num_single: int
     """Sequences with one row; they come first, longest first."""
-    sample_rows: IntArray  # row of each sample, in the batch's order: an item's last row, or with drafts all of its rows
+    sample_rows: (
+        IntArray  # row of each sample, in the batch's order: an item's last row, or with drafts all of its rows
+    )
     block_size: int
     offloads: IntArray = field(default_factory=no_moves)  # [num_offloads, 2], block and place in the host tier
     loads: IntArray = field(default_factory=no_moves)  # [num_loads, 2], place and block
