@@ -52,24 +52,25 @@ class StepTimes:
         recent.append(seconds)
         self._typical[size] = median(recent)
 
-    def knows(self, num_rows: int) -> bool:
-        return _rounded(num_rows) in self._recent
+    def typical(self, num_rows: int) -> float | None:
+        """Duration of a step of so many rows; None if none has been measured."""
+        return self._typical.get(_rounded(num_rows))
 
-    def seconds(self, num_rows: int) -> float | None:
-        """Duration of a step of so many rows; None before the first measurement.
+    def seconds(self, num_rows: int, *, least: int, least_s: float) -> float:
+        """Duration of a step of so many rows, where one of `least` rows takes `least_s`.
 
-        Beyond what has been measured it is taken to be that of the nearest size: too little for more rows, which are
-        then tried and measured.
+        Beyond what has been measured it is taken to be that of the largest size: too little, so that more rows are
+        tried and measured.
         """
-        sizes, size = self._sizes, _rounded(num_rows)
-        place = bisect_left(sizes, size)
-        if not sizes:
-            return None
-        if place == len(sizes) or place == 0 or sizes[place] == size:
-            return self._typical[sizes[min(place, len(sizes) - 1)]]
-        low, high = sizes[place - 1], sizes[place]
-        below_s, above_s = self._typical[low], self._typical[high]
-        return below_s + (above_s - below_s) * (size - low) / (high - low)
+        size, typical = _rounded(num_rows), self._typical
+        place = bisect_left(self._sizes, size)
+        low, low_s = least, least_s
+        if place and self._sizes[place - 1] > least:
+            low, low_s = self._sizes[place - 1], typical[self._sizes[place - 1]]
+        if place == len(self._sizes):
+            return low_s
+        high = self._sizes[place]
+        return low_s + (typical[high] - low_s) * (size - low) / (high - low)
 
 
 class SpeculationPace:
@@ -94,7 +95,7 @@ class SpeculationPace:
         """
         if not self._adaptive:
             return self._max_rows
-        if beside_chunk or self._credit_s <= 0.0 or not self._plain.knows(num_sequences):
+        if beside_chunk or self._credit_s <= 0.0 or self._plain.typical(num_sequences) is None:
             return 0
         if self._since_plain >= _MAX_SINCE_PLAIN:
             return 0
@@ -152,28 +153,24 @@ class SpeculationPace:
         else:
             self._since_plain += 1
             self._drafted.add(timings.num_tokens, seconds)
-            plain_s = self._plain.seconds(num_sequences) or seconds
+            plain_s = self._plain.typical(num_sequences) or seconds
             self._credit_s += plain_s * (1.0 + timings.num_accepted_tokens / num_sequences) - seconds
         most_s = _MAX_CREDIT_STEPS * seconds
         self._credit_s = max(-most_s, min(most_s, self._credit_s))
 
     def _best_number(self, num_sequences: int, chances: Sequence[float]) -> int:
         """How many of these drafts, the likeliest first, maximise tokens per second."""
-        plain_s = self._plain.seconds(num_sequences)
-        if plain_s is None or plain_s <= 0.0:
+        plain_s = self._plain.typical(num_sequences)
+        if not plain_s:
             return 0
         best, best_rate, tokens = 0, num_sequences / plain_s, float(num_sequences)
         for number, chance in enumerate(chances, start=1):
             tokens += chance
-            rate = tokens / max(plain_s, self._seconds(num_sequences + number))
+            seconds = self._drafted.seconds(num_sequences + number, least=num_sequences, least_s=plain_s)
+            rate = tokens / max(plain_s, seconds)
             if rate > best_rate:
                 best, best_rate = number, rate
         return best
-
-    def _seconds(self, num_rows: int) -> float:
-        """Expected duration of a step with drafts, of so many rows."""
-        found = self._drafted.seconds(num_rows)
-        return found if found is not None else self._plain.seconds(num_rows) or 0.0
 
 
 def _rounded(num_rows: int) -> int:
