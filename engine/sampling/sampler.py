@@ -153,13 +153,17 @@ class Sampler:
         """
         size = max(1, _MAX_GROUP_ELEMENTS[self._device.type] // logits.shape[1])
         parts: list[Chosen] = []
+        begins: set[int] = set()
         begin = 0
         while begin < len(rows):
             end = min(begin + size, len(rows))
             while end < len(rows) and rows[end].drafts:
                 end += 1  # rows of one request stay together
             parts.append(self._choose_group(logits, rows, begin, end))
+            begins.add(begin)
             begin = end
+        if len(self._groups) > len(parts):
+            self._groups = {begin: group for begin, group in self._groups.items() if begin in begins}
         if len(parts) == 1:
             return parts[0]
         return Chosen(

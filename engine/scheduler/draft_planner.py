@@ -23,23 +23,18 @@ def plan_drafts(
     may_grow: bool,
 ) -> None:
     """Extend the plan's decodes by drafts. `may_grow`: blocks may be taken for them."""
-    asks: list[Ask] = []
-    places: list[int] = []
-    num_sequences = 0
-    for place, item in enumerate(plan.items):
-        if item.num_tokens != 1 or not item.samples:
-            continue
-        num_sequences += 1
-        if (most := min(_most_drafts(item), plan.tokens_left)) > 0:
-            asks.append(Ask(item.request, most))
-            places.append(place)
-    drafts = speculation.propose(asks, num_sequences, beside_chunk=num_sequences < len(plan))
-    for place, (request, _), draft in zip(places, asks, drafts, strict=False):
-        tokens = draft.token_ids[: plan.tokens_left]
-        if tokens and request.guide is not None:
-            tokens = tokens[: num_acceptable(request.guide, tokens)]
+    places = [place for place, item in enumerate(plan.items) if item.num_tokens == 1 and item.samples]
+    most = speculation.max_drafts(len(places), beside_chunk=len(places) < len(plan)) if places else 0
+    if not most:
+        return
+    limits = [(place, min(most, plan.tokens_left, _most_drafts(plan.items[place]))) for place in places]
+    asked = [(place, Ask(plan.items[place].request, limit)) for place, limit in limits if limit > 0]
+    drafts = speculation.propose([ask for _, ask in asked], len(places))
+    num_running = len(table.running) if may_grow else None
+    for (place, (request, _)), draft in zip(asked, drafts, strict=True):
+        tokens = _useful(request, draft.token_ids[: plan.tokens_left])
         if tokens:
-            tokens = tokens[: _room(request, len(tokens), blocks, len(table.running) if may_grow else None)]
+            tokens = tokens[: _room(request, len(tokens), blocks, num_running)]
         if tokens:
             plan.add_drafts(place, tokens)
             speculation.launched(request, Draft(tokens, draft.source))
@@ -53,6 +48,18 @@ def _most_drafts(item: BatchItem) -> int:
     if request.end_rule is None or item.start + 1 != len(request.token_ids):
         return 0
     return request.end_rule.max_tokens - len(request.token_ids) - 1
+
+
+def _useful(request: Request, drafts: tuple[int, ...]) -> tuple[int, ...]:
+    """The drafts before the first that its grammar refuses, or that would end the request: nothing is sampled after."""
+    rule = request.end_rule
+    for i, token_id in enumerate(drafts):
+        if rule is not None and token_id in rule.token_ids and request.num_tokens + i + 1 >= rule.min_tokens:
+            drafts = drafts[:i]
+            break
+    if drafts and request.guide is not None:
+        return drafts[: num_acceptable(request.guide, drafts)]
+    return drafts
 
 
 def _room(request: Request, num_drafts: int, blocks: BlockManager, num_running: int | None) -> int:

@@ -31,12 +31,13 @@ class Speculation:
         self._pending: dict[Request, Draft] = {}
         """Drafts under way, as they are verified."""
 
-    def propose(self, asks: Sequence[Ask], num_sequences: int, *, beside_chunk: bool) -> list[Draft]:
-        """A draft for each ask, cut to what is worth verifying in a step that decodes `num_sequences`; may be empty."""
-        most = min(self._most, self._pace.max_drafts(num_sequences, beside_chunk=beside_chunk)) if asks else 0
-        if not most:
-            return []
-        drafts = self._proposer.propose([Ask(request, min(limit, most)) for request, limit in asks])
+    def max_drafts(self, num_sequences: int, *, beside_chunk: bool) -> int:
+        """Most drafts of one sequence that could be of use in a step that decodes so many; 0: do not ask for any."""
+        return min(self._most, self._pace.max_drafts(num_sequences, beside_chunk=beside_chunk))
+
+    def propose(self, asks: Sequence[Ask], num_sequences: int) -> list[Draft]:
+        """A draft for each ask, cut to what is worth verifying in a step that decodes `num_sequences`."""
+        drafts = self._proposer.propose(asks)
         lengths = self._pace.lengths(drafts, num_sequences)
         return [Draft(draft.token_ids[:length], draft.source) for draft, length in zip(drafts, lengths, strict=True)]
 

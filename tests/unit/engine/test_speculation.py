@@ -40,7 +40,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "nucleus": {"temperature": 0.8, "top_p": 0.9},
     "penalties": {"temperature": 0.8, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.4},
     "greedy penalties": {"temperature": 0.0, "repetition_penalty": 1.2, "frequency_penalty": 0.6},
-    "bias": {"temperature": 0.6, "logit_bias": {300: 3.0, 301: -100.0}, "min_tokens": 20},
+    # Of so few tokens that the answer repeats itself.
+    "bias": {"temperature": 1.0, "logit_bias": {300: 60.0, 301: 60.0, 302: 59.0, 303: -100.0}, "min_tokens": 20},
     "grammar": {"temperature": 0.8, "grammar": GRAMMAR},
     "bad words": {"temperature": 0.0, "bad_words": ((300, 301), (320,))},
     "choice 0": {"temperature": 1.0},
@@ -174,14 +175,15 @@ def test_speculation_answers_of_a_batch_are_those_of_each_alone(model: Model, ki
     requests = [model.request(number) for number in range(len(WAYS))]
     run = model.run(requests, speculation, prefill_chunk_tokens=chunk)
     model.assert_same(run.answers, model.expected)
-    assert run.num_drafts > 50
+    assert run.num_drafts > (10 if kind == "lookup" else 50)
     if kind == "always wrong":
         assert not run.num_accepted
     if kind == "oracle":
         # An end is not drafted but sampled, so all are right.
         assert run.num_accepted == run.num_drafts
         assert run.num_steps < MAX_TOKENS + sum(len(request.token_ids) for request in requests) // chunk
-    assert run.num_mixed > 5 if chunk == 7 else True
+    assert run.num_accepted or kind == "always wrong"
+    assert run.num_mixed > 2 or chunk > 7
 
 
 def test_speculation_answers_in_a_small_pool_survive_preemptions(model: Model) -> None:

@@ -13,8 +13,8 @@ from tests.unit.engine.scheduler.test_lookahead_machine import PipelinedMachine
 from tests.unit.engine.scheduler.test_scheduler_machine import SchedulerMachine
 
 LIMITS = settings(
-    max_examples=60,
-    stateful_step_count=30,
+    max_examples=40,
+    stateful_step_count=25,
     deadline=None,
     derandomize=True,
     database=None,

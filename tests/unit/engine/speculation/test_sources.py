@@ -152,10 +152,11 @@ def test_speculation_cuts_drafts_to_what_is_asked() -> None:
     oracle = drafts.Oracle(lambda _: range(20))
     speculation = drafts.speculation(oracle, most=5)
     requests = [ledger.request([1]) for _ in range(2)]
-    found = speculation.propose([Ask(requests[0], 9), Ask(requests[1], 2)], 2, beside_chunk=False)
+    assert speculation.max_drafts(2, beside_chunk=True) == 5
+    found = speculation.propose([Ask(requests[0], 5), Ask(requests[1], 2)], 2)
     assert [draft.token_ids for draft in found] == [(0, 1, 2, 3, 4), (0, 1)]
-    many = [Ask(request, 9) for request in (ledger.request([1]) for _ in range(20))]
-    assert sum(len(draft.token_ids) for draft in speculation.propose(many, 20, beside_chunk=False)) == 16 * 5
+    many = [Ask(request, 5) for request in (ledger.request([1]) for _ in range(20))]
+    assert sum(len(draft.token_ids) for draft in speculation.propose(many, 20)) == 16 * 5
 
 
 @pytest.mark.parametrize(
