@@ -1,5 +1,7 @@
 """The scheduler's state machine tests with drafts in every step: right, wrong, and right up to some place."""
 
+from collections import Counter
+from collections.abc import Sequence
 from random import Random
 
 from hypothesis import HealthCheck, settings
@@ -38,7 +40,7 @@ class SpeculatingMachine(SchedulerMachine):
 
     def check_writes(self, batch: Batch) -> None:
         super().check_writes(batch)
-        check_drafts(self.sched, batch)
+        check_drafts(self.sched, batch, [])
 
 
 class PipelinedSpeculatingMachine(PipelinedMachine):
@@ -49,14 +51,15 @@ class PipelinedSpeculatingMachine(PipelinedMachine):
 
     def check_writes(self, batch: Batch) -> None:
         super().check_writes(batch)
-        check_drafts(self.sched, batch)
+        check_drafts(self.sched, batch, [step.batch for step in self.late.pending])
         verifying = {other.request for step in self.late.pending for other in step.batch.items if other.drafts}
         assert verifying.isdisjoint(item.request for item in batch.items)
 
 
-def check_drafts(sched: Scheduler, batch: Batch) -> None:
-    """Drafts keep within the budget, the request's own blocks and its length."""
+def check_drafts(sched: Scheduler, batch: Batch, pending: Sequence[Batch]) -> None:
+    """Drafts keep within the budget, the request's length and blocks that nobody else has, but to copy them before."""
     config: SchedulerConfig = sched._config
+    read = Counter(copy.source for one in (batch, *pending) for copy in one.copies)
     assert batch.num_tokens <= config.max_batched_tokens
     for item in batch.items:
         if item.drafts:
@@ -66,7 +69,8 @@ def check_drafts(sched: Scheduler, batch: Batch) -> None:
             assert end < (request.end_rule.max_tokens if request.end_rule else 0)
             assert end <= len(request.block_table) * ledger.BLOCK
             for i in range(item.start // ledger.BLOCK, len(request.block_table)):
-                assert sched.blocks.pool.num_refs(request.block_table[i]) == 1
+                block = request.block_table[i]
+                assert sched.blocks.pool.num_refs(block) - read[block] == 1
 
 
 SpeculatingMachine.TestCase.settings = LIMITS

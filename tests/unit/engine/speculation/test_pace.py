@@ -54,7 +54,7 @@ class Machine:
         return right
 
 
-@pytest.mark.parametrize("num_sequences", [1, 4, 40])
+@pytest.mark.parametrize("num_sequences", [1, 40])
 @pytest.mark.parametrize("chance", [0.0, 0.3])
 @pytest.mark.parametrize("row_s", [0.05, 0.5, 1.0])
 def test_pace_useless_drafts_cost_at_most_three_percent(num_sequences: int, chance: float, row_s: float) -> None:
