@@ -22,13 +22,14 @@ def engine_spec(
     seat = seat or GpuSeat(gpus=())
     pool = config.prefill if role is WorkerRole.PREFILL else config.decode
     settings = config.engine_of(pool).model_dump() | {"disk_cache_path": disk_folder(config, role.value)}
+    speculation = SpeculationConfig(**settings.pop("speculation"))
+    has_drafts = bool(speculation.sources) and role is not WorkerRole.PREFILL
     if role is WorkerRole.PREFILL:
         # Prompts that are handed off are never preempted, so the buffer would stay unused.
         settings["offload_bytes"] = 0
-    speculation = SpeculationConfig(**settings.pop("speculation"))
     return EngineSpec(
         **settings,
-        speculation=speculation if speculation.sources else None,
+        speculation=speculation if has_drafts else None,
         model_path=model_directory(config.model.path),
         dtype=compute_dtype(config),
         max_model_len=config.model.max_model_len,
