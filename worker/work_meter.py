@@ -33,7 +33,7 @@ class WorkMeter:
         self.prefill = StepKindTotals()
         """Steps that computed prompt tokens, perhaps among others."""
         self.decode = StepKindTotals()
-        """Steps that only computed one token for each request."""
+        """Steps that only computed one token for each request, and drafts."""
         self.preemptions = 0
         self.sizes = [0] * (len(STEP_SIZES) + 1)
         """Number of steps by number of tokens, in buckets."""
@@ -44,4 +44,4 @@ class WorkMeter:
         timings = output.timings
         if timings is not None:
             self.sizes[bisect_left(STEP_SIZES, timings.num_tokens)] += 1
-            (self.decode if timings.num_tokens == timings.num_requests else self.prefill).add(timings)
+            (self.decode if timings.is_decode else self.prefill).add(timings)

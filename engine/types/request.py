@@ -142,6 +142,8 @@ class Request:
     """Tokens after these that launched steps compute; see `engine.scheduler.lookahead`."""
     num_awaited_tokens: int = 0
     """Tokens after the known ones that launched steps sample: their ids are not known yet."""
+    num_in_flight_drafts: int = 0
+    """Drafts that a launched step verifies: how many of them become tokens is not known yet."""
     num_cached_tokens: int = 0
     """Prompt tokens that were not computed for this request because their KV was already here."""
     num_host_tokens: int = 0
@@ -158,6 +160,8 @@ class Request:
     """Follows the answer's grammar, if it has one."""
     scoring: PromptScoringState | None = None
     """Prompt scoring, if requested; such a request samples one token, which is discarded."""
+    prediction: "array[int] | None" = None
+    """Tokens that the client expects in the answer: drafts, which change nothing but its speed."""
     end_rule: EndRule | None = None
     """The scheduler's, from `params` and the model; None before it has seen the request."""
 
@@ -194,7 +198,7 @@ class Request:
 
 
 class BatchItem(NamedTuple):
-    """One request's share of a step: the next `num_tokens` tokens after `start`.
+    """One request's share of a step: the next `num_tokens` tokens after `start`, then its drafts.
 
     A tuple, as `TokenEvent` is: every step makes one per request, and a frozen dataclass costs five times as much.
     """
@@ -204,6 +208,10 @@ class BatchItem(NamedTuple):
     num_tokens: int
     samples: bool
     """True when the step reaches the last known token, so that a new one is sampled."""
+    drafts: tuple[int, ...] = ()
+    """Tokens expected after the last known one, of an item with one token that samples. Each is computed as if it were
+    known and sampled after, so that the item has `1 + len(drafts)` samples, of which some are kept
+    (`engine.scheduler.settling`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,7 +231,17 @@ class Batch:
     @property
     def num_tokens(self) -> int:
         """Rows of the step's hidden states."""
-        return sum([item.num_tokens for item in self.items])
+        return sum([item.num_tokens + len(item.drafts) for item in self.items])
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Rows that verify drafts."""
+        return sum([len(item.drafts) for item in self.items])
+
+    @property
+    def num_samples(self) -> int:
+        """Tokens that the step samples."""
+        return sum([1 + len(item.drafts) for item in self.items if item.samples])
 
 
 class TokenEvent(NamedTuple):

@@ -73,3 +73,12 @@ def test_work_meter_reserved_and_waiting_are_separate() -> None:
         assert metrics.registry.get_sample_value("tandem_worker_requests", labels) == count
     # No worker has more reserved than it has.
     assert load_from_pb(pb.LoadSnapshot(num_waiting=1, num_reserved=9)).num_reserved == 1
+
+
+def test_work_meter_step_with_drafts_is_a_decode_step() -> None:
+    meter = WorkMeter()
+    step = output(12, 4, 0.5)
+    meter.observe(step._replace(timings=step.timings._replace(num_draft_tokens=8)))  # type: ignore[union-attr]
+    meter.observe(step._replace(timings=step.timings._replace(num_draft_tokens=7)))  # type: ignore[union-attr]
+    assert (meter.decode.steps, meter.prefill.steps) == (1, 1)
+    assert meter.decode.tokens == 12

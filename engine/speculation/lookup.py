@@ -1,0 +1,39 @@
+"""Prompt lookup: the request's own text, prompt and output, is likely to be repeated (Saxena, 2023, "Prompt Lookup
+Decoding"): in edits, summaries, code and answers that quote.
+"""
+
+from collections.abc import Sequence
+
+from engine.speculation.proposer import NO_DRAFT, Ask, Draft
+from engine.speculation.token_history import TokenHistory, repeated
+from engine.types.request import Request
+
+_MAX_INDEXED = 2048
+"""Tokens of a long prompt that are indexed in one step, which takes about a millisecond."""
+
+
+class PromptLookup:
+    """Continues a request as it went on after the longest earlier match of its last tokens."""
+
+    name = "lookup"
+
+    def __init__(self) -> None:
+        self._histories: dict[Request, TokenHistory] = {}
+
+    def propose(self, asks: Sequence[Ask]) -> Sequence[Draft]:
+        return [self._draft(request, most) for request, most in asks]
+
+    def settled(self, request: Request, num_kept: int) -> None:
+        """Do nothing: the request's tokens say it all."""
+
+    def forget(self, request: Request) -> None:
+        self._histories.pop(request, None)
+
+    def _draft(self, request: Request, most: int) -> Draft:
+        history = self._histories.get(request)
+        if history is None:
+            history = self._histories[request] = TokenHistory(request.token_ids)
+        if not history.index(_MAX_INDEXED):
+            return NO_DRAFT
+        length, follows = history.find(history.tokens, before=len(history.tokens) - 1)
+        return Draft(tuple(repeated(history.tokens, follows, most)), self.name) if length else NO_DRAFT
