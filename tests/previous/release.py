@@ -23,7 +23,7 @@ from cluster.processes.launcher import Command
 from cluster.supervisor.supervisor import ProcessPlan, Role
 from tandem.model_path import BUILTIN, model_directory
 from tandem.protocol.version_negotiation import VersionRange
-from tests.previous.revision import DEFAULTS_INSIDE, unpack
+from tests.previous.revision import DEFAULTS_INSIDE, unpack, unpack_tar
 
 DATA = Path(__file__).with_name("data")
 ARCHIVE = DATA / "code.tar.xz"
@@ -73,7 +73,7 @@ class Release:
         self.folder = folder
         if revision is None:
             with tarfile.open(fileobj=BytesIO(lzma.decompress(ARCHIVE.read_bytes()))) as archive:
-                archive.extractall(folder, filter="data")
+                unpack_tar(archive, folder)
         else:
             unpack(revision, folder)
         (folder / "engine/builtin_model").symlink_to(model_directory(BUILTIN))

@@ -34,7 +34,15 @@ def unpack(revision: str, folder: Path) -> None:
 def extract(revision: str, folder: Path, *paths: str) -> None:
     """These files of it."""
     with tarfile.open(fileobj=BytesIO(git("archive", revision, *paths))) as archive:
+        unpack_tar(archive, folder)
+
+
+def unpack_tar(archive: tarfile.TarFile, folder: Path) -> None:
+    """Unpack an archive of our own. Python before 3.11.4 (Debian 12's) has no filters."""
+    if hasattr(tarfile, "data_filter"):
         archive.extractall(folder, filter="data")
+    else:
+        archive.extractall(folder)
 
 
 def git(*arguments: str) -> bytes:

@@ -1,7 +1,8 @@
-"""What the built-in model says according to `transformers`, and prompts to ask it."""
+"""What the built-in model, or another, says according to `transformers`, and prompts to ask it."""
 
 import random
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -16,9 +17,9 @@ BUILTIN = model_directory("builtin")
 class Oracle:
     """Greedy generation in fp32, one prompt at a time or several of one length."""
 
-    def __init__(self) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(BUILTIN, dtype=torch.float32)
-        self._tokenizer = Tokenizer.load(BUILTIN)
+    def __init__(self, model: Path = BUILTIN) -> None:
+        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+        self._tokenizer = Tokenizer.load(model)
 
     def tokens(self, prompt: Sequence[int], max_tokens: int) -> list[int]:
         """The `max_tokens` most likely tokens, past any end."""

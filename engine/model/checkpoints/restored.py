@@ -73,7 +73,7 @@ class RestoredCheckpoint:
             self._checkpoint.require_stored(self._stored(name, part), spec.dtypes, spec.shapes)
 
     def matrix(self, name: str) -> StoredMatrix:
-        """The matrix as it is stored, which `forget` releases. Raises ConfigError, naming a damaged tensor."""
+        """The matrix as it is stored, which may view the mapped file. Raises ConfigError, naming a damaged tensor."""
         tensors = {}
         for part, spec in self._parts[name].items():
             stored = self._stored(name, part)

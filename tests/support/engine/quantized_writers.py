@@ -137,6 +137,12 @@ def float8(
     dtype: torch.dtype = torch.float8_e4m3fn,
 ) -> Written:
     codes = torch.from_numpy(rng.normal(0.0, 1.0, (rows, columns)).astype(np.float32)).to(dtype)
+    if kind == "powers":
+        exponents = rng.integers(115, 125, (-(-rows // block[0]), -(-columns // block[1]))).astype(np.uint8)
+        spread = np.exp2(exponents.astype(np.float32) - 127.0).repeat(block[0], 0)[:rows].repeat(block[1], 1)
+        return {"weight": codes, name: tensor(exponents).view(torch.float8_e8m0fnu)}, codes.float() * torch.from_numpy(
+            spread[:, :columns]
+        )
     if kind == "block":
         scale = scales(rng, -(-rows // block[0]), -(-columns // block[1])).astype(np.float32)
         spread = scale.repeat(block[0], 0)[:rows].repeat(block[1], 1)[:, :columns]
@@ -247,7 +253,7 @@ FORMATS: dict[str, WrittenFormat] = {
         _gptq(desc_act=True), gptq, {"bits": 4, "group": 32, "order": True}, "activation order"
     ),
     "gptq-v2": WrittenFormat(_gptq(checkpoint_format="gptq_v2"), gptq, {"bits": 4, "group": 32, "v2": True}),
-    "gptq-row": WrittenFormat(_gptq(group_size=-1), gptq, {"bits": 4, "group": 2**20}, "one group per row"),
+    "gptq-row": WrittenFormat(_gptq(group_size=-1), gptq, {"bits": 4, "group": 2**20}, "one scale per row"),
     "awq": WrittenFormat(
         {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"},
         awq,
@@ -311,6 +317,11 @@ FORMATS: dict[str, WrittenFormat] = {
         float8,
         {"name": "weight_scale_inv", "kind": "block", "block": (24, 40)},
         "FP8, blocks of 24×40",
+    ),
+    "fp8-powers": WrittenFormat(
+        {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [16, 32]},
+        float8,
+        {"name": "weight_scale_inv", "kind": "powers", "block": (16, 32)},
     ),
     "fp8-e5m2": WrittenFormat({"quant_method": "fp8", "fmt": "e5m2"}, float8, {"dtype": torch.float8_e5m2}),
     "mxfp4": WrittenFormat({"quant_method": "mxfp4"}, microscaling, {"blocks": True}, "MXFP4"),

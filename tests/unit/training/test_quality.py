@@ -10,7 +10,7 @@ from training import quality
 from training.quality import SETTINGS, EngineForward
 
 FOLDER = model_directory(BUILTIN)
-IDS = [random.Random(11).randrange(300, 2000) for _ in range(quality._CHUNK + 70)]
+IDS = random.Random(11).choices(range(300, 2000), k=quality._CHUNK + 70)
 
 
 @pytest.fixture(scope="module")

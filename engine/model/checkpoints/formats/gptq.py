@@ -102,7 +102,7 @@ def parse_group_size(fields: Fields, name: str) -> int | None:
 
 def groups_text(group_size: int | None) -> str:
     """The size of groups for a log."""
-    return "one group per row" if group_size is None else f"groups of {group_size}"
+    return "one scale per row" if group_size is None else f"groups of {group_size}"
 
 
 def column_groups(module: str, name: str, stored: Tensor | None, group_size: int, num_groups: int) -> Tensor | None:

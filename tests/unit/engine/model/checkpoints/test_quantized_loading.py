@@ -222,6 +222,12 @@ def test_quantized_tensors_without_config_are_refused(folder: Callable[[str], Pa
         ("ct-mxfp4", "weight_scale", lambda t: t * 0 + 255, r"weight_scale has scales that are not finite"),
         ("fp8-block", "weight_scale_inv", lambda t: t[1:], r"weight_scale_inv has shape"),
         ("fp8-block", "weight_scale_inv", lambda _: None, r"weight_scale_inv is missing"),
+        (
+            "fp8-powers",
+            "weight_scale_inv",
+            lambda t: torch.full(t.shape, 255, dtype=torch.uint8).view(t.dtype),
+            r"weight_scale_inv has scales that are not finite",
+        ),
         ("fp8-tensor", "weight_scale", lambda t: t * float("inf"), r"weight_scale has values that are not finite"),
         ("nf4", "weight.absmax", lambda t: t[1:], r"weight\.absmax has 63 scales, not one for each block of 64"),
         ("nf4", "weight", lambda t: t[1:], r"q_proj\.weight has shape \[2047, 1\]"),
