@@ -193,12 +193,13 @@ def test_grammar_fork_leaves_guide_as_it_was(guides):
                 bits[1].fill(0)
                 ahead.allow(bits[1])
                 ahead.accept(int(np.flatnonzero(np.unpackbits(bits[1].view(np.uint8), bitorder="little"))[-1]))
-        assert not guide.fork().accept(2047)
         for one, row in zip((guide, twin), bits, strict=True):
             row.fill(0)
             one.allow(row)
         assert np.array_equal(*bits)
-        token = int(np.flatnonzero(np.unpackbits(bits[0].view(np.uint8), bitorder="little"))[0])
+        allowed = np.unpackbits(bits[0].view(np.uint8), bitorder="little")
+        assert not guide.fork().accept(int(np.flatnonzero(allowed == 0)[-1]))
+        token = int(np.flatnonzero(allowed)[0])
         assert guide.accept(token)
         assert twin.accept(token)
     assert guide.is_over
@@ -207,14 +208,8 @@ def test_grammar_fork_leaves_guide_as_it_was(guides):
 
 def test_grammar_forced_tokens_are_the_only_text(guides, decode):
     guide = guides.guide(GRAMMARS["schema"])
-    assert decode(guide.forced(20)) == '{"name":"'
+    # The quote that follows is forced as well, but many tokens begin with it: which one is a choice.
+    assert decode(guide.forced(20)) == '{"name":'
     assert len(guide.forced(2)) == 2
     assert guide.num_tokens == 0
-    (first, *_) = guides.guide(GRAMMARS["regex"]).forced(8) or [None]
-    assert first is None  # red or green
-
-
-def test_grammar_forced_tokens_end_where_no_other_byte_can_come(guides):
-    """llguidance's own search for forced bytes does not end there."""
-    guide = guides.guide(LLMatcher.grammar_from_lark('start: /a+/ "a"'))
-    assert len(guide.forced(5)) <= 5
+    assert not guides.guide(GRAMMARS["regex"]).forced(8)  # red or green
