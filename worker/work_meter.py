@@ -16,12 +16,18 @@ class StepKindTotals:
     tokens: int = 0
     requests: int = 0
     """Number of requests, summed over steps."""
+    draft_tokens: int = 0
+    """Drafts among the tokens."""
+    accepted_tokens: int = 0
+    """Drafts that were right."""
 
     def add(self, timings: StepTimings) -> None:
         self.steps += 1
         self.seconds += timings.step_s
         self.tokens += timings.num_tokens
         self.requests += timings.num_requests
+        self.draft_tokens += timings.num_draft_tokens
+        self.accepted_tokens += timings.num_accepted_tokens
 
 
 class WorkMeter:

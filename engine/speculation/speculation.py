@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Sequence
 
+from engine.speculation.forced import ForcedTokens
 from engine.speculation.lookup import PromptLookup
 from engine.speculation.pace import SpeculationPace
 from engine.speculation.proposer import Ask, Draft, Proposer, ProposerChain
-from engine.speculation.stated import ForcedTokens, PredictedOutput
 from engine.speculation.suffix_cache import SuffixCache
 from engine.types.config import SpeculationConfig
 from engine.types.request import Request
@@ -13,7 +13,6 @@ from engine.types.step_output import StepTimings
 
 SOURCES: dict[str, Callable[[], Proposer]] = {
     ForcedTokens.name: ForcedTokens,
-    PredictedOutput.name: PredictedOutput,
     PromptLookup.name: PromptLookup,
     SuffixCache.name: SuffixCache,
 }

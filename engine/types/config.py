@@ -7,7 +7,7 @@ from tandem.values.block_hash import HASH_BLOCK_TOKENS
 
 EVICTION_POLICIES = ("lru", "lfu", "prefix")
 """Names of the policies in `engine.kv_cache.eviction.POLICIES`."""
-DRAFT_SOURCES = ("grammar", "prediction", "lookup", "suffix")
+DRAFT_SOURCES = ("grammar", "lookup", "suffix")
 """Sources of drafts, in the order in which they are asked if all are used: names in
 `engine.speculation.speculation.SOURCES`."""
 _MAX_DRAFTED_SEQUENCES = 16

@@ -160,8 +160,6 @@ class Request:
     """Follows the answer's grammar, if it has one."""
     scoring: PromptScoringState | None = None
     """Prompt scoring, if requested; such a request samples one token, which is discarded."""
-    prediction: "array[int] | None" = None
-    """Tokens that the client expects in the answer: drafts, which change nothing but its speed."""
     end_rule: EndRule | None = None
     """The scheduler's, from `params` and the model; None before it has seen the request."""
 

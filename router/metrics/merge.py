@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from prometheus_client.utils import floatToGoString
 
-_OF_WORKERS = ("tandem_worker", "vllm:num_preemptions", "vllm:iteration_tokens_total")
+_OF_WORKERS = ("tandem_worker", "vllm:num_preemptions", "vllm:iteration_tokens_total", "vllm:spec_decode")
 _ADDED_GAUGES = frozenset(
     {
         "vllm:num_requests_waiting",

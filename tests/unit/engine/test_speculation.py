@@ -211,14 +211,6 @@ def test_speculation_grammar_forces_tokens_and_answer_is_valid(model: Model) -> 
     assert run.num_accepted > 0
 
 
-def test_speculation_prediction_of_the_whole_answer_takes_few_steps(model: Model) -> None:
-    request = model.request(0)
-    request.prediction = array("i", model.expected[0].ids)
-    run = model.run([request], drafts.speculation(sources("prediction"), most=8))
-    model.assert_same(run.answers, model.expected[:1])
-    assert run.num_steps <= 2 + -(-MAX_TOKENS // 9)
-
-
 def test_speculation_suffix_cache_repeats_an_answer(model: Model) -> None:
     speculation = drafts.speculation(sources("suffix"), most=8)
     first = model.run([model.request(0)], speculation)

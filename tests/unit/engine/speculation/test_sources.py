@@ -1,16 +1,15 @@
 """Sources of drafts: what they propose, to whom, and in which order."""
 
-from array import array
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
 
 from engine.sampling.constraints import AllOf, AllowedTokens, BannedSequences
+from engine.speculation.forced import ForcedTokens
 from engine.speculation.lookup import PromptLookup
 from engine.speculation.proposer import NO_DRAFT, Ask, Draft, ProposerChain
 from engine.speculation.speculation import SOURCES
-from engine.speculation.stated import ForcedTokens, PredictedOutput
 from engine.speculation.suffix_cache import MAX_ROOTS, MAX_TOKENS, SuffixCache
 from engine.types.config import DRAFT_SOURCES, SpeculationConfig
 from engine.types.request import Request
@@ -89,26 +88,6 @@ def test_suffix_cache_is_bounded() -> None:
     assert sum(len(history.tokens) for history in root.generations) <= 2 * MAX_TOKENS
 
 
-def test_prediction_is_followed_left_and_found_again() -> None:
-    source = PredictedOutput()
-    request = ledger.request([1, 2])
-    assert draft(source, request) == ()
-    request.prediction = array("i", [10, 11, 12, 13, 14, 15, 16, 17])
-    assert draft(source, request, most=3) == (10, 11, 12)
-    request.token_ids.extend([10, 11])
-    assert draft(source, request, most=2) == (12, 13)
-    request.token_ids.extend([12, 99])
-    assert draft(source, request) == ()
-    request.token_ids.extend([14, 15])
-    assert draft(source, request) == ()
-    request.token_ids.append(16)
-    assert draft(source, request) == (17,)
-    request.token_ids.append(17)
-    assert draft(source, request) == ()
-    source.forget(request)
-    assert not source._places
-
-
 def test_forced_tokens_come_from_the_guide() -> None:
     source = ForcedTokens()
     request = ledger.request([1, 2])
@@ -163,7 +142,7 @@ def test_speculation_cuts_drafts_to_what_is_asked() -> None:
     ("changes", "message"),
     [
         ({"max_draft_tokens": 0}, r"max_draft_tokens must be in \[1, 64\], not 0"),
-        ({"sources": ("lookup", "magic")}, r"sources must be some of grammar, prediction, lookup, suffix, not 'magic'"),
+        ({"sources": ("lookup", "magic")}, r"sources must be some of grammar, lookup, suffix, not 'magic'"),
     ],
 )
 def test_speculation_config_bad_values_are_refused(changes: dict[str, object], message: str) -> None:
