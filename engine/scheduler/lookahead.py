@@ -27,11 +27,13 @@ class Lookahead:
     def launch(self, batch: Batch) -> None:
         """Record a launched batch: from now on its requests are planned as if it were done."""
         self._batches.append(batch)
-        for request, _, num_tokens, samples, drafts in batch.items:
+        for request, _, num_tokens, samples, _ in batch.items:
             request.num_in_flight_tokens += num_tokens
-            request.num_in_flight_drafts += len(drafts)
             if samples:
                 request.num_awaited_tokens += 1
+        if batch.num_draft_tokens:
+            for item in batch.items:
+                item.request.num_in_flight_drafts += len(item.drafts)
 
     def settle(self, batch: Batch) -> None:
         """Settle the batch. InvariantError unless it is the oldest."""

@@ -248,7 +248,7 @@ class Scheduler:
         self._had_decodes = has_decodes(batch.items)
         size, running = self._config.block_size, RequestState.RUNNING
         tokens = iter(sampled)
-        done = _Committed()
+        done, num_caught_up = _Committed(), 0
         for request, start, num_tokens, samples, drafts in batch.items:
             request.num_in_flight_tokens -= num_tokens
             if drafts:
@@ -262,16 +262,17 @@ class Scheduler:
                 continue
             end = start + num_tokens
             request.num_computed_tokens = end
-            done.num_caught_up += num_tokens
+            num_caught_up += num_tokens
             if samples and (token is None or not _may_follow(request, token)):
                 done.failed.append(request)
                 continue
             if start // size != end // size or request.prefill_only:
                 self._commit_blocks(request, start // size)
             if token is not None:
-                done.num_caught_up -= 1  # a token more to compute
+                num_caught_up -= 1  # a token more to compute
                 if self._commit_token(request, token) or request.prefill_only:
                     done.leaving.append(request)
+        done.num_caught_up += num_caught_up
         self._let_go(done)
         output = self.drain()
         return output._replace(num_accepted_tokens=done.num_accepted) if done.num_accepted else output

@@ -1,4 +1,4 @@
-"""Drafts of tokens that a grammar leaves no choice about: JSON's quotes, colons and the names of required properties."""
+"""Drafts of tokens that a grammar leaves no choice about: JSON's punctuation, the names of required properties."""
 
 from collections.abc import Sequence
 

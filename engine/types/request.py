@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from operator import attrgetter
 from typing import NamedTuple
 
 from engine.types.block_moves import BlockCopy, BlockLoad, BlockOffload
@@ -212,6 +213,9 @@ class BatchItem(NamedTuple):
     (`engine.scheduler.settling`)."""
 
 
+_DRAFTS = attrgetter("drafts")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """Work of one step; built by the scheduler, executed by a runner.
@@ -225,21 +229,21 @@ class Batch:
     copies: tuple[BlockCopy, ...] = ()
     saves_free_blocks: bool = False
     """True when some offloaded blocks are already free: nothing outside the step may take them until it is done."""
+    num_draft_tokens: int = field(init=False)
+    """Rows that verify drafts. Counted once: most batches have none, and several loops over them ask."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "num_draft_tokens", sum(map(len, filter(None, map(_DRAFTS, self.items)))))
 
     @property
     def num_tokens(self) -> int:
         """Rows of the step's hidden states."""
-        return sum([item.num_tokens + len(item.drafts) for item in self.items])
-
-    @property
-    def num_draft_tokens(self) -> int:
-        """Rows that verify drafts."""
-        return sum([len(item.drafts) for item in self.items])
+        return sum([item.num_tokens for item in self.items]) + self.num_draft_tokens
 
     @property
     def num_samples(self) -> int:
-        """Tokens that the step samples."""
-        return sum([1 + len(item.drafts) for item in self.items if item.samples])
+        """Tokens that the step samples; only items that sample have drafts."""
+        return sum([item.samples for item in self.items]) + self.num_draft_tokens
 
 
 class TokenEvent(NamedTuple):
