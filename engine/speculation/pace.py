@@ -10,9 +10,12 @@ grows by `MAX_LOSS` of all time spent; without credit nothing is drafted.
 """
 
 from bisect import bisect_left
-from collections import deque
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, repeat
+from operator import mul
 from statistics import median
+from typing import NamedTuple
 
 from engine.speculation.proposer import Draft
 from engine.types.step_output import StepTimings
@@ -73,13 +76,25 @@ class StepTimes:
         return low_s + (typical[high] - low_s) * (size - low) / (high - low)
 
 
+class _Level(NamedTuple):
+    """Drafts of one source that are as far from their sequences' last tokens, and hence as likely."""
+
+    chance: float
+    """Chance that such a draft and all before it are right."""
+    places: Sequence[int]
+    """Sequences that have one."""
+
+
 class SpeculationPace:
     """Bounds the drafts of each step. Durations are passed in, no clock is read."""
 
-    def __init__(self, *, adaptive: bool = True, max_rows: int) -> None:
-        """`adaptive` False: whatever is proposed is verified. `max_rows`: most drafts of one step."""
+    def __init__(self, *, adaptive: bool = True, max_rows: int, max_draft_tokens: int) -> None:
+        """`adaptive` False: whatever is proposed is verified. `max_rows`: most drafts of one step, `max_draft_tokens`:
+        of one sequence.
+        """
         self._adaptive = adaptive
         self._max_rows = max_rows
+        self._max_draft_tokens = max_draft_tokens
         self._plain = StepTimes()
         """Steps without drafts, by sequences."""
         self._drafted = StepTimes()
@@ -101,8 +116,9 @@ class SpeculationPace:
             return 0
         chance = max(self._chances.values(), default=_FIRST_CHANCE)
         # As if each sequence had a long draft of the best source.
-        likely = [chance ** (1 + i // num_sequences) for i in range(self._max_rows)]
-        return self._max_rows if self._best_number(num_sequences, likely) else 0
+        likely = accumulate(repeat(chance, self._max_draft_tokens), mul)
+        levels = [_Level(together, range(num_sequences)) for together in likely]
+        return self._max_rows if self._best_number(num_sequences, levels, is_any_enough=True) else 0
 
     def lengths(self, drafts: Sequence[Draft], num_sequences: int) -> list[int]:
         """How many tokens of each draft to verify, in a step that decodes `num_sequences`."""
@@ -112,19 +128,36 @@ class SpeculationPace:
                 lengths.append(min(left, len(draft.token_ids)))
                 left -= lengths[-1]
             return lengths
-        chances = []
-        for number, draft in enumerate(drafts):
-            one = together = self.chance(draft.source)
-            for _ in draft.token_ids:
-                chances.append((together, number))
-                together *= one
-        # Within a draft chances only fall, so the likeliest are always the first ones of their drafts.
-        chances.sort(key=lambda pair: -pair[0])
-        kept = self._best_number(num_sequences, [chance for chance, _ in chances[: self._max_rows]])
+        levels = self._levels(drafts)
+        left = self._best_number(num_sequences, levels)
         lengths = [0] * len(drafts)
-        for _, number in chances[:kept]:
-            lengths[number] += 1
+        for level in levels:
+            if left <= 0:
+                break
+            for place in level.places[:left]:
+                lengths[place] += 1
+            left -= len(level.places)
         return lengths
+
+    def _levels(self, drafts: Sequence[Draft]) -> list[_Level]:
+        """The drafts by source and depth, the likeliest first. Within a source chances only fall with depth, and the
+        sort is stable, so that those are taken first that come first in their drafts.
+        """
+        by_source: dict[str, list[int]] = defaultdict(list)
+        for place, draft in enumerate(drafts):
+            if draft.token_ids:
+                by_source[draft.source].append(place)
+        levels = []
+        for source, places in by_source.items():
+            one = together = self.chance(source)
+            depth = 0
+            while places:
+                levels.append(_Level(together, places))
+                depth += 1
+                together *= one
+                places = [place for place in places if len(drafts[place].token_ids) > depth]
+        levels.sort(key=lambda level: -level.chance)
+        return levels
 
     def chance(self, source: str) -> float:
         """Average chance that a draft of this source is right if those before it are."""
@@ -158,19 +191,35 @@ class SpeculationPace:
         most_s = _MAX_CREDIT_STEPS * seconds
         self._credit_s = max(-most_s, min(most_s, self._credit_s))
 
-    def _best_number(self, num_sequences: int, chances: Sequence[float]) -> int:
-        """How many of these drafts, the likeliest first, maximise tokens per second."""
+    def _best_number(self, num_sequences: int, levels: Sequence[_Level], *, is_any_enough: bool = False) -> int:
+        """How many of these drafts, the likeliest first, maximise tokens per second. Of a level all are tried, and
+        powers of two. `is_any_enough`: any number that is better than none will do.
+        """
         plain_s = self._plain.typical(num_sequences)
         if not plain_s:
             return 0
-        best, best_rate, tokens = 0, num_sequences / plain_s, float(num_sequences)
-        for number, chance in enumerate(chances, start=1):
-            tokens += chance
-            seconds = self._drafted.seconds(num_sequences + number, least=num_sequences, least_s=plain_s)
-            rate = tokens / max(plain_s, seconds)
-            if rate > best_rate:
-                best, best_rate = number, rate
+        best, best_rate, number, tokens = 0, num_sequences / plain_s, 0, float(num_sequences)
+        most_tokens = tokens + sum([level.chance * len(level.places) for level in levels])
+        for level in levels:
+            count = min(len(level.places), self._max_rows - number)
+            for part in _parts(count):
+                num_rows = num_sequences + number + part
+                seconds = max(plain_s, self._drafted.seconds(num_rows, least=num_sequences, least_s=plain_s))
+                rate = (tokens + part * level.chance) / seconds
+                if rate > best_rate:
+                    best, best_rate = number + part, rate
+                    if is_any_enough:
+                        return best
+            number += count
+            tokens += count * level.chance
+            if count < len(level.places) or most_tokens / seconds <= best_rate:
+                break  # no room for more, or nothing that is left could make up for this step's time
         return best
+
+
+def _parts(count: int) -> Iterable[int]:
+    """Powers of two below `count`, and `count`."""
+    return [*(1 << i for i in range(count.bit_length()) if 1 << i < count), count]
 
 
 def _rounded(num_rows: int) -> int:

@@ -26,7 +26,9 @@ class Speculation:
         """`proposer`: proposes instead of the configured sources."""
         self._most = config.max_draft_tokens
         self._proposer = proposer or ProposerChain([SOURCES[name]() for name in config.sources])
-        self._pace = SpeculationPace(adaptive=config.adaptive, max_rows=config.max_draft_rows)
+        self._pace = SpeculationPace(
+            adaptive=config.adaptive, max_rows=config.max_draft_rows, max_draft_tokens=config.max_draft_tokens
+        )
         self._pending: dict[Request, Draft] = {}
         """Drafts under way, as they are verified."""
 

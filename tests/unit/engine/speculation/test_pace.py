@@ -3,6 +3,8 @@
 from random import Random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine.speculation.pace import SpeculationPace, StepTimes
 from engine.speculation.proposer import Draft
@@ -13,7 +15,7 @@ class Machine:
     """Steps of a machine whose times are known, each with whatever the pace lets it verify."""
 
     def __init__(self, *, row_s: float, chance: float, num_sequences: int, seed: int = 0, noise: float = 0.0) -> None:
-        self.pace = SpeculationPace(max_rows=64)
+        self.pace = SpeculationPace(max_rows=64, max_draft_tokens=8)
         self.rng = Random(seed)
         self.row_s, self.chance, self.num_sequences, self.noise = row_s, chance, num_sequences, noise
         self.seconds = 0.0
@@ -103,7 +105,7 @@ def test_pace_longer_contexts_do_not_pass_for_losses() -> None:
 
 
 def test_pace_unmeasured_or_mixed_steps_get_no_drafts() -> None:
-    pace = SpeculationPace(max_rows=64)
+    pace = SpeculationPace(max_rows=64, max_draft_tokens=8)
     assert not pace.max_drafts(1, beside_chunk=False)
     pace.observe(StepTimings(0.0, 1.0, 0.0, 1, 1))
     assert pace.max_drafts(1, beside_chunk=False)
@@ -114,7 +116,7 @@ def test_pace_unmeasured_or_mixed_steps_get_no_drafts() -> None:
 
 
 def test_pace_not_adaptive_takes_what_fits() -> None:
-    pace = SpeculationPace(adaptive=False, max_rows=5)
+    pace = SpeculationPace(adaptive=False, max_rows=5, max_draft_tokens=4)
     assert pace.max_drafts(3, beside_chunk=True) == 5
     assert pace.lengths([Draft((1, 2, 3), "s")] * 3, 3) == [3, 2, 0]
 
@@ -134,3 +136,31 @@ def test_step_times_are_interpolated_between_medians() -> None:
     times.add(33, 5.0)
     assert times.typical(34) == 5.0
     assert times.typical(37) is None
+
+
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 9), st.sampled_from("ab")), max_size=30),
+    measured=st.lists(st.tuples(st.integers(1, 60), st.floats(0.1, 9.0)), max_size=9),
+    max_rows=st.integers(1, 40),
+)
+def test_pace_lengths_keep_bounds_and_likelier_drafts_come_first(
+    lengths: list[tuple[int, str]], measured: list[tuple[int, float]], max_rows: int
+) -> None:
+    pace, num_sequences = SpeculationPace(max_rows=max_rows, max_draft_tokens=9), max(1, len(lengths))
+    pace.observe(StepTimings(0.0, 1.0, 0.0, num_sequences, num_sequences))
+    for rows, seconds in measured:
+        pace.observe(StepTimings(0.0, seconds, 0.0, num_sequences + rows, num_sequences, num_draft_tokens=rows))
+    pace.settled(Draft((1,) * 8, "b"), 0, is_over=False)
+    drafts = [Draft((1,) * length, source if length else "") for length, source in lengths]
+    found = pace.lengths(drafts, num_sequences)
+    assert all(count <= len(draft.token_ids) for count, draft in zip(found, drafts, strict=True))
+    assert sum(found) <= max_rows
+    if not measured:
+        # As if more rows took no time.
+        assert sum(found) == min(max_rows, sum(length for length, _ in lengths))
+    taken, left = [], []
+    for count, draft in zip(found, drafts, strict=True):
+        chance = pace.chance(draft.source)
+        taken += [chance ** (i + 1) for i in range(count)]
+        left += [chance ** (i + 1) for i in range(count, len(draft.token_ids))]
+    assert not taken or not left or min(taken) >= max(left) - 1e-12
