@@ -148,13 +148,12 @@ class SpeculationPace:
             if draft.token_ids:
                 by_source[draft.source].append(place)
         levels = []
-        for source, places in by_source.items():
-            one = together = self.chance(source)
-            depth = 0
+        for source, all_places in by_source.items():
+            one, together, places, depth = self.chance(source), 1.0, all_places, 0
             while places:
-                levels.append(_Level(together, places))
                 depth += 1
                 together *= one
+                levels.append(_Level(together, places))
                 places = [place for place in places if len(drafts[place].token_ids) > depth]
         levels.sort(key=lambda level: -level.chance)
         return levels
