@@ -7,6 +7,7 @@ answers are right nearly everywhere, and those from the request's own text often
 import asyncio
 import json
 import random
+import signal
 
 import pytest
 import pytest_asyncio
@@ -33,9 +34,10 @@ WAYS = {
 LONG_WAYS = {
     "tcp": {**drafts("suffix", "lookup", most=64), "transfer__transport": "tcp", "engine__prefill_chunk_tokens": 16},
     "few-blocks": {**drafts(*ALL, most=3), "engine__num_blocks": 40, "engine__offload_bytes": 4 << 20},
-    "int8": {**drafts(*ALL), "engine__kv_dtype": "int8"},
+    "int8": {**drafts(*ALL), "engine__kv_dtype": "int8", "engine__deterministic": True},
     "tp-2": {**drafts(*ALL), "prefill__replicas": 0, "decode__tensor_parallel_size": 2},
 }
+LONG = 300
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -91,8 +93,12 @@ def cases(oracle):
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def alone(cluster, fork_servers, cases):
     """Without drafts, one at a time, over as many ranks and by as exact a cache, which change the last bits."""
-    size, kv_dtype = cluster.local.config.decode.tensor_parallel_size, cluster.local.config.engine.kv_dtype
-    same = {"decode__tensor_parallel_size": size, "engine__kv_dtype": kv_dtype}
+    config = cluster.local.config
+    same = {
+        "decode__tensor_parallel_size": config.decode.tensor_parallel_size,
+        "engine__kv_dtype": config.engine.kv_dtype,
+        "engine__deterministic": config.engine.deterministic,
+    }
     async with running(command=fork_servers.command, prefill__replicas=0, **same) as plain:
         answers = [shown(await plain.complete(prompt, count, **more)) for prompt, count, more in cases]
         assert not await plain.figure("tandem_worker_step_draft_tokens_total")
@@ -131,3 +137,16 @@ async def test_streams_with_drafts_equal_transformers(cluster, oracle):
     drafted, accepted = [await cluster.figure(name) for name in names]
     assert drafted >= accepted > 48
     assert await cluster.figure("vllm:spec_decode_num_accepted_tokens_total") == accepted
+
+
+async def test_streams_with_drafts_survive_the_loss_of_their_worker(cluster, oracle):
+    """What the worker had drafted, and whose answers it had kept, is lost with it, and nobody can tell."""
+    if cluster.local.config.decode.replicas == 1:
+        pytest.skip("nobody could take over")
+    made = [oracle.story(900 + i, 100) for i in range(4)]
+    expected = oracle.batch(made, LONG)
+    answers = asyncio.gather(*(cluster.stream(prompt, LONG) for prompt in made))
+    killed = await cluster.kill_the_busiest(signal.SIGKILL)
+    assert [one.token_ids for one in await answers] == expected
+    await cluster.comes_back(*killed)
+    await cluster.until_idle()

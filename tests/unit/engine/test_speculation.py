@@ -75,10 +75,10 @@ class Run:
 class Model:
     """One assembled engine, driven step by step; each run has a scheduler of its own."""
 
-    def __init__(self, kernels: str) -> None:
+    def __init__(self, kernels: str, dtype: str) -> None:
         self.is_exact = kernels == "auto"
         spec = replace(
-            SPEC, kernels=kernels, deterministic=self.is_exact, num_blocks=96, max_running_requests=16,
+            SPEC, kernels=kernels, dtype=dtype, deterministic=self.is_exact, num_blocks=96, max_running_requests=16,
             max_batched_tokens=80, max_waiting_requests=64,
         )  # fmt: skip
         self.parts: EngineParts = assemble(spec)
@@ -148,12 +148,13 @@ def guides(params: SamplingParams) -> Any:
     return BannedSequences(params.bad_words)
 
 
-@pytest.fixture(scope="module", params=["torch", "auto"])
+@pytest.fixture(scope="module", params=["torch", "float32", "bfloat16"])
 def model(request: pytest.FixtureRequest) -> Model:
     """Plain torch, whose results depend on a step's rows in their last bits; compiled kernels, whose do not."""
-    if request.param == "auto":
-        needs(Arithmetic.FLOAT32)
-    return Model(request.param)
+    if request.param == "torch":
+        return Model("torch", "float32")
+    needs(Arithmetic.FLOAT32)
+    return Model("auto", request.param)
 
 
 def sources(*names: str) -> Proposer:
