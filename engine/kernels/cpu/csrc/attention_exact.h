@@ -13,7 +13,8 @@
 
 namespace tandem {
 
-constexpr int kExactRows = 4;  // rows, of any head of the group, computed together
+constexpr int kExactRows = 4;                        // rows, of any head of the group, computed together at most
+constexpr int kPass = kRegisterLanes == 16 ? 4 : 2;  // registers of a row's values that are summed together
 
 template <class T>
 class ExactUnit {
@@ -48,7 +49,14 @@ class ExactUnit {
     const int64_t lowest = first_position_ - layer_.window + 1;
     for (int64_t key = lowest > 0 ? lowest / kLanes * kLanes : 0; key <= last; key += kLanes) {
       load_keys(key, last + 1 - key < kLanes ? last + 1 - key : kLanes);
-      for (int64_t row = 0; row < num_rows_; row += kExactRows) attend(row, key);
+      for (int64_t row = 0; row < num_rows_; row += kExactRows) {
+        switch (num_rows_ - row) {
+          case 1: attend<1>(row, key); break;
+          case 2: attend<2>(row, key); break;
+          case 3: attend<3>(row, key); break;
+          default: attend<kExactRows>(row, key);
+        }
+      }
     }
     finish();
   }
@@ -84,69 +92,92 @@ class ExactUnit {
     }
   }
 
+  template <int Rows>
   void attend(int64_t row, int64_t key) {
-    Floats scores[kExactRows];
-    alignas(64) float weights[kExactRows * kLanes];
-    score(queries_ + row * width_, scores);
+    alignas(64) float weights[Rows * kLanes];
+    score<Rows>(queries_ + row * width_, weights);
     float* out = out_ + row * width_;
-    for (int r = 0; r < kExactRows; ++r) {
+    for (int r = 0; r < Rows; ++r) {
       const int64_t position = first_position_ + (row + r) / group_;
-      if (key + kLanes - 1 > position || key <= position - layer_.window) {
-        const int32_t high = clamp(position - key), low = clamp(position - layer_.window - key);
-        scores[r] = (kLaneIndex <= high) & (kLaneIndex > low) ? scores[r] : splat(-__builtin_inff());
-      }
-      store(weights + r * kLanes, soften(scores[r], row + r, out + r * width_));
+      if (key + kLanes - 1 > position || key <= position - layer_.window)
+        hide(weights + r * kLanes, clamp(position - layer_.window - key), clamp(position - key));
+      soften(weights + r * kLanes, row + r, out + r * width_);
     }
-    for (int64_t d = 0; d < width_; d += 4 * kLanes) {
-      switch ((width_ - d) / kLanes) {
-        case 1: accumulate<1>(weights, values_ + d, out + d); break;
-        case 2: accumulate<2>(weights, values_ + d, out + d); break;
-        case 3: accumulate<3>(weights, values_ + d, out + d); break;
-        default: accumulate<4>(weights, values_ + d, out + d);
+    for (int64_t d = 0; d < width_; d += kPass * kRegisterLanes) {
+      switch ((width_ - d) / kRegisterLanes) {
+        case 1: accumulate<Rows, 1>(weights, values_ + d, out + d); break;
+        case 2: accumulate<Rows, 2>(weights, values_ + d, out + d); break;
+        case 3: accumulate<Rows, kPass < 3 ? kPass : 3>(weights, values_ + d, out + d); break;
+        default: accumulate<Rows, kPass>(weights, values_ + d, out + d);
       }
     }
   }
 
   static int32_t clamp(int64_t lane) { return lane < -1 ? -1 : lane > kLanes ? kLanes : int32_t(lane); }
 
-  void score(const float* query, Floats* scores) const {
-    Floats even[kExactRows] = {}, odd[kExactRows] = {};
-    for (int64_t d = 0; d < width_; d += 2) {
-      const Floats a = (Floats)keys_[d], b = (Floats)keys_[d + 1];
-      for (int r = 0; r < kExactRows; ++r) {
-        even[r] = fused(a, splat(query[r * width_ + d]), even[r]);
-        odd[r] = fused(b, splat(query[r * width_ + d + 1]), odd[r]);
-      }
-    }
-    for (int r = 0; r < kExactRows; ++r) scores[r] = even[r] + odd[r];
+  // Leaves the scores of lanes above `low` up to `high`.
+  static void hide(float* scores, int32_t low, int32_t high) {
+    for (int32_t i = 0; i < kLanes; ++i) scores[i] = i > low && i <= high ? scores[i] : -__builtin_inff();
   }
 
-  // Turns scores into weights; the row's partial sums are rescaled when its maximum rises.
-  Floats soften(Floats scores, int64_t row, float* out) {
-    const float highest = maximum(scores);
+  template <int Rows>
+  void score(const float* query, float* scores) const {
+    const float* keys = reinterpret_cast<const float*>(keys_);
+    for (int part = 0; part < kRegisters; ++part, keys += kRegisterLanes, scores += kRegisterLanes) {
+      Register even[Rows] = {}, odd[Rows] = {};
+      for (int64_t d = 0; d < width_; d += 2) {
+        const Register a = load_register(keys + d * kLanes), b = load_register(keys + (d + 1) * kLanes);
+#pragma GCC unroll 4
+        for (int r = 0; r < Rows; ++r) {
+          even[r] = fused_register(a, splat_register(query[r * width_ + d]), even[r]);
+          odd[r] = fused_register(b, splat_register(query[r * width_ + d + 1]), odd[r]);
+        }
+      }
+#pragma GCC unroll 4
+      for (int r = 0; r < Rows; ++r) store_register(scores + r * kLanes, even[r] + odd[r]);
+    }
+  }
+
+  // Turns scores into weights; the row's partial sums are rescaled when its maximum rises. Never inlined: every row has
+  // the same instructions, however many are computed with it.
+  __attribute__((noinline)) void soften(float* scores, int64_t row, float* out) {
+    Register some[kRegisters];
+    for (int i = 0; i < kRegisters; ++i) some[i] = load_register(scores + i * kRegisterLanes);
+    const float highest = maximum(some);
+    float* sums = reinterpret_cast<float*>(sums_ + row);
     if (highest > maxima_[row]) {
-      const Floats shrink = exp2_of(splat(maxima_[row] - highest));
-      for (int64_t d = 0; d < width_; d += kLanes) store(out + d, load(out + d) * shrink);
-      sums_[row] *= shrink;
+      const Register shrink = exp2_register(splat_register(maxima_[row] - highest));
+      for (int64_t d = 0; d < width_; d += kRegisterLanes) store_register(out + d, load_register(out + d) * shrink);
+      for (int i = 0; i < kLanes; i += kRegisterLanes) store_register(sums + i, load_register(sums + i) * shrink);
       maxima_[row] = highest;
     }
-    const Floats weights = exp2_of(scores - maxima_[row]);
-    sums_[row] += weights;
-    return weights;
+    for (int i = 0; i < kRegisters; ++i) {
+      const Register weights = exp2_register(some[i] - maxima_[row]);
+      store_register(sums + i * kRegisterLanes, load_register(sums + i * kRegisterLanes) + weights);
+      store_register(scores + i * kRegisterLanes, weights);
+    }
   }
 
-  template <int N>
+  template <int Rows, int N>
   void accumulate(const float* weights, const float* values, float* out) const {
-    Floats total[kExactRows][N];
-    for (int r = 0; r < kExactRows; ++r)
-      for (int n = 0; n < N; ++n) total[r][n] = load(out + r * width_ + n * kLanes);
-#pragma GCC unroll 16
-    for (int i = 0; i < kLanes; ++i)
-      for (int r = 0; r < kExactRows; ++r)
-        for (int n = 0; n < N; ++n)
-          total[r][n] = fused(load(values + i * width_ + n * kLanes), splat(weights[r * kLanes + i]), total[r][n]);
-    for (int r = 0; r < kExactRows; ++r)
-      for (int n = 0; n < N; ++n) store(out + r * width_ + n * kLanes, total[r][n]);
+    Register total[Rows][N];
+#pragma GCC unroll 4
+    for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) total[r][n] = load_register(out + r * width_ + n * kRegisterLanes);
+    for (int i = 0; i < kLanes; ++i) {
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) {
+        const Register value = load_register(values + i * width_ + n * kRegisterLanes);
+#pragma GCC unroll 4
+        for (int r = 0; r < Rows; ++r)
+          total[r][n] = fused_register(value, splat_register(weights[r * kLanes + i]), total[r][n]);
+      }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < Rows; ++r)
+#pragma GCC unroll 4
+      for (int n = 0; n < N; ++n) store_register(out + r * width_ + n * kRegisterLanes, total[r][n]);
   }
 
   void finish() const {

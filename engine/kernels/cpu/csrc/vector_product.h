@@ -20,21 +20,12 @@
 
 namespace tandem {
 
-// The widest register of floats, and the rows of a block: as many as leave registers for a line of weights.
+// Rows of a block: as many as leave registers for a line of weights.
 #if defined(__AVX512F__)
-typedef float Register __attribute__((vector_size(64)));
-typedef uint32_t RegisterBits __attribute__((vector_size(64)));
 constexpr int kBlockRows = 12;
-#elif defined(__AVX2__)
-typedef float Register __attribute__((vector_size(32)));
-typedef uint32_t RegisterBits __attribute__((vector_size(32)));
-constexpr int kBlockRows = 3;
 #else
-typedef float Register __attribute__((vector_size(16)));
-typedef uint32_t RegisterBits __attribute__((vector_size(16)));
 constexpr int kBlockRows = 3;
 #endif
-constexpr int kRegisterLanes = sizeof(Register) / sizeof(float);
 constexpr int kLineRegisters = kPanel / kRegisterLanes;
 
 constexpr int64_t kLinesAhead = 48;         // prefetch distance
@@ -44,17 +35,6 @@ constexpr int64_t kSomeRows = 32;
 constexpr int64_t kSegmentBytes = 16 * 1024;
 constexpr int64_t kMostSums = 12 * kPanel;  // of a block
 
-// Rounded once where the processor can, as `fused` is.
-TANDEM_INLINE Register fused_register(Register a, Register b, Register c) {
-#if defined(__AVX512F__)
-  return (Register)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__AVX2__) && defined(__FMA__)
-  return (Register)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#else
-  return a * b + c;
-#endif
-}
-
 // A line: one element of the depth of each of a panel's columns. How it is stored, and its columns as floats.
 struct FloatLines {
   using Stored = float;
@@ -62,9 +42,7 @@ struct FloatLines {
 
   // The columns of register `i`.
   TANDEM_INLINE Register columns(const char* line, int i) {
-    Register weights;
-    std::memcpy(&weights, line + i * static_cast<int64_t>(sizeof weights), sizeof weights);
-    return weights;
+    return load_register(reinterpret_cast<const float*>(line) + i * kRegisterLanes);
   }
 
   // Position of a column within its line.
@@ -98,15 +76,15 @@ struct Block {
 
 template <class Lines, int Rows, int Panels, bool ahead>
 void multiply_block(const Block& block) {
-  constexpr int kRegisters = Panels * kLineRegisters;
+  constexpr int kSums = Panels * kLineRegisters;
   const int64_t stride = block.x_stride;
   const float* x = block.x;
-  Register sums[Rows][kRegisters];
+  Register sums[Rows][kSums];
 #pragma GCC unroll 12
   for (int r = 0; r < Rows; ++r) {
 #pragma GCC unroll 8
-    for (int i = 0; i < kRegisters; ++i) {
-      std::memcpy(&sums[r][i], block.sums + (r * kRegisters + i) * kRegisterLanes, sizeof(Register));
+    for (int i = 0; i < kSums; ++i) {
+      sums[r][i] = load_register(block.sums + (r * kSums + i) * kRegisterLanes);
     }
   }
   for (int64_t k = 0; k < block.lines; ++k) {
@@ -119,7 +97,7 @@ void multiply_block(const Block& block) {
       }
       Register values[Rows];
 #pragma GCC unroll 12
-      for (int r = 0; r < Rows; ++r) values[r] = x[r * stride + k] - Register{};
+      for (int r = 0; r < Rows; ++r) values[r] = splat_register(x[r * stride + k]);
 #pragma GCC unroll 8
       for (int i = 0; i < kLineRegisters; ++i) {
         const Register weights = Lines::columns(block.weights + line * Lines::kBytes, i);
@@ -134,8 +112,8 @@ void multiply_block(const Block& block) {
 #pragma GCC unroll 12
   for (int r = 0; r < Rows; ++r) {
 #pragma GCC unroll 8
-    for (int i = 0; i < kRegisters; ++i) {
-      std::memcpy(block.sums + (r * kRegisters + i) * kRegisterLanes, &sums[r][i], sizeof(Register));
+    for (int i = 0; i < kSums; ++i) {
+      store_register(block.sums + (r * kSums + i) * kRegisterLanes, sums[r][i]);
     }
   }
 }

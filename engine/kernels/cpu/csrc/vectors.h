@@ -1,5 +1,8 @@
 // Sixteen lanes of float in GCC's vector extensions: any instruction set, split by the compiler where registers are
 // narrower. Loads and stores convert from and to the storage types float and Bfloat16.
+//
+// Where registers are narrower, GCC keeps arrays of Floats in memory, so loops whose sums must stay in registers are
+// written with Register, which is as wide as the processor's.
 #pragma once
 
 #include <cstdint>
@@ -16,6 +19,19 @@ typedef int32_t Ints __attribute__((vector_size(64)));
 typedef uint32_t Words __attribute__((vector_size(64)));
 typedef uint16_t Shorts __attribute__((vector_size(32)));
 
+#if defined(__AVX512F__)
+#define TANDEM_REGISTER_BYTES 64
+#elif defined(__AVX2__)
+#define TANDEM_REGISTER_BYTES 32
+#else
+#define TANDEM_REGISTER_BYTES 16
+#endif
+typedef float Register __attribute__((vector_size(TANDEM_REGISTER_BYTES)));
+typedef int32_t RegisterInts __attribute__((vector_size(TANDEM_REGISTER_BYTES)));
+typedef uint32_t RegisterBits __attribute__((vector_size(TANDEM_REGISTER_BYTES)));
+constexpr int kRegisterLanes = TANDEM_REGISTER_BYTES / 4;
+constexpr int kRegisters = kLanes / kRegisterLanes;  // that hold sixteen lanes
+
 struct Bfloat16 {
   uint16_t bits;
 };
@@ -26,22 +42,36 @@ constexpr Ints kLaneIndex = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 1
 
 TANDEM_INLINE Floats splat(float x) { return x - Floats{}; }
 
+TANDEM_INLINE Register splat_register(float x) { return x - Register{}; }
+
+TANDEM_INLINE Register load_register(const float* from) {
+  Register x;
+  std::memcpy(&x, from, sizeof x);
+  return x;
+}
+
+TANDEM_INLINE void store_register(float* to, Register x) { std::memcpy(to, &x, sizeof x); }
+
 // a * b + c, rounded once where the processor can. Spelt out because the compiler would fuse here and not there, even
 // between the unrolled copies of one loop, and rows of a tile must get the same arithmetic wherever they stand.
-TANDEM_INLINE Floats fused(Floats a, Floats b, Floats c) {
+TANDEM_INLINE Register fused_register(Register a, Register b, Register c) {
 #if defined(__AVX512F__)
-  return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__FMA__)
-  __m256 x[2], y[2], z[2];
-  std::memcpy(x, &a, sizeof x);
-  std::memcpy(y, &b, sizeof y);
-  std::memcpy(z, &c, sizeof z);
-  for (int i = 0; i < 2; ++i) z[i] = _mm256_fmadd_ps(x[i], y[i], z[i]);
-  std::memcpy(&c, z, sizeof z);
-  return c;
+  return (Register)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+  return (Register)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #else
   return a * b + c;
 #endif
+}
+
+TANDEM_INLINE Floats fused(Floats a, Floats b, Floats c) {
+  Register x[kRegisters], y[kRegisters], z[kRegisters];
+  std::memcpy(x, &a, sizeof x);
+  std::memcpy(y, &b, sizeof y);
+  std::memcpy(z, &c, sizeof z);
+  for (int i = 0; i < kRegisters; ++i) z[i] = fused_register(x[i], y[i], z[i]);
+  std::memcpy(&c, z, sizeof z);
+  return c;
 }
 
 TANDEM_INLINE Floats load(const float* from) {
@@ -104,63 +134,142 @@ TANDEM_INLINE void store_some(T* to, Floats x, int64_t count) {
   for (int64_t i = 0; i < count; ++i) to[i] = padded[i];
 }
 
+// Folds the lanes of one register, the farthest apart first.
+#if TANDEM_REGISTER_BYTES == 64
 #define TANDEM_FOLD(x, op)                                                                       \
   x = op(x, __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7)); \
   x = op(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11)); \
   x = op(x, __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13)); \
   x = op(x, __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14))
+#elif TANDEM_REGISTER_BYTES == 32
+#define TANDEM_FOLD(x, op)                                               \
+  x = op(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3)); \
+  x = op(x, __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5)); \
+  x = op(x, __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6))
+#else
+#define TANDEM_FOLD(x, op)                               \
+  x = op(x, __builtin_shufflevector(x, x, 2, 3, 0, 1)); \
+  x = op(x, __builtin_shufflevector(x, x, 1, 0, 3, 2))
+#endif
 
-TANDEM_INLINE Floats add(Floats a, Floats b) { return a + b; }
+TANDEM_INLINE Register add(Register a, Register b) { return a + b; }
 
 // Lanes where either is a NaN take `b`.
-TANDEM_INLINE Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+TANDEM_INLINE Register larger(Register a, Register b) { return a > b ? a : b; }
 
-// Sum of all lanes, in one fixed order.
-TANDEM_INLINE float sum(Floats x) {
-  TANDEM_FOLD(x, add);
-  return x[0];
+#if TANDEM_REGISTER_BYTES < 64
+TANDEM_INLINE Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+#endif
+
+template <Register (*op)(Register, Register)>
+TANDEM_INLINE float fold(const Register* parts) {
+  Register x[kRegisters];
+  for (int i = 0; i < kRegisters; ++i) x[i] = parts[i];
+  for (int half = kRegisters / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; ++i) x[i] = op(x[i], x[i + half]);
+  TANDEM_FOLD(x[0], op);
+  return x[0][0];
 }
 
+// Sum of all lanes, in one order on every processor: those eight apart, then four, two and one.
+TANDEM_INLINE float sum(Floats x) {
+  Register parts[kRegisters];
+  std::memcpy(parts, &x, sizeof parts);
+  return fold<add>(parts);
+}
+
+TANDEM_INLINE float maximum(const Register* parts) { return fold<larger>(parts); }
+
 TANDEM_INLINE float maximum(Floats x) {
-  TANDEM_FOLD(x, larger);
-  return x[0];
+  Register parts[kRegisters];
+  std::memcpy(parts, &x, sizeof parts);
+  return maximum(parts);
 }
 
 // 2^x for x of at most 127, relative error below 2e-7, or 1.1e-4 where the result is rounded to bfloat16 in any case;
 // exactly 1 at 0, exactly 0 far below -125, NaN at NaN.
 // x is split into an integer and a rest within [-0.5, 0.5]; the polynomial is a minimax fit with constant term 1.
 template <bool kCoarse = false>
-TANDEM_INLINE Floats exp2_of(Floats x) {
+TANDEM_INLINE Register exp2_register(Register x) {
 #if defined(__AVX512F__)
   const __mmask16 normal = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
-  const Floats whole = (Floats)_mm512_roundscale_ps((__m512)x, 8);
+  const Register whole = (Register)_mm512_roundscale_ps((__m512)x, 8);
 #else
-  const Ints vanishes = x < -125.0f;
-  x = vanishes ? splat(-125.0f) : x;
-  const Floats shifted = x + 12582912.0f;  // 1.5 * 2^23: the sum's low bits are the nearest integer
-  const Floats whole = shifted - 12582912.0f;
+  const RegisterInts vanishes = x < -125.0f;
+  x = vanishes ? splat_register(-125.0f) : x;
+  const Register shifted = x + 12582912.0f;  // 1.5 * 2^23: the sum's low bits are the nearest integer
+  const Register whole = shifted - 12582912.0f;
 #endif
-  const Floats rest = x - whole;
-  Floats y;
+  const Register rest = x - whole;
+  Register y;
   if constexpr (kCoarse) {
-    y = fused(rest, splat(0x1.c2a218p-5f), splat(0x1.f00c4ep-3f));
-    y = fused(y, rest, splat(0x1.62f5fap-1f));
+    y = fused_register(rest, splat_register(0x1.c2a218p-5f), splat_register(0x1.f00c4ep-3f));
+    y = fused_register(y, rest, splat_register(0x1.62f5fap-1f));
   } else {
-    y = fused(rest, splat(0x1.5bba12p-10f), splat(0x1.3cea88p-7f));
-    y = fused(y, rest, splat(0x1.c6b752p-5f));
-    y = fused(y, rest, splat(0x1.ebf9bcp-3f));
-    y = fused(y, rest, splat(0x1.62e42ap-1f));
+    y = fused_register(rest, splat_register(0x1.5bba12p-10f), splat_register(0x1.3cea88p-7f));
+    y = fused_register(y, rest, splat_register(0x1.c6b752p-5f));
+    y = fused_register(y, rest, splat_register(0x1.ebf9bcp-3f));
+    y = fused_register(y, rest, splat_register(0x1.62e42ap-1f));
   }
-  y = fused(y, rest, splat(1.0f));
+  y = fused_register(y, rest, splat_register(1.0f));
 #if defined(__AVX512F__)
   // Zero for what would be denormal: hundreds of cycles in microcode otherwise, for every vector with a hidden key.
-  return (Floats)_mm512_maskz_scalef_ps(normal, (__m512)y, (__m512)whole);
+  return (Register)_mm512_maskz_scalef_ps(normal, (__m512)y, (__m512)whole);
 #else
-  const Floats power = (Floats)(((Ints)shifted << 23) + 0x3f800000);
-  return vanishes ? Floats{} : y * power;
+  const Register power = (Register)(((RegisterInts)shifted << 23) + 0x3f800000);
+  return vanishes ? Register{} : y * power;
 #endif
 }
 
+template <bool kCoarse = false>
+TANDEM_INLINE Floats exp2_of(Floats x) {
+  Register parts[kRegisters];
+  std::memcpy(parts, &x, sizeof parts);
+  for (int i = 0; i < kRegisters; ++i) parts[i] = exp2_register<kCoarse>(parts[i]);
+  std::memcpy(&x, parts, sizeof parts);
+  return x;
+}
+
+#if TANDEM_REGISTER_BYTES == 32
+// Columns 8 * half to 8 * half + 7 of eight rows, transposed.
+TANDEM_INLINE void transpose8(const Words* rows, int half, __m256* out) {
+  __m256 a[8], b[8];
+  for (int i = 0; i < 8; ++i) std::memcpy(&a[i], reinterpret_cast<const char*>(rows + i) + half * 32, sizeof a[i]);
+  for (int i = 0; i < 8; i += 2) {
+    b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]);
+    b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
+  }
+  for (int i = 0; i < 8; i += 4) {
+    a[i] = _mm256_shuffle_ps(b[i], b[i + 2], 0x44);
+    a[i + 1] = _mm256_shuffle_ps(b[i], b[i + 2], 0xee);
+    a[i + 2] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0x44);
+    a[i + 3] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0xee);
+  }
+  for (int i = 0; i < 4; ++i) {
+    out[i] = _mm256_permute2f128_ps(a[i], a[i + 4], 0x20);
+    out[i + 4] = _mm256_permute2f128_ps(a[i], a[i + 4], 0x31);
+  }
+}
+
+TANDEM_INLINE void store8(Words* rows, int half, const __m256* columns) {
+  for (int i = 0; i < 8; ++i) std::memcpy(reinterpret_cast<char*>(rows + i) + half * 32, &columns[i], sizeof columns[i]);
+}
+
+// Transposes 16 x 16 words in place, by its four blocks of 8 x 8.
+TANDEM_INLINE void transpose(Words* rows) {
+  __m256 block[8], other[8];
+  transpose8(rows, 0, block);
+  store8(rows, 0, block);
+  transpose8(rows + 8, 1, block);
+  store8(rows + 8, 1, block);
+  transpose8(rows, 1, block);
+  Words kept[8];
+  store8(kept, 0, block);
+  transpose8(rows + 8, 0, other);
+  store8(rows, 1, other);
+  for (int i = 0; i < 8; ++i) std::memcpy(rows + 8 + i, kept + i, 32);
+}
+#else
 // Swaps, in every 2 x 2 arrangement of S x S sub-blocks, the two off the diagonal.
 template <int S>
 TANDEM_INLINE void exchange(Words* rows) {
@@ -183,6 +292,7 @@ TANDEM_INLINE void transpose(Words* rows) {
   exchange<2>(rows);
   exchange<1>(rows);
 }
+#endif
 
 #if defined(__AVX512F__)
 // The first `count` of 32 lanes.
