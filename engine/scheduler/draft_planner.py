@@ -7,11 +7,11 @@ drafts that turn out wrong stays with its request, which fills it later.
 
 from engine.kv_cache.block_manager import BlockManager
 from engine.scheduler.request_table import RequestTable
+from engine.scheduler.settling import useful_drafts
 from engine.scheduler.step_plan import StepPlan
 from engine.speculation.proposer import Ask, Draft
 from engine.speculation.speculation import Speculation
 from engine.types.request import BatchItem, Request, RequestState
-from engine.types.token_guide import num_acceptable
 
 
 def plan_drafts(
@@ -32,7 +32,7 @@ def plan_drafts(
     drafts = speculation.propose([ask for _, ask in asked], len(places))
     num_running = len(table.running) if may_grow else None
     for (place, (request, _)), draft in zip(asked, drafts, strict=True):
-        tokens = _useful(request, draft.token_ids[: plan.tokens_left])
+        tokens = useful_drafts(request, draft.token_ids[: plan.tokens_left])
         if tokens:
             tokens = tokens[: _room(request, len(tokens), blocks, num_running)]
         if tokens:
@@ -48,18 +48,6 @@ def _most_drafts(item: BatchItem) -> int:
     if request.end_rule is None or item.start + 1 != len(request.token_ids):
         return 0
     return request.end_rule.max_tokens - len(request.token_ids) - 1
-
-
-def _useful(request: Request, drafts: tuple[int, ...]) -> tuple[int, ...]:
-    """The drafts before the first that its grammar refuses, or that would end the request: nothing is sampled after."""
-    rule = request.end_rule
-    for i, token_id in enumerate(drafts):
-        if rule is not None and token_id in rule.token_ids and request.num_tokens + i + 1 >= rule.min_tokens:
-            drafts = drafts[:i]
-            break
-    if drafts and request.guide is not None:
-        return drafts[: num_acceptable(request.guide, drafts)]
-    return drafts
 
 
 def _room(request: Request, num_drafts: int, blocks: BlockManager, num_running: int | None) -> int:

@@ -9,8 +9,20 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from engine.scheduler.request_limits import reason_of
-from engine.types.request import EndRule, FinishReason, SampledToken
-from engine.types.token_guide import TokenGuide
+from engine.types.request import EndRule, FinishReason, Request, SampledToken
+from engine.types.token_guide import TokenGuide, num_acceptable
+
+
+def useful_drafts(request: Request, drafts: tuple[int, ...]) -> tuple[int, ...]:
+    """The drafts before the first that its grammar refuses, or that would end the request: nothing is sampled after."""
+    rule = request.end_rule
+    for i, token_id in enumerate(drafts):
+        if rule is not None and token_id in rule.token_ids and request.num_tokens + i + 1 >= rule.min_tokens:
+            drafts = drafts[:i]
+            break
+    if drafts and request.guide is not None:
+        return drafts[: num_acceptable(request.guide, drafts)]
+    return drafts
 
 
 class Settled(NamedTuple):

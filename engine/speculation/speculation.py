@@ -1,22 +1,13 @@
 """Speculation as the scheduler sees it: sources of drafts, how many of them to verify, and what became of them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from engine.speculation.forced import ForcedTokens
-from engine.speculation.lookup import PromptLookup
 from engine.speculation.pace import SpeculationPace
 from engine.speculation.proposer import Ask, Draft, Proposer, ProposerChain
-from engine.speculation.suffix_cache import SuffixCache
+from engine.speculation.sources import SOURCES
 from engine.types.config import SpeculationConfig
 from engine.types.request import Request
 from engine.types.step_output import StepTimings
-
-SOURCES: dict[str, Callable[[], Proposer]] = {
-    ForcedTokens.name: ForcedTokens,
-    PromptLookup.name: PromptLookup,
-    SuffixCache.name: SuffixCache,
-}
-"""Sources by name; the names are `engine.types.config.DRAFT_SOURCES`."""
 
 
 class Speculation:

@@ -9,7 +9,7 @@ EVICTION_POLICIES = ("lru", "lfu", "prefix")
 """Names of the policies in `engine.kv_cache.eviction.POLICIES`."""
 DRAFT_SOURCES = ("grammar", "lookup", "suffix")
 """Sources of drafts, in the order in which they are asked if all are used: names in
-`engine.speculation.speculation.SOURCES`."""
+`engine.speculation.sources.SOURCES`."""
 _MAX_DRAFTED_SEQUENCES = 16
 _MOST_DRAFT_TOKENS = 64
 _AT_LEAST_ONE = (

@@ -16,7 +16,8 @@ from engine.assembly import EngineParts, assemble
 from engine.kernels.cpu.gemm import Arithmetic
 from engine.scheduler.scheduler import Scheduler
 from engine.speculation.proposer import Proposer, ProposerChain
-from engine.speculation.speculation import SOURCES, Speculation
+from engine.speculation.sources import SOURCES
+from engine.speculation.speculation import Speculation
 from engine.types.request import FinishReason, Request, SampledToken
 from tandem.values.block_hash import root_hash
 from tandem.values.ids import RequestId

@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 
 from engine.sampling.constraints import AllOf, AllowedTokens, BannedSequences
-from engine.speculation.forced import ForcedTokens
-from engine.speculation.lookup import PromptLookup
 from engine.speculation.proposer import NO_DRAFT, Ask, Draft, ProposerChain
-from engine.speculation.speculation import SOURCES
+from engine.speculation.sources import SOURCES, ForcedTokens, PromptLookup
 from engine.speculation.suffix_cache import MAX_ROOTS, MAX_TOKENS, SuffixCache
 from engine.types.config import DRAFT_SOURCES, SpeculationConfig
 from engine.types.request import Request
