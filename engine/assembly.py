@@ -41,6 +41,7 @@ from engine.runner.model_runner import ModelRunner
 from engine.sampling.grammar import LlGuides, grammar_cache_bytes
 from engine.scheduler.scheduler import Scheduler
 from engine.spec import EngineSpec
+from engine.speculation.speculation import Speculation
 from engine.tier_assembly import HostSlots, TierSizes, host_slots, open_disk, tier_spec
 from engine.types.config import SchedulerConfig
 from engine.types.token_guide import Guides
@@ -206,7 +207,7 @@ def _parts(
     cache = PagedKVCache(layout, num_blocks=budget.num_blocks, device=device, buffer=own)
     runner = _runner(model, cache, ranks, slots.num_slots)
     if size == 1:
-        runner.record_graphs(max_rows=spec.max_running_requests, max_length=context)
+        runner.record_graphs(max_rows=spec.max_step_rows, max_length=context)
     hasher = BlockHasher(spec.secret)
     engine_config = _engine_config(spec, context, budget.num_blocks, frozenset(config.eos_token_ids))
     scheduler, disk = _scheduler(spec, engine_config, hasher, runner, slots)
@@ -294,7 +295,7 @@ def _scheduler(
     """Make the scheduler, with the tiers that have room. Copy rates are measured here, compute rates while it runs."""
     pins = PinBounds.from_shares(config.num_blocks, share=spec.pinned_share, tenant_share=spec.pinned_tenant_share)
     if not slots.num_slots:
-        return Scheduler(config, hasher, pins=pins, clock=time.monotonic), None
+        return Scheduler(config, hasher, pins=pins, clock=time.monotonic, speculation=_speculation(spec)), None
     layout, mover = runner.kv_cache.layout, runner.blocks
     # Settings that change the bits of KV: blocks on disk outlive the process, and perhaps its settings.
     computed_by = (spec.dtype, spec.quantization, spec.kernels, str(spec.deterministic), runner.model.device.type)
@@ -307,6 +308,7 @@ def _scheduler(
         cache=tier_spec(slots, mover, layout, None if disk is None else disk[1]),
         pins=pins,
         clock=time.monotonic,
+        speculation=_speculation(spec),
     )
     rates = mover.measure()
     if scheduler.offloading is not None:
@@ -314,6 +316,10 @@ def _scheduler(
     if scheduler.tiers is not None:
         scheduler.tiers.costs.set_copy_rates(rates)
     return scheduler, None if disk is None else disk[0]
+
+
+def _speculation(spec: EngineSpec) -> Speculation | None:
+    return None if spec.speculation is None else Speculation(spec.speculation)
 
 
 def _num_nodes(spec: EngineSpec) -> int:
@@ -335,6 +341,9 @@ def _is_pipelined(spec: EngineSpec, device: torch.device) -> bool:
     if wanted and spec.tensor_parallel_size > 1:
         _log.info("steps are not pipelined over several ranks: each rank needs the tokens of the step before")
         return False
+    if wanted and spec.speculation is not None:
+        _log.info("steps are not pipelined with speculation: drafts follow tokens that are known")
+        return False
     return wanted
 
 
@@ -349,6 +358,7 @@ def _workspace_bytes(
         max_batched_tokens=spec.max_batched_tokens,
         prefill_chunk_tokens=spec.prefill_chunk_tokens,
         max_running_requests=spec.max_running_requests,
+        max_draft_rows=spec.max_step_rows - spec.max_running_requests,
         max_context=context,
         max_pool_tokens=num_blocks * layout.block_size,
         announce=ranks.announce,
@@ -360,7 +370,7 @@ def _workspace_bytes(
         model.config,
         dtype=spec.dtype,
         max_batch_tokens=spec.max_batched_tokens,
-        max_num_seqs=spec.max_running_requests,
+        max_num_seqs=spec.max_step_rows,
         max_context=context,
         kv_dtype=spec.kv_dtype,
     )

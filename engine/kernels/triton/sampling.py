@@ -8,6 +8,8 @@ temperature 0 is greedy: no noise, no cut-offs. The share of top-p is taken of e
 ties included. A row that holds NaN or infinity, or nothing finite, is detected while it is read, and gets no token.
 """
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -246,6 +248,8 @@ class TritonSampling:
             listed = torch.empty_like(maxima, dtype=torch.int32)
             draw = (params.temperature, params.min_p, params.top_p, params.top_k,
                     params.seed, params.position, params.choice)  # fmt: skip
+        if penalties is not None and penalties.drafts is not None:
+            return self._choose_after_drafts(logits, params, penalties)
         if penalties is not None:
             adjusted = torch.empty_like(logits)
             marks = (penalties.counts.counts, penalties.slots)
@@ -259,6 +263,18 @@ class TritonSampling:
             num_warps=_SELECT_WARPS,
         )  # fmt: skip
         return out
+
+    def _choose_after_drafts(self, logits: Tensor, params: DrawParams | None, penalties: Penalties) -> Tensor:
+        """Choose with counts that no two rows share: copies, in which drafts are counted as well. Edits are made."""
+        rows = torch.arange(len(logits), dtype=torch.int32, device=logits.device)
+        slots = torch.where(penalties.slots >= 0, rows, -1).to(torch.int32)
+        counts = TokenCounts(counts=replace(penalties, slots=penalties.slots.clamp(min=0)).seen(rows.long()))
+        tokens = self.choose(logits, params, penalties=replace(penalties, counts=counts, slots=slots, drafts=None))
+        counted = (penalties.is_counted() & (tokens != UNUSABLE)).to(torch.int32)
+        penalties.counts.counts.index_put_(
+            (penalties.slots.clamp(min=0).long(), tokens.clamp(min=0)), 2 * counted, accumulate=True
+        )
+        return tokens
 
     def forbid_(self, logits: Tensor, rows: Tensor, bits: Tensor) -> None:
         """See SamplingKernels. Torch operators suffice: making the masks on the host takes many times as long."""

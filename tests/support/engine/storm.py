@@ -29,7 +29,7 @@ from engine.model.decoder import Decoder
 from engine.model.memory_budget import kv_layout
 from engine.runner.model_runner import ModelRunner
 from engine.runner.pending_samples import PendingSamples
-from engine.sampling.sampler import Chosen, Sampler, SampleRow
+from engine.sampling.sampler import Chosen, Sampler, SampleRow, sample_rows
 from engine.scheduler.scheduler import Scheduler
 from engine.types.config import SchedulerConfig
 from engine.types.request import Batch, FinishReason, Request, RequestState, SampledToken
@@ -88,7 +88,7 @@ class LateRunner(ModelRunner):
 
     def launch(self, batch: Batch, _on_layers: object = None) -> LateStep:  # type: ignore[override]
         inputs = self._inputs.build(batch)
-        rows = [SampleRow(item.request, item.start + item.num_tokens) for item in batch.items if item.samples]
+        rows = sample_rows(batch)
         step = LateStep(self, replace(inputs, tables=inputs.tables.copy()), rows)
         self.pending.append(step)
         return step

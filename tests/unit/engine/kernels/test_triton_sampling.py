@@ -341,3 +341,28 @@ def test_triton_sampling_rows_without_penalties_need_no_slot():
     assert torch.equal(chosen, logits.argmax(-1))
     assert counts.counts.sum() == 2
     assert counts.counts[0, chosen[1]] == 2
+
+
+@pytest.mark.parametrize("greedy", [0.0, 1.0])
+def test_triton_sampling_after_drafts_equals_reference(greedy):
+    """Rows that share a slot, each with one draft more; only the first of them is counted."""
+    rows, vocab_size = 6, 100
+    logits = torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(3))
+    drafts = torch.tensor([[-1, -1], [7, -1], [7, 7], [-1, -1], [-1, -1], [9, -1]])
+    slots = torch.tensor([1, 1, 1, -1, 0, 0], dtype=torch.int32)
+    some = torch.randint(0, 4, (2, vocab_size), dtype=torch.int32, generator=torch.Generator().manual_seed(4))
+    counts = [TokenCounts(counts=some)]
+    counts.append(TokenCounts(counts=some.clone()))
+    chosen = []
+    for kernels, seen in zip((TritonSampling(), TorchSampling()), counts, strict=True):
+        penalties = Penalties(
+            counts=seen,
+            slots=slots,
+            repetition=torch.full((rows,), 1.5),
+            presence=torch.full((rows,), 0.5),
+            frequency=torch.full((rows,), 2.0),
+            drafts=drafts,
+        )
+        chosen.append(kernels.choose(logits, draw_params(random.Random(0), rows, greedy=greedy), penalties=penalties))
+    assert torch.equal(*chosen)
+    assert torch.equal(*(seen.counts for seen in counts))
