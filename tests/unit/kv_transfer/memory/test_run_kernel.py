@@ -1,5 +1,6 @@
 """The kernel that copies and sums a chunk's runs, in triton's interpreter, against plain torch on the same pools."""
 
+import functools
 import importlib
 import json
 import os
@@ -27,22 +28,33 @@ ROOT = Path(__file__).parents[4]
 DTYPES = ("bfloat16", "float32", "fp8_e4m3", "int8")
 
 
+@functools.cache
+def shared_kernel():
+    """One serves all pools, as a process has one: to make it launches every variant."""
+    return run_kernel.RunKernel(torch.device("cpu"))
+
+
+class NotedKernel:
+    """A RunKernel, and what it was launched for."""
+
+    def __init__(self, kernel):
+        self._kernel = kernel
+        self.launched = []
+
+    def launch(self, moves, source, target):
+        self.launched.append(moves)
+        return self._kernel.launch(moves, source, target)
+
+
 class Pools:
     """The same bytes twice: the kernel works on one, and plain torch on the other."""
 
-    def __init__(self, kv, num_blocks, generator):
+    def __init__(self, kv, num_blocks, generator, kernel=None):
         size = num_blocks * kv.worker_block_bytes
         memory = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
         self.by_kernel, self.by_torch = TorchPool(memory, kv), TorchPool(memory.clone(), kv)
-        self.by_kernel._kernel = run_kernel.RunKernel(torch.device("cpu"))
-        self.launched = []
-        launch = self.by_kernel._kernel.launch
-
-        def noted(moves, source, target):
-            self.launched.append(moves)
-            return launch(moves, source, target)
-
-        self.by_kernel._kernel.launch = noted
+        self.by_kernel._kernel = NotedKernel(kernel or shared_kernel())
+        self.launched = self.by_kernel._kernel.launched
 
     def assert_equal(self):
         assert torch.equal(self.by_kernel.memory, self.by_torch.memory)
@@ -142,8 +154,10 @@ def test_run_kernel_sends_and_fans_out_as_plain_torch_does(seed, block_words):
         target.assert_equal()
 
 
-def test_run_kernel_tests_meet_every_variant():
+def test_run_kernel_tests_meet_every_variant(monkeypatch):
     """Both alignments, with and without joined runs, several planes in a layer, copies to other ranks."""
+    shared_kernel()
+    monkeypatch.setattr(run_kernel.RunKernel, "launch", lambda *_: int)  # what it is launched for is enough
     cases = [Case(seed) for seed in range(16)] + [Case(100 + seed) for seed in range(16)]
     for case in cases:
         case.source.by_kernel.checksum(case.reads)
@@ -174,13 +188,14 @@ def test_run_kernel_leaves_memory_at_odd_addresses_to_plain_torch():
     assert not pools.launched
 
 
-def test_run_kernel_table_of_many_runs_has_room():
+def test_run_kernel_table_of_many_runs_has_room(monkeypatch):
     """More runs than the tables that are kept have room for; then those are used again."""
+    monkeypatch.setattr(run_kernel, "_TABLE_NUMBERS", 128)
     kv = layout(layers=2, head_dim=8, heads=1, block_size=4)
     num_blocks = 2 * run_kernel._TABLE_NUMBERS // 5
     pairing = Pairing.from_layouts(kv, kv, wire_dtype=kv.dtype)
     blocks = tuple(range(0, num_blocks, 2))
-    pools = Pools(kv, num_blocks, torch.Generator().manual_seed(1))
+    pools = Pools(kv, num_blocks, torch.Generator().manual_seed(1), run_kernel.RunKernel(torch.device("cpu")))
     for count in (len(blocks), 3):
         runs = pairing.at_source(0, 0, blocks, num_blocks).reads(cells(kv, 0, count))
         assert both(pools, lambda pool, runs=runs: pool.checksum(runs))
