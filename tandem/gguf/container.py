@@ -38,6 +38,7 @@ _DEFAULT_ALIGNMENT = 32
 _FLOAT32, _BOOL, _TEXT, _ARRAY = 6, 7, 8, 9
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<B", 10: "<Q", 11: "<q", 12: "<d"}
 _SCALAR_BYTES = {kind: struct.calcsize(code) for kind, code in _SCALARS.items()}
+_SIZE = struct.Struct("<Q")
 _OPEN_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
@@ -160,8 +161,18 @@ class GgufHeader:
         array = self._array(key)
         if array.kind != _TEXT:
             raise self.error(key, "must be an array of texts")
-        cursor = _Cursor(self._data, self.name, array.begin)
-        return [cursor.text(_MAX_ELEMENT_BYTES) for _ in range(array.count)]
+        stored: list[bytes] = []
+        position = array.begin
+        for _ in range(array.count):  # they were found to lie in the file
+            (size,) = _SIZE.unpack_from(self._data, position)
+            if size > _MAX_ELEMENT_BYTES:
+                raise self.error(key, f"has a text of {size} bytes, at most {_MAX_ELEMENT_BYTES} are read")
+            position += _SIZE.size + size
+            stored.append(self._data[position - size : position])
+        try:
+            return [text.decode() for text in stored]
+        except UnicodeDecodeError as error:
+            raise self.error(key, "has a text that is not UTF-8") from error
 
     def numbers(self, key: str) -> Sequence[float]:
         """All elements of an array of numbers."""
@@ -223,10 +234,10 @@ def open_header(path: Path) -> Iterator[GgufHeader]:
 class _Cursor:
     """Reads the beginning of a file, never past its end."""
 
-    def __init__(self, data: mmap.mmap, where: str, position: int = 0) -> None:
+    def __init__(self, data: mmap.mmap, where: str) -> None:
         self._data = data
         self._where = where
-        self.position = position
+        self.position = 0
 
     def start(self) -> int:
         """Check the magic. Returns the version."""
@@ -280,15 +291,27 @@ class _Cursor:
         array = GgufArray(kind=kind, count=count, begin=self.position)
         if kind in _SCALARS:
             self._skip(count * _SCALAR_BYTES[kind])
-        elif kind in (_TEXT, _ARRAY):
-            for _ in range(count):  # each takes at least eight bytes
-                if kind == _TEXT:
-                    self._skip(self.unsigned(8))
-                else:
-                    self._array(depth + 1)
+        elif kind == _TEXT:
+            self._skip_texts(count)
+        elif kind == _ARRAY:
+            for _ in range(count):  # each takes at least twelve bytes
+                self._array(depth + 1)
         else:
             raise ConfigError(f"{self._where}: an array has elements of unknown type {kind}")
         return array
+
+    def _skip_texts(self, count: int) -> None:
+        """Skip texts of an array. A vocabulary and its merges are half a million of them, so this is one plain loop."""
+        data, position = self._data, self.position
+        last = len(data) - _SIZE.size
+        for _ in range(count):
+            if position > last:
+                break
+            position += _SIZE.size + _SIZE.unpack_from(data, position)[0]
+        else:
+            self._skip(position - self.position)
+            return
+        raise ConfigError(f"{self._where}: ends within its header")
 
     def _bytes(self, count: int) -> bytes:
         begin = self.position
