@@ -1,7 +1,7 @@
 """The small files of a model: of a directory in Hugging Face layout, or made of what a GGUF file holds.
 
-A GGUF file is read like a directory: `model.gguf/config.json` is what a `config.json` would say of that model. Such files
-are made by every process that reads one, when it reads it. Nothing is written to a disk, so nothing has to be locked,
+A GGUF file is read like a directory: `model.gguf/config.json` is what a `config.json` would say of that model. Every
+process that reads such a file makes it, when it reads it. Nothing is written to a disk, so nothing has to be locked,
 renewed or cleaned up there, and a model may lie on a read-only file system.
 """
 

@@ -23,8 +23,8 @@ def model_directory(path: str) -> Path:
     directory = Path(path)
     if not is_local_model(path):
         raise ConfigError(
-            f"model.path: {path} is neither a directory nor a {GGUF_SUFFIX} file (`tandem up` fetches hub ids before it "
-            "starts workers)"
+            f"model.path: {path} is neither a directory nor a {GGUF_SUFFIX} file "
+            "(`tandem up` fetches hub ids before it starts workers)"
         )
     return directory
 

@@ -1,7 +1,8 @@
 """Resolves `model.dtype: auto` to the dtype that a model is computed in.
 
 It is the checkpoint's own, as in vLLM and transformers: `config.json`'s or, where that has none, the dtype that most
-of the weights are stored in (bfloat16 in a GGUF file in which most are quantized). The built-in model is always computed in float32, whatever its file contains, so
+of the weights are stored in. A GGUF file has no config.json: its dtype is the one that most of its values are stored
+in, bfloat16 where most are quantized. The built-in model is always computed in float32, whatever its file contains, so
 that the demo's output stays exact.
 """
 

@@ -17,11 +17,14 @@ _FAMILIES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": 
 _WINDOWED = "MistralForCausalLM"
 """The family of `llama` with a sliding window."""
 _READ = frozenset(
-    """vocab_size context_length embedding_length block_count feed_forward_length
-    attention.head_count attention.head_count_kv attention.key_length attention.value_length
-    attention.layer_norm_rms_epsilon attention.causal rope.dimension_count rope.freq_base rope.scale_linear
-    rope.scaling.type rope.scaling.factor rope.scaling.original_context_length rope.scaling.finetuned
-    rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow tensor_data_layout pooling_type""".split()
+    {
+        *("vocab_size", "context_length", "embedding_length", "block_count", "feed_forward_length"),
+        *("attention.head_count", "attention.head_count_kv", "attention.key_length", "attention.value_length"),
+        *("attention.layer_norm_rms_epsilon", "attention.causal", "tensor_data_layout", "pooling_type"),
+        *("rope.dimension_count", "rope.freq_base", "rope.scale_linear", "rope.scaling.type", "rope.scaling.factor"),
+        *("rope.scaling.original_context_length", "rope.scaling.finetuned"),
+        *("rope.scaling.yarn_beta_fast", "rope.scaling.yarn_beta_slow"),
+    }
 )
 """Keys of an architecture that are read, or say nothing about how it is computed."""
 _ONES = frozenset({"rope.scaling.attn_factor", "rope.scaling.yarn_attn_factor", "rope.scaling.yarn_ext_factor"})
@@ -33,7 +36,10 @@ _QUANTIZED_DTYPE = "bfloat16"
 _TOKENS = "tokenizer.ggml."
 _END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _END_TEXTS = frozenset(
-    "</s> <|eot_id|> <|eom_id|> <|im_end|> <|end|> <|endoftext|> <|end_of_text|> <end_of_turn> <｜end▁of▁sentence｜>".split()
+    {
+        *("</s>", "<|endoftext|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>"),
+        *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>"),
+    }
 )
 """Control tokens that end an answer by their texts, as in llama.cpp: files have no list of all end tokens."""
 CONTROL = 3
@@ -150,5 +156,9 @@ def _end_tokens(header: GgufHeader) -> Sequence[int]:
     found = {header.integer(_TOKENS + key) for key in _END_KEYS if header.has(_TOKENS + key)}
     if header.has(f"{_TOKENS}tokens") and header.has(f"{_TOKENS}token_type"):
         texts, types = header.texts(f"{_TOKENS}tokens"), header.numbers(f"{_TOKENS}token_type")
-        found |= {i for i, (text, kind) in enumerate(zip(texts, types, strict=False)) if kind == CONTROL and text in _END_TEXTS}
+        found |= {
+            i
+            for i, (text, kind) in enumerate(zip(texts, types, strict=False))
+            if kind == CONTROL and text in _END_TEXTS
+        }
     return sorted(found)

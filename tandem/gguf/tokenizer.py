@@ -99,7 +99,10 @@ def _sentencepiece(header: GgufHeader, tokens: Sequence[str], types: Sequence[fl
     prefix = header.boolean(f"{_KEYS}add_space_prefix", True)
     marks = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE_MARK}
     spaces = {"type": "Replace", "pattern": {"String": _SPACE_MARK}, "content": " "}
-    prepend, strip = {"type": "Prepend", "prepend": _SPACE_MARK}, {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+    prepend, strip = (
+        {"type": "Prepend", "prepend": _SPACE_MARK},
+        {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+    )
     decoders = [spaces, {"type": "ByteFallback"}, {"type": "Fuse"}, *([strip] if prefix else [])]
     return {
         "normalizer": {"type": "Sequence", "normalizers": [*([prepend] if prefix else []), marks]},
@@ -123,7 +126,9 @@ def _merges_by_score(
     ids = {token: i for i, (token, kind) in enumerate(zip(tokens, types, strict=True)) if kind == _NORMAL}
     found: list[tuple[float, int, int, str, str]] = []
     for token, i in ids.items():
-        pairs = [(token[:cut], token[cut:]) for cut in range(1, len(token)) if token[:cut] in ids and token[cut:] in ids]
+        pairs = [
+            (token[:cut], token[cut:]) for cut in range(1, len(token)) if token[:cut] in ids and token[cut:] in ids
+        ]
         pairs.sort(key=lambda pair: (ids[pair[0]], ids[pair[1]]))
         found += [(scores[i], len(left), len(right), left, right) for left, right in pairs]
     found.sort(key=itemgetter(0, 1, 2), reverse=True)

@@ -133,7 +133,7 @@ def test_gguf_same_key_twice_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "x.gguf", {"some.key": ("uint32", 1), "same.key": ("uint32", 2)}, {})
     raw = (tmp_path / "x.gguf").read_bytes().replace(b"same.key", b"some.key")
     (tmp_path / "x.gguf").write_bytes(raw)
-    with pytest.raises(ConfigError, match="'some.key' is there twice"), open_header(tmp_path / "x.gguf"):
+    with pytest.raises(ConfigError, match=r"'some\.key' is there twice"), open_header(tmp_path / "x.gguf"):
         pass
 
 
