@@ -30,6 +30,13 @@ def is_gguf_file(model: Path) -> bool:
     return model.suffix == GGUF_SUFFIX and model.is_file()
 
 
+def check_gguf_file(model: Path) -> None:
+    """Make all files of a GGUF file once. Raises ConfigError for what cannot be served."""
+    with open_header(model) as header:
+        for make in _MADE.values():
+            make(header)
+
+
 def has_model_file(path: Path) -> bool:
     """Whether a model has this file, whatever it holds. Raises ConfigError where that cannot be found out."""
     if is_gguf_file(path.parent):

@@ -16,7 +16,7 @@ from cluster.processes.worker_gpus import WorkerGpus
 from engine.model.config import load_model_config
 from tandem.config.cluster import ClusterConfig
 from tandem.errors import ConfigError
-from tandem.model_files import has_model_file
+from tandem.model_files import check_gguf_file, has_model_file, is_gguf_file
 from tandem.model_path import BUILTIN, is_local_model, model_directory
 from tandem.process.gpu_host import GpuHost, NvidiaHost
 from tandem.values.kv_layout import AUTO_DTYPE, may_differ_after_failover
@@ -268,13 +268,23 @@ def tokenizer(config: ClusterConfig) -> list[Finding]:
     return _model_files(config, _ROUTER_FILES)
 
 
+def _gguf_file(path: Path) -> Finding:
+    """It holds all of a model, or cannot be served."""
+    try:
+        check_gguf_file(path)
+    except ConfigError as error:
+        hint = "docs/use/models.md lists what is supported"
+        return Finding(name="model", status=Status.FAIL, detail=str(error), hint=hint)
+    return Finding(name="model", status=Status.OK, detail=str(path))
+
+
 def _model_files(config: ClusterConfig, needed: dict[str, tuple[str, ...]]) -> list[Finding]:
     name = config.model.path
     if (directory := _directory(config)) is None:
         hint = "its files are downloaded at the first start, if the network allows"
         return [Finding(name="model", status=Status.WARN, detail=f"{name} is not a local directory", hint=hint)]
-    if not directory.is_dir():  # a GGUF file holds all of a model
-        return [Finding(name="model", status=Status.OK, detail=name)]
+    if is_gguf_file(directory):
+        return [_gguf_file(directory)]
     missing = [what for what, patterns in needed.items() if not any(any(directory.glob(one)) for one in patterns)]
     if missing:
         hint = "train it: see training/README.md" if name == BUILTIN else "use a directory in Hugging Face layout"

@@ -29,7 +29,7 @@ from tandem.config.pools import PoolConfig
 from tandem.config.source.environment import ENV_PREFIX
 from tandem.config.worker import peer_hosts
 from tandem.errors import ConfigError
-from tandem.model_files import GGUF_SUFFIX
+from tandem.model_files import GGUF_SUFFIX, check_gguf_file, is_gguf_file
 from tandem.model_path import BUILTIN, default_name, is_local_model
 from tandem.rpc.hosts import hold, join, split
 
@@ -338,6 +338,8 @@ def resolve_model(config: ClusterConfig, *, runs_workers: bool = True) -> Cluste
 def _check_model(directory: Path, model: ModelSection, runs_workers: bool) -> None:
     """Check the model here: every process would fail on its own minutes later, without naming the directory."""
     try:
+        if is_gguf_file(directory):
+            check_gguf_file(directory)
         if runs_workers:
             load_model_config(directory)
         if model.generation_config == "auto":
