@@ -33,7 +33,8 @@ from tandem.model_files import GGUF_SUFFIX, check_gguf_file, is_gguf_file
 from tandem.model_path import BUILTIN, default_name, is_local_model
 from tandem.rpc.hosts import hold, join, split
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_HUB_ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:/(?P<file>[\w-][\w./-]*\.gguf))?")
+"""A hub id, perhaps with a GGUF file of it: such models have one for each kind of quantization."""
 NEEDED_FILES = ("config.json", "tokenizer.json")
 """Files without which no model directory can be served."""
 ROUTER_NAME = "router"
@@ -310,8 +311,8 @@ def _write_privately(path: Path, text: str) -> None:
 
 
 def resolve_model(config: ClusterConfig, *, runs_workers: bool = True) -> ClusterConfig:
-    """Resolve a hub id to a directory (downloaded once, with a progress bar), or a directory or a GGUF file to an
-    absolute path.
+    """Resolve a hub id to a directory, or to a GGUF file (downloaded once, with a progress bar), or a path to an
+    absolute one.
 
     Raises ConfigError when the model is none of these, or when workers are to run a model that they do not support.
     """
@@ -326,13 +327,20 @@ def resolve_model(config: ClusterConfig, *, runs_workers: bool = True) -> Cluste
             raise ConfigError(f"model.path: {model} has no {' and no '.join(lacking)}{hint}")
         _check_model(model, config.model, runs_workers)
         return _with_model(config, str(model), config.model.name or default_name(path))
-    if not _HUB_ID.fullmatch(path):
+    if (named := _HUB_ID.fullmatch(path)) is None or ".." in path.split("/"):
         raise ConfigError(
             f"model.path: {path} is neither a directory, nor a {GGUF_SUFFIX} file, nor a hub id such as Qwen/Qwen3-0.6B"
         )
-    directory = Path(download(path))
-    _check_model(directory, config.model, runs_workers)
-    return _with_model(config, str(directory), config.model.name or path.rpartition("/")[2])
+    model = Path(download(path)) if named["file"] is None else _hub_file(named["id"], named["file"])
+    _check_model(model, config.model, runs_workers)
+    return _with_model(config, str(model), config.model.name or default_name(path))
+
+
+def _hub_file(hub_id: str, name: str) -> Path:
+    file = Path(download(hub_id, [name])) / name
+    if not file.is_file():  # the hub's client downloads nothing, without an error, where nothing has this name
+        raise ConfigError(f"model.path: {hub_id} has no file {name}")
+    return file
 
 
 def _check_model(directory: Path, model: ModelSection, runs_workers: bool) -> None:

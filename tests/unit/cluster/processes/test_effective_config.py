@@ -207,6 +207,26 @@ def test_resolve_model_gguf_file_is_served_alone_or_refused_by_name(tmp_path, mo
         resolve_model(ClusterConfig(model=ModelSection(path="fifo.gguf")))
 
 
+def test_resolve_model_gguf_file_on_hub_is_downloaded_alone(tmp_path, monkeypatch):
+    asked = []
+
+    def download(hub_id, files=None):
+        asked.append((hub_id, files))
+        return str(tmp_path)
+
+    monkeypatch.setattr(effective_config, "download", download)
+    (tmp_path / "q").mkdir()
+    write_gguf(model_directory("builtin"), tmp_path / "q" / "tiny-f32.gguf", pre="smollm")
+    resolved = resolve_model(ClusterConfig(model=ModelSection(path="org/tiny-GGUF/q/tiny-f32.gguf")))
+    assert (resolved.model.path, resolved.model.name) == (str(tmp_path / "q" / "tiny-f32.gguf"), "tiny-f32")
+    with pytest.raises(ConfigError, match=r"model\.path: org/tiny-GGUF has no file other\.gguf"):
+        resolve_model(ClusterConfig(model=ModelSection(path="org/tiny-GGUF/other.gguf")))
+    assert asked == [("org/tiny-GGUF", ["q/tiny-f32.gguf"]), ("org/tiny-GGUF", ["other.gguf"])]
+    for path in ("org/name/../../x.gguf", "org/name/x/../y.gguf", "org/name/file.bin", "org/name/.gguf"):
+        with pytest.raises(ConfigError, match="neither a directory"):
+            resolve_model(ClusterConfig(model=ModelSection(path=path)))
+
+
 def test_resolve_model_unsupported_architecture_is_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{}")
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"architectures": ["GPT2LMHeadModel"]}))
