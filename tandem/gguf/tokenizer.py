@@ -95,6 +95,10 @@ def _sentencepiece(header: GgufHeader, tokens: Sequence[str], types: Sequence[fl
     scores = header.numbers(f"{_KEYS}scores")
     if len(scores) < len(tokens):
         raise header.error(f"{_KEYS}scores", f"has {len(scores)} elements for {len(tokens)} tokens")
+    normal = [score for score, kind in zip(scores, types, strict=False) if kind == _NORMAL]
+    if len(normal) > 1 and len(set(normal)) == 1:
+        # So a converter writes that had no SentencePiece model: nobody can tell what is merged first.
+        raise header.error(f"{_KEYS}scores", f"are all {normal[0]}: convert the model again, from its tokenizer.model")
     unknown = next((token for token, kind in zip(tokens, types, strict=True) if kind == _UNKNOWN), None)
     prefix = header.boolean(f"{_KEYS}add_space_prefix", True)
     marks = {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE_MARK}

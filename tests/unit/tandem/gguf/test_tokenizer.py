@@ -355,6 +355,10 @@ NUM_TOKENS = VOCAB_SIZE + len(SPECIAL) + len(PLAIN)
             f"scores has 1 elements for {NUM_TOKENS} tokens",
         ),
         (
+            lambda w: (w.add_tokenizer_model("llama"), w.add_token_scores([-1000.0] * NUM_TOKENS)),
+            r"scores are all -1000\.0: convert the model again",
+        ),
+        (
             lambda w: (w.kv_data[0].pop("tokenizer.ggml.bos_token_id"), w.add_add_bos_token(True)),
             r"bos_token_id is missing, and has to be put around every prompt",
         ),
