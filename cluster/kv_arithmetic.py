@@ -15,7 +15,7 @@ from engine.model.memory_budget import estimate_workspace_bytes, kv_layout
 from tandem.config.engine import EngineSection
 from tandem.config.source.regular_file import read_regular_text
 from tandem.errors import ConfigError
-from tandem.model_path import BUILTIN, BUILTIN_DTYPE, model_directory
+from tandem.model_path import BUILTIN, BUILTIN_DTYPE, is_local_model, model_directory
 from tandem.values.kv_layout import AUTO_DTYPE, DTYPE_BYTES, KVLayout
 
 HEADROOM = 0.05
@@ -133,12 +133,11 @@ def room(model: ModelArchitecture, options: SizingOptions) -> WorkerRoom:
 
 
 def read_model(text: str) -> ModelArchitecture:
-    """Read `builtin`, a model's directory, or a `config.json`. Raises ConfigError."""
-    path = Path(text)
-    if text == BUILTIN or path.is_dir():
+    """Read `builtin`, a model's directory or GGUF file, or a `config.json`. Raises ConfigError."""
+    if is_local_model(text):
         return load_model_config(model_directory(text))
     try:
-        return parse_model_config(json.loads(read_regular_text(path)), {})
+        return parse_model_config(json.loads(read_regular_text(Path(text))), {})
     except ValueError as error:
         raise ConfigError(f"{text}: {error}") from error
 
@@ -146,7 +145,7 @@ def read_model(text: str) -> ModelArchitecture:
 def parser() -> argparse.ArgumentParser:
     defaults = SizingOptions()
     made = argparse.ArgumentParser(prog="python -m cluster.kv_arithmetic", description=__doc__)
-    made.add_argument("model", help="`builtin`, a directory in Hugging Face layout, or a config.json")
+    made.add_argument("model", help="`builtin`, a directory in Hugging Face layout, a GGUF file, or a config.json")
     made.add_argument(
         "--dtype",
         choices=(AUTO_DTYPE, "float32", "bfloat16", "float16"),

@@ -78,6 +78,8 @@ class ModelArchitecture:
         values = asdict(self)
         for name in ("eos_token_ids", "stored_dtype", "weight_format"):
             del values[name]
+        if not self.rope.factors:
+            del values["rope"]["factors"]  # so that the previous version gives other models the same names
         text = json.dumps(values, sort_keys=True, default=_enum_value)
         return hashlib.sha256(text.encode()).digest()
 
@@ -97,7 +99,7 @@ class _Family:
 
 
 def load_model_config(path: str | Path) -> ModelArchitecture:
-    """Read a model directory's configuration.
+    """Read a model directory's configuration, or a GGUF file's.
 
     Raises ConfigError, naming file and field, for anything unsupported, out of bounds or contradictory.
     """
@@ -105,11 +107,11 @@ def load_model_config(path: str | Path) -> ModelArchitecture:
     raw = directory.read_json("config.json")
     generation = directory.read_json("generation_config.json") if directory.has("generation_config.json") else {}
     config = parse_model_config(raw, generation)
-    if (name := directory.gguf_name()) is None:
+    if (gguf := directory.gguf_path()) is None:
         return config
     if config.weight_format is not None:
-        raise ConfigError(f"config.json: quantization_config cannot describe {name}, which has its own types")
-    return replace(config, weight_format=f"GGUF ({name})")
+        raise ConfigError(f"config.json: quantization_config cannot describe {gguf.name}, which has its own types")
+    return replace(config, weight_format=f"GGUF ({gguf.name})")
 
 
 def parse_model_config(raw: dict[str, Any], generation: dict[str, Any]) -> ModelArchitecture:
@@ -130,6 +132,8 @@ def parse_model_config(raw: dict[str, Any], generation: dict[str, Any]) -> Model
     max_positions = fields.integer("max_position_embeddings", 1, _MAX_POSITIONS, family.default_max_positions)
     head_dim = _head_dim(fields, family, hidden_size, num_heads)
     rope = parse_rope(raw, max_positions)
+    if rope.rope_type is RopeType.FACTORS and len(rope.factors) != head_dim // 2:
+        raise fields.error("rope_parameters", f"has {len(rope.factors)} factors, half of head_dim {head_dim} needed")
     if rope.rope_type is RopeType.DYNAMIC and head_dim == 2:
         raise fields.error("head_dim", "must exceed 2 for dynamic rotary scaling")
     return ModelArchitecture(

@@ -25,6 +25,8 @@ class RopeType(Enum):
     DYNAMIC = "dynamic"
     LLAMA3 = "llama3"
     YARN = "yarn"
+    FACTORS = "factors"
+    """A divisor for each frequency, as GGUF files have it where a `config.json` says llama3. Not Hugging Face's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +47,8 @@ class RopeConfig:
     truncate: bool = True
     attention_factor: float = 1.0
     """Factor on cosine and sine (yarn)."""
+    factors: tuple[float, ...] = ()
+    """Divisors of the frequencies, the highest frequency first (factors)."""
 
     @property
     def max_context(self) -> int:
@@ -140,6 +144,19 @@ def _yarn(top: Fields, rope: Fields, theta: float, max_positions: int) -> RopeCo
     )
 
 
+def _factors(_top: Fields, rope: Fields, theta: float, max_positions: int) -> RopeConfig:
+    factors = rope.get("factors")
+    if not isinstance(factors, list) or not all(isinstance(x, int | float) and 0.0 < x <= _MAX_FACTOR for x in factors):
+        raise rope.error("factors", f"must be numbers in (0, {_MAX_FACTOR:g}]")
+    return RopeConfig(
+        rope_type=RopeType.FACTORS,
+        theta=theta,
+        max_positions=max_positions,
+        original_max_positions=max_positions,
+        factors=tuple(map(float, factors)),
+    )
+
+
 def _yarn_attention_factor(rope: Fields, factor: float) -> float:
     """Temperature of YaRN (Peng et al., 2023, section 3.4), unless the checkpoint has its own."""
     if rope.has("attention_factor"):
@@ -164,4 +181,5 @@ _BY_TYPE = {
     RopeType.DYNAMIC: _dynamic,
     RopeType.LLAMA3: _llama3,
     RopeType.YARN: _yarn,
+    RopeType.FACTORS: _factors,
 }

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 
 from engine.types.token_guide import Bits, num_words
-from tandem.config.source.regular_file import read_regular_text
 from tandem.errors import ConfigError, InvalidRequest
+from tandem.model_files import read_model_text
 from tandem.values.grammar_bounds import (
     LIMITS,
     ParserTime,
@@ -257,7 +257,7 @@ class LlGuides:
         with self._lock:
             if self._tokenizer is None:
                 try:
-                    text = tokenizer_for_guides(read_regular_text(self._path, max_bytes=_MAX_FILE_BYTES))
+                    text = tokenizer_for_guides(read_model_text(self._path, max_bytes=_MAX_FILE_BYTES))
                     ends = list(self._end_token_ids) or None
                     self._tokenizer = llguidance.LLTokenizer(text, n_vocab=self._vocab_size, eos_token=ends)
                 except (ConfigError, ValueError) as error:

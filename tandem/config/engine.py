@@ -43,9 +43,10 @@ class ModelSection(Section):
     """The model that every worker of the cluster serves."""
 
     path: str = BUILTIN
-    """Directory in Hugging Face layout, a hub id, or `builtin` for the small model that ships with Tandem."""
+    """Directory in Hugging Face layout, a `.gguf` file, a hub id, or `builtin` for the small model that ships with
+    Tandem."""
     name: Annotated[str, AfterValidator(checked_name)] | None = None
-    """Name that clients use. null: the last part of the path."""
+    """Name that clients use. null: the last part of the path, without `.gguf`."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """Data type of computation and KV. `auto`: the checkpoint's own, and float32 for the built-in model."""
     max_model_len: Annotated[int, Field(ge=2)] | None = None

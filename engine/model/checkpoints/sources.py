@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from engine.model.checkpoints.gguf.container import GgufFile
+from engine.model.checkpoints.gguf.file import GgufFile
 from engine.model.checkpoints.gguf.source import GgufSource
 from engine.model.checkpoints.registry import parse_format
 from engine.model.checkpoints.restored import RestoredCheckpoint
@@ -59,8 +59,8 @@ def open_source(
 
     `shapes`: all tensors of the model; `dtype`: of those that are restored. Raises ConfigError.
     """
-    if (name := directory.gguf_name()) is not None:
-        with closing(GgufFile(directory.resolve(name))) as file:
+    if (path := directory.gguf_path()) is not None:
+        with closing(GgufFile(path)) as file:
             yield GgufSource(file, config, shapes, dtype=dtype)
         return
     with Checkpoint(directory) as checkpoint:

@@ -67,6 +67,8 @@ def base_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
     frequencies = 1.0 / config.theta**exponents
     if config.rope_type is RopeType.LINEAR:
         return frequencies / config.factor
+    if config.rope_type is RopeType.FACTORS:
+        return frequencies / torch.tensor(config.factors, dtype=torch.float32)
     if config.rope_type is RopeType.LLAMA3:
         return _llama3(config, frequencies)
     if config.rope_type is RopeType.YARN:

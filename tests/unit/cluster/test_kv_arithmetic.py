@@ -10,7 +10,9 @@ import pytest
 from cluster.kv_arithmetic import SizingOptions, layout_of, main, num_parameters, read_model, room
 from engine.assembly import assemble
 from tandem.config.cluster import load
+from tandem.model_path import model_directory
 from tandem.values.roles import WorkerRole
+from tests.support.engine.gguf_writer import write_gguf
 from worker.engine_spec import engine_spec
 
 ROOT = Path(__file__).parents[3]
@@ -31,6 +33,12 @@ def test_kv_arithmetic_matches_engine() -> None:
     estimated = found.weights_bytes + found.workspace_bytes + parts.budget.headroom_bytes
     assert found.num_blocks * found.block_bytes == pytest.approx(memory_bytes - estimated, abs=found.block_bytes)
     assert spoken_for <= estimated * 1.02
+
+
+def test_kv_arithmetic_reads_gguf_file(tmp_path: Path) -> None:
+    write_gguf(model_directory("builtin"), tmp_path / "tiny.gguf", pre="smollm")
+    model = read_model(str(tmp_path / "tiny.gguf"))
+    assert num_parameters(model) == num_parameters(read_model("builtin"))
 
 
 def test_kv_arithmetic_parameters_match_checkpoint() -> None:

@@ -13,11 +13,12 @@ import torch
 from torch import Tensor
 
 from engine.model.checkpoints.gguf.blocks import block_matrix
-from engine.model.checkpoints.gguf.container import GgufFile, GgufTensor
+from engine.model.checkpoints.gguf.file import GgufFile
 from engine.model.config import ModelArchitecture
 from engine.model.rope_config import RopeType
 from engine.model.shard import TensorSlice
 from tandem.errors import ConfigError
+from tandem.gguf.container import GgufTensor
 
 _ARCHITECTURES = {
     "LlamaForCausalLM": "llama",
@@ -58,15 +59,16 @@ class GgufSource:
         self._file = file
         self._config = config
         self._dtype = dtype
-        found, wanted = file.metadata.get("general.architecture"), _ARCHITECTURES[config.architecture]
+        header = file.header
+        found, wanted = header.metadata.get("general.architecture"), _ARCHITECTURES[config.architecture]
         if found != wanted:
             raise ConfigError(f"{file.name}: general.architecture must be {wanted}, is {found!r:.40}")
         self._is_reordered = wanted == _REORDERED
-        mapped = {name: file.tensors[stored] for name in shapes if (stored := _stored_name(name)) in file.tensors}
+        mapped = {name: header.tensors[stored] for name in shapes if (stored := _stored_name(name)) in header.tensors}
         self._tensors: dict[str, GgufTensor] = mapped
-        rest = file.tensors.keys() - {tensor.name for tensor in mapped.values()}
-        if config.rope.rope_type is RopeType.LLAMA3:
-            rest -= {_ROPE_FACTORS}  # config.json says how they are computed
+        rest = header.tensors.keys() - {tensor.name for tensor in mapped.values()}
+        if config.rope.rope_type in (RopeType.LLAMA3, RopeType.FACTORS):
+            rest -= {_ROPE_FACTORS}  # the configuration has them, or how they are computed
         if config.tie_embeddings:
             rest -= {_stored_name("lm_head.weight")}
         self.names = frozenset(mapped.keys() | rest)
@@ -74,8 +76,8 @@ class GgufSource:
     @property
     def summary(self) -> str:
         """One line for the log: from what the weights are restored."""
-        types = sorted({tensor.block_type.name for tensor in self._file.tensors.values()})
-        size = sum(tensor.end - tensor.begin for tensor in self._file.tensors.values())
+        types = sorted({tensor.block_type.name for tensor in self._file.header.tensors.values()})
+        size = sum(tensor.end - tensor.begin for tensor in self._file.header.tensors.values())
         dtype = str(self._dtype).removeprefix("torch.")
         return f"weights are restored to {dtype} from GGUF, {', '.join(types)}: {size / 2**20:.1f} MiB of files"
 
