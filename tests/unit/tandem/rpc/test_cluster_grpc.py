@@ -10,6 +10,8 @@ from tandem.errors import ConfigError
 from tandem.rpc.cluster_grpc import ClusterChannels
 from tests.unit.tandem.rpc.test_framed_connection import LOOPS, run
 
+MakeLoop = Callable[[], asyncio.AbstractEventLoop]
+
 
 class _Gone(asyncio.Protocol):
     """Loses its connection before whoever asked for it is told that it is open."""
@@ -19,7 +21,7 @@ class _Gone(asyncio.Protocol):
 
 
 @LOOPS
-def test_connect_to_peer_that_is_gone_at_once_raises_oserror(make_loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
+def test_connect_to_peer_that_is_gone_at_once_raises_oserror(make_loop: MakeLoop) -> None:
     async def main() -> None:
         async with await asyncio.start_server(lambda _reader, writer: writer.close(), "127.0.0.1", 0) as server:
             with pytest.raises(OSError):  # noqa: PT011  # each loop has its own text
