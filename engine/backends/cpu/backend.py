@@ -32,6 +32,7 @@ from engine.kv_storage.paged_cache import TORCH_DTYPES, PagedKVCache
 from engine.model.backend import Closing, Embedding, Projection, ProjectionRole, RecordableModel, StepGraphs
 from engine.model.layers.attention import AttentionBackend, AttentionSpec
 from engine.model.layers.torch_attention import TorchAttention
+from engine.model.spec import Activation, NormKind, NormSpec
 from engine.sampling.backend import SamplingKernels
 
 _CACHE_LINE_BYTES = 64
@@ -189,7 +190,7 @@ class CpuBackend:
         taken = self._input_tiles(weight, role)
         return AddedProjection(self._pack(weight, bias, self._arithmetic, Epilogue.ADD, taken))
 
-    def gated(self, weight: Tensor, bias: Tensor | None) -> Projection:
+    def gated(self, weight: Tensor, bias: Tensor | None, activation: Activation = Activation.SILU) -> Projection:
         handed = self._tiles(weight.shape[1], Tiles.INPUT) | self._tiles(weight.shape[0] // 2, Tiles.OUTPUT)
         linear = self._pack(weight, bias, self._arithmetic, Epilogue.GATED, handed)
         return BufferedProjection(linear, self._buffers, "gated", padding=_row_padding(linear.out_dtype))
@@ -204,9 +205,9 @@ class CpuBackend:
         linear = self._pack_head(weight)
         return PackedEmbedding(linear, self._buffers), BufferedProjection(linear, self._buffers, "logits")
 
-    def norm(self, weight: Tensor, eps: float) -> FusedNorm:
+    def norm(self, spec: NormSpec, weight: Tensor, bias: Tensor | None = None) -> FusedNorm:
         gives_tiles = bool(self._tiles(weight.shape[0], Tiles.OUTPUT))
-        return FusedNorm(weight, eps, self._kernels, self._buffers, gives_tiles=gives_tiles)
+        return FusedNorm(weight, spec.eps, self._kernels, self._buffers, gives_tiles=gives_tiles)
 
     def attention(self, spec: AttentionSpec, cache: PagedKVCache) -> AttentionBackend:
         is_int8 = cache.layout.dtype == "int8"

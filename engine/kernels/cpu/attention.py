@@ -49,6 +49,15 @@ class CpuAttentionShape:
     head_dim: int
     block_size: int
     dtype: torch.dtype
+    scale: float | None = None
+    """Factor on products of queries and keys; None: `head_dim ** -0.5`."""
+    soft_cap: float | None = None
+    """Bound that scaled products are bent to; None: unbounded."""
+
+    @property
+    def score_scale(self) -> float:
+        """Factor on products of queries and keys."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
 
     @property
     def group_size(self) -> int:
@@ -132,7 +141,7 @@ class PagedAttention:
             head_dim=shape.head_dim,
             block_size=shape.block_size,
             num_threads=num_threads,
-            scale=shape.head_dim**-0.5,
+            scale=shape.score_scale,
         )
         return AttentionMetadata(
             step=step,

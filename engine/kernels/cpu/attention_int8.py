@@ -156,7 +156,7 @@ class PagedInt8Attention:
             head_dim=shape.head_dim,
             block_size=shape.block_size,
             num_threads=num_threads,
-            scale=shape.head_dim**-0.5,
+            scale=shape.score_scale,
         )
         return Int8Metadata(
             step=step,
