@@ -121,7 +121,10 @@ class _Loader:
             embedding = VocabParallelEmbedding(embedding, self._group, first_token=first, num_tokens=rows)
             head = GatheredHead(head, self._group, vocab_size=self._config.vocab_size)
         if self._config.embedding_scale != 1.0:
-            embedding = ScaledEmbedding(embedding, self._config.embedding_scale)
+            scale = self._config.embedding_scale
+            if self._config.rounds_embedding_scale:
+                scale = torch.tensor(scale, dtype=self._backend.dtype).item()
+            embedding = ScaledEmbedding(embedding, scale)
         return embedding, head
 
     def _check(self) -> None:
@@ -132,9 +135,7 @@ class _Loader:
         for i in range(self._config.num_layers):
             ignored |= all_scale_names(f"{LAYERS}{i}.self_attn.")
         unknown = sorted(
-            name
-            for name in self._source.names - shapes.keys() - ignored
-            if not name.endswith("rotary_emb.inv_freq")
+            name for name in self._source.names - shapes.keys() - ignored if not name.endswith("rotary_emb.inv_freq")
         )
         if unknown:
             # Ignoring a bias, an adapter or a quantization scale would silently change the model.

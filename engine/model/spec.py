@@ -138,6 +138,8 @@ class ModelSpec:
     tie_embeddings: bool
     embedding_scale: float = 1.0
     """Factor on embeddings."""
+    rounds_embedding_scale: bool = False
+    """Whether that factor is rounded to the dtype that is computed in."""
     logit_scale: float = 1.0
     """Factor on logits."""
     logit_cap: float | None = None
@@ -239,7 +241,7 @@ class ModelSpec:
         found: dict[str, Any] = {}
         if norm := _other_than_default(self.norm, frozenset({"eps"})):
             found["norm"] = norm
-        for name in ("embedding_scale", "logit_scale", "logit_cap"):
+        for name in ("embedding_scale", "rounds_embedding_scale", "logit_scale", "logit_cap"):
             if getattr(self, name) != type(self).__dataclass_fields__[name].default:
                 found[name] = getattr(self, name)
         layers = [_other_than_default(layer, _LEGACY_LAYER) for layer in self.layers]

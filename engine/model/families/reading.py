@@ -1,18 +1,17 @@
 """What families share: the geometry that nearly all configurations state alike, windows by layer, and defaults."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.model.config_fields import Fields
-from engine.model.rope_config import RopeDefaults, RopeType, parse_rope
-from engine.model.spec import Activation, LayerSpec, ModelSpec, NormKind, NormSpec
+from engine.model.rope_config import RopeConfig, RopeDefaults, RopeType, parse_rope, read_rope
+from engine.model.spec import LayerSpec, ModelSpec, NormKind, NormSpec
 
 _MAX_DIM = 2**20
 _MAX_VOCAB = 2**24
 _MAX_LAYERS = 4096
 _MAX_POSITIONS = 2**31 - 1
-_SILU = ("silu", "swish")
 SLIDING = "sliding_attention"
 FULL = "full_attention"
 
@@ -28,6 +27,8 @@ class FamilyDefaults:
     max_positions: int = 2048
     tie_embeddings: bool = False
     norm_eps: float = 1e-6
+    activations: tuple[str, ...] = ("silu", "swish")
+    """Names of the one function of gates that is implemented, in `hidden_act`."""
     rope: RopeDefaults = field(default_factory=RopeDefaults)
 
 
@@ -48,25 +49,26 @@ class ModelFamily:
     """Whether llama.cpp's converter changes the order of the rows of queries and keys."""
 
 
-def read_layer(fields: Fields, defaults: FamilyDefaults, activation: Activation | None = None) -> LayerSpec:
-    """Heads, sizes and rotation of all layers, with Llama's parts.
-
-    `activation`: the only one that is implemented; None: `hidden_act` must be silu. Raises ConfigError.
+def read_layer(fields: Fields, defaults: FamilyDefaults, rope: RopeConfig | None = None) -> LayerSpec:
+    """Heads, sizes and rotation of all layers, with Llama's parts; `rope`: where the family has read it. Raises
+    ConfigError.
     """
-    if activation is None and fields.has("hidden_act") and fields.get("hidden_act") not in _SILU:
-        raise fields.error("hidden_act", f"must be silu, is {fields.get('hidden_act')!r:.40}")
+    if fields.has("hidden_act") and fields.get("hidden_act") not in defaults.activations:
+        raise fields.error("hidden_act", f"must be {defaults.activations[0]}, is {fields.get('hidden_act')!r:.40}")
     hidden_size = fields.integer("hidden_size", 1, _MAX_DIM)
     num_heads = fields.integer("num_attention_heads", 1, _MAX_DIM)
     num_kv_heads = fields.integer("num_key_value_heads", 1, num_heads, defaults.kv_heads or num_heads)
     if num_heads % num_kv_heads:
         raise fields.error("num_attention_heads", f"{num_heads} is not a multiple of {num_kv_heads} key-value heads")
     head_dim = _head_dim(fields, defaults, hidden_size, num_heads)
-    rope = parse_rope(fields.raw, max_positions(fields, defaults), defaults.rope)
+    rope = rope or parse_rope(fields.raw, max_positions(fields, defaults), defaults.rope)
     rotated = rope.rotary_dim(head_dim)
     if rope.rope_type is RopeType.DYNAMIC and rotated == 2:
         raise fields.error("head_dim", "must exceed 2 for dynamic rotary scaling")
     if rotated % 2 or not rotated:
-        raise fields.error("partial_rotary_factor", f"must leave an even part of a head, leaves {rotated} of {head_dim}")
+        raise fields.error(
+            "partial_rotary_factor", f"must leave an even part of a head, leaves {rotated} of {head_dim}"
+        )
     for name, factors in (("short_factor", rope.short_factors), ("long_factor", rope.long_factors)):
         if rope.rope_type is RopeType.LONGROPE and len(factors) != rotated // 2:
             raise fields.error(f"rope_scaling: {name}", f"must have {rotated // 2} numbers, has {len(factors)}")
@@ -76,7 +78,6 @@ def read_layer(fields: Fields, defaults: FamilyDefaults, activation: Activation 
         head_dim=head_dim,
         intermediate_size=fields.integer("intermediate_size", 1, _MAX_DIM),
         rope=rope,
-        activation=activation or Activation.SILU,
     )
 
 
@@ -120,6 +121,25 @@ def num_layers(fields: Fields) -> int:
 def max_positions(fields: Fields, defaults: FamilyDefaults) -> int:
     """Positions that the checkpoint was made for."""
     return fields.integer("max_position_embeddings", 1, _MAX_POSITIONS, defaults.max_positions)
+
+
+def ropes_by_type(fields: Fields, defaults: FamilyDefaults, local_theta: float) -> dict[str, RopeConfig]:
+    """The rotations of windowed layers and of the others: one object for each in `rope_parameters`.
+
+    In the older layout, `rope_theta` and `rope_scaling` are those of layers without a window; others have
+    `local_theta`. Raises ConfigError.
+    """
+    positions, nested = max_positions(fields, defaults), fields.nested("rope_parameters")
+    local = replace(defaults.rope, theta=local_theta)
+    if nested is None or not any(nested.has(kind) for kind in (FULL, SLIDING)):
+        empty = Fields({}, "config.json")
+        return {
+            FULL: parse_rope(fields.raw, positions, defaults.rope),
+            SLIDING: read_rope(empty, empty, positions, local),
+        }
+    kinds = {FULL: defaults.rope, SLIDING: local}
+    own = {kind: nested.nested(kind) or Fields({}, f"config.json: rope_parameters: {kind}") for kind in kinds}
+    return {kind: read_rope(fields, own[kind], positions, kinds[kind]) for kind in kinds}
 
 
 def attention_bias(fields: Fields, *, default: bool = False) -> bool:

@@ -4,6 +4,7 @@ from torch import Tensor
 
 from engine.model.backend import Embedding, Projection
 from engine.model.layers.norm import RowNorm
+from engine.model.parallel_layers import RowParallel
 
 
 class ScaledEmbedding:
@@ -54,7 +55,7 @@ class NormedClosing:
 
     __slots__ = ("_norm", "_projection")
 
-    def __init__(self, projection: Projection, norm: RowNorm) -> None:
+    def __init__(self, projection: RowParallel, norm: RowNorm) -> None:
         self._projection = projection
         self._norm = norm
 
@@ -63,7 +64,7 @@ class NormedClosing:
         return self._projection.nbytes + self._norm.nbytes
 
     def __call__(self, x: Tensor, residual: Tensor) -> Tensor:
-        return self._norm.apply_(self._projection(x))
+        return self._norm.apply_(self._projection(x, residual))
 
 
 class SoftCappedHead:
