@@ -73,6 +73,7 @@ class _Step(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("num_units", "num_singles", "num_segments", "table_stride")),
         *((name, ctypes.c_int32) for name in ("num_heads", "num_kv_heads", "head_dim", "block_size", "num_threads")),
         ("scale", ctypes.c_float),
+        ("soft_cap", ctypes.c_float),
     )
 
 
@@ -103,7 +104,9 @@ class PagedAttention:
         self.shape = shape
         self.num_threads = num_threads
         reduced = shape.dtype is torch.bfloat16
-        tiles = reduced and library.features.amx_bf16
+        # Only the kernel in plain vectors bends scores.
+        deterministic = deterministic or shape.soft_cap is not None
+        tiles = reduced and library.features.amx_bf16 and shape.soft_cap is None
         self._tiles = int(tiles)
         self._unit_rows = _TILE_UNIT_ROWS if tiles else _VECTOR_UNIT_ROWS
         name = "amx" if tiles else "bf16" if reduced else "f32"
@@ -142,6 +145,7 @@ class PagedAttention:
             block_size=shape.block_size,
             num_threads=num_threads,
             scale=shape.score_scale,
+            soft_cap=shape.soft_cap or 0.0,
         )
         return AttentionMetadata(
             step=step,

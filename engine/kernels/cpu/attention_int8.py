@@ -130,7 +130,7 @@ class PagedInt8Attention:
         self.shape = shape
         self.num_threads = num_threads
         self._windows = tuple(dict.fromkeys(windows))
-        self._in_place = not deterministic
+        self._in_place = not deterministic and shape.soft_cap is None
         self._partials = torch.empty(0)
         self._blocks = torch.empty(0, 2, shape.num_kv_heads, shape.block_size, shape.head_dim, dtype=shape.dtype)
         self._max_blocks = max(1, _RESTORED_BYTES // (self._vectors_per_block * shape.head_dim * shape.dtype.itemsize))

@@ -9,7 +9,7 @@ part of a head is rotated, or none, the other pairs have angle zero.
 Scaling by length and caches. With dynamic scaling transformers derives the frequencies of one forward pass from its
 longest sequence, so a token's key would depend on tokens that come after it, and on how a prompt was cut into chunks.
 Blocks here are named by the tokens up to their end, and may be reused, moved or recomputed in other chunks; so the
-rotation of position p depends on p alone: as for a sequence of p + 1 tokens. That equals transformers for every sequence
+rotation of position p depends on p alone: as for a sequence of p + 1 tokens. That equals transformers for all sequences
 within `max_position_embeddings` and for every token generated with a cache, one by one, beyond it. It differs
 from transformers only inside a prompt that is itself longer than `max_position_embeddings`, where transformers
 rotates all of the prompt by the prompt's length. longrope's two sets of frequencies are chosen likewise: the long ones

@@ -10,6 +10,7 @@
 #include <cfloat>
 
 #include "paged.h"
+#include "rows.h"
 
 namespace tandem {
 
@@ -40,7 +41,9 @@ class ExactUnit {
     maxima_ = carver.take<float>(padded);
     keys_ = carver.take<Words>(width_);
     values_ = carver.take<float>(kLanes * width_);
-    start(padded, step.scale * 1.44269504088896341f);  // base 2 in place of e
+    constexpr float kBase2 = 1.44269504088896341f;  // base 2 in place of e
+    soft_cap_ = step.soft_cap * kBase2;
+    start(padded, step.scale * kBase2);
   }
 
   void run() {
@@ -89,6 +92,8 @@ class ExactUnit {
     alignas(64) float weights[kExactRows * kLanes];
     score(queries_ + row * width_, scores);
     float* out = out_ + row * width_;
+    if (soft_cap_ > 0.0f)
+      for (int r = 0; r < kExactRows; ++r) scores[r] = tanh_of(scores[r] / soft_cap_) * soft_cap_;
     for (int r = 0; r < kExactRows; ++r) {
       const int64_t position = first_position_ + (row + r) / group_;
       if (key + kLanes - 1 > position || key <= position - layer_.window) {
@@ -162,6 +167,7 @@ class ExactUnit {
   HeadView<T> view_;
   int64_t head_dim_, width_, group_, num_rows_, first_position_, first_row_, column_, out_stride_;
   float *queries_, *out_, *maxima_, *values_;
+  float soft_cap_;  // of scores in base 2
   Floats* sums_;
   Words* keys_;
 };
