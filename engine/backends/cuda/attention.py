@@ -178,7 +178,8 @@ class CudaAttentionPlan:
         rope_kv(qkv, pages, cos=cos, sin=sin, slots=step.slots, norm=norm, pdl=backend.pdl)
         queries = qkv.view(len(qkv), -1, config.head_dim)[:, : config.num_heads]
         out = qkv.new_empty(len(qkv), config.num_heads, config.head_dim)
-        window = config.layers[layer].window
+        spec = config.layers[layer]
+        window = spec.window
         flash_decode(
             queries[:singles],
             pages,
@@ -189,6 +190,8 @@ class CudaAttentionPlan:
             workspace=self._workspace,
             launch=backend.decode_launch,
             pdl=backend.pdl,
+            scale=spec.scale,
+            soft_cap=spec.soft_cap,
         )
         paged_prefill(
             queries[singles:],
@@ -199,5 +202,7 @@ class CudaAttentionPlan:
             starts=step.starts[singles:],
             window=window,
             launch=backend.prefill_launch,
+            scale=spec.scale,
+            soft_cap=spec.soft_cap,
         )
         return out.flatten(1)

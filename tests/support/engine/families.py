@@ -37,6 +37,9 @@ class FamilyCase:
     norms_around: float = 1.0
     """Mean of the weights of norms as they are stored."""
 
+    layers: int | None = None
+    """The least number of layers that have every kind of the model's; None: two."""
+
     @property
     def served_as(self) -> str:
         """The architecture that the saved model says."""
@@ -87,8 +90,8 @@ FAMILY_CASES = (
         },
     ),
     FamilyCase("olmo2", "Olmo2ForCausalLM", {"attention_bias": True}),
-    FamilyCase("olmo3", "Olmo3ForCausalLM", {"sliding_window": 9}),
-    FamilyCase("smollm3", "SmolLM3ForCausalLM", {"tie_word_embeddings": True}),
+    FamilyCase("olmo3", "Olmo3ForCausalLM", {"sliding_window": 9}, layers=4),
+    FamilyCase("smollm3", "SmolLM3ForCausalLM", {"tie_word_embeddings": True}, layers=4),
     FamilyCase(
         "internlm3",
         "LlamaForCausalLM",
@@ -101,7 +104,7 @@ FAMILY_CASES = (
     FamilyCase("glm", "GlmForCausalLM", {"head_dim": 16}),
     FamilyCase("glm4", "Glm4ForCausalLM", {"head_dim": 16, "attention_bias": True}),
     FamilyCase("cohere", "CohereForCausalLM", {"logit_scale": 0.3, "tie_word_embeddings": True}),
-    FamilyCase("cohere2", "Cohere2ForCausalLM", {"sliding_window": 6, "tie_word_embeddings": True}),
+    FamilyCase("cohere2", "Cohere2ForCausalLM", {"sliding_window": 6, "tie_word_embeddings": True}, layers=4),
     FamilyCase(
         "gemma2",
         "Gemma2ForCausalLM",
@@ -125,5 +128,6 @@ FAMILY_CASES = (
             "num_hidden_layers": 6,
         },
         norms_around=0.0,
+        layers=6,
     ),
 )

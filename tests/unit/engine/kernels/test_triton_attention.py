@@ -36,6 +36,8 @@ class Case:
         self.num_kv_heads = rng.choice([1, 2, 3])
         self.block_size = rng.choice([4, 16])
         self.window = rng.choice([None, None, 1, 7, 20, 40])
+        # Some have both, as Gemma 2 has.
+        self.scoring = {"scale": 0.3, "soft_cap": 1.5} if seed % 5 == 2 else {}
         self.counts = [1] * rng.randint(1, 4) if single else [rng.choice([0, 1, 2, 9, 17, 33]) for _ in range(4)]
         self.starts = [rng.choice([0, 0, 1, 15, 16, 31, 50, 75]) for _ in self.counts]
         self.lengths = [start + count for start, count in zip(self.starts, self.counts, strict=True)]
@@ -61,6 +63,7 @@ class Case:
             starts=int32(self.starts),
             counts=int32(self.counts),
             window=self.window,
+            **self.scoring,
         )
 
     def prefill(self, launch, rows=slice(None), starts=None, counts=None):
@@ -75,6 +78,7 @@ class Case:
             starts=int32(self.starts if starts is None else starts),
             window=self.window,
             launch=launch,
+            **self.scoring,
         )
         return out
 
@@ -94,6 +98,7 @@ class Case:
             window=self.window,
             workspace=workspace,
             launch=launch,
+            **self.scoring,
         )
         return out
 
