@@ -59,10 +59,13 @@ class StoredPart:
     """A bias that follows a sum over the ranks: only rank 0 has it."""
 
 
-def parameter_table(spec: ModelSpec) -> dict[str, tuple[StoredPart, ...]]:
+Parts = tuple[StoredPart, ...]
+
+
+def parameter_table(spec: ModelSpec) -> dict[str, Parts]:
     """For every parameter, by the decoder's name, the parts that are stacked to form it."""
     vocabulary = (spec.vocab_size, spec.hidden_size)
-    table = {"embedding": (_rows("model.embed_tokens.weight", vocabulary, Split.VOCABULARY),)}
+    table: dict[str, Parts] = {"embedding": (_rows("model.embed_tokens.weight", vocabulary, Split.VOCABULARY),)}
     if not spec.tie_embeddings:
         table["head"] = (_rows("lm_head.weight", vocabulary, Split.VOCABULARY),)
     # Logits are linear in the last norm's results, which are few numbers to scale.
@@ -93,7 +96,7 @@ def head_order(rope: RopeConfig | None, head_dim: int) -> tuple[int, ...] | None
     return None if order == tuple(range(head_dim)) else order
 
 
-def _layer(spec: ModelSpec, layer: LayerSpec) -> Iterator[tuple[str, tuple[StoredPart, ...]]]:
+def _layer(spec: ModelSpec, layer: LayerSpec) -> Iterator[tuple[str, Parts]]:
     """The parameters of one layer, their stored names without prefix."""
     names, hidden = spec.names, spec.hidden_size
     yield from _projection("qkv", _qkv(spec, layer), layer.qkv_bias)
@@ -118,7 +121,7 @@ def _layer(spec: ModelSpec, layer: LayerSpec) -> Iterator[tuple[str, tuple[Store
         yield "key_norm", _head_norm(names.key_norm, spec.norm, layer, Split.KV_HEADS, layer.num_kv_heads)
 
 
-def _qkv(spec: ModelSpec, layer: LayerSpec) -> tuple[StoredPart, ...]:
+def _qkv(spec: ModelSpec, layer: LayerSpec) -> Parts:
     names, size, fused = spec.names, layer.head_dim, spec.names.fused_qkv
     order = head_order(layer.rope, size)
     total = (layer.num_heads + 2 * layer.num_kv_heads) * size
@@ -135,7 +138,7 @@ def _qkv(spec: ModelSpec, layer: LayerSpec) -> tuple[StoredPart, ...]:
     return tuple(parts)
 
 
-def _gate_up(spec: ModelSpec, layer: LayerSpec) -> tuple[StoredPart, ...]:
+def _gate_up(spec: ModelSpec, layer: LayerSpec) -> Parts:
     inner, fused = layer.intermediate_size, spec.names.fused_gate_up
     parts = [
         _rows(name, (2 * inner if fused else inner, spec.hidden_size), Split.INNER)
@@ -144,9 +147,7 @@ def _gate_up(spec: ModelSpec, layer: LayerSpec) -> tuple[StoredPart, ...]:
     return tuple(replace(part, num_units=inner, begin=inner * i if fused else 0) for i, part in enumerate(parts))
 
 
-def _projection(
-    name: str, parts: tuple[StoredPart, ...], has_bias: bool
-) -> Iterator[tuple[str, tuple[StoredPart, ...]]]:
+def _projection(name: str, parts: Parts, has_bias: bool) -> Iterator[tuple[str, Parts]]:
     yield f"{name}.weight", tuple(replace(part, name=f"{part.name}.weight") for part in parts)
     if has_bias:
         biases = (replace(part, name=f"{part.name}.bias", shape=part.shape[:1]) for part in parts)
@@ -157,15 +158,15 @@ def _added_once(part: StoredPart) -> StoredPart:
     return replace(part, split=Split.NONE, dim=0, num_units=0, is_added_once=True)
 
 
-def _norm(name: str, stored: str, size: int, norm: NormSpec, factor: float = 1.0) -> dict[str, tuple[StoredPart, ...]]:
+def _norm(name: str, stored: str, size: int, norm: NormSpec, factor: float = 1.0) -> dict[str, Parts]:
     weight = StoredPart(name=f"{stored}.weight", shape=(size,), offset=norm.weight_offset, factor=factor)
-    found = {f"{name}.weight": (weight,)}
+    found: dict[str, Parts] = {f"{name}.weight": (weight,)}
     if norm.has_bias:
         found[f"{name}.bias"] = (StoredPart(name=f"{stored}.bias", shape=(size,), factor=factor),)
     return found
 
 
-def _head_norm(name: str, norm: NormSpec, layer: LayerSpec, split: Split, count: int) -> tuple[StoredPart, ...]:
+def _head_norm(name: str, norm: NormSpec, layer: LayerSpec, split: Split, count: int) -> Parts:
     size, order = layer.head_dim, head_order(layer.rope, layer.head_dim)
     one = StoredPart(name=f"{name}.weight", shape=(size,), order=order, offset=norm.weight_offset)
     if layer.qk_norm is QKNorm.HEAD:

@@ -34,12 +34,15 @@ class Shard:
         _check_divides(config, size)
         self._rank = rank
         vocab_rows = -(-config.vocab_size // size)
-        sizes = {
-            "intermediate_size": config.intermediate_size // size,
-            "num_heads": config.num_heads // size,
-            "num_kv_heads": max(1, config.num_kv_heads // size),
-        }
-        layers = tuple(replace(layer, **sizes) for layer in config.layers)
+        layers = tuple(
+            replace(
+                layer,
+                intermediate_size=layer.intermediate_size // size,
+                num_heads=layer.num_heads // size,
+                num_kv_heads=max(1, layer.num_kv_heads // size),
+            )
+            for layer in config.layers
+        )
         self.config = replace(config, vocab_size=vocab_rows, layers=layers)
         """Architecture of this rank's part; its vocabulary may include padding rows beyond the model's."""
         self.first_token = rank * vocab_rows

@@ -3,7 +3,6 @@
 Arguments are the launchers'; sums are computed in float32 (float64 for float32 inputs would hide nothing here).
 """
 
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F

@@ -23,8 +23,14 @@ from engine.model.spec import LayerSpec, ModelSpec, QKNorm
 def _layer(fields: Fields, defaults: FamilyDefaults, rope: RopeConfig | None = None) -> LayerSpec:
     fields.only("clip_qkv")
     has_bias = attention_bias(fields)
-    switches = {"has_input_norms": False, "has_output_norms": True, "qk_norm": QKNorm.PROJECTION}
-    return replace(read_layer(fields, defaults, rope), qkv_bias=has_bias, output_bias=has_bias, **switches)
+    return replace(
+        read_layer(fields, defaults, rope),
+        qkv_bias=has_bias,
+        output_bias=has_bias,
+        qk_norm=QKNorm.PROJECTION,
+        has_input_norms=False,
+        has_output_norms=True,
+    )
 
 
 def _parse_olmo2(fields: Fields, defaults: FamilyDefaults) -> ModelSpec:
