@@ -48,7 +48,16 @@ PARTS: dict[str, tuple[str, ...]] = {
     "containers": ("tests/containers",),
     "answers": _modules(
         "tests/e2e/answers",
-        *("cache_tiers", "clients", "fetching", "generation_config", "parity", "pinned_prompts", "pipelined"),
+        *(
+            "cache_tiers",
+            "clients",
+            "families",
+            "fetching",
+            "generation_config",
+            "parity",
+            "pinned_prompts",
+            "pipelined",
+        ),
         *("prompt_scores", "quantised_kv", "quantized_checkpoint", "structured", "tools", "walk"),
     ),
     "answers-ranks": _modules("tests/e2e/answers", "nodes", "tensor_parallel", "unequal_pools"),

@@ -19,8 +19,9 @@ def attend_keys(
 ):  # fmt: skip
     """Attend over keys `begin..end`, `begin` a multiple of BLOCK_N; unless MASKED, every row attends to all of them.
 
-    SOFT_CAP: bound that scaled scores are bent to, in base two; 0: none. score_scale: above zero. scales_ptr: scales of tokens. With one scale per head, `score_scale` includes the keys',
-    and the caller must apply the values' to the result.
+    score_scale: above zero. SOFT_CAP: bound that scaled scores are bent to, in base two; 0: none. scales_ptr: scales of
+    tokens. With one scale per head, `score_scale` includes the keys', and the caller must apply the values' to the
+    result.
     """
     largest, total, acc = state
     BLOCK_D: tl.constexpr = queries.shape[1]
