@@ -27,8 +27,8 @@ the same weights and biases.
   and Qwen3, with every kind of rotation: `tests/unit/engine/model/test_parity.py`.
 - The same logits from two and from four ranks, of which two share each key-value head:
   `tests/unit/engine/model/test_family_ranks.py`.
-- The same logits from the compiled CPU kernels; recorded steps equal eager ones in tokens and KV, bit for bit, in float32
-  and bfloat16; int8 caches agree with plain torch: `tests/unit/engine/backends/test_cpu_families.py`.
+- The same logits from the compiled CPU kernels; recorded steps equal eager ones in tokens and KV, bit for bit, in
+  float32 and bfloat16; int8 caches agree with plain torch: `tests/unit/engine/backends/test_cpu_families.py`.
 - The same logits from the Triton kernels, in their interpreter: `tests/unit/engine/backends/test_cuda_backend.py`.
 - Greedy tokens equal through a prefill worker, the hand-off, two decode ranks and cached prefixes:
   `tests/e2e/answers/test_families.py`, some families at each run; not InternLM3, nor `longrope` beyond its context.

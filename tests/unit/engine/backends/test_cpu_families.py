@@ -74,3 +74,32 @@ def test_cpu_families_agree_with_torch_over_int8_caches(family, dtype):
         found.append(torch.cat([session.logits(request, count) for count in (40, 1, 9)]))
     scale = found[1].std()
     assert (found[0] - found[1]).abs().mean() < 0.1 * scale
+
+
+# Kernel calls of a layer: two norms, four products, rotation with the write, attention; and what a family adds to them.
+CALLS = {
+    "phi3": 8,
+    "granite": 8,
+    "olmo2": 12,  # norms of queries, keys and both results; what stands for a norm still adds and copies
+    "smollm3": 8,
+    "stablelm": 8,
+    "cohere2": 7,
+    "glm4": 10,
+    "gemma2": 11,  # GELU's gate is a call of its own
+    "gemma3": 11,
+}
+
+
+def test_cpu_families_make_few_kernel_calls(family):
+    case, _, path = family
+    if case.name not in CALLS:
+        pytest.skip("as another case")
+    model = load(path)
+    session = Session(model, num_blocks=20, block_size=16)
+    session.runner.record_graphs(max_rows=1, max_length=64)
+    request = session.request(random_tokens(random.Random(1), 9), capacity=32)
+    programs = []
+    session.runner.graphs.replay = lambda program: (programs.append(program), program.run())
+    session.run([request], 4, chunk=9)
+    ends = 2 + (model.config.logit_cap is not None)  # last norm, head, cap
+    assert len(programs[-1]) == CALLS[case.name] * model.config.num_layers + ends
