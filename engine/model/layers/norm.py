@@ -106,7 +106,7 @@ class TorchRowNorm:
         return self.weight.nbytes
 
     def apply_(self, rows: Tensor) -> Tensor:
-        groups = rows.unflatten(-1, self.weight.shape)
+        groups = rows.view(*rows.shape[:-1], *self.weight.shape)
         size = self.weight.shape[-1:]
         norm = F.rms_norm if self._kind is NormKind.RMS else F.layer_norm
         groups.copy_(norm(groups, size, eps=self._eps).mul_(self.weight))
