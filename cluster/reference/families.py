@@ -1,7 +1,9 @@
 """The page of every model family, generated from the registry that the engine reads configurations by."""
 
+from engine.model.config_fields import Fields
 from engine.model.families.reading import ModelFamily
-from engine.model.families.registry import FAMILIES
+from engine.model.families.registry import FAMILIES, parse_family
+from engine.model.spec import ModelSpec, NormKind
 
 _INTRODUCTION = """\
 # Model families
@@ -15,6 +17,23 @@ all families alike, is in [which models run](models.md).
 | `architectures` | models | what differs from Llama | context where the file is silent | weights in GGUF |
 |---|---|---|---:|---|
 """
+_PARTS = """
+## What each is made of
+
+As read from a configuration that says no more than its sizes. Blocks are attention and MLP.
+
+| `architectures` | norms | queries and keys | rotation | windows | gate |
+|---|---|---|---|---|---|
+"""
+_SIZES = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
 _PROOFS = """
 ## What is proven of each
 
@@ -45,9 +64,42 @@ be reused before any other continuation.
 
 def render() -> str:
     """The page."""
-    return _INTRODUCTION + "".join(_row(*entry) for entry in FAMILIES.items()) + _PROOFS
+    rows = "".join(_row(*entry) for entry in FAMILIES.items())
+    return _INTRODUCTION + rows + _PARTS + "".join(map(_parts, FAMILIES)) + _PROOFS
 
 
 def _row(name: str, family: ModelFamily) -> str:
     gguf = "no" if family.gguf is None else f"`{family.gguf}`"
     return f"| `{name}` | {family.models} | {family.differs} | {family.defaults.max_positions:,} | {gguf} |\n"
+
+
+def _parts(name: str) -> str:
+    spec = parse_family(Fields({**_SIZES, "architectures": [name]}, "config.json"))
+    layer = spec.layers[0]
+    columns = (
+        _norms(spec),
+        "as projected" if layer.qk_norm is None else f"normed: {layer.qk_norm.value}",
+        _rotation(spec),
+        _share(sum(window is not None for window in spec.layer_windows), spec.num_layers),
+        layer.activation.value,
+    )
+    return f"| `{name}` | {' | '.join(columns)} |\n"
+
+
+def _norms(spec: ModelSpec) -> str:
+    layer, kind = spec.layers[0], "RMSNorm" if spec.norm.kind is NormKind.RMS else "LayerNorm"
+    places = ["before"] * layer.has_input_norms + ["after"] * layer.has_output_norms
+    where = "before both blocks at once" if layer.is_parallel else f"{' and '.join(places)} each block"
+    return f"{kind} {where}"
+
+
+def _rotation(spec: ModelSpec) -> str:
+    rope = next(found for found in spec.ropes if found is not None)
+    part = "all of a head" if rope.partial == 1.0 else f"{rope.partial:g} of a head"
+    pairs = "neighbours" if rope.is_interleaved else "halves"
+    still = sum(layer.rope is None for layer in spec.layers)
+    return f"{part}, pairs of {pairs}" + (f"; none in {still} of {spec.num_layers} layers" if still else "")
+
+
+def _share(count: int, total: int) -> str:
+    return "none" if not count else f"{count} of {total} layers"
