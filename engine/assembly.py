@@ -22,7 +22,7 @@ from engine.kv_storage.block_file import cache_identity
 from engine.kv_storage.disk_store import DiskStore, check_path
 from engine.kv_storage.free_memory import HostRoom, free_memory_bytes, memory_capacity_bytes
 from engine.kv_storage.paged_cache import PagedKVCache
-from engine.model.config import ModelArchitecture, load_model_config
+from engine.model.config import load_model_config
 from engine.model.decoder import Decoder
 from engine.model.gpu_memory import GpuMemoryRequest, gpu_limit_bytes
 from engine.model.loader import Progress, load_model
@@ -36,6 +36,7 @@ from engine.model.memory_budget import (
     plan_memory,
 )
 from engine.model.shard import Shard
+from engine.model.spec import ModelSpec
 from engine.runner.dry_run import measure_workspace_bytes
 from engine.runner.model_runner import ModelRunner
 from engine.sampling.grammar import LlGuides, grammar_cache_bytes
@@ -66,7 +67,7 @@ class EngineParts:
     scheduler: Scheduler
     runner: ModelRunner
     config: SchedulerConfig
-    model: ModelArchitecture
+    model: ModelSpec
     layout: KVLayout
     budget: MemoryBudget
     """Memory budget of one rank; the same on every rank."""
@@ -152,7 +153,7 @@ def assemble(spec: EngineSpec, *, pool: Pool | None = None, progress: Progress |
     return parts
 
 
-def _open_ranks(spec: EngineSpec, config: ModelArchitecture, options: BackendOptions) -> Ranks:
+def _open_ranks(spec: EngineSpec, config: ModelSpec, options: BackendOptions) -> Ranks:
     Shard(config, rank=0, size=spec.tensor_parallel_size)  # refuses an unsplittable model before anything starts
     return open_ranks(
         RankSetup(
@@ -175,7 +176,7 @@ def _open_ranks(spec: EngineSpec, config: ModelArchitecture, options: BackendOpt
 
 
 def _parts(
-    spec: EngineSpec, config: ModelArchitecture, model: Decoder, ranks: Ranks, limit_bytes: int, pool: Pool | None
+    spec: EngineSpec, config: ModelSpec, model: Decoder, ranks: Ranks, limit_bytes: int, pool: Pool | None
 ) -> EngineParts:
     size, device = spec.tensor_parallel_size, model.device
     combined = ranks.wait_loaded(RankFacts(weights_bytes=model.weights_bytes, fingerprint=model.fingerprint))
@@ -232,7 +233,7 @@ def _parts(
     )
 
 
-def _guides(spec: EngineSpec, config: ModelArchitecture, limit_bytes: int) -> LlGuides:
+def _guides(spec: EngineSpec, config: ModelSpec, limit_bytes: int) -> LlGuides:
     return LlGuides(
         spec.model_path / "tokenizer.json",
         vocab_size=config.vocab_size,

@@ -48,8 +48,9 @@ PARTS: dict[str, tuple[str, ...]] = {
     "containers": ("tests/containers",),
     "answers": _modules(
         "tests/e2e/answers",
-        *("cache_tiers", "clients", "fetching", "generation_config", "gguf", "parity", "pinned_prompts", "pipelined"),
-        *("prompt_scores", "quantised_kv", "quantized_checkpoint", "speculation", "structured", "tools", "walk"),
+        *("cache_tiers", "clients", "families", "fetching", "generation_config", "gguf", "parity", "pinned_prompts"),
+        *("pipelined", "prompt_scores", "quantised_kv", "quantized_checkpoint", "speculation", "structured"),
+        *("tools", "walk"),
     ),
     "answers-ranks": _modules("tests/e2e/answers", "nodes", "tensor_parallel", "unequal_pools"),
     "failures": _modules(

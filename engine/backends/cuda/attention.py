@@ -160,24 +160,26 @@ def _pages(spec: AttentionSpec, cache: PagedKVCache, index: int) -> LayerPages:
 class CudaAttentionPlan:
     """One step's attention on the GPU: metadata uploaded once, used by every layer."""
 
-    __slots__ = ("_backend", "_cos", "_num_single", "_sin", "_step", "_workspace")
+    __slots__ = ("_angles", "_backend", "_num_single", "_step", "_workspace")
 
     def __init__(self, backend: CudaAttention, step: DeviceStep, *, num_single: int, max_length: int) -> None:
         """`max_length`: at least the length of every sequence with one row."""
         self._backend = backend
         self._step = step
         self._num_single = num_single
-        self._cos, self._sin = backend.spec.rope.half_angles(step.positions)
+        self._angles = tuple(rope.half_angles(step.positions) for rope in backend.spec.ropes)
         self._workspace = backend.workspace(num_single, max_length)
 
     def attend(self, layer: int, qkv: Tensor) -> Tensor:
         backend, step, singles = self._backend, self._step, self._num_single
         config, pages = backend.spec.config, backend.layers[layer]
         norm = None if backend.spec.head_norms is None else backend.spec.head_norms[layer]
-        rope_kv(qkv, pages, cos=self._cos, sin=self._sin, slots=step.slots, norm=norm, pdl=backend.pdl)
+        cos, sin = self._angles[backend.spec.rope_of_layer[layer]]
+        rope_kv(qkv, pages, cos=cos, sin=sin, slots=step.slots, norm=norm, pdl=backend.pdl)
         queries = qkv.view(len(qkv), -1, config.head_dim)[:, : config.num_heads]
         out = qkv.new_empty(len(qkv), config.num_heads, config.head_dim)
-        window = config.layer_windows[layer]
+        spec = config.layers[layer]
+        window = spec.window
         flash_decode(
             queries[:singles],
             pages,
@@ -188,6 +190,8 @@ class CudaAttentionPlan:
             workspace=self._workspace,
             launch=backend.decode_launch,
             pdl=backend.pdl,
+            scale=spec.scale,
+            soft_cap=spec.soft_cap,
         )
         paged_prefill(
             queries[singles:],
@@ -198,5 +202,7 @@ class CudaAttentionPlan:
             starts=step.starts[singles:],
             window=window,
             launch=backend.prefill_launch,
+            scale=spec.scale,
+            soft_cap=spec.soft_cap,
         )
         return out.flatten(1)

@@ -12,9 +12,9 @@ from engine.model.checkpoints.gguf.source import GgufSource
 from engine.model.checkpoints.registry import parse_format
 from engine.model.checkpoints.restored import RestoredCheckpoint
 from engine.model.checkpoints.safetensors_files import Checkpoint
-from engine.model.config import ModelArchitecture
 from engine.model.files import ModelDirectory
 from engine.model.shard import TensorSlice
+from engine.model.spec import ModelSpec
 
 
 class TensorSource(Protocol):
@@ -37,7 +37,7 @@ class TensorSource(Protocol):
         """Release a tensor that has been copied."""
         ...
 
-    def fingerprint(self, config: ModelArchitecture) -> str:
+    def fingerprint(self, config: ModelSpec) -> str:
         """Name of this model's computation: equal for equal configuration and tensors."""
         ...
 
@@ -53,7 +53,7 @@ class CheckpointSource(TensorSource, Protocol):
 
 @contextmanager
 def open_source(
-    directory: ModelDirectory, config: ModelArchitecture, shapes: Mapping[str, tuple[int, ...]], *, dtype: torch.dtype
+    directory: ModelDirectory, config: ModelSpec, shapes: Mapping[str, tuple[int, ...]], *, dtype: torch.dtype
 ) -> Iterator[CheckpointSource]:
     """Open a model directory's weights. Within the context their files are mapped.
 

@@ -61,14 +61,8 @@ def test_kv_arithmetic_matches_table_in_handbook() -> None:
     assert len(rows) >= 5
     model = read_model("builtin")
     for layers, heads, dim, plain, coded in rows:
-        like = replace(
-            model,
-            num_layers=int(layers),
-            num_kv_heads=int(heads),
-            num_heads=int(heads),
-            head_dim=int(dim),
-            layer_windows=(None,) * int(layers),
-        )
+        layer = replace(model.layers[0], num_kv_heads=int(heads), num_heads=int(heads), head_dim=int(dim))
+        like = replace(model, layers=(layer,) * int(layers))
         for kv_dtype, kib in (("auto", plain), ("int8", coded)):
             layout = layout_of(like, SizingOptions(kv_dtype=kv_dtype))
             assert layout.worker_block_bytes / layout.block_size / 1024 == pytest.approx(float(kib), abs=0.05)

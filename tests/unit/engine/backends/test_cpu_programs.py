@@ -113,3 +113,13 @@ def count_replays(programs):
 
         programs.replay = counted
     return count
+
+
+def test_cpu_program_of_a_layer_has_eight_calls(path):
+    """Two norms, four products, rotation with the write of keys and values, attention: nothing may come between."""
+    session = Session(load_model(path, backend=backend()), num_blocks=20, block_size=16)
+    session.runner.record_graphs(max_rows=1, max_length=64)
+    programs = []
+    session.runner.graphs.replay = lambda program: (programs.append(program), program.run())
+    session.run([session.request(random_tokens(random.Random(1), 9), capacity=32)], 4, chunk=9)
+    assert len(programs[-1]) == 8 * session.runner.model.config.num_layers + 2

@@ -19,6 +19,7 @@ from engine.runner.step_input_builder import build_step_inputs
 from engine.types.request import Batch, BatchItem
 from tandem.errors import ConfigError
 from tandem.values.sampling import SamplingParams
+from tests.support.engine.families import FAMILY_CASES
 from tests.support.engine.paged_harness import Session, random_tokens, reference_logits, reference_model, save_and_load
 
 __all__ = ["interpreted"]
@@ -49,6 +50,19 @@ def test_cuda_backend_logits_equal_transformers(case):
         request = session.request(tokens)
         ours = torch.cat([session.logits(request, n) for n in cuts])
         assert (ours - expected).abs().max() < 1e-4
+
+
+@pytest.mark.in_turns
+@pytest.mark.parametrize("family", FAMILY_CASES, ids=lambda family: family.name)
+def test_cuda_backend_families_equal_transformers(family, tmp_path):
+    reference = family.model(num_hidden_layers=2 if family.layers is None else family.layers)
+    family.save(reference, tmp_path)
+    tokens = random_tokens(random.Random(0), 24)
+    expected = reference_logits(reference, tokens)
+    session = Session(load_model(tmp_path, backend=backend()), block_size=16)
+    request = session.request(tokens)
+    ours = torch.cat([session.logits(request, n) for n in (13, 7, 1, 3)])
+    assert (ours - expected).abs().max() < 1e-4
 
 
 @pytest.mark.in_turns

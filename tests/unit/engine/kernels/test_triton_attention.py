@@ -36,6 +36,8 @@ class Case:
         self.num_kv_heads = rng.choice([1, 2, 3])
         self.block_size = rng.choice([4, 16])
         self.window = rng.choice([None, None, 1, 7, 20, 40])
+        # Some have both, as Gemma 2 has.
+        self.scoring = {"scale": 0.3, "soft_cap": 1.5} if seed % 5 == 2 else {}
         # Of many heads to a group few tokens fill several tiles; the interpreter's time goes by tiles.
         several = [0, 1, 2, 9, 17, 33][: 4 if self.group > 4 else 5 if self.group > 1 else 6]
         self.counts = [1] * rng.randint(1, 4) if single else [rng.choice(several) for _ in range(4)]
@@ -63,6 +65,7 @@ class Case:
             starts=int32(self.starts),
             counts=int32(self.counts),
             window=self.window,
+            **self.scoring,
         )
 
     def prefill(self, launch, rows=slice(None), starts=None, counts=None):
@@ -77,6 +80,7 @@ class Case:
             starts=int32(self.starts if starts is None else starts),
             window=self.window,
             launch=launch,
+            **self.scoring,
         )
         return out
 
@@ -96,6 +100,7 @@ class Case:
             window=self.window,
             workspace=workspace,
             launch=launch,
+            **self.scoring,
         )
         return out
 

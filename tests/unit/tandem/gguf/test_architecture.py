@@ -12,10 +12,11 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
-from engine.model.config import ModelArchitecture, load_model_config, parse_model_config
+from engine.model.config import load_model_config, parse_model_config
 from engine.model.dtype import stored_dtype
 from engine.model.layers.rope import base_frequencies
 from engine.model.loader import expected_shapes
+from engine.model.spec import ModelSpec
 from router.api.request.generation_defaults import load_generation_defaults
 from tandem.errors import ConfigError
 from tandem.model_files import read_model_text
@@ -66,7 +67,7 @@ def write(folder: Path, changes: dict[str, Any], *, block_type: str = "F32", cha
     return folder / "file" / "model.gguf"
 
 
-def bare(config: ModelArchitecture) -> ModelArchitecture:
+def bare(config: ModelSpec) -> ModelSpec:
     """Without what a file has and a `config.json` has not."""
     return replace(config, weight_format=None, stored_dtype=None)
 
@@ -81,8 +82,8 @@ def test_gguf_configuration_equals_that_of_the_directory(family: str, tmp_path: 
     assert (theirs.hidden_size, theirs.intermediate_size) == (found.hidden_size, found.intermediate_size)
     assert (theirs.num_attention_heads, theirs.num_key_value_heads) == (found.num_heads, found.num_kv_heads)
     assert (theirs.num_hidden_layers, theirs.vocab_size) == (found.num_layers, found.vocab_size)
-    assert theirs.max_position_embeddings == found.rope.max_positions
-    assert theirs.rms_norm_eps == pytest.approx(found.rms_norm_eps, rel=1e-7)
+    assert theirs.max_position_embeddings == found.max_context
+    assert theirs.rms_norm_eps == pytest.approx(found.norm.eps, rel=1e-7)
 
 
 def test_gguf_mistral_without_window_is_a_llama(tmp_path: Path) -> None:
@@ -104,8 +105,8 @@ LLAMA3 = {
 def test_gguf_factors_of_frequencies_are_those_of_llama3(tmp_path: Path) -> None:
     changes = {"architectures": ["LlamaForCausalLM"], "head_dim": 64, "rope_scaling": LLAMA3}
     raw = BASE | changes
-    wanted = base_frequencies(parse_model_config(raw, {}).rope, 64)
-    plain = base_frequencies(parse_model_config(raw | {"rope_scaling": None}, {}).rope, 64)
+    wanted = base_frequencies(parse_model_config(raw, {}).ropes[0], 64)
+    plain = base_frequencies(parse_model_config(raw | {"rope_scaling": None}, {}).ropes[0], 64)
     factors = (plain / wanted).numpy()
     assert len(set(factors.tolist())) > 4  # both bands, and some between
 
@@ -120,7 +121,7 @@ def test_gguf_factors_have_to_fit_heads_and_be_positive(tmp_path: Path) -> None:
     llama = {"architectures": ["LlamaForCausalLM"]}
     for number, (values, match) in enumerate(
         [
-            ([1.0] * 7, "rope_parameters has 7 factors, half of head_dim 16 needed"),
+            ([1.0] * 7, "rope_scaling: factors must have 8 numbers, has 7"),
             ([1.0] * 7 + [0.0], r"factors must be numbers in \(0, 1e\+06\]"),
             ([1.0] * 7 + [-1.0], r"factors must be numbers in \(0, 1e\+06\]"),
         ]

@@ -24,7 +24,7 @@ from engine.model.checkpoints.gguf.file import GgufFile
 from engine.model.checkpoints.gguf.source import GgufSource
 from engine.model.config import load_model_config, parse_model_config
 from engine.model.dtype import resolve_dtype
-from engine.model.loader import expected_shapes
+from engine.model.parameters import expected_shapes
 from engine.model.shard import TensorSlice
 from tandem.errors import ConfigError
 from tandem.gguf.container import BLOCK_TYPES
