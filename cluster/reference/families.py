@@ -50,7 +50,7 @@ the same weights and biases.
   float32 and bfloat16; int8 caches agree with plain torch: `tests/unit/engine/backends/test_cpu_families.py`.
 - The same logits from the Triton kernels, in their interpreter: `tests/unit/engine/backends/test_cuda_backend.py`.
 - Greedy tokens equal through a prefill worker, the hand-off, two decode ranks and cached prefixes:
-  `tests/e2e/answers/test_families.py`, some families at each run; not InternLM3, nor `longrope` beyond its context.
+  `tests/e2e/models/test_families.py`, some families at each run; not InternLM3, nor `longrope` beyond its context.
 
 Kernels that need AMX or AVX-512 and kernels on a GPU compute the families by the same calls; the families that came
 after the first four have not been run there. Scores that are bent (Gemma 2) are computed on a CPU by the kernel for any
