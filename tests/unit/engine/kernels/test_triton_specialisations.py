@@ -11,6 +11,8 @@ import pytest
 ROOT = Path(__file__).parents[4]
 SETTING = "TRITON_INTERPRET"
 NUM_BATCHES = 60
+pytestmark = pytest.mark.timeout(900)
+"""Compiling takes a minute of a slow processor, many at the lowest priority of a busy one."""
 
 
 @pytest.fixture(scope="module")
