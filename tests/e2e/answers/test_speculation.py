@@ -139,10 +139,9 @@ async def test_streams_with_drafts_equal_transformers(cluster, oracle):
     assert await cluster.figure("vllm:spec_decode_num_accepted_tokens_total") == accepted
 
 
+@pytest.mark.parametrize("cluster", ["shm"], indirect=True, scope="module")  # the one with two decode workers
 async def test_streams_with_drafts_survive_the_loss_of_their_worker(cluster, oracle):
     """What the worker had drafted, and whose answers it had kept, is lost with it, and nobody can tell."""
-    if cluster.local.config.decode.replicas == 1:
-        pytest.skip("nobody could take over")
     made = [oracle.story(900 + i, 100) for i in range(4)]
     expected = oracle.batch(made, LONG)
     answers = asyncio.gather(*(cluster.stream(prompt, LONG) for prompt in made))

@@ -90,10 +90,15 @@ CALLS = {
 }
 
 
+def case_name(case):
+    return case.name
+
+
+@pytest.mark.parametrize(
+    "family", [case for case in FAMILY_CASES if case.name in CALLS], indirect=True, ids=case_name, scope="module"
+)
 def test_cpu_families_make_few_kernel_calls(family):
     case, _, path = family
-    if case.name not in CALLS:
-        pytest.skip("as another case")
     model = load(path)
     session = Session(model, num_blocks=20, block_size=16)
     session.runner.record_graphs(max_rows=1, max_length=64)
