@@ -132,9 +132,8 @@ def _sampled_token(
     notes_ptr, noted = sections_ptr + section * 4, section < tl.where(limited, 0, num_sections)
     bests = tl.load(notes_ptr, mask=noted, other=float("inf"))
     winners = tl.load(notes_ptr + 1, mask=noted, other=0.0).to(tl.int32, bitcast=True)
-    reached = order_of(
-        scaled(tl.load(x_ptr + winners, mask=noted & (winners < size), other=float("-inf")), temperature)
-    )
+    x = tl.load(x_ptr + winners, mask=noted & (winners < size), other=float("-inf"))
+    reached = order_of(scaled(x, temperature))
 
     least, mass = tl.full([], LEAST, tl.int32), tl.full([], 0.0, tl.float32)
     checking = top_p < 1.0  # else the mass is not needed
