@@ -153,7 +153,6 @@ class TorchPool:
         return packed, total()
 
     def unpack_summed(self, runs: Runs, packed: Any) -> int:
-        _check_size(runs, packed.numel())
         total = self._moved(None, packed, runs, self._memory)
         if total is not None:
             return total
@@ -171,7 +170,11 @@ class TorchPool:
 
     def _moved(self, reads: Runs | None, source: Any, writes: Runs | None, target: Any) -> int | None:
         """Like `_start`, on a stream of this pool, and wait for it; returns the sum."""
-        return None if self._kernel is None else self._finished(MoveTable.between(reads, writes), source, target)
+        if self._kernel is None:
+            return None
+        if reads is None and writes is not None:
+            _check_size(writes, source.numel())
+        return self._finished(MoveTable.between(reads, writes), source, target)
 
     def _finished(self, moves: MoveTable | None, source: Any, target: Any) -> int | None:
         if self._kernel is None:
@@ -225,7 +228,8 @@ class TorchPool:
         return packed
 
     def unpack(self, runs: Runs, packed: Any) -> None:
-        """Copy `packed` into the bytes that `runs` name. Within `working`."""
+        """Copy `packed` into the bytes that `runs` name. Within `working`. Raises TransferError when sizes disagree."""
+        _check_size(runs, packed.numel())
         layers = packed.view(runs.num_layers, -1)
         for (planes, columns), part in rows_of(runs):
             self._planes[planes, columns] = layers[:, part]
