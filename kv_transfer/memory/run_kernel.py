@@ -26,7 +26,8 @@ BLOCK_WORDS = 4096
 """Words that a program moves at once, 32 in each of its threads."""
 _MAX_PROGRAMS = 1024
 """Number of programs beyond which runs are not split further: several for each multiprocessor of a large GPU."""
-_NUM_TABLES, _TABLE_NUMBERS = 8, 4096
+_NUM_TABLES, _TABLE_NUMBERS = 32, 4096
+"""Made in advance, because pinned memory may have to wait for the device: enough for 8 streams with 4 launches each."""
 _HEADER, _ROW, _PLANE = tl.constexpr(HEADER), tl.constexpr(ROW), tl.constexpr(PLANE)
 _WEIGHT_STEP = tl.constexpr(0x9E3779B2 - (1 << 32))
 """See `sum32` in torch_pool."""
