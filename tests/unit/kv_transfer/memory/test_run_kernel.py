@@ -41,9 +41,9 @@ class NotedKernel:
         self._kernel = kernel
         self.launched = []
 
-    def launch(self, moves, source, target):
+    def launch(self, moves, source, target, stream):
         self.launched.append(moves)
-        return self._kernel.launch(moves, source, target)
+        return self._kernel.launch(moves, source, target, stream)
 
 
 class Pools:
@@ -163,7 +163,7 @@ def test_run_kernel_tests_meet_every_variant(monkeypatch):
         case.source.by_kernel.checksum(case.reads)
     tables = [case.source.launched[0] for case in cases]
     assert {table.alignment for table in tables} == set(ALIGNMENTS)
-    assert {len(table.planes) // (2 * table.num_layers) for table in tables} >= {1, 2}
+    assert {table.planes_per_layer for table in tables} >= {1, 2}
     assert {table.num_rows > 1 for table in tables} == {True, False}
     assert any(case.target_cells.fan_out(case.cells).planes for case in cases)
 
@@ -192,14 +192,14 @@ def test_run_kernel_table_of_many_runs_has_room(monkeypatch):
     """More runs than the tables that are kept have room for; then those are used again."""
     monkeypatch.setattr(run_kernel, "_TABLE_NUMBERS", 128)
     kv = layout(layers=2, head_dim=8, heads=1, block_size=4)
-    num_blocks = 2 * run_kernel._TABLE_NUMBERS // 5
+    num_blocks = 2 * run_kernel._TABLE_NUMBERS
     pairing = Pairing.from_layouts(kv, kv, wire_dtype=kv.dtype)
     blocks = tuple(range(0, num_blocks, 2))
     pools = Pools(kv, num_blocks, torch.Generator().manual_seed(1), run_kernel.RunKernel(torch.device("cpu")))
-    for count in (len(blocks), 3):
+    for count in (len(blocks), 3, len(blocks)):
         runs = pairing.at_source(0, 0, blocks, num_blocks).reads(cells(kv, 0, count))
         assert both(pools, lambda pool, runs=runs: pool.checksum(runs))
-    assert len(pools.launched[0].rows) > run_kernel._TABLE_NUMBERS
+    assert [table.num_numbers > run_kernel._TABLE_NUMBERS for table in pools.launched] == [True, False, True]
 
 
 COMPILE = """
@@ -208,7 +208,8 @@ from engine.kernels.triton.aot import compile_case
 from engine.kernels.triton.aot_cases import AotCase
 from kv_transfer.memory.move_table import ALIGNMENTS
 from kv_transfer.memory.run_kernel import BLOCK_WORDS, move_runs_kernel
-types = {"source_ptr": "*u8", "target_ptr": "*u8", "table_ptr": "*i64", "out_ptr": "*i64"}
+types = {"source_ptr": "*u8", "target_ptr": "*u8", "table_ptr": "*i64", "count_ptr": "*i64"}
+types |= {"planes_per_layer": "i32", "layer_bytes": "i32"}
 for alignment in ALIGNMENTS:
     for copies in (True, False):
         constants = {"COPIES": copies, "ALIGNMENT": alignment, "BLOCK": BLOCK_WORDS}
@@ -227,4 +228,4 @@ def test_run_kernel_compiles_for_hopper(tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(rows) == 4
-    assert all(registers <= 128 and not spilled for _, registers, spilled in rows), rows
+    assert all(registers <= 160 and not spilled for _, registers, spilled in rows), rows
