@@ -208,7 +208,7 @@ def _parts(
     cache = PagedKVCache(layout, num_blocks=budget.num_blocks, device=device, buffer=own)
     runner = _runner(model, cache, ranks, slots.num_slots)
     if size == 1:
-        runner.record_graphs(max_rows=spec.max_step_rows, max_length=context)
+        runner.record_graphs(max_rows=spec.max_step_rows, max_tokens=spec.max_batched_tokens, max_length=context)
     hasher = BlockHasher(spec.secret)
     engine_config = _engine_config(spec, context, budget.num_blocks, frozenset(config.eos_token_ids))
     scheduler, disk = _scheduler(spec, engine_config, hasher, runner, slots)

@@ -75,7 +75,9 @@ class TorchBackend:
     def attention(self, spec: AttentionSpec, cache: PagedKVCache) -> AttentionBackend:
         return TorchAttention(spec, cache)
 
-    def graphs(self, model: RecordableModel, attention: AttentionBackend, *, max_rows: int, max_length: int) -> None:
+    def graphs(
+        self, model: RecordableModel, attention: AttentionBackend, *, max_rows: int, max_tokens: int, max_length: int
+    ) -> None:
         """Return None: nothing is recorded, operators are called one by one."""
 
     def trim(self) -> None:

@@ -211,9 +211,11 @@ class Backend(Protocol):
         ...
 
     def graphs(
-        self, model: RecordableModel, attention: AttentionBackend, *, max_rows: int, max_length: int
+        self, model: RecordableModel, attention: AttentionBackend, *, max_rows: int, max_tokens: int, max_length: int
     ) -> StepGraphs | None:
-        """Record steps of up to `max_rows` decoding rows ahead; None where recording gains nothing."""
+        """Record steps ahead: of up to `max_rows` decoding rows, and of up to `max_tokens` rows with chunks of prompts
+        where that gains anything. None where nothing does.
+        """
         ...
 
     def trim(self) -> None:

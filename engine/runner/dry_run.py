@@ -115,7 +115,7 @@ def measure_workspace_bytes(
         runner.launch(_batch(layout.block_size, spans, drafts)).tokens()
     if layout.tp_size == 1:
         # The same graphs as will be recorded over the real pool: they keep their memory.
-        runner.record_graphs(max_rows=max_rows, max_length=max_context)
+        runner.record_graphs(max_rows=max_rows, max_tokens=max_batched_tokens, max_length=max_context)
     growth_bytes = peak.growth_bytes()
     del runner
     release_unused_memory(model)

@@ -105,13 +105,13 @@ class ModelRunner:
             raise InvariantError("the model gave no usable logits")
         return tokens
 
-    def record_graphs(self, *, max_rows: int, max_length: int) -> None:
-        """Let the backend record decoding steps ahead, if it can. Call it before the first step, with the pool in
+    def record_graphs(self, *, max_rows: int, max_tokens: int, max_length: int) -> None:
+        """Let the backend record steps ahead, if it can. Call it before the first step, with the pool in
         place.
         """
         with torch.inference_mode():
             self.graphs = self.model.backend.graphs(
-                self.model, self._attention, max_rows=max_rows, max_length=max_length
+                self.model, self._attention, max_rows=max_rows, max_tokens=max_tokens, max_length=max_length
             )
 
     def bind_thread(self) -> None:

@@ -250,7 +250,7 @@ class CpuBackend:
         return make(spec, cache, self._library, self._kernels, self._buffers, deterministic=self._deterministic)
 
     def graphs(
-        self, model: RecordableModel, attention: AttentionBackend, *, max_rows: int, max_length: int
+        self, model: RecordableModel, attention: AttentionBackend, *, max_rows: int, max_tokens: int, max_length: int
     ) -> StepGraphs | None:
         """See Backend. Only steps computed by our own kernels throughout can be recorded."""
         if not isinstance(attention, CpuAttention):

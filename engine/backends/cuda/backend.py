@@ -256,18 +256,19 @@ class CudaBackend:
         return self._attention
 
     def graphs(
-        self, model: RecordableModel, attention: AttentionBackend, *, max_rows: int, max_length: int
+        self, model: RecordableModel, attention: AttentionBackend, *, max_rows: int, max_tokens: int, max_length: int
     ) -> StepGraphs | None:
         """See Backend. `attention` must be the last one that this backend made; else nothing is recorded."""
         if self.device.type != "cuda" or self._attention is None or attention is not self._attention:
             return None
-        from engine.backends.cuda.graphs import CudaRecorder, DecodeGraphs, graph_batch_sizes
+        from engine.backends.cuda.graphs import CudaRecorder, CudaStepGraphs, graph_batch_sizes, graph_chunk_sizes
 
-        graphs = DecodeGraphs(
+        graphs = CudaStepGraphs(
             model,
             self._attention,
             CudaRecorder(self.device),
             batch_sizes=graph_batch_sizes(min(max_rows, _MAX_GRAPH_ROWS)),
+            chunk_sizes=graph_chunk_sizes(max_tokens),
             max_length=max_length,
             block_size=self._block_size,
         )

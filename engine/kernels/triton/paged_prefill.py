@@ -3,7 +3,8 @@
 A program computes a tile of BLOCK_M rows: as many consecutive tokens of one sequence as fit, times the query heads that
 share one key-value head, so that keys are read once for all of them. A program's sequence is found by
 bisection over the row starts, on the device: sequence `i` owns tiles from `row_starts[i] // tokens_per_tile + i` on,
-an upper bound that needs no prefix sum; surplus programs return at once. Long tiles start first.
+an upper bound that needs no prefix sum; surplus programs, and those of rows before the first sequence's, return at
+once. Long tiles start first.
 
 Keys that every row of a tile attends to are computed without a mask, the rest with one. With `fixed_keys`, results do
 not depend on chunking: runs of that many keys, at absolute positions, are computed from an empty state, masked
@@ -24,7 +25,7 @@ from engine.kernels.triton.tuning import PrefillLaunch
 
 @triton.jit
 def _sequence_of(tile, row_starts_ptr, num_seqs, TOKENS: tl.constexpr):
-    """Index of the last sequence whose first tile is not after `tile`."""
+    """Index of the last sequence whose first tile is not after `tile`; 0 for a tile before all."""
     low, high = 0, num_seqs
     while low < high:
         middle = (low + high) // 2
@@ -32,7 +33,7 @@ def _sequence_of(tile, row_starts_ptr, num_seqs, TOKENS: tl.constexpr):
             low = middle + 1
         else:
             high = middle
-    return low - 1
+    return tl.maximum(low - 1, 0)
 
 
 @triton.jit
@@ -90,7 +91,7 @@ def paged_prefill_kernel(
     first_row = tl.load(row_starts_ptr + sequence)
     count = tl.load(row_starts_ptr + sequence + 1) - first_row
     first_token = (tile - first_row // TOKENS - sequence) * TOKENS
-    if first_token >= count:
+    if (first_token < 0) | (first_token >= count):
         return
     lanes, dims = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
     token = first_token + lanes // GROUP
@@ -132,10 +133,10 @@ def paged_prefill(
 
     queries: `[num_rows, num_heads, head_dim]`, heads contiguous, rows at any stride; out: likewise.
     tables: int32 `[num_seqs, max_blocks]`; entries beyond a sequence's blocks are never read.
-    row_starts: int32 `[num_seqs + 1]`, cumulative, from 0; equal neighbours are a sequence without rows.
+    row_starts: int32 `[num_seqs + 1]`, cumulative; equal neighbours are a sequence without rows.
     starts: int32 `[num_seqs]`, the position of each sequence's first row.
     scale: factor on products of queries and keys; None: `head_dim ** -0.5`. soft_cap: bound that they are then bent to.
-    Rows from `row_starts[num_seqs]` on belong to no sequence and are not written.
+    Rows before `row_starts[0]` and from `row_starts[num_seqs]` on belong to no sequence and are not written.
     """
     num_rows, num_heads, head_dim = queries.shape
     num_seqs = starts.shape[0]

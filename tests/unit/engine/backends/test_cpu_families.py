@@ -47,7 +47,7 @@ def test_cpu_families_recorded_steps_equal_eager_ones(family, dtype):
         session = Session(load(path, dtype=dtype), num_blocks=60, block_size=16)
         replays = []
         if records:
-            session.runner.record_graphs(max_rows=3, max_length=128)
+            session.runner.record_graphs(max_rows=3, max_tokens=64, max_length=128)
             replay = session.runner.graphs.replay
             session.runner.graphs.replay = lambda program, run=replay, seen=replays: (
                 seen.append(program),
@@ -101,7 +101,7 @@ def test_cpu_families_make_few_kernel_calls(family):
     case, _, path = family
     model = load(path)
     session = Session(model, num_blocks=20, block_size=16)
-    session.runner.record_graphs(max_rows=1, max_length=64)
+    session.runner.record_graphs(max_rows=1, max_tokens=64, max_length=64)
     request = session.request(random_tokens(random.Random(1), 9), capacity=32)
     programs = []
     session.runner.graphs.replay = lambda program: (programs.append(program), program.run())

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from tests.unit.engine.kernels.triton_interpreter import interpreted  # isort: skip
 from engine.backends.cuda.attention import CudaAttention, StepLayout, upload
 from engine.backends.cuda.backend import CudaBackend
-from engine.backends.cuda.graphs import DecodeGraphs, graph_batch_sizes
+from engine.backends.cuda.graphs import CudaStepGraphs, graph_batch_sizes, graph_chunk_sizes
 from engine.backends.options import BackendOptions
 from engine.kernels.triton.tuning import LaunchTable, load_table
 from engine.model.backend import ProjectionRole
@@ -135,7 +135,7 @@ def test_cuda_graph_padded_replay_equals_eager_step(case):
     recorder = EagerRecorder()
     attention = CudaAttention(model.attention_spec, session.cache, model.backend._table)
     before = session.cache.tensor.clone()
-    graphs = DecodeGraphs(model, attention, recorder, batch_sizes=(1, 4), max_length=64, block_size=16)
+    graphs = CudaStepGraphs(model, attention, recorder, batch_sizes=(1, 4), max_length=64, block_size=16)
     assert replayed(graphs, decoding(session, requests)) is None  # nothing captured yet
     graphs.capture()
     assert torch.equal(session.cache.tensor, before)
@@ -158,6 +158,59 @@ def test_cuda_graph_padded_replay_equals_eager_step(case):
     assert replayed(graphs, build_step_inputs(chunk, 16)) is None
 
 
+@pytest.mark.in_turns
+@pytest.mark.parametrize("deterministic", [False, True])
+@torch.inference_mode()
+def test_cuda_graph_of_chunks_equals_eager_step(case, deterministic):
+    """Decodes, chunks and whole prompts in random company, with fewer rows and sequences than there is room for."""
+    _, path, _ = case
+    model = load_model(path, backend=backend(deterministic=deterministic))
+    session = Session(model, num_blocks=60, block_size=16)
+    rng = random.Random(5)
+    decoded = [session.request(random_tokens(rng, 4 + 9 * i)) for i in range(3)]
+    session.step([(r, r.num_tokens) for r in decoded])
+    prompts = [session.request(random_tokens(rng, 40)) for _ in range(3)]
+    session.step([(prompts[0], 17)])
+    recorder = EagerRecorder()
+    table = model.backend._table
+    attention = CudaAttention(model.attention_spec, session.cache, table, deterministic=deterministic)
+    graphs = CudaStepGraphs(
+        model, attention, recorder, batch_sizes=(4,), chunk_sizes=(8, 24), max_length=64, block_size=16
+    )
+    before = session.cache.tensor.clone()
+    graphs.capture()
+    assert torch.equal(session.cache.tensor, before)
+    company = (
+        [(decoded[0], 1), (decoded[1], 1), (prompts[0], 5)],
+        [(prompts[1], 3), (decoded[2], 1), (prompts[0], 2), (prompts[2], 13), (decoded[0], 1)],
+        [(prompts[2], 24)],
+    )
+    for spans in company:
+        items = tuple(
+            BatchItem(
+                request=r, start=r.num_tokens - 1 if n == 1 else r.num_computed_tokens, num_tokens=n, samples=True
+            )
+            for r, n in spans
+        )
+        inputs = build_step_inputs(Batch(items=items), 16)
+        before = session.cache.tensor.clone()
+        expected = session.runner.compute(inputs).clone()
+        kv = session.cache.tensor.clone()
+        session.cache.tensor.copy_(before)
+        logits = replayed(graphs, inputs)
+        if deterministic:
+            assert torch.equal(logits, expected)
+            assert torch.equal(session.cache.tensor, kv)
+        torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(session.cache.tensor, kv, atol=1e-5, rtol=1e-5)
+    assert recorder.replays == len(company)
+    large = Batch(items=(BatchItem(request=prompts[1], start=0, num_tokens=25, samples=True),))
+    assert replayed(graphs, build_step_inputs(large, 16)) is None
+    crowd = [(prompts[1], 2)] * 5  # more sequences with several rows than the largest batch
+    items = tuple(BatchItem(request=r, start=0, num_tokens=n, samples=True) for r, n in crowd)
+    assert replayed(graphs, build_step_inputs(Batch(items=items), 16)) is None
+
+
 def test_cuda_graph_packed_step_matches_inputs(case):
     _, _, plain = case
     session = Session(plain, num_blocks=40, block_size=4)
@@ -168,14 +221,24 @@ def test_cuda_graph_packed_step_matches_inputs(case):
         for r, (start, count) in zip(requests, spans, strict=True)
     )
     inputs = build_step_inputs(Batch(items=items), 4)
-    step = StepLayout(num_rows=12, num_seqs=4).views(*upload(inputs, StepLayout(num_rows=12, num_seqs=4), CPU))
+    layout = StepLayout(num_rows=12, num_single=2, num_several=3)
+    assert layout.holds(inputs)
+    step = layout.views(*upload(inputs, layout, CPU))
     assert step.slots.tolist() == [*inputs.slots.tolist(), -1, -1, -1]
     assert step.token_ids.tolist() == [*inputs.token_ids.tolist(), 0, 0, 0]
     assert step.positions.tolist() == [*inputs.positions.tolist(), 0, 0, 0]
-    assert step.lengths.tolist() == [*inputs.lengths.tolist(), 0]
-    assert step.starts.tolist() == [*inputs.starts.tolist(), 0]
-    assert step.row_starts[inputs.num_single : 4].tolist() == [0, 5, 8]
+    assert step.lengths.tolist() == [11, 0]
+    assert step.starts.tolist() == [2, 0, 0]
+    assert step.row_starts.tolist() == [1, 6, 9, 9]
     assert step.tables.tolist() == inputs.tables.tolist()
+
+
+def test_graph_chunk_sizes_bound_padding():
+    assert graph_chunk_sizes(20) == (20,)
+    assert graph_chunk_sizes(100) == (32, 64, 96, 100)
+    sizes = graph_chunk_sizes(8192)
+    assert sizes[-1] == 1024
+    assert all(later - earlier <= max(64, later // 6) for earlier, later in pairwise(sizes))
 
 
 def test_graph_batch_sizes_bound_padding():

@@ -146,6 +146,28 @@ def test_triton_prefill_leaves_rows_without_sequence_untouched():
     case.check(out[:-3])
 
 
+@pytest.mark.parametrize("num_before", [1, 7, 40])
+def test_triton_prefill_leaves_rows_before_the_first_sequence_untouched(num_before):
+    """Rows of sequences that decode, and sequences without rows behind the last."""
+    case = Case(4, single=False)
+    before = torch.full((num_before, *case.queries.shape[1:]), float("nan"), dtype=case.dtype)
+    queries = torch.cat((before, case.queries))
+    out = torch.full_like(queries, 77.0)
+    paged_prefill(
+        queries,
+        case.layer,
+        out,
+        tables=torch.cat((case.tables, torch.full_like(case.tables[:1], 2**30).expand(5, -1))),
+        row_starts=num_before + row_starts_of(int32([*case.counts, *[0] * 5])),
+        starts=int32([*case.starts, *[0] * 5]),
+        window=case.window,
+        launch=PrefillLaunch(block_m=16, block_n=16, num_warps=4, num_stages=2),
+        **case.scoring,
+    )
+    assert (out[:num_before] == 77.0).all()
+    case.check(out[num_before:])
+
+
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize("fixed_keys", [0, 32])
 def test_triton_decode_padding_rows_are_zero(splits, fixed_keys):
