@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from engine.kernels.triton.activation import silu_mul_kernel
-from engine.kernels.triton.flash_decode import flash_decode_kernel, merged_parts
+from engine.kernels.triton.flash_decode import flash_decode_kernel, merge_parts_kernel
 from engine.kernels.triton.gemm_few import MAX_ROWS, gemm_few_kernel
 from engine.kernels.triton.gemm_fixed import gemm_fixed_kernel
 from engine.kernels.triton.gemv import gemv_kernel
@@ -147,8 +147,8 @@ def _prefill(v: _Variant, table: LaunchTable) -> AotCase:
 def _decode(v: _Variant, table: LaunchTable) -> Iterator[AotCase]:
     launch = table.decode(v.shape, deterministic=v.deterministic)
     types = {"queries_ptr": f"*{v.dtype}", **v.pages, "out_ptr": f"*{v.dtype}", "sums_ptr": "*fp32"}
-    types |= {"stats_ptr": "*fp32", "arrivals_ptr": "*i32", "tables_ptr": "*i32", "lengths_ptr": "*i32"}
-    types |= {"query_stride": "i32", "out_stride": "i32", "table_stride": "i32", "score_scale": "fp32"}
+    types |= {"stats_ptr": "*fp32", "tables_ptr": "*i32", "lengths_ptr": "*i32", "query_stride": "i32"}
+    types |= {"out_stride": "i32", "table_stride": "i32", "score_scale": "fp32"}
     split = {"NUM_SPLITS": 16, "MIN_KEYS": launch.min_keys, "FIXED_KEYS": launch.fixed_keys, "BLOCK_N": launch.block_n}
     case = AotCase(
         name=f"flash_decode {v.name}",
@@ -156,20 +156,30 @@ def _decode(v: _Variant, table: LaunchTable) -> Iterator[AotCase]:
         types=types,
         constants=v.geometry
         | split
-        | {"BLOCK_M": max(launch.block_m, power_of_two(v.group, 16)), "BLOCK_G": power_of_two(v.group)}
-        | {"BLOCK_S": merged_parts(v.group, 16), "SOFT_CAP": v.soft_cap, "PDL": True}
-        | {"LINES": 2 if launch.prefetches else 0},
+        | {"BLOCK_M": max(launch.block_m, power_of_two(v.group, 16)), "SOFT_CAP": v.soft_cap, "PDL": True},
         num_warps=launch.num_warps,
         num_stages=launch.num_stages,
         representative=v.representative,
     )
     yield case
     if v.representative:
-        absent = {"sums_ptr": None, "stats_ptr": None, "arrivals_ptr": None}
+        absent = {"sums_ptr": None, "stats_ptr": None}
         kept = {name: found for name, found in types.items() if name not in absent}
         block_n = launch.whole_block_n or launch.block_n
         constants = case.constants | {"NUM_SPLITS": 1, "BLOCK_N": block_n} | absent
         yield replace(case, name=f"{case.name}-whole", types=kept, constants=constants)
+    if v.cache != "int8":
+        pointers = ("out_ptr", "head_scales_ptr", "sums_ptr", "stats_ptr", "lengths_ptr", "out_stride")
+        names = ("GROUP", "HEAD_DIM", "WINDOW", "BLOCK_D", "head_scales_ptr")
+        yield AotCase(
+            name=f"merge_parts {v.name}",
+            kernel=merge_parts_kernel,
+            types={name: types[name] for name in pointers if name in types},
+            constants={name: v.geometry[name] for name in names if name in v.geometry}
+            | split
+            | {"BLOCK_S": 16, "PDL": True},
+            representative=v.representative,
+        )
 
 
 def _rope(dtype: str, cache: str, head_dim: int) -> AotCase:

@@ -55,8 +55,6 @@ class DecodeLaunch:
     """Fewest keys for which a program of its own is worthwhile."""
     fixed_keys: int = 0
     """Keys per run; above zero, results do not depend on lengths."""
-    prefetches: bool = False
-    """Whether a program fetches its first tile before waiting for the kernel before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,6 +49,7 @@ def test_representative_kernels_compile_for_hopper(tmp_path):
     assert kernels >= {
         "paged_prefill",
         "flash_decode",
+        "merge_parts",
         "gemm_few",
         "rope_kv",
         "add_rms_norm",
