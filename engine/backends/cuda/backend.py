@@ -268,7 +268,7 @@ class CudaBackend:
             self._attention,
             CudaRecorder(self.device),
             batch_sizes=graph_batch_sizes(min(max_rows, _MAX_GRAPH_ROWS)),
-            chunk_sizes=graph_chunk_sizes(max_tokens),
+            chunk_sizes=graph_chunk_sizes(max_tokens, model.config),
             max_length=max_length,
             block_size=self._block_size,
         )

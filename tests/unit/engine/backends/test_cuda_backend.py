@@ -14,6 +14,7 @@ from engine.backends.cuda.graphs import CudaStepGraphs, graph_batch_sizes, graph
 from engine.backends.options import BackendOptions
 from engine.kernels.triton.tuning import LaunchTable, load_table
 from engine.model.backend import ProjectionRole
+from engine.model.config import parse_model_config
 from engine.model.loader import load_model
 from engine.runner.step_input_builder import build_step_inputs
 from engine.types.request import Batch, BatchItem
@@ -233,12 +234,20 @@ def test_cuda_graph_packed_step_matches_inputs(case):
     assert step.tables.tolist() == inputs.tables.tolist()
 
 
+def llama_of(**sizes):
+    raw = {"architectures": ["LlamaForCausalLM"], "vocab_size": 100, "num_hidden_layers": 2, **sizes}
+    return parse_model_config({**raw, "num_attention_heads": 32, "num_key_value_heads": 8}, {})
+
+
 def test_graph_chunk_sizes_bound_padding():
-    assert graph_chunk_sizes(20) == (20,)
-    assert graph_chunk_sizes(100) == (32, 64, 96, 100)
-    sizes = graph_chunk_sizes(8192)
+    small = llama_of(hidden_size=2048, intermediate_size=8192)
+    assert graph_chunk_sizes(20, small) == (20,)
+    assert graph_chunk_sizes(100, small) == (32, 64, 96, 100)
+    sizes = graph_chunk_sizes(8192, small)
     assert sizes[-1] == 1024
-    assert all(later - earlier <= max(64, later // 6) for earlier, later in pairwise(sizes))
+    assert all(later - earlier <= max(32, later / 2.9) for earlier, later in pairwise(sizes))
+    large = llama_of(hidden_size=4096, intermediate_size=14_336)
+    assert graph_chunk_sizes(8192, large)[-1] < 300 < graph_chunk_sizes(8192, small)[-1]
 
 
 def test_graph_batch_sizes_bound_padding():
